@@ -29,7 +29,7 @@ from ckpipe.backend import Backend, PutMode, Upload
 from ckpipe.catalog.copy import block_bytes_for
 from ckpipe.catalog.find import read_index
 from ckpipe.catalog.inspect import check_expansion, leaf_labels, tensor_bytes
-from ckpipe.catalog.leases import EXPORTING, Lease
+from ckpipe.catalog.leases import EXPORTING, under_lease
 from ckpipe.errors import CommitConflict, ObjectExists, UnsupportedState, UsageError
 from ckpipe.events import CheckpointExported
 from ckpipe.format.checksum import crc32c
@@ -48,6 +48,9 @@ INDEX = "model.safetensors.index.json"
 TORCH_FILE = "state.pt"
 
 Item = TypeVar("Item")
+
+_Named = tuple[str, TensorRow]
+"""A tensor of an export: its name there, and its row in the checkpoint."""
 
 _BATCH_BYTES = 256 << 20
 """How many bytes of tensors are held in memory, unless a single one is larger."""
@@ -91,18 +94,6 @@ class Exported:
     folder: str
     files: tuple[str, ...]
     bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Named:
-    """A tensor of an export: its name there, and its row in the checkpoint."""
-
-    name: str
-    row: TensorRow
-
-    @property
-    def nbytes(self) -> int:
-        return tensor_bytes(self.row)
 
 
 async def export(
@@ -154,8 +145,7 @@ class _Exporting:
         counter = _Counter()
         # Twice, since the store wants to know the size before the first block.
         await threads.run_sync(_save, state, counter)
-        file = await self._open(TORCH_FILE, counter.size)
-        async with file:
+        async with self._file(TORCH_FILE, counter.size) as file:
             await threads.run_sync(_save, state, _Feed(file))
         return Exported(self._folder, (TORCH_FILE,), self._written)
 
@@ -163,21 +153,25 @@ class _Exporting:
         """Sharded safetensors with an index."""
         tensors = named_tensors(self._bundle, self._settings.part)
         if not self._settings.expanded:
-            sizes = {each.row.label: each.nbytes for each in tensors}
+            sizes = {row.label: tensor_bytes(row) for _, row in tensors}
             check_expansion("An export", [self._bundle], sum(sizes.values()), sizes)
-        shards = list(batches(tensors, lambda each: each.nbytes, self._settings.max_shard_bytes))
+        shards = list(batches(tensors, _nbytes, self._settings.max_shard_bytes))
         names = [
             f"model-{n:05d}-of-{len(shards):05d}.safetensors" for n in range(1, 1 + len(shards))
         ]
         for name, shard in zip(names, shards, strict=True):
             await self._shard(name, shard)
         weights = {
-            each.name: name for name, shard in zip(names, shards, strict=True) for each in shard
+            tensor: name for name, shard in zip(names, shards, strict=True) for tensor, _ in shard
         }
-        total = sum(each.nbytes for shard in shards for each in shard)
+        total = sum(map(_nbytes, tensors))
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weights.items()))}
         body = json.dumps(index, indent=2).encode()
-        await self._place(INDEX).put(body)
+        key = self._folder + INDEX
+        try:
+            await self._target.put(key, body, PutMode.CREATE)
+        except ObjectExists:
+            await self._check(key, len(body), await threads.run_sync(crc32c, body), 1 << 20)
         return Exported(self._folder, (*names, INDEX), self._written + len(body))
 
     async def _state(self) -> Any:
@@ -196,31 +190,69 @@ class _Exporting:
 
     async def _shard(self, name: str, shard: list[_Named]) -> None:
         offset, entries = 0, []
-        for each in shard:
-            entries.append((each.name, _dtype(each.row), each.row.shape, offset, each.nbytes))
-            offset += each.nbytes
+        for tensor, row in shard:
+            entries.append((tensor, _dtype(row), row.shape, offset, tensor_bytes(row)))
+            offset += tensor_bytes(row)
         header = encode_header(entries)
-        async with await self._open(name, len(header) + offset) as file:
+        async with self._file(name, len(header) + offset) as file:
             await file.write(memoryview(header))
-            for batch in batches(shard, lambda each: each.nbytes, _BATCH_BYTES):
-                labels = {each.row.label for each in batch}
+            for batch in batches(shard, _nbytes, _BATCH_BYTES):
+                labels = {row.label for _, row in batch}
                 tensors = await read_tensors(
                     self._backend, self._bundle, labels, self._arena, lanes=self._settings.lanes
                 )
-                for each in batch:
-                    data = await threads.run_sync(_bytes_of, tensors[each.row.label])
+                for _, row in batch:
+                    data = await threads.run_sync(_bytes_of, tensors[row.label])
                     await file.write(data)
 
-    async def _open(self, name: str, size: int) -> ExportFile:
+    @asynccontextmanager
+    async def _file(self, name: str, size: int) -> AsyncIterator[ExportFile]:
+        """Open a file that becomes visible after the block, or leaves nothing after an error."""
         self._written += size
-        wanted, place = self._settings.block_bytes, self._place(name)
-        block_bytes = block_bytes_for(size, wanted, self._target.limits)
-        upload = await self._target.open_upload(place.key, size=size, block_bytes=block_bytes)
-        return ExportFile(upload, place, size, block_bytes)
+        key, policy = self._folder + name, self._settings.policy
+        block_bytes = block_bytes_for(size, self._settings.block_bytes, self._target.limits)
+        upload = await self._target.open_upload(key, size=size, block_bytes=block_bytes)
+        file = ExportFile(upload, policy, min(size, block_bytes))
+        try:
+            yield file
+            await file.flush()
+            try:
+                await retrying(policy, upload.complete)
+            except ObjectExists:
+                await self._check(key, size, file.sum, max(1, min(size, block_bytes)))
+                await upload.abort()
+        except BaseException:
+            with anyio.CancelScope(shield=True):
+                await upload.abort()
+            raise
 
-    def _place(self, name: str) -> ExportPlace:
-        key, step = self._folder + name, self._bundle.id.step
-        return ExportPlace(self._target, key, step, self._settings.policy)
+    async def _check(self, key: str, size: int, sum: int, block_bytes: int) -> None:
+        """Compare what is there with what would have been written.
+
+        Args:
+            key: The key of the file.
+            size: Its size in bytes.
+            sum: Its CRC-32C.
+            block_bytes: How much is read at once.
+
+        Raises:
+            CommitConflict: If it is something else.
+            StoreError: If the store failed.
+        """
+        if (await self._target.stat(key)).size == size:
+            found, buffer = 0, memoryview(bytearray(min(size, block_bytes)))
+            for offset in range(0, size, block_bytes):
+                block = buffer[: size - offset]
+                await self._target.read_into(key, offset, block)
+                found = await threads.run_sync(crc32c, block, found)
+            if found == sum:
+                return
+        raise CommitConflict(
+            "Something else lies where this export belongs",
+            step=self._bundle.id.step,
+            key=key,
+            hint="Delete its folder and export again, or export to another place",
+        )
 
 
 class _Counter:
@@ -258,6 +290,10 @@ def _save(state: Any, file: Any) -> None:
     torch.save(state, file)
 
 
+def _nbytes(tensor: _Named) -> int:
+    return tensor_bytes(tensor[1])
+
+
 def named_tensors(bundle: ManifestDocument, part: str | None) -> list[_Named]:
     """The tensors to export with their names, those with the widest items first.
 
@@ -275,13 +311,13 @@ def named_tensors(bundle: ManifestDocument, part: str | None) -> list[_Named]:
             rows.setdefault(label, structure.tensors[number])
     beginning = _model_of(rows) if part is None else f"{part}."
     found = [
-        _Named(label.removeprefix(beginning), row)
+        (label.removeprefix(beginning), row)
         for label, row in rows.items()
         if label.startswith(beginning)
     ]
     if not found:
         raise _no_part(part)
-    return sorted(found, key=lambda each: -DTYPES[each.row.dtype].itemsize)
+    return sorted(found, key=lambda each: -DTYPES[each[1].dtype].itemsize)
 
 
 def _model_of(labels: Iterable[str]) -> str:
@@ -336,103 +372,20 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
     return memoryview(array)
 
 
-@dataclass(frozen=True, slots=True)
-class ExportPlace:
-    """The place of a file of an export.
-
-    Args:
-        backend: The store, whose requests are tried again.
-        key: The key of the file there.
-        step: The step of the checkpoint, for errors.
-        policy: How often to try the writing of blocks.
-    """
-
-    backend: Backend
-    key: str
-    step: int
-    policy: RetryPolicy
-
-    async def put(self, body: bytes) -> None:
-        """Create a small file.
-
-        Raises:
-            CommitConflict: If another one is there.
-            StoreError: If the store failed.
-        """
-        try:
-            await self.backend.put(self.key, body, PutMode.CREATE)
-        except ObjectExists:
-            await self.check(len(body), await threads.run_sync(crc32c, body), 1 << 20)
-
-    async def check(self, size: int, sum: int, block_bytes: int) -> None:
-        """Compare what is there with what would have been written.
-
-        Args:
-            size: Its size in bytes.
-            sum: Its CRC-32C.
-            block_bytes: How much is read at once.
-
-        Raises:
-            CommitConflict: If it is something else.
-            StoreError: If the store failed.
-        """
-        if (await self.backend.stat(self.key)).size == size:
-            found, buffer = 0, memoryview(bytearray(min(size, block_bytes)))
-            for offset in range(0, size, block_bytes):
-                block = buffer[: size - offset]
-                await self.backend.read_into(self.key, offset, block)
-                found = await threads.run_sync(crc32c, block, found)
-            if found == sum:
-                return
-        raise CommitConflict(
-            "Something else lies where this export belongs",
-            step=self.step,
-            key=self.key,
-            hint="Delete its folder and export again, or export to another place",
-        )
-
-
 class ExportFile:
     """A file on its way, written from its beginning to its end.
 
-    Leaving it as a context manager makes the file visible, or leaves nothing after an error.
-
     Args:
         upload: The upload that was opened for it.
-        place: Where it goes.
-        size: Its size in bytes.
+        policy: How often to try the writing of blocks.
         block_bytes: The size of all blocks but the last.
     """
 
-    def __init__(self, upload: Upload, place: ExportPlace, size: int, block_bytes: int) -> None:
-        self._upload, self._place, self._size = upload, place, size
-        self._block = memoryview(bytearray(min(size, block_bytes)))
-        self._offset = self._filled = self._sum = 0
-
-    async def __aenter__(self) -> ExportFile:
-        return self
-
-    async def __aexit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        try:
-            if kind is None:
-                await self._flush()
-                await self._complete()
-                return
-        except BaseException:
-            await self._abort()
-            raise
-        await self._abort()
-
-    async def _complete(self) -> None:
-        try:
-            await retrying(self._place.policy, self._upload.complete)
-        except ObjectExists:
-            await self._place.check(self._size, self._sum, max(1, len(self._block)))
-            await self._upload.abort()
-
-    async def _abort(self) -> None:
-        with anyio.CancelScope(shield=True):
-            await self._upload.abort()
+    def __init__(self, upload: Upload, policy: RetryPolicy, block_bytes: int) -> None:
+        self._upload, self._policy = upload, policy
+        self._block = memoryview(bytearray(block_bytes))
+        self._offset = self._filled = 0
+        self.sum = 0
 
     async def write(self, data: memoryview) -> None:
         """Write what comes next.
@@ -446,14 +399,15 @@ class ExportFile:
             self._filled += take
             data = data[take:]
             if self._filled == len(self._block):
-                await self._flush()
+                await self.flush()
 
-    async def _flush(self) -> None:
+    async def flush(self) -> None:
+        """Write the block that is being filled, if anything is in it."""
         if not self._filled:
             return
         block, offset = self._block[: self._filled], self._offset
-        self._sum = await threads.run_sync(crc32c, block, self._sum)
-        await retrying(self._place.policy, lambda: self._upload.write(offset, block))
+        self.sum = await threads.run_sync(crc32c, block, self.sum)
+        await retrying(self._policy, lambda: self._upload.write(offset, block))
         self._offset += self._filled
         self._filled = 0
 
@@ -489,18 +443,12 @@ async def exported(site: SaveContext, save: Save) -> AsyncIterator[None]:
 @asynccontextmanager
 async def _protected(site: SaveContext, name: str) -> AsyncIterator[None]:
     """Keep retention away from a checkpoint that may not be there yet."""
-    lease = Lease(site.patient, name + EXPORTING)
     site.loading[name] += 1  # also where no lease can be written
     try:
-        await lease.renew()
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(lease.keep, name=f"lease on {name}")
+        async with under_lease(site.patient, name + EXPORTING):
             yield
-            tasks.cancel_scope.cancel()
     finally:
         site.loading[name] -= 1
-        with anyio.CancelScope(shield=True):
-            await lease.release()
 
 
 async def _export(site: SaveContext, save: Save, form: Literal["torch", "hf"]) -> Exported:
@@ -518,8 +466,6 @@ async def _export(site: SaveContext, save: Save, form: Literal["torch", "hf"]) -
     if not info.complete:
         info = await until_complete(site, info, settings.incomplete_after_seconds)
 
-    async def work() -> Exported:
+    async with site.reading(info.key):
         bundle = await read_index(site.patient, info.key)
         return await export(site.patient, bundle, site.arena, chosen)
-
-    return await site.reading(info.key, work)

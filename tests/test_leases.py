@@ -216,12 +216,9 @@ async def test_a_lease_is_renewed_while_work_lasts_and_released_after_it() -> No
         return operation.verb == "put"
 
     backend.call(lambda _: renewed.set(), is_lease, nth=4)
-
-    async def work() -> list[str]:
+    async with under_lease(backend, "x", every=timedelta(microseconds=1)):
         await renewed.wait()
-        return await keys(backend.inner)
-
-    seen = await under_lease(backend, "x", work, every=timedelta(microseconds=1))
+        seen = await keys(backend.inner)
     assert 1 <= len(seen) <= 2, "the one before goes when the next is there"
     assert await keys(backend.inner) == []
 
@@ -230,11 +227,12 @@ async def test_what_work_raises_comes_without_a_group_and_ends_the_lease() -> No
     backend = MemoryBackend()
 
     async def work() -> None:
-        assert len(await keys(backend)) == 1
-        raise ZeroDivisionError
+        async with under_lease(backend, "x"):
+            assert len(await keys(backend)) == 1
+            raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        await under_lease(backend, "x", work)
+        await work()
     assert await keys(backend) == []
 
 
@@ -242,11 +240,12 @@ async def test_cancelled_work_ends_its_lease() -> None:
     backend, begun = MemoryBackend(), anyio.Event()
 
     async def work() -> None:
-        begun.set()
-        await anyio.sleep_forever()
+        async with under_lease(backend, "x"):
+            begun.set()
+            await anyio.sleep_forever()
 
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(under_lease, backend, "x", work)
+        tasks.start_soon(work)
         await begun.wait()
         tasks.cancel_scope.cancel()
     assert await keys(backend) == []

@@ -18,7 +18,6 @@ import logging
 from collections.abc import Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from functools import partial
 
 from ckpipe import threads
 from ckpipe.backend import Backend, PutMode
@@ -28,6 +27,7 @@ from ckpipe.catalog.find import (
     look_up,
     newest_first,
     pick,
+    read_document,
     recheck,
     stat_or_none,
     top,
@@ -39,13 +39,12 @@ from ckpipe.errors import (
     LinkRefused,
     MissingObject,
     ObjectExists,
-    ObjectNotFound,
     StoreError,
     UnsupportedVersion,
 )
 from ckpipe.format import names
 from ckpipe.format.check import check_owners
-from ckpipe.format.codec import MAX_STORED_BYTES, decode_bundle, encode_bundle
+from ckpipe.format.codec import encode_bundle
 from ckpipe.format.manifest import BundleKind, ManifestDocument
 from ckpipe.format.merge import merge
 from ckpipe.format.names import (
@@ -61,7 +60,6 @@ from ckpipe.format.names import (
     tombstone_key,
 )
 from ckpipe.interpreter import gc_paused
-from ckpipe.store.retry import read_decoded
 from ckpipe.threads import run_lanes
 from ckpipe.types import CheckpointId, CheckpointInfo
 
@@ -89,7 +87,6 @@ class Outcome:
     absent: tuple[int, ...] = ()
 
 
-_OPEN = Outcome(complete=False)
 _DELETED = Outcome(complete=False, deleted=True)
 
 
@@ -115,7 +112,7 @@ async def publish_up(backend: Backend, id: CheckpointId, rank: int, world_size: 
             return await _write_index(backend, id, level, world_size)
         await _write_group(backend, id, target, world_size)
         level, directory = target[0], target[1] // GROUP_SIZE
-    return _OPEN
+    return Outcome(complete=False)
 
 
 async def complete_from_top(
@@ -256,11 +253,7 @@ async def read_member(
     """
     key = member_key(id, level, number)
     kind: BundleKind = "group" if level else "manifest"
-    decode = partial(_decoded, key, id, kind)
-    try:
-        bundle, size = await read_decoded(backend, key, MAX_STORED_BYTES, decode)
-    except ObjectNotFound as error:
-        raise MissingObject("A part of the checkpoint is gone", step=id.step, key=key) from error
+    bundle, data = await read_document(backend, id, key, kind)
     place = bundle.group if level else (0, bundle.parts[0].rank)
     if bundle.world_size != world_size:
         raise InvalidManifest(
@@ -272,15 +265,7 @@ async def read_member(
         )
     if place != (level, number):
         raise InvalidManifest(f"This {kind} is not the one of its key", step=id.step, key=key)
-    return bundle, size
-
-
-def _decoded(
-    key: str, id: CheckpointId, kind: BundleKind, data: bytes
-) -> tuple[ManifestDocument, int]:
-    with gc_paused():
-        # Its layouts are merged as they stand, so that no columns are needed.
-        return decode_bundle(data, key=key, id=id, kind=kind, most_rows=0), len(data)
+    return bundle, len(data)
 
 
 def _merged(
@@ -408,14 +393,11 @@ async def _world_size(backend: Backend, id: CheckpointId) -> int | None:
     """Read the number of ranks of a checkpoint from any manifest of the first directory."""
     prefix = directory(id, 0, 0)
     try:
-        key = next(iter(sorted([each.key async for each in backend.list(prefix)])), None)
+        key = min([each.key async for each in backend.list(prefix)], default=None)
         if key is None:
             return None
-        data = await backend.get(key, max_bytes=MAX_STORED_BYTES)
-        bundle = await threads.run_sync(
-            lambda: decode_bundle(data, key=key, id=id, kind="manifest")
-        )
-    except (CorruptCheckpoint, LinkRefused, ObjectNotFound, UnsupportedVersion) as error:
+        bundle, _ = await read_document(backend, id, key, "manifest")
+    except (CorruptCheckpoint, LinkRefused, UnsupportedVersion) as error:
         logger.warning("%s cannot be completed: %s", id, error)
         return None
     return bundle.world_size

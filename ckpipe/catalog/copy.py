@@ -18,18 +18,16 @@ from bisect import bisect_right
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 
 import anyio
 import anyio.to_thread
 
 from ckpipe.backend import Backend, PutMode, Upload, UploadLimits
-from ckpipe.catalog.find import stat_or_none, write_sidecar_of
+from ckpipe.catalog.find import read_document, stat_or_none, write_sidecar_of
 from ckpipe.errors import (
     ChecksumMismatch,
     CkpipeError,
     CommitConflict,
-    CorruptCheckpoint,
     MissingObject,
     ObjectExists,
     ObjectNotFound,
@@ -46,12 +44,11 @@ from ckpipe.format.checksum import (
     combine,
     crc32c_of_each,
 )
-from ckpipe.format.checksummed_json import decode_json
-from ckpipe.format.codec import MAX_STORED_BYTES, decode_bundle
+from ckpipe.format.codec import MAX_STORED_BYTES
 from ckpipe.format.entry_table import EntryTable
-from ckpipe.format.manifest import ManifestDocument
+from ckpipe.format.manifest import BundleKind
 from ckpipe.format.names import data_file_key, index_key, is_own, prefix, tombstone_key
-from ckpipe.store.retry import RetryPolicy, read_decoded, retrying, warn_of_damaged_transfer
+from ckpipe.store.retry import RetryPolicy, retrying, warn_of_damaged_transfer
 from ckpipe.threads import run_lanes
 from ckpipe.types import CheckpointId
 
@@ -117,11 +114,7 @@ async def copy_checkpoint(
         CorruptCheckpoint: If the source is not what was saved; the target stays incomplete.
         StoreError: If a store failed; the target stays incomplete.
     """
-    key, limit = index_key(id), MAX_STORED_BYTES
-    try:
-        bundle, index = await read_decoded(source, key, limit, partial(_decoded, id))
-    except ObjectNotFound as error:
-        raise MissingObject("The index is gone", step=id.step, key=key) from error
+    bundle, index = await read_document(source, id, index_key(id), "index")
     await _check_target(target, id, index)
     report = CopyReport(str(id))
     for rank in range(len(bundle.parts)):
@@ -138,10 +131,6 @@ async def copy_checkpoint(
     await _create(target, index_key(id), index)
     await write_sidecar_of(target, bundle)
     return report
-
-
-def _decoded(id: CheckpointId, data: bytes) -> tuple[ManifestDocument, bytes]:
-    return decode_bundle(data, key=index_key(id), id=id, kind="index"), data
 
 
 async def _check_target(target: Backend, id: CheckpointId, index: bytes) -> None:
@@ -168,23 +157,11 @@ async def _copy_metadata(
 
         async def lane(pending: Iterator[str] = pending) -> None:
             for key in pending:
-                await _create(target, key, await _read(source, key, id))
+                kind: BundleKind = "manifest" if key.startswith(f"{below}0/") else "group"
+                _, data = await read_document(source, id, key, kind)
+                await _create(target, key, data)
 
         await run_lanes(settings.lanes, lane)
-
-
-async def _read(source: Backend, key: str, id: CheckpointId) -> bytes:
-    def intact(data: bytes) -> bytes:
-        decode_json(data, MAX_STORED_BYTES)
-        return data
-
-    try:
-        return await read_decoded(source, key, MAX_STORED_BYTES, intact)
-    except ObjectNotFound as error:
-        raise MissingObject("An object of the checkpoint is gone", step=id.step, key=key) from error
-    except CorruptCheckpoint as error:
-        error.key = error.key or key
-        raise error.located(step=id.step) from None
 
 
 async def _create(target: Backend, key: str, data: bytes) -> None:
@@ -278,24 +255,20 @@ class _File:
             )
 
     async def _is_whole(self) -> bool:
-        """Read the file on the target and compare it with the checksums."""
-        seen = 0
-
-        async def count(offset: int, block: memoryview) -> None:
-            nonlocal seen
-            seen += len(block)
-
+        """Read the file on the target, which is as long, and compare it with the checksums."""
         check = FileCheck(self._data, self._number)
         try:
-            await self._blocks(self._target, check, count)
+            await self._blocks(self._target, check)
         except (MissingObject, TruncatedObject):
             return False
         if check.fault() is not None:
             return False
-        self._settings.on_bytes(seen)
+        self._settings.on_bytes(check.size)
         return True
 
-    async def _blocks(self, backend: Backend, check: FileCheck, use: UseBlock) -> None:
+    async def _blocks(
+        self, backend: Backend, check: FileCheck, use: UseBlock | None = None
+    ) -> None:
         """Read the file in lanes; every block is summed up and used, in any order."""
         offsets = iter(range(0, check.size, self._block_bytes))
 
@@ -306,7 +279,8 @@ class _File:
                 with _located(self._id, self._rank, self._key):
                     await backend.read_into(self._key, offset, block)
                 check.add(*await anyio.to_thread.run_sync(check.sums_of, offset, block))
-                await use(offset, block)
+                if use is not None:
+                    await use(offset, block)
 
         blocks = -(-check.size // self._block_bytes)
         await run_lanes(min(self._settings.lanes, blocks), lane)

@@ -89,7 +89,8 @@ async def delete(
         LinkRefused: If its directory is a link; it is as it was then.
         StoreError: If the store failed; deleting again goes on where it stopped.
     """
-    digests = await _digests_of(backend, id) if digests is None else digests
+    if digests is None:
+        digests = [each.key for each in (await owned_sidecars(backend)).get(id, [])]
     there = await _keys(backend, id)
     if force and await stat_or_none(backend, pin_key(id)):
         await backend.delete([pin_key(id)])  # by which others would call the deletion off
@@ -119,10 +120,6 @@ async def has_own(backend: Backend, id: CheckpointId) -> bool:
 
 async def _keys(backend: Backend, id: CheckpointId) -> list[str]:
     return [each.key async for each in backend.list(prefix(id))]
-
-
-async def _digests_of(backend: Backend, id: CheckpointId) -> list[str]:
-    return [each.key for each in (await owned_sidecars(backend)).get(id, [])]
 
 
 async def _mark(backend: Backend, id: CheckpointId) -> None:
@@ -173,17 +170,13 @@ async def _remove(
         logger.warning("%s is deleted, but not what lies behind a link: %s", id, error)
     else:
         if removed and there:
-            _tell_foreign(id, there)
+            more = f" and {len(there) - _SHOWN} more" if len(there) > _SHOWN else ""
+            logger.warning(
+                "%s is deleted. ckpipe did not write these, and left them there: %s%s",
+                id, ", ".join(sorted(there)[:_SHOWN]), more,
+            )  # fmt: skip
     await backend.delete([pin_key(id), *digests])
     return Removal.GONE
-
-
-def _tell_foreign(id: CheckpointId, keys: Sequence[str]) -> None:
-    more = f" and {len(keys) - _SHOWN} more" if len(keys) > _SHOWN else ""
-    logger.warning(
-        "%s is deleted. ckpipe did not write these, and left them there: %s%s",
-        id, ", ".join(sorted(keys)[:_SHOWN]), more,
-    )  # fmt: skip
 
 
 async def finish_deletions(

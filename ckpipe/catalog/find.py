@@ -23,8 +23,8 @@ from ckpipe.errors import (
     ObjectExists,
     ObjectNotFound,
 )
-from ckpipe.format.codec import MAX_STORED_BYTES, decode_bundle
-from ckpipe.format.manifest import ManifestDocument
+from ckpipe.format.codec import MAX_STORED_BYTES, MOST_ROWS, decode_bundle
+from ckpipe.format.manifest import BundleKind, ManifestDocument
 from ckpipe.format.metrics_sidecar import (
     MetricsSidecar,
     read_sidecars,
@@ -294,16 +294,33 @@ async def read_index(backend: Backend, id: CheckpointId) -> ManifestDocument:
         UnsupportedVersion: If it is of a newer format.
         StoreError: If the store failed.
     """
-    key = index_key(id)
+    document, _ = await read_document(backend, id, index_key(id), "index")
+    return document
+
+
+async def read_document(
+    backend: Backend, id: CheckpointId, key: str, kind: BundleKind
+) -> tuple[ManifestDocument, bytes]:
+    """Read and validate an index, a group object or a manifest.
+
+    Returns:
+        It, and its bytes on the store.
+
+    Raises:
+        As :func:`read_index` does.
+    """
+    # Layouts of manifests are merged as they stand, so that no columns are needed.
+    most_rows = MOST_ROWS if kind == "index" else 0
+
+    def decode(data: bytes) -> tuple[ManifestDocument, bytes]:
+        with gc_paused():
+            return decode_bundle(data, key=key, id=id, kind=kind, most_rows=most_rows), data
+
     try:
-        return await read_decoded(backend, key, MAX_STORED_BYTES, partial(_decode, key, id))
+        return await read_decoded(backend, key, MAX_STORED_BYTES, decode)
     except ObjectNotFound as error:
-        raise MissingObject("The index is gone", step=id.step, key=key) from error
-
-
-def _decode(key: str, id: CheckpointId, data: bytes) -> ManifestDocument:
-    with gc_paused():
-        return decode_bundle(data, key=key, id=id, kind="index")
+        gone = "The index is gone" if kind == "index" else "A part of the checkpoint is gone"
+        raise MissingObject(gone, step=id.step, key=key) from error
 
 
 logger = logging.getLogger("ckpipe")
@@ -367,11 +384,7 @@ async def said_of_foreign(backend: Backend) -> str | None:
     Raises:
         StoreError: If the store failed.
     """
-    return _said(each.key for each in (await backend.children("")).objects)
-
-
-def _said(names: Iterable[str]) -> str | None:
-    found = set(names)
+    found = {each.key for each in (await backend.children("")).objects}
     if any(name.endswith(".distcp") for name in found):
         return (
             "This is a checkpoint of torch.distributed.checkpoint (DCP), which "

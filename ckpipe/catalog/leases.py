@@ -15,7 +15,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import secrets
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from contextlib import asynccontextmanager
 from datetime import UTC, datetime, timedelta
 from typing import TypeVar
 
@@ -151,13 +152,13 @@ class Lease:
     """
 
     def __init__(self, backend: Backend, subject: str) -> None:
-        self._backend, self._subject = backend, subject
+        self._backend, self.subject = backend, subject
         self._holder, self._renewals = secrets.token_hex(8), 0
         self._written: list[str] = []
 
     async def renew(self) -> None:
         """Take the lease, or take it again for another :data:`LEASE_LIFE`."""
-        key = lease_key(self._subject, self._holder, self._renewals)
+        key = lease_key(self.subject, self._holder, self._renewals)
         self._renewals += 1
         # Noted first, since an answer that is lost leaves the object behind.
         older, self._written = self._written, [*self._written, key]
@@ -167,10 +168,10 @@ class Lease:
                 await self._backend.delete(older)
         except PermissionDenied:
             # Who may not write may still read; then there is just no protection.
-            logger.info("A lease on %s may not be written", self._subject)
+            logger.info("A lease on %s may not be written", self.subject)
             return
         except StoreError as error:
-            logger.warning("A lease on %s could not be renewed: %s", self._subject, error)
+            logger.warning("A lease on %s could not be renewed: %s", self.subject, error)
             return
         self._written = [key]
 
@@ -189,46 +190,36 @@ class Lease:
         except PermissionDenied:
             return
         except StoreError as error:
-            logger.warning("The lease on %s could not be released: %s", self._subject, error)
+            logger.warning("The lease on %s could not be released: %s", self.subject, error)
 
 
+@asynccontextmanager
 async def under_lease(
-    backend: Backend,
-    subject: str,
-    work: Callable[[], Awaitable[T]],
-    *,
-    every: timedelta = RENEW_EVERY,
-) -> T:
-    """Run work under a lease, so that no process deletes its subject meanwhile.
+    backend: Backend, subject: str, *, every: timedelta = RENEW_EVERY
+) -> AsyncIterator[None]:
+    """Hold a lease over a block, so that no process deletes its subject meanwhile.
+
+    What the block raises comes as it is, without a group.
 
     Args:
         backend: The store.
         subject: The checkpoint that is being read.
-        work: What to do; begins when the lease is there.
         every: How often the lease is renewed.
-
-    Returns:
-        What the work returns, and it raises what the work raises.
     """
     lease = Lease(backend, subject)
-
-    async def once_leased() -> T:
+    async with _renewed(lease, every):
         await lease.renew()
-        return await work()
-
-    return await _kept(lease, subject, once_leased, every)
+        yield
 
 
-async def _kept(
-    lease: Lease, subject: str, work: Callable[[], Awaitable[T]], every: timedelta
-) -> T:
-    """Do something beside which a lease is renewed; the lease is released afterwards."""
+@asynccontextmanager
+async def _renewed(lease: Lease, every: timedelta = RENEW_EVERY) -> AsyncIterator[None]:
     failure = None
     try:
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(lease.keep, every, name=f"lease on {subject}")
+            tasks.start_soon(lease.keep, every, name=f"lease on {lease.subject}")
             try:
-                result = await work()
+                yield
             except Exception as error:  # raised below, so that it comes without a group
                 failure = error
             tasks.cancel_scope.cancel()
@@ -237,30 +228,21 @@ async def _kept(
             await lease.release()
     if failure is not None:
         raise failure
-    return result
 
 
-async def reading(backend: Backend, id: CheckpointId, work: Callable[[], Awaitable[T]]) -> T:
-    """Run work on a checkpoint that no process deletes meanwhile.
+@asynccontextmanager
+async def reading(backend: Backend, id: CheckpointId) -> AsyncIterator[None]:
+    """Hold a checkpoint over a block, so that no process deletes it meanwhile.
 
-    Args:
-        backend: The store.
-        id: The checkpoint.
-        work: What to do with it.
-
-    Returns:
-        What the work returns, and it raises what the work raises.
+    What the block raises comes as it is, without a group.
 
     Raises:
         CheckpointIncomplete: If it is being deleted already.
         StoreError: If the store failed.
     """
-
-    async def once_sure() -> T:
+    async with under_lease(backend, str(id)):
         await check_not_deleted(backend, id)
-        return await work()
-
-    return await under_lease(backend, str(id), once_sure)
+        yield
 
 
 async def reading_ahead(
@@ -269,7 +251,7 @@ async def reading_ahead(
     look: Callable[[], Awaitable[L]],
     work: Callable[[L, Sure], Awaitable[T]],
 ) -> T:
-    """The same for work that may begin before the lease is there.
+    """Run work on a checkpoint that no process deletes, which may begin before the lease is there.
 
     Args:
         backend: The store.
@@ -294,7 +276,8 @@ async def reading_ahead(
         await lease.renew()
         await check_not_deleted(backend, id)
 
-    return await _kept(lease, str(id), lambda: when_sure(check, look, work), RENEW_EVERY)
+    async with _renewed(lease):
+        return await when_sure(check, look, work)
 
 
 async def when_sure(

@@ -21,6 +21,7 @@ something stays which might go.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime, timedelta
@@ -108,9 +109,18 @@ async def decide_on(
     inquiry = MetadataQuery(backend, complete, facts, few=_FEW)
     while True:
         candidates = await inquiry.candidates()
-        decision = _decision(candidates, rule, keep, facts, now)
-        deciding = _deciding(candidates, rule, decision, now)
-        if await inquiry.is_sure(deciding.union(_newest_of(candidates, protected))):
+        kept = dict.fromkeys(newest_of_launches(candidates, keep), RUNNING_NEWEST)
+        newest = facts.known.get(candidates[0].id) if candidates else None
+        if newest is not None and newest.resumed_from:
+            kept[newest.resumed_from] = RESUMED
+        decision = decide(candidates, rule, now=now, protected=kept | keep)
+        # The indexes of these must be read before anything is deleted or reported.
+        deciding = {each.id for each in candidates[:1]}
+        deciding.update(newest_of_launches(candidates, protected))
+        if rule is not None and decision.remove:
+            losers = set(decision.remove)
+            deciding |= losers | rule.rivals(candidates, losers, now)
+        if await inquiry.is_sure(deciding):
             break
     unread = {each.id: keep.get(each.id, UNREAD) for each in complete if each.id not in facts}
     stays = {*decision.keep, *unread}
@@ -132,49 +142,20 @@ def missing_text(metric: str, facts: MetadataCache) -> str:
     )
 
 
-def _decision(
-    candidates: Sequence[Candidate],
-    rule: Rule | None,
-    keep: Mapping[str, str],
-    facts: MetadataCache,
-    now: datetime,
-) -> Decision:
-    newest = facts.known.get(candidates[0].id) if candidates else None
-    if newest is not None and newest.resumed_from:
-        keep = {newest.resumed_from: RESUMED, **keep}
-    keep = dict.fromkeys(_newest_of(candidates, keep), RUNNING_NEWEST) | dict(keep)
-    return decide(candidates, rule, now=now, protected=keep)
-
-
-def _deciding(
-    candidates: Sequence[Candidate], rule: Rule | None, decision: Decision, now: datetime
-) -> set[str]:
-    """The ids whose indexes must be read before anything is deleted or reported."""
-    newest = {each.id for each in candidates[:1]}
-    if rule is None or not decision.remove:
-        return newest
-    losers = set(decision.remove)
-    return newest | losers | rule.rivals(candidates, losers, now)
-
-
-def _newest_of(candidates: Sequence[Candidate], launches: Container[str]) -> list[str]:
-    return newest_of_launches([(each.id, each.attempt) for each in candidates], launches)
-
-
 def newest_of_launches(
-    checkpoints: Iterable[tuple[str, str]], launches: Container[str]
+    checkpoints: Iterable[Candidate | CheckpointInfo], launches: Container[str]
 ) -> list[str]:
     """The first checkpoint of each of some launches.
 
     Args:
-        checkpoints: Checkpoints by id and attempt, the newest first.
+        checkpoints: Checkpoints, the newest first.
         launches: The ids of the launches.
     """
     first: dict[str, str] = {}
-    for name, attempt in checkpoints:
-        launch = launch_id(attempt)
+    for each in checkpoints:
+        launch = launch_id(each.attempt)
         if launch in launches:
-            first.setdefault(launch, name)
+            first.setdefault(launch, each.id)
     return list(first.values())
 
 
@@ -288,11 +269,8 @@ async def prune(
             facts.forget(name)
         elif removal is Removal.PINNED:
             stayed[name] = PINNED
-    return _without(stayed, decision, listing) if stayed else decision
-
-
-def _without(stayed: Mapping[str, str], decision: Decision, listing: Listing) -> Decision:
-    """The decision as it was carried out, where some stayed that were to go."""
+    if not stayed:
+        return decision
     kept = {*decision.keep, *stayed}
     return replace(
         decision,
@@ -322,7 +300,7 @@ async def pin(backend: Backend, id: CheckpointId) -> None:
         StoreError: If the store failed.
     """
 
-    async def once_leased() -> None:
+    async with under_lease(backend, str(id)):
         try:
             await backend.put(pin_key(id), b"{}", PutMode.CREATE)
         except ObjectExists:
@@ -333,8 +311,6 @@ async def pin(backend: Backend, id: CheckpointId) -> None:
         except CheckpointIncomplete:
             await backend.delete([pin_key(id)])
             raise
-
-    await under_lease(backend, str(id), once_leased)
 
 
 async def unpin(backend: Backend, id: CheckpointId) -> None:
@@ -371,33 +347,9 @@ async def in_use(
         for each in infos
         if each.reason == NO_INDEX and launch_id(each.attempt) in live
     }
-    complete = [(each.id, each.attempt) for each in infos if each.complete]
+    complete = [each for each in infos if each.complete]
     newest = dict.fromkeys(newest_of_launches(complete, live), RUNNING_NEWEST)
     return unfinished | newest | {each.id: IN_USE for each in infos if each.id in live}
-
-
-async def protected_by_others(
-    backend: Backend, infos: Sequence[CheckpointInfo], now: datetime
-) -> dict[str, str]:
-    """Checkpoints that others lean on, besides pinned ones and the newest.
-
-    Args:
-        backend: The store.
-        infos: Its checkpoints, the newest first.
-        now: The time by the store's own clock.
-
-    Returns:
-        The reason for each id: it is under a live lease, or the newest was resumed from it.
-
-    Raises:
-        StoreError: If the store failed.
-    """
-    kept = {}
-    newest = next((each for each in infos if each.complete), None)
-    origin = None if newest is None else await _resumed_from(backend, newest)
-    if origin is not None:
-        kept[origin] = RESUMED
-    return kept | await in_use(backend, infos, now)
 
 
 async def remove(
@@ -427,7 +379,13 @@ async def remove(
     the next prune or sweep.
     """
     infos = await discover(backend)
-    info = next((each for each in infos if each.id == which), None) or _picked(infos, which)
+    info = next((each for each in infos if each.id == which), None)
+    if info is None:
+        try:
+            info = pick(infos, which)
+        except CheckpointIncomplete as error:
+            error.hint = "By its id it is deleted all the same"
+            raise
     if force:
         await delete(backend, info.key, force=True)
         return info
@@ -435,21 +393,11 @@ async def remove(
     if not reason and await delete(backend, info.key) is Removal.PINNED:
         reason, info = PINNED, replace(info, pinned=True)
     if reason:
-        raise UsageError(f"{info.id} is protected: {reason}", step=info.step, hint=_hint(info))
+        hint = "--force or force=True deletes it all the same"
+        if info.pinned:
+            hint = f"Unpin it; {hint}"
+        raise UsageError(f"{info.id} is protected: {reason}", step=info.step, hint=hint)
     return info
-
-
-def _picked(infos: Sequence[CheckpointInfo], which: int | str) -> CheckpointInfo:
-    try:
-        return pick(infos, which)
-    except CheckpointIncomplete as error:
-        error.hint = "By its id it is deleted all the same"
-        raise
-
-
-def _hint(info: CheckpointInfo) -> str:
-    forced = "--force or force=True deletes it all the same"
-    return f"Unpin it; {forced}" if info.pinned else forced
 
 
 async def _protection(
@@ -461,11 +409,9 @@ async def _protection(
     if newest is not None and newest.id == info.id:
         return NEWEST
     now = await store_time(backend)
-    return (await protected_by_others(backend, infos, now)).get(info.id, "")
-
-
-async def _resumed_from(backend: Backend, info: CheckpointInfo) -> str | None:
-    try:
-        return (await read_index(backend, info.key)).parts[0].resumed_from
-    except (CorruptCheckpoint, UnsupportedVersion):
-        return None
+    origin = None
+    if newest is not None:
+        with contextlib.suppress(CorruptCheckpoint, UnsupportedVersion):
+            origin = (await read_index(backend, newest.key)).parts[0].resumed_from
+    others = await in_use(backend, infos, now)
+    return others.get(info.id, RESUMED if info.id == origin else "")

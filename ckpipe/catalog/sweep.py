@@ -125,17 +125,17 @@ def plan_sweep(
             keep[info.id] = f"its launch may be running: it wrote something {_ago(last, now)}"
         else:
             remove[info.id] = f"its launch last wrote something {_ago(last, now)}"
+
+    def old(objects: Iterable[ObjectInfo]) -> tuple[str, ...]:
+        return tuple(each.key for each in objects if now - each.modified > sweep_after)
+
     return SweepReport(
         remove,
         keep,
         found.unfinished,
-        tuple(each.key for each in found.tombstones if now - each.modified > sweep_after),
-        tuple(
-            each.key
-            for each in found.leases
-            if now - each.modified > sweep_after and _LEASE.fullmatch(each.key)
-        ),
-        tuple(each.key for each in found.scratch if now - each.modified > sweep_after),
+        old(found.tombstones),
+        old(each for each in found.leases if _LEASE.fullmatch(each.key)),
+        old(found.scratch),
         tuple(
             key
             for launch, keys in found.agreed.items()
@@ -144,7 +144,7 @@ def plan_sweep(
             and launch not in live | own | young
             for key in keys
         ),
-        digests=tuple(each.key for each in found.digests if now - each.modified > sweep_after),
+        digests=old(found.digests),
     )
 
 
@@ -215,32 +215,29 @@ async def look_around(backend: Backend) -> Leftovers:
         elif name.startswith("claim-"):
             first, last = claims.get(launch, (each.modified, each.modified))
             claims[launch] = min(first, each.modified), max(last, each.modified)
-    deleting = [each for each in map(tombstone_id, (one.key for one in tombstones)) if each]
+    leases = await read_leases(backend)
+    deleting = [id for one in tombstones if (id := tombstone_id(one.key)) is not None]
+    unfinished = [str(id) for id in deleting if await has_own(backend, id)]
+    scratch = [each async for each in backend.list(BENCH)]
+    there = {info.key for info in infos if info.saved_at is not None}
+    digests = await owned_sidecars(backend)
     return Leftovers(
         tuple(incomplete),
         active,
-        tuple(await read_leases(backend)),
+        tuple(leases),
         tuple(tombstones),
-        tuple([str(id) for id in deleting if await has_own(backend, id)]),
-        tuple([each async for each in backend.list(BENCH)]),
+        tuple(unfinished),
+        tuple(scratch),
         {launch: tuple(keys) for launch, keys in agreed.items()},
         claims,
-        await _orphans(backend, infos),
+        # Of checkpoints that are gone: one is left whose writer came after the deletion.
+        tuple(each for id, keys in digests.items() if id not in there for each in keys),
     )
 
 
-async def _orphans(backend: Backend, infos: Iterable[CheckpointInfo]) -> tuple[ObjectInfo, ...]:
-    """Digests of checkpoints that are gone, as one leaves whose writer came after the deletion."""
-    there = {info.key for info in infos if info.saved_at is not None}
-    digests = await owned_sidecars(backend)
-    return tuple(each for id, keys in digests.items() if id not in there for each in keys)
-
-
 def _note(active: dict[str, datetime], launch: str, times: Iterable[datetime]) -> None:
-    known = [active[launch]] if launch in active else []
-    latest = max([*known, *times], default=None)
-    if latest is not None:
-        active[launch] = latest
+    for time in times:
+        active[launch] = max(time, active.get(launch, time))
 
 
 async def sweep(

@@ -61,23 +61,18 @@ async def differences(
             open_store(urls[1], settings, Access.READ) as two,
         ):
             infos = [await chosen(one, steps[0]), await chosen(two, steps[1])]
-
-            async def compare() -> tuple[StructureDifference, list[TensorDifference]]:
+            async with reading(one, infos[0].key), reading(two, infos[1].key):
                 left = await read_index(one, infos[0].key)
                 right = await read_index(two, infos[1].key)
                 if not any(map(select, {*_texts(left), *_texts(right)})):
                     screen.matches_nothing(patterns)
                 found = compare_structures(left, right, select)
-                if structure:
-                    return found, []
-                sides = (one, left), (two, right)
-                return found, await _compare(
-                    sides, found.common, meter, settings, expanded=expanded
-                )
-
-            found, differing = await reading(
-                one, infos[0].key, lambda: reading(two, infos[1].key, compare)
-            )
+                differing: list[TensorDifference] = []
+                if not structure:
+                    sides = (one, left), (two, right)
+                    differing = await _compare(
+                        sides, found.common, meter, settings, expanded=expanded
+                    )
     same = not (found.only_first or found.only_second or found.changed or differing)
     compared = 0 if structure else len(found.common)
     data = {

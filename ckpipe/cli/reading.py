@@ -16,7 +16,7 @@ import typer
 from rich.text import Text
 
 from ckpipe.backend import Backend, without_secrets
-from ckpipe.catalog.copy import CopyReport, CopySettings, copy_checkpoint
+from ckpipe.catalog.copy import CopySettings, copy_checkpoint
 from ckpipe.catalog.find import check_still_there, discover, read_index
 from ckpipe.catalog.inspect import data_bytes
 from ckpipe.catalog.leases import reading
@@ -31,7 +31,7 @@ from ckpipe.errors import (
 from ckpipe.settings import Settings
 from ckpipe.store.registry import Access, open_store
 from ckpipe.store.retry import AimdLimiter, RetryPolicy, logging_policy
-from ckpipe.types import CheckpointInfo, VerifyResult
+from ckpipe.types import CheckpointInfo
 
 
 async def _named(backend: Backend, step: str | None, every: bool) -> list[CheckpointInfo]:
@@ -101,14 +101,11 @@ async def _verified(
     arena = Arena(settings.staging.block_bytes)
     began = time.perf_counter()
     data: dict[str, Any] = {"id": info.id, "step": info.step, "ok": True, "files": 0, "bytes": 0}
-
-    async def work() -> VerifyResult:
-        bundle = await read_index(backend, info.key)
-        meter.expect(data_bytes(bundle))
-        return await verify(backend, bundle, arena, lanes=settings.load.lanes)
-
     try:
-        done = await reading(backend, info.key, work)
+        async with reading(backend, info.key):
+            bundle = await read_index(backend, info.key)
+            meter.expect(data_bytes(bundle))
+            done = await verify(backend, bundle, arena, lanes=settings.load.lanes)
         data |= {"files": done.files, "bytes": done.bytes}
     except CorruptCheckpoint as error:
         # Should the lease not have been written, it is no wonder that parts are gone.
@@ -208,13 +205,10 @@ async def _copied(
         settings.staging.block_bytes,
         meter.advance,
     )
-
-    async def work() -> CopyReport:
-        meter.expect(data_bytes(await read_index(origin, info.key)))
-        return await copy_checkpoint(origin, place, info.key, how)
-
     try:
-        report = await reading(origin, info.key, work)
+        async with reading(origin, info.key):
+            meter.expect(data_bytes(await read_index(origin, info.key)))
+            report = await copy_checkpoint(origin, place, info.key, how)
     except CorruptCheckpoint:
         # Should the lease not have been written, it is no wonder that parts are gone.
         await check_still_there(origin, info.key)
@@ -268,7 +262,7 @@ def export(
     It is written to a folder <id>.torch or <id>.hf, in which nothing is ever replaced.
     """
 
-    from ckpipe.export import Exported, ExportSettings, export  # needs torch
+    from ckpipe.export import ExportSettings, export  # needs torch
     from ckpipe.memory.arena import Arena
 
     given = {"part": part, "max_shard_bytes": max_shard}
@@ -300,13 +294,10 @@ def export(
                         place = await stores.enter_async_context(
                             open_store(target, settings, Access.CREATE)
                         )
-
-                    async def write() -> Exported:
+                    async with reading(origin, info.key):
                         bundle = await read_index(origin, info.key)
                         meter.expect(data_bytes(bundle))
-                        return await export(origin, bundle, arena, how, place)
-
-                    done = await reading(origin, info.key, write)
+                        done = await export(origin, bundle, arena, how, place)
         finally:
             arena.close()
         folder = done.folder.rstrip("/")

@@ -228,14 +228,11 @@ class Engine:
         await self.saves.settled(which)
         site = self.site
         info = await find_repaired(site.patient, which)
-
-        async def work() -> VerifyResult:
-            bundle = await read_index(site.patient, info.key)
-            lanes = site.settings.load.lanes
-            return await verify(site.patient, bundle, site.arena, lanes=lanes)
-
         try:
-            return await site.reading(info.key, work)
+            async with site.reading(info.key):
+                bundle = await read_index(site.patient, info.key)
+                lanes = site.settings.load.lanes
+                return await verify(site.patient, bundle, site.arena, lanes=lanes)
         except CorruptCheckpoint as error:
             await check_still_there(site.patient, info.key)
             error.hint = error.hint or _PASS_OVER

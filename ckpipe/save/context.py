@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -172,8 +173,9 @@ class SaveContext(StoreContext):
     recent_blocks: list[int] = field(default_factory=list)
     lent: dict[Save, Lending] = field(default_factory=dict)
 
-    async def reading(self, id: CheckpointId, work: Callable[[], Awaitable[T]]) -> T:
-        """Run work on a checkpoint that no process deletes meanwhile.
+    @asynccontextmanager
+    async def reading(self, id: CheckpointId) -> AsyncIterator[None]:
+        """Hold a checkpoint over a block, so that no process deletes it meanwhile.
 
         Raises:
             CheckpointIncomplete: If it is being deleted already.
@@ -181,10 +183,12 @@ class SaveContext(StoreContext):
         """
         if self.settings.read_only:  # a lease would be written
             await check_not_deleted(self.patient, id)
-            return await work()
+            yield
+            return
         self.loading[str(id)] += 1
         try:
-            return await reading(self.patient, id, work)
+            async with reading(self.patient, id):
+                yield
         finally:
             self.loading[str(id)] -= 1
 
@@ -194,7 +198,7 @@ class SaveContext(StoreContext):
         look: Callable[[], Awaitable[L]],
         work: Callable[[L, Sure], Awaitable[T]],
     ) -> T:
-        """The same for work that may begin before that is sure; see :mod:`leases`.
+        """Run work on a checkpoint that may begin before that is sure; see :mod:`leases`.
 
         Raises:
             CheckpointIncomplete: If it is being deleted already.

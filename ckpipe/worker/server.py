@@ -31,7 +31,7 @@ from anyio import create_memory_object_stream
 from anyio.abc import TaskGroup
 
 from ckpipe.backend import Backend
-from ckpipe.catalog.leases import Lease
+from ckpipe.catalog.leases import under_lease
 from ckpipe.errors import SaveCancelled, first_error
 from ckpipe.events import BlockUploaded, Event, EventBus
 from ckpipe.format.checksum import prepare
@@ -344,16 +344,8 @@ class Service:
 
     async def _hold(self, save: RemoteSave, subject: str) -> None:
         """Hold a lease until a save is committed: others wait for it, and no sweep removes it."""
-        lease = Lease(self._depot.patient, subject)
-        try:
-            await lease.renew()
-            async with anyio.create_task_group() as tasks:
-                tasks.start_soon(lease.keep)
-                await save.settled.wait()
-                tasks.cancel_scope.cancel()
-        finally:
-            with anyio.CancelScope(shield=True):
-                await lease.release()
+        async with under_lease(self._depot.patient, subject):
+            await save.settled.wait()
 
 
 class _Forwarding(logging.Handler):
