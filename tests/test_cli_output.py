@@ -14,7 +14,7 @@ from commands import PROGRAM, Commands, damage, program, save_steps
 from rich.console import Console
 
 import ckpipe
-from ckpipe.cli.screen import Screen, size, table, visible
+from ckpipe.cli.screen import Screen, table, visible
 
 
 def test_names_from_a_store_cannot_steer_the_terminal(call: Commands, tmp_path: Path) -> None:
@@ -176,6 +176,5 @@ def test_a_reader_that_goes_away_is_no_error(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (141, b"")
 
 
-def test_sizes_and_escapes() -> None:
-    assert [size(n) for n in (None, 0, 1024)] == ["?", "0 B", "1.0 KiB"]
+def test_what_does_not_print_is_escaped() -> None:
     assert visible("a\tb\u202ec") == "a\\tb\\u202ec"

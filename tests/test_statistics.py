@@ -336,13 +336,13 @@ def test_reprs_are_diagnostics_and_show_no_tensors(tmp_path: Path) -> None:
     with ckpipe.SyncPipeline(tmp_path) as pipeline:
         handle = pipeline.save(STATE, step=0, until="committed")
         assert re.search(
-            r"<SyncSaveHandle step-0+\.\S+ committed: 394\.6 KiB in 1 tensors, staged in \S+ s, "
+            r"<SyncSaveHandle step-0+\.\S+ committed: 404 kB in 1 tensors, staged in \S+ s, "
             r"durable in \S+ s: .* took longest: .*>",
             repr(handle),
         )
         result = pipeline.load()
     assert "tensor(" not in repr(result)
-    assert "<LoadReport 390.6 KiB in" in repr(result)
+    assert "<LoadReport 400 kB in" in repr(result)
 
 
 def test_a_handler_of_a_signal_may_ask_who_is_just_asking(tmp_path: Path) -> None:

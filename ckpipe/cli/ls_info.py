@@ -34,13 +34,13 @@ from ckpipe.cli.running import (
     chosen,
     serve,
 )
-from ckpipe.cli.screen import Meter, Screen, of_things, one_line, size, table
+from ckpipe.cli.screen import Meter, Screen, of_things, one_line, table
 from ckpipe.errors import CorruptCheckpoint, UnsupportedVersion
 from ckpipe.format.keys import label_filter
 from ckpipe.format.metrics_sidecar import REMEDY, MetricsSidecar, sidecar_of
 from ckpipe.store.registry import Access, open_store
 from ckpipe.threads import run_lanes
-from ckpipe.types import CheckpointId, CheckpointInfo
+from ckpipe.types import CheckpointId, CheckpointInfo, size_text
 
 
 def list_(
@@ -86,10 +86,10 @@ def _row(each: Summary) -> tuple[object, ...]:
     state = "complete" if info.complete else "incomplete: " + info.reason.partition(":")[0]
     state = f"damaged: {each.problem}" if each.problem else state
     notes = [state, *(["pinned"] if info.pinned else []), *(["final"] if each.final else [])]
-    notes += [f"{size(each.copied_bytes)} of copies"] if each.copied_bytes else []
+    notes += [f"{size_text(each.copied_bytes)} of copies"] if each.copied_bytes else []
     metrics = " ".join(f"{name}={value:.6g}" for name, value in each.metrics.items())
     saved = "" if info.saved_at is None else f"{info.saved_at:%Y-%m-%d %H:%M:%S}Z"
-    known = "" if each.bytes is None else size(each.bytes)
+    known = "" if each.bytes is None else size_text(each.bytes)
     return (info.step, saved, known, each.world_size or "", ", ".join(notes), metrics, info.id)
 
 
@@ -179,7 +179,7 @@ def _facts(about: Description, info: CheckpointInfo) -> Iterator[tuple[str, obje
     yield "checkpoint", about.id
     yield "step", about.step
     yield "began", about.started
-    yield "size", f"{size(about.bytes)} in {about.files} data file{'s' * (about.files != 1)}"
+    yield "size", f"{size_text(about.bytes)} in {about.files} data file{'s' * (about.files != 1)}"
     yield "ranks", about.world_size
     if about.resumed_from:
         yield "resumed from", about.resumed_from
@@ -206,7 +206,7 @@ def _add(root: _Branch, path: Sequence[str], text: str, tensor: TensorDescriptio
 def _tensor_text(each: TensorDescription) -> str:
     kind = "" if each.kind == "tensor" else f" {each.kind}"
     device = "" if each.device == "cpu" else f" on {each.device}"
-    text = f"{each.dtype}{list(each.shape)}{kind}{device}, {size(each.bytes)}"
+    text = f"{each.dtype}{list(each.shape)}{kind}{device}, {size_text(each.bytes)}"
     if each.shares_with:
         text += f", shares memory with {', '.join(each.shares_with)}"
     if each.boxes > 1:
@@ -229,7 +229,7 @@ def _draw(tree: Tree, branch: _Branch, depth: int) -> None:
         line = f"{name} {below.about}" if below.about else name
         if below.below and below.tensors:
             many = "s" * (below.tensors != 1)
-            line += f" ({below.tensors} tensor{many}, {size(below.bytes)})"
+            line += f" ({below.tensors} tensor{many}, {size_text(below.bytes)})"
         node = tree.add(Text(one_line(line)))
         if depth > 1:
             _draw(node, below, depth - 1)
