@@ -66,8 +66,16 @@ def test_errors_say_what_to_do_in_this_command(call: Commands, tmp_path: Path) -
         assert f"{tmp_path / 'file'} is no directory" in done.err
         assert "Look for a mistake in the path" in done.err
     assert "cannot be created" in call("cp", tmp_path, tmp_path / "file").err
+    torch.save({"x": torch.zeros(1)}, tmp_path / "model.pt")
+    said = call("ls", tmp_path / "model.pt")
+    assert (said.code, "a file that torch.load reads" in said.err) == (3, True)
+    (tmp_path / "model.safetensors").write_bytes(bytes(16))
+    said = call("ls", tmp_path / "model.safetensors")
+    assert (said.code, "a file that safetensors.torch.load_file reads" in said.err) == (3, True)
     part = call("export", tmp_path, "--format", "hf", "--part", "zz")
     assert (part.code, "--part of the command" in part.err) == (2, True)
+    form = call("export", tmp_path, "--format", "pt", "--json")
+    assert form.data["message"].startswith("Invalid value for '--format': 'pt' is not one of")
     misplaced = call("ls", tmp_path, "--settings", "f", "--json")
     assert misplaced.data["message"] == (
         "No such option: --settings. It stands in front: ckpipe --settings FILE COMMAND"
