@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ckpipe.errors import UsageError
-from ckpipe.types import CheckpointInfo, SaveReport, SaveStatus, decimal_text
+from ckpipe.types import CheckpointInfo, SaveReport, SaveStatus, size_text
 from ckpipe.user_code import user_code
 
 logger = logging.getLogger("ckpipe")
@@ -66,7 +66,7 @@ class Staged(Event):
     bytes: int
 
     def __str__(self) -> str:
-        return f"copied step {self.step}: {decimal_text(self.bytes)} in {self.seconds:.2f} s"
+        return f"copied step {self.step}: {size_text(self.bytes)} in {self.seconds:.2f} s"
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ class BlockUploaded(Event):
     bytes_total: int
 
     def __str__(self) -> str:
-        done, total = decimal_text(self.bytes_done), decimal_text(self.bytes_total)
+        done, total = size_text(self.bytes_done), size_text(self.bytes_total)
         return f"uploaded {done} of {total} of step {self.step}"
 
 
@@ -117,7 +117,7 @@ class RankCommitted(Event):
     bytes: int
 
     def __str__(self) -> str:
-        size = decimal_text(self.bytes)
+        size = size_text(self.bytes)
         return f"rank {self.rank} committed step {self.step}: {size} in {self.seconds:.2f} s"
 
 
@@ -136,7 +136,7 @@ class Completed(Event):
     seconds: float | None = None
 
     def __str__(self) -> str:
-        size = "" if self.info.bytes is None else f": {decimal_text(self.info.bytes)}"
+        size = "" if self.info.bytes is None else f": {size_text(self.info.bytes)}"
         seconds = "" if self.seconds is None else f" in {self.seconds:.2f} s"
         return f"saved step {self.step}{size}{seconds}"
 
@@ -214,7 +214,7 @@ class LoadProgress(Event):
     bytes_total: int
 
     def __str__(self) -> str:
-        done, total = decimal_text(self.bytes_done), decimal_text(self.bytes_total)
+        done, total = size_text(self.bytes_done), size_text(self.bytes_total)
         return f"read {done} of {total} of step {self.step}"
 
 
@@ -231,7 +231,7 @@ class Loaded(Event):
     bytes: int
 
     def __str__(self) -> str:
-        return f"loaded step {self.step}: {decimal_text(self.bytes)} in {self.seconds:.2f} s"
+        return f"loaded step {self.step}: {size_text(self.bytes)} in {self.seconds:.2f} s"
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,7 +280,7 @@ class CheckpointExported(Event):
 
     def __str__(self) -> str:
         files = "1 file" if len(self.files) == 1 else f"{len(self.files)} files"
-        return f"exported step {self.step}: {decimal_text(self.bytes)} in {files}"
+        return f"exported step {self.step}: {size_text(self.bytes)} in {files}"
 
 
 @dataclass(frozen=True, slots=True)

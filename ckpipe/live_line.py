@@ -23,7 +23,7 @@ from ckpipe.events import (
     SaveStarted,
     Staged,
 )
-from ckpipe.types import decimal_text, rate_text
+from ckpipe.types import rate_text, size_text
 
 try:
     from rich.console import Console, RenderableType
@@ -56,7 +56,7 @@ class _Work:
         seconds = max(1e-6, time.perf_counter() - self.since)
         rate = self.done / seconds
         left = f", {(self.total - self.done) / rate:.0f} s left" if rate else ""
-        share = f"{decimal_text(self.done)} of {decimal_text(self.total)}"
+        share = f"{size_text(self.done)} of {size_text(self.total)}"
         return f"{self.doing} {share}, {rate_text(self.done, seconds)}{left}"
 
 
@@ -113,7 +113,7 @@ class LiveLine:
         self._last = f"step {event.step} {event.status}"
         if event.status == "committed":
             self._saved += 1
-            size, seconds = decimal_text(event.report.bytes), event.report.durable_seconds or 0.0
+            size, seconds = size_text(event.report.bytes), event.report.durable_seconds or 0.0
             self._last = f"saved step {event.step}: {size} in {seconds:.2f} s"
 
     def _line(self) -> RenderableType:

@@ -478,23 +478,19 @@ def busy_seconds(spans: Iterable[Span]) -> float:
     return total
 
 
-def size_text(nbytes: int) -> str:
-    """A number of bytes for people, in powers of 1024 as memory and files are counted."""
-    power = max(0, min((nbytes.bit_length() - 1) // 10, 6))
-    return f"{nbytes / 1024**power:.1f} {'KMGTPE'[power - 1]}iB" if power else f"{nbytes} B"
+def size_text(nbytes: float) -> str:
+    """Describe a number of bytes for people, in powers of ten."""
+    size = float(round(nbytes))
+    for unit in ("B", "kB", "MB", "GB", "TB", "PB"):
+        if size < 999.5:  # which three digits round to 1000
+            return f"{size:.3g} {unit}"
+        size /= 1000
+    return f"{size:.0f} EB"
 
 
 def rate_text(nbytes: int, seconds: float) -> str:
-    """Bytes in a time for people, in powers of ten as the makers of disks and networks count."""
-    return f"{decimal_text(nbytes / seconds)}/s"
-
-
-def decimal_text(nbytes: float) -> str:
-    """Describe a number of bytes in powers of ten."""
-    for power, unit in ((12, "TB"), (9, "GB"), (6, "MB"), (3, "kB")):
-        if nbytes >= 10**power:
-            return f"{nbytes / 10**power:.3g} {unit}"
-    return f"{nbytes:.0f} B"
+    """Describe bytes in a time for people."""
+    return f"{size_text(nbytes / seconds)}/s"
 
 
 def _rounded(seconds: float | None) -> float | None:

@@ -14,7 +14,7 @@ from commands import PROGRAM, Commands, damage, program, save_steps
 from rich.console import Console
 
 import ckpipe
-from ckpipe.cli.screen import Screen, size, table, visible
+from ckpipe.cli.screen import Screen, table, visible
 
 
 def test_names_from_a_store_cannot_steer_the_terminal(call: Commands, tmp_path: Path) -> None:
@@ -66,8 +66,16 @@ def test_errors_say_what_to_do_in_this_command(call: Commands, tmp_path: Path) -
         assert f"{tmp_path / 'file'} is no directory" in done.err
         assert "Look for a mistake in the path" in done.err
     assert "cannot be created" in call("cp", tmp_path, tmp_path / "file").err
+    torch.save({"x": torch.zeros(1)}, tmp_path / "model.pt")
+    said = call("ls", tmp_path / "model.pt")
+    assert (said.code, "a file that torch.load reads" in said.err) == (3, True)
+    (tmp_path / "model.safetensors").write_bytes(bytes(16))
+    said = call("ls", tmp_path / "model.safetensors")
+    assert (said.code, "a file that safetensors.torch.load_file reads" in said.err) == (3, True)
     part = call("export", tmp_path, "--format", "hf", "--part", "zz")
     assert (part.code, "--part of the command" in part.err) == (2, True)
+    form = call("export", tmp_path, "--format", "pt", "--json")
+    assert form.data["message"].startswith("Invalid value for '--format': 'pt' is not one of")
     misplaced = call("ls", tmp_path, "--settings", "f", "--json")
     assert misplaced.data["message"] == (
         "No such option: --settings. It stands in front: ckpipe --settings FILE COMMAND"
@@ -176,6 +184,5 @@ def test_a_reader_that_goes_away_is_no_error(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (141, b"")
 
 
-def test_sizes_and_escapes() -> None:
-    assert [size(n) for n in (None, 0, 1024)] == ["?", "0 B", "1.0 KiB"]
+def test_what_does_not_print_is_escaped() -> None:
     assert visible("a\tb\u202ec") == "a\\tb\\u202ec"

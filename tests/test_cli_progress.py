@@ -21,13 +21,13 @@ from ckpipe.cli.screen import Meter, of_things
 
 
 def counted(console: Console, *, late: bool) -> None:
-    """Count a mebibyte, and show it as a second later."""
+    """Count a megabyte, and show it as a second later."""
     with Meter(console, "copying") as meter:
-        meter.expect(1 << 20)
+        meter.expect(10**6)
         if late:
             meter.show()
         for _ in range(4):
-            meter.advance(1 << 18)
+            meter.advance(250_000)
 
 
 def terminal(out: io.StringIO) -> Console:
@@ -38,7 +38,7 @@ def test_a_terminal_shows_rate_and_time_left() -> None:
     out = io.StringIO()
     counted(terminal(out), late=True)
     assert "copying" in out.getvalue()
-    assert "1.0/1.0 MiB" in out.getvalue()
+    assert "1.0/1.0 MB" in out.getvalue()
     assert "/s" in out.getvalue()
     assert out.getvalue().endswith("\x1b[2K")  # the line is wiped when the action is over
 

@@ -50,15 +50,15 @@ def test_copies_are_told_once(
 ) -> None:
     handles = save_all(tmp_path, [state(rank) for rank in range(4)], (1, 2, 3), worker=worker)
     [message] = said(caplog)
-    assert "293.0 KiB of the " in message
+    assert "300 kB of the " in message
     assert "training_state" in message
     assert "replicated" in message
     # Whoever completed a checkpoint knows of them: the last of each step.
     assert [handle.report.copied_bytes for handle in handles] == [0, 0, 0, 300_000] * 3
-    assert "293.0 KiB of the checkpoint are copies" in repr(handles[-1].report)
+    assert "300 kB of the checkpoint are copies" in repr(handles[-1].report)
     assert run(["ls", str(tmp_path)]) == 0
     told = capsys.readouterr()
-    assert told.out.count("293.0 KiB of copies") == 3
+    assert told.out.count("300 kB of copies") == 3
     assert told.err.count("training_state") == 1
     for more in ([], ["--read"]):
         assert run(["--json", "ls", str(tmp_path), *more]) == 0

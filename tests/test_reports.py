@@ -95,7 +95,7 @@ def test_the_bottleneck_is_what_was_at_work_longest() -> None:
     report = made(stage=copy, upload=upload)
     assert report.bottleneck == "The upload took longest: 1.5 of 2 s (667 MB/s)"
     assert repr(report) == (
-        "<SaveReport 953.7 MiB in 3 tensors, staged in 0.5 s, durable in 2 s: "
+        "<SaveReport 1 GB in 3 tensors, staged in 0.5 s, durable in 2 s: "
         "The upload took longest: 1.5 of 2 s (667 MB/s)>"
     )
     held_up = made(stage=copy, lock=StageReport(1.2))
@@ -113,8 +113,8 @@ def test_busy_is_the_time_that_spans_cover(found: list[Any]) -> None:
 
 
 def test_sizes_for_people() -> None:
-    shown = [size_text(n) for n in (0, 1023, 1024, 1 << 20, 3 << 39, 1 << 70)]
-    assert shown == ["0 B", "1023 B", "1.0 KiB", "1.0 MiB", "1.5 TiB", "1024.0 EiB"]
+    shown = [size_text(n) for n in (0, 999, 1000, 999_600, 3 << 39, 2 * 10**15, 10**22)]
+    assert shown == ["0 B", "999 B", "1 kB", "1 MB", "1.65 TB", "2 PB", "10000 EB"]
     rates = [rate_text(nbytes, 2.0) for nbytes in (0, 7, 2000, 2_980_000, 10**12)]
     assert rates == ["0 B/s", "4 B/s", "1 kB/s", "1.49 MB/s", "500 GB/s"]
 

@@ -87,7 +87,7 @@ def test_a_save_counts_whole_once_its_commit_is_known_and_never_twice(store: Sto
         store.slow.release()
     assert (now.saves, now.bytes) == ({"committed": 1}, handle.report.bytes)
     assert now.seconds["commit"] > 0
-    assert re.search(r"\[idle \| .* MiB \| 1 committed, .* KiB\]", shown)
+    assert re.search(r"\[idle \| .* of .* MB \| 1 committed, .* kB\]", shown)
     assert [each.saves for each in [*seen, pipeline.statistics()]] == [{"committed": 1}] * 2
     assert pipeline.statistics().bytes == handle.report.bytes
 
@@ -336,13 +336,13 @@ def test_reprs_are_diagnostics_and_show_no_tensors(tmp_path: Path) -> None:
     with ckpipe.SyncPipeline(tmp_path) as pipeline:
         handle = pipeline.save(STATE, step=0, until="committed")
         assert re.search(
-            r"<SyncSaveHandle step-0+\.\S+ committed: 394\.6 KiB in 1 tensors, staged in \S+ s, "
+            r"<SyncSaveHandle step-0+\.\S+ committed: 404 kB in 1 tensors, staged in \S+ s, "
             r"durable in \S+ s: .* took longest: .*>",
             repr(handle),
         )
         result = pipeline.load()
     assert "tensor(" not in repr(result)
-    assert "<LoadReport 390.6 KiB in" in repr(result)
+    assert "<LoadReport 400 kB in" in repr(result)
 
 
 def test_a_handler_of_a_signal_may_ask_who_is_just_asking(tmp_path: Path) -> None:

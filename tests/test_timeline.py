@@ -84,7 +84,7 @@ def test_timeline_shows_stages_and_draws_blocks(call: Commands, tmp_path: Path) 
     assert rank["report"]["bottleneck"]
     text = call("timeline", tmp_path / "root", 3).out
     assert rank["report"]["bottleneck"] in text
-    assert re.search(r"^upload( +\d+\.\d{4}){3} +39\d\.\d KiB +\S+ [kMG]?B/s", text, re.MULTILINE)
+    assert re.search(r"^upload( +\d+\.\d{4}){3} +40\d kB +\S+ [kMG]?B/s", text, re.MULTILINE)
     file = tmp_path / "page.html"
     done = call("timeline", tmp_path / "root", "--html", file)
     assert done.out.splitlines()[-1] == f"wrote {file}"

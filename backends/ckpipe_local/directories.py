@@ -47,6 +47,27 @@ def sync_entries(descriptor: int) -> None:
             raise
 
 
+def _refuse_foreign_file(path: str) -> None:
+    """Refuse a file of another program by saying what reads it.
+
+    Raises:
+        StoreError: If it is such a file.
+    """
+    head = b""
+    with contextlib.suppress(OSError):
+        if os.path.isfile(path):  # opening a pipe would wait for its writer
+            with open(path, "rb") as file:
+                head = file.read(1024)
+    reader = None
+    if head.startswith(b"PK\x03\x04") and b"/data.pkl" in head:
+        reader = "torch.load"
+    elif head and path.endswith(".safetensors"):
+        reader = "safetensors.torch.load_file"
+    if reader is not None:
+        message = f"{path} is no directory of checkpoints but a file that {reader} reads"
+        raise StoreError(message, hint="Name the directory that a pipeline was given")
+
+
 def _check_path(path: str) -> None:
     """Refuse a path that no directory can be made at, before any of its parents is made.
 
@@ -104,6 +125,7 @@ class Root:
         """Prove that it can be listed, or written, or made where it is missing; make nothing."""
         _check_path(self.path)
         if not create:
+            _refuse_foreign_file(self.path)
             os.scandir(self.path).close()
             return
         there = self.path

@@ -128,6 +128,8 @@ def _call(app: typer.Typer, options: Sequence[str]) -> int:
             raise
         if getattr(error, "option_name", None) == "--settings":
             error.message += ". It stands in front: ckpipe --settings FILE COMMAND"
+        # Typer checks choices by pydantic, which writes this in front of what is wrong.
+        error.message = error.message.removeprefix("Value error, ")
         if options[:1] == ["--json"]:
             Screen(True).failure("UsageError", explain())
         else:

@@ -28,7 +28,7 @@ from rich.text import Text
 
 from ckpipe.backend import Backend, PutMode
 from ckpipe.cli.running import OK, Url, serve
-from ckpipe.cli.screen import Meter, Screen, size, table
+from ckpipe.cli.screen import Meter, Screen, table
 from ckpipe.errors import UsageError
 from ckpipe.format.checksum import crc32c
 from ckpipe.format.names import BENCH
@@ -93,9 +93,14 @@ def _gigabytes(rate: float) -> str:
     return f"{rate / 1e9:.2f} GB/s"
 
 
+def _setting(nbytes: int) -> str:
+    """Write a size as a setting takes it, to the byte."""
+    return f"{nbytes} B" if nbytes % (1 << 20) else f"{nbytes >> 20} MiB"
+
+
 def _rates(found: Measurements) -> Table:
     rows = [
-        (rate.lanes, size(rate.block_bytes), _gigabytes(rate.write), _gigabytes(rate.read))
+        (rate.lanes, _setting(rate.block_bytes), _gigabytes(rate.write), _gigabytes(rate.read))
         for rate in found.rates
     ]
     return table(("lanes", "block", "write", "read"), rows, "lanes", "block", "write", "read")
@@ -109,7 +114,7 @@ def _beside(found: Measurements) -> str:
 def _sentences(advice: Advice) -> str:
     return (
         f"{advice.bottleneck}.\nSet upload.lanes to {advice.upload_lanes}, load.lanes to "
-        f"{advice.load_lanes}, staging.block_bytes to {size(advice.block_bytes)} and worker to "
+        f"{advice.load_lanes}, staging.block_bytes to {_setting(advice.block_bytes)} and worker to "
         f"{advice.worker}."
     )
 

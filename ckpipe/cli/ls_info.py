@@ -23,24 +23,19 @@ from ckpipe.catalog.find import (
 from ckpipe.catalog.inspect import (
     Description,
     TensorDescription,
-    ValueDescription,
     describe,
     key_paths,
 )
-from ckpipe.cli.running import (
-    OK,
-    MaybeStep,
-    Url,
-    chosen,
-    serve,
-)
-from ckpipe.cli.screen import Meter, Screen, of_things, one_line, size, table
+from ckpipe.cli.running import OK, MaybeStep, Url, chosen, serve
+from ckpipe.cli.screen import Screen, of_things, one_line, table
 from ckpipe.errors import CorruptCheckpoint, UnsupportedVersion
 from ckpipe.format.keys import label_filter
 from ckpipe.format.metrics_sidecar import REMEDY, MetricsSidecar, sidecar_of
 from ckpipe.store.registry import Access, open_store
 from ckpipe.threads import run_lanes
-from ckpipe.types import CheckpointId, CheckpointInfo
+from ckpipe.types import CheckpointId, CheckpointInfo, size_text
+
+_AT_ONCE = 16
 
 
 def list_(
@@ -61,41 +56,75 @@ def list_(
         async with open_store(url, screen.settings, Access.READ) as backend:
             infos = await discover(backend)
             foreign = None if infos else await said_of_foreign(backend)
-            found = [Summary(each) for each in infos]
-            if read or not brief:
+            found = {each.id: _checkpoint_data(each) for each in infos}
+            if infos and (read or not brief):
+                # Names of small objects tell what was saved; an index, whether it is whole.
+                told = {} if read else await list_sidecars(backend)
+                pending = iter(infos)
                 with screen.meter("reading indexes", len(infos), of_things) as meter:
-                    # Names of small objects tell what was saved; an index, whether it is whole.
-                    told = {} if read or not infos else await list_sidecars(backend)
-                    found = await _summaries(backend, infos, told, meter)
-        rows = [_row(each) for each in found]
+
+                    async def lane() -> None:
+                        for each in pending:
+                            if each.complete:
+                                found[each.id] = await _inspected(backend, each, told)
+                            meter.advance(1)
+
+                    await run_lanes(min(_AT_ONCE, len(infos)), lane)
         nothing = f"no checkpoints here. {foreign}" if foreign else "no checkpoints here"
         headings = ("step", "saved at", "size", "ranks", "state", "metrics", "id")
+        rows = [_row(each) for each in found.values()]
         screen.result(
-            {"url": url, "checkpoints": [_summary_data(each) for each in found]},
+            {"url": url, "checkpoints": [*found.values()]},
             table(headings, rows, "step", "size", "ranks") if rows else Text(nothing),
         )
-        if any(each.copied_bytes for each in found):
+        if any(each["copied_bytes"] for each in found.values()):
             screen.note(f"copies are bytes that several ranks wrote alike. {REMEDY}")
         return OK
 
     serve(ctx, work)
 
 
-def _row(each: Summary) -> tuple[object, ...]:
-    info = each.info
-    state = "complete" if info.complete else "incomplete: " + info.reason.partition(":")[0]
-    state = f"damaged: {each.problem}" if each.problem else state
-    notes = [state, *(["pinned"] if info.pinned else []), *(["final"] if each.final else [])]
-    notes += [f"{size(each.copied_bytes)} of copies"] if each.copied_bytes else []
-    metrics = " ".join(f"{name}={value:.6g}" for name, value in each.metrics.items())
-    saved = "" if info.saved_at is None else f"{info.saved_at:%Y-%m-%d %H:%M:%S}Z"
-    known = "" if each.bytes is None else size(each.bytes)
-    return (info.step, saved, known, each.world_size or "", ", ".join(notes), metrics, info.id)
+def _checkpoint_data(
+    info: CheckpointInfo, digest: MetricsSidecar | None = None, problem: str = ""
+) -> dict[str, Any]:
+    """Join what the list of the root says of a checkpoint with its sidecar, if that is known."""
+    data = asdict(info) | {"metrics": {}, "final": False, "copied_bytes": 0, "problem": problem}
+    if digest is not None:
+        data |= asdict(digest)
+        data["copied_bytes"] = digest.copied_bytes if digest.is_wasteful else 0
+    del data["metadata"]
+    return data
 
 
-def _summary_data(each: Summary) -> dict[str, Any]:
-    data = {**asdict(each.info), **asdict(each)}
-    return {name: value for name, value in data.items() if name not in ("info", "metadata")}
+async def _inspected(
+    backend: Backend, info: CheckpointInfo, told: Mapping[CheckpointId, MetricsSidecar]
+) -> dict[str, Any]:
+    """Take a complete checkpoint's sidecar or else its index, of which damage is told, not raised.
+
+    One that was deleted by now is incomplete.
+    """
+    if info.key in told:
+        return _checkpoint_data(info, told[info.key])
+    try:
+        return _checkpoint_data(info, sidecar_of(await read_index(backend, info.key)))
+    except (CorruptCheckpoint, UnsupportedVersion) as error:
+        now = await recheck(backend, info)
+        if now.reason == DELETING:
+            return _checkpoint_data(now)
+        return _checkpoint_data(info, problem=str(error))
+
+
+def _row(each: dict[str, Any]) -> tuple[object, ...]:
+    state = "complete" if each["complete"] else "incomplete: " + each["reason"].partition(":")[0]
+    notes = [f"damaged: {each['problem']}" if each["problem"] else state]
+    notes += [mark for mark in ("pinned", "final") if each[mark]]
+    if each["copied_bytes"]:
+        notes.append(f"{size_text(each['copied_bytes'])} of copies")
+    metrics = " ".join(f"{name}={value:.6g}" for name, value in each["metrics"].items())
+    saved = "" if each["saved_at"] is None else f"{each['saved_at']:%Y-%m-%d %H:%M:%S}Z"
+    size = "" if each["bytes"] is None else size_text(each["bytes"])
+    ranks = each["world_size"] or ""
+    return (each["step"], saved, size, ranks, ", ".join(notes), metrics, each["id"])
 
 
 def info(
@@ -118,7 +147,7 @@ def info(
             bundle = await read_index(backend, found.key)
         about = describe(bundle, label_filter(match))
         data = {**asdict(about), "pinned": found.pinned, "saved_at": found.saved_at}
-        screen.result(data, *shown_tree(about, found, key_paths(bundle), depth))
+        screen.result(data, *_shown_tree(about, found, key_paths(bundle), depth))
         if not (about.tensors or about.values):
             screen.matches_nothing(match)
         return OK
@@ -132,9 +161,7 @@ _DEEPEST = 100
 
 @dataclass(slots=True)
 class _Branch:
-    """The part of a name and all below it: number of tensors and bytes, and its own
-    description.
-    """
+    """The part of a name and all below it: tensors, bytes, and its own description."""
 
     below: dict[str, _Branch] = field(default_factory=dict)
     about: str = ""
@@ -142,20 +169,12 @@ class _Branch:
     bytes: int = 0
 
 
-def shown_tree(
+def _shown_tree(
     about: Description,
     info: CheckpointInfo,
     paths: Mapping[str, tuple[str, ...]],
     depth: int | None,
 ) -> Iterator[RenderableType]:
-    """The lines that say what a checkpoint is, and the tree of what it holds.
-
-    Args:
-        about: What it is and holds.
-        info: What the list of the root says of it.
-        paths: The keys that labels are made of.
-        depth: How many levels of names are drawn; None for all.
-    """
     for name, value in _facts(about, info):
         yield Text(one_line(f"{name + ':':<13} {value}"))
 
@@ -168,7 +187,8 @@ def shown_tree(
         for other in each.also:
             _add(root, path(other), f"→ {each.label}", None)
     for value in about.values:
-        _add(root, path(value.label), _value_text(value), None)
+        text = f"= {value.value}{_ranks_text(value.ranks, value.differs)}"
+        _add(root, path(value.label), text, None)
     if root.below:
         tree = Tree(Text("state"))
         _draw(tree, root, min(depth or _DEEPEST, _DEEPEST))
@@ -179,7 +199,7 @@ def _facts(about: Description, info: CheckpointInfo) -> Iterator[tuple[str, obje
     yield "checkpoint", about.id
     yield "step", about.step
     yield "began", about.started
-    yield "size", f"{size(about.bytes)} in {about.files} data file{'s' * (about.files != 1)}"
+    yield "size", f"{size_text(about.bytes)} in {about.files} data file{'s' * (about.files != 1)}"
     yield "ranks", about.world_size
     if about.resumed_from:
         yield "resumed from", about.resumed_from
@@ -194,9 +214,8 @@ def _facts(about: Description, info: CheckpointInfo) -> Iterator[tuple[str, obje
 
 def _add(root: _Branch, path: Sequence[str], text: str, tensor: TensorDescription | None) -> None:
     branch = root
-    for part in [None, *path]:
-        if part is not None:
-            branch = branch.below.setdefault(part, _Branch())
+    for part in path:
+        branch = branch.below.setdefault(part, _Branch())
         if tensor is not None:
             branch.tensors += 1
             branch.bytes += tensor.bytes
@@ -206,16 +225,12 @@ def _add(root: _Branch, path: Sequence[str], text: str, tensor: TensorDescriptio
 def _tensor_text(each: TensorDescription) -> str:
     kind = "" if each.kind == "tensor" else f" {each.kind}"
     device = "" if each.device == "cpu" else f" on {each.device}"
-    text = f"{each.dtype}{list(each.shape)}{kind}{device}, {size(each.bytes)}"
+    text = f"{each.dtype}{list(each.shape)}{kind}{device}, {size_text(each.bytes)}"
     if each.shares_with:
         text += f", shares memory with {', '.join(each.shares_with)}"
     if each.boxes > 1:
         text += f", {each.boxes} boxes"
     return text + _ranks_text(each.ranks, each.differs)
-
-
-def _value_text(value: ValueDescription) -> str:
-    return f"= {value.value}" + _ranks_text(value.ranks, value.differs)
 
 
 def _ranks_text(ranks: tuple[int, ...], differs: bool) -> str:
@@ -229,77 +244,7 @@ def _draw(tree: Tree, branch: _Branch, depth: int) -> None:
         line = f"{name} {below.about}" if below.about else name
         if below.below and below.tensors:
             many = "s" * (below.tensors != 1)
-            line += f" ({below.tensors} tensor{many}, {size(below.bytes)})"
+            line += f" ({below.tensors} tensor{many}, {size_text(below.bytes)})"
         node = tree.add(Text(one_line(line)))
         if depth > 1:
             _draw(node, below, depth - 1)
-
-
-_AT_ONCE = 16
-
-
-@dataclass(frozen=True, slots=True)
-class Summary:
-    """A checkpoint in a line.
-
-    Args:
-        info: What the list of the root says of it.
-        bytes: Size of its data files; None if that is not known.
-        world_size: How many ranks wrote it; None if that is not known.
-        metrics: What ``save`` was given as metrics.
-        final: Whether it was to be the last of its run.
-        copied_bytes: How many of its bytes are copies that several ranks wrote of one tensor; told
-            where that is a quarter or more, else 0.
-        problem: Why its index could not be read although it is there; empty if it could.
-    """
-
-    info: CheckpointInfo
-    bytes: int | None = None
-    world_size: int | None = None
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    final: bool = False
-    copied_bytes: int = 0
-    problem: str = ""
-
-
-async def _summaries(
-    backend: Backend,
-    infos: Sequence[CheckpointInfo],
-    told: Mapping[CheckpointId, MetricsSidecar],
-    meter: Meter,
-) -> list[Summary]:
-    """Summarise checkpoints by their sidecars, or by their indexes where there are none.
-
-    Several indexes are read at once; damaged ones are told, not raised.
-    """
-    found: dict[str, Summary] = {}
-    pending = iter(infos)
-
-    async def lane() -> None:
-        for info in pending:
-            if info.complete and info.key in told:
-                found[info.id] = _told(info, told[info.key])
-            else:
-                found[info.id] = await _summary(backend, info)
-            meter.advance(1)
-
-    await run_lanes(min(_AT_ONCE, len(infos)), lane)
-    return [found[info.id] for info in infos]
-
-
-async def _summary(backend: Backend, info: CheckpointInfo) -> Summary:
-    """Read the index of one checkpoint, if it is complete; one deleted by now is incomplete."""
-    if not info.complete:
-        return Summary(info)
-    try:
-        return _told(info, sidecar_of(await read_index(backend, info.key)))
-    except (CorruptCheckpoint, UnsupportedVersion) as error:
-        now = await recheck(backend, info)
-        if now.reason == DELETING:
-            return Summary(now)
-        return Summary(info, problem=str(error))
-
-
-def _told(info: CheckpointInfo, digest: MetricsSidecar) -> Summary:
-    copied = digest.copied_bytes if digest.is_wasteful else 0
-    return Summary(info, digest.bytes, digest.world_size, digest.metrics, digest.final, copied)

@@ -21,7 +21,7 @@ from ckpipe.catalog.find import check_still_there, discover, read_index
 from ckpipe.catalog.inspect import data_bytes
 from ckpipe.catalog.leases import reading
 from ckpipe.cli.running import FOUND, OK, Expanded, MaybeStep, Url, chosen, serve
-from ckpipe.cli.screen import Meter, Screen, size, visible
+from ckpipe.cli.screen import Meter, Screen, visible
 from ckpipe.errors import (
     CheckpointIncomplete,
     CheckpointNotFound,
@@ -31,7 +31,7 @@ from ckpipe.errors import (
 from ckpipe.settings import Settings
 from ckpipe.store.registry import Access, open_store
 from ckpipe.store.retry import AimdLimiter, RetryPolicy, logging_policy
-from ckpipe.types import CheckpointInfo
+from ckpipe.types import CheckpointInfo, size_text
 
 
 async def _named(backend: Backend, step: str | None, every: bool) -> list[CheckpointInfo]:
@@ -120,7 +120,7 @@ def _verdict(result: dict[str, Any]) -> str:
     if result["ok"]:
         files = "1 file" if result["files"] == 1 else f"{result['files']} files"
         return (
-            f"ok       step {result['step']}: {size(result['bytes'])} in {files} "
+            f"ok       step {result['step']}: {size_text(result['bytes'])} in {files} "
             f"read in {result['seconds']:.1f} s ({result['id']})"
         )
     return visible(f"damaged  step {result['step']}: {result['message']} ({result['id']})")
@@ -220,7 +220,7 @@ def _copy_text(done: dict[str, Any]) -> str:
     kept = done["files"] - done["copied_files"]
     there = f", {kept} of {done['files']} files were there" if kept else ""
     return (
-        f"copied step {done['step']}: {size(done['copied_bytes'])} in {done['seconds']:.1f} s"
+        f"copied step {done['step']}: {size_text(done['copied_bytes'])} in {done['seconds']:.1f} s"
         f"{there} ({done['id']})"
     )
 
@@ -314,7 +314,7 @@ def export(
         }
         files = "1 file" if len(done.files) == 1 else f"{len(done.files)} files"
         where = without_secrets(f"{(target or url).rstrip('/')}/{folder}")
-        sentence = f"exported step {info.step}: {size(done.bytes)} in {files} to {where}"
+        sentence = f"exported step {info.step}: {size_text(done.bytes)} in {files} to {where}"
         screen.result(data, Text(visible(sentence)))
         return OK
 

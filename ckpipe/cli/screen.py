@@ -38,7 +38,6 @@ from rich.text import Text
 
 from ckpipe.backend import without_secrets
 from ckpipe.cli.commands import drop
-from ckpipe.types import size_text
 
 if TYPE_CHECKING:
     from ckpipe.settings import Settings
@@ -57,7 +56,7 @@ class _Rate(ProgressColumn):
 
 def of_bytes() -> tuple[ProgressColumn, ...]:
     """Columns for an action that is counted in bytes."""
-    return (DownloadColumn(binary_units=True), TransferSpeedColumn())
+    return (DownloadColumn(), TransferSpeedColumn())
 
 
 def of_things() -> tuple[ProgressColumn, ...]:
@@ -266,11 +265,6 @@ def visible(text: str) -> str:
 def one_line(text: str) -> str:
     """The same for what stands in a line: a newline is written as an escape too."""
     return visible(text).replace("\n", "\\n")
-
-
-def size(nbytes: int | None) -> str:
-    """A number of bytes for people."""
-    return "?" if nbytes is None else size_text(nbytes)
 
 
 def plain_data(data: Any) -> Any:

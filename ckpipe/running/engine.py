@@ -50,7 +50,7 @@ from ckpipe.save.follow_up import until_complete
 from ckpipe.settings import Settings
 from ckpipe.store.registry import create_backend, scheme_of
 from ckpipe.store.retry import RetryingBackend, logging_policy
-from ckpipe.types import CheckpointId, CheckpointInfo, VerifyResult
+from ckpipe.types import CheckpointId, CheckpointInfo, VerifyResult, size_text
 from ckpipe.worker.crossing import make_init, uses_process
 from ckpipe.worker.uploader import WorkerUploader
 
@@ -191,7 +191,8 @@ class Engine:
         counts = Counter(status for status in statuses if status != "committed")
         states = ", ".join(f"{count} {status}" for status, count in sorted(counts.items()))
         budget = self.site.budget
-        return f"{states or 'idle'} | {budget.used >> 20}/{budget.capacity >> 20} MiB"
+        memory = f"{size_text(budget.used)} of {size_text(budget.capacity)}"
+        return f"{states or 'idle'} | {memory}"
 
     # Housekeeping
 

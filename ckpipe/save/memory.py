@@ -16,6 +16,7 @@ from ckpipe.memory.budget import Ration
 from ckpipe.ranks.agree import agree
 from ckpipe.save.context import Lending, SaveContext
 from ckpipe.save.save import Save, SkipSave, StagedBlock
+from ckpipe.types import size_text
 
 UNKNOWN_BYTES = 1 << 40
 """What counts as available where the system does not say."""
@@ -59,7 +60,7 @@ async def reserve(save: Save, site: SaveContext, blocks: int, hold: LockHold | N
         budget.release(reserved * size)
         too_large = getattr(error.__cause__, "errno", None) == errno.EFBIG
         raise SaveError(
-            f"The system has no memory for {reserved * size >> 20} MiB of staging",
+            f"The system has no memory for {size_text(reserved * size)} of staging",
             step=save.id.step,
             rank=site.rank,
             hint="A limit on file sizes (ulimit -f) counts for memory that is shared with a "
@@ -76,7 +77,7 @@ async def _draw_all(save: Save, site: SaveContext, ration: Ration) -> None:
     """Draw all blocks ahead of a copy beside training, so that no step waits for memory."""
     if not ration.is_whole:
         raise UsageError(
-            f"The state needs more than the {site.budget.capacity >> 20} MiB of staging "
+            f"The state needs more than the {size_text(site.budget.capacity)} of staging "
             'memory, so it cannot be saved with until="captured"',
             step=save.id.step,
             rank=site.rank,
