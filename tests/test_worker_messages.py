@@ -24,12 +24,11 @@ from ckpipe.format.manifest import Chunk, Entry, Layout, Structure, TensorRow
 from ckpipe.save.record import ManifestFields, StageTimings
 from ckpipe.types import CheckpointId, CheckpointInfo
 from ckpipe.worker.channel import Channel, close_socket, socket_pair
-from ckpipe.worker.process import LOOKS, HangJudge, ProcessState, parse_state, process_state
+from ckpipe.worker.process import ProcessState, is_still, parse_state, process_state
 from ckpipe.worker.protocol import (
     Begin,
     BlockReleased,
     Ended,
-    EventMessage,
     GiveUp,
     Message,
     NewSegment,
@@ -79,8 +78,8 @@ PLAIN = st.recursive(
     [
         Begin(1, ID, 12.5, "token", False, CARGO, None, False),
         sealed(SHAPE, ()),
-        EventMessage(Completed(str(ID), 7, 0, INFO)),
-        EventMessage(IncompleteCheckpoint(str(ID), 7, 0, (1, 2), 3.5)),
+        Completed(str(ID), 7, 0, INFO),
+        IncompleteCheckpoint(str(ID), 7, 0, (1, 2), 3.5),
         Ended(1, None, True, CLOCK),
     ],
     ids=lambda message: type(message).__name__,
@@ -183,7 +182,7 @@ def test_attributes_of_an_error_that_cannot_cross_are_left_out() -> None:
 async def test_large_messages_descriptors_and_the_end_cross_in_order() -> None:
     left, right = (Channel(each) for each in socket_pair())
     read, write = os.pipe()
-    large = EventMessage(SaveFailed(str(ID), 7, 0, "x" * 3_000_000))
+    large = SaveFailed(str(ID), 7, 0, "x" * 3_000_000)
     left.post(large)
     left.post(NewSegment(1, 5), read)
     left.post(NewSegment(2, 6))
@@ -211,7 +210,6 @@ async def test_small_messages_go_together_in_order_and_in_time() -> None:
     try:
         for number in range(3):
             left.post_soon(BlockReleased(1, (0, number)), 600)
-        assert not left.has_spoken()
         assert right.receive_nowait() is None
         left.post(GiveUp(1))
         told = [right.receive_nowait() for _ in range(5)]
@@ -222,8 +220,6 @@ async def test_small_messages_go_together_in_order_and_in_time() -> None:
             GiveUp(1),
             None,
         ]
-        assert left.has_spoken()
-        assert not left.has_spoken()
         began = time.monotonic()
         left.post_soon(BlockReleased(1, (0, 3)), 0.05)
         left.post_soon(BlockReleased(1, (0, 4)), 600)  # waits no longer than the first
@@ -315,29 +311,15 @@ def test_a_process_is_awake_while_any_thread_of_it_is() -> None:
     assert process_state(process.pid) is None
 
 
-def still_looks(judge: HangJudge, now: ProcessState | None, *, spoke: bool = False) -> int:
-    """How many more looks it takes until a process that stays as it is now is taken to hang."""
-    judge.hangs(now, spoke=spoke)
-    return next(count for count in range(1, 1000) if judge.hangs(now, spoke=False))
-
-
 @pytest.mark.parametrize("letter", ["R", "D", "T", "t", "Z"])
-def test_a_process_that_does_not_sleep_never_hangs(letter: str) -> None:
-    judge = HangJudge()
-    assert not any(judge.hangs(ProcessState(letter, 5), spoke=False) for _ in range(1000))
-    assert not any(judge.hangs(None, spoke=False) for _ in range(1000))
+def test_a_process_that_does_not_sleep_is_not_still(letter: str) -> None:
+    assert not is_still(ProcessState(letter, 5), ProcessState(letter, 5))
 
 
-def test_a_process_hangs_that_sleeps_and_does_nothing_in_many_looks() -> None:
+def test_a_process_is_still_that_sleeps_and_does_nothing() -> None:
     asleep = ProcessState("S", 5)
-    judge = HangJudge()
-    assert still_looks(judge, asleep) == LOOKS
-    for now, spoke in [
-        (ProcessState("S", 6), False),
-        (ProcessState("D", 6), False),
-        (asleep, True),
-        (None, False),
-    ]:
-        judge.hangs(now, spoke=spoke)
-        assert still_looks(judge, asleep) in (LOOKS - 1, LOOKS)
-    assert not any(judge.hangs(asleep, spoke=True) for _ in range(1000))
+    assert is_still(asleep, asleep)
+    for before in [ProcessState("S", 4), ProcessState("R", 5), None]:
+        assert not is_still(asleep, before)
+    assert not is_still(None, asleep)
+    assert not is_still(None, None)

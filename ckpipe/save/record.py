@@ -41,10 +41,11 @@ UNKNOWN = -1
 
 
 @dataclass(eq=False)
-class FilledBlock(abc.ABC):
+class FilledBlock:
     """A block of a data file, in host memory.
 
     Args:
+        save: The save.
         plan: The place where it belongs.
         data: Its bytes.
         sums: The checksum of each piece that :class:`BlockCuts` names. Most are known since the
@@ -52,13 +53,14 @@ class FilledBlock(abc.ABC):
             from several tensors are ``UNKNOWN`` until the serialize stage computes them.
     """
 
+    save: SaveRecord
     plan: BlockRange
     data: memoryview
     sums: NDArray[np.int64]
 
-    @abc.abstractmethod
     def release(self) -> None:
         """Give its memory back; the store has its bytes."""
+        self.save.free(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +84,7 @@ class ManifestFields:
     final: bool
 
 
-class SaveRecord:
+class SaveRecord(abc.ABC):
     """One save on its way to the store; used on one event loop.
 
     Args:
@@ -149,6 +151,10 @@ class SaveRecord:
         """
         assert self.sealed is not None
         return self.sealed
+
+    @abc.abstractmethod
+    def free(self, filled: Any) -> None:
+        """Give back the memory of a block of it, a :class:`FilledBlock`, that is in use no more."""
 
     def settle(self, info: CheckpointInfo) -> None:
         """Tell all waiters that this rank's part is durable."""

@@ -79,13 +79,6 @@ class CapturedState:
     after: Sequence[Any]
 
 
-@dataclass(frozen=True, slots=True)
-class PlannedState(CapturedState):
-    """A captured state whose plan and memory are there, so that copying can begin."""
-
-    program: CopyProgram
-
-
 class StagedBlock(FilledBlock):
     """A block in the trainer's staging memory.
 
@@ -99,8 +92,8 @@ class StagedBlock(FilledBlock):
 
     def __init__(self, save: Save, plan: BlockPlan, block: Block) -> None:
         sums = np.full(plan.sum_count, UNKNOWN, np.int64)
-        super().__init__(plan, block.view[: plan.nbytes], sums)
-        self._save, self.block = save, block
+        super().__init__(save, plan, block.view[: plan.nbytes], sums)
+        self.block = block
         self.users = 1
         """The upload, and each view of the staged state."""
         self.began = self.ended = 0.0
@@ -112,7 +105,7 @@ class StagedBlock(FilledBlock):
         """Take it back from one user; its memory is free once all are through with it."""
         self.users -= 1
         if not self.users:
-            self._save.free(self)
+            super().release()
 
 
 class Save(SaveRecord):

@@ -51,7 +51,6 @@ class Channel:
         self._out: deque[tuple[memoryview, tuple[int, ...]]] = deque()
         self._soon = bytearray()
         self._timer: asyncio.TimerHandle | None = None
-        self._spoken = False
         self._sent, self._arrived = anyio.Event(), anyio.Event()
         self._descriptors: deque[int] = deque()
         self._broken = self._ended = False
@@ -64,22 +63,16 @@ class Channel:
         """Tell whether all that was posted is with the system, or will never be received."""
         return not self._out
 
-    def has_spoken(self) -> bool:
-        """Tell whether anything was sent since this was asked last."""
-        spoken, self._spoken = self._spoken, False
-        return spoken
-
-    def post(self, message: Message | bytes, *descriptors: int) -> None:
-        """Send a message, or one that is encoded already, after all that were posted before.
+    def post(self, message: Message, *descriptors: int) -> None:
+        """Send a message after all that were posted before.
 
         What the socket does not take at once is sent by the loop. If the other end is gone,
         nothing happens: who reads from it finds out.
         """
         if self._broken:
             return
-        frame = message if isinstance(message, bytes) else encode(message)
         self._post_soon_now()
-        self._enqueue(memoryview(frame), descriptors)
+        self._enqueue(encode(message), descriptors)
 
     def post_soon(self, message: Message, within: float) -> None:
         """Send a message together with others, which costs either end less than one by one.
@@ -103,11 +96,10 @@ class Channel:
             self._timer = None
         if self._soon:
             frames, self._soon = self._soon, bytearray()
-            self._enqueue(memoryview(frames), ())
+            self._enqueue(frames, ())
 
-    def _enqueue(self, data: memoryview, descriptors: tuple[int, ...]) -> None:
-        self._spoken = True
-        self._out.append((data, descriptors))
+    def _enqueue(self, data: bytes | bytearray, descriptors: tuple[int, ...]) -> None:
+        self._out.append((memoryview(data), descriptors))
         if len(self._out) == 1:
             self._push()
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from ckpipe.backend import Backend
 from ckpipe.errors import SettingsError, UsageError
 from ckpipe.store.registry import is_registered_here, scheme_of
+from ckpipe.store.retry import logging_policy
 from ckpipe.worker.process import LOOKS
 from ckpipe.worker.protocol import MARK, Init, can_cross
 
@@ -112,17 +113,14 @@ def make_init(settings: Settings, rank: int, world_size: int, block_bytes: int) 
         world_size=world_size,
         block_bytes=block_bytes,
         lanes=upload.lanes,
-        retry=(
-            upload.retries, upload.backoff_seconds, upload.backoff_max_seconds,
-            upload.attempt_timeout_seconds, upload.deadline_seconds,
-        ),
+        retry=logging_policy(upload),
         sweep_after=retention.sweep_after,
-        rule=retention.rule,
+        rule=None if retention.rule is None else retention.rule.to_data(),
         keep_reports=settings.keep_reports,
         survive=settings.worker.survive,
         heartbeat=settings.worker.hang_seconds / LOOKS,
         niceness=settings.worker.niceness,
-    )  # fmt: skip
+    )
 
 
 def _directory() -> str:

@@ -20,9 +20,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import Future, wait
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from socket import socket
 
@@ -68,47 +67,26 @@ def process_state(id: int) -> ProcessState | None:
     GIL, and waits for a disk, a processor or a debugger with it.
     """
     folder = Path(f"/proc/{id}")
+    letters = set()
     try:
         state = parse_state((folder / "stat").read_bytes())
-        letters = set(_letters(folder / "task")) if state.letter == "S" else set()
-        killed = state.killed or _is_kill_pending((folder / "status").read_text())
+        for task in (folder / "task").iterdir() if state.letter == "S" else ():
+            with contextlib.suppress(OSError):  # that thread has just ended
+                letters.add(parse_state((task / "stat").read_bytes()).letter)
+        status = (folder / "status").read_text().splitlines()
     except OSError:
         return None
-    awake = next((each for each in "DRTt" if each in letters), state.letter)
-    return replace(state, letter=awake, killed=killed)
+    pending = [int(line.split()[1], 16) for line in status if line.startswith(_PENDING)]
+    return ProcessState(
+        letter=next((each for each in "DRTt" if each in letters), state.letter),
+        work=state.work,
+        killed=state.killed or any(mask & 1 << signal.SIGKILL - 1 for mask in pending),
+    )
 
 
-def _is_kill_pending(status: str) -> bool:
-    masks = [line.split()[1] for line in status.splitlines() if line.startswith(_PENDING)]
-    return any(int(mask, 16) & 1 << signal.SIGKILL - 1 for mask in masks)
-
-
-def _letters(tasks: Path) -> Iterator[str]:
-    for task in tasks.iterdir():
-        try:
-            yield parse_state((task / "stat").read_bytes()).letter
-        except OSError:  # that thread has just ended
-            continue
-
-
-class HangJudge:
-    """Counts the looks in a row in which a process seems to hang."""
-
-    def __init__(self) -> None:
-        self._before: ProcessState | None = None
-        self._looks = 0
-
-    def hangs(self, now: ProcessState | None, *, spoke: bool) -> bool:
-        """Take one more look into account; True if the process hangs.
-
-        Args:
-            now: The state of the process.
-            spoke: Whether it has said anything since the look before.
-        """
-        still = now is not None and now.letter == "S" and now == self._before and not spoke
-        self._looks = self._looks + 1 if still else 0
-        self._before = now
-        return self._looks >= LOOKS
+def is_still(now: ProcessState | None, before: ProcessState | None) -> bool:
+    """Tell whether a process sleeps and has done nothing between two looks."""
+    return now is not None and now.letter == "S" and now == before
 
 
 logger = logging.getLogger("ckpipe")
@@ -140,7 +118,7 @@ class WorkerProcess:
         self.socket, theirs = socket_pair()
         self._burying = threading.Lock()
         self.end: Future[int | None] = Future()
-        """Its exit code, once it has ended; None if the system does not say."""
+        """Its exit code, once it has ended, negative for a signal; None if that is unknown."""
         try:
             self.id = self._started(theirs).pid
         except BaseException:
@@ -165,31 +143,30 @@ class WorkerProcess:
         # The worker inherits this, and ignores them once it can: one that starts must not die.
         signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED)
         try:
-            process = self._start(theirs)
+            with open(self.log, "wb") as log:
+                process = subprocess.Popen(
+                    [sys.executable, "-P", "-m", "ckpipe.worker", str(theirs.fileno())],
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    pass_fds=[theirs.fileno()],
+                    start_new_session=True,
+                    env=first_environment() | {MARK: str(os.getpid())},
+                )
         except BaseException as error:
             started.set_exception(error)
             return
         started.set_result(process)
-        code = _exit_code(process.pid)
+        try:
+            end = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        except ChildProcessError:  # by now it has ended: waitpid(2), of SIGCHLD
+            code = None
+        else:
+            assert end is not None
+            code = end.si_status if end.si_code == os.CLD_EXITED else -end.si_status
         with self._burying:  # its number is its own until then
             process.wait()
             self.end.set_result(code)
-
-    def _start(self, theirs: socket) -> subprocess.Popen[bytes]:
-        with open(self.log, "wb") as log:
-            return subprocess.Popen(
-                [sys.executable, "-P", "-m", "ckpipe.worker", str(theirs.fileno())],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,
-                env=first_environment() | {MARK: str(os.getpid())},
-            )
-
-    def state(self) -> ProcessState | None:
-        """The process's state as the system tells it; None if it is gone."""
-        return process_state(self.id)
 
     def kill(self) -> None:
         """End it at once: no instruction of it runs after this, though it may not be gone yet."""
@@ -238,16 +215,6 @@ class WorkerProcess:
             self.log.unlink()
 
 
-def _exit_code(process: int) -> int | None:
-    """Wait for the end of a child; its exit code, negative for a signal, None if it is unknown."""
-    try:
-        end = os.waitid(os.P_PID, process, os.WEXITED | os.WNOWAIT)
-    except ChildProcessError:  # by now it has ended: waitpid(2), of SIGCHLD
-        return None
-    assert end is not None
-    return end.si_status if end.si_code == os.CLD_EXITED else -end.si_status
-
-
 def first_environment() -> dict[str, str]:
     """The environment that the interpreter itself needs; all else goes over the socket, as
     secrets may.
@@ -279,12 +246,16 @@ def _homes() -> list[str]:
 
 
 def _new_log(directory: str | None) -> Path:
+    """Make the file of a log, and remove old ones from its directory."""
     if directory is None:
         folder = _private_folder()
     else:
         folder = Path(directory).absolute()
         folder.mkdir(parents=True, exist_ok=True)
-    _remove_old(folder)
+    for path in folder.glob("worker-*.log"):
+        with contextlib.suppress(OSError):
+            if time.time() - path.stat().st_mtime > _OLD_SECONDS:
+                path.unlink()
     path = folder / f"worker-{os.getpid()}-{secrets.token_hex(4)}.log"
     os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
     return path
@@ -299,10 +270,3 @@ def _private_folder() -> Path:
     if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid():
         return folder
     return Path(tempfile.mkdtemp(prefix="ckpipe-"))  # somebody else has made that name theirs
-
-
-def _remove_old(folder: Path) -> None:
-    for path in folder.glob("worker-*.log"):
-        with contextlib.suppress(OSError):
-            if time.time() - path.stat().st_mtime > _OLD_SECONDS:
-                path.unlink()

@@ -10,8 +10,8 @@ and then the version of this protocol and the message. A descriptor that belongs
 travels with its first byte (``SCM_RIGHTS``, unix(7)). Messages keep their order.
 
 The life of a save: ``Begin``, a ``Block`` for each block, ``Sealed`` once all is copied; from then
-on the trainer is not needed. Back come ``BlockReleased`` for each block, ``EventMessage`` for each
-event, ``Committed`` at the commit and ``Ended`` at the end. If the worker dies, another one is
+on the trainer is not needed. Back come ``BlockReleased`` for each block, each event of ckpipe,
+``Committed`` at the commit and ``Ended`` at the end. If the worker dies, another one is
 told the same.
 """
 
@@ -32,8 +32,8 @@ from ckpipe.errors import CkpipeError
 from ckpipe.events import Event
 from ckpipe.format.data_file import BlockRange, DataFiles
 from ckpipe.format.manifest import Layout, Structure
-from ckpipe.retention import Rule
 from ckpipe.save.record import ManifestFields, StageTimings
+from ckpipe.store.retry import RetryPolicy
 from ckpipe.types import CheckpointId, CheckpointInfo
 
 VERSION = 1
@@ -67,12 +67,12 @@ class Init:
         world_size: How many ranks save together.
         block_bytes: The size of a block.
         lanes: Blocks of one save under way at the same time.
-        retry: Retries, backoff, longest backoff, timeout and deadline of requests.
+        retry: How often and how long to try requests.
         sweep_after: How long tombstones stay.
-        rule: The retention rule; None for all.
+        rule: The retention rule in its plain form; None for all.
         keep_reports: Whether manifests keep the reports of their saves.
         survive: Whether to finish what was staged when the trainer is gone.
-        heartbeat: Seconds without a message after which the worker says that it is alive.
+        heartbeat: Seconds after which the worker says again that it is alive.
         niceness: How much the worker gives way to others.
     """
 
@@ -86,9 +86,9 @@ class Init:
     world_size: int
     block_bytes: int
     lanes: int
-    retry: tuple[int, float, float, float, float | None]
+    retry: RetryPolicy
     sweep_after: timedelta
-    rule: Rule | None
+    rule: Mapping[str, Any] | None
     keep_reports: bool
     survive: bool
     heartbeat: float
@@ -217,13 +217,6 @@ class BlockReleased:
 
 
 @dataclass(frozen=True, slots=True)
-class EventMessage:
-    """Something happened."""
-
-    event: Event
-
-
-@dataclass(frozen=True, slots=True)
 class Logged:
     """The library logged something in the worker."""
 
@@ -269,7 +262,7 @@ class Ended:
 
 Message = (
     Init | NewSegment | Dropped | Begin | Block | Sealed | GiveUp | Finish
-    | Alive | StartFailed | BlockReleased | EventMessage | Logged | Committed | Ended
+    | Alive | StartFailed | BlockReleased | Event | Logged | Committed | Ended
 )  # fmt: skip
 
 

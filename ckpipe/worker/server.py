@@ -23,80 +23,37 @@ import socket
 import sys
 import time
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import anyio
 import anyio.to_thread
 from anyio import create_memory_object_stream
 from anyio.abc import TaskGroup
 
-from ckpipe.backend import Backend
 from ckpipe.catalog.leases import under_lease
 from ckpipe.errors import SaveCancelled, first_error
 from ckpipe.events import BlockUploaded, Event, EventBus
 from ckpipe.format.checksum import prepare
-from ckpipe.format.data_file import BlockRange, DataFiles
+from ckpipe.format.data_file import DataFiles
 from ckpipe.format.manifest import Structure
 from ckpipe.format.names import launch_id
 from ckpipe.memory.mapping import map_to_read
+from ckpipe.retention import from_data
 from ckpipe.save.context import StoreContext
 from ckpipe.save.deliver import deliver
 from ckpipe.save.record import FilledBlock, SaveRecord
 from ckpipe.store.registry import create_backend
-from ckpipe.store.retry import RetryingBackend, RetryLog, RetryPolicy
+from ckpipe.store.retry import RetryingBackend
 from ckpipe.types import CheckpointInfo
+from ckpipe.worker import protocol
 from ckpipe.worker.channel import Channel
-from ckpipe.worker.protocol import (
-    IGNORED,
-    TELL_STACKS,
-    Alive,
-    Begin,
-    Block,
-    BlockReleased,
-    Committed,
-    Dropped,
-    Ended,
-    EventMessage,
-    Finish,
-    GiveUp,
-    Init,
-    Logged,
-    Message,
-    NewSegment,
-    Sealed,
-    StartFailed,
-)
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
+from ckpipe.worker.protocol import IGNORED, TELL_STACKS
 
 logger = logging.getLogger("ckpipe")
 
 NOTICE_SECONDS = 0.05
 """How long a notice may lie here that nobody waits for. Each that arrives by itself wakes a thread
 of the trainer, which takes the interpreter from the one that trains."""
-
-
-class SharedBlock(FilledBlock):
-    """A block that lies in shared memory.
-
-    Args:
-        save: The save.
-        plan: Where it belongs.
-        data: Its bytes.
-        sums: Its checksums as far as they are known.
-    """
-
-    def __init__(
-        self, save: RemoteSave, plan: BlockRange, data: memoryview, sums: NDArray[np.int64]
-    ) -> None:
-        super().__init__(plan, data, sums)
-        self._save = save
-
-    def release(self) -> None:
-        """See :class:`~ckpipe.save.record.FilledBlock`."""
-        self._save.free(self.plan)
 
 
 class RemoteSave(SaveRecord):
@@ -109,7 +66,9 @@ class RemoteSave(SaveRecord):
         channel: Where the trainer is told how it goes.
     """
 
-    def __init__(self, begin: Begin, files: DataFiles, rank: int, channel: Channel) -> None:
+    def __init__(
+        self, begin: protocol.Begin, files: DataFiles, rank: int, channel: Channel
+    ) -> None:
         super().__init__(begin.id, rank, begin.began, begin.token)
         self.again, self.files = begin.again, files
         self.committed.add_done_callback(self._tell_committed)
@@ -119,7 +78,7 @@ class RemoteSave(SaveRecord):
         self._scope = anyio.CancelScope()
         self.settled = anyio.Event()
 
-    def take(self, block: Block, segment: memoryview) -> None:
+    def take(self, block: protocol.Block, segment: memoryview) -> None:
         """Pass a block on to the stages."""
         import numpy as np
 
@@ -127,9 +86,9 @@ class RemoteSave(SaveRecord):
         view = segment[block.at : block.at + plan.nbytes]
         sums = np.frombuffer(block.sums, np.int64).copy()  # what is unknown is filled in
         with contextlib.suppress(anyio.BrokenResourceError):  # the save has failed
-            self._filled.send_nowait(SharedBlock(self, plan, view, sums))
+            self._filled.send_nowait(FilledBlock(self, plan, view, sums))
 
-    def seal(self, sealed: Sealed, structure: Structure) -> None:
+    def seal(self, sealed: protocol.Sealed, structure: Structure) -> None:
         """Take what the manifest says; no blocks come after it."""
         self.clock.absorb(sealed.clock)
         self.replanned = sealed.planned
@@ -142,9 +101,10 @@ class RemoteSave(SaveRecord):
         """Cancel what is not done yet."""
         self._scope.cancel()
 
-    def free(self, plan: BlockRange) -> None:
+    def free(self, filled: FilledBlock) -> None:
         """Tell the trainer that a block is in use no more."""
-        released = BlockReleased(self._number, (plan.file, plan.offset))
+        place = filled.plan.file, filled.plan.offset
+        released = protocol.BlockReleased(self._number, place)
         if self._waits and self.sealed is None:
             self._channel.post(released)
         else:
@@ -156,7 +116,9 @@ class RemoteSave(SaveRecord):
         logger.info("%s is committed by rank %d", self.name, self.rank)
         unsettled = self.unsettled is not None
         self._channel.post(
-            Committed(self._number, committed.result(), self.durable_seconds, unsettled, self.clock)
+            protocol.Committed(
+                self._number, committed.result(), self.durable_seconds, unsettled, self.clock
+            )
         )
 
     async def run(self, depot: StoreContext) -> None:
@@ -175,7 +137,7 @@ class RemoteSave(SaveRecord):
             # For the log of the worker only: the trainer raises it.
             logger.info("%s: %s: %s", self.name, type(error).__name__, error)
         unsettled = self.unsettled is not None
-        self._channel.post(Ended(self._number, error, unsettled, self.clock))
+        self._channel.post(protocol.Ended(self._number, error, unsettled, self.clock))
 
 
 class Service:
@@ -186,22 +148,41 @@ class Service:
         init: What the trainer has said first.
     """
 
-    def __init__(self, channel: Channel, init: Init) -> None:
+    def __init__(self, channel: Channel, init: protocol.Init) -> None:
         self._channel, self._init = channel, init
         self._segments: dict[int, memoryview] = {}
         self._files: DataFiles | None = None
         self._structure: Structure | None = None
         self._saves: dict[int, RemoteSave] = {}
         self._listening = anyio.CancelScope()
-        self._end: Finish | None = None
+        self._end: protocol.Finish | None = None
 
     async def run(self) -> bool:
         """Serve until the trainer has had enough or is gone; False if it cannot."""
-        backend = await self._open()
-        if backend is None:
+        init = self._init
+        try:
+            backend = await anyio.to_thread.run_sync(create_backend, init.url, init.options)
+        except Exception as error:
+            # For the log of the worker only: the trainer raises it.
+            logger.info("The store cannot be used", exc_info=True)
+            self._channel.post(protocol.StartFailed(error))
             return False
+        events = EventBus()
+        events.add(self._tell)
         async with backend:
-            self._depot = self._make_depot(backend)
+            self._depot = StoreContext(
+                backend=backend,
+                patient=RetryingBackend(backend, init.retry),
+                events=events,
+                rank=init.rank,
+                world_size=init.world_size,
+                block_bytes=init.block_bytes,
+                lanes=init.lanes,
+                retry=init.retry,
+                sweep_after=init.sweep_after,
+                rule=None if init.rule is None else from_data(init.rule),
+                keep_reports=init.keep_reports,
+            )
             async with anyio.create_task_group() as beside:
                 beside.start_soon(self._beat, name="heartbeat")
                 beside.start_soon(self._watch, name="watch of the trainer")
@@ -214,36 +195,6 @@ class Service:
                 beside.cancel_scope.cancel()
         return True
 
-    async def _open(self) -> Backend | None:
-        init = self._init
-        try:
-            return await anyio.to_thread.run_sync(create_backend, init.url, init.options)
-        except Exception as error:
-            # For the log of the worker only: the trainer raises it.
-            logger.info("The store cannot be used", exc_info=True)
-            self._channel.post(StartFailed(error))
-            await self._channel.flush()
-            return None
-
-    def _make_depot(self, backend: Backend) -> StoreContext:
-        init = self._init
-        policy = RetryPolicy(*init.retry, on_retry=RetryLog())
-        events = EventBus()
-        events.add(self._tell)
-        return StoreContext(
-            backend=backend,
-            patient=RetryingBackend(backend, policy),
-            events=events,
-            rank=init.rank,
-            world_size=init.world_size,
-            block_bytes=init.block_bytes,
-            lanes=init.lanes,
-            retry=policy,
-            sweep_after=init.sweep_after,
-            rule=init.rule,
-            keep_reports=init.keep_reports,
-        )
-
     # What the trainer says
 
     async def _listen(self, tasks: TaskGroup) -> None:
@@ -254,34 +205,34 @@ class Service:
             while self._end is None and (message := self._channel.receive_nowait()) is not None:
                 self._hear(message, tasks)
 
-    def _hear(self, message: Message, tasks: TaskGroup) -> None:
+    def _hear(self, message: protocol.Message, tasks: TaskGroup) -> None:
         match message:
-            case NewSegment():
+            case protocol.NewSegment():
                 descriptor = self._channel.take_descriptor()
                 try:
                     view = map_to_read(descriptor, message.nbytes, message.offset)
                 finally:
                     os.close(descriptor)
                 self._segments[message.number] = view
-            case Dropped():  # it is unmapped when the last view of it is gone
+            case protocol.Dropped():  # it is unmapped when the last view of it is gone
                 self._segments.pop(message.number, None)
-            case Begin():
+            case protocol.Begin():
                 self._begin(message, tasks)
-            case Block():
-                if (save := self._saves.get(message.save)) is not None:
-                    save.take(message, self._segments[message.segment])
-            case Sealed():
+            case protocol.Block():
+                if message.save in self._saves:
+                    self._saves[message.save].take(message, self._segments[message.segment])
+            case protocol.Sealed():
                 self._structure = message.structure or self._structure
                 assert self._structure is not None
-                if (save := self._saves.get(message.save)) is not None:
-                    save.seal(message, self._structure)
-            case GiveUp():
-                if (save := self._saves.get(message.save)) is not None:
-                    save.give_up()
-            case Finish():
+                if message.save in self._saves:
+                    self._saves[message.save].seal(message, self._structure)
+            case protocol.GiveUp():
+                if message.save in self._saves:
+                    self._saves[message.save].give_up()
+            case protocol.Finish():
                 self._end = message
 
-    def _begin(self, begin: Begin, tasks: TaskGroup) -> None:
+    def _begin(self, begin: protocol.Begin, tasks: TaskGroup) -> None:
         self._depot.resumed_from = begin.resumed_from
         self._files = begin.files or self._files
         assert self._files is not None
@@ -300,8 +251,8 @@ class Service:
     async def _beat(self) -> None:
         while True:
             await anyio.sleep(self._init.heartbeat)
-            if self._channel.idle and not self._channel.has_spoken():
-                self._channel.post(Alive())
+            if self._channel.idle:
+                self._channel.post(protocol.Alive())
 
     async def _step_back(self) -> None:
         if niceness := self._init.niceness:
@@ -310,9 +261,9 @@ class Service:
     def _tell(self, event: Event) -> None:
         """Tell the trainer of an event; of progress, which is frequent, with some delay."""
         if isinstance(event, BlockUploaded):
-            self._channel.post_soon(EventMessage(event), NOTICE_SECONDS)
+            self._channel.post_soon(event, NOTICE_SECONDS)
         else:
-            self._channel.post(EventMessage(event))
+            self._channel.post(event)
 
     async def _watch(self) -> None:
         """Notice the trainer's death, also while another process holds its socket open."""
@@ -357,12 +308,12 @@ class _Forwarding(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         if not (isinstance(record.args, tuple) and any(isinstance(a, Event) for a in record.args)):
-            message = Logged(record.levelno, record.getMessage())
+            message = protocol.Logged(record.levelno, record.getMessage())
             with contextlib.suppress(RuntimeError):  # the loop has ended
                 self._loop.call_soon_threadsafe(self._channel.post, message)
 
 
-def adopt(init: Init) -> None:
+def adopt(init: protocol.Init) -> None:
     """Take the trainer's import path, directory and environment over; blocking."""
     sys.path[:] = init.path
     os.environ.clear()
@@ -382,30 +333,30 @@ def _end_without_memory(loop: asyncio.AbstractEventLoop, context: dict[str, Any]
         os._exit(1)
 
 
-async def serve(channel: Channel) -> int:
-    """Serve the trainer at the other end of a channel; return the exit code."""
-    code = 0
-    asyncio.get_running_loop().set_exception_handler(_end_without_memory)
+async def serve(descriptor: int) -> int:
+    """Serve the trainer at the other end of a socket; return the exit code."""
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(_end_without_memory)
+    channel = Channel(socket.socket(fileno=descriptor))
     try:
-        async with anyio.create_task_group() as tasks:
-            init = await channel.receive()
-            if not isinstance(init, Init):
-                raise ValueError(f"A trainer begins with {type(init).__name__}")
-            if init.niceness:
-                step_back(init.niceness)  # before there is another thread, for all inherit it
-            await anyio.to_thread.run_sync(adopt, init)
-            logger.addHandler(_Forwarding(channel, asyncio.get_running_loop()))
-            logger.info("This worker (process %d) serves process %d", os.getpid(), init.trainer)
-            code = 0 if await Service(channel, init).run() else 1
-            await channel.flush()
-            tasks.cancel_scope.cancel()
-    except* anyio.EndOfStream:
+        init = await channel.receive()
+        if not isinstance(init, protocol.Init):
+            raise ValueError(f"A trainer begins with {type(init).__name__}")
+        if init.niceness:
+            step_back(init.niceness)  # before there is another thread, for all inherit it
+        await anyio.to_thread.run_sync(adopt, init)
+        logger.addHandler(_Forwarding(channel, loop))
+        logger.info("This worker (process %d) serves process %d", os.getpid(), init.trainer)
+        code = 0 if await Service(channel, init).run() else 1
+        await channel.flush()
+    except anyio.EndOfStream:
         logger.warning("The trainer was gone before it said anything")
-    except* Exception as group:
+        return 0
+    except Exception as group:
         error = first_error(group)
         logger.error("The worker fails", exc_info=error)
-        channel.post(StartFailed(error))
-        code = 1
+        channel.post(protocol.StartFailed(error))
+        return 1
     return code
 
 
@@ -455,10 +406,6 @@ def go_on_when_the_trainer_dies() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGCONT), 0, 0, 0)
 
 
-async def _serve(descriptor: int) -> int:
-    return await serve(Channel(socket.socket(fileno=descriptor)))
-
-
 def main() -> int:
     """Serve on the socket whose descriptor is the only argument; return the exit code."""
     for each in IGNORED:
@@ -471,6 +418,6 @@ def main() -> int:
     log.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logging.getLogger().addHandler(log)
     logging.getLogger("ckpipe").setLevel(logging.INFO)
-    code = anyio.run(_serve, int(sys.argv[1]))
+    code = anyio.run(serve, int(sys.argv[1]))
     logging.getLogger("ckpipe").info("The worker ends with %d", code)
     return code

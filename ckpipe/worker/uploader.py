@@ -36,6 +36,7 @@ from anyio.streams.memory import MemoryObjectReceiveStream
 
 from ckpipe import threads
 from ckpipe.errors import CkpipeError, WorkerDied
+from ckpipe.events import Event
 from ckpipe.format.data_file import DataFiles
 from ckpipe.format.manifest import Structure
 from ckpipe.interpreter import short_switch_interval
@@ -45,26 +46,9 @@ from ckpipe.save.record import FilledBlock
 from ckpipe.save.run import deliver_here
 from ckpipe.save.save import Save, StagedBlock
 from ckpipe.settings import Worker
+from ckpipe.worker import protocol
 from ckpipe.worker.channel import Channel
-from ckpipe.worker.process import LOOKS, HangJudge, WorkerProcess
-from ckpipe.worker.protocol import (
-    Begin,
-    Block,
-    BlockReleased,
-    Committed,
-    Dropped,
-    Ended,
-    EventMessage,
-    Finish,
-    GiveUp,
-    Init,
-    Logged,
-    Message,
-    NewSegment,
-    Sealed,
-    StartFailed,
-    encode,
-)
+from ckpipe.worker.process import LOOKS, WorkerProcess, is_still, process_state
 
 logger = logging.getLogger("ckpipe")
 
@@ -198,7 +182,7 @@ class WorkerConnection:
     """
 
     def __init__(
-        self, process: WorkerProcess, init: Init, depot: StoreContext, hang_seconds: float
+        self, process: WorkerProcess, init: protocol.Init, depot: StoreContext, hang_seconds: float
     ) -> None:
         self.process, self._depot = process, depot
         self._hang_seconds = hang_seconds
@@ -208,7 +192,6 @@ class WorkerConnection:
         self._segments: set[int] = set()
         self._files: DataFiles | None = None
         self._structure: Structure | None = None
-        self._sealing = anyio.Lock()
         self._closing = self._heard = False
         self._failure: Exception | None = None
         self._loop = asyncio.get_running_loop()
@@ -231,7 +214,7 @@ class WorkerConnection:
         self._saves[self._begun] = transit
         waits = save.ration is None or save.ration.waits
         self._channel.post(
-            Begin(
+            protocol.Begin(
                 self._begun, save.id, save.began, save.token, save.again, files,
                 self._depot.resumed_from, waits,
             )
@@ -243,44 +226,38 @@ class WorkerConnection:
         if segment.number not in self._segments:
             assert segment.descriptor is not None
             self._segments.add(segment.number)
-            message = NewSegment(segment.number, len(segment.memory), segment.offset)
+            message = protocol.NewSegment(segment.number, len(segment.memory), segment.offset)
             self._channel.post(message, segment.descriptor)
         place = filled.plan.file, filled.plan.offset
         transit.announced[place] = filled
         at, sums = filled.block.at, filled.sums.tobytes()
-        block = Block(transit.number, place, segment.number, at, sums)
+        block = protocol.Block(transit.number, place, segment.number, at, sums)
         self._channel.post_soon(block, ANNOUNCE_SECONDS)
 
     def drop(self, segment: Segment) -> None:
         """Say that a piece of memory was given back."""
         if segment.number in self._segments:
             self._segments.remove(segment.number)
-            self._channel.post(Dropped(segment.number))
+            self._channel.post(protocol.Dropped(segment.number))
 
     async def seal(self, transit: SaveInTransit) -> None:
         """Say that all blocks were announced, and return when the worker will get to know it."""
-        async with self._sealing:  # the structure sent last is that of the save sealed next
-            frame = await threads.run_sync(self._sealed, transit)
-            self._channel.post(frame)
-        await self._channel.flush()
-
-    def _sealed(self, transit: SaveInTransit) -> bytes:
         save = transit.save
-        structure, fields = save.contents()
+        structure, fields = await threads.run_sync(save.contents)
         # Saves of one structure have the same object; equal ones may still differ, as 1 and True.
         new = None if structure is self._structure else structure
-        frame = encode(
-            Sealed(
+        self._structure = structure
+        self._channel.post(
+            protocol.Sealed(
                 transit.number, new, fields, save.clock, save.replanned, save.captured_seconds,
                 save.staged_seconds or save.elapsed,
             )
         )  # fmt: skip
-        self._structure = structure
-        return frame
+        await self._channel.flush()
 
     def give_up(self, transit: SaveInTransit) -> None:
         """Say that a save is not wanted any more; its end is told as ever."""
-        self._channel.post(GiveUp(transit.number))
+        self._channel.post(protocol.GiveUp(transit.number))
 
     # What the worker says
 
@@ -327,45 +304,45 @@ class WorkerConnection:
         with contextlib.suppress(RuntimeError):  # the loop has ended before the worker
             self._loop.call_soon_threadsafe(self._listening.cancel)
 
-    def _hear(self, message: Message) -> None:
+    def _hear(self, message: protocol.Message) -> None:
         self._heard = True
         match message:
-            case BlockReleased():
+            case protocol.BlockReleased():
                 if (transit := self._saves.get(message.save)) is not None:
                     filled = transit.announced.pop(message.place)
                     transit.released.append((filled, filled.block.uses))
                     filled.release()
-            case EventMessage():
-                self._depot.events.emit(message.event)
-            case Committed():
+            case Event():
+                self._depot.events.emit(message)
+            case protocol.Committed():
                 save = self._saves[message.save].save
                 save.durable_seconds = message.seconds
                 save.clock.absorb(message.clock)
                 save.unsettled = message.info if message.unsettled else None
                 save.settle(message.info)
-            case Ended():
+            case protocol.Ended():
                 transit = self._saves.pop(message.save)
                 transit.save.clock.absorb(message.clock)
                 if not message.unsettled:
                     transit.save.unsettled = None
                 transit.end(message.error)
-            case Logged():
+            case protocol.Logged():
                 logger.log(message.level, "The worker says: %s", message.text)
-            case StartFailed():
+            case protocol.StartFailed():
                 self._failure = message.error
 
     # How its end is noticed
 
     async def _watch(self) -> None:
         """Kill the worker if it hangs; one that has ended is noticed at once, and not here."""
-        judge, hangs = HangJudge(), False
-        while not hangs:
+        before, looks = None, 0
+        while looks < LOOKS:
             await anyio.sleep(self._hang_seconds / LOOKS)
-            now = await threads.run_sync(self.process.state)
+            now = await threads.run_sync(process_state, self.process.id)
             if now is not None and now.killed:
                 self._abandon_soon()
-            hangs = judge.hangs(now, spoke=self._heard)
-            self._heard = False
+            looks = looks + 1 if is_still(now, before) and not self._heard else 0
+            before, self._heard = now, False
         self._failure = WorkerDied(
             f"it hung: each of {LOOKS} times in {self._hang_seconds:g} s that the trainer looked, "
             "it had said nothing, all its threads slept (S) and it had used no processor time "
@@ -388,7 +365,13 @@ class WorkerConnection:
     async def _clean_up(self) -> None:
         """See to it that the process is gone, and fail what it left undone."""
         process, abandoned = self.process, self._listening.cancel_called
-        gone = process.end.done() or (not abandoned and await self._reaped())
+        gone = process.end.done()
+        if not gone and not abandoned:
+            seconds = REAP_SECONDS if self._closing else 1.0
+            gone = await threads.run_sync(process.ended, seconds)
+            if not gone:
+                process.kill()
+                gone = await threads.run_sync(process.ended, REAP_SECONDS)
         if not gone:
             logger.error(
                 "The worker process %d was killed and does not end. It will once the device that "
@@ -404,13 +387,6 @@ class WorkerConnection:
         if not self._saves:
             logger.warning("%s", error)
         self._end_all(error)
-
-    async def _reaped(self) -> bool:
-        process = self.process
-        if await threads.run_sync(process.ended, REAP_SECONDS if self._closing else 1.0):
-            return True
-        process.kill()
-        return await threads.run_sync(process.ended, REAP_SECONDS)
 
     def _end_all(self, error: Exception) -> None:
         for transit in self._saves.values():
@@ -440,11 +416,11 @@ class WorkerConnection:
         """End the worker: let it finish for so long, then have it give up, then kill it."""
         self._closing = True
         if self._saves:
-            self._channel.post(Finish(give_up=False))
+            self._channel.post(protocol.Finish(give_up=False))
         else:
             self.kill()  # it has nothing to lose
         if not await self._over_within(seconds):
-            self._channel.post(Finish(give_up=True))
+            self._channel.post(protocol.Finish(give_up=True))
             if not await self._over_within(seconds):
                 self.kill()
         await self.over.wait()
@@ -464,7 +440,7 @@ class WorkerUploader:
         depot: Where events go.
     """
 
-    def __init__(self, settings: Worker, init: Init, depot: StoreContext) -> None:
+    def __init__(self, settings: Worker, init: protocol.Init, depot: StoreContext) -> None:
         self._settings, self._init, self._depot = settings, init, depot
         self._tasks: TaskGroup | None = None
         self._link: WorkerConnection | None = None
