@@ -101,7 +101,11 @@ async def _acquire(save: Save, site: SaveContext, amount: int, hold: LockHold | 
     try:
         if hold is not None and (busy or (on_busy == "skip" and site.world_size > 1)):
             hold.release()
-        if on_busy == "skip" and await _is_skipped(save, site, busy):
+        skipped = busy
+        if on_busy == "skip" and site.world_size > 1:  # the first rank decides for all
+            question = f"skip-{save.id.step}-{save.id.count}"
+            skipped = bool(await agree(site.patient, site.attempt, question, busy))
+        if on_busy == "skip" and skipped:
             raise SkipSave("Earlier saves hold the staging memory")
     except BaseException:
         if not busy:
@@ -119,14 +123,6 @@ async def _acquire(save: Save, site: SaveContext, amount: int, hold: LockHold | 
     _refuse_deadlock(save, site, amount)
     with save.clock.timing("wait"):
         await site.budget.acquire(amount)
-
-
-async def _is_skipped(save: Save, site: SaveContext, busy: bool) -> bool:
-    """Decide whether a save is skipped: of many ranks the first decides for all."""
-    if site.world_size == 1:
-        return busy
-    question = f"skip-{save.id.step}-{save.id.count}"
-    return bool(await agree(site.patient, site.attempt, question, busy))
 
 
 def _refuse_deadlock(save: Save, site: SaveContext, amount: int) -> None:

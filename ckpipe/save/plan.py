@@ -80,30 +80,24 @@ def _make_program(site: SaveContext, captured: Captured, save: CheckpointId) -> 
             raised what would end the program.
         SaveError: If ranks that plan together do not come to a plan.
     """
+    planner, known = site.planner, site.program
+    own, name = type(planner) in OWN_PLANNERS, type(planner).__name__
     with gc_paused():
-        if type(site.planner) in OWN_PLANNERS:
-            plan = _plan(site, captured, save)
-        else:
-            plan = _foreign_plan(site, captured, save)
-        if site.program is not None and site.program.plan is plan:
-            return site.program
+        try:
+            with contextlib.nullcontext() if own else user_code(f"The planner {name}", ""):
+                plan = _plan(site, captured, save)
+        except UsageError:
+            # A planner that waits may have been told that its save is cancelled.
+            with contextlib.suppress(RuntimeError):
+                check_cancelled()
+            raise
+        if known is not None and known.plan is plan:
+            return known
+        if not own:
+            check_plan(plan, captured, planner, rank=site.rank, world_size=site.world_size)
         blocks = plan_blocks(plan, captured.tensors, site.arena.block_bytes)
         files = DataFiles(plan.files, plan.layout, blocks)
-        return CopyProgram(plan, blocks, files, type(site.planner).__name__)
-
-
-def _foreign_plan(site: SaveContext, captured: Captured, save: CheckpointId) -> RankPlan:
-    try:
-        with user_code(f"The planner {type(site.planner).__name__}", ""):
-            plan = _plan(site, captured, save)
-    except UsageError:
-        # A planner that waits may have been told that its save is cancelled.
-        with contextlib.suppress(RuntimeError):
-            check_cancelled()
-        raise
-    if site.program is None or site.program.plan is not plan:
-        check_plan(plan, captured, site.planner, rank=site.rank, world_size=site.world_size)
-    return plan
+        return CopyProgram(plan, blocks, files, name)
 
 
 def _plan(site: SaveContext, captured: Captured, save: CheckpointId) -> RankPlan:

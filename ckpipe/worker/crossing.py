@@ -102,10 +102,14 @@ def make_init(settings: Settings, rank: int, world_size: int, block_bytes: int) 
     if the program has gone to another directory meanwhile.
     """
     url, upload, retention = settings.url or "", settings.upload, settings.retention
+    try:
+        directory, path = os.getcwd(), [os.path.abspath(each) for each in sys.path]
+    except OSError:  # it is gone
+        directory, path = "/", [each for each in sys.path if os.path.isabs(each)]
     return Init(
         trainer=os.getpid(),
-        path=_path(),
-        directory=_directory(),
+        path=path,
+        directory=directory,
         environment=dict(os.environ),
         url=url,
         options=settings.backends.get(scheme_of(url), {}),
@@ -121,18 +125,3 @@ def make_init(settings: Settings, rank: int, world_size: int, block_bytes: int) 
         heartbeat=settings.worker.hang_seconds / LOOKS,
         niceness=settings.worker.niceness,
     )
-
-
-def _directory() -> str:
-    try:
-        return os.getcwd()
-    except OSError:  # it is gone
-        return "/"
-
-
-def _path() -> list[str]:
-    """The trainer's module path, whatever the directory; nothing if that is gone."""
-    try:
-        return [os.path.abspath(each) for each in sys.path]
-    except OSError:
-        return [each for each in sys.path if os.path.isabs(each)]

@@ -120,8 +120,8 @@ class SaveInTransit:
         self.announced, self.released = {}, []
         self.error, self.ended = None, anyio.Event()
         worker.begin(self)
-        self._pass_on_to(partial(worker.announce, self))
         try:
+            self._pass_on_to(partial(worker.announce, self))
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(self._seal, worker)
                 await self.ended.wait()
