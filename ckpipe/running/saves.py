@@ -25,10 +25,9 @@ from ckpipe.ranks.launch import CheckpointNames, Launch
 from ckpipe.ranks.schedule import SaveSchedule, SaveStepAgreement
 from ckpipe.save.context import SaveContext
 from ckpipe.save.follow_up import Follower
-from ckpipe.save.memory import lend_blocks, take_back
 from ckpipe.save.record import fail, resolve
 from ckpipe.save.run import run_save
-from ckpipe.save.save import Save, SaveRequest, SkipSave, StagedBlock
+from ckpipe.save.save import Save, SaveRequest, SkipSave
 from ckpipe.types import CheckpointId
 
 logger = logging.getLogger("ckpipe")
@@ -125,10 +124,24 @@ class Saves:
                 if save.unsettled is not None:
                     self._follower.add(save.unsettled)
         except Exception as group:
-            self._went_wrong(save, first_error(group))
+            error = first_error(group)
+            if isinstance(error, CkpipeError):
+                error.located(step=save.id.step, rank=save.rank)
+            if isinstance(error, SkipSave):
+                self._skip(save, str(error))
+            elif save.committed.done():
+                error.add_note(f"Raised after the commit of {save.name}, which is durable")
+                self.keep(error)
+            else:
+                self._failed(save, error)
         finally:
-            # Cancelled through its handle, or torn down with the pipeline: waiters must know.
-            self._cancelled(save)
+            if not save.committed.done():
+                # Cancelled through its handle, or torn down with the pipeline: waiters must know.
+                save.status = "cancelled"
+                told = SaveFailed(save.name, save.id.step, save.rank, "it was cancelled")
+                self._site.events.emit(told)
+                cancelled = "The save was cancelled"
+                self._end(save, SaveCancelled(cancelled, step=save.id.step, rank=save.rank))
             self._tell_ended(save)
             self._active.pop(save).set()
         self._site.trim()
@@ -181,17 +194,6 @@ class Saves:
 
     # The end of a save
 
-    def _went_wrong(self, save: Save, error: Exception) -> None:
-        if isinstance(error, CkpipeError):
-            error.located(step=save.id.step, rank=save.rank)
-        if isinstance(error, SkipSave):
-            self._skip(save, str(error))
-        elif save.committed.done():
-            error.add_note(f"Raised after the commit of {save.name}, which is durable")
-            self.keep(error)
-        else:
-            self._failed(save, error)
-
     def _skip(self, save: Save, reason: str) -> None:
         save.status = "skipped"
         self._site.events.emit(SkippedEvent(save.name, save.id.step, save.rank, reason))
@@ -209,14 +211,6 @@ class Saves:
             # whether save() raises where the user asked for warnings.
             resolve(save.staged, None)
         self._end(save, error)
-
-    def _cancelled(self, save: Save) -> None:
-        if save.committed.done():
-            return
-        save.status = "cancelled"
-        told = SaveFailed(save.name, save.id.step, save.rank, "it was cancelled")
-        self._site.events.emit(told)
-        self._end(save, SaveCancelled("The save was cancelled", step=save.id.step, rank=save.rank))
 
     def _end(self, save: Save, error: Exception) -> None:
         save.forget_state()
@@ -304,15 +298,3 @@ class Saves:
     def is_writing(self, id: CheckpointId) -> bool:
         """Tell whether a save of this checkpoint is under way here."""
         return any(save.id == id and not save.committed.done() for save in self._active)
-
-    async def hold_staged(self, save: Save, thread: int | None = None) -> list[StagedBlock]:
-        """Keep the memory that a save was copied to; see :func:`lend_blocks`."""
-        return lend_blocks(save, self._site, thread)
-
-    async def release_staged(self, save: Save, held: list[StagedBlock]) -> None:
-        """End what :meth:`hold_staged` began."""
-        take_back(save, self._site, held)
-
-    async def trim(self) -> int:
-        """Give free staging memory back to the system; return how many bytes."""
-        return self._site.give_memory_back()
