@@ -26,7 +26,6 @@ from concurrent.futures import Future
 from functools import partial
 from queue import SimpleQueue
 from threading import Thread, current_thread
-from types import TracebackType
 from typing import Any, Generic, Self, TypeVar, TypeVarTuple
 
 import anyio
@@ -77,12 +76,7 @@ class Caller:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.leave()
 
     def leave(self) -> None:
@@ -355,15 +349,8 @@ class LoopThread:
         """Tell whether the caller runs on the loop: a hook does that is a coroutine function."""
         return current_thread() is self._thread
 
-    def close(self) -> None:
-        """End the loop and its thread, once all that was submitted is through."""
-        self._end(cancel=False)
-
-    def abandon(self) -> None:
-        """End the loop and its thread, and cancel what was submitted and is not through."""
-        self._end(cancel=True)
-
-    def _end(self, *, cancel: bool) -> None:
+    def close(self, *, cancel: bool = False) -> None:
+        """End the loop and its thread, once all that was submitted is through or cancelled."""
         with contextlib.suppress(RuntimeError):  # the portal has ended by itself
             self.portal.call(self.portal.stop, cancel)
         self._thread.join()

@@ -356,7 +356,7 @@ class PipelineBase:
                 if self._guarded:
                     self.guard(*self._guarded)
             except BaseException:
-                self._shut(LoopThread.abandon)
+                self._shut(cancel=True)
                 self._opened = None
                 raise
             self._at_exit = call_at_exit(self._close_at_exit)
@@ -372,31 +372,28 @@ class PipelineBase:
         with self._life:
             if self._loop is None or self._closing:  # by the thread that a signal interrupted
                 return []
-            return self._drain(self._loop, failed=failed)
-
-    def _drain(self, loop: LoopThread, *, failed: bool) -> list[Exception]:
-        engine, served = self._opened, self._served
-        assert engine is not None
-        assert served is not None
-        failures: list[Exception] = []
-        try:
-            interrupt = self._await_saves(engine, failed=failed)
-            failures = engine.saves.take_failures()
-            loop.submit(engine.stop).result()
-            served.result()
-        except BaseException as error:
-            # An interrupt of this waiting, which ends it.
-            for save in engine.saves.under_way():
-                if not save.committed.done():
-                    error.add_note(f"Leaving did not wait for the save of step {save.id.step}")
-            note_failures([*failures, *engine.saves.take_failures()], error)
-            self._shut(LoopThread.abandon)
-            raise
-        self._shut(LoopThread.close)
-        if interrupt is not None:
-            note_failures(failures, interrupt)
-            raise interrupt
-        return failures
+            engine, served = self._opened, self._served
+            assert engine is not None
+            assert served is not None
+            failures: list[Exception] = []
+            try:
+                interrupt = self._await_saves(engine, failed=failed)
+                failures = engine.saves.take_failures()
+                engine.loop.submit(engine.stop).result()
+                served.result()
+            except BaseException as error:
+                # An interrupt of this waiting, which ends it.
+                for save in engine.saves.under_way():
+                    if not save.committed.done():
+                        error.add_note(f"Leaving did not wait for the save of step {save.id.step}")
+                note_failures([*failures, *engine.saves.take_failures()], error)
+                self._shut(cancel=True)
+                raise
+            self._shut(cancel=False)
+            if interrupt is not None:
+                note_failures(failures, interrupt)
+                raise interrupt
+            return failures
 
     def _await_saves(self, engine: Engine, *, failed: bool) -> BaseException | None:
         """Wait for the saves; a first interrupt bounds the waiting and is returned."""
@@ -424,13 +421,13 @@ class PipelineBase:
         if self._loop is not None and self._opened is not None and not self._forked:
             self._opened.hurry()
 
-    def _shut(self, end: Callable[[LoopThread], None]) -> None:
+    def _shut(self, *, cancel: bool) -> None:
         self._at_exit()
         while self._guards:
             self._guards.pop().remove()
         loop, self._loop = self._loop, None
         if loop is not None:
-            end(loop)
+            loop.close(cancel=cancel)
 
     def _close_at_exit(self, error: BaseException | None) -> None:
         """Close a pipeline that is open when the program ends, as leaving it would do.
