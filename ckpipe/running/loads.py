@@ -346,11 +346,10 @@ class Loads:
         self._site.events.emit(LoadStarted(info.id, info.step, self._site.rank))
         try:
             yield
-        except anyio.get_cancelled_exc_class():
-            self._tell_failed(info, "it was cancelled")
-            raise
         except BaseException as error:
-            self._tell_failed(info, f"{type(error).__name__}: {error}")
+            cancelled = isinstance(error, anyio.get_cancelled_exc_class())
+            how = "it was cancelled" if cancelled else f"{type(error).__name__}: {error}"
+            self._tell_failed(info, how)
             raise
 
     def _tell_failed(self, info: CheckpointInfo, error: str) -> None:
