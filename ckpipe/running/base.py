@@ -79,7 +79,7 @@ class PipelineBase:
         self._ledger = Ledger()
         self._events.add(self._ledger)
         self._preemption = Preemption()
-        self._watch: SignalWatch | None = None
+        self._watch = SignalWatch(self._settings.preemption.signals, self._preemption.tell)
         self._topology = ALONE
         self._guards: list[StepGuard] = []
         self._guarded = optimizers_of(guard)
@@ -293,15 +293,13 @@ class PipelineBase:
         Raises:
             UsageError: If signals are to be watched and this is not the main thread.
         """
-        chosen = self._settings.preemption
-        if self._opened is None and chosen.enabled:
-            self._watch = SignalWatch(chosen.signals, self._preemption.tell)
+        if self._opened is None and self._settings.preemption.enabled:
             self._watch.begin()
         try:
             yield
         except BaseException:
             if self._loop is None:
-                self._unwatch()
+                self._watch.end()
             raise
 
     @contextmanager
@@ -319,12 +317,7 @@ class PipelineBase:
         try:
             yield
         finally:
-            self._unwatch()
-
-    def _unwatch(self) -> None:
-        watch, self._watch = self._watch, None
-        if watch is not None:
-            watch.end()
+            self._watch.end()
 
     def _open(self) -> None:
         """Start the thread and open the store; blocking."""
