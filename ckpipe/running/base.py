@@ -114,23 +114,23 @@ class PipelineBase:
             PipelineClosed: If the pipeline is not open.
         """
         final = None if last is None else plain_step(last)
-        taken, engine, together = plain_step(step), self._engine, self._topology.world_size > 1
-        called = engine.agreement.ask(taken) if together else frozenset()
+        taken, saves, together = plain_step(step), self._engine.saves, self._topology.world_size > 1
+        called = saves.agreement.ask(taken) if together else frozenset()
         if END in called:
             self._preemption.arrive()
         if self._preemption.told:
             return self._preemption.wants_save
-        if engine.schedule.is_last(taken, final):
+        if saves.schedule.is_last(taken, final):
             return True
-        if last is None and not engine.schedule.is_set and not self._settings.preemption.enabled:
+        if last is None and not saves.schedule.is_set and not self._settings.preemption.enabled:
             raise SettingsError(
                 "Nothing says when to save",
                 step=taken,
                 hint="Set save_every_steps, save_every_seconds or preemption, or pass last",
             )
         if together:  # whose clocks count only as all have agreed
-            return bool(called) or engine.schedule.is_marked(taken)
-        return engine.schedule.due(taken)
+            return bool(called) or saves.schedule.is_marked(taken)
+        return saves.schedule.due(taken)
 
     @property
     def preempted(self) -> bool:

@@ -23,6 +23,7 @@ from ckpipe.export import exported
 from ckpipe.ranks.agree import agree
 from ckpipe.ranks.launch import CheckpointNames, Launch
 from ckpipe.ranks.schedule import SaveSchedule, SaveStepAgreement
+from ckpipe.running.coordinated_saves import PATIENCE_SECONDS
 from ckpipe.save.context import SaveContext
 from ckpipe.save.follow_up import Follower
 from ckpipe.save.record import fail, resolve
@@ -42,25 +43,20 @@ class Saves:
     Attributes:
         unseen: Failures that no call has reported yet; may be changed on any thread.
         accepted: How many saves there were.
+        schedule: Told at which steps there were saves and loads.
+        agreement: Told at which steps there were saves.
 
     Args:
         site: Where they are stored.
         launch: Is claimed by the first save.
         tasks: Run them.
-        schedule: Told at which steps there were saves and loads.
-        agreement: Told at which steps there were saves.
     """
 
-    def __init__(
-        self,
-        site: SaveContext,
-        launch: Launch,
-        tasks: TaskGroup,
-        schedule: SaveSchedule,
-        agreement: SaveStepAgreement,
-    ) -> None:
+    def __init__(self, site: SaveContext, launch: Launch, tasks: TaskGroup) -> None:
         self._site, self._launch, self._tasks = site, launch, tasks
-        self._schedule, self._agreement = schedule, agreement
+        settings = site.settings
+        self.schedule = SaveSchedule(settings.save_every_steps, settings.save_every_seconds)
+        self.agreement = SaveStepAgreement(2 * PATIENCE_SECONDS)
         self._names = CheckpointNames(launch.attempt)
         self._follower = Follower(site)
         self._active: dict[Save, anyio.Event] = {}
@@ -95,8 +91,8 @@ class Saves:
             save = Save(id, site.rank, request)
             self.accepted += 1
             self._next_step = step + 1
-            self._schedule.begin_at(step)
-            self._agreement.consume(step)
+            self.schedule.begin_at(step)
+            self.agreement.consume(step)
             site.events.emit(SaveStarted(save.name, step, save.rank))
             if failure is not None:
                 self._failed(save, failure)
@@ -181,7 +177,7 @@ class Saves:
         """Note that training goes on after a step that was loaded."""
         self._next_step = step + 1
         self._names.has_loaded = True
-        self._schedule.begin_at(step)
+        self.schedule.begin_at(step)
 
     async def _look_back(self) -> None:
         """Look what became of earlier checkpoints; a store that fails now is asked again."""
