@@ -25,6 +25,7 @@ from ckpipe.loading.match import Matching
 from ckpipe.loading.saved_state import state_of_part
 from ckpipe.loading.targets import Targets
 from ckpipe.loop_thread import wait_for
+from ckpipe.save.memory import lend_blocks, take_back
 from ckpipe.save.save import Save, StagedBlock
 from ckpipe.types import CheckpointInfo, SaveReport, SaveStatus
 
@@ -170,7 +171,7 @@ class _Handle:
         """Give staging memory back that a caller has looked at; blocking."""
         loop, engine = self._pipeline._loop, self._pipeline._opened
         if loop is not None and engine is not None:  # else it went with the pipeline
-            loop.submit(engine.saves.release_staged, self._save, held).result()
+            loop.submit(take_back, self._save, engine.site, held).result()
 
     def __repr__(self) -> str:
         report = repr(self.report).partition(" ")[2].removesuffix(">")
@@ -268,7 +269,8 @@ class SaveHandle(_Handle):
         Raises:
             UsageError: If it is not all copied yet, or not all in memory any more.
         """
-        held = await self._pipeline._run(self._pipeline._engine.saves.hold_staged, self._save)
+        site = self._pipeline._engine.site
+        held = await self._pipeline._run(lend_blocks, self._save, site)
         try:
             yield await anyio.to_thread.run_sync(lent_state, self._save, held)
         finally:
@@ -367,9 +369,8 @@ class SyncSaveHandle(_Handle):
         Raises:
             UsageError: If it is not all copied yet, or not all in memory any more.
         """
-        held = self._pipeline._call(
-            self._pipeline._engine.saves.hold_staged, self._save, threading.get_ident()
-        )
+        site, reader = self._pipeline._engine.site, threading.get_ident()
+        held = self._pipeline._call(lend_blocks, self._save, site, reader)
         try:
             yield lent_state(self._save, held)
         finally:

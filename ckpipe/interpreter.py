@@ -132,11 +132,8 @@ def available_cpus(environment: Mapping[str, str] = os.environ) -> int:
     """
     told = environment.get("LOCAL_WORLD_SIZE", "")
     ranks = int(told) if told.isdecimal() else 1
-    return max(1, _usable() // max(1, ranks))
-
-
-def _usable() -> int:
     try:
-        return len(os.sched_getaffinity(0))
+        cpus = len(os.sched_getaffinity(0))
     except AttributeError:  # there is none outside Linux
-        return os.cpu_count() or 1
+        cpus = os.cpu_count() or 1
+    return max(1, cpus // max(1, ranks))

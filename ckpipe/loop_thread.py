@@ -26,7 +26,6 @@ from concurrent.futures import Future
 from functools import partial
 from queue import SimpleQueue
 from threading import Thread, current_thread
-from types import TracebackType
 from typing import Any, Generic, Self, TypeVar, TypeVarTuple
 
 import anyio
@@ -77,12 +76,7 @@ class Caller:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.leave()
 
     def leave(self) -> None:
@@ -169,7 +163,6 @@ class Job(Generic[Result]):
         self._function = function
         self._loop = asyncio.get_running_loop()
         self._over = asyncio.Event()
-        self._claim = threading.Lock()
         self.outcome: Future[Result] = Future()
 
     async def ended(self, wake: Callable[[], bool] = bool) -> bool:
@@ -183,14 +176,14 @@ class Job(Generic[Result]):
                 with anyio.move_on_after(_LOOK_SECONDS):
                     await self._over.wait()
                     break
-                if not wake() and self._give_up():
+                if not wake() and self.outcome.cancel():
                     break
         except BaseException:
-            if not self._give_up():
+            if not self.outcome.cancel():
                 with anyio.CancelScope(shield=True):
                     await self._over.wait()
             raise
-        return self.outcome.done()
+        return self.outcome.done() and not self.outcome.cancelled()
 
     def run(self) -> None:
         """Do it, unless it was given up.
@@ -198,7 +191,7 @@ class Job(Generic[Result]):
         ``SystemExit`` and ``KeyboardInterrupt`` pass. The job is over once the caller has left
         because of them: its save is given up by then, and does not fail for another reason.
         """
-        if self._give_up():
+        if self.outcome.set_running_or_notify_cancel():
             try:
                 with on_calling_thread():
                     result = self._function()
@@ -212,9 +205,6 @@ class Job(Generic[Result]):
         """Say that it is over, whether or not it was run; may be called twice."""
         with contextlib.suppress(RuntimeError):  # the loop has ended, and no task waits
             self._loop.call_soon_threadsafe(self._over.set)
-
-    def _give_up(self) -> bool:
-        return self._claim.acquire(blocking=False)
 
 
 async def on_caller(
@@ -355,15 +345,8 @@ class LoopThread:
         """Tell whether the caller runs on the loop: a hook does that is a coroutine function."""
         return current_thread() is self._thread
 
-    def close(self) -> None:
-        """End the loop and its thread, once all that was submitted is through."""
-        self._end(cancel=False)
-
-    def abandon(self) -> None:
-        """End the loop and its thread, and cancel what was submitted and is not through."""
-        self._end(cancel=True)
-
-    def _end(self, *, cancel: bool) -> None:
+    def close(self, *, cancel: bool = False) -> None:
+        """End the loop and its thread, once all that was submitted is through or cancelled."""
         with contextlib.suppress(RuntimeError):  # the portal has ended by itself
             self.portal.call(self.portal.stop, cancel)
         self._thread.join()

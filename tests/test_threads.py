@@ -377,7 +377,7 @@ async def test_errors_reach_who_asked_and_the_caller_goes_on(threads: DaemonThre
 def loop() -> Iterator[LoopThread]:
     made = LoopThread("loop of a test")
     yield made
-    made.abandon()
+    made.close(cancel=True)
 
 
 async def test_a_call_that_is_cancelled_twice_is_over_when_it_raises(loop: LoopThread) -> None:

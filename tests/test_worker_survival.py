@@ -24,7 +24,6 @@ from worker_runs import SETTINGS, Trainers, await_end, state_of, trainers, worke
 
 import ckpipe
 from ckpipe.catalog.leases import Lease, read_leases
-from ckpipe.loop_thread import LoopThread
 from ckpipe_local import LocalBackend
 
 
@@ -122,7 +121,7 @@ def test_who_interrupts_the_closing_leaves_the_worker_to_finish(tmp_path: Path) 
     process = worker_of(opened)
     os.kill(process, signal.SIGSTOP)
     handle = opened.save(state_of(2), step=2)
-    opened._shut(LoopThread.abandon)  # what an interrupt during the wait leads to
+    opened._shut(cancel=True)  # what an interrupt during the wait leads to
     assert handle.status == "cancelled"
     os.kill(process, signal.SIGCONT)
     await_end(process)

@@ -212,7 +212,8 @@ class Arena:
         for segment in reversed(self._segments):
             if self.blocks - segment.blocks < keep:
                 continue
-            members = [each for each in self._all_free() if each.segment is segment]
+            free = self._free + self._untouched
+            members = [each for each in free if each.segment is segment]
             if len(members) == segment.blocks:
                 self._drop(segment)
 
@@ -220,9 +221,6 @@ class Arena:
         """Unpin and forget all memory. It is unmapped once no view of it is referenced."""
         for segment in list(self._segments):
             self._drop(segment)
-
-    def _all_free(self) -> list[Block]:
-        return self._free + self._untouched
 
     def _grow(self, blocks: int) -> None:
         size = blocks * self.block_bytes

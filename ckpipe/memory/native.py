@@ -191,14 +191,3 @@ def _crc32c(address: int, nbytes: int) -> int:
 
     value: int = crc32c(_MEMORY[address : address + nbytes])
     return value
-
-
-__all__ = [
-    "address_of",
-    "copy_bytes",
-    "copy_crc32c_each",
-    "copy_each",
-    "crc32c_each",
-    "open_library",
-    "verify_copy_each",
-]

@@ -79,7 +79,7 @@ class PipelineBase:
         self._ledger = Ledger()
         self._events.add(self._ledger)
         self._preemption = Preemption()
-        self._watch: SignalWatch | None = None
+        self._watch = SignalWatch(self._settings.preemption.signals, self._preemption.tell)
         self._topology = ALONE
         self._guards: list[StepGuard] = []
         self._guarded = optimizers_of(guard)
@@ -114,23 +114,23 @@ class PipelineBase:
             PipelineClosed: If the pipeline is not open.
         """
         final = None if last is None else plain_step(last)
-        taken, engine, together = plain_step(step), self._engine, self._topology.world_size > 1
-        called = engine.agreement.ask(taken) if together else frozenset()
+        taken, saves, together = plain_step(step), self._engine.saves, self._topology.world_size > 1
+        called = saves.agreement.ask(taken) if together else frozenset()
         if END in called:
             self._preemption.arrive()
         if self._preemption.told:
             return self._preemption.wants_save
-        if engine.schedule.is_last(taken, final):
+        if saves.schedule.is_last(taken, final):
             return True
-        if last is None and not engine.schedule.is_set and not self._settings.preemption.enabled:
+        if last is None and not saves.schedule.is_set and not self._settings.preemption.enabled:
             raise SettingsError(
                 "Nothing says when to save",
                 step=taken,
                 hint="Set save_every_steps, save_every_seconds or preemption, or pass last",
             )
         if together:  # whose clocks count only as all have agreed
-            return bool(called) or engine.schedule.is_marked(taken)
-        return engine.schedule.due(taken)
+            return bool(called) or saves.schedule.is_marked(taken)
+        return saves.schedule.due(taken)
 
     @property
     def preempted(self) -> bool:
@@ -293,15 +293,13 @@ class PipelineBase:
         Raises:
             UsageError: If signals are to be watched and this is not the main thread.
         """
-        chosen = self._settings.preemption
-        if self._opened is None and chosen.enabled:
-            self._watch = SignalWatch(chosen.signals, self._preemption.tell)
+        if self._opened is None and self._settings.preemption.enabled:
             self._watch.begin()
         try:
             yield
         except BaseException:
             if self._loop is None:
-                self._unwatch()
+                self._watch.end()
             raise
 
     @contextmanager
@@ -319,12 +317,7 @@ class PipelineBase:
         try:
             yield
         finally:
-            self._unwatch()
-
-    def _unwatch(self) -> None:
-        watch, self._watch = self._watch, None
-        if watch is not None:
-            watch.end()
+            self._watch.end()
 
     def _open(self) -> None:
         """Start the thread and open the store; blocking."""
@@ -356,7 +349,7 @@ class PipelineBase:
                 if self._guarded:
                     self.guard(*self._guarded)
             except BaseException:
-                self._shut(LoopThread.abandon)
+                self._shut(cancel=True)
                 self._opened = None
                 raise
             self._at_exit = call_at_exit(self._close_at_exit)
@@ -372,31 +365,28 @@ class PipelineBase:
         with self._life:
             if self._loop is None or self._closing:  # by the thread that a signal interrupted
                 return []
-            return self._drain(self._loop, failed=failed)
-
-    def _drain(self, loop: LoopThread, *, failed: bool) -> list[Exception]:
-        engine, served = self._opened, self._served
-        assert engine is not None
-        assert served is not None
-        failures: list[Exception] = []
-        try:
-            interrupt = self._await_saves(engine, failed=failed)
-            failures = engine.saves.take_failures()
-            loop.submit(engine.stop).result()
-            served.result()
-        except BaseException as error:
-            # An interrupt of this waiting, which ends it.
-            for save in engine.saves.under_way():
-                if not save.committed.done():
-                    error.add_note(f"Leaving did not wait for the save of step {save.id.step}")
-            note_failures([*failures, *engine.saves.take_failures()], error)
-            self._shut(LoopThread.abandon)
-            raise
-        self._shut(LoopThread.close)
-        if interrupt is not None:
-            note_failures(failures, interrupt)
-            raise interrupt
-        return failures
+            engine, served = self._opened, self._served
+            assert engine is not None
+            assert served is not None
+            failures: list[Exception] = []
+            try:
+                interrupt = self._await_saves(engine, failed=failed)
+                failures = engine.saves.take_failures()
+                engine.loop.submit(engine.stop).result()
+                served.result()
+            except BaseException as error:
+                # An interrupt of this waiting, which ends it.
+                for save in engine.saves.under_way():
+                    if not save.committed.done():
+                        error.add_note(f"Leaving did not wait for the save of step {save.id.step}")
+                note_failures([*failures, *engine.saves.take_failures()], error)
+                self._shut(cancel=True)
+                raise
+            self._shut(cancel=False)
+            if interrupt is not None:
+                note_failures(failures, interrupt)
+                raise interrupt
+            return failures
 
     def _await_saves(self, engine: Engine, *, failed: bool) -> BaseException | None:
         """Wait for the saves; a first interrupt bounds the waiting and is returned."""
@@ -424,13 +414,13 @@ class PipelineBase:
         if self._loop is not None and self._opened is not None and not self._forked:
             self._opened.hurry()
 
-    def _shut(self, end: Callable[[LoopThread], None]) -> None:
+    def _shut(self, *, cancel: bool) -> None:
         self._at_exit()
         while self._guards:
             self._guards.pop().remove()
         loop, self._loop = self._loop, None
         if loop is not None:
-            end(loop)
+            loop.close(cancel=cancel)
 
     def _close_at_exit(self, error: BaseException | None) -> None:
         """Close a pipeline that is open when the program ends, as leaving it would do.

@@ -38,9 +38,9 @@ from ckpipe.ranks.launch import (
     draft_launch,
     unclaimed_attempt,
 )
-from ckpipe.ranks.schedule import Preemption, SaveSchedule, SaveStepAgreement
+from ckpipe.ranks.schedule import Preemption
 from ckpipe.retention import Decision
-from ckpipe.running.coordinated_saves import PATIENCE_SECONDS, CoordinatedSaves
+from ckpipe.running.coordinated_saves import CoordinatedSaves
 from ckpipe.running.hooks import Hooks
 from ckpipe.running.loads import Loads
 from ckpipe.running.saves import Saves
@@ -91,9 +91,7 @@ class Engine:
     ) -> None:
         settings = site.settings
         self.site, self.loop = site, loop
-        self.schedule = SaveSchedule(settings.save_every_steps, settings.save_every_seconds)
-        self.agreement = SaveStepAgreement(2 * PATIENCE_SECONDS)
-        self.saves = Saves(site, launch, tasks, self.schedule, self.agreement)
+        self.saves = Saves(site, launch, tasks)
         self.loads = Loads(site, launch, self.saves, place)
         self.stopped = anyio.Event()
         self._settings, self._tasks = settings, tasks
@@ -119,7 +117,8 @@ class Engine:
 
     async def announce(self, launch: Launch) -> None:
         """Agree with the other ranks when to save, until it is cancelled."""
-        calls = CoordinatedSaves(self.site, launch, self.agreement, self.schedule, self._preemption)
+        agreement, schedule = self.saves.agreement, self.saves.schedule
+        calls = CoordinatedSaves(self.site, launch, agreement, schedule, self._preemption)
         try:
             await calls.serve()
         except* AttemptReused as group:

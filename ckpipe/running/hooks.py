@@ -123,25 +123,22 @@ class Hooks:
 
     async def _call(self, hook: _Hook, event: Event) -> None:
         try:
-            await self._called(hook, event)
-        except Exception as error:
+            await hook.call(event)
+        except (Exception, *LEAVING, asyncio.CancelledError) as raised:
+            task = asyncio.current_task()
+            if isinstance(raised, asyncio.CancelledError) and (task is None or task.cancelling()):
+                raise
+            error = raised
+            if not isinstance(error, Exception):
+                # It left, or waited for something else that was cancelled; it itself is not.
+                error = refuse_exit(f"The hook {hook.name}", raised)
+                error.__cause__ = raised
             error.add_note(
                 f"Raised by the hook {hook.name} on {type(event).__name__} of {event.id}"
             )
-            logger.debug("The hook %s failed", hook.name, exc_info=True)
+            logger.debug("The hook %s failed", hook.name, exc_info=error)
             self._failed(error)
         finally:
             self._running.remove((hook, event))
             if not self._running:
                 self._idle.set()
-
-    @staticmethod
-    async def _called(hook: _Hook, event: Event) -> None:
-        try:
-            await hook.call(event)
-        except (*LEAVING, asyncio.CancelledError) as signal:
-            task = asyncio.current_task()
-            if isinstance(signal, asyncio.CancelledError) and (task is None or task.cancelling()):
-                raise
-            # It left, or waited for something else that was cancelled; the hook is not cancelled.
-            raise refuse_exit(f"The hook {hook.name}", signal) from signal

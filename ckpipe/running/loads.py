@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 import time
 import warnings
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -70,6 +70,10 @@ class _Verdict:
     error: CorruptCheckpoint | None = None
 
 
+_Vote = tuple[Agreements, str]
+"""Where the ranks agree whether a checkpoint is whole, and the name of that question."""
+
+
 class Loads:
     """The loads of one pipeline.
 
@@ -119,8 +123,7 @@ class Loads:
             while info is not None:
                 vote = None
                 if agreements is not None and fallback:
-                    question = f"{asked}.ranks.{len(damaged)}"
-                    vote = _VerdictVote(self._site, info, agreements, question)
+                    vote = agreements, f"{asked}.ranks.{len(damaged)}"
                 try:
                     outcome = await self._attempt(info, request, vote, fallback=fallback)
                 except CheckpointIncomplete:
@@ -134,10 +137,16 @@ class Loads:
                     assert outcome.report is not None
                     return replace(outcome, report=replace(outcome.report, damaged=damaged))
                 first = first or outcome.error
-                self._tell_damaged(info, outcome, damaged)
+                how = damaged[info.id] = outcome.damage or ""
+                self._site.events.emit(CheckpointDamaged(info.id, info.step, self._site.rank, how))
+                warnings.warn(f"{info.id} is damaged: {how}", RuntimeWarning, stacklevel=1)
                 info = None if outcome.next is None else _info(outcome.next)
             if damaged:
-                raise _none_is_whole(first, damaged)
+                if first is None:
+                    name, how = next(iter(damaged.items()))
+                    first = CorruptCheckpoint(f"{name} is damaged: {how}", step=_info(name).step)
+                first.add_note(f"None of the {len(damaged)} checkpoints that could serve is whole")
+                raise first
             if self._site.rank == 0:
                 await self._tell_fresh()
             return None
@@ -146,7 +155,7 @@ class Loads:
         self,
         info: CheckpointInfo,
         request: LoadRequest,
-        vote: _VerdictVote | None,
+        vote: _Vote | None,
         *,
         fallback: bool,
     ) -> LoadResult | _Verdict:
@@ -189,10 +198,10 @@ class Loads:
             except Exception:
                 # Not the checkpoint's fault: it is for this rank's program to handle.
                 if vote is not None:
-                    await vote.accept()
+                    await _accept(vote)
                 raise
             else:
-                verdict = await vote.accept() or await vote.wait()
+                verdict = await _accept(vote) or await self._verdict(info, vote)
                 if verdict.damage is None:
                     return await self._finish(ready)
             if verdict.damage is None:
@@ -201,8 +210,9 @@ class Loads:
         return verdict
 
     async def _refuse(
-        self, info: CheckpointInfo, error: CkpipeError, vote: _VerdictVote | None
+        self, info: CheckpointInfo, error: CkpipeError, vote: _Vote | None
     ) -> _Verdict:
+        """Say that a checkpoint is damaged, and which is next; return what was decided."""
         known = await discover(self._site.patient)
         older = (each.id for each in known if each.complete and each.key < info.key)
         following = next(older, None)  # the newest of them
@@ -210,8 +220,33 @@ class Loads:
         if vote is None:
             verdict = _Verdict(how, following)
         else:
-            verdict = await vote.refuse(f"rank {self._site.rank} found {how}", following)
+            agreements, question = vote
+            proposal = {"damage": f"rank {self._site.rank} found {how}", "next": following}
+            verdict = _read_verdict(await agreements.decide(question, proposal))
         return replace(verdict, error=error if isinstance(error, CorruptCheckpoint) else None)
+
+    async def _verdict(self, info: CheckpointInfo, vote: _Vote) -> _Verdict:
+        """Wait until it is decided whether a checkpoint is whole, for a bounded time."""
+        agreements, question = vote
+        pause, seconds = _FIRST_PAUSE_SECONDS, self._site.settings.load.agreement_timeout_seconds
+        until = time.monotonic() + seconds
+        while (decided := await agreements.decided(question)) is None:
+            left = until - time.monotonic()
+            if left <= 0:
+                absent = await agreements.absent(question)
+                named = ", ".join(map(str, absent[:_MOST_NAMED]))
+                more = ", …" * (len(absent) > _MOST_NAMED)
+                raise UnsupportedTopology(
+                    f"Ranks {named}{more} did not say within {seconds:g} s whether "
+                    f"{info.id} is whole",
+                    step=info.step,
+                    rank=self._site.rank,
+                    hint="Call load(fallback=True) on all ranks alike, or raise "
+                    "load.agreement_timeout_seconds",
+                )
+            await anyio.sleep(min(pause, left))
+            pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+        return _read_verdict(decided[0])
 
     async def _finish(self, ready: ReadyLoad) -> LoadResult:
         result = await ready.apply()
@@ -346,11 +381,10 @@ class Loads:
         self._site.events.emit(LoadStarted(info.id, info.step, self._site.rank))
         try:
             yield
-        except anyio.get_cancelled_exc_class():
-            self._tell_failed(info, "it was cancelled")
-            raise
         except BaseException as error:
-            self._tell_failed(info, f"{type(error).__name__}: {error}")
+            cancelled = isinstance(error, anyio.get_cancelled_exc_class())
+            how = "it was cancelled" if cancelled else f"{type(error).__name__}: {error}"
+            self._tell_failed(info, how)
             raise
 
     async def _tell_fresh(self) -> None:
@@ -383,58 +417,15 @@ class Loads:
                 self._site.events.emit(event)
             told = done
 
-    def _tell_damaged(
-        self, info: CheckpointInfo, verdict: _Verdict, damaged: dict[str, str]
-    ) -> None:
-        how = damaged[info.id] = verdict.damage or ""
-        self._site.events.emit(CheckpointDamaged(info.id, info.step, self._site.rank, how))
-        warnings.warn(f"{info.id} is damaged: {how}", RuntimeWarning, stacklevel=2)
+
+async def _accept(vote: _Vote) -> _Verdict | None:
+    """Say that a checkpoint is whole for this rank; return what was decided, if anything was."""
+    agreements, question = vote
+    decided = await agreements.accept(question, {"damage": None, "next": None})
+    return None if decided is None else _read_verdict(decided[0])
 
 
-class _VerdictVote:
-    """The vote of all ranks on one checkpoint."""
-
-    def __init__(
-        self, site: SaveContext, info: CheckpointInfo, agreements: Agreements, question: str
-    ) -> None:
-        self._site, self._info = site, info
-        self._agreements, self._question = agreements, question
-
-    async def refuse(self, how: str, following: str | None) -> _Verdict:
-        """Say that it is damaged, and which is next; return what was decided."""
-        proposal = {"damage": how, "next": following}
-        return _verdict(await self._agreements.decide(self._question, proposal))
-
-    async def accept(self) -> _Verdict | None:
-        """Say that it is whole for this rank; return what was decided, if anything was."""
-        whole = {"damage": None, "next": None}
-        decided = await self._agreements.accept(self._question, whole)
-        return None if decided is None else _verdict(decided[0])
-
-    async def wait(self) -> _Verdict:
-        """Wait until it is decided, for a bounded time."""
-        pause, seconds = _FIRST_PAUSE_SECONDS, self._site.settings.load.agreement_timeout_seconds
-        until = time.monotonic() + seconds
-        while (decided := await self._agreements.decided(self._question)) is None:
-            left = until - time.monotonic()
-            if left <= 0:
-                absent = await self._agreements.absent(self._question)
-                named = ", ".join(map(str, absent[:_MOST_NAMED]))
-                more = ", …" * (len(absent) > _MOST_NAMED)
-                raise UnsupportedTopology(
-                    f"Ranks {named}{more} did not say within {seconds:g} s whether "
-                    f"{self._info.id} is whole",
-                    step=self._info.step,
-                    rank=self._site.rank,
-                    hint="Call load(fallback=True) on all ranks alike, or raise "
-                    "load.agreement_timeout_seconds",
-                )
-            await anyio.sleep(min(pause, left))
-            pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
-        return _verdict(decided[0])
-
-
-def _verdict(data: Json) -> _Verdict:
+def _read_verdict(data: Json) -> _Verdict:
     try:
         return _Verdict(data["damage"], data["next"])
     except (KeyError, TypeError) as error:
@@ -446,16 +437,6 @@ def _info(name: str) -> CheckpointInfo:
     if id is None:
         raise InvalidManifest(f"The ranks agreed to load {name!r:.100}, which is no checkpoint")
     return CheckpointInfo(name, id.step, id.attempt, id.count, complete=True)
-
-
-def _none_is_whole(
-    first: CorruptCheckpoint | None, damaged: Mapping[str, str]
-) -> CorruptCheckpoint:
-    if first is None:
-        name, how = next(iter(damaged.items()))
-        first = CorruptCheckpoint(f"{name} is damaged: {how}", step=_info(name).step)
-    first.add_note(f"None of the {len(damaged)} checkpoints that could serve is whole")
-    return first
 
 
 _FIRST_LOOK_SECONDS, _LONGEST_LOOK_SECONDS = 0.05, 2.0

@@ -23,12 +23,12 @@ from ckpipe.export import exported
 from ckpipe.ranks.agree import agree
 from ckpipe.ranks.launch import CheckpointNames, Launch
 from ckpipe.ranks.schedule import SaveSchedule, SaveStepAgreement
+from ckpipe.running.coordinated_saves import PATIENCE_SECONDS
 from ckpipe.save.context import SaveContext
 from ckpipe.save.follow_up import Follower
-from ckpipe.save.memory import lend_blocks, take_back
 from ckpipe.save.record import fail, resolve
 from ckpipe.save.run import run_save
-from ckpipe.save.save import Save, SaveRequest, SkipSave, StagedBlock
+from ckpipe.save.save import Save, SaveRequest, SkipSave
 from ckpipe.types import CheckpointId
 
 logger = logging.getLogger("ckpipe")
@@ -43,25 +43,20 @@ class Saves:
     Attributes:
         unseen: Failures that no call has reported yet; may be changed on any thread.
         accepted: How many saves there were.
+        schedule: Told at which steps there were saves and loads.
+        agreement: Told at which steps there were saves.
 
     Args:
         site: Where they are stored.
         launch: Is claimed by the first save.
         tasks: Run them.
-        schedule: Told at which steps there were saves and loads.
-        agreement: Told at which steps there were saves.
     """
 
-    def __init__(
-        self,
-        site: SaveContext,
-        launch: Launch,
-        tasks: TaskGroup,
-        schedule: SaveSchedule,
-        agreement: SaveStepAgreement,
-    ) -> None:
+    def __init__(self, site: SaveContext, launch: Launch, tasks: TaskGroup) -> None:
         self._site, self._launch, self._tasks = site, launch, tasks
-        self._schedule, self._agreement = schedule, agreement
+        settings = site.settings
+        self.schedule = SaveSchedule(settings.save_every_steps, settings.save_every_seconds)
+        self.agreement = SaveStepAgreement(2 * PATIENCE_SECONDS)
         self._names = CheckpointNames(launch.attempt)
         self._follower = Follower(site)
         self._active: dict[Save, anyio.Event] = {}
@@ -96,8 +91,8 @@ class Saves:
             save = Save(id, site.rank, request)
             self.accepted += 1
             self._next_step = step + 1
-            self._schedule.begin_at(step)
-            self._agreement.consume(step)
+            self.schedule.begin_at(step)
+            self.agreement.consume(step)
             site.events.emit(SaveStarted(save.name, step, save.rank))
             if failure is not None:
                 self._failed(save, failure)
@@ -125,10 +120,24 @@ class Saves:
                 if save.unsettled is not None:
                     self._follower.add(save.unsettled)
         except Exception as group:
-            self._went_wrong(save, first_error(group))
+            error = first_error(group)
+            if isinstance(error, CkpipeError):
+                error.located(step=save.id.step, rank=save.rank)
+            if isinstance(error, SkipSave):
+                self._skip(save, str(error))
+            elif save.committed.done():
+                error.add_note(f"Raised after the commit of {save.name}, which is durable")
+                self.keep(error)
+            else:
+                self._failed(save, error)
         finally:
-            # Cancelled through its handle, or torn down with the pipeline: waiters must know.
-            self._cancelled(save)
+            if not save.committed.done():
+                # Cancelled through its handle, or torn down with the pipeline: waiters must know.
+                save.status = "cancelled"
+                told = SaveFailed(save.name, save.id.step, save.rank, "it was cancelled")
+                self._site.events.emit(told)
+                cancelled = "The save was cancelled"
+                self._end(save, SaveCancelled(cancelled, step=save.id.step, rank=save.rank))
             self._tell_ended(save)
             self._active.pop(save).set()
         self._site.trim()
@@ -168,7 +177,7 @@ class Saves:
         """Note that training goes on after a step that was loaded."""
         self._next_step = step + 1
         self._names.has_loaded = True
-        self._schedule.begin_at(step)
+        self.schedule.begin_at(step)
 
     async def _look_back(self) -> None:
         """Look what became of earlier checkpoints; a store that fails now is asked again."""
@@ -180,17 +189,6 @@ class Saves:
             logger.warning("Earlier checkpoints could not be looked at: %s", error)
 
     # The end of a save
-
-    def _went_wrong(self, save: Save, error: Exception) -> None:
-        if isinstance(error, CkpipeError):
-            error.located(step=save.id.step, rank=save.rank)
-        if isinstance(error, SkipSave):
-            self._skip(save, str(error))
-        elif save.committed.done():
-            error.add_note(f"Raised after the commit of {save.name}, which is durable")
-            self.keep(error)
-        else:
-            self._failed(save, error)
 
     def _skip(self, save: Save, reason: str) -> None:
         save.status = "skipped"
@@ -209,14 +207,6 @@ class Saves:
             # whether save() raises where the user asked for warnings.
             resolve(save.staged, None)
         self._end(save, error)
-
-    def _cancelled(self, save: Save) -> None:
-        if save.committed.done():
-            return
-        save.status = "cancelled"
-        told = SaveFailed(save.name, save.id.step, save.rank, "it was cancelled")
-        self._site.events.emit(told)
-        self._end(save, SaveCancelled("The save was cancelled", step=save.id.step, rank=save.rank))
 
     def _end(self, save: Save, error: Exception) -> None:
         save.forget_state()
@@ -304,15 +294,3 @@ class Saves:
     def is_writing(self, id: CheckpointId) -> bool:
         """Tell whether a save of this checkpoint is under way here."""
         return any(save.id == id and not save.committed.done() for save in self._active)
-
-    async def hold_staged(self, save: Save, thread: int | None = None) -> list[StagedBlock]:
-        """Keep the memory that a save was copied to; see :func:`lend_blocks`."""
-        return lend_blocks(save, self._site, thread)
-
-    async def release_staged(self, save: Save, held: list[StagedBlock]) -> None:
-        """End what :meth:`hold_staged` began."""
-        take_back(save, self._site, held)
-
-    async def trim(self) -> int:
-        """Give free staging memory back to the system; return how many bytes."""
-        return self._site.give_memory_back()

@@ -216,7 +216,7 @@ class SaveContext(StoreContext):
         """Shrink the arena to what the last saves needed."""
         self.arena.trim(max(self.recent_blocks, default=0))
 
-    def give_memory_back(self) -> int:
+    async def give_memory_back(self) -> int:
         """Give back what no save, load or view uses; returns how many bytes."""
         before = self.arena.blocks
         self.arena.trim(0)

@@ -154,7 +154,9 @@ def available_bytes() -> int:
     return next((kibibytes * 1024 for kibibytes in sizes), UNKNOWN_BYTES)
 
 
-def lend_blocks(save: Save, site: SaveContext, thread: int | None) -> list[StagedBlock]:
+async def lend_blocks(
+    save: Save, site: SaveContext, thread: int | None = None
+) -> list[StagedBlock]:
     """Keep the memory that a save was copied to, until :func:`take_back`.
 
     Args:
@@ -194,7 +196,7 @@ def lend_blocks(save: Save, site: SaveContext, thread: int | None) -> list[Stage
     return held
 
 
-def take_back(save: Save, site: SaveContext, held: list[StagedBlock]) -> None:
+async def take_back(save: Save, site: SaveContext, held: list[StagedBlock]) -> None:
     """End what :func:`lend_blocks` began."""
     save.views -= 1
     for each in held:
