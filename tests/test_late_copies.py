@@ -215,7 +215,7 @@ def test_addresses_may_be_of_any_device() -> None:
     captured = capture({"w": torch.ones(3)})
     (leaf,) = captured.tensors
     far = replace(leaf, device="xpu:0", address=0xFF00 << 48)
-    assert captured.moved([far], [], [], []).addresses.tolist() == [0xFF00 << 48]
+    assert captured.again([far], [], [], []).addresses.tolist() == [0xFF00 << 48]
 
 
 # ---- samples: changed with the tensor, and by nothing else ----

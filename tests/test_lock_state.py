@@ -242,27 +242,32 @@ def test_a_capture_that_trainers_overtake_without_end_goes_once() -> None:
     assert after(capture("b"), waiting, state=state).holding == [current]
 
 
+def refusal(state: LockState, request: Hold) -> str:
+    """What is said of a request that would wait for itself."""
+    return str(state.deadlock(request))
+
+
 def test_waiting_for_oneself_is_seen() -> None:
     mutating = after(trainer("t"))
-    assert mutating.deadlock(capture("t")) == "hold"
-    assert mutating.deadlock(capture("worker", saver="t")) == "hold"
-    assert mutating.deadlock(capture(home="t")) == "hold"
+    assert "is changing it" in refusal(mutating, capture("t"))
+    assert "is changing it" in refusal(mutating, capture("worker", saver="t"))
+    assert "is changing it" in refusal(mutating, capture(home="t"))
     assert not mutating.deadlock(capture("worker", saver="t", awaited=False))
     assert not mutating.deadlock(capture("worker", saver="u"))
     assert not mutating.deadlock(trainer("t"))
     capturing = after(capture("worker", saver="t", home="loop"))
-    assert capturing.deadlock(trainer("worker")) == "hold"
-    assert capturing.deadlock(trainer("loop")) == "hold"
+    assert "own capture" in refusal(capturing, trainer("worker"))
+    assert "own capture" in refusal(capturing, trainer("loop"))
     assert not capturing.deadlock(trainer("t"))
     keeping = after(capture(home="t"))
-    assert keeping.deadlock(load(saver="t", home="loop")) == "hold"
+    assert "own capture" in refusal(keeping, load(saver="t", home="loop"))
     assert not keeping.deadlock(load(home="loop"))
 
 
 def test_waiting_for_a_load_on_its_own_loop_is_seen() -> None:
     for state in (after(load(home="loop")), after(trainer("u"), load(home="loop"))):
         for request in (trainer("loop"), capture("loop"), load(saver="loop", home="b")):
-            assert state.deadlock(request) == "load"
+            assert "a load on its event loop" in refusal(state, request)
         for request in (trainer("t"), load(saver="t", home="loop")):
             assert not state.deadlock(request)
         # This one waits without its thread.
@@ -274,7 +279,7 @@ def test_waiting_behind_oneself_is_seen() -> None:
     running = capture("a")
     waiting = after(running, trainer("t"))
     for request in (trainer("t"), load(saver="t", home="loop")):
-        assert waiting.deadlock(request) == "nested"
+        assert "after its own" in refusal(waiting, request)
     assert not waiting.deadlock(load(home="loop"))
     assert not waiting.deadlock(capture(saver="t"))
     assert not after(running, state=waiting).deadlock(load(within="t", saver="t"))

@@ -43,7 +43,7 @@ from contextlib import AbstractContextManager, asynccontextmanager, contextmanag
 from dataclasses import dataclass, field
 from functools import partial
 from types import CodeType, FrameType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import anyio
 
@@ -294,32 +294,46 @@ class LockState:
                 requests.remove(hold)
         self._settle()
 
-    def deadlock(self, hold: Hold) -> Literal["load", "nested", "hold"] | None:
-        """Tell whether a new request would wait for a thread that waits for the request.
+    def deadlock(self, hold: Hold) -> LockMisuse | None:
+        """Return what to raise if a new request would wait for a thread that waits for it.
 
-        Returns:
-            ``"load"`` if it would stop the thread without which a load cannot end, ``"nested"``
-            if a mutation would wait behind one that its thread, interrupted, waits for, ``"hold"``
-            if it would wait for a hold of its own; None if it causes no deadlock.
+        It may stop the thread without which a load cannot end, stand behind a mutation that its
+        own thread, interrupted, waits for, or wait for a hold of its own.
         """
         if self._enters_again(hold):
             return None
         mutating = hold.side is Side.MUTATING
         threads = {hold.owner, hold.saver} - {None}
-        stopped = threads if mutating else {hold.owner}
         trainers = self.waiting_for(Side.MUTATING)
         holders = [held for held in self.holding if held.side is Side.MUTATING]
+        stopped = threads if mutating else {hold.owner}
         if any(each.home in stopped for each in (*holders, *trainers)):
-            return "load"
+            return LockMisuse(
+                f"Thread {hold.name!r} cannot wait for the state lock ({hold.purpose}) while a "
+                "load on its event loop fills the state: each would wait for the other",
+                hint="Do it in another thread; a hook that is a plain function has one of its own",
+            )
         if mutating and any(each.owner in threads for each in trainers):
-            return "nested"
+            return LockMisuse(
+                f"Thread {hold.name!r} cannot wait for the state lock ({hold.purpose}) while it "
+                "waits to change the state already: its turn would come after its own",
+                hint="Have the signal handler set a flag, and do it after the step or mutating()",
+            )
         if mutating:
             captures = [held for held in self.holding if held.side is Side.CAPTURING]
-            blocked = any(held.owner in threads or held.home in threads for held in captures)
-        else:
-            waits = {hold.owner, hold.saver if hold.awaited else None, hold.home} - {None}
-            blocked = any(held.owner in waits for held in holders)
-        return "hold" if blocked else None
+            if any(held.owner in threads or held.home in threads for held in captures):
+                return _changes_while_capturing(hold)
+            return None
+        waits = {hold.owner, hold.saver if hold.awaited else None, hold.home} - {None}
+        if any(held.owner in waits for held in holders):
+            held = self.holding[-1]
+            return LockMisuse(
+                f"The state cannot be captured for thread {held.name!r} while this thread itself "
+                f"is changing it ({held.purpose}): each would wait for the other",
+                hint="Save after leaving mutating(), after the step, or after "
+                "allow_state_dict_read()",
+            )
+        return None
 
     def revocable(self) -> list[Hold]:
         """The captures that a trainer would have to take the lock from to be let in.
@@ -356,6 +370,14 @@ class LockState:
         for hold in granted:
             hold.since = time.monotonic()
             self.holding.append(hold)
+
+
+def _changes_while_capturing(hold: Hold) -> LockMisuse:
+    return LockMisuse(
+        f"Thread {hold.name!r} cannot change the state ({hold.purpose}) while it is capturing it "
+        "itself: it would wait for its own capture",
+        hint="End the capture first; a state_dict method must not change the state",
+    )
 
 
 # ---- the lock ----
@@ -634,7 +656,8 @@ class StateLock:
 
     def _capture(self, ident: int | None, **fields: Any) -> Hold:
         """A capture that belongs to no thread; ``ident`` asked for it, None for this thread."""
-        saver = threading.current_thread() if ident is None else thread_of(ident)
+        here, threads = threading.current_thread(), threading.enumerate()
+        saver = here if ident is None else next((t for t in threads if t.ident == ident), None)
         waits = self._works_for(Side.MUTATING) if ident is None else None
         return Hold(
             side=Side.CAPTURING,
@@ -660,37 +683,11 @@ class StateLock:
             holds.pop()
 
     def _refuse_deadlock(self, hold: Hold) -> None:
-        name, purpose = hold.name, hold.purpose
-        reason = self._state.deadlock(hold)
-        mutating = hold.side is Side.MUTATING
-        if mutating and hold.home is None and self.captures_here():
-            reason = "hold"
-        if reason == "load":
-            raise LockMisuse(
-                f"Thread {name!r} cannot wait for the state lock ({purpose}) while a load on its "
-                "event loop fills the state: each would wait for the other",
-                hint="Do it in another thread; a hook that is a plain function has one of its own",
-            )
-        if reason == "nested":
-            raise LockMisuse(
-                f"Thread {name!r} cannot wait for the state lock ({purpose}) while it waits to "
-                "change the state already: its turn would come after its own",
-                hint="Have the signal handler set a flag, and do it after the step or mutating()",
-            )
-        if reason == "hold" and mutating:
-            raise LockMisuse(
-                f"Thread {name!r} cannot change the state ({purpose}) while it is capturing it "
-                "itself: it would wait for its own capture",
-                hint="End the capture first; a state_dict method must not change the state",
-            )
-        if reason == "hold":
-            held = self._state.holding[-1]
-            raise LockMisuse(
-                f"The state cannot be captured for thread {held.name!r} while this thread itself "
-                f"is changing it ({held.purpose}): each would wait for the other",
-                hint="Save after leaving mutating(), after the step, or after "
-                "allow_state_dict_read()",
-            )
+        error = self._state.deadlock(hold)
+        if hold.side is Side.MUTATING and hold.home is None and self.captures_here():
+            error = _changes_while_capturing(hold)
+        if error is not None:
+            raise error
 
     # ---- waiting ----
 
@@ -909,11 +906,14 @@ class LockHold:
         )
         self.defer(grace)
 
-    def release(self) -> None:
-        """Let trainers go on; for when no thread reads the state. May be called twice."""
+    def release(self, fences: Iterable[StreamFence] = ()) -> None:
+        """Let trainers go on, their devices after these fences, as no thread reads the state.
+
+        May be called from any thread, and again.
+        """
         self.released = True
         if self._hold is not None:
-            self._lock.release_capture(self._hold)
+            self._lock.release_capture(self._hold, fences=fences)
 
     def end(self, *, copied: bool = False) -> None:
         """Let trainers and the next turn begin, once no thread reads; may be called twice."""
@@ -973,11 +973,6 @@ class LockHold:
                 hold.readers -= 1
                 if hold.revoked and not hold.readers:
                     lock._leave(hold)
-
-    def let_go(self, fences: Iterable[StreamFence]) -> None:
-        """Let trainers go on from any thread, their devices after these fences."""
-        assert self._hold is not None
-        self._lock.release_capture(self._hold, fences=fences)
 
     def here(self) -> AbstractContextManager[None]:
         """Say that the calling thread does the work of the capture.
@@ -1069,11 +1064,6 @@ class LoadHold:
         hold, self._hold = self._hold, None
         if hold is not None:
             self._lock._leave(hold)
-
-
-def thread_of(ident: int) -> threading.Thread | None:
-    """The living thread with this identifier, if there is one that Python knows of."""
-    return next((thread for thread in threading.enumerate() if thread.ident == ident), None)
 
 
 def lock_of(state_lock: StateLock | None, fields: Mapping[str, Any]) -> StateLock:

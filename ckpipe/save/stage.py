@@ -272,7 +272,7 @@ class BlockCopiers:
             changed = self._watch.changed()
             if changed is not None:
                 raise _changed_beside(changed)
-            self._hold.let_go(ends)
+            self._hold.release(ends)
         self._watch = None
 
     def _run(self) -> None:

@@ -82,7 +82,10 @@ class CaptureCache:
     def __init__(self, flattened: Flattened, containers: _Containers) -> None:
         captured, attached = flattened.captured, flattened.attached
         self._patterns = flattened.select.patterns
-        self._containers, self._like = containers, captured.again(captured.values, [], [])
+        self._containers, self._like = (
+            containers,
+            captured.again(captured.tensors, captured.values, [], []),
+        )
         self._tensors, self._values = flattened.tensors, flattened.values
         self._repeats, self._left_out = flattened.repeats, flattened.left_out
         asking = [each for each in flattened.opened.containers if each.is_replicated]
@@ -106,7 +109,7 @@ class CaptureCache:
             return None
         try:
             return self._captured(opened)
-        except (CacheMiss, NotInline):
+        except (CacheMiss, NotInline, RuntimeError):  # such as that a tensor has no strides
             return None
 
     def _captured(self, opened: OpenedState) -> Captured:
@@ -125,10 +128,10 @@ class CaptureCache:
             for place, was in zip(self._values, like.values, strict=True)
         ]
         memory, moved = self._leaves.look_at(objects)
-        if not moved:
-            return like.again(values, memory, objects)
-        leaves = [moved.get(number, leaf) for number, leaf in enumerate(like.tensors)]
-        return like.moved(leaves, values, memory, objects)
+        leaves = like.tensors
+        if moved:
+            leaves = [moved.get(number, leaf) for number, leaf in enumerate(leaves)]
+        return like.again(leaves, values, memory, objects)
 
     def _check_identities(self, met: list[Any], objects: list[Any]) -> None:
         """Find tensors that stand in other places than before, or in one more or one less."""
@@ -246,14 +249,9 @@ class TensorFingerprints:
 
         Raises:
             CacheMiss: If a leaf would be another, but for its address.
+            RuntimeError: If a tensor has no strides, or another fact is not there.
             UnsupportedState: If an array cannot be saved.
         """
-        try:
-            return self._look_at(objects)
-        except RuntimeError as error:  # such as that there are no strides
-            raise CacheMiss from error
-
-    def _look_at(self, objects: list[Any]) -> tuple[list[torch.Tensor], dict[int, TensorLeaf]]:
         check(self._marks_of(objects) == self._marks)
         self._check_wrappers(_of(objects, self._wrapped))
         bulk = self._bases(objects)

@@ -109,22 +109,25 @@ class Captured:
         """The address of the first element of each leaf, on whatever device."""
         return self.derived(_addresses)
 
-    def again(self, values: list[Json], memory: list[torch.Tensor], objects: list[Any]) -> Captured:
-        """Return a state of the very same structure, with other values and perhaps other bytes."""
-        made = self.moved(self.tensors, values, memory, objects)
-        made._derived = self._derived
-        return made
-
-    def moved(
+    def again(
         self,
         leaves: list[TensorLeaf],
         values: list[Json],
         memory: list[torch.Tensor],
         objects: list[Any],
     ) -> Captured:
-        """Return the same with tensors that lie elsewhere; their leaves differ by the address."""
+        """Return a state of the same structure, with other values and perhaps other bytes.
+
+        Args:
+            leaves: Its leaves: these, or new ones that differ by the address.
+            values: Its inline values, encoded.
+            memory: For each leaf its bytes.
+            objects: For each leaf the tensor or array itself.
+        """
         made = Captured(self.tree, leaves, values, self.replicated, memory, objects)
         made._described = self._described
+        if leaves is self.tensors:
+            made._derived = self._derived
         return made
 
     def forget_memory(self) -> None:

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -165,15 +165,24 @@ def attach(
                 group[key] = value
     if named.fsdp is not None or _loads_its_own_way(named.optimizer):
         _load_state_dict(named, states, together)
-        return
-    state, parameters = named.optimizer.state, named.parameters
+    else:
+        _put_state(named.optimizer.state, named.parameters, states, together)
+
+
+def _put_state(
+    into: MutableMapping[Any, Any],
+    keys: Sequence[Any],
+    states: Mapping[int, dict[str, Any] | None],
+    together: Mapping[str, Any] | None,
+) -> None:
+    """Put new state into that of an optimizer, which has these keys for its parameters."""
     for place, new_state in states.items():
         if new_state is None:
-            state.pop(parameters[place], None)
+            into.pop(keys[place], None)
         else:
-            state[parameters[place]] = new_state
+            into[keys[place]] = new_state
     for key, value in (together or {}).get("state", {}).items():
-        state[parameters[0] if key == 0 else key] = value
+        into[keys[0] if key == 0 else key] = value
 
 
 def _load_state_dict(
@@ -181,18 +190,10 @@ def _load_state_dict(
     states: Mapping[int, dict[str, Any] | None],
     together: Mapping[str, Any] | None,
 ) -> None:
-    optimizer, numbers = named.optimizer, named.numbers
-    packed = dict(named.taken)
-    packed["state"] = state = dict(named.taken["state"])
-    for place, new_state in states.items():
-        if new_state is None:
-            state.pop(numbers[place], None)
-        else:
-            state[numbers[place]] = dict(new_state)
-    if together is not None:
-        packed.update(together["extra"])
-        for key, value in together["state"].items():
-            state[numbers[0] if key == 0 else key] = value
+    optimizer = named.optimizer
+    packed = {**named.taken, **(together or {}).get("extra", {})}
+    packed["state"] = dict(named.taken["state"])
+    _put_state(packed["state"], named.numbers, states, together)
     packed["param_groups"] = [
         {
             **{key: value for key, value in live.items() if key != "params"},
