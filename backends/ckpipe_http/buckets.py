@@ -132,16 +132,16 @@ class BucketBackend(Backend, abc.ABC):
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """End unfinished uploads in the time of one request, and close the connections."""
+        """End unfinished uploads, of which each request has its deadline; close the connections."""
+
+        async def end(upload: BlockUpload[Any]) -> None:
+            try:
+                await upload.end()
+            except StoreError as error:
+                logger.warning("Unfinished uploads may be left behind: %s", error)
+
         with anyio.CancelScope(shield=True):
-            with anyio.move_on_after(self.timeout) as scope:
-                try:
-                    for upload in tuple(self.unfinished):
-                        await upload.end()
-                except StoreError as error:
-                    logger.warning("Unfinished uploads may be left behind: %s", error)
-            if scope.cancelled_caught:
-                logger.warning("Unfinished uploads may be left behind below %s", self.root)
+            await for_each(tuple(self.unfinished), end)
             await self._stack.aclose()
 
     # Names
