@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import anyio.to_thread
 from store_sockets import Lanes, Sockets
 
-from ckpipe_s3.bucket import Access, Address
+from ckpipe_s3 import S3Backend
 
 
 class Contender(Protocol):
@@ -58,18 +58,20 @@ class Boto:
 
     Args:
         url: Where.
-        access: How the store is reached.
+        endpoint: The URL of the store; None for AWS.
         data: The bytes.
         part: Bytes of a part.
         lanes: How many at a time.
     """
 
-    def __init__(self, url: str, access: Access, data: memoryview, part: int, lanes: Lanes) -> None:
+    def __init__(
+        self, url: str, endpoint: str | None, data: memoryview, part: int, lanes: Lanes
+    ) -> None:
         import boto3
         from boto3.s3.transfer import TransferConfig
 
-        self._client = boto3.client("s3", endpoint_url=access.endpoint_url)
-        address = Address.parse(url)
+        self._client = boto3.client("s3", endpoint_url=endpoint)
+        address = S3Backend(url)
         self._where = (address.bucket, f"{address.prefix}boto")
         self._data = data
         self._writing, self._reading = (
@@ -100,20 +102,22 @@ class Obstore:
 
     Args:
         url: Where.
-        access: How the store is reached.
+        endpoint: The URL of the store; None for AWS.
         data: The bytes.
         part: Bytes of a part.
         lanes: How many at a time.
     """
 
-    def __init__(self, url: str, access: Access, data: memoryview, part: int, lanes: Lanes) -> None:
+    def __init__(
+        self, url: str, endpoint: str | None, data: memoryview, part: int, lanes: Lanes
+    ) -> None:
         from obstore.store import S3Store
 
-        address = Address.parse(url)
+        address = S3Backend(url)
         self._key, self._data, self._part, self._lanes = "obstore", data, part, lanes
         options: dict[str, Any] = {"client_options": {"allow_http": True}}
-        if access.endpoint_url:
-            options["endpoint"] = access.endpoint_url
+        if endpoint:
+            options["endpoint"] = endpoint
         self._store: Any = S3Store(address.bucket, prefix=address.prefix, **options)
 
     async def write(self) -> None:

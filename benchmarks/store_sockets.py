@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 import anyio
 import anyio.to_thread
 
-from ckpipe_s3.bucket import Access, Address
+from ckpipe_s3 import S3Backend
 
 HEAD_BYTES = 1 << 16
 
@@ -83,24 +83,26 @@ class Sockets:
 
     Args:
         url: Where.
-        access: How the store is reached.
+        endpoint: The URL of the store; None for AWS.
         data: The bytes.
         part: Bytes of a part.
         lanes: How many at a time.
     """
 
-    def __init__(self, url: str, access: Access, data: memoryview, part: int, lanes: Lanes) -> None:
+    def __init__(
+        self, url: str, endpoint: str | None, data: memoryview, part: int, lanes: Lanes
+    ) -> None:
         import boto3
         from botocore.auth import S3SigV4Auth
 
-        self._client = boto3.client("s3", endpoint_url=access.endpoint_url)
-        address = Address.parse(url)
+        self._client = boto3.client("s3", endpoint_url=endpoint)
+        address = S3Backend(url)
         self._where = {"Bucket": address.bucket, "Key": f"{address.prefix}sockets"}
-        self._url = f"{access.endpoint_url}/{address.bucket}/{address.prefix}sockets"
+        self._url = f"{endpoint}/{address.bucket}/{address.prefix}sockets"
         self._data, self._part, self._lanes = data, part, lanes
         session: Any = boto3.Session()
         found = session.get_credentials().get_frozen_credentials()
-        region = access.region or os.environ.get("AWS_REGION", "us-east-1")
+        region = os.environ.get("AWS_REGION", "us-east-1")
         self._signer = S3SigV4Auth(found, "s3", region)
 
     def _head(self, method: str, query: str, headers: Mapping[str, str]) -> bytes:

@@ -46,8 +46,8 @@ from store_contenders import CONTENDERS, Contender
 from store_sockets import Lanes
 
 import ckpipe
-from ckpipe_s3.backend import MemoryBody, open_client
-from ckpipe_s3.bucket import Access, Address
+from ckpipe_http.requests import MemoryBody
+from ckpipe_s3 import S3Backend
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
 import s3_servers
@@ -127,14 +127,13 @@ class Bare:
     """The requests that a save and a load cannot do without, and nothing else.
 
     Args:
-        client: The client.
-        address: Where.
+        store: Where, open.
         data: The bytes of the object, and where they are read into.
     """
 
-    def __init__(self, client: Any, address: Address, data: memoryview) -> None:
-        self._client, self._data = client, data
-        self._where = {"Bucket": address.bucket, "Key": address.prefix + OBJECT}
+    def __init__(self, store: S3Backend, data: memoryview) -> None:
+        self._client, self._data = store.client, data
+        self._where = {"Bucket": store.bucket, "Key": store.prefix + OBJECT}
 
     async def write(self) -> None:
         """Send the object in parts."""
@@ -143,8 +142,10 @@ class Bare:
         parts: dict[int, Any] = {}
 
         async def send(offset: int) -> None:
-            body, number = MemoryBody(self._data[offset : offset + PART]), offset // PART + 1
-            answer = await self._client.upload_part(**upload, PartNumber=number, Body=body)
+            data, number = self._data[offset : offset + PART], offset // PART + 1
+            answer = await self._client.upload_part(
+                **upload, PartNumber=number, Body=MemoryBody(data), ContentLength=len(data)
+            )
             parts[number] = {"PartNumber": number, "ETag": answer["ETag"]}
 
         await in_lanes(LANES, range(0, len(self._data), PART), send)
@@ -235,20 +236,22 @@ async def peak_bytes(work: Work) -> int:
     return most - before
 
 
-async def measure(url: str, access: Access, plan: Plan) -> tuple[Costs, float]:
+async def measure(url: str, endpoint: str | None, plan: Plan) -> tuple[Costs, float]:
     """Save and loads, bare, ours and others', in turn; and the MiB that ours take."""
     costs: Costs = defaultdict(list)
     tensors = [torch.randn(8, raw.MIB // 4) for _ in range(plan.mib // 8)]
     state = {f"layer.{number}": tensor for number, tensor in enumerate(tensors)}
     memory = memoryview(raw.touched(plan.mib * raw.MIB))[: plan.mib * raw.MIB]
-    options = {"s3": {"endpoint_url": access.endpoint_url, "region": access.region}}
+    options = {"s3": {"endpoint_url": endpoint}}
     async with (
-        open_client(access) as client,
+        S3Backend(url, endpoint_url=endpoint) as bucket,
         ckpipe.Pipeline(f"{url}/ours", backends=options, **plan.fields) as pipeline,
     ):
-        bare = Bare(client, Address.parse(url), memory)
+        bare = Bare(bucket, memory)
         lanes = Lanes(LANES, READ_LANES)
-        others = {name: CONTENDERS[name](url, access, memory, PART, lanes) for name in plan.beside}
+        others = {
+            name: CONTENDERS[name](url, endpoint, memory, PART, lanes) for name in plan.beside
+        }
 
         async def save() -> None:
             await pipeline.save(state, until="committed")
@@ -364,7 +367,7 @@ def main() -> None:
     plan = Plan(asked.mib, asked.rounds, asked.trainer, tuple(asked.beside), fields, asked.link)
     written = asked.mib * (asked.rounds + 3) * (2 + len(asked.beside) + 3 * asked.trainer)
     with store(asked.url, asked.endpoint_url, written, asked.link) as (url, endpoint):
-        measured = anyio.run(measure, url, Access(endpoint_url=endpoint), plan)
+        measured = anyio.run(measure, url, endpoint, plan)
     results = report(*measured, plan)
     if asked.json:
         asked.json.write_text(json.dumps(results, indent=1) + "\n")

@@ -26,9 +26,10 @@ import torch
 from stores import LANES, OBJECT, PART, READ_LANES, Costs, Plan, cost, in_lanes, peak_bytes, report
 
 import ckpipe
-from ckpipe_gcs.access import Access, find_endpoint, open_session, open_tokens
+from ckpipe_gcs import GcsBackend
 from ckpipe_gcs.backend import MAX_SOURCES
-from ckpipe_gcs.bucket import Address, GcsBucket, MemoryBody, json_body, related
+from ckpipe_gcs.resources import json_body, related
+from ckpipe_http.requests import MemoryBody
 
 # isort: split
 # Importing `stores` has made the servers of the tests importable.
@@ -42,18 +43,18 @@ class Bare:
     """The requests that a save and a load cannot do without, and nothing else.
 
     Args:
-        requests: The backend's own requests.
+        store: Sends the requests.
         data: The bytes of the object, and where they are read into; at most 32 parts.
     """
 
-    def __init__(self, requests: GcsBucket, data: memoryview) -> None:
+    def __init__(self, store: GcsBackend, data: memoryview) -> None:
         if len(data) > MAX_SOURCES * PART:
             raise SystemExit(f"Measure at most {MAX_SOURCES * PART // raw.MIB} MiB")
-        self._requests, self._data = requests, data
-        self._name = requests.address.prefix + OBJECT
+        self._store, self._data = store, data
+        self._name = store.prefix + OBJECT
 
     async def _send(self, method: str, url: Any, body: MemoryBody | None = None) -> None:
-        async with self._requests.answer(method, url, body=body) as answer:
+        async with self._store.answer(method, url, body=body) as answer:
             await answer.read()
 
     async def write(self) -> None:
@@ -62,26 +63,26 @@ class Bare:
         names = {offset: f"{self._name}.{token}.{offset}" for offset in offsets}
 
         async def send(offset: int) -> None:
-            url = self._requests.upload_url("multipart", names[offset])
-            await self._send("POST", url, related(b"{}", self._data[offset : offset + PART]))
+            url = self._store.upload_url("multipart", names[offset])
+            await self._send("POST", url, related({}, self._data[offset : offset + PART]))
 
         async def remove(offset: int) -> None:
-            await self._send("DELETE", self._requests.object_url(names[offset]))
+            await self._send("DELETE", self._store.object_url(names[offset]))
 
         await in_lanes(LANES, offsets, send)
         sources = {"sourceObjects": [{"name": names[offset]} for offset in offsets]}
-        url = self._requests.object_url(self._name, "/compose")
+        url = self._store.object_url(self._name, "/compose")
         await self._send("POST", url, json_body(sources))
         await in_lanes(REMOVE_LANES, offsets, remove)
 
     async def read(self) -> None:
         """Read the object in ranges."""
-        url = self._requests.object_url(self._name, alt="media")
+        url = self._store.object_url(self._name, alt="media")
 
         async def fetch(offset: int) -> None:
             end = min(offset + PART, len(self._data))
             span = {"Range": f"bytes={offset}-{end - 1}"}
-            async with self._requests.answer("GET", url, headers=span) as answer:
+            async with self._store.answer("GET", url, headers=span) as answer:
                 async for piece in answer.content.iter_any():
                     self._data[offset : offset + len(piece)] = piece
                     offset += len(piece)
@@ -90,7 +91,7 @@ class Bare:
 
     async def remove(self) -> None:
         """Delete the object."""
-        await self._send("DELETE", self._requests.object_url(self._name))
+        await self._send("DELETE", self._store.object_url(self._name))
 
 
 async def measure(
@@ -109,15 +110,13 @@ async def measure(
     state = {f"layer.{number}": tensor for number, tensor in enumerate(tensors)}
     memory = memoryview(raw.touched(plan.mib * raw.MIB))[: plan.mib * raw.MIB]
     endpoint = options.get("endpoint_url")
-    where, _ = find_endpoint(endpoint, {})
-    access = Access(where, anonymous=endpoint is not None, request_timeout=600.0)
     async with (
-        open_session(access) as session,
-        open_tokens(access) as tokens,
+        GcsBackend(
+            url, endpoint_url=endpoint, anonymous=endpoint is not None, request_timeout=600.0
+        ) as store,
         ckpipe.Pipeline(f"{url}/ours", backends={"gs": options}, **plan.fields) as pipeline,
     ):
-        requests = GcsBucket(session, tokens, Address.parse(url), access)
-        bare = Bare(requests, memory)
+        bare = Bare(store, memory)
 
         async def save() -> None:
             await pipeline.save(state, until="committed")

@@ -91,3 +91,13 @@ async def test_a_server_that_goes_silent_is_given_up(seen: Seen) -> None:
             seen.fault[operation] = Fault.HANG
             with anyio.fail_after(20), pytest.raises(errors.StoreUnavailable):
                 await call()
+
+
+async def test_leaving_ends_each_upload_in_a_time_of_its_own(seen: Seen) -> None:
+    async with seen.backend(request_timeout=5.0) as backend:
+        for number in range(3):
+            upload = await backend.open_upload(f"{number}", size=2 * BLOCK, block_bytes=BLOCK)
+            await upload.write(0, memoryview(bytes(BLOCK)))
+        assert len(await seen.left()) == 3
+        seen.fault["Abort" if seen.scheme == "s3" else "Delete"] = Fault.HANG
+    assert len(await seen.left()) == 1

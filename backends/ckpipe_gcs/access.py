@@ -1,4 +1,4 @@
-"""Reach the store: the address of its API, the session of requests, and their access tokens.
+"""Reach the store: the address of its API, the proxy before it, and the tokens of requests.
 
 The library that gets tokens also keeps and renews them, in a task that all callers wait for, and
 which ends for all when one of them is cancelled; and it tries again by a policy of its own. So
@@ -8,12 +8,8 @@ only its single request for a token is used here.
 from __future__ import annotations
 
 import logging
-import ssl
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Mapping
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
@@ -22,10 +18,8 @@ import anyio
 from gcloud.aio.auth import Token
 from gcloud.aio.auth.token import TokenResponse, Type
 
-from ckpipe import __version__
-from ckpipe.backend import run_in_thread
-from ckpipe.errors import CkpipeError, PermissionDenied, StoreError, StoreUnavailable
-from ckpipe_http.requests import CONNECT_SECONDS, check_endpoint, check_proxy
+from ckpipe.errors import CkpipeError, PermissionDenied, StoreUnavailable
+from ckpipe_http.requests import check_endpoint, check_proxy
 
 CREDENTIALS = (
     "Look at the credentials that this process finds: the option 'credentials_file', "
@@ -40,9 +34,6 @@ ENDPOINT = "https://storage.googleapis.com"
 EMULATOR = "STORAGE_EMULATOR_HOST"
 """The variable by which all clients of the store find an emulator."""
 
-READ_BYTES = 1 << 20
-"""The most bytes of an answer that wait in memory to be read."""
-
 SCOPES = ["https://www.googleapis.com/auth/devstorage.read_write"]
 """The rights that tokens are asked for: to read and write objects."""
 
@@ -52,27 +43,6 @@ before that."""
 
 REFRESH_TIMEOUT = 30
 """The most seconds that one request for a token may take."""
-
-
-@dataclass(frozen=True, slots=True)
-class Access:
-    """Options of requests, with the meaning that they have in :class:`GcsBackend`.
-
-    Args:
-        endpoint: Scheme, host and port of the JSON API.
-        common: Parameters of every request.
-        writing: Parameters of every request that makes an object.
-    """
-
-    endpoint: str
-    anonymous: bool = False
-    credentials_file: str | None = None
-    proxy: str | None = field(default=None, repr=False)
-    ca_bundle: str | None = None
-    max_connections: int = 32
-    request_timeout: float = 60.0
-    common: Mapping[str, str] = field(default_factory=dict)
-    writing: Mapping[str, str] = field(default_factory=dict)
 
 
 def find_endpoint(option: str | None, environment: Mapping[str, str]) -> tuple[str, bool]:
@@ -110,47 +80,6 @@ def find_proxy(option: str | None, endpoint: str) -> str | None:
     if not found or proxy_bypass(parts.netloc):
         return None
     return check_proxy(found if "://" in found else f"http://{found}", "in the environment")
-
-
-@contextmanager
-def _opening() -> Iterator[None]:
-    """Translate the errors of opening, before any request."""
-    try:
-        yield
-    except (OSError, ValueError, LookupError) as error:
-        message = f"The options of the store cannot be used: {type(error).__name__}"
-        hint = "Look at the options 'ca_bundle' and 'credentials_file'"
-        raise StoreError(message, hint=hint) from error
-
-
-@asynccontextmanager
-async def open_session(access: Access) -> AsyncIterator[aiohttp.ClientSession]:
-    """Make a session, and close it at the end.
-
-    Raises:
-        StoreError: If none can be made of these options.
-    """
-    with _opening():
-        context = await run_in_thread(_certificates, access.ca_bundle)
-    session = aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=access.max_connections, ssl=context),
-        # Each request has a deadline of its own, over all that it does.
-        timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS),
-        headers={"Accept-Encoding": "identity", "User-Agent": f"ckpipe/{__version__}"},
-        auto_decompress=False,
-        cookie_jar=aiohttp.DummyCookieJar(),
-        read_bufsize=READ_BYTES,
-        proxy=find_proxy(access.proxy, access.endpoint),
-    )
-    try:
-        yield session
-    finally:
-        with anyio.CancelScope(shield=True):
-            await session.close()
-
-
-def _certificates(ca_bundle: str | None) -> ssl.SSLContext:
-    return ssl.create_default_context(cafile=ca_bundle)
 
 
 class Tokens:
@@ -222,25 +151,3 @@ async def _refresh(source: Token) -> TokenResponse:
     if 400 <= status < 500 and status not in (408, 429):
         raise PermissionDenied(said, hint=CREDENTIALS)
     raise StoreUnavailable(said)
-
-
-@asynccontextmanager
-async def open_tokens(access: Access) -> AsyncIterator[Tokens]:
-    """Find the credentials; no token is asked for yet.
-
-    Raises:
-        StoreError: If the file of the credentials cannot be used.
-    """
-    if access.anonymous:
-        yield Tokens(None)
-        return
-    # Without an option each address has the proxy that the environment names for it.
-    trusting = access.proxy is None
-    async with aiohttp.ClientSession(proxy=access.proxy, trust_env=trusting) as session:
-        with _opening():
-            source = await run_in_thread(_source, access.credentials_file, session)
-        yield Tokens(source)
-
-
-def _source(file: str | None, session: Any) -> Token:
-    return Token(service_file=file, session=session, scopes=SCOPES)

@@ -12,41 +12,65 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import re
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AsyncExitStack
-from dataclasses import dataclass
+import ssl
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from datetime import datetime
 from typing import Any, Self
+from urllib.parse import quote, urlencode
 
-import anyio
-from awscrt.checksums import combine_crc32c
+import aiohttp
+from gcloud.aio.auth import Token
 from yarl import URL
 
-from ckpipe.backend import Upload, UploadLimits
-from ckpipe.errors import ObjectExists, ObjectNotFound, StoreError, StoreUnavailable
-from ckpipe_gcs.access import Access, find_endpoint, open_session, open_tokens
-from ckpipe_gcs.bucket import (
+from ckpipe import __version__
+from ckpipe.backend import ObjectInfo, Upload, UploadLimits, run_in_thread
+from ckpipe.errors import InvalidKey, ObjectExists, ObjectNotFound, StoreError, StoreUnavailable
+from ckpipe_gcs.access import SCOPES, Tokens, find_endpoint, find_proxy
+from ckpipe_gcs.resources import (
     BYTES,
-    DELETED_AT_ONCE,
     FIELDS,
-    NEW,
-    Address,
-    GcsBucket,
-    MemoryBody,
+    FOREIGN,
+    PART_PREFIX,
+    PART_SUFFIX,
+    Part,
     Resource,
     answered,
     check_stored,
-    for_each,
+    joined,
     json_body,
+    modified,
     owned_by,
     owner_of,
+    received,
+    refusal,
+    related,
     upload_of,
 )
-from ckpipe_http.buckets import BlockUpload, BucketBackend, Leftovers
-from ckpipe_http.requests import check_proxy, checksum_text, flag, positive
+from ckpipe_http.buckets import BlockUpload, BucketBackend, Page, Stored, for_each
+from ckpipe_http.failures import BUCKET, Refused
+from ckpipe_http.requests import (
+    CONNECT_SECONDS,
+    MemoryBody,
+    check_proxy,
+    checksum_of,
+    checksum_text,
+    flag,
+    positive,
+    read_checksum,
+)
 
 logger = logging.getLogger("ckpipe")
+
+NEW = {"ifGenerationMatch": "0"}
+"""The condition that there is no such object."""
+
+READ_BYTES = 1 << 20
+"""The most bytes of an answer that wait in memory to be read."""
+
+PINNED = 4096
+"""The most objects whose generation is remembered once it was read."""
 
 MAX_SOURCES = 32
 """The most objects that one request composes; a limit of the store."""
@@ -63,374 +87,12 @@ TEMPORARY_CLASS = "STANDARD"
 """Other classes charge for a month at least, also for what lives for a minute. A composed object
 has the class of its parts."""
 
-
 INCOMPLETE = 308
 """The status that says how much of a session's bytes the store has."""
 
 GONE = (404, 410, 499)
 """The statuses that say that there is no such session, or no longer; 499 also answers a request
 that ends one."""
-
-_RANGE = re.compile(r"bytes=0-(\d+)")
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """A range of an object's bytes as an object of its own.
-
-    Args:
-        name: The whole name of that object.
-        generation: Its generation.
-        size: Bytes.
-        checksum: Their CRC-32C.
-    """
-
-    name: str
-    generation: str
-    size: int
-    checksum: int
-
-
-def joined(parts: Sequence[Part]) -> tuple[int, int]:
-    """Compute the size and CRC-32C of parts one after the other."""
-    size = checksum = 0
-    for part in parts:
-        checksum = combine_crc32c(checksum, part.checksum, part.size)
-        size += part.size
-    return size, checksum
-
-
-class Session:
-    """Send one object through a resumable session of its own, which outlives connections.
-
-    A session is begun by one request and takes the bytes in others. The store keeps what it has
-    received when a connection breaks, in whole pieces of 256 KiB. So after anything but a clear
-    answer the store is asked how much it has, and the rest is sent from there; perhaps it has
-    everything and only the answer was lost, and then the object is there. Source of the protocol:
-    "Resumable uploads" and "Perform resumable uploads" in the Cloud Storage documentation. A
-    session that is left alone shows nothing on the store, and ends by itself after a week.
-
-    Args:
-        bucket: Sends the requests.
-        name: The whole name of the object, which is this session's alone.
-        key: The key that it is for, for errors.
-        resource: Further fields of the object's resource.
-    """
-
-    def __init__(self, bucket: GcsBucket, name: str, key: str, resource: Mapping[str, Any]) -> None:
-        self._bucket, self._name, self._key, self._resource = bucket, name, key, resource
-        self._url: URL | None = None
-
-    async def send(self, data: memoryview, checksum: int) -> Resource:
-        """Send the object, or the rest that the store does not have yet.
-
-        Args:
-            data: All of the object's bytes, the same in each call.
-            checksum: Their CRC-32C, which the store verifies.
-
-        Returns:
-            The object's resource.
-
-        Raises:
-            ObjectExists: If there is an object of the name.
-            StoreError: If the store failed. Calling again goes on from what it has.
-        """
-        at = 0
-        if self._url is None:
-            self._url = await self._begin(len(data), checksum)
-        else:
-            had = await self._ask(self._url, len(data))
-            if not isinstance(had, int):
-                return had
-            at = had
-        while True:
-            sent = await self._send(self._url, data, at)
-            if not isinstance(sent, int):
-                return sent
-            if sent <= at:
-                where = f"{self._bucket.address}{self._key}"
-                message = f"Could not write {where}: the store takes no more bytes of an upload"
-                raise StoreUnavailable(message, key=self._key)
-            at = sent
-
-    async def _begin(self, size: int, checksum: int) -> URL:
-        url = self._bucket.upload_url("resumable", self._name, **NEW, **self._bucket.writing)
-        told = {"name": self._name, "contentType": BYTES, **self._resource}
-        headers = {"X-Upload-Content-Type": BYTES, "X-Upload-Content-Length": str(size)}
-        body = json_body({**told, "crc32c": checksum_text(checksum)})
-        with self._bucket.creating(), self._bucket.attempt("begin an upload of", self._key):
-            async with self._bucket.answer("POST", url, headers=headers, body=body) as begun:
-                await begun.read()
-                return URL(begun.headers["Location"], encoded=True)
-
-    async def _ask(self, url: URL, size: int) -> int | Resource:
-        """Ask how many bytes the store has; it answers with the resource if it has all."""
-        return await self._put(url, None, f"bytes */{size}", 0)
-
-    async def _send(self, url: URL, data: memoryview, at: int) -> int | Resource:
-        body = MemoryBody(data[at:])
-        span = f"bytes {at}-{len(data) - 1}/{len(data)}"
-        try:
-            return await self._put(url, body, span, len(data) - at)
-        finally:
-            body.end()
-
-    async def _put(
-        self, url: URL, body: MemoryBody | None, span: str, nbytes: int
-    ) -> int | Resource:
-        headers = {"Content-Range": span}
-        try:
-            with self._bucket.attempt("write", self._key, nbytes):
-                async with self._bucket.answer("PUT", url, headers=headers, body=body) as had:
-                    if had.status == INCOMPLETE:
-                        await had.read()
-                        return received(had.headers.get("Range"))
-                    return await answered(had)
-        except StoreError as error:
-            if self._bucket.answer_to(error).status not in GONE:
-                raise
-            self._url = None  # the next call begins anew
-            message = f"{error.message}: the upload was ended by somebody else"
-            raise StoreUnavailable(message, key=self._key) from error
-
-    async def cancel(self) -> None:
-        """End the session, if one is open.
-
-        Raises:
-            StoreError: If the store failed.
-        """
-        if self._url is None:
-            return
-        with self._bucket.attempt("end an upload of", self._key):
-            async with self._bucket.answer("DELETE", self._url, expected=GONE) as ended:
-                await ended.read()
-        self._url = None
-
-
-def received(header: str | None) -> int:
-    """Read in the ``Range`` header of an answer how many bytes the store has.
-
-    Raises:
-        ValueError: If it is of another form.
-    """
-    if header is None:
-        return 0
-    found = _RANGE.fullmatch(header)
-    if found is None:
-        raise ValueError("the range of what the store has does not begin at 0")
-    return int(found[1]) + 1
-
-
-class CompositeUpload(BlockUpload[Part]):
-    """Send an object in parts, and compose it of them.
-
-    Args:
-        bucket: Sends the requests.
-        leftovers: The temporary objects on the store.
-        key: The object's key.
-        size: Its size in bytes.
-        block_bytes: The size of all parts but the last.
-        resumable_bytes: The size from which a part is sent through a session.
-    """
-
-    def __init__(
-        self,
-        bucket: GcsBucket,
-        leftovers: TemporaryObjects,
-        key: str,
-        size: int,
-        block_bytes: int,
-        resumable_bytes: int,
-    ) -> None:
-        super().__init__(key, size, block_bytes)
-        self._bucket, self._leftovers = bucket, leftovers
-        self._resumable_bytes = resumable_bytes
-        self._name = bucket.address.name(key)
-        self._where = f"{bucket.address}{key}"
-        self._sessions: dict[int, Session] = {}
-        self._names: set[str] = set()
-        self._temporary(0, 0)  # raises if there is no room for such names
-
-    def _temporary(self, level: int, number: int) -> str:
-        return self._bucket.address.part(self._key, self._token, level, number)
-
-    def _note(self, level: int, number: int) -> str:
-        name = self._temporary(level, number)
-        self._names.add(name)
-        self._leftovers.names[name] = None
-        return name
-
-    async def write_summed(self, offset: int, data: memoryview, checksum: int) -> None:
-        number = self._number(offset, data)
-        if number in self._parts:
-            return  # the same bytes as before, says the contract
-        name = self._note(0, number)
-        try:
-            made = await self._send(number, name, data, checksum)
-        except ObjectExists:
-            # The name is this part's alone, so an answer was lost and this is the object.
-            made = await self._bucket.resource(name, self._key)
-        self._parts[number] = await self._checked(name, made, checksum, len(data))
-
-    async def _send(self, number: int, name: str, data: memoryview, value: int) -> Resource:
-        if len(data) < self._resumable_bytes:
-            return await self._bucket.write(
-                name, data, create=True, key=self._key, storage_class=TEMPORARY_CLASS
-            )
-        session = self._sessions.get(number)
-        if session is None:
-            resource = {"storageClass": TEMPORARY_CLASS}
-            session = Session(self._bucket, name, self._key, resource)
-            self._sessions[number] = session
-            self._leftovers.sessions.add(session)
-        made = await session.send(data, value)
-        self._leftovers.sessions.discard(session)
-        del self._sessions[number]
-        return made
-
-    async def _checked(self, name: str, made: Resource, value: int, size: int) -> Part:
-        """Check a temporary object by the resource that the store told, and note it."""
-        try:
-            check_stored(made, value, size, self._where, self._key)
-        except StoreUnavailable:
-            with contextlib.suppress(StoreError):
-                await self._bucket.remove({name: None})  # makes room for another try
-            raise
-        part = Part(name, str(made["generation"]), size, value)
-        self._leftovers.names[name] = part.generation
-        return part
-
-    async def complete(self) -> None:
-        parts = self._all_parts()
-        level = 0
-        while len(parts) > MAX_SOURCES:
-            level += 1
-            parts = await self._composed(level, parts)
-        resource = {"contentType": BYTES, **owned_by(self._token)}
-        await self._finish(await self._compose(self._name, parts, resource))
-
-    async def _composed(self, level: int, parts: Sequence[Part]) -> list[Part]:
-        """Compose one temporary object of each run of parts that one request takes."""
-        made: dict[int, Part] = {}
-
-        async def compose(start: int) -> None:
-            group, number = parts[start : start + MAX_SOURCES], start // MAX_SOURCES
-            made[number] = await self._compose_group(level, number, group)
-
-        await for_each(range(0, len(parts), MAX_SOURCES), compose, at_once=COMPOSED_AT_ONCE)
-        return [made[number] for number in range(len(made))]
-
-    async def _compose_group(self, level: int, number: int, group: Sequence[Part]) -> Part:
-        name = self._note(level, number)
-        size, value = joined(group)
-        try:
-            made = await self._compose(name, group, {"contentType": BYTES})
-        except ObjectExists:
-            made = await self._bucket.resource(name, self._key)
-        return await self._checked(name, made, value, size)
-
-    async def landed(self) -> bool:
-        try:
-            found = await self._bucket.resource(self._name, self._key)
-        except ObjectNotFound:
-            return False
-        if owner_of(found) != self._token:
-            return False
-        await self._finish(found)
-        return True
-
-    async def _finish(self, made: Resource) -> None:
-        """Check the object, and delete the temporary ones.
-
-        Raises:
-            StoreError: If it is not what was sent; it is removed then.
-        """
-        size, value = joined(self._all_parts())
-        try:
-            check_stored(made, value, size, self._where, self._key)
-        except StoreUnavailable as error:
-            await self._bucket.remove({self._name: str(made["generation"])})
-            message = f"{self._where} was composed of other bytes than were sent"
-            raise StoreError(message, key=self._key, hint="Save again") from error
-        try:
-            await self._end()
-        except StoreError as error:
-            # The object is whole. Closing the backend tries once more, and so does a sweep.
-            logger.warning("Temporary objects of %s were left behind: %s", self._where, error)
-
-    async def _compose(
-        self, name: str, parts: Sequence[Part], resource: Mapping[str, object]
-    ) -> Resource:
-        query = {**NEW, **self._bucket.writing, "fields": FIELDS}
-        url = self._bucket.object_url(name, "/compose", **query)
-        nbytes = sum(part.size for part in parts) // 100
-        sources = [{"name": part.name, "generation": part.generation} for part in parts]
-        body = json_body({"sourceObjects": sources, "destination": resource})
-        return await self._bucket.ask(
-            "complete", "POST", url, key=self._key, nbytes=nbytes, body=body
-        )
-
-    async def _end(self) -> None:
-        await self._leftovers.end(tuple(self._names), tuple(self._sessions.values()))
-        self._names.clear()
-
-    async def abort(self) -> None:
-        with anyio.CancelScope(shield=True):
-            await self._end()
-
-
-class TemporaryObjects(Leftovers):
-    """Keep account of temporary objects and sessions, so that none of ours stays on the store.
-
-    A name is noted before the request that may make the object, and forgotten once it is known
-    to be gone: so a lost answer leaves nothing behind.
-
-    Args:
-        bucket: Sends the requests.
-    """
-
-    def __init__(self, bucket: GcsBucket) -> None:
-        self._bucket = bucket
-        self.names: dict[str, str | None] = {}
-        """Objects that may be there, with the generation once that is known."""
-        self.sessions: set[Session] = set()
-        """Sessions that may be open."""
-
-    async def end(self, names: Iterable[str], sessions: Iterable[Session] = ()) -> None:
-        """End sessions and delete temporary objects, as far as they were noted.
-
-        Raises:
-            StoreError: If the store failed; what is left stays noted.
-        """
-
-        async def cancel(session: Session) -> None:
-            await session.cancel()
-            self.sessions.discard(session)
-
-        # Sessions first, since one that goes on might make an object again.
-        open_ones = [session for session in sessions if session in self.sessions]
-        await for_each(open_ones, cancel, at_once=DELETED_AT_ONCE)
-        noted = {name: self.names[name] for name in names if name in self.names}
-        await self._bucket.remove(noted)
-        for name in noted:
-            self.names.pop(name, None)
-
-    async def close(self) -> None:
-        await self.end(tuple(self.names), tuple(self.sessions))
-
-    async def remove_stale(self, prefix: str, before: datetime) -> int:
-        found: dict[str, dict[str, str | None]] = {}
-        latest: dict[str, datetime] = {}
-        async for page in self._bucket.pages(prefix):
-            for stored in page.objects:
-                token = upload_of(stored.name)
-                if token is not None:
-                    found.setdefault(token, {})[stored.name] = stored.generation
-                    latest[token] = max(latest.get(token, stored.modified), stored.modified)
-        stale = [token for token, written in latest.items() if written < before]
-        for token in stale:
-            await self._bucket.remove(found[token])
-        return len(stale)
 
 
 class GcsBackend(BucketBackend):
@@ -477,12 +139,11 @@ class GcsBackend(BucketBackend):
         UsageError: If the URL is of another form, or an option is out of range.
     """
 
+    scheme = "gs"
+    foreign = FOREIGN
     limits = UploadLimits(max_blocks=MAX_PARTS)
     condition = "ifGenerationMatch"
     buffered_bytes = 2 << 20
-    _address: Address
-    _bucket: GcsBucket
-    _leftovers: TemporaryObjects
 
     def __init__(
         self,
@@ -500,22 +161,21 @@ class GcsBackend(BucketBackend):
         resumable_bytes: int = 8 << 20,
         require_create_only: bool = True,
     ) -> None:
-        address = Address.parse(url)
         endpoint, emulated = find_endpoint(endpoint_url, os.environ)
-        super().__init__(
-            address,
-            endpoint,
-            require_create_only=flag("require_create_only", require_create_only),
-        )
-        unknown = flag("anonymous", anonymous) or (emulated and credentials_file is None)
-        self._access = Access(
-            endpoint, unknown, credentials_file, check_proxy(proxy), ca_bundle,
-            positive("max_connections", max_connections),
-            positive("request_timeout", request_timeout),
-            {"userProject": user_project} if user_project else {},
-            {"kmsKeyName": kms_key_name} if kms_key_name else {},
-        )  # fmt: skip
-        self._resumable_bytes = positive("resumable_bytes", resumable_bytes)
+        super().__init__(url, endpoint, request_timeout, require_create_only=require_create_only)
+        self.anonymous = flag("anonymous", anonymous) or (emulated and credentials_file is None)
+        self.resumable_bytes = positive("resumable_bytes", resumable_bytes)
+        self._api, self._origin = endpoint, URL(endpoint).origin()
+        self._credentials_file, self._ca_bundle = credentials_file, ca_bundle
+        self._proxy = check_proxy(proxy)
+        self._max_connections = positive("max_connections", max_connections)
+        self._common = {"userProject": user_project} if user_project else {}
+        self.writing = {"kmsKeyName": kms_key_name} if kms_key_name else {}
+        """Parameters of every request that makes an object."""
+        # Every write of an object makes a new generation of it. The first range that is read of
+        # an object notes its generation; further ones must be of the same, so that a reader never
+        # mixes two versions. A look at the object, or a write to it, begins anew.
+        self._pins: OrderedDict[str, str] = OrderedDict()
 
     async def __aenter__(self) -> Self:
         """Find the credentials; the store is not asked anything yet.
@@ -523,16 +183,564 @@ class GcsBackend(BucketBackend):
         Raises:
             StoreError: If the options or the file of the credentials cannot be used.
         """
-        access = self._access
         async with AsyncExitStack() as stack:
-            session = await stack.enter_async_context(open_session(access))
-            tokens = await stack.enter_async_context(open_tokens(access))
-            self._bucket = GcsBucket(session, tokens, self._address, access)
-            self._leftovers = TemporaryObjects(self._bucket)
+            with _opening():
+                context = await run_in_thread(_certificates, self._ca_bundle)
+            self._session = await stack.enter_async_context(
+                aiohttp.ClientSession(
+                    connector=aiohttp.TCPConnector(limit=self._max_connections, ssl=context),
+                    # Each request has a deadline of its own, over all that it does.
+                    timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS),
+                    headers={"Accept-Encoding": "identity", "User-Agent": f"ckpipe/{__version__}"},
+                    auto_decompress=False,
+                    cookie_jar=aiohttp.DummyCookieJar(),
+                    read_bufsize=READ_BYTES,
+                    proxy=find_proxy(self._proxy, self._api),
+                )
+            )
+            self._tokens = Tokens(None)
+            if not self.anonymous:
+                # Without an option each address has the proxy that the environment names for it.
+                session = await stack.enter_async_context(
+                    aiohttp.ClientSession(proxy=self._proxy, trust_env=self._proxy is None)
+                )
+                with _opening():
+                    source = await run_in_thread(_source, self._credentials_file, session)
+                self._tokens = Tokens(source)
             self._stack = stack.pop_all()
         return self
 
-    async def _begin(self, key: str, size: int, block_bytes: int) -> Upload:
-        return CompositeUpload(
-            self._bucket, self._leftovers, key, size, block_bytes, self._resumable_bytes
+    # Names
+
+    def is_reserved(self, key: str) -> bool:
+        return super().is_reserved(key) or upload_of(key) is not None
+
+    def name(self, key: str) -> str:
+        name = super().name(key)
+        if "\n" in name or "\r" in name:
+            raise InvalidKey("The name of an object on this store holds no line ends", key=key)
+        return name
+
+    def part_name(self, key: str, token: str, level: int, number: int) -> str:
+        """Make the whole name of a temporary object.
+
+        Args:
+            key: The key of the object that it becomes a part of.
+            token: 16 hexadecimal digits that tell one upload from all others.
+            level: How often its content was composed.
+            number: Its number on that level.
+
+        Raises:
+            InvalidKey: If the store cannot hold it.
+        """
+        folder = key[: key.rfind("/") + 1]
+        last = f"{PART_PREFIX}{token}-{level}-{number}{PART_SUFFIX}"
+        # A long key is met here too, with a name of its own length instead of the part's.
+        super().name(folder + "x" * len(last))
+        return f"{self.prefix}{folder}{last}"
+
+    # Requests
+
+    def url(self, path: str, **query: str) -> URL:
+        """Make the address of a path; ``{bucket}`` in it stands for the bucket."""
+        whole = path.replace("{bucket}", quote(self.bucket, safe=""))
+        parameters = urlencode({**query, **self._common}, quote_via=quote)
+        return URL(f"{self._api}{whole}?{parameters}", encoded=True)
+
+    def object_url(self, name: str, verb: str = "", **query: str) -> URL:
+        """Make the address of an object by its whole name."""
+        return self.url(f"/storage/v1/b/{{bucket}}/o/{quote(name, safe='')}{verb}", **query)
+
+    def upload_url(self, kind: str, name: str, **query: str) -> URL:
+        """Make the address that creates an object by its whole name."""
+        path = "/upload/storage/v1/b/{bucket}/o"
+        return self.url(path, uploadType=kind, name=name, fields=FIELDS, **query, **self.writing)
+
+    @asynccontextmanager
+    async def answer(
+        self,
+        method: str,
+        url: URL,
+        *,
+        headers: Mapping[str, str] | None = None,
+        body: MemoryBody | None = None,
+        expected: tuple[int, ...] = (),
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """Send a request within an :meth:`attempt`, whose deadline it has, and lend the answer.
+
+        A token that the store refuses is renewed, and the request sent once more.
+
+        Args:
+            method: The method.
+            url: The address.
+            headers: Headers.
+            body: The body. Without one, the client tries a request once more by itself if
+                a connection that was kept open turns out to be closed.
+            expected: Statuses beyond 399 that are no errors here.
+
+        Raises:
+            Refused: If the answer says no.
+        """
+        # Addresses of upload sessions come from the store, and might lead anywhere.
+        own = url.origin() == self._origin
+        for is_last in (False, True):
+            token = await self._tokens.get() if own else None
+            carried = {"Authorization": f"Bearer {token}"} if token else {}
+            async with self._session.request(
+                method, url, headers={**(headers or {}), **carried},
+                data=body, allow_redirects=False,
+            ) as response:  # fmt: skip
+                if response.status == 401 and token and not is_last:
+                    self._tokens.forget(token)
+                    continue
+                if response.status >= 400 and response.status not in expected:
+                    raise await refusal(response)
+                yield response
+                return
+
+    async def ask(
+        self,
+        action: str,
+        method: str,
+        url: URL,
+        *,
+        key: str | None = None,
+        nbytes: int = 0,
+        body: MemoryBody | None = None,
+    ) -> Resource:
+        """Send a request within an attempt of its own, and return the JSON of the answer.
+
+        Args:
+            action: The verb for the message of an error.
+            method: The method.
+            url: The address.
+            key: The key concerned.
+            nbytes: The size of the body, or of one that would keep the store as busy.
+            body: The body.
+
+        Raises:
+            StoreError: If it failed.
+        """
+        with self.attempt(action, key, nbytes):
+            async with self.answer(method, url, body=body) as response:
+                return await answered(response)
+
+    async def owner(self, key: str) -> str | None:
+        try:
+            return owner_of(await self.resource(self.name(key), key))
+        except ObjectNotFound:
+            return None
+
+    async def write(
+        self,
+        name: str,
+        data: bytes | memoryview,
+        *,
+        create: bool,
+        owner: str | None = None,
+        key: str | None = None,
+        storage_class: str | None = None,
+    ) -> Resource:
+        """Do :meth:`BucketBackend.write`.
+
+        Args:
+            name: As there.
+            data: Flat bytes.
+            create: As there.
+            owner: As there.
+            key: As there.
+            storage_class: The class of the object; None for the bucket's own.
+
+        Returns:
+            The object's resource.
+        """
+        if key is not None:
+            self._pins.pop(key, None)
+        classed = {} if storage_class is None else {"storageClass": storage_class}
+        value = await checksum_of(data)
+        told = {
+            "name": name, "contentType": BYTES, **owned_by(owner), **classed,
+            "crc32c": checksum_text(value),
+        }  # fmt: skip
+        url = self.upload_url("multipart", name, **(NEW if create else {}))
+        with related(told, data) as body, self.creating():
+            made = await self.ask("write", "POST", url, key=key, nbytes=len(data), body=body)
+        check_stored(made, value, len(data), f"{self.root}{key or ''}", key)
+        return made
+
+    @contextmanager
+    def creating(self) -> Iterator[None]:
+        """Translate a 404 that answers the creation of an object: it can only mean the bucket."""
+        try:
+            yield
+        except ObjectNotFound as error:
+            message = f"{error.message}: there is no bucket for {self.root}"
+            raise StoreError(message, hint=BUCKET) from error
+
+    async def resource(self, name: str, key: str) -> Resource:
+        """Ask for the resource of an object by its whole name.
+
+        Raises:
+            ObjectNotFound: If there is none.
+            StoreError: If the store failed.
+        """
+        return await self.ask("look at", "GET", self.object_url(name, fields=FIELDS), key=key)
+
+    async def stat(self, key: str) -> ObjectInfo:
+        found = await self.resource(self.name(key), key)
+        self._pins.pop(key, None)
+        with self.attempt("look at", key):
+            return ObjectInfo(key, int(found["size"]), modified(found))
+
+    @asynccontextmanager
+    async def opened(
+        self, key: str, span: str | None = None
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        pin = self._pins.get(key) if span else None
+        condition = {"ifGenerationMatch": pin} if pin else {}
+        url = self.object_url(self.name(key), alt="media", **condition)
+        try:
+            async with self.answer("GET", url, headers={"Range": span} if span else {}) as response:
+                if span:
+                    self._pin(key, response.headers.get("x-goog-generation"))
+                yield response
+        except Refused as error:
+            if pin and error.status in (404, 412):
+                raise self._overwritten(key) from error
+            raise
+
+    def told_checksum(self, response: aiohttp.ClientResponse) -> int | None:
+        for header in response.headers.getall("x-goog-hash", ()):
+            for entry in header.split(","):
+                name, _, value = entry.strip().partition("=")
+                if name == "crc32c":
+                    return read_checksum(value)
+        return None
+
+    def _pin(self, key: str, generation: str | None) -> None:
+        if generation is None:
+            return
+        # Reads of one object run at the same time, so the first may have been answered meanwhile.
+        if self._pins.setdefault(key, generation) != generation:
+            raise self._overwritten(key)
+        self._pins.move_to_end(key)
+        if len(self._pins) > PINNED:
+            self._pins.popitem(last=False)
+
+    def _overwritten(self, key: str) -> StoreError:
+        self._pins.pop(key, None)
+        message = f"{self.root}{key} was overwritten or deleted while it was read"
+        return StoreError(message, key=key, hint="Let nobody else write below this root")
+
+    async def delete(self, keys: Iterable[str]) -> None:
+        names: dict[str, str | None] = {}
+        for key in keys:
+            names[self.name(key)] = None
+            self._pins.pop(key, None)
+        await self.remove(names)
+
+    async def remove(self, names: Mapping[str, str | None]) -> None:
+        """Delete objects by their whole names, several at a time.
+
+        Args:
+            names: Each with the generation to delete; None for any.
+
+        Raises:
+            StoreError: If the store failed; some of the objects may be gone.
+        """
+
+        async def remove(named: tuple[str, str | None]) -> None:
+            name, generation = named
+            url = self.object_url(name, **({"generation": generation} if generation else {}))
+            with self.attempt("delete", name.removeprefix(self.prefix)):
+                async with self.answer("DELETE", url, expected=(404,)) as response:
+                    await response.read()
+
+        await for_each(tuple(names.items()), remove)
+
+    async def pages(self, prefix: str, delimiter: str = "") -> AsyncIterator[Page]:
+        query = {"prefix": prefix, "fields": f"items({FIELDS}),prefixes,nextPageToken"}
+        if delimiter:
+            query["delimiter"] = delimiter
+        while True:
+            answer = await self.ask("list", "GET", self.url("/storage/v1/b/{bucket}/o", **query))
+            with self.attempt("list"):
+                objects = [
+                    Stored(
+                        each["name"],
+                        int(each["size"]),
+                        modified(each),
+                        str(each.get("generation", "")),
+                    )
+                    for each in answer.get("items", ())
+                ]
+            yield objects, list(answer.get("prefixes", ()))
+            if not answer.get("nextPageToken"):
+                return
+            query["pageToken"] = str(answer["nextPageToken"])
+
+    # Uploads
+
+    async def begin(self, key: str, size: int, block_bytes: int) -> Upload:
+        return CompositeUpload(self, key, size, block_bytes)
+
+    async def remove_stale_uploads(self, prefix: str, *, before: datetime) -> int:
+        found: dict[str, dict[str, str | None]] = {}
+        latest: dict[str, datetime] = {}
+        async for objects, _ in self.pages(self.below(prefix)):
+            for stored in objects:
+                token = upload_of(stored.name)
+                if token is not None:
+                    found.setdefault(token, {})[stored.name] = stored.generation
+                    latest[token] = max(latest.get(token, stored.modified), stored.modified)
+        stale = [token for token, written in latest.items() if written < before]
+        for token in stale:
+            await self.remove(found[token])
+        return len(stale)
+
+
+@contextmanager
+def _opening() -> Iterator[None]:
+    """Translate the errors of opening, before any request."""
+    try:
+        yield
+    except (OSError, ValueError, LookupError) as error:
+        message = f"The options of the store cannot be used: {type(error).__name__}"
+        hint = "Look at the options 'ca_bundle' and 'credentials_file'"
+        raise StoreError(message, hint=hint) from error
+
+
+def _certificates(ca_bundle: str | None) -> ssl.SSLContext:
+    return ssl.create_default_context(cafile=ca_bundle)
+
+
+def _source(file: str | None, session: Any) -> Token:
+    return Token(service_file=file, session=session, scopes=SCOPES)
+
+
+class Session:
+    """Send one temporary object through a resumable session of its own, which outlives connections.
+
+    A session is begun by one request and takes the bytes in others. The store keeps what it has
+    received when a connection breaks, in whole pieces of 256 KiB. So after anything but a clear
+    answer the store is asked how much it has, and the rest is sent from there; perhaps it has
+    everything and only the answer was lost, and then the object is there. Source of the protocol:
+    "Resumable uploads" and "Perform resumable uploads" in the Cloud Storage documentation. A
+    session that is left alone shows nothing on the store, and ends by itself after a week.
+
+    Args:
+        store: Sends the requests.
+        name: The whole name of the object, which is this session's alone.
+        key: The key that it is for, for errors.
+    """
+
+    def __init__(self, store: GcsBackend, name: str, key: str) -> None:
+        self._store, self._name, self._key = store, name, key
+        self._url: URL | None = None
+
+    async def send(self, data: memoryview, checksum: int) -> Resource:
+        """Send the object, or the rest that the store does not have yet.
+
+        Args:
+            data: All of the object's bytes, the same in each call.
+            checksum: Their CRC-32C, which the store verifies.
+
+        Returns:
+            The object's resource.
+
+        Raises:
+            ObjectExists: If there is an object of the name.
+            StoreError: If the store failed. Calling again goes on from what it has.
+        """
+        size, at = len(data), 0
+        if self._url is None:
+            self._url = await self._begin(size, checksum)
+        else:
+            had = await self._put(self._url, None, f"bytes */{size}", 0)
+            if not isinstance(had, int):
+                return had
+            at = had
+        while True:
+            with MemoryBody(data[at:]) as body:
+                span = f"bytes {at}-{size - 1}/{size}"
+                had = await self._put(self._url, body, span, size - at)
+            if not isinstance(had, int):
+                return had
+            if had <= at:
+                where = f"{self._store.root}{self._key}"
+                message = f"Could not write {where}: the store takes no more bytes of an upload"
+                raise StoreUnavailable(message, key=self._key)
+            at = had
+
+    async def _begin(self, size: int, checksum: int) -> URL:
+        url = self._store.upload_url("resumable", self._name, **NEW)
+        headers = {"X-Upload-Content-Type": BYTES, "X-Upload-Content-Length": str(size)}
+        told = {
+            "name": self._name, "contentType": BYTES, "storageClass": TEMPORARY_CLASS,
+            "crc32c": checksum_text(checksum),
+        }  # fmt: skip
+        with self._store.creating(), self._store.attempt("begin an upload of", self._key):
+            async with self._store.answer(
+                "POST", url, headers=headers, body=json_body(told)
+            ) as begun:
+                await begun.read()
+                return URL(begun.headers["Location"], encoded=True)
+
+    async def _put(
+        self, url: URL, body: MemoryBody | None, span: str, nbytes: int
+    ) -> int | Resource:
+        """Send bytes, or ask how many the store has; it answers with the resource if it has all."""
+        headers = {"Content-Range": span}
+        try:
+            with self._store.attempt("write", self._key, nbytes):
+                async with self._store.answer("PUT", url, headers=headers, body=body) as had:
+                    if had.status == INCOMPLETE:
+                        await had.read()
+                        return received(had.headers.get("Range"))
+                    return await answered(had)
+        except StoreError as error:
+            if self._store.answer_to(error).status not in GONE:
+                raise
+            self._url = None  # the next call begins anew
+            message = f"{error.message}: the upload was ended by somebody else"
+            raise StoreUnavailable(message, key=self._key) from error
+
+    async def cancel(self) -> None:
+        """End the session, if one is open.
+
+        Raises:
+            StoreError: If the store failed.
+        """
+        if self._url is None:
+            return
+        with self._store.attempt("end an upload of", self._key):
+            async with self._store.answer("DELETE", self._url, expected=GONE) as ended:
+                await ended.read()
+        self._url = None
+
+
+class CompositeUpload(BlockUpload[Part]):
+    """Send an object in parts, and compose it of them."""
+
+    _store: GcsBackend
+
+    def __init__(self, store: GcsBackend, key: str, size: int, block_bytes: int) -> None:
+        super().__init__(store, key, size, block_bytes)
+        self._where = f"{store.root}{key}"
+        self._sessions: dict[int, Session] = {}
+        # A name is noted before the request that may make the object, and forgotten once it is
+        # known to be gone: so a lost answer leaves nothing behind. The generation comes later.
+        self._temporary: dict[str, str | None] = {}
+        self._part_name(0, 0)  # raises if there is no room for such names
+
+    def _part_name(self, level: int, number: int) -> str:
+        return self._store.part_name(self.key, self._token, level, number)
+
+    async def write_summed(self, offset: int, data: memoryview, checksum: int) -> None:
+        number = self._number(offset, data)
+        if number in self._parts:
+            return  # the same bytes as before, says the contract
+        name = self._part_name(0, number)
+        self._temporary[name] = None
+        try:
+            made = await self._send(number, name, data, checksum)
+        except ObjectExists:
+            # The name is this part's alone, so an answer was lost and this is the object.
+            made = await self._store.resource(name, self.key)
+        self._parts[number] = await self._checked(name, made, checksum, len(data))
+
+    async def _send(self, number: int, name: str, data: memoryview, value: int) -> Resource:
+        if len(data) < self._store.resumable_bytes:
+            return await self._store.write(
+                name, data, create=True, key=self.key, storage_class=TEMPORARY_CLASS
+            )
+        session = self._sessions.setdefault(number, Session(self._store, name, self.key))
+        made = await session.send(data, value)
+        del self._sessions[number]
+        return made
+
+    async def _checked(self, name: str, made: Resource, value: int, size: int) -> Part:
+        """Check a temporary object by the resource that the store told, and note it."""
+        try:
+            check_stored(made, value, size, self._where, self.key)
+        except StoreUnavailable:
+            with contextlib.suppress(StoreError):
+                await self._store.remove({name: None})  # makes room for another try
+            raise
+        part = Part(name, str(made["generation"]), size, value)
+        self._temporary[name] = part.generation
+        return part
+
+    async def complete(self) -> None:
+        parts = self._all_parts()
+        level = 0
+        while len(parts) > MAX_SOURCES:
+            level += 1
+            parts = await self._composed(level, parts)
+        resource = {"contentType": BYTES, **owned_by(self._token)}
+        await self._finish(await self._compose(self._name, parts, resource))
+
+    async def _composed(self, level: int, parts: Sequence[Part]) -> list[Part]:
+        """Compose one temporary object of each run of parts that one request takes."""
+        made: dict[int, Part] = {}
+
+        async def compose(start: int) -> None:
+            group, number = parts[start : start + MAX_SOURCES], start // MAX_SOURCES
+            name = self._part_name(level, number)
+            self._temporary[name] = None
+            size, value = joined(group)
+            try:
+                found = await self._compose(name, group, {"contentType": BYTES})
+            except ObjectExists:
+                found = await self._store.resource(name, self.key)
+            made[number] = await self._checked(name, found, value, size)
+
+        await for_each(range(0, len(parts), MAX_SOURCES), compose, at_once=COMPOSED_AT_ONCE)
+        return [made[number] for number in range(len(made))]
+
+    async def _compose(self, name: str, parts: Sequence[Part], resource: Resource) -> Resource:
+        query = {**NEW, **self._store.writing, "fields": FIELDS}
+        url = self._store.object_url(name, "/compose", **query)
+        nbytes = sum(part.size for part in parts) // 100
+        sources = [{"name": part.name, "generation": part.generation} for part in parts]
+        body = json_body({"sourceObjects": sources, "destination": resource})
+        return await self._store.ask(
+            "complete", "POST", url, key=self.key, nbytes=nbytes, body=body
         )
+
+    async def landed(self) -> bool:
+        try:
+            found = await self._store.resource(self._name, self.key)
+        except ObjectNotFound:
+            return False
+        if owner_of(found) != self._token:
+            return False
+        await self._finish(found)
+        return True
+
+    async def _finish(self, made: Resource) -> None:
+        """Check the object, and delete the temporary ones.
+
+        Raises:
+            StoreError: If it is not what was sent; it is removed then.
+        """
+        size, value = joined(self._all_parts())
+        try:
+            check_stored(made, value, size, self._where, self.key)
+        except StoreUnavailable as error:
+            await self._store.remove({self._name: str(made["generation"])})
+            message = f"{self._where} was composed of other bytes than were sent"
+            raise StoreError(message, key=self.key, hint="Save again") from error
+        try:
+            await self.end()
+        except StoreError as error:
+            # The object is whole. Closing the backend tries once more, and so does a sweep.
+            logger.warning("Temporary objects of %s were left behind: %s", self._where, error)
+
+    async def end(self) -> None:
+        # Sessions first, since one that goes on might make an object again.
+        await for_each(tuple(self._sessions.values()), Session.cancel)
+        self._sessions.clear()
+        await self._store.remove(self._temporary)
+        self._temporary.clear()
+        self._store.unfinished.discard(self)

@@ -1,8 +1,8 @@
-"""A prefix of a bucket as a store: its address, its requests, its probe and its uploads.
+"""A prefix of a bucket as a store: its names, its requests, its probe and its uploads.
 
 A bucket is a flat space of names, of at most 1024 bytes of UTF-8 each, in which a root is a prefix.
-A backend subclasses :class:`Bucket` and :class:`BlockUpload` with the requests of its own store,
-and :class:`BucketBackend` with its options.
+A backend subclasses :class:`BucketBackend` and :class:`BlockUpload` with the requests of its own
+store.
 """
 
 from __future__ import annotations
@@ -11,12 +11,11 @@ import abc
 import logging
 import re
 import secrets
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, contextmanager
-from dataclasses import dataclass
 from datetime import datetime
 from types import TracebackType
-from typing import ClassVar, Generic, NamedTuple, Self, TypeVar
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import aiohttp
 import anyio
@@ -35,7 +34,7 @@ from ckpipe.errors import (
     UsageError,
 )
 from ckpipe_http.failures import Refused, Table, broken, refused
-from ckpipe_http.requests import checksum_of, fill
+from ckpipe_http.requests import checksum_of, fill, flag, positive
 
 logger = logging.getLogger("ckpipe")
 
@@ -53,56 +52,99 @@ PROBE_TEXT = b"ckpipe tries to create this object twice, to see whether the stor
 SLOWEST_BYTES_PER_SECOND = 1 << 20
 """A body may take as long as it would at this speed, beyond the time of a bare request."""
 
+ENDED_AT_ONCE = 16
+"""The number of objects that are deleted, or of uploads that are ended, at a time."""
+
 _CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]+")
 
+_honours: dict[tuple[str, str | None, str], bool] = {}
+"""Whether stores honour the condition of a create-only put, by scheme, endpoint and bucket."""
 
-@dataclass(frozen=True, slots=True)
-class BucketAddress:
-    """A root in a bucket.
+Item = TypeVar("Item")
+Part = TypeVar("Part")
+
+
+class Stored(NamedTuple):
+    """An object as the store lists it, by its whole name."""
+
+    name: str
+    size: int
+    modified: datetime
+    generation: str = ""
+
+
+Page = tuple[list[Stored], list[str]]
+"""A page of a list: objects, and of a delimited list the prefixes below."""
+
+
+class BucketBackend(Backend, abc.ABC):
+    """Serve the objects of a bucket whose names begin with a prefix.
+
+    Each request has a deadline, and its errors are translated.
+
+    Before its first write to a bucket a process probes by one object below the root whether the
+    store honours the condition of a create-only put. A process that only reads writes nothing.
+
+    ``__aenter__`` is the subclass's: it enters what has to be closed into :attr:`_stack`.
 
     Args:
-        bucket: The bucket's name.
-        prefix: The text before every key: empty, or whole parts with a ``/`` at the end.
+        url: ``scheme://bucket/prefix``, without percent-decoding.
+        endpoint: The address of the store's API; None for the one that the scheme means.
+        timeout: Seconds for a request without a body.
+        require_create_only: Whether to refuse a store that ignores that condition.
+
+    Raises:
+        UsageError: If the URL is of another form, or an option is out of range.
     """
 
-    bucket: str
-    prefix: str
-    scheme: ClassVar[str] = "bucket"
+    prefers_worker = True
+    scheme: ClassVar[str]
     """The scheme of the URL."""
+    foreign: ClassVar[Table]
+    """The table of the store's and its client's errors, by code, status and type."""
+    condition: ClassVar[str]
+    """The store's name for the condition of a create-only put."""
+    buffered_bytes: ClassVar[int]
+    """Large objects of at most this size are kept in memory and sent whole."""
 
-    def __str__(self) -> str:
-        return f"{self.scheme}://{self.bucket}/{self.prefix}"
+    def __init__(
+        self, url: str, endpoint: str | None, timeout: float, *, require_create_only: bool
+    ) -> None:
+        self.bucket, self.prefix = _parse(url, self.scheme)
+        self.root = f"{self.scheme}://{self.bucket}/{self.prefix}"
+        self.endpoint, self.timeout = endpoint, positive("request_timeout", timeout)
+        self.unfinished: set[BlockUpload[Any]] = set()
+        """Uploads that may have something on the store beside their objects."""
+        self._require_create_only = flag("require_create_only", require_create_only)
+        # A create-only put to a store that ignores its condition looks first, which is not atomic.
+        self._create_only = True
+        self._stack = AsyncExitStack()
+        self._probed = False
 
-    @classmethod
-    def parse(cls, url: str) -> Self:
-        """Read the bucket and prefix of ``scheme://bucket/prefix``, without percent-decoding.
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.root}>"
 
-        Raises:
-            UsageError: If the URL is of another form.
-        """
-        form = f"Write {cls.scheme}://bucket/prefix"
-        scheme, separator, rest = url.partition("://")
-        bucket, _, prefix = rest.partition("/")
-        if scheme.lower() != cls.scheme or not separator or not _BUCKET.fullmatch(bucket):
-            # The URL is not repeated, since it may hold credentials.
-            short = len(bucket) == 1 and bucket.isalnum()
-            message = "The URL does not name a bucket"
-            message += ": names of one character are none" if short else ""
-            raise UsageError(message, hint=f"{form}, without credentials or port")
-        prefix = prefix.strip("/")
-        if "\\" in prefix or _CONTROL.search(prefix):
-            # Some stores take a backslash for a slash, and would list what was written elsewhere.
-            message = f"The prefix {prefix!r} has a backslash or a control character"
-            raise UsageError(message, hint=form)
-        if prefix:
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """End unfinished uploads, of which each request has its deadline; close the connections."""
+
+        async def end(upload: BlockUpload[Any]) -> None:
             try:
-                check_key(prefix)
-            except InvalidKey as error:
-                message = f"The prefix {prefix!r} has an empty part, '.' or '..'"
-                raise UsageError(message, hint=form) from error
-        return cls(bucket, f"{prefix}/" if prefix else "")
+                await upload.end()
+            except StoreError as error:
+                logger.warning("Unfinished uploads may be left behind: %s", error)
+
+        with anyio.CancelScope(shield=True):
+            await for_each(tuple(self.unfinished), end)
+            await self._stack.aclose()
+
+    # Names
 
     def is_reserved(self, key: str) -> bool:
         """Tell whether a key is that of an object of the backend's own, which no method shows."""
@@ -151,40 +193,7 @@ class BucketAddress:
             return None
         return None if self.is_reserved(key) else key
 
-
-class Stored(NamedTuple):
-    """An object as the store lists it, by its whole name."""
-
-    name: str
-    size: int
-    modified: datetime
-    generation: str = ""
-
-
-class Page(NamedTuple):
-    """A page of a list: objects, and of a delimited list the prefixes below."""
-
-    objects: list[Stored]
-    prefixes: list[str]
-
-
-class Bucket(abc.ABC):
-    """Send the requests for one bucket, each under a deadline and with its errors translated.
-
-    Args:
-        address: Bucket and prefix.
-        timeout: Seconds for a request without a body.
-    """
-
-    foreign: ClassVar[Table]
-    """The table of the store's and its client's errors, by code, status and type."""
-
-    create_only = True
-    """False if the store ignores the condition of a create-only put. Such a put looks first then,
-    which is not atomic."""
-
-    def __init__(self, address: BucketAddress, timeout: float) -> None:
-        self.address, self.timeout = address, timeout
+    # Requests
 
     @contextmanager
     def attempt(
@@ -203,7 +212,7 @@ class Bucket(abc.ABC):
         Raises:
             StoreError: If it failed.
         """
-        what = f"Could not {action} {self.address}{key or ''}"
+        what = f"Could not {action} {self.root}{key or ''}"
         try:
             with anyio.fail_after(self.timeout + nbytes / SLOWEST_BYTES_PER_SECOND) as scope:
                 yield scope
@@ -220,9 +229,9 @@ class Bucket(abc.ABC):
                 raise
             raise made from error
 
-    @abc.abstractmethod
     def refusal(self, error: BaseException | None) -> Refused | None:
         """Read the answer that an error of the client was made of; None if there was none."""
+        return error if isinstance(error, Refused) else None
 
     def answer_to(self, error: StoreError) -> Refused:
         """Find the answer that an error was translated from; one of status 0 without any."""
@@ -244,34 +253,13 @@ class Bucket(abc.ABC):
             name: The name.
             data: The object.
             create: Whether to send the store's condition that there is none yet.
-            owner: The upload that makes it, for its metadata.
+            owner: The upload that makes it, for its metadata :data:`OWNER`.
             key: The key concerned, for errors.
 
         Raises:
             ObjectExists: If the store refuses for the condition.
             StoreError: If the store failed.
         """
-
-    async def put(self, key: str, data: bytes, mode: PutMode, owner: str | None = None) -> None:
-        """Do :meth:`ckpipe.Backend.put`, and note in the metadata :data:`OWNER` who has made it."""
-        name = self.address.name(key)
-        if mode is PutMode.CREATE and not self.create_only:
-            await self.check_free(key)
-        create = mode is PutMode.CREATE and self.create_only
-        await self.write(name, data, create=create, owner=owner, key=key)
-
-    async def check_free(self, key: str) -> None:
-        """Look whether a key is free.
-
-        Raises:
-            ObjectExists: If it is not.
-            StoreError: If the store failed.
-        """
-        try:
-            await self.stat(key)
-        except ObjectNotFound:
-            return
-        raise ObjectExists(f"There is an object at {self.address}{key} already", key=key)
 
     @abc.abstractmethod
     async def owner(self, key: str) -> str | None:
@@ -297,10 +285,6 @@ class Bucket(abc.ABC):
         return None
 
     @abc.abstractmethod
-    async def stat(self, key: str) -> ObjectInfo:
-        """Do :meth:`ckpipe.Backend.stat`."""
-
-    @abc.abstractmethod
     def pages(self, prefix: str, delimiter: str = "") -> AsyncIterator[Page]:
         """Ask for the pages of a list, each within an attempt of its own.
 
@@ -310,96 +294,10 @@ class Bucket(abc.ABC):
         """
 
     @abc.abstractmethod
-    async def delete(self, keys: Iterable[str]) -> None:
-        """Do :meth:`ckpipe.Backend.delete`."""
-
-
-class Leftovers(abc.ABC):
-    """Keep account of unfinished uploads, so that none of ours stays on the store."""
-
-    @abc.abstractmethod
-    async def close(self) -> None:
-        """End the uploads that were neither completed nor aborted.
-
-        Raises:
-            StoreError: If the store failed.
-        """
-
-    @abc.abstractmethod
-    async def remove_stale(self, prefix: str, before: datetime) -> int:
-        """End the uploads below a prefix that have written nothing since a time.
-
-        Args:
-            prefix: The beginning of the whole names.
-            before: By the store's own clock.
-
-        Returns:
-            How many uploads they were.
-
-        Raises:
-            StoreError: If the store failed.
-        """
-
-
-_honours: dict[tuple[str, str | None, str], bool] = {}
-"""Whether stores honour the condition of a create-only put, by scheme, endpoint and bucket."""
-
-
-class BucketBackend(Backend, abc.ABC):
-    """Serve the objects of a bucket whose names begin with a prefix.
-
-    Before its first write to a bucket a process probes by one object below the root whether the
-    store honours the condition of a create-only put. A process that only reads writes nothing.
-
-    ``__aenter__`` is the subclass's: it makes :attr:`_bucket` and :attr:`_leftovers`, and enters
-    what has to be closed into :attr:`_stack`.
-
-    Args:
-        address: Bucket and prefix.
-        endpoint: The address of the store's API; None for the one that the scheme means.
-        require_create_only: Whether to refuse a store that ignores that condition.
-    """
-
-    prefers_worker = True
-    condition: ClassVar[str]
-    """The store's name for the condition of a create-only put."""
-    buffered_bytes: ClassVar[int]
-    """Large objects of at most this size are kept in memory and sent whole."""
-
-    _bucket: Bucket
-    _leftovers: Leftovers
-
-    def __init__(
-        self, address: BucketAddress, endpoint: str | None, *, require_create_only: bool
-    ) -> None:
-        self._address, self._endpoint = address, endpoint
-        self._require_create_only = require_create_only
-        self._stack = AsyncExitStack()
-        self._probed = False
-
-    def __repr__(self) -> str:
-        return f"<{type(self).__name__} {self._address}>"
-
-    @abc.abstractmethod
-    async def _begin(self, key: str, size: int, block_bytes: int) -> Upload:
+    async def begin(self, key: str, size: int, block_bytes: int) -> Upload:
         """Begin an upload in blocks that the store takes."""
 
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        """End unfinished uploads in the time of one request, and close the connections."""
-        with anyio.CancelScope(shield=True):
-            with anyio.move_on_after(self._bucket.timeout) as scope:
-                try:
-                    await self._leftovers.close()
-                except StoreError as error:
-                    logger.warning("Unfinished uploads may be left behind: %s", error)
-            if scope.cancelled_caught:
-                logger.warning("Unfinished uploads may be left behind below %s", self._address)
-            await self._stack.aclose()
+    # Writes
 
     async def _probe(self) -> None:
         """Refuse a store that is not fit to be written to, before the first write.
@@ -415,17 +313,16 @@ class BucketBackend(Backend, abc.ABC):
         """
         if self._probed:
             return
-        store = (self._address.scheme, self._endpoint, self._address.bucket)
+        store = (self.scheme, self.endpoint, self.bucket)
         try:
             if store not in _honours:
                 _honours[store] = await self._honours_create_only()
-            fit = _honours[store]
+            self._create_only = _honours[store]
         except PermissionDenied:
-            fit = True  # the write itself is refused in its own name
-        self._bucket.create_only = fit
-        if not fit and self._require_create_only:
+            self._create_only = True  # the write itself is refused in its own name
+        if not self._create_only and self._require_create_only:
             raise StoreError(
-                f"The store of {self._address} ignores {self.condition}, so that two writers can "
+                f"The store of {self.root} ignores {self.condition}, so that two writers can "
                 "overwrite each other's checkpoints unnoticed",
                 hint="Use another store, or accept the risk with the option "
                 "require_create_only=False and give every run a root of its own",
@@ -433,31 +330,63 @@ class BucketBackend(Backend, abc.ABC):
         self._probed = True
 
     async def _honours_create_only(self) -> bool:
-        name = self._address.prefix + PROBE_KEY
+        name = self.prefix + PROBE_KEY
         honoured = False
         for _ in range(2):
             try:
-                await self._bucket.write(name, PROBE_TEXT, create=True)
+                await self.write(name, PROBE_TEXT, create=True)
             except ObjectExists:
                 honoured = True
                 break
-        pages = self._bucket.pages(name)
-        if name not in {stored.name async for page in pages for stored in page.objects}:
-            message = f"{self._address} does not list an object that was just written"
+        if name not in {each.name async for page, _ in self.pages(name) for each in page}:
+            message = f"{self.root} does not list an object that was just written"
             raise StoreError(message, hint="Use a store whose lists are consistent")
         return honoured
 
     async def put(self, key: str, data: bytes, mode: PutMode) -> None:
-        self._address.name(key)
+        name = self.name(key)
         await self._probe()
-        await self._bucket.put(key, data, mode)
+        if mode is PutMode.CREATE:
+            await self.create(key, data)
+        else:
+            await self.write(name, data, create=False, key=key)
 
     async def put_volatile(self, key: str, data: bytes) -> None:
         # No probe: a lease of a load has a random name, and leaves nothing.
-        await self._bucket.put(key, data, PutMode.CREATE)
+        await self.create(key, data)
+
+    async def create(self, key: str, data: bytes, owner: str | None = None) -> None:
+        """Create a small object.
+
+        Args:
+            key: Its key.
+            data: The object.
+            owner: The upload that makes it.
+
+        Raises:
+            ObjectExists: If the key is taken.
+            StoreError: If the store failed.
+        """
+        name = self.name(key)
+        if not self._create_only:
+            await self.check_free(key)
+        await self.write(name, data, create=self._create_only, owner=owner, key=key)
+
+    async def check_free(self, key: str) -> None:
+        """Look whether a key is free.
+
+        Raises:
+            ObjectExists: If it is not.
+            StoreError: If the store failed.
+        """
+        try:
+            await self.stat(key)
+        except ObjectNotFound:
+            return
+        raise ObjectExists(f"There is an object at {self.root}{key} already", key=key)
 
     async def open_upload(self, key: str, *, size: int, block_bytes: int) -> Upload:
-        self._address.name(key)
+        self.name(key)
         least, most = self.limits.min_block_bytes, self.limits.max_blocks or size
         if size > block_bytes and (block_bytes < least or size > most * block_bytes):
             message = f"The store cannot take {size} bytes in {most} blocks of {block_bytes} bytes"
@@ -466,17 +395,16 @@ class BucketBackend(Backend, abc.ABC):
             raise UsageError(message, key=key, hint=hint)
         await self._probe()
         if size <= min(block_bytes, self.buffered_bytes):
-            return BufferedUpload(self._bucket, key, size)
-        return await self._begin(key, size, block_bytes)
+            return BufferedUpload(self, key, size)
+        return await self.begin(key, size, block_bytes)
 
-    async def remove_stale_uploads(self, prefix: str, *, before: datetime) -> int:
-        return await self._leftovers.remove_stale(self._address.below(prefix), before)
+    # Reads
 
     async def get(self, key: str, *, max_bytes: int) -> bytes:
         data = bytearray()
-        with self._bucket.attempt("read", key) as scope:
-            async with self._bucket.opened(key) as response:
-                told, size = self._bucket.told_checksum(response), response.content_length or 0
+        with self.attempt("read", key) as scope:
+            async with self.opened(key) as response:
+                told, size = self.told_checksum(response), response.content_length or 0
                 scope.deadline += min(size or max_bytes, max_bytes) / SLOWEST_BYTES_PER_SECOND
                 if size <= max_bytes:
                     async for piece in response.content.iter_any():
@@ -490,7 +418,7 @@ class BucketBackend(Backend, abc.ABC):
         if len(data) != size:
             raise self._cut_short(key, len(data), size)
         if told is not None and crc32c(memoryview(data)) != told:
-            message = f"Could not read {self._address}{key}: "
+            message = f"Could not read {self.root}{key}: "
             message += "what came has another checksum than the object"
             raise StoreUnavailable(message, key=key)
         return bytes(data)
@@ -498,15 +426,15 @@ class BucketBackend(Backend, abc.ABC):
     async def read_into(self, key: str, offset: int, buffer: memoryview) -> None:
         wanted = len(buffer)
         try:
-            with self._bucket.attempt("read", key, wanted):
+            with self.attempt("read", key, wanted):
                 span = f"bytes={offset}-{offset + wanted - 1}"
-                async with self._bucket.opened(key, span) as response:
+                async with self.opened(key, span) as response:
                     self._check_range(response.headers.get("Content-Range"), key, offset, wanted)
                     came = await fill(response, buffer)
             if came != wanted:
                 raise self._cut_short(key, came, wanted)
         except StoreError as error:
-            if self._bucket.answer_to(error).status != 416:
+            if self.answer_to(error).status != 416:
                 raise
             size = (await self.stat(key)).size
             raise _truncated(key, offset, wanted, size) from error
@@ -520,7 +448,7 @@ class BucketBackend(Backend, abc.ABC):
         """
         found = _CONTENT_RANGE.fullmatch(header or "")
         if found is None or int(found[1]) != offset:
-            message = f"Could not read {self._address}{key}: the store does not answer with ranges"
+            message = f"Could not read {self.root}{key}: the store does not answer with ranges"
             raise StoreError(message, key=key)
         size, came = int(found[3]), int(found[2]) + 1 - offset
         if offset + wanted > size:
@@ -529,35 +457,58 @@ class BucketBackend(Backend, abc.ABC):
             raise self._cut_short(key, came, wanted)
 
     def _cut_short(self, key: str, came: int, wanted: int) -> StoreError:
-        message = f"Could not read {self._address}{key}: {came} bytes came, and not {wanted}"
+        message = f"Could not read {self.root}{key}: {came} bytes came, and not {wanted}"
         return StoreUnavailable(message, key=key)
 
     async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
-        async for page in self._bucket.pages(self._address.below(prefix)):
+        async for page, _ in self.pages(self.below(prefix)):
             for info in self._objects(page):
                 yield info
 
     async def children(self, prefix: str = "") -> Children:
         objects: list[ObjectInfo] = []
         prefixes: set[str] = set()
-        async for page in self._bucket.pages(self._address.below(prefix), "/"):
+        async for page, names in self.pages(self.below(prefix), "/"):
             objects += self._objects(page)
-            keys = [self._address.key(name.removesuffix("/")) for name in page.prefixes]
+            keys = [self.key(name.removesuffix("/")) for name in names]
             prefixes |= {f"{key}/" for key in keys if key is not None}
         return Children(tuple(objects), tuple(sorted(prefixes)))
 
-    def _objects(self, page: Page) -> Iterator[ObjectInfo]:
+    def _objects(self, page: Iterable[Stored]) -> Iterator[ObjectInfo]:
         """Read the objects on a page, without names that are no keys of this root."""
-        for stored in page.objects:
-            key = self._address.key(stored.name)
+        for stored in page:
+            key = self.key(stored.name)
             if key is not None:
                 yield ObjectInfo(key, stored.size, stored.modified)
 
-    async def stat(self, key: str) -> ObjectInfo:
-        return await self._bucket.stat(key)
 
-    async def delete(self, keys: Iterable[str]) -> None:
-        await self._bucket.delete(keys)
+def _parse(url: str, scheme: str) -> tuple[str, str]:
+    """Read the bucket and the prefix, which is empty or whole parts with a ``/`` at the end.
+
+    Raises:
+        UsageError: If the URL is of another form.
+    """
+    form = f"Write {scheme}://bucket/prefix"
+    found, separator, rest = url.partition("://")
+    bucket, _, prefix = rest.partition("/")
+    if found.lower() != scheme or not separator or not _BUCKET.fullmatch(bucket):
+        # The URL is not repeated, since it may hold credentials.
+        short = len(bucket) == 1 and bucket.isalnum()
+        message = "The URL does not name a bucket"
+        message += ": names of one character are none" if short else ""
+        raise UsageError(message, hint=f"{form}, without credentials or port")
+    prefix = prefix.strip("/")
+    if "\\" in prefix or _CONTROL.search(prefix):
+        # Some stores take a backslash for a slash, and would list what was written elsewhere.
+        message = f"The prefix {prefix!r} has a backslash or a control character"
+        raise UsageError(message, hint=form)
+    if not prefix:
+        return bucket, ""
+    try:
+        return bucket, f"{check_key(prefix)}/"
+    except InvalidKey as error:
+        message = f"The prefix {prefix!r} has an empty part, '.' or '..'"
+        raise UsageError(message, hint=form) from error
 
 
 def _truncated(key: str, offset: int, wanted: int, size: int) -> TruncatedObject:
@@ -565,32 +516,72 @@ def _truncated(key: str, offset: int, wanted: int, size: int) -> TruncatedObject
     return TruncatedObject(message, key=key)
 
 
-Part = TypeVar("Part")
+async def for_each(
+    items: Iterable[Item], work: Callable[[Item], Awaitable[None]], *, at_once: int = ENDED_AT_ONCE
+) -> None:
+    """Do some work for each item, for a number of them at a time.
+
+    Raises:
+        StoreError: What the first one to fail raised; the others are cancelled.
+    """
+    waiting = iter(items)
+
+    async def lane() -> None:
+        for item in waiting:
+            await work(item)
+
+    failure = None
+    try:
+        async with anyio.create_task_group() as tasks:
+            for _ in range(at_once):
+                tasks.start_soon(lane)
+    except ExceptionGroup as group:
+        failure = group.exceptions[0]
+    if failure is not None:
+        raise failure
 
 
 class BlockUpload(Upload, abc.ABC, Generic[Part]):
     """Send an object in blocks, each with its checksum, and make the object of them at the end.
 
+    It is among the unfinished uploads of its store until nothing of it can be there beside the
+    object, so that none of ours stays on the store.
+
     Args:
-        key: Its key.
+        store: Sends the requests.
+        key: The object's key.
         size: Its size in bytes.
         block_bytes: The size of all blocks but the last.
     """
 
     takes_checksums = True
 
-    def __init__(self, key: str, size: int, block_bytes: int) -> None:
-        self._key, self._size, self._block_bytes = key, size, block_bytes
+    def __init__(self, store: BucketBackend, key: str, size: int, block_bytes: int) -> None:
+        self._store, self.key, self._name = store, key, store.name(key)
+        self._size, self._block_bytes = size, block_bytes
         self._count = -(-size // block_bytes)
         self._token = secrets.token_hex(8)  # names this upload in the metadata of its object
         self._parts: dict[int, Part] = {}
+        store.unfinished.add(self)
 
     def __repr__(self) -> str:
         done = f"{len(self._parts)} of {self._count} parts"
-        return f"<{type(self).__name__} {self._key} {self._size} bytes [{done}]>"
+        return f"<{type(self).__name__} {self.key} {self._size} bytes [{done}]>"
 
     async def write(self, offset: int, data: memoryview) -> None:
         await self.write_summed(offset, data, await checksum_of(data))
+
+    async def abort(self) -> None:
+        with anyio.CancelScope(shield=True):
+            await self.end()
+
+    @abc.abstractmethod
+    async def end(self) -> None:
+        """Remove what is on the store beside the object.
+
+        Raises:
+            StoreError: If the store failed; what is left is still known then.
+        """
 
     def _number(self, offset: int, data: memoryview) -> int:
         """Find the number of a block.
@@ -601,7 +592,7 @@ class BlockUpload(Upload, abc.ABC, Generic[Part]):
         number, beside = divmod(offset, self._block_bytes)
         if beside or len(data) != min(self._block_bytes, self._size - offset):
             message = f"{len(data)} bytes at {offset} are no block of {self._size} bytes"
-            raise UsageError(message, key=self._key)
+            raise UsageError(message, key=self.key)
         return number
 
     def _all_parts(self) -> list[Part]:
@@ -612,7 +603,7 @@ class BlockUpload(Upload, abc.ABC, Generic[Part]):
         """
         if len(self._parts) != self._count:
             message = f"The upload has {len(self._parts)} of its {self._count} parts"
-            raise UsageError(message, key=self._key)
+            raise UsageError(message, key=self.key)
         return [self._parts[number] for number in range(self._count)]
 
 
@@ -620,13 +611,13 @@ class BufferedUpload(Upload):
     """Keep an object in memory, and send it by one request when it is complete.
 
     Args:
-        bucket: Writes and looks at objects.
-        key: Its key.
+        store: Sends the request.
+        key: The object's key.
         size: Its size in bytes.
     """
 
-    def __init__(self, bucket: Bucket, key: str, size: int) -> None:
-        self._bucket, self._key, self._data = bucket, key, bytearray(size)
+    def __init__(self, store: BucketBackend, key: str, size: int) -> None:
+        self._store, self._key, self._data = store, key, bytearray(size)
         self._token = secrets.token_hex(8)
 
     def __repr__(self) -> str:
@@ -639,10 +630,10 @@ class BufferedUpload(Upload):
         memoryview(self._data)[offset : offset + len(data)] = data
 
     async def complete(self) -> None:
-        await self._bucket.put(self._key, bytes(self._data), PutMode.CREATE, self._token)
+        await self._store.create(self._key, bytes(self._data), self._token)
 
     async def landed(self) -> bool:
-        return await self._bucket.owner(self._key) == self._token
+        return await self._store.owner(self._key) == self._token
 
     async def abort(self) -> None:
         self._data.clear()

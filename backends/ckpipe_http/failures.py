@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import aiohttp
 
-from ckpipe.errors import ObjectNotFound, StoreError, StoreUnavailable, Throttled
+from ckpipe.errors import ObjectExists, ObjectNotFound, StoreError, StoreUnavailable, Throttled
 
 MAX_RETRY_AFTER_SECONDS = 60.0
 """The longest wait that is granted to a store that asks for one, in seconds."""
@@ -77,19 +77,20 @@ _TIMEOUT = Foreign(
 )
 _NONSENSE = Foreign(StoreUnavailable, None, "the answer makes no sense")
 
-CLIENT_ERRORS: Table = {
+SHARED: Table = {
     ssl.SSLCertVerificationError: TLS,
     aiohttp.ClientSSLError: TLS,
-    aiohttp.ServerTimeoutError: _TIMEOUT,
-    TimeoutError: _TIMEOUT,
-    aiohttp.ClientError: Foreign(StoreUnavailable),
-    OSError: Foreign(StoreUnavailable),
+    **dict.fromkeys((aiohttp.ServerTimeoutError, TimeoutError), _TIMEOUT),
+    **dict.fromkeys((aiohttp.ClientError, OSError), Foreign(StoreUnavailable)),
     # Half an answer, met by its parser.
-    ValueError: _NONSENSE,
-    LookupError: _NONSENSE,
-    TypeError: _NONSENSE,
+    **dict.fromkeys((ValueError, LookupError, TypeError), _NONSENSE),
+    404: Foreign(ObjectNotFound),
+    408: Foreign(StoreUnavailable),
+    412: Foreign(ObjectExists),
+    429: Foreign(Throttled),
 }
-"""The errors of the HTTP client and of those who read its answers, for the tables of stores."""
+"""What the tables of stores share: errors of the HTTP client and of those who read its answers, and
+statuses that mean the same to all."""
 
 
 def refused(answer: Refused, what: str, key: str | None, table: Table) -> StoreError:

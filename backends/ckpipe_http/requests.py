@@ -1,4 +1,4 @@
-"""Options and checksums of requests to stores behind HTTP, and the bodies of their answers.
+"""Options, checksums and bodies of requests to stores behind HTTP, and bodies of their answers.
 
 aiohttp copies a body three times: from the socket, out of the parser, and to the caller. A body
 that is neither encoded nor chunked, and whose length is known, needs no parsing. So until its end
@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import asyncio
 import base64
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 from urllib.parse import urlsplit
 
+from aiohttp.abc import AbstractStreamWriter
+from aiohttp.payload import Payload
 from awscrt.checksums import crc32c
 
 from ckpipe.backend import run_in_thread
@@ -22,6 +24,9 @@ from ckpipe.errors import UsageError
 
 CONNECT_SECONDS = 10.0
 """The most seconds that a connection may take to be made."""
+
+PIECE_BYTES = 1 << 20
+"""The bytes of a body that are handed to the socket at a time; after each the loop may wait."""
 
 _ON_LOOP_BYTES = 1 << 18
 
@@ -125,6 +130,68 @@ def read_checksum(text: str) -> int:
     return int.from_bytes(data, "big")
 
 
+# Bodies
+
+
+class MemoryBody(Payload):
+    """Send pieces of memory one after the other, without copying them.
+
+    The socket gets slices of the caller's memory. The body may be sent with another
+    request, from its beginning. It is a context manager, after which it sends nothing more, so
+    that a request that was cancelled while it still sends never touches memory that has another
+    use by then.
+
+    Args:
+        pieces: Flat bytes.
+        content_type: Their type.
+    """
+
+    _autoclose = True
+
+    def __init__(
+        self, *pieces: bytes | memoryview, content_type: str = "application/octet-stream"
+    ) -> None:
+        super().__init__(None, content_type=content_type)
+        self._pieces = [memoryview(piece) for piece in pieces]
+        self._size = sum(map(len, pieces))
+        self._begun = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        self._pieces = []
+
+    @property
+    def consumed(self) -> bool:
+        """Forbid the client to send it again by itself, as it would after a reset; the store is
+        asked first how much has arrived."""
+        return self._begun
+
+    def decode(self, encoding: str = "utf-8", errors: str = "strict") -> str:
+        raise TypeError("a body is bytes, not text")
+
+    def read(self) -> bytes:
+        """Make the client of S3 take it for a file; the HTTP client below sends it as it is."""
+        raise TypeError("a body is sent, not read")
+
+    def seek(self, offset: int) -> None:
+        """Have the client of S3 send it again, which begins anew anyway."""
+
+    async def write(self, writer: AbstractStreamWriter) -> None:
+        await self.write_with_length(writer, None)
+
+    async def write_with_length(
+        self, writer: AbstractStreamWriter, content_length: int | None
+    ) -> None:
+        self._begun = True
+        for piece in tuple(self._pieces):
+            for at in range(0, len(piece), PIECE_BYTES):
+                if not self._pieces:
+                    return
+                await writer.write(piece[at : at + PIECE_BYTES])
+
+
 async def fill(response: Any, buffer: memoryview) -> int:
     """Fill memory with the body of an answer; the memory is not touched afterwards.
 
@@ -217,6 +284,3 @@ class _Inflow(asyncio.BufferedProtocol):
         self._rest = memoryview(b"")
         if self._transport.get_protocol() is self:
             self._transport.set_protocol(self._owner)
-
-
-__all__ = ["fill"]

@@ -3,362 +3,144 @@
 Large objects are multipart uploads: each block is a part, sent straight from the caller's memory.
 The store shows nothing of an object until its upload is completed. The client is made once and
 has no retries of its own.
+
+The codes of errors are those of "Error responses" in the Amazon S3 API reference. Compatible stores
+use the same codes, and where they do not, the status says enough.
 """
 
 from __future__ import annotations
 
 import asyncio
 import functools
-import io
 import ssl
-from collections import Counter
-from collections.abc import AsyncIterator, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Iterable, Mapping
+from contextlib import asynccontextmanager
 from datetime import UTC, datetime
 from typing import Any, Literal, Self
 
-import anyio
+import aiohttp
+import botocore.exceptions as client_errors
 from aiobotocore.config import AioConfig
 from aiobotocore.session import AioSession
-from botocore.exceptions import BotoCoreError
 from botocore.loaders import create_loader
 
-from ckpipe.backend import Upload, UploadLimits, run_in_thread
-from ckpipe.errors import ObjectNotFound, PermissionDenied, StoreError, StoreUnavailable
-from ckpipe_http.buckets import BlockUpload, BucketBackend, Leftovers
-from ckpipe_http.failures import broken
+from ckpipe.backend import ObjectInfo, Upload, UploadLimits, run_in_thread
+from ckpipe.errors import (
+    InvalidKey,
+    ObjectExists,
+    ObjectNotFound,
+    PermissionDenied,
+    StoreError,
+    StoreFull,
+    StoreUnavailable,
+    Throttled,
+)
+from ckpipe_http.buckets import OWNER, BlockUpload, BucketBackend, Page, Stored
+from ckpipe_http.failures import (
+    BUCKET,
+    NETWORK,
+    SHARED,
+    TLS,
+    UNREACHED,
+    Foreign,
+    Refused,
+    Table,
+    broken,
+    retry_after,
+)
 from ckpipe_http.requests import (
     CONNECT_SECONDS,
+    MemoryBody,
     check_endpoint,
     check_proxy,
+    checksum_of,
     checksum_text,
-    flag,
     positive,
 )
-from ckpipe_s3.bucket import (
-    FOREIGN,
-    Access,
-    Address,
-    AddressingStyle,
-    Parameters,
-    S3Bucket,
-    owned_by,
-)
 
-PIECE_BYTES = 1 << 20
-"""The bytes of a body that are handed to the socket at a time. Each piece costs a switch to a
-worker thread, so it is larger than the HTTP client asks for."""
-
-
-class MultipartUpload(BlockUpload[Mapping[str, Any]]):
-    """An object that is sent in parts; :meth:`begin` comes first.
-
-    Args:
-        bucket: Sends the requests.
-        open_uploads: The uploads that are open on the store.
-        key: Its key.
-        size: Its size in bytes.
-        block_bytes: The size of all parts but the last.
-    """
-
-    def __init__(
-        self, bucket: S3Bucket, open_uploads: OpenUploads, key: str, size: int, block_bytes: int
-    ) -> None:
-        super().__init__(key, size, block_bytes)
-        self._bucket, self._open_uploads = bucket, open_uploads
-        self._name = bucket.address.name(key)
-
-    async def begin(self) -> None:
-        """Begin the upload on the store.
-
-        Raises:
-            StoreError: If the store failed.
-        """
-        self._id = await self._open_uploads.begin(self._key, owned_by(self._token))
-
-    async def write_summed(self, offset: int, data: memoryview, checksum: int) -> None:
-        number = self._number(offset, data)
-        told = checksum_text(checksum)
-        body = MemoryBody(data)
-        try:
-            answer = await self._bucket.ask(
-                "write a part of", "upload_part", key=self._key, nbytes=len(data),
-                Key=self._name, UploadId=self._id, PartNumber=number + 1, Body=body,
-                ContentLength=len(data), ChecksumCRC32C=told,
-            )  # fmt: skip
-        finally:
-            body.end()
-        part = {"PartNumber": number + 1, "ETag": answer["ETag"]}
-        if "ChecksumCRC32C" in answer:  # so the store has checked it, and checks it once more
-            part["ChecksumCRC32C"] = told
-        self._parts[number] = part
-
-    async def complete(self) -> None:
-        parts = self._all_parts()
-        await self._bucket.check_free(self._key)
-        # Some stores ignore If-None-Match here, so the check above is what there is. It is
-        # enough where names are unique, as those of data files are.
-        await self._bucket.ask(
-            "complete", "complete_multipart_upload", key=self._key, nbytes=self._size // 100,
-            Key=self._name, UploadId=self._id, MultipartUpload={"Parts": parts},
-        )  # fmt: skip
-        self._open_uploads.forget(self._id)
-        await self._open_uploads.settle(self._key)
-
-    async def landed(self) -> bool:
-        if await self._bucket.owner(self._key) != self._token:
-            return False
-        self._open_uploads.forget(self._id)  # closing settles what else may be open for the key
-        return True
-
-    async def abort(self) -> None:
-        with anyio.CancelScope(shield=True):
-            await self._open_uploads.abort(self._key, self._id)
-            await self._open_uploads.settle(self._key)
-
-
-class OpenUploads(Leftovers):
-    """Begin and end multipart uploads, so that none of ours stays open on the store.
-
-    If the answer to a request that begins an upload is lost, the upload may be open under an id
-    that is unknown here. Its key is noted then, and *settled* later: every upload that is open
-    for the key and is not known here is aborted. The key of a data file belongs to one save of
-    one rank, so no other process has an upload for it.
-
-    Args:
-        bucket: Sends the requests.
-        writing: Parameters of every request that begins an upload.
-    """
-
-    def __init__(self, bucket: S3Bucket, writing: Parameters) -> None:
-        self._bucket, self._writing = bucket, writing
-        self._open: dict[str, str] = {}
-        self._doubtful: Counter[str] = Counter()
-
-    async def begin(self, key: str, more: Parameters) -> str:
-        """Begin an upload.
-
-        Args:
-            key: The key of its object.
-            more: Further parameters of the request.
-
-        Returns:
-            The store's id of it.
-
-        Raises:
-            StoreError: If the store failed.
-        """
-        self._doubtful[key] += 1  # stays so if the answer is lost, or the caller is cancelled
-        try:
-            answer = await self._bucket.ask(
-                "begin an upload of", "create_multipart_upload", key=key,
-                Key=self._bucket.address.name(key), ChecksumAlgorithm="CRC32C", **more,
-                **self._writing,
-            )  # fmt: skip
-        except StoreError as error:
-            if not isinstance(error, StoreUnavailable):
-                self._doubtful[key] -= 1
-            raise
-        self._doubtful[key] -= 1
-        upload_id = str(answer["UploadId"])
-        self._open[upload_id] = key
-        return upload_id
-
-    def forget(self, upload_id: str) -> None:
-        """Note that an upload is complete."""
-        self._open.pop(upload_id, None)
-
-    async def abort(self, key: str, upload_id: str) -> None:
-        """Abort an upload, if it is still open.
-
-        Raises:
-            StoreError: If the store failed.
-        """
-        name = self._bucket.address.name(key)
-        try:
-            await self._bucket.ask(
-                "abort an upload of", "abort_multipart_upload", key=key,
-                Key=name, UploadId=upload_id,
-            )  # fmt: skip
-        except ObjectNotFound:
-            pass
-        except StoreError as error:
-            gone = self._bucket.answer_to(error).code == "NoSuchUpload"
-            if not gone and upload_id in await self._listed(key):
-                raise
-        self._open.pop(upload_id, None)
-
-    async def settle(self, key: str) -> None:
-        """Abort uploads of a key whose beginning was not answered.
-
-        Raises:
-            StoreError: If the store failed.
-        """
-        if self._doubtful[key] <= 0:
-            return
-        for upload_id in await self._listed(key):
-            if upload_id not in self._open:
-                await self.abort(key, upload_id)
-        del self._doubtful[key]
-
-    async def _listed(self, key: str) -> list[str]:
-        found = await self._found(self._bucket.address.name(key))
-        return [upload_id for upload_id, (of, _) in found.items() if of == key]
-
-    async def _found(self, prefix: str) -> dict[str, tuple[str, datetime]]:
-        found = {}
-        async for page in self._bucket.answers("list_multipart_uploads", Prefix=prefix):
-            for entry in page.get("Uploads", ()):
-                # Not every store looks at the prefix.
-                if entry["Key"].startswith(prefix):
-                    key = self._bucket.address.key(entry["Key"])
-                    if key is not None:
-                        found[entry["UploadId"]] = (key, entry["Initiated"].astimezone(UTC))
-        return found
-
-    async def remove_stale(self, prefix: str, before: datetime) -> int:
-        found = await self._found(prefix)
-        stale = [(key, id) for id, (key, begun) in found.items() if begun < before]
-        for key, upload_id in stale:
-            await self.abort(key, upload_id)
-        return len(stale)
-
-    async def close(self) -> None:
-        for upload_id, key in list(self._open.items()):
-            await self.abort(key, upload_id)
-        for key in list(self._doubtful):
-            await self.settle(key)
-
-
-class MemoryBody(io.RawIOBase):
-    """Read a memoryview as a file, without copying it.
-
-    The client insists on a file for a body that is not ``bytes``. Reads return slices of the
-    caller's memory. Once closed, the body reads as ended, so that a request that was
-    cancelled while it still sends never touches memory that has another use by then.
-
-    Args:
-        data: Flat bytes.
-    """
-
-    def __init__(self, data: memoryview) -> None:
-        super().__init__()
-        self._data, self._at, self._ended = data, 0, False
-
-    def __len__(self) -> int:
-        return len(self._data)
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._at
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: len(self._data)}[whence]
-        self._at = min(max(base + offset, 0), len(self._data))
-        return self._at
-
-    def read(self, size: int | None = -1) -> memoryview:
-        """Return a slice of the memory, which may be longer than ``size``; empty at the end."""
-        if self._ended:
-            return memoryview(b"")
-        piece = self._data[self._at : self._at + PIECE_BYTES]
-        self._at += len(piece)
-        return piece
-
-    def end(self) -> None:
-        """Forget the memory."""
-        self._ended, self._data = True, memoryview(b"")
-
-
-PAGED = ("list_objects_v2", "list_multipart_uploads")
-"""The operations whose answers come in pages."""
-
-
-@asynccontextmanager
-async def open_client(access: Access) -> AsyncIterator[Any]:
-    """Make a client, and close it at the end.
-
-    Raises:
-        StoreError: If no client can be made of these options.
-    """
-    try:
-        client = await run_in_thread(make_client, access)
-    except (BotoCoreError, OSError, ValueError) as error:
-        found = broken(error, "Could not open the store", None, FOREIGN)
-        if isinstance(found, PermissionDenied):
-            raise found from error
-        hint = "Look at the options of the backend and at the AWS configuration files"
-        raise StoreError(f"No S3 client can be made: {type(error).__name__}", hint=hint) from error
-    try:
-        yield client
-    finally:
-        with anyio.CancelScope(shield=True):
-            await client.__aexit__(None, None, None)
-
-
-def make_client(access: Access) -> Any:
-    """Make a client; block while it reads the service's model and looks for credentials.
-
-    All of that is files, for which the client's library has no other way than to read them on
-    an event loop. So it gets a short-lived loop in a worker thread. The client is bound to a
-    loop by its first request only, which comes later.
-    """
-    if access.ca_bundle is not None:
-        ssl.create_default_context(cafile=access.ca_bundle)  # raises if it is none
-    session = AioSession(profile=access.profile)
-    session.register_component("data_loader", _models())
-    region = access.region or session.get_config_variable("region")
-    context = session.create_client(
-        "s3",
-        endpoint_url=access.endpoint_url,
-        # A compatible server seldom cares, but requests cannot be signed without a region.
-        region_name=region or ("us-east-1" if access.endpoint_url else None),
-        verify=access.ca_bundle,
-        config=_config(access),
-    )
-    return asyncio.run(_entered(context))
-
-
-@functools.cache
-def _models() -> Any:
-    """Make the loader of service models, once, since they are the same for every client."""
-    return create_loader()
-
-
-async def _entered(context: Any) -> Any:
-    client = await context.__aenter__()
-    for operation in PAGED:
-        client.get_paginator(operation)  # reads one more file, at the first call
-    return client
-
-
-def _config(access: Access) -> AioConfig:
-    style = access.addressing_style or ("path" if access.endpoint_url else "auto")
-    return AioConfig(
-        signature_version="s3v4",
-        # Bodies are not hashed for the signature, since each has a CRC-32C in its header.
-        s3={"addressing_style": style, "payload_signing_enabled": False},
-        request_checksum_calculation="when_required",
-        response_checksum_validation="when_required",
-        retries={"total_max_attempts": 1, "mode": "standard"},
-        connect_timeout=min(CONNECT_SECONDS, access.request_timeout),
-        read_timeout=access.request_timeout,
-        max_pool_connections=access.max_connections,
-        proxies={"http": access.proxy, "https": access.proxy} if access.proxy else None,
-        tcp_keepalive=True,
-    )
-
+DELETE_BATCH = 1000
+"""The most objects that one request deletes; a limit of S3 itself."""
 
 MIN_PART_BYTES = 5 << 20
 """The smallest part that is not the last; a limit of S3 itself."""
 
 MAX_PARTS = 10_000
 """The most parts of an upload; a limit of S3 itself."""
+
+_RIGHTS = "Give these credentials the rights that docs/tutorials/s3.md lists"
+_KEYS = "Look at the credentials that this process finds: environment, profile, or instance role"
+_REGION = "Set the option 'region' to the bucket's own, or 'endpoint_url' for another store"
+_LIFECYCLE = "Look for a lifecycle rule or a clean-up that removes uploads"
+_RENEW = "Renew the credentials; static ones cannot be refreshed"
+
+_NO_CREDENTIALS = (
+    client_errors.NoCredentialsError,
+    client_errors.PartialCredentialsError,
+    client_errors.CredentialRetrievalError,
+    client_errors.NoAuthTokenError,
+    client_errors.TokenRetrievalError,
+    client_errors.UnauthorizedSSOTokenError,
+    client_errors.SSOTokenLoadError,
+)
+_BROKEN = (
+    client_errors.HTTPClientError,
+    client_errors.ConnectionError,
+    client_errors.FlexibleChecksumError,
+)
+_PASSING = (
+    "ConditionalRequestConflict",
+    "OperationAborted",
+    "InternalError",
+    "RequestTimeout",
+    "IncompleteBody",
+)
+_THROTTLING = (
+    "SlowDown",
+    "Throttling",
+    "ThrottlingException",
+    "RequestLimitExceeded",
+    "TooManyRequests",
+)
+_BAD_KEYS = ("InvalidAccessKeyId", "SignatureDoesNotMatch", "InvalidToken", 401)
+_ELSEWHERE = (
+    "PermanentRedirect",
+    "AuthorizationHeaderMalformed",
+    "IllegalLocationConstraintException",
+    301,
+    307,
+)
+
+FOREIGN: Table = {
+    **SHARED,
+    **dict.fromkeys(_NO_CREDENTIALS, Foreign(PermissionDenied, _KEYS, "no credentials ({name})")),
+    client_errors.SSLError: TLS,
+    client_errors.ProxyConnectionError: Foreign(
+        StoreUnavailable, None, "the proxy cannot be reached"
+    ),
+    client_errors.EndpointConnectionError: Foreign(
+        StoreUnavailable, UNREACHED, "the connection failed or broke off"
+    ),
+    **dict.fromkeys(_BROKEN, Foreign(StoreUnavailable)),
+    client_errors.BotoCoreError: Foreign(StoreError, None, "{name}"),
+    "NoSuchKey": Foreign(ObjectNotFound),
+    "NoSuchBucket": Foreign(StoreError, BUCKET),
+    "NoSuchUpload": Foreign(StoreError, _LIFECYCLE),
+    "PreconditionFailed": Foreign(ObjectExists),
+    **dict.fromkeys(_PASSING, Foreign(StoreUnavailable)),
+    **dict.fromkeys(_THROTTLING, Foreign(Throttled)),
+    **dict.fromkeys(("AccessDenied", "AllAccessDisabled", 403), Foreign(PermissionDenied, _RIGHTS)),
+    **dict.fromkeys(_BAD_KEYS, Foreign(PermissionDenied, _KEYS)),
+    "ExpiredToken": Foreign(PermissionDenied, _RENEW),
+    "RequestTimeTooSkewed": Foreign(PermissionDenied, "Set this machine's clock"),
+    # Bits that were flipped on the way arrive whole when they are sent again.
+    "BadDigest": Foreign(StoreUnavailable, NETWORK),
+    "XAmzContentChecksumMismatch": Foreign(StoreUnavailable, NETWORK),
+    "InvalidPart": Foreign(StoreError, "Save again"),
+    "QuotaExceeded": Foreign(StoreFull, "Free space within the bucket's quota"),
+    **dict.fromkeys(("XMinioStorageFull", 507), Foreign(StoreFull, "Free space on the store")),
+    "KeyTooLongError": Foreign(InvalidKey, "Use a shorter prefix"),
+    **dict.fromkeys(_ELSEWHERE, Foreign(StoreError, _REGION)),
+}
 
 
 class S3Backend(BucketBackend):
@@ -400,11 +182,11 @@ class S3Backend(BucketBackend):
         UsageError: If the URL is of another form, or an option is out of range.
     """
 
+    scheme = "s3"
+    foreign = FOREIGN
     limits = UploadLimits(min_block_bytes=MIN_PART_BYTES, max_blocks=MAX_PARTS)
     condition = "If-None-Match"
     buffered_bytes = MIN_PART_BYTES
-    _bucket: S3Bucket
-    _leftovers: OpenUploads
 
     def __init__(
         self,
@@ -413,7 +195,7 @@ class S3Backend(BucketBackend):
         endpoint_url: str | None = None,
         region: str | None = None,
         profile: str | None = None,
-        addressing_style: AddressingStyle | None = None,
+        addressing_style: Literal["auto", "path", "virtual"] | None = None,
         sse: str | None = None,
         sse_kms_key_id: str | None = None,
         storage_class: str | None = None,
@@ -425,17 +207,17 @@ class S3Backend(BucketBackend):
         require_create_only: bool = True,
     ) -> None:
         super().__init__(
-            Address.parse(url),
+            url,
             None if endpoint_url is None else check_endpoint(endpoint_url),
-            require_create_only=flag("require_create_only", require_create_only),
+            request_timeout,
+            require_create_only=require_create_only,
         )
-        self._access = Access(
-            endpoint_url, region, profile, addressing_style, check_proxy(proxy), ca_bundle,
-            positive("max_connections", max_connections),
-            positive("request_timeout", request_timeout),
-            _given(RequestPayer=request_payer),
-            _given(ServerSideEncryption=sse, SSEKMSKeyId=sse_kms_key_id),
-        )  # fmt: skip
+        self._region, self._profile, self._ca_bundle = region, profile, ca_bundle
+        self._style = addressing_style or ("path" if endpoint_url else "auto")
+        self._proxy = check_proxy(proxy)
+        self._max_connections = positive("max_connections", max_connections)
+        self._common = _given(Bucket=self.bucket, RequestPayer=request_payer)
+        self._writing = _given(ServerSideEncryption=sse, SSEKMSKeyId=sse_kms_key_id)
         self._storage_class = _given(StorageClass=storage_class)
 
     async def __aenter__(self) -> Self:
@@ -444,20 +226,339 @@ class S3Backend(BucketBackend):
         Raises:
             StoreError: If no client can be made of the options.
         """
-        async with AsyncExitStack() as stack:
-            client = await stack.enter_async_context(open_client(self._access))
-            self._bucket = S3Bucket(client, self._address, self._access)
-            self._leftovers = OpenUploads(
-                self._bucket, {**self._access.writing, **self._storage_class}
-            )
-            self._stack = stack.pop_all()
+        try:
+            self.client = await run_in_thread(self.make_client)
+        except (client_errors.BotoCoreError, OSError, ValueError) as error:
+            found = broken(error, "Could not open the store", None, FOREIGN)
+            if isinstance(found, PermissionDenied):
+                raise found from error
+            name = type(error).__name__
+            hint = "Look at the options of the backend and at the AWS configuration files"
+            raise StoreError(f"No S3 client can be made: {name}", hint=hint) from error
+        self._stack.push_async_exit(self.client)
         return self
 
-    async def _begin(self, key: str, size: int, block_bytes: int) -> Upload:
-        upload = MultipartUpload(self._bucket, self._leftovers, key, size, block_bytes)
-        await upload.begin()
+    def make_client(self) -> Any:
+        """Make a client; block while it reads the service's model and looks for credentials.
+
+        All of that is files, for which the client's library has no other way than to read them on
+        an event loop. So it gets a short-lived loop in a worker thread. The client is bound to a
+        loop by its first request only, which comes later.
+        """
+        if self._ca_bundle is not None:
+            ssl.create_default_context(cafile=self._ca_bundle)  # raises if it is none
+        session = AioSession(profile=self._profile)
+        session.register_component("data_loader", _models())
+        region = self._region or session.get_config_variable("region")
+        context = session.create_client(
+            "s3",
+            endpoint_url=self.endpoint,
+            # A compatible server seldom cares, but requests cannot be signed without a region.
+            region_name=region or ("us-east-1" if self.endpoint else None),
+            verify=self._ca_bundle,
+            config=AioConfig(
+                signature_version="s3v4",
+                # Bodies are not hashed for the signature, since each has a CRC-32C in its header.
+                s3={"addressing_style": self._style, "payload_signing_enabled": False},
+                request_checksum_calculation="when_required",
+                response_checksum_validation="when_required",
+                retries={"total_max_attempts": 1, "mode": "standard"},
+                connect_timeout=min(CONNECT_SECONDS, self.timeout),
+                read_timeout=self.timeout,
+                max_pool_connections=self._max_connections,
+                proxies={"http": self._proxy, "https": self._proxy} if self._proxy else None,
+                tcp_keepalive=True,
+            ),
+        )
+        return asyncio.run(_entered(context))
+
+    # Requests. The client's own timeouts do not suffice: it waits for ever on a server that goes
+    # silent before it has asked for a body, or in the middle of one.
+
+    def refusal(self, error: BaseException | None) -> Refused | None:
+        if not isinstance(error, client_errors.ClientError):
+            return None
+        said, answer = error.response.get("Error", {}), error.response.get("ResponseMetadata", {})
+        headers = answer.get("HTTPHeaders", {})
+        return Refused(
+            int(answer.get("HTTPStatusCode") or 0),
+            str(said.get("Code") or "no code"),
+            str(said.get("Message", "")),
+            answer.get("RequestId") or headers.get("x-amz-request-id"),
+            retry_after(headers.get("retry-after")),
+        )
+
+    async def _send(self, operation: str, /, **parameters: Any) -> Any:
+        """Send a request within an :meth:`attempt`, whose deadline and errors it has."""
+        return await getattr(self.client, operation)(**self._common, **parameters)
+
+    async def ask(
+        self,
+        action: str,
+        operation: str,
+        /,
+        *,
+        key: str | None = None,
+        nbytes: int = 0,
+        **parameters: Any,
+    ) -> Any:
+        """Send a request within an attempt of its own.
+
+        Args:
+            action: The verb for the message of an error, such as ``"read"``.
+            operation: The client's method.
+            key: The key concerned.
+            nbytes: The size of the request's body.
+            parameters: The method's parameters.
+
+        Raises:
+            StoreError: If it failed.
+        """
+        with self.attempt(action, key, nbytes):
+            return await self._send(operation, **parameters)
+
+    async def _answers(self, operation: str, /, **parameters: Any) -> AsyncIterator[Any]:
+        """Ask for the pages of a list, each within an attempt of its own.
+
+        Raises:
+            StoreError: If the store failed.
+        """
+        paginator = self.client.get_paginator(operation).paginate(**self._common, **parameters)
+        following = aiter(paginator)
+        while True:
+            with self.attempt("list"):
+                page = await anext(following, None)
+            if page is None:
+                return
+            yield page
+
+    async def pages(self, prefix: str, delimiter: str = "") -> AsyncIterator[Page]:
+        cut = {"Delimiter": delimiter} if delimiter else {}
+        async for answer in self._answers("list_objects_v2", Prefix=prefix, **cut):
+            objects = [
+                Stored(entry["Key"], entry["Size"], _whole_seconds(entry["LastModified"]))
+                for entry in answer.get("Contents", ())
+            ]
+            yield objects, [entry["Prefix"] for entry in answer.get("CommonPrefixes", ())]
+
+    async def write(
+        self,
+        name: str,
+        data: bytes,
+        *,
+        create: bool,
+        owner: str | None = None,
+        key: str | None = None,
+    ) -> None:
+        condition = {"IfNoneMatch": "*"} if create else {}
+        checksum = checksum_text(await checksum_of(data))
+        await self.ask(
+            "write", "put_object", key=key, nbytes=len(data), Key=name, Body=data,
+            ChecksumCRC32C=checksum, **condition, **_owned_by(owner), **self._writing,
+        )  # fmt: skip
+
+    @asynccontextmanager
+    async def opened(
+        self, key: str, span: str | None = None
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        ranged = {"Range": span} if span else {}
+        answer = await self._send("get_object", Key=self.name(key), **ranged)
+        stream: aiohttp.ClientResponse = answer["Body"].raw_stream
+        try:
+            yield stream
+        finally:
+            stream.close()
+
+    async def owner(self, key: str) -> str | None:
+        try:
+            head = await self._head(key)
+        except ObjectNotFound:
+            return None
+        found: str | None = head["Metadata"].get(OWNER)
+        return found
+
+    async def stat(self, key: str) -> ObjectInfo:
+        head = await self._head(key)
+        return ObjectInfo(key, int(head["ContentLength"]), _whole_seconds(head["LastModified"]))
+
+    async def _head(self, key: str) -> Any:
+        return await self.ask("look at", "head_object", key=key, Key=self.name(key))
+
+    async def delete(self, keys: Iterable[str]) -> None:
+        names = [self.name(key) for key in keys]
+        for start in range(0, len(names), DELETE_BATCH):
+            await self._delete(names[start : start + DELETE_BATCH])
+
+    async def _delete(self, names: list[str]) -> None:
+        try:
+            answer = await self.ask(
+                "delete objects of", "delete_objects",
+                Delete={"Objects": [{"Key": name} for name in names], "Quiet": True},
+            )  # fmt: skip
+        except StoreError as error:
+            if type(error) is not StoreError:
+                raise
+            # Some stores know no batches, or want them otherwise.
+            for name in names:
+                await self.ask("delete", "delete_object", key=self.key(name), Key=name)
+            return
+        for entry in answer.get("Errors", ()):
+            key, code = self.key(entry.get("Key", "")), entry.get("Code", "")
+            found = FOREIGN.get(code, Foreign(StoreError))
+            raise found.kind(f"Could not delete {self.root}{key}: {code}", key=key, hint=found.hint)
+
+    # Uploads
+
+    async def begin(self, key: str, size: int, block_bytes: int) -> Upload:
+        upload = MultipartUpload(self, key, size, block_bytes)
+        await upload.begin({**self._writing, **self._storage_class})
         return upload
+
+    async def abort_upload(self, key: str, upload_id: str) -> None:
+        """Abort an upload, if it is still open.
+
+        Raises:
+            StoreError: If the store failed.
+        """
+        try:
+            await self.ask(
+                "abort an upload of", "abort_multipart_upload", key=key,
+                Key=self.name(key), UploadId=upload_id,
+            )  # fmt: skip
+        except ObjectNotFound:
+            pass
+        except StoreError as error:
+            gone = self.answer_to(error).code == "NoSuchUpload"
+            if not gone and upload_id in await self._open_uploads(key):
+                raise
+
+    async def settle(self, key: str) -> None:
+        """Abort uploads of a key whose beginning was not answered.
+
+        If the answer to a request that begins an upload is lost, the upload may be open under an
+        id that is unknown here. So every upload that is open for the key and is not known here is
+        aborted. The key of a data file belongs to one save of one rank, so no other process has
+        an upload for it.
+
+        Raises:
+            StoreError: If the store failed.
+        """
+        uploads = [each for each in self.unfinished if isinstance(each, MultipartUpload)]
+        lost = {each for each in uploads if each.key == key and each.id is None}
+        if not lost:
+            return
+        for upload_id in await self._open_uploads(key):
+            if upload_id not in {each.id for each in uploads}:
+                await self.abort_upload(key, upload_id)
+        self.unfinished -= lost
+
+    async def _open_uploads(self, key: str) -> list[str]:
+        found = self._begun(self.name(key))
+        return [upload_id async for of, upload_id, _ in found if of == key]
+
+    async def _begun(self, prefix: str) -> AsyncIterator[tuple[str, str, datetime]]:
+        """List the key, the id and the begin of each upload that is open below a prefix."""
+        async for page in self._answers("list_multipart_uploads", Prefix=prefix):
+            for entry in page.get("Uploads", ()):
+                key = self.key(entry["Key"])
+                # Not every store looks at the prefix.
+                if key is not None and entry["Key"].startswith(prefix):
+                    yield key, entry["UploadId"], entry["Initiated"].astimezone(UTC)
+
+    async def remove_stale_uploads(self, prefix: str, *, before: datetime) -> int:
+        found = {each async for each in self._begun(self.below(prefix)) if each[2] < before}
+        for key, upload_id, _ in found:
+            await self.abort_upload(key, upload_id)
+        return len(found)
 
 
 def _given(**parameters: str | None) -> dict[str, str]:
     return {name: value for name, value in parameters.items() if value is not None}
+
+
+@functools.cache
+def _models() -> Any:
+    """Make the loader of service models, once, since they are the same for every client."""
+    return create_loader()
+
+
+async def _entered(context: Any) -> Any:
+    client = await context.__aenter__()
+    for operation in ("list_objects_v2", "list_multipart_uploads"):
+        client.get_paginator(operation)  # reads one more file, at the first call
+    return client
+
+
+def _owned_by(owner: str | None) -> dict[str, Any]:
+    """Make the parameters by which an object names the upload that makes it."""
+    return {} if owner is None else {"Metadata": {OWNER: owner}}
+
+
+def _whole_seconds(modified: datetime) -> datetime:
+    """Cut a time to what the head of an object tells; lists are more exact on some stores."""
+    return modified.astimezone(UTC).replace(microsecond=0)
+
+
+class MultipartUpload(BlockUpload[Mapping[str, Any]]):
+    """Send an object in parts; :meth:`begin` comes first."""
+
+    _store: S3Backend
+    id: str | None = None
+    """The store's id of it; None while its beginning is not answered."""
+
+    async def begin(self, parameters: Mapping[str, Any]) -> None:
+        """Begin the upload on the store, with further parameters.
+
+        Raises:
+            StoreError: If the store failed.
+        """
+        try:
+            answer = await self._store.ask(
+                "begin an upload of", "create_multipart_upload", key=self.key,
+                Key=self._name, ChecksumAlgorithm="CRC32C", **_owned_by(self._token),
+                **parameters,
+            )  # fmt: skip
+        except StoreError as error:
+            if not isinstance(error, StoreUnavailable):
+                self._store.unfinished.discard(self)
+            raise
+        self.id = str(answer["UploadId"])
+        self._store.unfinished.add(self)
+
+    async def write_summed(self, offset: int, data: memoryview, checksum: int) -> None:
+        number = self._number(offset, data)
+        told = checksum_text(checksum)
+        with MemoryBody(data) as body:
+            answer = await self._store.ask(
+                "write a part of", "upload_part", key=self.key, nbytes=len(data),
+                Key=self._name, UploadId=self.id, PartNumber=number + 1, Body=body,
+                ContentLength=len(data), ChecksumCRC32C=told,
+            )  # fmt: skip
+        part = {"PartNumber": number + 1, "ETag": answer["ETag"]}
+        if "ChecksumCRC32C" in answer:  # so the store has checked it, and checks it once more
+            part["ChecksumCRC32C"] = told
+        self._parts[number] = part
+
+    async def complete(self) -> None:
+        parts = self._all_parts()
+        await self._store.check_free(self.key)
+        # Some stores ignore If-None-Match here, so the check above is what there is. It is
+        # enough where names are unique, as those of data files are.
+        await self._store.ask(
+            "complete", "complete_multipart_upload", key=self.key, nbytes=self._size // 100,
+            Key=self._name, UploadId=self.id, MultipartUpload={"Parts": parts},
+        )  # fmt: skip
+        self._store.unfinished.discard(self)
+        await self._store.settle(self.key)
+
+    async def landed(self) -> bool:
+        if await self._store.owner(self.key) != self._token:
+            return False
+        self._store.unfinished.discard(self)  # closing settles what else may be open for the key
+        return True
+
+    async def end(self) -> None:
+        if self.id is not None:
+            await self._store.abort_upload(self.key, self.id)
+            self._store.unfinished.discard(self)
+        await self._store.settle(self.key)

@@ -1,0 +1,199 @@
+"""Resources of objects on Google Cloud Storage, and the table of the errors of its API.
+
+The API is the JSON API of Cloud Storage, version 1, as its reference describes it. The statuses and
+reasons are those of its page "HTTP status and error codes for JSON".
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+import aiohttp
+from awscrt.checksums import combine_crc32c
+
+from ckpipe.errors import PermissionDenied, StoreUnavailable, Throttled
+from ckpipe_gcs.access import CREDENTIALS
+from ckpipe_http.buckets import OWNER
+from ckpipe_http.failures import NETWORK, SHARED, UNREACHED, Foreign, Refused, Table, retry_after
+from ckpipe_http.requests import MemoryBody, read_checksum
+
+Resource = Mapping[str, Any]
+"""The description of an object: its resource, as the reference calls it."""
+
+FIELDS = "name,size,generation,crc32c,timeCreated,metadata"
+"""The fields of a resource that are asked for."""
+
+BYTES = "application/octet-stream"
+_JSON = "application/json; charset=UTF-8"
+
+PART_PREFIX = ".ckpipe-upload-"
+PART_SUFFIX = ".ckpipe-part"
+"""Temporary objects lie beside the object that they become, and have names of this form. The end
+is what lifecycle rules and conditions on rights can match."""
+
+_PART = re.compile(
+    rf"(?:.*/)?{re.escape(PART_PREFIX)}([0-9a-f]{{16}})-\d+-\d+{re.escape(PART_SUFFIX)}", re.DOTALL
+)
+_RANGE = re.compile(r"bytes=0-(\d+)")
+
+_RIGHTS = "Give these credentials the rights that docs/tutorials/gcs.md lists"
+_PROJECT = "Name a project that pays for requests with the option 'user_project'"
+_PROXIES = (aiohttp.ClientProxyConnectionError, aiohttp.ClientHttpProxyError)
+_NO_PROJECT = (
+    "userProjectMissing",
+    "userProjectAccessDenied",
+    "userProjectInvalid",
+    "userProjectInconsistent",
+)
+_THROTTLING = ("rateLimitExceeded", "userRateLimitExceeded", "quotaExceeded")
+
+FOREIGN: Table = {
+    **SHARED,
+    **dict.fromkeys(_PROXIES, Foreign(StoreUnavailable, None, "the proxy cannot be used ({name})")),
+    aiohttp.ClientConnectorError: Foreign(StoreUnavailable, UNREACHED),
+    **dict.fromkeys(_NO_PROJECT, Foreign(PermissionDenied, _PROJECT)),
+    **dict.fromkeys(_THROTTLING, Foreign(Throttled)),
+    # Bits that were flipped on the way arrive whole when they are sent again.
+    "badContent": Foreign(StoreUnavailable, NETWORK),
+    "parseError": Foreign(StoreUnavailable, NETWORK),
+    401: Foreign(PermissionDenied, CREDENTIALS),
+    403: Foreign(PermissionDenied, _RIGHTS),
+    409: Foreign(StoreUnavailable),
+}
+
+
+def upload_of(name: str) -> str | None:
+    """Find the token of the upload that a temporary object belongs to; None for other names."""
+    found = _PART.fullmatch(name)
+    return found[1] if found else None
+
+
+async def refusal(response: aiohttp.ClientResponse) -> Refused:
+    """Read why an answer refuses the request."""
+    body = await response.content.read(1 << 16)
+    reason = text = ""
+    try:
+        error = json.loads(body)["error"]
+        reason, text = str(error["errors"][0]["reason"]), str(error["message"])
+    except (ValueError, LookupError, TypeError):
+        pass  # an answer of something before the store, which is told by its status
+    headers = response.headers
+    # The id of a request to an upload session would let any reader go on with the upload.
+    private = "upload_id" in response.url.query
+    request = None if private else headers.get("X-GUploader-UploadID")
+    asked = retry_after(headers.get("Retry-After"))
+    return Refused(response.status, reason[:64] or "no reason", text, request, asked)
+
+
+async def answered(response: aiohttp.ClientResponse) -> Resource:
+    """Read the JSON of an answer; empty for an answer without content.
+
+    Raises:
+        ValueError: If it is no JSON object.
+    """
+    data = await response.read()
+    found = json.loads(data) if data or response.status != 204 else {}
+    if not isinstance(found, dict):
+        raise ValueError("the answer is no JSON object")
+    return found
+
+
+def json_body(content: Mapping[str, Any]) -> MemoryBody:
+    """Make a body of JSON."""
+    return MemoryBody(json.dumps(content).encode(), content_type=_JSON)
+
+
+def related(resource: Resource, data: bytes | memoryview) -> MemoryBody:
+    """Make a body of an object's resource and its content (RFC 2387)."""
+    boundary = secrets.token_hex(24)
+    edge = f"--{boundary}"
+    opening = f"{edge}\r\nContent-Type: {_JSON}\r\n\r\n{json.dumps(resource)}"
+    between = f"\r\n{edge}\r\nContent-Type: {BYTES}\r\n\r\n"
+    return MemoryBody(
+        (opening + between).encode(), data, f"\r\n{edge}--".encode(),
+        content_type=f"multipart/related; boundary={boundary}",
+    )  # fmt: skip
+
+
+def owned_by(owner: str | None) -> Mapping[str, Any]:
+    """Make the part of a resource that names the upload that makes the object."""
+    return {} if owner is None else {"metadata": {OWNER: owner}}
+
+
+def owner_of(resource: Resource) -> str | None:
+    """Find the upload that has made an object, by its resource."""
+    found: str | None = (resource.get("metadata") or {}).get(OWNER)
+    return found
+
+
+def check_stored(made: Resource, value: int, size: int, where: str, key: str | None) -> None:
+    """Compare an object's resource with what was sent.
+
+    Args:
+        made: The resource.
+        value: The CRC-32C of what was sent.
+        size: How many bytes that was.
+        where: The URL of the object.
+        key: Its key.
+
+    Raises:
+        StoreUnavailable: If it has something else.
+    """
+    try:
+        same = int(made["size"]) == size and read_checksum(made["crc32c"]) == value
+    except (LookupError, TypeError, ValueError):
+        same = False
+    if not same:
+        message = f"Could not write {where}: the store has something else than what was sent"
+        raise StoreUnavailable(message, key=key, hint=NETWORK)
+
+
+def modified(resource: Resource) -> datetime:
+    """Read when this generation of an object was written."""
+    return datetime.fromisoformat(resource["timeCreated"]).astimezone(UTC)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A range of an object's bytes as an object of its own.
+
+    Args:
+        name: The whole name of that object.
+        generation: Its generation.
+        size: Bytes.
+        checksum: Their CRC-32C.
+    """
+
+    name: str
+    generation: str
+    size: int
+    checksum: int
+
+
+def joined(parts: Sequence[Part]) -> tuple[int, int]:
+    """Compute the size and CRC-32C of parts one after the other."""
+    size = checksum = 0
+    for part in parts:
+        checksum = combine_crc32c(checksum, part.checksum, part.size)
+        size += part.size
+    return size, checksum
+
+
+def received(header: str | None) -> int:
+    """Read in the ``Range`` header of an answer how many bytes the store has.
+
+    Raises:
+        ValueError: If it is of another form.
+    """
+    if header is None:
+        return 0
+    found = _RANGE.fullmatch(header)
+    if found is None:
+        raise ValueError("the range of what the store has does not begin at 0")
+    return int(found[1]) + 1
