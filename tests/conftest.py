@@ -7,6 +7,7 @@ import mmap
 import os
 import signal
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 import gcs_servers
 import pytest
@@ -23,6 +24,9 @@ from sampling import EVERY, SEED
 # Names of ckpipe are imported at first use, which blocks.
 from ckpipe import Pipeline, SyncPipeline  # noqa: F401
 from ckpipe_local import LocalBackend
+
+if TYPE_CHECKING:
+    from gang import Gang
 
 # Files that take its helpers may be collected before those that run the suite.
 pytest.register_assert_rewrite("ckpipe.testing.conformance")
@@ -94,6 +98,15 @@ def loops_never_blocked() -> Iterator[None]:
     guard.activate()
     yield
     guard.deactivate()
+
+
+@pytest.fixture(scope="session")
+def world() -> Iterator[Gang]:
+    """The process that forks worlds of ranks."""
+    from gang import gang  # which imports what few tests need
+
+    with gang() as made:
+        yield made
 
 
 @pytest.fixture(scope="session")

@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from gang import Gang, gang, told
+from gang import Gang, told
 from safetensors import safe_open
 from sampling import EVERY
 from wrapped_models import Net, trained
 
 from ckpipe import SyncPipeline
 from ckpipe.distributed import TrainingState, training_state
-
-
-@pytest.fixture(scope="module")
-def world() -> Iterator[Gang]:
-    with gang() as made:
-        yield made
-
 
 WORLDS = [("fsdp", 3, "hsdp", 4)]
 """Worlds that the matrix of ``training_state`` has not; HSDP over tensor parallel takes long."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from stored_files import document_of, packed, sealed_text
+from stored_files import crc32c, document_of, packed, sealed_text
 
 import ckpipe
 from ckpipe.errors import (
@@ -224,4 +225,6 @@ def test_hostile_json(forge: Forge, body: bytes, error: type[CorruptCheckpoint])
 def test_hostile_streams(forge: Forge) -> None:
     assert type(forge(packed(b"[1"))) is TruncatedObject
     assert type(forge(packed(sealed_text(b'{"a":1') + b"more"))) is TruncatedObject
+    tailed = zlib.compress(sealed_text(b'{"a":1')) + b"more"
+    assert type(forge(tailed + crc32c(tailed).to_bytes(4, "big"))) is TruncatedObject
     assert type(forge(packed(b"[" * (1 << 24)))) is OversizedMetadata

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from gang import Gang, gang, told
+from gang import Gang, told
 from sampling import EVERY, SEED
 from wrapped_models import Net, trained
 
@@ -21,12 +20,6 @@ ROWS = 5
 """Fewer than there are ranks in the largest world."""
 
 PAIRS = list(itertools.permutations((1, 3, 4, 8), 2))
-
-
-@pytest.fixture(scope="module")
-def world() -> Iterator[Gang]:
-    with gang() as made:
-        yield made
 
 
 def drawn() -> list[tuple[int, int]]:

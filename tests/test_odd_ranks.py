@@ -5,13 +5,12 @@ from __future__ import annotations
 import itertools
 import os
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from gang import Gang, gang, told
+from gang import Gang, told
 from odd_states import FULL, ODD
 from safetensors import safe_open
 from sampling import EVERY, SEED
@@ -20,12 +19,6 @@ import ckpipe
 from ckpipe.errors import PerRankValue
 
 chance = random.Random(SEED)
-
-
-@pytest.fixture(scope="module")
-def world() -> Iterator[Gang]:
-    with gang() as made:
-        yield made
 
 
 def some(choices: list[Any], count: int = 1) -> list[Any]:

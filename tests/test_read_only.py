@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from commands import damage
-from gang import Gang, gang, told
+from gang import Gang, told
 from stored_files import LEASES
 
 import ckpipe
@@ -165,12 +165,6 @@ def test_one_line_raises_where_there_is_nothing_to_load(root: Path, tmp_path: Pa
     with pytest.raises(CheckpointNotFound, match="run, and 2 that are not complete") as caught:
         ckpipe.load(root)
     assert str(root) in str(caught.value)
-
-
-@pytest.fixture(scope="module")
-def world() -> Iterator[Gang]:
-    with gang() as made:
-        yield made
 
 
 LAUNCHES: dict[str, tuple[bool, dict[str, Any]]] = {

@@ -5,13 +5,12 @@ from __future__ import annotations
 import itertools
 import json
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from gang import Gang, gang, private, told
+from gang import Gang, private, told
 from safetensors.torch import load_file
 from sampling import EVERY, SEED
 from shared_states import LAYOUTS
@@ -19,12 +18,6 @@ from worker_runs import await_end
 
 import ckpipe
 from ckpipe.errors import CheckpointIncomplete
-
-
-@pytest.fixture(scope="module")
-def world() -> Iterator[Gang]:
-    with gang() as made:
-        yield made
 
 
 def same_everywhere(root: Path, what: str, launch: slice = slice(None)) -> list[Any]:

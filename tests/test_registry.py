@@ -6,13 +6,13 @@ import itertools
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
+import ckpipe
+from ckpipe import register_backend
 from ckpipe.errors import BackendNotFound, SettingsError, UsageError
-from ckpipe.store import registry
-from ckpipe.store.registry import create_backend, is_registered_here, register_backend, scheme_of
 from ckpipe.testing import MemoryBackend
 
 _numbers = itertools.count()
@@ -24,12 +24,30 @@ def scheme() -> str:
     return f"test-registry-{next(_numbers)}"
 
 
-class Configured(MemoryBackend):
+class Noted(MemoryBackend):
+    """A backend that is noted when it is made."""
+
+    made: ClassVar[list[Noted]] = []
+
+    def __init__(self, url: str) -> None:
+        super().__init__()
+        self.url = url
+        self.made.append(self)
+
+
+class Configured(Noted):
     """A backend with options."""
 
     def __init__(self, url: str, *, part_bytes: int = 1, region: str) -> None:
-        super().__init__()
-        self.url, self.part_bytes, self.region = url, part_bytes, region
+        super().__init__(url)
+        self.part_bytes, self.region = part_bytes, region
+
+
+def opened(url: str, options: dict[str, Any] | None = None) -> Noted:
+    """Open a pipeline; return the backend that was made for it."""
+    backends = {url.partition(":")[0].lower(): options} if options else {}
+    with ckpipe.SyncPipeline(url, backends=backends):
+        return Noted.made.pop()
 
 
 @pytest.fixture
@@ -49,34 +67,16 @@ def install(
     return install
 
 
-@pytest.mark.parametrize(
-    ("url", "scheme"),
-    [
-        ("/a/b", "file"),
-        ("a/b", "file"),
-        ("file:///a", "file"),
-        ("S3://bucket/x", "s3"),
-        ("odd dir/x://y", "file"),
-        ("my+store.v2://x", "my+store.v2"),
-    ],
-)
-def test_schemes(url: str, scheme: str) -> None:
-    assert scheme_of(url) == scheme
+def test_a_scheme_has_any_case_and_some_signs(scheme: str) -> None:
+    register_backend(name := f"my+{scheme}.v2", Noted)
+    assert opened(f"{name.upper()}://x").url == f"{name.upper()}://x"
 
 
 def test_registered_backend_gets_url_and_options(scheme: str) -> None:
     register_backend(scheme, Configured)
-    made = create_backend(f"{scheme}://a/b?c#d", {"region": "here", "part_bytes": 7})
+    made = opened(f"{scheme}://a/b?c#d", {"region": "here", "part_bytes": 7})
     assert isinstance(made, Configured)
     assert (made.url, made.part_bytes, made.region) == (f"{scheme}://a/b?c#d", 7, "here")
-    assert is_registered_here(f"{scheme}://x")
-    assert not is_registered_here("/a/path")
-
-
-def test_factory_may_be_any_callable(scheme: str) -> None:
-    backend = MemoryBackend()
-    register_backend(scheme.upper(), lambda url: backend)
-    assert create_backend(f"{scheme}://x") is backend
 
 
 def test_factory_that_takes_any_option(scheme: str) -> None:
@@ -84,27 +84,27 @@ def test_factory_that_takes_any_option(scheme: str) -> None:
 
     def factory(url: str, **options: Any) -> MemoryBackend:
         seen.update(options)
-        return MemoryBackend()
+        return Noted(url)
 
-    register_backend(scheme, factory)
-    create_backend(f"{scheme}://x", {"whatever": 1})
+    register_backend(scheme.upper(), factory)
+    opened(f"{scheme}://x", {"whatever": 1})
     assert seen == {"whatever": 1}
 
 
 def test_unknown_option_names_the_nearest(scheme: str) -> None:
     register_backend(scheme, Configured)
     with pytest.raises(SettingsError, match=r"'part_byte'.*Did you mean 'part_bytes'"):
-        create_backend(f"{scheme}://x", {"part_byte": 1, "region": "here"})
+        opened(f"{scheme}://x", {"part_byte": 1, "region": "here"})
     with pytest.raises(SettingsError, match="Its options are: part_bytes, region"):
-        create_backend(f"{scheme}://x", {"zzz": 1, "region": "here"})
+        opened(f"{scheme}://x", {"zzz": 1, "region": "here"})
     with pytest.raises(SettingsError, match="'url'"):
-        create_backend(f"{scheme}://x", {"url": "again", "region": "here"})
+        opened(f"{scheme}://x", {"url": "again", "region": "here"})
 
 
 def test_missing_option(scheme: str) -> None:
     register_backend(scheme, Configured)
     with pytest.raises(SettingsError, match="needs the option 'region'"):
-        create_backend(f"{scheme}://x")
+        opened(f"{scheme}://x")
 
 
 def test_second_registration_is_refused(scheme: str) -> None:
@@ -126,11 +126,11 @@ def test_missing_extra_is_named(
     url: str,
     extra: str,
 ) -> None:
-    install("without-sdk", {scheme_of(url): "ckpipe_no_such_package:Backend"})
+    install("without-sdk", {url.partition(":")[0]: "ckpipe_no_such_package:Backend"})
     monkeypatch.setattr(sys, "path", sys.path[:1])  # without the entry points of ckpipe itself
-    monkeypatch.setattr(registry, "_registered", {})  # nor what other tests have registered
+    monkeypatch.setattr("ckpipe.store.registry._registered", {})  # nor those of other tests
     with pytest.raises(BackendNotFound) as caught:
-        create_backend(url)
+        opened(url)
     assert f"pip install '{extra}'" in str(caught.value)
 
 
@@ -140,33 +140,32 @@ def test_unknown_scheme_names_the_known(
     install("some-stores", {"some-store": "x:Y"})
     register_backend(scheme, MemoryBackend)
     with pytest.raises(BackendNotFound, match=r"'nowhere'.*known are .*'some-store'") as caught:
-        create_backend("nowhere://x")
+        opened("nowhere://x")
     assert repr(scheme) in str(caught.value)
 
 
 def test_installed_backend_is_found(
     install: Callable[[str, dict[str, str]], None], scheme: str
 ) -> None:
-    install("a-store", {scheme: "ckpipe.testing:MemoryBackend"})
-    assert isinstance(create_backend(f"{scheme}://x"), MemoryBackend)
+    install("a-store", {scheme: "test_registry:Noted"})
+    assert type(opened(f"{scheme}://x")) is Noted
     register_backend(scheme, lambda url: Configured(url, region="in-process"))
-    assert isinstance(create_backend(f"{scheme}://x"), Configured)
+    assert isinstance(opened(f"{scheme}://x"), Configured)
 
 
 def test_two_packages_with_one_scheme(
     install: Callable[[str, dict[str, str]], None], scheme: str
 ) -> None:
-    install("one", {scheme: "ckpipe.testing:MemoryBackend"})
-    install("two", {scheme: "ckpipe.testing:MemoryBackend"})
-    assert isinstance(create_backend(f"{scheme}://x"), MemoryBackend)
+    install("one", {scheme: "test_registry:Noted"})
+    install("two", {scheme: "test_registry:Noted"})
+    assert type(opened(f"{scheme}://x")) is Noted
     install("three", {scheme: "ckpipe.testing:SlowBackend"})
     with pytest.raises(BackendNotFound, match="Several installed packages"):
-        create_backend(f"{scheme}://x")
+        opened(f"{scheme}://x")
 
 
-@pytest.mark.parametrize("form", ["{}", "file://{}"])
+@pytest.mark.parametrize("form", ["{}", "file://{}", "{}/odd dir/x://y"])
 def test_local_backend_is_installed(tmp_path: Path, form: str) -> None:
-    made = create_backend(form.format(tmp_path), {"direct": False})
-    assert type(made).__name__ == "LocalBackend"
-    assert f"{tmp_path} [buffered" in repr(made)
-    assert "ckpipe_local" in sys.modules
+    with ckpipe.SyncPipeline(form.format(tmp_path), backends={"file": {"direct": False}}) as made:
+        made.save({"a": 1}, step=1).wait()
+    assert len(list(tmp_path.rglob("step-000000000001.*.json"))) == 1

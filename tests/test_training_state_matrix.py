@@ -4,24 +4,18 @@ from __future__ import annotations
 
 import random
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from gang import Gang, gang, told
+from gang import Gang, told
 from sampling import EVERY, SEED
 from training_cells import RANKS, Cell, every_cell
 from training_optimizers import OPTIMIZERS
 
 CELLS = list(dict.fromkeys(every_cell()))
 SAMPLE = 40
-
-
-@pytest.fixture(scope="module")
-def world() -> Iterator[Gang]:
-    with gang() as made:
-        yield made
 
 
 @pytest.mark.timeout(3600)  # the long form, beside others

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import tarfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
-from gang import gang, told
+from gang import Gang, told
 from old_training_states import CONTENTS, DATA, RANKS, made
 
 from ckpipe import SyncPipeline
@@ -21,22 +21,23 @@ Failures = dict[str, dict[int, list[Any]]]
 
 
 @pytest.fixture(scope="module")
-def failures(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str, int], Failures]]:
+def failures(
+    world: Gang, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str, int], Failures]:
     """Load everything into a wrapper; a world takes long to start, so each does so once."""
-    with gang() as world:
 
-        @cache
-        def failures_of(wrapper: str, ranks: int) -> Failures:
-            root = tmp_path_factory.mktemp("old")
-            for saved in RANKS:
-                with tarfile.open(DATA / f"{saved}.tar.xz") as archive:
-                    archive.extractall(root / saved, filter="data")
-            codes = world.run("old_training_states:load", root, ranks, wrapper=wrapper)
-            assert codes == [0] * ranks
-            names = [f"{saved} {content}" for saved in RANKS for content in CONTENTS]
-            return {name: told(root, name) for name in names}
+    @cache
+    def failures_of(wrapper: str, ranks: int) -> Failures:
+        root = tmp_path_factory.mktemp("old")
+        for saved in RANKS:
+            with tarfile.open(DATA / f"{saved}.tar.xz") as archive:
+                archive.extractall(root / saved, filter="data")
+        codes = world.run("old_training_states:load", root, ranks, wrapper=wrapper)
+        assert codes == [0] * ranks
+        names = [f"{saved} {content}" for saved in RANKS for content in CONTENTS]
+        return {name: told(root, name) for name in names}
 
-        yield failures_of
+    return failures_of
 
 
 @pytest.mark.parametrize("content", CONTENTS)

@@ -17,7 +17,7 @@ import anyio
 import held_store
 import pytest
 import torch.distributed as dist
-from gang import gang, tell, told
+from gang import Gang, tell, told
 from pipelines import same
 from sampling import EVERY
 from worker_runs import SETTINGS, Trainers, await_end, state_of, trainers, worker_of
@@ -140,11 +140,11 @@ def resume(case: dict[str, Any]) -> None:
 
 
 def test_ranks_that_start_again_wait_once_for_a_worker_and_not_for_ever(
-    mortal: Trainers, tmp_path: Path
+    mortal: Trainers, world: Gang, tmp_path: Path
 ) -> None:
     root, ranks, long = tmp_path / "run", 4, 3600.0
     held_store.install(tmp_path)
-    with gang() as world, ThreadPoolExecutor(1) as threads:
+    with ThreadPoolExecutor(1) as threads:
 
         def launch(*waits: float) -> Future[list[int | None]]:
             name = "test_worker_survival:resume"
