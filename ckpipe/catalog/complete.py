@@ -132,38 +132,30 @@ async def complete_from_top(
     """
     top = len(level_sizes(world_size)) - 1
     absent: list[list[int]] = []
-    if await _fill(backend, id, top, 0, world_size, absent, most_holes):
+
+    async def fill(level: int, directory: int) -> bool:
+        """Make a directory full if all ranks below it have committed; else note which have not."""
+        missing = await _absent(backend, id, level, directory, world_size)
+        if not missing:
+            return True
+        if level == 0:
+            absent.append(missing)
+            return False
+        full = True
+        for number in missing:
+            if len(absent) >= most_holes:
+                return False
+            if await fill(level - 1, number):
+                await _write_group(backend, id, (level, number), world_size)
+            else:
+                full = False
+        return full
+
+    if await fill(top, 0):
         return await _write_index(backend, id, top, world_size)
     if await stat_or_none(backend, tombstone_key(id)):
         return _DELETED
     return Outcome(complete=False, absent=tuple(rank for ranks in absent for rank in ranks))
-
-
-async def _fill(
-    backend: Backend,
-    id: CheckpointId,
-    level: int,
-    directory: int,
-    world_size: int,
-    absent: list[list[int]],
-    most_holes: int,
-) -> bool:
-    """Make a directory full if all ranks below it have committed; else note which have not."""
-    missing = await _absent(backend, id, level, directory, world_size)
-    if not missing:
-        return True
-    if level == 0:
-        absent.append(missing)
-        return False
-    full = True
-    for number in missing:
-        if len(absent) >= most_holes:
-            return False
-        if await _fill(backend, id, level - 1, number, world_size, absent, most_holes):
-            await _write_group(backend, id, (level, number), world_size)
-        else:
-            full = False
-    return full
 
 
 async def _absent(

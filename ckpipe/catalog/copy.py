@@ -16,7 +16,7 @@ from __future__ import annotations
 import mmap
 from bisect import bisect_right
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 import anyio
@@ -114,7 +114,14 @@ async def copy_checkpoint(
         StoreError: If a store failed; the target stays incomplete.
     """
     bundle, index = await read_document(source, id, index_key(id), "index")
-    await _check_target(target, id, index)
+    if await stat_or_none(target, tombstone_key(id)) is not None:
+        raise UsageError(
+            "The checkpoint was deleted on the target, whose mark of that is still there",
+            step=id.step,
+            hint="Sweep the target once the mark is old enough, or copy elsewhere",
+        )
+    with suppress(ObjectNotFound):
+        await _same(target, index_key(id), index)
     report = CopyReport(str(id))
     for rank in range(len(bundle.parts)):
         data = EntryTable(bundle)
@@ -132,19 +139,6 @@ async def copy_checkpoint(
     return report
 
 
-async def _check_target(target: Backend, id: CheckpointId, index: bytes) -> None:
-    if await stat_or_none(target, tombstone_key(id)) is not None:
-        raise UsageError(
-            "The checkpoint was deleted on the target, whose mark of that is still there",
-            step=id.step,
-            hint="Sweep the target once the mark is old enough, or copy elsewhere",
-        )
-    try:
-        await _same(target, index_key(id), index)
-    except ObjectNotFound:
-        return
-
-
 async def _copy_metadata(
     source: Backend, target: Backend, id: CheckpointId, settings: CopySettings
 ) -> None:
@@ -156,16 +150,14 @@ async def _copy_metadata(
 
         async def lane(pending: Iterator[str] = pending) -> None:
             for key in pending:
-                await _create(target, key, await _read(source, key, id))
+                try:
+                    data = await source.get(key, max_bytes=MAX_STORED_BYTES)
+                except ObjectNotFound as error:
+                    gone = "An object of the checkpoint is gone"
+                    raise MissingObject(gone, step=id.step, key=key) from error
+                await _create(target, key, data)
 
         await run_lanes(settings.lanes, lane)
-
-
-async def _read(source: Backend, key: str, id: CheckpointId) -> bytes:
-    try:
-        return await source.get(key, max_bytes=MAX_STORED_BYTES)
-    except ObjectNotFound as error:
-        raise MissingObject("An object of the checkpoint is gone", step=id.step, key=key) from error
 
 
 async def _create(target: Backend, key: str, data: bytes) -> None:
@@ -382,7 +374,11 @@ class FileCheck:
         """The first difference to the checksums once every block was taken; None without one."""
         found = self._sums.finished()
         headers = chunk_count(self._row.header_bytes)
-        if _joined(found[:headers], self._row.header_bytes) != self._row.header_crc32c:
+        header = 0
+        for number, value in enumerate(found[:headers]):
+            rest = self._row.header_bytes - number * CHUNK_BYTES
+            header = combine(header, value, min(CHUNK_BYTES, rest))
+        if header != self._row.header_crc32c:
             return self._names[0]
         at = headers
         for name, expected in zip(self._names[1:], self._expected, strict=True):
@@ -390,10 +386,3 @@ class FileCheck:
                 return name
             at += len(expected)
         return None
-
-
-def _joined(sums: Sequence[int], nbytes: int) -> int:
-    total = 0
-    for number, value in enumerate(sums):
-        total = combine(total, value, min(CHUNK_BYTES, nbytes - number * CHUNK_BYTES))
-    return total
