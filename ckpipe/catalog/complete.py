@@ -18,6 +18,7 @@ import logging
 from collections.abc import Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
 
 from ckpipe import threads
 from ckpipe.backend import Backend, PutMode
@@ -60,7 +61,7 @@ from ckpipe.format.names import (
     tombstone_key,
 )
 from ckpipe.interpreter import gc_paused
-from ckpipe.threads import run_lanes
+from ckpipe.threads import all_of
 from ckpipe.types import CheckpointId, CheckpointInfo
 
 Member = tuple[int, int]
@@ -218,15 +219,8 @@ async def read_members(
     Raises:
         As :func:`read_member` does.
     """
-    found: dict[Member, ManifestDocument] = {}
-    pending = iter(wanted)
-
-    async def lane() -> None:
-        for member in pending:
-            found[member], _ = await read_member(backend, id, *member, world_size)
-
-    await run_lanes(min(_READS, len(wanted)), lane)
-    return [found[member] for member in wanted]
+    calls = [partial(read_member, backend, id, *member, world_size) for member in wanted]
+    return [member for member, _ in await all_of(calls, _READS)]
 
 
 async def read_member(
@@ -295,16 +289,7 @@ async def repaired(backend: Backend, infos: Iterable[CheckpointInfo]) -> list[Ch
     Raises:
         StoreError: If the store failed to list.
     """
-    found = list(infos)
-    places = [place for place, info in enumerate(found) if info.reason == NO_INDEX]
-    pending = iter(places)
-
-    async def lane() -> None:
-        for place in pending:
-            found[place] = await repair(backend, found[place])
-
-    await run_lanes(min(_AT_ONCE, len(places)), lane)
-    return found
+    return await all_of([partial(repair, backend, info) for info in infos], _AT_ONCE)
 
 
 async def repair(backend: Backend, info: CheckpointInfo) -> CheckpointInfo:

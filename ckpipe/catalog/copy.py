@@ -18,6 +18,7 @@ from bisect import bisect_right
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 
 import anyio
 import anyio.to_thread
@@ -48,7 +49,7 @@ from ckpipe.format.codec import MAX_STORED_BYTES
 from ckpipe.format.entry_table import EntryTable
 from ckpipe.format.names import data_file_key, index_key, prefix, tombstone_key
 from ckpipe.store.retry import RetryPolicy, retrying, warn_of_damaged_transfer
-from ckpipe.threads import run_lanes
+from ckpipe.threads import all_of, run_lanes
 from ckpipe.types import CheckpointId
 
 _PAGE = 4096
@@ -145,19 +146,18 @@ async def _copy_metadata(
     """Copy manifests, then group objects: the index could be made anew from either."""
     below = f"{prefix(id)}m/"
     keys = sorted([each.key async for each in source.list(below)])
+
+    async def copy(key: str) -> None:
+        try:
+            data = await source.get(key, max_bytes=MAX_STORED_BYTES)
+        except ObjectNotFound as error:
+            gone = "An object of the checkpoint is gone"
+            raise MissingObject(gone, step=id.step, key=key) from error
+        await _create(target, key, data)
+
     for level in sorted({key.removeprefix(below).partition("/")[0] for key in keys}):
-        pending = iter([key for key in keys if key.startswith(f"{below}{level}/")])
-
-        async def lane(pending: Iterator[str] = pending) -> None:
-            for key in pending:
-                try:
-                    data = await source.get(key, max_bytes=MAX_STORED_BYTES)
-                except ObjectNotFound as error:
-                    gone = "An object of the checkpoint is gone"
-                    raise MissingObject(gone, step=id.step, key=key) from error
-                await _create(target, key, data)
-
-        await run_lanes(settings.lanes, lane)
+        of_level = [key for key in keys if key.startswith(f"{below}{level}/")]
+        await all_of([partial(copy, key) for key in of_level], settings.lanes)
 
 
 async def _create(target: Backend, key: str, data: bytes) -> None:
