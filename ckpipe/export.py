@@ -42,6 +42,7 @@ from ckpipe.memory.arena import Arena
 from ckpipe.save.context import SaveContext
 from ckpipe.save.follow_up import until_complete
 from ckpipe.save.save import Save
+from ckpipe.settings import Settings
 from ckpipe.store.retry import RetryPolicy, logging_policy, retrying
 
 INDEX = "model.safetensors.index.json"
@@ -54,31 +55,6 @@ _Named = tuple[str, TensorRow]
 
 _BATCH_BYTES = 256 << 20
 """How many bytes of tensors are held in memory, unless a single one is larger."""
-
-
-@dataclass(frozen=True, slots=True)
-class ExportSettings:
-    """The settings of an export.
-
-    Args:
-        format: ``"torch"`` or ``"hf"``.
-        part: The label of what to export; None chooses by the format.
-        max_shard_bytes: How large a shard may be, unless a single tensor is larger.
-        block_bytes: Bytes of a block on the way to the store.
-        lanes: Reads under way at once.
-        policy: How often to try.
-        pickling: Whether pickled objects may be made, for ``"torch"``.
-        expanded: Whether ``"hf"`` may write far more bytes than the checkpoint stores.
-    """
-
-    format: Literal["torch", "hf"]
-    part: str | None
-    max_shard_bytes: int
-    block_bytes: int
-    lanes: int
-    policy: RetryPolicy
-    pickling: bool = False
-    expanded: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +76,12 @@ async def export(
     backend: Backend,
     bundle: ManifestDocument,
     arena: Arena,
-    settings: ExportSettings,
+    settings: Settings,
+    form: Literal["torch", "hf"],
+    policy: RetryPolicy,
     target: Backend | None = None,
+    *,
+    expanded: bool = False,
 ) -> Exported:
     """Write a checkpoint in another form; doing so again changes nothing.
 
@@ -109,8 +89,11 @@ async def export(
         backend: The store of the checkpoint, whose requests are tried again.
         bundle: The checkpoint's index, validated.
         arena: Lends the blocks that are read into; used on the caller's thread only.
-        settings: What to write.
+        settings: The settings, which say which part to export and how.
+        form: ``"torch"`` or ``"hf"``.
+        policy: How often to try the writing of blocks.
         target: Where it goes, whose requests are tried again too; None for beside the checkpoint.
+        expanded: Whether ``"hf"`` may write far more bytes than the checkpoint stores.
 
     Raises:
         UsageError: If the part to export is not there, or takes far more than is stored of it.
@@ -120,8 +103,9 @@ async def export(
         CorruptCheckpoint: If the checkpoint is damaged.
         StoreError: If the store failed; exporting again goes on.
     """
-    work = _Exporting(backend, bundle, arena, settings, target or backend)
-    return await (work.torch() if settings.format == "torch" else work.hf())
+    folder = f"{bundle.id}.{form}/"
+    work = _Exporting(backend, bundle, arena, settings, policy, target or backend, folder)
+    return await (work.torch() if form == "torch" else work.hf(expanded=expanded))
 
 
 class _Exporting:
@@ -130,13 +114,15 @@ class _Exporting:
         backend: Backend,
         bundle: ManifestDocument,
         arena: Arena,
-        settings: ExportSettings,
+        settings: Settings,
+        policy: RetryPolicy,
         target: Backend,
+        folder: str,
     ) -> None:
         self._backend, self._bundle, self._arena = backend, bundle, arena
-        self._target = target
-        self._settings = settings
-        self._folder = f"{bundle.id}.{settings.format}/"
+        self._settings, self._policy = settings, policy
+        self._target, self._folder = target, folder
+        self._lanes = settings.load.lanes
         self._written = 0
 
     async def torch(self) -> Exported:
@@ -149,13 +135,13 @@ class _Exporting:
             await threads.run_sync(_save, state, _Feed(file))
         return Exported(self._folder, (TORCH_FILE,), self._written)
 
-    async def hf(self) -> Exported:
+    async def hf(self, *, expanded: bool) -> Exported:
         """Sharded safetensors with an index."""
-        tensors = named_tensors(self._bundle, self._settings.part)
-        if not self._settings.expanded:
+        tensors = named_tensors(self._bundle, self._settings.export.part)
+        if not expanded:
             sizes = {row.label: tensor_bytes(row) for _, row in tensors}
             check_expansion("An export", [self._bundle], sum(sizes.values()), sizes)
-        shards = list(batches(tensors, _nbytes, self._settings.max_shard_bytes))
+        shards = list(batches(tensors, _nbytes, self._settings.export.max_shard_bytes))
         names = [
             f"model-{n:05d}-of-{len(shards):05d}.safetensors" for n in range(1, 1 + len(shards))
         ]
@@ -176,15 +162,14 @@ class _Exporting:
 
     async def _state(self) -> Any:
         request = LoadRequest(
-            None, LabelFilter(), strict=True, cast=False, pickling=self._settings.pickling,
+            None, LabelFilter(), strict=True, cast=False, pickling=self._settings.pickle == "allow",
             per_rank="rank0",
         )  # fmt: skip
-        lanes = self._settings.lanes
-        ready = await read_all(self._backend, self._bundle, request, self._arena, lanes=lanes)
-        state = (await ready.apply()).state
-        for key in (self._settings.part or "").split(".") if self._settings.part else ():
+        ready = await read_all(self._backend, self._bundle, request, self._arena, lanes=self._lanes)
+        state, part = (await ready.apply()).state, self._settings.export.part
+        for key in part.split(".") if part else ():
             if not isinstance(state, Mapping) or key not in state:
-                raise _no_part(self._settings.part)
+                raise _no_part(part)
             state = state[key]
         return state
 
@@ -199,7 +184,7 @@ class _Exporting:
             for batch in batches(shard, _nbytes, _BATCH_BYTES):
                 labels = {row.label for _, row in batch}
                 tensors = await read_tensors(
-                    self._backend, self._bundle, labels, self._arena, lanes=self._settings.lanes
+                    self._backend, self._bundle, labels, self._arena, lanes=self._lanes
                 )
                 for _, row in batch:
                     data = await threads.run_sync(_bytes_of, tensors[row.label])
@@ -209,15 +194,15 @@ class _Exporting:
     async def _file(self, name: str, size: int) -> AsyncIterator[ExportFile]:
         """Open a file that becomes visible after the block, or leaves nothing after an error."""
         self._written += size
-        key, policy = self._folder + name, self._settings.policy
-        block_bytes = block_bytes_for(size, self._settings.block_bytes, self._target.limits)
+        key, wanted = self._folder + name, self._settings.staging.block_bytes
+        block_bytes = block_bytes_for(size, wanted, self._target.limits)
         upload = await self._target.open_upload(key, size=size, block_bytes=block_bytes)
-        file = ExportFile(upload, policy, min(size, block_bytes))
+        file = ExportFile(upload, self._policy, min(size, block_bytes))
         try:
             yield file
             await file.flush()
             try:
-                await retrying(policy, upload.complete)
+                await retrying(self._policy, upload.complete)
             except ObjectExists:
                 await self._check(key, size, file.sum, max(1, min(size, block_bytes)))
                 await upload.abort()
@@ -452,20 +437,11 @@ async def _protected(site: SaveContext, name: str) -> AsyncIterator[None]:
 
 
 async def _export(site: SaveContext, save: Save, form: Literal["torch", "hf"]) -> Exported:
-    settings = site.settings
-    chosen = ExportSettings(
-        form,
-        settings.export.part,
-        settings.export.max_shard_bytes,
-        settings.staging.block_bytes,
-        settings.load.lanes,
-        logging_policy(settings.upload),
-        pickling=settings.pickle == "allow",
-    )
     info = save.committed.result()
     if not info.complete:
-        info = await until_complete(site, info, settings.incomplete_after_seconds)
+        info = await until_complete(site, info, site.settings.incomplete_after_seconds)
 
     async with site.reading(info.key):
         bundle = await read_index(site.patient, info.key)
-        return await export(site.patient, bundle, site.arena, chosen)
+        policy = logging_policy(site.settings.upload)
+        return await export(site.patient, bundle, site.arena, site.settings, form, policy)
