@@ -214,15 +214,30 @@ class _File:
 
     async def _copy(self, there: int | None) -> None:
         """Copy the file; what is on the target is replaced once the source was found whole."""
+        check, policy = FileCheck(self._data, self._number), self._settings.policy
+
+        async def send(offset: int, block: memoryview) -> None:
+            await retrying(policy, lambda: upload.write(offset, block))
+            self._settings.on_bytes(len(block))
+
         with _located(self._id, self._rank, self._key):
             upload = await self._target.open_upload(
                 self._key, size=self.check.size, block_bytes=self._block_bytes
             )
         try:
-            await self._transfer(upload)
+            await self._blocks(self._source, check, send)
+            fault = check.fault()
+            if fault is not None:
+                raise ChecksumMismatch(
+                    f"The source is damaged: {fault:.200} is not what was saved",
+                    step=self._id.step,
+                    rank=self._rank,
+                    key=self._key,
+                    hint="Nothing was copied of this file; copy another checkpoint",
+                )
             if there is not None:
                 await self._target.delete([self._key])
-            await retrying(self._settings.policy, lambda: self._complete(upload))
+            await retrying(policy, lambda: self._complete(upload))
         except BaseException:
             with anyio.CancelScope(shield=True):
                 await upload.abort()
@@ -231,24 +246,6 @@ class _File:
     async def _size_there(self) -> int | None:
         there = await stat_or_none(self._target, self._key)
         return None if there is None else there.size
-
-    async def _transfer(self, upload: Upload) -> None:
-        async def send(offset: int, block: memoryview) -> None:
-            policy = self._settings.policy
-            await retrying(policy, lambda: upload.write(offset, block))
-            self._settings.on_bytes(len(block))
-
-        check = FileCheck(self._data, self._number)
-        await self._blocks(self._source, check, send)
-        fault = check.fault()
-        if fault is not None:
-            raise ChecksumMismatch(
-                f"The source is damaged: {fault:.200} is not what was saved",
-                step=self._id.step,
-                rank=self._rank,
-                key=self._key,
-                hint="Nothing was copied of this file; copy another checkpoint",
-            )
 
     async def _is_whole(self) -> bool:
         """Read the file on the target, which is as long, and compare it with the checksums."""
