@@ -118,26 +118,21 @@ async def time_now(backend: Backend) -> datetime:
         return datetime.now(UTC)
 
 
-async def leased(backend: Backend) -> set[str]:
+async def leased(backend: Backend, subject: str | None = None) -> set[str]:
     """The checkpoints and launches under a live lease, by the store's own clock.
 
     Costs one list, and three requests more if there are leases at all.
 
+    Args:
+        backend: The store.
+        subject: The only one to look at; None looks at all.
+
     Raises:
         StoreError: If the store failed.
     """
-    leases = await read_leases(backend)
+    below = LEASES if subject is None else f"{LEASES}{subject}/"
+    leases = [each async for each in backend.list(below)]
     return live_subjects(leases, await store_time(backend)) if leases else set()
-
-
-async def is_leased(backend: Backend, subject: str) -> bool:
-    """Tell whether one checkpoint or launch is under a live lease, by the store's own clock.
-
-    Raises:
-        StoreError: If the store failed.
-    """
-    leases = [each async for each in backend.list(f"{LEASES}{subject}/")]
-    return bool(leases) and bool(live_subjects(leases, await store_time(backend)))
 
 
 class Lease:
