@@ -128,11 +128,11 @@ class _Exporting:
     async def torch(self) -> Exported:
         """One file that ``torch.load`` reads."""
         state = await self._state()
-        counter = _Counter()
+        counter = _Sink()
         # Twice, since the store wants to know the size before the first block.
         await threads.run_sync(_save, state, counter)
         async with self._file(TORCH_FILE, counter.size) as file:
-            await threads.run_sync(_save, state, _Feed(file))
+            await threads.run_sync(_save, state, _Sink(file))
         return Exported(self._folder, (TORCH_FILE,), self._written)
 
     async def hf(self, *, expanded: bool) -> Exported:
@@ -240,35 +240,26 @@ class _Exporting:
         )
 
 
-class _Counter:
-    """Take what ``torch.save`` writes, and count it."""
+class _Sink:
+    """Take what ``torch.save`` writes in a worker thread: count it, and write it if to a file.
 
-    size = 0
+    Args:
+        file: A file on the loop; None only counts.
+    """
 
-    def write(self, data: Any) -> int:
-        """Count bytes."""
-        size = memoryview(data).nbytes
-        self.size += size
-        return size
-
-    def flush(self) -> None:
-        """Nothing is held back."""
-
-
-class _Feed:
-    """Take what ``torch.save`` writes in a worker thread to a file on the loop."""
-
-    def __init__(self, file: ExportFile) -> None:
-        self._file = file
+    def __init__(self, file: ExportFile | None = None) -> None:
+        self._file, self.size = file, 0
 
     def write(self, data: Any) -> int:
-        """Write bytes."""
+        """Take bytes."""
         view = memoryview(data).cast("B")
-        anyio.from_thread.run(self._file.write, view)
+        self.size += len(view)
+        if self._file is not None:
+            anyio.from_thread.run(self._file.write, view)
         return len(view)
 
     def flush(self) -> None:
-        """The blocks are flushed as they are full."""
+        """Blocks of a file are flushed as they are full."""
 
 
 def _save(state: Any, file: Any) -> None:
