@@ -173,11 +173,9 @@ async def _write_group(
     key = group_key(id, level, number)
     if await stat_or_none(backend, key):
         return
-    bundles = await _read(backend, id, level - 1, number, world_size)
-    if bundles is None:
-        return
-    _, data = await threads.run_sync(_merged, bundles, group)
-    await _create(backend, key, data)
+    merged = await _merge(backend, id, level - 1, number, world_size, group)
+    if merged is not None:
+        await _create(backend, key, merged[1])
 
 
 async def _write_index(backend: Backend, id: CheckpointId, level: int, world_size: int) -> Outcome:
@@ -186,10 +184,10 @@ async def _write_index(backend: Backend, id: CheckpointId, level: int, world_siz
         return _DELETED
     if await stat_or_none(backend, key):
         return Outcome(complete=True)
-    bundles = await _read(backend, id, level, 0, world_size)
-    if bundles is None:
+    merged = await _merge(backend, id, level, 0, world_size, None)
+    if merged is None:
         return _DELETED
-    index, data = await threads.run_sync(_merged, bundles, None)
+    index, data = merged
     created = await _create(backend, key, data)
     if await stat_or_none(backend, tombstone):
         # Deleted since the first look: an index must not outlive the tombstone.
@@ -198,17 +196,32 @@ async def _write_index(backend: Backend, id: CheckpointId, level: int, world_siz
     return Outcome(complete=True, index=index if created else None)
 
 
-async def _read(
-    backend: Backend, id: CheckpointId, level: int, directory: int, world_size: int
-) -> list[ManifestDocument] | None:
-    """The members of a full directory; None if the checkpoint is being deleted."""
+async def _merge(
+    backend: Backend,
+    id: CheckpointId,
+    level: int,
+    directory: int,
+    world_size: int,
+    group: tuple[int, int] | None,
+) -> tuple[ManifestDocument, bytes] | None:
+    """Merge a full directory into a group or the index; None if the checkpoint is being deleted."""
     wanted = [(level, number) for number in members(level, directory, world_size)]
     try:
-        return await read_members(backend, id, wanted, world_size)
+        bundles = await read_members(backend, id, wanted, world_size)
     except MissingObject:
         if await stat_or_none(backend, tombstone_key(id)):
             return None
         raise
+
+    def merge_members() -> tuple[ManifestDocument, bytes]:
+        with gc_paused():
+            merged = merge(bundles, "group" if group else "index", group)
+            if group is None:
+                # Whoever reads the index would refuse it, so it must not complete the checkpoint.
+                check_owners(merged)
+            return merged, encode_bundle(merged)
+
+    return await threads.run_sync(merge_members)
 
 
 async def read_members(
@@ -252,17 +265,6 @@ async def read_member(
     if place != (level, number):
         raise InvalidManifest(f"This {kind} is not the one of its key", step=id.step, key=key)
     return bundle, len(data)
-
-
-def _merged(
-    bundles: list[ManifestDocument], group: tuple[int, int] | None
-) -> tuple[ManifestDocument, bytes]:
-    with gc_paused():
-        merged = merge(bundles, "group" if group else "index", group)
-        if group is None:
-            # Whoever reads the index would refuse it, so it must not make the checkpoint complete.
-            check_owners(merged)
-        return merged, encode_bundle(merged)
 
 
 async def _create(backend: Backend, key: str, data: bytes) -> bool:
