@@ -108,22 +108,16 @@ async def export(
     return await (work.torch() if form == "torch" else work.hf(expanded=expanded))
 
 
+@dataclass(slots=True)
 class _Exporting:
-    def __init__(
-        self,
-        backend: Backend,
-        bundle: ManifestDocument,
-        arena: Arena,
-        settings: Settings,
-        policy: RetryPolicy,
-        target: Backend,
-        folder: str,
-    ) -> None:
-        self._backend, self._bundle, self._arena = backend, bundle, arena
-        self._settings, self._policy = settings, policy
-        self._target, self._folder = target, folder
-        self._lanes = settings.load.lanes
-        self._written = 0
+    backend: Backend
+    bundle: ManifestDocument
+    arena: Arena
+    settings: Settings
+    policy: RetryPolicy
+    target: Backend
+    folder: str
+    written: int = 0
 
     async def torch(self) -> Exported:
         """One file that ``torch.load`` reads."""
@@ -133,15 +127,15 @@ class _Exporting:
         await threads.run_sync(_save, state, counter)
         async with self._file(TORCH_FILE, counter.size) as file:
             await threads.run_sync(_save, state, _Sink(file))
-        return Exported(self._folder, (TORCH_FILE,), self._written)
+        return Exported(self.folder, (TORCH_FILE,), self.written)
 
     async def hf(self, *, expanded: bool) -> Exported:
         """Sharded safetensors with an index."""
-        tensors = named_tensors(self._bundle, self._settings.export.part)
+        tensors = named_tensors(self.bundle, self.settings.export.part)
         if not expanded:
             sizes = {row.label: tensor_bytes(row) for _, row in tensors}
-            check_expansion("An export", [self._bundle], sum(sizes.values()), sizes)
-        shards = list(batches(tensors, _nbytes, self._settings.export.max_shard_bytes))
+            check_expansion("An export", [self.bundle], sum(sizes.values()), sizes)
+        shards = list(batches(tensors, _nbytes, self.settings.export.max_shard_bytes))
         names = [
             f"model-{n:05d}-of-{len(shards):05d}.safetensors" for n in range(1, 1 + len(shards))
         ]
@@ -153,20 +147,22 @@ class _Exporting:
         total = sum(map(_nbytes, tensors))
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weights.items()))}
         body = json.dumps(index, indent=2).encode()
-        key = self._folder + INDEX
+        key = self.folder + INDEX
         try:
-            await self._target.put(key, body, PutMode.CREATE)
+            await self.target.put(key, body, PutMode.CREATE)
         except ObjectExists:
             await self._check(key, len(body), await threads.run_sync(crc32c, body), 1 << 20)
-        return Exported(self._folder, (*names, INDEX), self._written + len(body))
+        return Exported(self.folder, (*names, INDEX), self.written + len(body))
 
     async def _state(self) -> Any:
         request = LoadRequest(
-            None, LabelFilter(), strict=True, cast=False, pickling=self._settings.pickle == "allow",
+            None, LabelFilter(), strict=True, cast=False, pickling=self.settings.pickle == "allow",
             per_rank="rank0",
         )  # fmt: skip
-        ready = await read_all(self._backend, self._bundle, request, self._arena, lanes=self._lanes)
-        state, part = (await ready.apply()).state, self._settings.export.part
+        ready = await read_all(
+            self.backend, self.bundle, request, self.arena, lanes=self.settings.load.lanes
+        )
+        state, part = (await ready.apply()).state, self.settings.export.part
         for key in part.split(".") if part else ():
             if not isinstance(state, Mapping) or key not in state:
                 raise _no_part(part)
@@ -184,7 +180,7 @@ class _Exporting:
             for batch in batches(shard, _nbytes, _BATCH_BYTES):
                 labels = {row.label for _, row in batch}
                 tensors = await read_tensors(
-                    self._backend, self._bundle, labels, self._arena, lanes=self._lanes
+                    self.backend, self.bundle, labels, self.arena, lanes=self.settings.load.lanes
                 )
                 for _, row in batch:
                     data = await threads.run_sync(_bytes_of, tensors[row.label])
@@ -193,16 +189,16 @@ class _Exporting:
     @asynccontextmanager
     async def _file(self, name: str, size: int) -> AsyncIterator[ExportFile]:
         """Open a file that becomes visible after the block, or leaves nothing after an error."""
-        self._written += size
-        key, wanted = self._folder + name, self._settings.staging.block_bytes
-        block_bytes = block_bytes_for(size, wanted, self._target.limits)
-        upload = await self._target.open_upload(key, size=size, block_bytes=block_bytes)
-        file = ExportFile(upload, self._policy, min(size, block_bytes))
+        self.written += size
+        key, wanted = self.folder + name, self.settings.staging.block_bytes
+        block_bytes = block_bytes_for(size, wanted, self.target.limits)
+        upload = await self.target.open_upload(key, size=size, block_bytes=block_bytes)
+        file = ExportFile(upload, self.policy, min(size, block_bytes))
         try:
             yield file
             await file.flush()
             try:
-                await retrying(self._policy, upload.complete)
+                await retrying(self.policy, upload.complete)
             except ObjectExists:
                 await self._check(key, size, file.sum, max(1, min(size, block_bytes)))
                 await upload.abort()
@@ -224,17 +220,17 @@ class _Exporting:
             CommitConflict: If it is something else.
             StoreError: If the store failed.
         """
-        if (await self._target.stat(key)).size == size:
+        if (await self.target.stat(key)).size == size:
             found, buffer = 0, memoryview(bytearray(min(size, block_bytes)))
             for offset in range(0, size, block_bytes):
                 block = buffer[: size - offset]
-                await self._target.read_into(key, offset, block)
+                await self.target.read_into(key, offset, block)
                 found = await threads.run_sync(crc32c, block, found)
             if found == sum:
                 return
         raise CommitConflict(
             "Something else lies where this export belongs",
-            step=self._bundle.id.step,
+            step=self.bundle.id.step,
             key=key,
             hint="Delete its folder and export again, or export to another place",
         )
