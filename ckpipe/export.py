@@ -42,6 +42,7 @@ from ckpipe.memory.arena import Arena
 from ckpipe.save.context import SaveContext
 from ckpipe.save.follow_up import until_complete
 from ckpipe.save.save import Save
+from ckpipe.settings import Settings
 from ckpipe.store.retry import RetryPolicy, logging_policy, retrying
 
 INDEX = "model.safetensors.index.json"
@@ -54,31 +55,6 @@ _Named = tuple[str, TensorRow]
 
 _BATCH_BYTES = 256 << 20
 """How many bytes of tensors are held in memory, unless a single one is larger."""
-
-
-@dataclass(frozen=True, slots=True)
-class ExportSettings:
-    """The settings of an export.
-
-    Args:
-        format: ``"torch"`` or ``"hf"``.
-        part: The label of what to export; None chooses by the format.
-        max_shard_bytes: How large a shard may be, unless a single tensor is larger.
-        block_bytes: Bytes of a block on the way to the store.
-        lanes: Reads under way at once.
-        policy: How often to try.
-        pickling: Whether pickled objects may be made, for ``"torch"``.
-        expanded: Whether ``"hf"`` may write far more bytes than the checkpoint stores.
-    """
-
-    format: Literal["torch", "hf"]
-    part: str | None
-    max_shard_bytes: int
-    block_bytes: int
-    lanes: int
-    policy: RetryPolicy
-    pickling: bool = False
-    expanded: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +76,12 @@ async def export(
     backend: Backend,
     bundle: ManifestDocument,
     arena: Arena,
-    settings: ExportSettings,
+    settings: Settings,
+    form: Literal["torch", "hf"],
+    policy: RetryPolicy,
     target: Backend | None = None,
+    *,
+    expanded: bool = False,
 ) -> Exported:
     """Write a checkpoint in another form; doing so again changes nothing.
 
@@ -109,8 +89,11 @@ async def export(
         backend: The store of the checkpoint, whose requests are tried again.
         bundle: The checkpoint's index, validated.
         arena: Lends the blocks that are read into; used on the caller's thread only.
-        settings: What to write.
+        settings: The settings, which say which part to export and how.
+        form: ``"torch"`` or ``"hf"``.
+        policy: How often to try the writing of blocks.
         target: Where it goes, whose requests are tried again too; None for beside the checkpoint.
+        expanded: Whether ``"hf"`` may write far more bytes than the checkpoint stores.
 
     Raises:
         UsageError: If the part to export is not there, or takes far more than is stored of it.
@@ -120,42 +103,39 @@ async def export(
         CorruptCheckpoint: If the checkpoint is damaged.
         StoreError: If the store failed; exporting again goes on.
     """
-    work = _Exporting(backend, bundle, arena, settings, target or backend)
-    return await (work.torch() if settings.format == "torch" else work.hf())
+    folder = f"{bundle.id}.{form}/"
+    work = _Exporting(backend, bundle, arena, settings, policy, target or backend, folder)
+    return await (work.torch() if form == "torch" else work.hf(expanded=expanded))
 
 
+@dataclass(slots=True)
 class _Exporting:
-    def __init__(
-        self,
-        backend: Backend,
-        bundle: ManifestDocument,
-        arena: Arena,
-        settings: ExportSettings,
-        target: Backend,
-    ) -> None:
-        self._backend, self._bundle, self._arena = backend, bundle, arena
-        self._target = target
-        self._settings = settings
-        self._folder = f"{bundle.id}.{settings.format}/"
-        self._written = 0
+    backend: Backend
+    bundle: ManifestDocument
+    arena: Arena
+    settings: Settings
+    policy: RetryPolicy
+    target: Backend
+    folder: str
+    written: int = 0
 
     async def torch(self) -> Exported:
         """One file that ``torch.load`` reads."""
         state = await self._state()
-        counter = _Counter()
+        counter = _Sink()
         # Twice, since the store wants to know the size before the first block.
         await threads.run_sync(_save, state, counter)
         async with self._file(TORCH_FILE, counter.size) as file:
-            await threads.run_sync(_save, state, _Feed(file))
-        return Exported(self._folder, (TORCH_FILE,), self._written)
+            await threads.run_sync(_save, state, _Sink(file))
+        return Exported(self.folder, (TORCH_FILE,), self.written)
 
-    async def hf(self) -> Exported:
+    async def hf(self, *, expanded: bool) -> Exported:
         """Sharded safetensors with an index."""
-        tensors = named_tensors(self._bundle, self._settings.part)
-        if not self._settings.expanded:
+        tensors = named_tensors(self.bundle, self.settings.export.part)
+        if not expanded:
             sizes = {row.label: tensor_bytes(row) for _, row in tensors}
-            check_expansion("An export", [self._bundle], sum(sizes.values()), sizes)
-        shards = list(batches(tensors, _nbytes, self._settings.max_shard_bytes))
+            check_expansion("An export", [self.bundle], sum(sizes.values()), sizes)
+        shards = list(batches(tensors, _nbytes, self.settings.export.max_shard_bytes))
         names = [
             f"model-{n:05d}-of-{len(shards):05d}.safetensors" for n in range(1, 1 + len(shards))
         ]
@@ -167,24 +147,25 @@ class _Exporting:
         total = sum(map(_nbytes, tensors))
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weights.items()))}
         body = json.dumps(index, indent=2).encode()
-        key = self._folder + INDEX
+        key = self.folder + INDEX
         try:
-            await self._target.put(key, body, PutMode.CREATE)
+            await self.target.put(key, body, PutMode.CREATE)
         except ObjectExists:
             await self._check(key, len(body), await threads.run_sync(crc32c, body), 1 << 20)
-        return Exported(self._folder, (*names, INDEX), self._written + len(body))
+        return Exported(self.folder, (*names, INDEX), self.written + len(body))
 
     async def _state(self) -> Any:
         request = LoadRequest(
-            None, LabelFilter(), strict=True, cast=False, pickling=self._settings.pickling,
+            None, LabelFilter(), strict=True, cast=False, pickling=self.settings.pickle == "allow",
             per_rank="rank0",
         )  # fmt: skip
-        lanes = self._settings.lanes
-        ready = await read_all(self._backend, self._bundle, request, self._arena, lanes=lanes)
-        state = (await ready.apply()).state
-        for key in (self._settings.part or "").split(".") if self._settings.part else ():
+        ready = await read_all(
+            self.backend, self.bundle, request, self.arena, lanes=self.settings.load.lanes
+        )
+        state, part = (await ready.apply()).state, self.settings.export.part
+        for key in part.split(".") if part else ():
             if not isinstance(state, Mapping) or key not in state:
-                raise _no_part(self._settings.part)
+                raise _no_part(part)
             state = state[key]
         return state
 
@@ -199,7 +180,7 @@ class _Exporting:
             for batch in batches(shard, _nbytes, _BATCH_BYTES):
                 labels = {row.label for _, row in batch}
                 tensors = await read_tensors(
-                    self._backend, self._bundle, labels, self._arena, lanes=self._settings.lanes
+                    self.backend, self.bundle, labels, self.arena, lanes=self.settings.load.lanes
                 )
                 for _, row in batch:
                     data = await threads.run_sync(_bytes_of, tensors[row.label])
@@ -208,16 +189,16 @@ class _Exporting:
     @asynccontextmanager
     async def _file(self, name: str, size: int) -> AsyncIterator[ExportFile]:
         """Open a file that becomes visible after the block, or leaves nothing after an error."""
-        self._written += size
-        key, policy = self._folder + name, self._settings.policy
-        block_bytes = block_bytes_for(size, self._settings.block_bytes, self._target.limits)
-        upload = await self._target.open_upload(key, size=size, block_bytes=block_bytes)
-        file = ExportFile(upload, policy, min(size, block_bytes))
+        self.written += size
+        key, wanted = self.folder + name, self.settings.staging.block_bytes
+        block_bytes = block_bytes_for(size, wanted, self.target.limits)
+        upload = await self.target.open_upload(key, size=size, block_bytes=block_bytes)
+        file = ExportFile(upload, self.policy, min(size, block_bytes))
         try:
             yield file
             await file.flush()
             try:
-                await retrying(policy, upload.complete)
+                await retrying(self.policy, upload.complete)
             except ObjectExists:
                 await self._check(key, size, file.sum, max(1, min(size, block_bytes)))
                 await upload.abort()
@@ -239,51 +220,42 @@ class _Exporting:
             CommitConflict: If it is something else.
             StoreError: If the store failed.
         """
-        if (await self._target.stat(key)).size == size:
+        if (await self.target.stat(key)).size == size:
             found, buffer = 0, memoryview(bytearray(min(size, block_bytes)))
             for offset in range(0, size, block_bytes):
                 block = buffer[: size - offset]
-                await self._target.read_into(key, offset, block)
+                await self.target.read_into(key, offset, block)
                 found = await threads.run_sync(crc32c, block, found)
             if found == sum:
                 return
         raise CommitConflict(
             "Something else lies where this export belongs",
-            step=self._bundle.id.step,
+            step=self.bundle.id.step,
             key=key,
             hint="Delete its folder and export again, or export to another place",
         )
 
 
-class _Counter:
-    """Take what ``torch.save`` writes, and count it."""
+class _Sink:
+    """Take what ``torch.save`` writes in a worker thread: count it, and write it if to a file.
 
-    size = 0
+    Args:
+        file: A file on the loop; None only counts.
+    """
 
-    def write(self, data: Any) -> int:
-        """Count bytes."""
-        size = memoryview(data).nbytes
-        self.size += size
-        return size
-
-    def flush(self) -> None:
-        """Nothing is held back."""
-
-
-class _Feed:
-    """Take what ``torch.save`` writes in a worker thread to a file on the loop."""
-
-    def __init__(self, file: ExportFile) -> None:
-        self._file = file
+    def __init__(self, file: ExportFile | None = None) -> None:
+        self._file, self.size = file, 0
 
     def write(self, data: Any) -> int:
-        """Write bytes."""
+        """Take bytes."""
         view = memoryview(data).cast("B")
-        anyio.from_thread.run(self._file.write, view)
+        self.size += len(view)
+        if self._file is not None:
+            anyio.from_thread.run(self._file.write, view)
         return len(view)
 
     def flush(self) -> None:
-        """The blocks are flushed as they are full."""
+        """Blocks of a file are flushed as they are full."""
 
 
 def _save(state: Any, file: Any) -> None:
@@ -452,20 +424,11 @@ async def _protected(site: SaveContext, name: str) -> AsyncIterator[None]:
 
 
 async def _export(site: SaveContext, save: Save, form: Literal["torch", "hf"]) -> Exported:
-    settings = site.settings
-    chosen = ExportSettings(
-        form,
-        settings.export.part,
-        settings.export.max_shard_bytes,
-        settings.staging.block_bytes,
-        settings.load.lanes,
-        logging_policy(settings.upload),
-        pickling=settings.pickle == "allow",
-    )
     info = save.committed.result()
     if not info.complete:
-        info = await until_complete(site, info, settings.incomplete_after_seconds)
+        info = await until_complete(site, info, site.settings.incomplete_after_seconds)
 
     async with site.reading(info.key):
         bundle = await read_index(site.patient, info.key)
-        return await export(site.patient, bundle, site.arena, chosen)
+        policy = logging_policy(site.settings.upload)
+        return await export(site.patient, bundle, site.arena, site.settings, form, policy)

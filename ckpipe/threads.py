@@ -213,8 +213,14 @@ async def run_lanes(count: int, lane: Callable[[], Awaitable[None]]) -> None:
         raise failures[0]
 
 
-async def all_of(calls: Sequence[Callable[[], Awaitable[T]]]) -> list[T]:
+async def all_of(
+    calls: Sequence[Callable[[], Awaitable[T]]], at_once: int | None = None
+) -> list[T]:
     """Make several calls at once, and return what they return, in their order.
+
+    Args:
+        calls: The calls.
+        at_once: How many at a time; None makes all.
 
     Raises:
         BaseException: What the first failing call raised; the others are cancelled.
@@ -226,7 +232,7 @@ async def all_of(calls: Sequence[Callable[[], Awaitable[T]]]) -> list[T]:
         for number, call in waiting:
             found[number] = await call()
 
-    await run_lanes(len(calls), lane)
+    await run_lanes(len(calls) if at_once is None else min(at_once, len(calls)), lane)
     return [found[number] for number in range(len(calls))]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from pathlib import Path
@@ -314,6 +314,16 @@ async def test_a_pin_that_comes_after_the_tombstone_is_refused() -> None:
     assert not [key async for key in backend.list(PINS)]
 
 
+async def read_ahead(
+    backend: ckpipe.Backend,
+    id: CheckpointId,
+    look: Callable[[], Awaitable[int]],
+    work: Callable[[int, Sure], Awaitable[None]],
+) -> None:
+    async with reading_ahead(backend, id, look) as (found, sure):
+        await work(found, sure)
+
+
 async def test_a_first_look_waits_for_no_lease_and_its_failure_is_told() -> None:
     memory, id = MemoryBackend(), CheckpointId("20250101T000000000Z-a", 1, 0)
     backend = FaultyBackend(memory)
@@ -327,7 +337,7 @@ async def test_a_first_look_waits_for_no_lease_and_its_failure_is_told() -> None
         raise AssertionError
 
     with pytest.raises(ZeroDivisionError):
-        await reading_ahead(backend, id, look, work)
+        await read_ahead(backend, id, look, work)
     assert await keys(memory) == []
 
 
@@ -352,13 +362,13 @@ async def test_what_a_first_look_finds_is_forgotten_where_the_checkpoint_is_bein
     for look in (gone, partial(echo, 7)):
         for each in (work, failing, careless):
             with pytest.raises(errors.CheckpointIncomplete, match="deleted just now"):
-                await reading_ahead(backend, id, look, each)
+                await read_ahead(backend, id, look, each)
     assert not worked
     await backend.delete([tombstone_key(id)])
-    await reading_ahead(backend, id, partial(echo, 7), work)
+    await read_ahead(backend, id, partial(echo, 7), work)
     assert worked == [7]
     with pytest.raises(errors.MissingObject, match="data file"):
-        await reading_ahead(backend, id, partial(echo, 7), failing)
+        await read_ahead(backend, id, partial(echo, 7), failing)
     assert await keys(backend) == []
 
 

@@ -18,6 +18,7 @@ import logging
 from collections.abc import Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
 
 from ckpipe import threads
 from ckpipe.backend import Backend, PutMode
@@ -60,7 +61,7 @@ from ckpipe.format.names import (
     tombstone_key,
 )
 from ckpipe.interpreter import gc_paused
-from ckpipe.threads import run_lanes
+from ckpipe.threads import all_of
 from ckpipe.types import CheckpointId, CheckpointInfo
 
 Member = tuple[int, int]
@@ -132,38 +133,30 @@ async def complete_from_top(
     """
     top = len(level_sizes(world_size)) - 1
     absent: list[list[int]] = []
-    if await _fill(backend, id, top, 0, world_size, absent, most_holes):
+
+    async def fill(level: int, directory: int) -> bool:
+        """Make a directory full if all ranks below it have committed; else note which have not."""
+        missing = await _absent(backend, id, level, directory, world_size)
+        if not missing:
+            return True
+        if level == 0:
+            absent.append(missing)
+            return False
+        full = True
+        for number in missing:
+            if len(absent) >= most_holes:
+                return False
+            if await fill(level - 1, number):
+                await _write_group(backend, id, (level, number), world_size)
+            else:
+                full = False
+        return full
+
+    if await fill(top, 0):
         return await _write_index(backend, id, top, world_size)
     if await stat_or_none(backend, tombstone_key(id)):
         return _DELETED
     return Outcome(complete=False, absent=tuple(rank for ranks in absent for rank in ranks))
-
-
-async def _fill(
-    backend: Backend,
-    id: CheckpointId,
-    level: int,
-    directory: int,
-    world_size: int,
-    absent: list[list[int]],
-    most_holes: int,
-) -> bool:
-    """Make a directory full if all ranks below it have committed; else note which have not."""
-    missing = await _absent(backend, id, level, directory, world_size)
-    if not missing:
-        return True
-    if level == 0:
-        absent.append(missing)
-        return False
-    full = True
-    for number in missing:
-        if len(absent) >= most_holes:
-            return False
-        if await _fill(backend, id, level - 1, number, world_size, absent, most_holes):
-            await _write_group(backend, id, (level, number), world_size)
-        else:
-            full = False
-    return full
 
 
 async def _absent(
@@ -180,11 +173,9 @@ async def _write_group(
     key = group_key(id, level, number)
     if await stat_or_none(backend, key):
         return
-    bundles = await _read(backend, id, level - 1, number, world_size)
-    if bundles is None:
-        return
-    _, data = await threads.run_sync(_merged, bundles, group)
-    await _create(backend, key, data)
+    merged = await _merge(backend, id, level - 1, number, world_size, group)
+    if merged is not None:
+        await _create(backend, key, merged[1])
 
 
 async def _write_index(backend: Backend, id: CheckpointId, level: int, world_size: int) -> Outcome:
@@ -193,10 +184,10 @@ async def _write_index(backend: Backend, id: CheckpointId, level: int, world_siz
         return _DELETED
     if await stat_or_none(backend, key):
         return Outcome(complete=True)
-    bundles = await _read(backend, id, level, 0, world_size)
-    if bundles is None:
+    merged = await _merge(backend, id, level, 0, world_size, None)
+    if merged is None:
         return _DELETED
-    index, data = await threads.run_sync(_merged, bundles, None)
+    index, data = merged
     created = await _create(backend, key, data)
     if await stat_or_none(backend, tombstone):
         # Deleted since the first look: an index must not outlive the tombstone.
@@ -205,17 +196,32 @@ async def _write_index(backend: Backend, id: CheckpointId, level: int, world_siz
     return Outcome(complete=True, index=index if created else None)
 
 
-async def _read(
-    backend: Backend, id: CheckpointId, level: int, directory: int, world_size: int
-) -> list[ManifestDocument] | None:
-    """The members of a full directory; None if the checkpoint is being deleted."""
+async def _merge(
+    backend: Backend,
+    id: CheckpointId,
+    level: int,
+    directory: int,
+    world_size: int,
+    group: tuple[int, int] | None,
+) -> tuple[ManifestDocument, bytes] | None:
+    """Merge a full directory into a group or the index; None if the checkpoint is being deleted."""
     wanted = [(level, number) for number in members(level, directory, world_size)]
     try:
-        return await read_members(backend, id, wanted, world_size)
+        bundles = await read_members(backend, id, wanted, world_size)
     except MissingObject:
         if await stat_or_none(backend, tombstone_key(id)):
             return None
         raise
+
+    def merge_members() -> tuple[ManifestDocument, bytes]:
+        with gc_paused():
+            merged = merge(bundles, "group" if group else "index", group)
+            if group is None:
+                # Whoever reads the index would refuse it, so it must not complete the checkpoint.
+                check_owners(merged)
+            return merged, encode_bundle(merged)
+
+    return await threads.run_sync(merge_members)
 
 
 async def read_members(
@@ -226,15 +232,8 @@ async def read_members(
     Raises:
         As :func:`read_member` does.
     """
-    found: dict[Member, ManifestDocument] = {}
-    pending = iter(wanted)
-
-    async def lane() -> None:
-        for member in pending:
-            found[member], _ = await read_member(backend, id, *member, world_size)
-
-    await run_lanes(min(_READS, len(wanted)), lane)
-    return [found[member] for member in wanted]
+    calls = [partial(read_member, backend, id, *member, world_size) for member in wanted]
+    return [member for member, _ in await all_of(calls, _READS)]
 
 
 async def read_member(
@@ -268,17 +267,6 @@ async def read_member(
     return bundle, len(data)
 
 
-def _merged(
-    bundles: list[ManifestDocument], group: tuple[int, int] | None
-) -> tuple[ManifestDocument, bytes]:
-    with gc_paused():
-        merged = merge(bundles, "group" if group else "index", group)
-        if group is None:
-            # Whoever reads the index would refuse it, so it must not make the checkpoint complete.
-            check_owners(merged)
-        return merged, encode_bundle(merged)
-
-
 async def _create(backend: Backend, key: str, data: bytes) -> bool:
     """Create an object that another rank may create as well, with the same bytes."""
     try:
@@ -303,16 +291,7 @@ async def repaired(backend: Backend, infos: Iterable[CheckpointInfo]) -> list[Ch
     Raises:
         StoreError: If the store failed to list.
     """
-    found = list(infos)
-    places = [place for place, info in enumerate(found) if info.reason == NO_INDEX]
-    pending = iter(places)
-
-    async def lane() -> None:
-        for place in pending:
-            found[place] = await repair(backend, found[place])
-
-    await run_lanes(min(_AT_ONCE, len(places)), lane)
-    return found
+    return await all_of([partial(repair, backend, info) for info in infos], _AT_ONCE)
 
 
 async def repair(backend: Backend, info: CheckpointInfo) -> CheckpointInfo:

@@ -16,8 +16,9 @@ from __future__ import annotations
 import mmap
 from bisect import bisect_right
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 
 import anyio
 import anyio.to_thread
@@ -49,7 +50,7 @@ from ckpipe.format.entry_table import EntryTable
 from ckpipe.format.manifest import BundleKind
 from ckpipe.format.names import data_file_key, index_key, is_own, prefix, tombstone_key
 from ckpipe.store.retry import RetryPolicy, retrying, warn_of_damaged_transfer
-from ckpipe.threads import run_lanes
+from ckpipe.threads import all_of, run_lanes
 from ckpipe.types import CheckpointId
 
 _PAGE = 4096
@@ -115,7 +116,14 @@ async def copy_checkpoint(
         StoreError: If a store failed; the target stays incomplete.
     """
     bundle, index = await read_document(source, id, index_key(id), "index")
-    await _check_target(target, id, index)
+    if await stat_or_none(target, tombstone_key(id)) is not None:
+        raise UsageError(
+            "The checkpoint was deleted on the target, whose mark of that is still there",
+            step=id.step,
+            hint="Sweep the target once the mark is old enough, or copy elsewhere",
+        )
+    with suppress(ObjectNotFound):
+        await _same(target, index_key(id), index)
     report = CopyReport(str(id))
     for rank in range(len(bundle.parts)):
         data = EntryTable(bundle)
@@ -133,35 +141,21 @@ async def copy_checkpoint(
     return report
 
 
-async def _check_target(target: Backend, id: CheckpointId, index: bytes) -> None:
-    if await stat_or_none(target, tombstone_key(id)) is not None:
-        raise UsageError(
-            "The checkpoint was deleted on the target, whose mark of that is still there",
-            step=id.step,
-            hint="Sweep the target once the mark is old enough, or copy elsewhere",
-        )
-    try:
-        await _same(target, index_key(id), index)
-    except ObjectNotFound:
-        return
-
-
 async def _copy_metadata(
     source: Backend, target: Backend, id: CheckpointId, settings: CopySettings
 ) -> None:
     """Copy manifests, then group objects: the index could be made anew from either."""
     below = f"{prefix(id)}m/"
     keys = sorted([each.key async for each in source.list(below) if is_own(id, each.key)])
+
+    async def copy(key: str) -> None:
+        kind: BundleKind = "manifest" if key.startswith(f"{below}0/") else "group"
+        _, data = await read_document(source, id, key, kind)
+        await _create(target, key, data)
+
     for level in sorted({key.removeprefix(below).partition("/")[0] for key in keys}):
-        pending = iter([key for key in keys if key.startswith(f"{below}{level}/")])
-
-        async def lane(pending: Iterator[str] = pending) -> None:
-            for key in pending:
-                kind: BundleKind = "manifest" if key.startswith(f"{below}0/") else "group"
-                _, data = await read_document(source, id, key, kind)
-                await _create(target, key, data)
-
-        await run_lanes(settings.lanes, lane)
+        of_level = [key for key in keys if key.startswith(f"{below}{level}/")]
+        await all_of([partial(copy, key) for key in of_level], settings.lanes)
 
 
 async def _create(target: Backend, key: str, data: bytes) -> None:
@@ -218,15 +212,30 @@ class _File:
 
     async def _copy(self, there: int | None) -> None:
         """Copy the file; what is on the target is replaced once the source was found whole."""
+        check, policy = FileCheck(self._data, self._number), self._settings.policy
+
+        async def send(offset: int, block: memoryview) -> None:
+            await retrying(policy, lambda: upload.write(offset, block))
+            self._settings.on_bytes(len(block))
+
         with _located(self._id, self._rank, self._key):
             upload = await self._target.open_upload(
                 self._key, size=self.check.size, block_bytes=self._block_bytes
             )
         try:
-            await self._transfer(upload)
+            await self._blocks(self._source, check, send)
+            fault = check.fault()
+            if fault is not None:
+                raise ChecksumMismatch(
+                    f"The source is damaged: {fault:.200} is not what was saved",
+                    step=self._id.step,
+                    rank=self._rank,
+                    key=self._key,
+                    hint="Nothing was copied of this file; copy another checkpoint",
+                )
             if there is not None:
                 await self._target.delete([self._key])
-            await retrying(self._settings.policy, lambda: self._complete(upload))
+            await retrying(policy, lambda: self._complete(upload))
         except BaseException:
             with anyio.CancelScope(shield=True):
                 await upload.abort()
@@ -235,24 +244,6 @@ class _File:
     async def _size_there(self) -> int | None:
         there = await stat_or_none(self._target, self._key)
         return None if there is None else there.size
-
-    async def _transfer(self, upload: Upload) -> None:
-        async def send(offset: int, block: memoryview) -> None:
-            policy = self._settings.policy
-            await retrying(policy, lambda: upload.write(offset, block))
-            self._settings.on_bytes(len(block))
-
-        check = FileCheck(self._data, self._number)
-        await self._blocks(self._source, check, send)
-        fault = check.fault()
-        if fault is not None:
-            raise ChecksumMismatch(
-                f"The source is damaged: {fault:.200} is not what was saved",
-                step=self._id.step,
-                rank=self._rank,
-                key=self._key,
-                hint="Nothing was copied of this file; copy another checkpoint",
-            )
 
     async def _is_whole(self) -> bool:
         """Read the file on the target, which is as long, and compare it with the checksums."""
@@ -378,7 +369,11 @@ class FileCheck:
         """The first difference to the checksums once every block was taken; None without one."""
         found = self._sums.finished()
         headers = chunk_count(self._row.header_bytes)
-        if _joined(found[:headers], self._row.header_bytes) != self._row.header_crc32c:
+        header = 0
+        for number, value in enumerate(found[:headers]):
+            rest = self._row.header_bytes - number * CHUNK_BYTES
+            header = combine(header, value, min(CHUNK_BYTES, rest))
+        if header != self._row.header_crc32c:
             return self._names[0]
         at = headers
         for name, expected in zip(self._names[1:], self._expected, strict=True):
@@ -386,10 +381,3 @@ class FileCheck:
                 return name
             at += len(expected)
         return None
-
-
-def _joined(sums: Sequence[int], nbytes: int) -> int:
-    total = 0
-    for number, value in enumerate(sums):
-        total = combine(total, value, min(CHUNK_BYTES, nbytes - number * CHUNK_BYTES))
-    return total

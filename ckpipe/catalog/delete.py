@@ -39,7 +39,7 @@ from enum import Enum, auto
 
 from ckpipe.backend import Backend, ObjectInfo, PutMode
 from ckpipe.catalog.find import Listing, list_root, owned_sidecars, stat_or_none
-from ckpipe.catalog.leases import is_leased
+from ckpipe.catalog.leases import leased
 from ckpipe.errors import LinkRefused, ObjectExists, StoreFull
 from ckpipe.format.names import index_key, is_own, pin_key, prefix, tombstone_id, tombstone_key
 from ckpipe.types import CheckpointId
@@ -130,11 +130,11 @@ async def _mark(backend: Backend, id: CheckpointId) -> None:
 async def _remove_unless_held(
     backend: Backend, id: CheckpointId, digests: Iterable[str], there: Sequence[str] = ()
 ) -> Removal:
-    if await is_leased(backend, str(id)):
+    if await leased(backend, str(id)):
         return Removal.WAITS
     if await stat_or_none(backend, pin_key(id)):
         # It may be of somebody who has come since and will take it back.
-        if await is_leased(backend, str(id)) or not await stat_or_none(backend, pin_key(id)):
+        if await leased(backend, str(id)) or not await stat_or_none(backend, pin_key(id)):
             return Removal.WAITS
         await backend.delete([tombstone_key(id)])
         return Removal.PINNED

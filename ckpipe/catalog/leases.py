@@ -31,7 +31,6 @@ from ckpipe.types import CheckpointId
 
 logger = logging.getLogger("ckpipe")
 T = TypeVar("T")
-L = TypeVar("L")
 Sure = Callable[[], Awaitable[None]]
 """Waits until it is sure that a checkpoint is not being deleted, or raises."""
 
@@ -119,26 +118,21 @@ async def time_now(backend: Backend) -> datetime:
         return datetime.now(UTC)
 
 
-async def leased(backend: Backend) -> set[str]:
+async def leased(backend: Backend, subject: str | None = None) -> set[str]:
     """The checkpoints and launches under a live lease, by the store's own clock.
 
     Costs one list, and three requests more if there are leases at all.
 
+    Args:
+        backend: The store.
+        subject: The only one to look at; None looks at all.
+
     Raises:
         StoreError: If the store failed.
     """
-    leases = await read_leases(backend)
+    below = LEASES if subject is None else f"{LEASES}{subject}/"
+    leases = [each async for each in backend.list(below)]
     return live_subjects(leases, await store_time(backend)) if leases else set()
-
-
-async def is_leased(backend: Backend, subject: str) -> bool:
-    """Tell whether one checkpoint or launch is under a live lease, by the store's own clock.
-
-    Raises:
-        StoreError: If the store failed.
-    """
-    leases = [each async for each in backend.list(f"{LEASES}{subject}/")]
-    return bool(leases) and bool(live_subjects(leases, await store_time(backend)))
 
 
 class Lease:
@@ -245,26 +239,21 @@ async def reading(backend: Backend, id: CheckpointId) -> AsyncIterator[None]:
         yield
 
 
+@asynccontextmanager
 async def reading_ahead(
-    backend: Backend,
-    id: CheckpointId,
-    look: Callable[[], Awaitable[L]],
-    work: Callable[[L, Sure], Awaitable[T]],
-) -> T:
-    """Run work on a checkpoint that no process deletes, which may begin before the lease is there.
+    backend: Backend, id: CheckpointId, look: Callable[[], Awaitable[T]]
+) -> AsyncIterator[tuple[T, Sure]]:
+    """Hold a checkpoint over a block that may begin before the lease is there.
+
+    The block gets what the look returned. It may read, but changes nothing before it has awaited
+    the second value, which returns once no process deletes the checkpoint. If one does already,
+    what the look or the block raises is forgotten; else it comes as it is, without a group.
 
     Args:
         backend: The store.
         id: The checkpoint.
         look: Reads objects that are whole or absent and never change, such as the index, and
-            changes nothing. If the checkpoint is being deleted, what it finds or raises is
-            forgotten.
-        work: What to do with what it returned. It may read, but changes nothing before it has
-            awaited the second argument, which returns once no process deletes the checkpoint. If
-            one does already, what it raises is forgotten.
-
-    Returns:
-        What the work returns, and it raises what the look or the work raises.
+            changes nothing.
 
     Raises:
         CheckpointIncomplete: If it is being deleted already.
@@ -276,22 +265,20 @@ async def reading_ahead(
         await lease.renew()
         await check_not_deleted(backend, id)
 
-    async with _renewed(lease):
-        return await when_sure(check, look, work)
+    async with _renewed(lease), when_sure(check, look) as found:
+        yield found
 
 
+@asynccontextmanager
 async def when_sure(
-    check: Callable[[], Awaitable[None]],
-    look: Callable[[], Awaitable[L]],
-    work: Callable[[L, Sure], Awaitable[T]],
-) -> T:
-    """Do some work on what a look finds, both beside a check; what that raises goes first."""
+    check: Callable[[], Awaitable[None]], look: Callable[[], Awaitable[T]]
+) -> AsyncIterator[tuple[T, Sure]]:
+    """Give a block what a look finds, both beside a check; what that raises goes first."""
     sure, found = Ahead(check), Ahead(look)
     async with sure.started(), found.started():
         try:
-            result = await work(await found.get(), sure.get)
+            yield await found.get(), sure.get
         except Exception:
             await sure.get()
             raise
         await sure.get()
-        return result

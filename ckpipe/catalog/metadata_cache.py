@@ -15,6 +15,7 @@ import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from functools import partial
 from typing import NamedTuple
 
 from ckpipe.backend import Backend
@@ -24,7 +25,7 @@ from ckpipe.format.keys import Json
 from ckpipe.format.manifest import ManifestDocument
 from ckpipe.format.metrics_sidecar import MetricsSidecar, sidecar_of
 from ckpipe.retention import Candidate
-from ckpipe.threads import run_lanes
+from ckpipe.threads import all_of
 from ckpipe.types import CheckpointInfo
 
 logger = logging.getLogger("ckpipe")
@@ -200,20 +201,17 @@ class MetadataQuery:
 
     async def _read(self, infos: Iterable[CheckpointInfo]) -> None:
         """Read the indexes of checkpoints, several at once."""
-        unread = list(infos)
-        pending = iter(unread)
 
-        async def lane() -> None:
-            for info in pending:
-                try:
-                    found = summary_of(await read_index(self._backend, info.key))
-                except (CorruptCheckpoint, UnsupportedVersion):
-                    self._unread.add(info.id)
-                    self._facts.told.pop(info.id, None)
-                    continue
+        async def read(info: CheckpointInfo) -> None:
+            try:
+                found = summary_of(await read_index(self._backend, info.key))
+            except (CorruptCheckpoint, UnsupportedVersion):
+                self._unread.add(info.id)
+                self._facts.told.pop(info.id, None)
+            else:
                 self._facts.learn(info.id, found)
 
-        await run_lanes(min(_AT_ONCE, len(unread)), lane)
+        await all_of([partial(read, info) for info in infos], _AT_ONCE)
 
 
 def _candidate(info: CheckpointInfo, facts: MetadataCache) -> Candidate:

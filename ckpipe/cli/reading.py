@@ -262,7 +262,7 @@ def export(
     It is written to a folder <id>.torch or <id>.hf, in which nothing is ever replaced.
     """
 
-    from ckpipe.export import ExportSettings, export  # needs torch
+    from ckpipe.export import export  # needs torch
     from ckpipe.memory.arena import Arena
 
     given = {"part": part, "max_shard_bytes": max_shard}
@@ -270,18 +270,8 @@ def export(
 
     async def work(screen: Screen) -> int:
         settings = screen.settings.override(export=given) if given else screen.settings
-        how = ExportSettings(
-            form.value,
-            settings.export.part,
-            settings.export.max_shard_bytes,
-            settings.staging.block_bytes,
-            settings.load.lanes,
-            _policy(settings),
-            pickling=settings.pickle == "allow",
-            expanded=expanded,
-        )
         began = time.perf_counter()
-        arena = Arena(how.block_bytes)
+        arena = Arena(settings.staging.block_bytes)
         try:
             with screen.meter("exporting") as meter:
                 async with AsyncExitStack() as stores:
@@ -297,7 +287,10 @@ def export(
                     async with reading(origin, info.key):
                         bundle = await read_index(origin, info.key)
                         meter.expect(data_bytes(bundle))
-                        done = await export(origin, bundle, arena, how, place)
+                        done = await export(
+                            origin, bundle, arena, settings, form.value, _policy(settings), place,
+                            expanded=expanded,
+                        )  # fmt: skip
         finally:
             arena.close()
         folder = done.folder.rstrip("/")

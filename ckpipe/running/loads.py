@@ -26,7 +26,7 @@ import anyio
 from ckpipe.backend import Backend
 from ckpipe.catalog.complete import find_repaired, newest_likely, newest_repaired
 from ckpipe.catalog.find import NO_INDEX, discover, read_index, said_of_foreign
-from ckpipe.catalog.leases import Sure, leased
+from ckpipe.catalog.leases import leased
 from ckpipe.catalog.manifest_selection import read_near
 from ckpipe.errors import (
     CheckpointIncomplete,
@@ -166,23 +166,23 @@ class Loads:
             near = await read_near(site.patient, info.key, site.rank, site.world_size)
             return near or await read_index(site.patient, info.key)
 
-        async def work(bundle: ManifestDocument, sure: Sure) -> ReadyLoad:
-            return await read_all(
-                site.patient,
-                bundle,
-                request,
-                site.arena,
-                lanes=site.settings.load.lanes,
-                rank=site.rank,
-                world_size=site.world_size,
-                sure=sure,
-                tally=tally,
-            )
-
         with self._told(info):
             try:
-                async with Ahead(lambda: self._tell_progress(info, tally)).started():
-                    ready = await site.reading_ahead(info.key, look, work)
+                async with (
+                    Ahead(lambda: self._tell_progress(info, tally)).started(),
+                    site.reading_ahead(info.key, look) as (bundle, sure),
+                ):
+                    ready = await read_all(
+                        site.patient,
+                        bundle,
+                        request,
+                        site.arena,
+                        lanes=site.settings.load.lanes,
+                        rank=site.rank,
+                        world_size=site.world_size,
+                        sure=sure,
+                        tally=tally,
+                    )
                 if vote is None:
                     return await self._finish(ready)
             except CorruptCheckpoint as error:

@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from ckpipe.state.capture_cache import CaptureCache
 
 T = TypeVar("T")
-L = TypeVar("L")
 
 _MOST_UNPRUNED, _MOST_UNPRUNED_SHARE = 16, 4
 """So many complete checkpoints, or this many times those that are kept, may wait for a prune before
@@ -192,23 +191,24 @@ class SaveContext(StoreContext):
         finally:
             self.loading[str(id)] -= 1
 
+    @asynccontextmanager
     async def reading_ahead(
-        self,
-        id: CheckpointId,
-        look: Callable[[], Awaitable[L]],
-        work: Callable[[L, Sure], Awaitable[T]],
-    ) -> T:
-        """Run work on a checkpoint that may begin before that is sure; see :mod:`leases`.
+        self, id: CheckpointId, look: Callable[[], Awaitable[T]]
+    ) -> AsyncIterator[tuple[T, Sure]]:
+        """Do so for a block that may begin before that is sure; see :mod:`ckpipe.catalog.leases`.
 
         Raises:
             CheckpointIncomplete: If it is being deleted already.
             StoreError: If the store failed.
         """
         if self.settings.read_only:  # a lease would be written
-            return await when_sure(partial(check_not_deleted, self.patient, id), look, work)
+            async with when_sure(partial(check_not_deleted, self.patient, id), look) as found:
+                yield found
+            return
         self.loading[str(id)] += 1
         try:
-            return await reading_ahead(self.patient, id, look, work)
+            async with reading_ahead(self.patient, id, look) as found:
+                yield found
         finally:
             self.loading[str(id)] -= 1
 

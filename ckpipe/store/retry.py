@@ -14,7 +14,7 @@ import math
 import random
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
@@ -188,21 +188,16 @@ class Tries:
         Raises:
             StoreUnavailable: If it took too long.
         """
-        if self._policy.limiter is None:
-            return await self._bounded(operation)
-        async with self._policy.limiter.admitted():
-            return await self._bounded(operation)
-
-    async def _bounded(self, operation: Callable[[], Awaitable[T]]) -> T:
-        limit = self._policy.attempt_timeout_seconds
-        try:
-            with anyio.fail_after(limit):
-                return await operation()
-        except TimeoutError:
-            raise StoreUnavailable(
-                f"The store did not answer within {limit:g} s",
-                hint="Raise upload.attempt_timeout_seconds if it is merely slow",
-            ) from None
+        limiter, limit = self._policy.limiter, self._policy.attempt_timeout_seconds
+        async with nullcontext() if limiter is None else limiter.admitted():
+            try:
+                with anyio.fail_after(limit):
+                    return await operation()
+            except TimeoutError:
+                raise StoreUnavailable(
+                    f"The store did not answer within {limit:g} s",
+                    hint="Raise upload.attempt_timeout_seconds if it is merely slow",
+                ) from None
 
     async def wait_after(self, error: CkpipeError) -> None:
         """Wait until it is time for the next try.

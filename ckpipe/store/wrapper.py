@@ -131,6 +131,3 @@ class WrappedUpload(Upload):
 
     async def abort(self) -> None:
         await self._backend.around(Operation("abort", self._key), self._inner.abort)
-
-
-__all__ = ["Operation", "Result", "WrappedBackend"]

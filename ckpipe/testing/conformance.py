@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import random
 import sys
 from contextlib import suppress
@@ -33,8 +32,35 @@ def pattern(size: int, seed: int = 0) -> bytes:
     return random.Random(seed).randbytes(size)
 
 
-class ConformanceBase:
-    """The writes and reads that the tests share."""
+ODD_KEYS = (
+    "a key with  spaces ",
+    "ünïcödé/\u65e5\u672c\u8a9e/\U0001f600",
+    "at@tilde~percent%25plus+hash#question?",
+    "quotes'\"/colon:semi;comma,equals=/back\\slash",
+    "..hidden/...dots/.dot",
+    "-dash/_under",
+    "x" * 200 + "/" + "y" * 200,
+    "a/b/c/d/e/f/g/h/i/j",
+)
+INVALID_KEYS = ("", "/", "/a", "a/", "a//b", ".", "..", "a/../b", "./a", "a/.", "a\0b")
+
+
+@pytest.mark.asyncio
+class BackendConformance:
+    """Tests a backend against the contract.
+
+    Subclass it in a test file with a name that pytest collects, and give it an asynchronous
+    fixture ``backend`` that yields an opened backend with nothing in it::
+
+        class TestMyBackend(BackendConformance):
+            @pytest_asyncio.fixture
+            async def backend(self):
+                async with MyBackend("my://bucket/empty") as backend:
+                    yield backend
+    """
+
+    many_objects = 300
+    """How many objects are listed at a time; better more than a page of the store's lists."""
 
     async def upload(self, backend: Backend, key: str, data: bytes) -> None:
         """Upload data whole, its blocks at the same time and the last first."""
@@ -65,10 +91,6 @@ class ConformanceBase:
         buffer = bytearray(info.size)
         await backend.read_into(key, 0, memoryview(buffer))
         return bytes(buffer)
-
-
-class LargeObjectConformance(ConformanceBase):
-    """Tests uploads and reads."""
 
     # Uploads
 
@@ -269,9 +291,9 @@ class LargeObjectConformance(ConformanceBase):
 
         for offset, size in ((0, 100_001), (4096, 4096), (5, 77_777), (100_000, 1)):
             assert await read("data/file", offset, size) in (None, data[offset : offset + size])
-        with contextlib.suppress(TruncatedObject):
+        with suppress(TruncatedObject):
             assert await read("data/file", 99_999, 3) is None
-        with contextlib.suppress(ObjectNotFound):
+        with suppress(ObjectNotFound):
             assert await read("data/missing", 0, 1) is None
 
     async def test_cached_range_agrees_with_read(self, backend: Backend) -> None:
@@ -304,7 +326,7 @@ class LargeObjectConformance(ConformanceBase):
             await backend.stat(key)
         with pytest.raises(ObjectNotFound):
             await backend.read_into(key, 0, memoryview(bytearray(1)))
-        with contextlib.suppress(ObjectNotFound):
+        with suppress(ObjectNotFound):
             assert await backend.cached(key, 0, 1) is None
 
     async def test_a_prefix_is_no_object(self, backend: Backend) -> None:
@@ -321,37 +343,6 @@ class LargeObjectConformance(ConformanceBase):
         modified = (await backend.stat("a")).modified
         assert modified.utcoffset() == timedelta(0)
         assert abs(modified - datetime.now(UTC)) < SKEW
-
-
-ODD_KEYS = (
-    "a key with  spaces ",
-    "ünïcödé/\u65e5\u672c\u8a9e/\U0001f600",
-    "at@tilde~percent%25plus+hash#question?",
-    "quotes'\"/colon:semi;comma,equals=/back\\slash",
-    "..hidden/...dots/.dot",
-    "-dash/_under",
-    "x" * 200 + "/" + "y" * 200,
-    "a/b/c/d/e/f/g/h/i/j",
-)
-INVALID_KEYS = ("", "/", "/a", "a/", "a//b", ".", "..", "a/../b", "./a", "a/.", "a\0b")
-
-
-@pytest.mark.asyncio
-class BackendConformance(LargeObjectConformance):
-    """Tests a backend against the contract.
-
-    Subclass it in a test file with a name that pytest collects, and give it an asynchronous
-    fixture ``backend`` that yields an opened backend with nothing in it::
-
-        class TestMyBackend(BackendConformance):
-            @pytest_asyncio.fixture
-            async def backend(self):
-                async with MyBackend("my://bucket/empty") as backend:
-                    yield backend
-    """
-
-    many_objects = 300
-    """How many objects are listed at a time; better more than a page of the store's lists."""
 
     # Small objects
 

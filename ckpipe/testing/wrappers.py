@@ -110,17 +110,16 @@ class _Fault:
     seen: int = 0
 
     def strikes(self, number: int, operation: Operation) -> bool:
-        if not self._matches(number, operation):
+        if isinstance(self.where, int):
+            matches = number == self.where
+        elif isinstance(self.where, str):
+            matches = operation.verb == self.where
+        else:
+            matches = self.where(operation)
+        if not matches:
             return False
         self.seen += 1
         return self.seen >= self.nth and (self.times is None or self.seen < self.nth + self.times)
-
-    def _matches(self, number: int, operation: Operation) -> bool:
-        if isinstance(self.where, int):
-            return number == self.where
-        if isinstance(self.where, str):
-            return operation.verb == self.where
-        return self.where(operation)
 
 
 class FaultyBackend(WrappedBackend):
