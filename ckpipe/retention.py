@@ -143,7 +143,13 @@ class _Combination(Rule):
 
     def judge(self, newest_first: Sequence[Candidate], now: datetime) -> dict[str, Verdict]:
         judged = [rule.judge(newest_first, now) for rule in self.rules]
-        return {each.id: self._joined([one[each.id] for one in judged]) for each in newest_first}
+        result = {}
+        for each in newest_first:
+            verdicts = [one[each.id] for one in judged]
+            keep = self._combined(verdict.keep for verdict in verdicts)
+            reasons = dict.fromkeys(verdict.reason for verdict in verdicts if verdict.keep is keep)
+            result[each.id] = Verdict(keep, " and ".join(reasons))
+        return result
 
     def rivals(
         self, newest_first: Sequence[Candidate], losers: Collection[str], now: datetime
@@ -154,11 +160,6 @@ class _Combination(Rule):
     def missing_metrics(self, newest_first: Sequence[Candidate]) -> set[str]:
         """Those of each of its rules."""
         return set().union(*(rule.missing_metrics(newest_first) for rule in self.rules))
-
-    def _joined(self, verdicts: Sequence[Verdict]) -> Verdict:
-        keep = self._combined(verdict.keep for verdict in verdicts)
-        reasons = dict.fromkeys(verdict.reason for verdict in verdicts if verdict.keep is keep)
-        return Verdict(keep, " and ".join(reasons))
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -571,14 +572,6 @@ def _keep_within(seconds: float) -> KeepWithin:
         raise SettingsError(f"KeepWithin cannot reach back {seconds!r} seconds") from None
 
 
-def _any_of(rules: list[Any]) -> Rule:
-    return AnyOf(_each(rules))
-
-
-def _all_of(rules: list[Any]) -> Rule:
-    return AllOf(_each(rules))
-
-
 def _each(rules: object) -> tuple[Rule, ...]:
     if not isinstance(rules, list | tuple):
         raise SettingsError(f"The rules of a combination are a list, not {rules!r}")
@@ -590,8 +583,8 @@ _BUILDERS: dict[str, Callable[..., Rule]] = {
     "every": KeepEvery,
     "best": KeepBest,
     "within": _keep_within,
-    "any_of": _any_of,
-    "all_of": _all_of,
+    "any_of": lambda rules: AnyOf(_each(rules)),
+    "all_of": lambda rules: AllOf(_each(rules)),
 }
 
 

@@ -130,21 +130,6 @@ class CheckpointInfo:
 
 
 @dataclass(frozen=True, slots=True)
-class Committed:
-    """The facts of a save that a rank has just made durable.
-
-    Args:
-        info: The checkpoint.
-        rank: The rank that committed.
-        size: Bytes that the rank wrote: data files and metadata.
-    """
-
-    info: CheckpointInfo
-    rank: int
-    size: int
-
-
-@dataclass(frozen=True, slots=True)
 class LoadResult:
     """A loaded checkpoint.
 

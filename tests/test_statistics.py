@@ -87,7 +87,7 @@ def test_a_save_counts_whole_once_its_commit_is_known_and_never_twice(store: Sto
         store.slow.release()
     assert (now.saves, now.bytes) == ({"committed": 1}, handle.report.bytes)
     assert now.seconds["commit"] > 0
-    assert re.search(r"\[idle \| .* of .* MB \| 1 committed, .* kB\]", shown)
+    assert re.search(r"\[idle \| .*B of .* kB \| 1 committed, .* kB\]", shown)
     assert [each.saves for each in [*seen, pipeline.statistics()]] == [{"committed": 1}] * 2
     assert pipeline.statistics().bytes == handle.report.bytes
 

@@ -11,8 +11,6 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
 from types import FrameType
 
 from ckpipe.cli.commands import (
@@ -51,27 +49,19 @@ def main() -> None:
 
 
 def _run(arguments: list[str]) -> int:
-    with _leaving_at_once():
+    # Packages take up to two seconds to import, and some do not survive an exception there. So an
+    # interrupt ends the process at once, as long as nothing is begun.
+    unhandled = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if unhandled:
+        signal.signal(signal.SIGINT, _leave)
+    try:
         from ckpipe.cli.app import make_app, run
 
         app = make_app(arguments)
-    return run(arguments, app)
-
-
-@contextmanager
-def _leaving_at_once() -> Iterator[None]:
-    """End the process at an interrupt, as long as nothing is begun.
-
-    Packages take up to two seconds to import, and some of them do not survive an exception there.
-    """
-    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-        yield
-        return
-    signal.signal(signal.SIGINT, _leave)
-    try:
-        yield
     finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        if unhandled:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+    return run(arguments, app)
 
 
 def _leave(number: int, frame: FrameType | None) -> None:

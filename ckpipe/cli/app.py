@@ -133,16 +133,12 @@ def _call(app: typer.Typer, options: Sequence[str]) -> int:
         if options[:1] == ["--json"]:
             Screen(True).failure("UsageError", explain())
         else:
-            _show(error)
+            try:
+                error.show()
+            except OSError:
+                drop(sys.stderr)
         return 2
     return code if isinstance(code, int) else 0
-
-
-def _show(error: Any) -> None:
-    try:
-        error.show()
-    except OSError:
-        drop(sys.stderr)
 
 
 def _json_first(arguments: Sequence[str]) -> list[str]:

@@ -23,7 +23,7 @@ import anyio
 import anyio.to_thread
 import typer
 from pydantic import TypeAdapter, ValidationError
-from rich.table import Table
+from rich.console import RenderableType
 from rich.text import Text
 
 from ckpipe.backend import Backend, PutMode
@@ -61,13 +61,7 @@ def bench(
         advice = advise(found)
         screen.result(
             {"url": url, **asdict(found), "advice": asdict(advice)},
-            Text(
-                f"copy {_gigabytes(found.copy)}, checksum {_gigabytes(found.checksum)} "
-                f"on one thread; a small object takes {found.put_seconds * 1000:.1f} ms"
-            ),
-            _rates(found),
-            Text(_beside(found)),
-            Text(_sentences(advice)),
+            *_shown(found, advice),
         )
         return OK
 
@@ -98,21 +92,20 @@ def _setting(nbytes: int) -> str:
     return f"{nbytes} B" if nbytes % (1 << 20) else f"{nbytes >> 20} MiB"
 
 
-def _rates(found: Measurements) -> Table:
+def _shown(found: Measurements, advice: Advice) -> Iterator[RenderableType]:
+    yield Text(
+        f"copy {_gigabytes(found.copy)}, checksum {_gigabytes(found.checksum)} "
+        f"on one thread; a small object takes {found.put_seconds * 1000:.1f} ms"
+    )
     rows = [
         (rate.lanes, _setting(rate.block_bytes), _gigabytes(rate.write), _gigabytes(rate.read))
         for rate in found.rates
     ]
-    return table(("lanes", "block", "write", "read"), rows, "lanes", "block", "write", "read")
-
-
-def _beside(found: Measurements) -> str:
-    rate = "?" if found.write_beside is None else _gigabytes(found.write_beside)
-    return f"beside a trainer bound to Python {rate} are written from a thread"
-
-
-def _sentences(advice: Advice) -> str:
-    return (
+    headings = ("lanes", "block", "write", "read")
+    yield table(headings, rows, *headings)
+    beside = "?" if found.write_beside is None else _gigabytes(found.write_beside)
+    yield Text(f"beside a trainer bound to Python {beside} are written from a thread")
+    yield Text(
         f"{advice.bottleneck}.\nSet upload.lanes to {advice.upload_lanes}, load.lanes to "
         f"{advice.load_lanes}, staging.block_bytes to {_setting(advice.block_bytes)} and worker to "
         f"{advice.worker}."
@@ -205,7 +198,7 @@ def advise(found: Measurements) -> Advice:
         reading.lanes,
         writing.block_bytes,
         "thread" if beside >= _FAST_ENOUGH * writing.write else "process",
-        f"A save will wait for {slowest} ({parts[slowest] / 1e9:.2f} GB/s)",
+        f"A save will wait for {slowest} ({_gigabytes(parts[slowest])})",
     )
 
 

@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
+import numpy as np
 import torch
 from rich.console import RenderableType
 from rich.text import Text
@@ -18,7 +19,7 @@ from ckpipe.catalog.leases import reading
 from ckpipe.cli.running import FOUND, OK, chosen
 from ckpipe.cli.screen import Meter, Screen, one_line, table
 from ckpipe.export import batches
-from ckpipe.format.keys import Json, LabelFilter, label_filter, unique_label
+from ckpipe.format.keys import LabelFilter, label_filter, unique_label
 from ckpipe.format.manifest import ManifestDocument, TensorRow
 from ckpipe.format.tree import Node, children_of
 from ckpipe.loading.load import read_tensors
@@ -267,13 +268,17 @@ class Comparison:
     def add(self, a: torch.Tensor, b: torch.Tensor) -> None:
         """Compare a piece of the one with that of the other."""
         self._same_bits = self._same_bits and torch.equal(_bits(a), _bits(b))
-        left, right = _wide(a), _wide(b)
-        alike = _alike(a, b)
+        wide = torch.complex128 if a.is_complex() else torch.float64
+        left, right = a.to(wide), b.to(wide)
+        if a.is_floating_point() or a.is_complex():
+            alike = (left == right) | (left.isnan() & right.isnan())
+        else:  # as they are, since doubles do not hold all whole numbers
+            alike = a == b
         gap = torch.where(alike, 0.0, (right - left).abs()).double()
         self._different += int((~alike).sum())
         self._squares += float(gap.square().sum())
         self._base += float(left.abs().double().square().nansum())
-        self._largest = _larger(self._largest, float(gap.max()))
+        self._largest = float(np.maximum(self._largest, float(gap.max())))  # NaN wins
 
     def result(self, label: str) -> TensorDifference | None:
         """Return the difference over all pieces; None if they are equal to the bit."""
@@ -286,24 +291,8 @@ class Comparison:
         )
 
 
-def _larger(one: float, other: float) -> float:
-    return math.nan if math.isnan(one) or math.isnan(other) else max(one, other)
-
-
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().view(torch.uint8)
-
-
-def _alike(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    # Whole numbers as they are, since doubles do not hold them all.
-    if not (a.is_floating_point() or a.is_complex()):
-        return a == b
-    left, right = _wide(a), _wide(b)
-    return (left == right) | (left.isnan() & right.isnan())
-
-
-def _wide(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
 
 
 def _tensors(bundle: ManifestDocument) -> dict[str, TensorRow]:
@@ -319,7 +308,8 @@ def _texts(bundle: ManifestDocument) -> dict[str, str]:
     found: dict[str, list[str]] = {}
     for part in bundle.parts:
         for label, node in _leaves(bundle.structures[part.structure].tree):
-            found.setdefault(label, []).append(_leaf_text(node, part.values))
+            value = part.values[node[1]] if node[0] == "value" else node
+            found.setdefault(label, []).append(json.dumps(value))
     tensors = {label: f"{row.dtype}{list(row.shape)}" for label, row in _tensors(bundle).items()}
     return tensors | {
         label: texts[0] if len(set(texts)) == 1 else " | ".join(texts)
@@ -339,7 +329,3 @@ def _leaves(tree: Node) -> Iterator[tuple[str, Node]]:
         else:
             inner = [(child, where) for _, child, where in children_of(node, label)]
             pending += reversed(inner)
-
-
-def _leaf_text(node: Node, values: tuple[Json, ...]) -> str:
-    return json.dumps(values[node[1]] if node[0] == "value" else node)

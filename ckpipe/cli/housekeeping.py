@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import RenderableType
+from rich.table import Table
 from rich.text import Text
 
 from ckpipe.backend import Backend
@@ -19,9 +20,9 @@ from ckpipe.catalog.metadata_cache import MetadataCache
 from ckpipe.catalog.prune import decide_on, in_use, missing_text, pin, prune, remove, unpin
 from ckpipe.catalog.sweep import SweepReport, sweep
 from ckpipe.cli.running import OK, Step, Url, serve, which
-from ckpipe.cli.screen import Screen, table, visible
+from ckpipe.cli.screen import Screen, table
 from ckpipe.errors import SettingsError, UsageError
-from ckpipe.retention import Decision, Rule, from_data
+from ckpipe.retention import Rule, from_data
 from ckpipe.settings import Settings
 from ckpipe.store.registry import Access, open_store
 from ckpipe.types import CheckpointId
@@ -94,18 +95,46 @@ def prune_(
     """
 
     async def work(screen: Screen) -> int:
-        settings = screen.settings
+        settings, facts = screen.settings, MetadataCache()
         chosen = _rule(settings, keep_last, rule or [])
-        access = Access.READ if dry_run else Access.CHANGE
-        async with open_store(url, settings, access) as backend:
-            facts = MetadataCache()
-            decision = await _prune(backend, chosen, settings, facts, dry_run=dry_run)
-        screen.result(_decision_data(url, decision, chosen, dry_run), *_shown(decision))
+        async with open_store(url, settings, Access.READ if dry_run else Access.CHANGE) as backend:
+            now = datetime.now(UTC) if dry_run else await store_time(backend)
+            kept = await in_use(backend, await discover(backend), now)
+            if dry_run:
+                decision = await decide_on(backend, chosen, kept, facts, now=now)
+            else:
+                after = settings.retention.sweep_after
+                decision = await prune(
+                    backend, chosen, kept, facts, set(), sweep_after=after, now=now
+                )
+        keep = {name: decision.reasons[name] for name in decision.keep}
+        remove = {name: decision.reasons[name] for name in decision.remove}
+        data = {
+            "url": url,
+            "rule": repr(chosen),
+            "dry_run": dry_run,
+            "keep": _listed(keep),
+            "remove": _listed(remove),
+            "missing_metrics": list(decision.missing_metrics),
+        }
+        newest_first = dict(reversed(remove.items()))
+        shown = _verdicts(keep, newest_first) or Text("no complete checkpoints here")
+        screen.result(data, shown)
         for metric in decision.missing_metrics:
             screen.note(f"warning: {missing_text(metric, facts)}")
         return OK
 
     serve(ctx, work)
+
+
+def _listed(reasons: Mapping[str, str]) -> list[dict[str, str]]:
+    return [{"id": name, "reason": reason} for name, reason in reasons.items()]
+
+
+def _verdicts(keep: Mapping[str, str], remove: Mapping[str, str]) -> Table | None:
+    rows = [("stays", name, reason) for name, reason in keep.items()]
+    rows += [("goes", name, reason) for name, reason in remove.items()]
+    return table(("", "id", "why"), rows) if rows else None
 
 
 def _rule(settings: Settings, keep_last: int | None, rules: list[str]) -> Rule:
@@ -122,41 +151,6 @@ def _rule(settings: Settings, keep_last: int | None, rules: list[str]) -> Rule:
             hint="Give --keep-last or --rule, or set retention in the settings",
         )
     return found
-
-
-async def _prune(
-    backend: Backend, rule: Rule, settings: Settings, facts: MetadataCache, *, dry_run: bool
-) -> Decision:
-    now = datetime.now(UTC) if dry_run else await store_time(backend)
-    kept = await in_use(backend, await discover(backend), now)
-    if dry_run:
-        return await decide_on(backend, rule, kept, facts, now=now)
-    return await prune(
-        backend, rule, kept, facts, set(), sweep_after=settings.retention.sweep_after, now=now
-    )
-
-
-def _decision_data(url: str, decision: Decision, rule: Rule, dry_run: bool) -> dict[str, Any]:
-    def listed(ids: tuple[str, ...]) -> list[dict[str, str]]:
-        return [{"id": name, "reason": decision.reasons[name]} for name in ids]
-
-    return {
-        "url": url,
-        "rule": repr(rule),
-        "dry_run": dry_run,
-        "keep": listed(decision.keep),
-        "remove": listed(decision.remove),
-        "missing_metrics": list(decision.missing_metrics),
-    }
-
-
-def _shown(decision: Decision) -> list[RenderableType]:
-    rows = [("stays", name, decision.reasons[name]) for name in decision.keep]
-    rows += [("goes", name, decision.reasons[name]) for name in reversed(decision.remove)]
-    rows.sort(key=lambda row: row[0] != "stays")
-    if not rows:
-        return [Text(visible("no complete checkpoints here"))]
-    return [table(("", "id", "why"), rows)]
 
 
 def sweep_(
@@ -176,42 +170,27 @@ def sweep_(
     async def work(screen: Screen) -> int:
         after = screen.settings.retention.sweep_after
         if older_than is not None:
-            after = _hours(older_than)
+            try:
+                after = timedelta(hours=older_than)
+            except (OverflowError, ValueError):
+                message = f"--older-than is a number of hours, not {older_than}"
+                raise UsageError(message) from None
         access = Access.READ if dry_run else Access.CHANGE
         async with open_store(url, screen.settings, access) as backend:
             report = await sweep(backend, after, dry_run=dry_run)
-        screen.result(_sweep_data(url, report, dry_run), *_swept(report))
+        data = asdict(report) | {"url": url, "dry_run": dry_run}
+        data |= {"remove": _listed(report.remove), "keep": _listed(report.keep)}
+        screen.result(data, *_swept(report))
         return OK
 
     serve(ctx, work)
 
 
-def _hours(number: float) -> timedelta:
-    try:
-        return timedelta(hours=number)
-    except (OverflowError, ValueError):
-        raise UsageError(f"--older-than is a number of hours, not {number}") from None
-
-
-def _sweep_data(url: str, report: SweepReport, dry_run: bool) -> dict[str, Any]:
-    def listed(reasons: Mapping[str, str]) -> list[dict[str, str]]:
-        return [{"id": name, "reason": reason} for name, reason in reasons.items()]
-
-    return {
-        **asdict(report),
-        "url": url,
-        "dry_run": dry_run,
-        "remove": listed(report.remove),
-        "keep": listed(report.keep),
-    }
-
-
 def _swept(report: SweepReport) -> Iterator[RenderableType]:
-    rows = [("stays", name, reason) for name, reason in report.keep.items()]
-    rows += [("goes", name, reason) for name, reason in report.remove.items()]
-    rows += [("goes", name, "its deletion was cut short") for name in report.unfinished]
-    if rows:
-        yield table(("", "id", "why"), rows)
+    unfinished = dict.fromkeys(report.unfinished, "its deletion was cut short")
+    verdicts = _verdicts(report.keep, {**report.remove, **unfinished})
+    if verdicts is not None:
+        yield verdicts
     counts = [
         ("old marks of deletions", report.tombstones),
         ("old leases", report.leases),
@@ -224,5 +203,5 @@ def _swept(report: SweepReport) -> Iterator[RenderableType]:
             yield Text(f"{len(keys)} {what} go")
     if report.uploads:
         yield Text(f"{report.uploads} stale uploads were removed")
-    if not (rows or report.uploads or any(keys for _, keys in counts)):
+    if not (verdicts or report.uploads or any(keys for _, keys in counts)):
         yield Text("nothing to sweep")

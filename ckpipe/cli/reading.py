@@ -6,8 +6,8 @@ What needs torch is imported when a command runs, so that no help waits for it.
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, closing
 from dataclasses import asdict, replace
 from enum import StrEnum
 from typing import Annotated, Any
@@ -21,7 +21,7 @@ from ckpipe.catalog.find import check_still_there, discover, read_index
 from ckpipe.catalog.inspect import data_bytes
 from ckpipe.catalog.leases import reading
 from ckpipe.cli.running import FOUND, OK, Expanded, MaybeStep, Url, chosen, serve
-from ckpipe.cli.screen import Meter, Screen, visible
+from ckpipe.cli.screen import Screen, visible
 from ckpipe.errors import (
     CheckpointIncomplete,
     CheckpointNotFound,
@@ -61,8 +61,28 @@ async def _read_each(
     return done
 
 
+@asynccontextmanager
+async def _leased(backend: Backend, info: CheckpointInfo) -> AsyncIterator[None]:
+    """Hold a lease on a checkpoint; one that was deleted meanwhile is not called damaged.
+
+    Raises:
+        CheckpointIncomplete: If it was deleted, as it may be where no lease can be written.
+        CorruptCheckpoint: If it is damaged.
+    """
+    try:
+        async with reading(backend, info.key):
+            yield
+    except CorruptCheckpoint:
+        await check_still_there(backend, info.key)
+        raise
+
+
 def _seconds_since(began: float) -> float:
     return round(time.perf_counter() - began, 3)
+
+
+def _files_text(count: int) -> str:
+    return "1 file" if count == 1 else f"{count} files"
 
 
 def verify(
@@ -74,16 +94,31 @@ def verify(
     ] = False,
 ) -> None:
     """Read a checkpoint whole and check every byte of it. Exits with 1 if it is damaged."""
+    from ckpipe.loading.reader import verify  # needs torch
+    from ckpipe.memory.arena import Arena
 
     async def work(screen: Screen) -> int:
-        with screen.meter("verifying") as meter:
-            async with open_store(url, screen.settings, Access.READ, meter.advance) as backend:
+        settings = screen.settings
+        buffers = closing(Arena(settings.staging.block_bytes))
+        with buffers as arena, screen.meter("verifying") as meter:
+            async with open_store(url, settings, Access.READ, meter.advance) as backend:
 
-                async def read(info: CheckpointInfo) -> dict[str, Any]:
-                    return await _verified(backend, info, screen.settings, meter)
+                async def check(info: CheckpointInfo) -> dict[str, Any]:
+                    began = time.perf_counter()
+                    data: dict[str, Any] = {"id": info.id, "step": info.step}
+                    try:
+                        async with _leased(backend, info):
+                            bundle = await read_index(backend, info.key)
+                            meter.expect(data_bytes(bundle))
+                            done = await verify(backend, bundle, arena, lanes=settings.load.lanes)
+                        data |= {"ok": True, "files": done.files, "bytes": done.bytes}
+                    except CorruptCheckpoint as error:
+                        data |= {"ok": False, "files": 0, "bytes": 0}
+                        data |= {"error": type(error).__name__, "message": str(error)}
+                    return data | {"seconds": _seconds_since(began)}
 
                 infos = await _named(backend, step, every)
-                results = await _read_each(screen, infos, every, read)
+                results = await _read_each(screen, infos, every, check)
         if not results:
             raise CheckpointNotFound("There is no complete checkpoint here")
         screen.result({"url": url, "results": results}, *(Text(_verdict(r)) for r in results))
@@ -92,36 +127,11 @@ def verify(
     serve(ctx, work)
 
 
-async def _verified(
-    backend: Backend, info: CheckpointInfo, settings: Settings, meter: Meter
-) -> dict[str, Any]:
-    from ckpipe.loading.reader import verify  # needs torch
-    from ckpipe.memory.arena import Arena
-
-    arena = Arena(settings.staging.block_bytes)
-    began = time.perf_counter()
-    data: dict[str, Any] = {"id": info.id, "step": info.step, "ok": True, "files": 0, "bytes": 0}
-    try:
-        async with reading(backend, info.key):
-            bundle = await read_index(backend, info.key)
-            meter.expect(data_bytes(bundle))
-            done = await verify(backend, bundle, arena, lanes=settings.load.lanes)
-        data |= {"files": done.files, "bytes": done.bytes}
-    except CorruptCheckpoint as error:
-        # Should the lease not have been written, it is no wonder that parts are gone.
-        await check_still_there(backend, info.key)
-        data |= {"ok": False, "error": type(error).__name__, "message": str(error)}
-    finally:
-        arena.close()
-    return data | {"seconds": _seconds_since(began)}
-
-
 def _verdict(result: dict[str, Any]) -> str:
     if result["ok"]:
-        files = "1 file" if result["files"] == 1 else f"{result['files']} files"
         return (
-            f"ok       step {result['step']}: {size_text(result['bytes'])} in {files} "
-            f"read in {result['seconds']:.1f} s ({result['id']})"
+            f"ok       step {result['step']}: {size_text(result['bytes'])} in "
+            f"{_files_text(result['files'])} read in {result['seconds']:.1f} s ({result['id']})"
         )
     return visible(f"damaged  step {result['step']}: {result['message']} ({result['id']})")
 
@@ -177,12 +187,22 @@ def cp(
     async def work(screen: Screen) -> int:
         settings = screen.settings
         with screen.meter("copying") as meter:
+            how = CopySettings(
+                _policy(settings),
+                settings.upload.lanes,
+                settings.staging.block_bytes,
+                meter.advance,
+            )
             async with open_store(source, settings, Access.READ) as origin:
                 infos = await _named(origin, step, every)
                 async with open_store(target, settings, Access.CREATE) as place:
 
                     async def copy(info: CheckpointInfo) -> dict[str, Any]:
-                        return await _copied(origin, place, info, settings, meter)
+                        began = time.perf_counter()
+                        async with _leased(origin, info):
+                            meter.expect(data_bytes(await read_index(origin, info.key)))
+                            report = asdict(await copy_checkpoint(origin, place, info.key, how))
+                        return report | {"step": info.step, "seconds": _seconds_since(began)}
 
                     done = await _read_each(screen, infos, every, copy)
         screen.result(
@@ -193,27 +213,6 @@ def cp(
         return OK
 
     serve(ctx, work)
-
-
-async def _copied(
-    origin: Backend, place: Backend, info: CheckpointInfo, settings: Settings, meter: Meter
-) -> dict[str, Any]:
-    began = time.perf_counter()
-    how = CopySettings(
-        _policy(settings),
-        settings.upload.lanes,
-        settings.staging.block_bytes,
-        meter.advance,
-    )
-    try:
-        async with reading(origin, info.key):
-            meter.expect(data_bytes(await read_index(origin, info.key)))
-            report = await copy_checkpoint(origin, place, info.key, how)
-    except CorruptCheckpoint:
-        # Should the lease not have been written, it is no wonder that parts are gone.
-        await check_still_there(origin, info.key)
-        raise
-    return {**asdict(report), "step": info.step, "seconds": _seconds_since(began)}
 
 
 def _copy_text(done: dict[str, Any]) -> str:
@@ -271,28 +270,25 @@ def export(
     async def work(screen: Screen) -> int:
         settings = screen.settings.override(export=given) if given else screen.settings
         began = time.perf_counter()
-        arena = Arena(settings.staging.block_bytes)
-        try:
-            with screen.meter("exporting") as meter:
-                async with AsyncExitStack() as stores:
-                    access = Access.CHANGE if target is None else Access.READ
-                    origin = place = await stores.enter_async_context(
-                        open_store(url, settings, access, meter.advance)
+        buffers = closing(Arena(settings.staging.block_bytes))
+        with buffers as arena, screen.meter("exporting") as meter:
+            async with AsyncExitStack() as stores:
+                access = Access.CHANGE if target is None else Access.READ
+                origin = place = await stores.enter_async_context(
+                    open_store(url, settings, access, meter.advance)
+                )
+                info = await chosen(origin, step)
+                if target is not None:
+                    place = await stores.enter_async_context(
+                        open_store(target, settings, Access.CREATE)
                     )
-                    info = await chosen(origin, step)
-                    if target is not None:
-                        place = await stores.enter_async_context(
-                            open_store(target, settings, Access.CREATE)
-                        )
-                    async with reading(origin, info.key):
-                        bundle = await read_index(origin, info.key)
-                        meter.expect(data_bytes(bundle))
-                        done = await export(
-                            origin, bundle, arena, settings, form.value, _policy(settings), place,
-                            expanded=expanded,
-                        )  # fmt: skip
-        finally:
-            arena.close()
+                async with reading(origin, info.key):
+                    bundle = await read_index(origin, info.key)
+                    meter.expect(data_bytes(bundle))
+                    done = await export(
+                        origin, bundle, arena, settings, form.value, _policy(settings), place,
+                        expanded=expanded,
+                    )  # fmt: skip
         folder = done.folder.rstrip("/")
         data = {
             "url": url,
@@ -305,9 +301,9 @@ def export(
             "bytes": done.bytes,
             "seconds": _seconds_since(began),
         }
-        files = "1 file" if len(done.files) == 1 else f"{len(done.files)} files"
         where = without_secrets(f"{(target or url).rstrip('/')}/{folder}")
-        sentence = f"exported step {info.step}: {size_text(done.bytes)} in {files} to {where}"
+        what = f"{size_text(done.bytes)} in {_files_text(len(done.files))}"
+        sentence = f"exported step {info.step}: {what} to {where}"
         screen.result(data, Text(visible(sentence)))
         return OK
 

@@ -56,16 +56,13 @@ def serve(ctx: typer.Context, work: Callable[[Screen], Awaitable[int]]) -> None:
             code = anyio.run(work, screen)
     except CkpipeError as error:
         screen.failure(type(error).__name__, str(error))
-        raise typer.Exit(_code(error)) from None
+        if isinstance(error, CorruptCheckpoint):
+            code = FOUND
+        elif isinstance(error, UsageError | CheckpointNotFound | UnsupportedVersion):
+            code = WRONG_USE
+        else:
+            code = STORE_FAILED
     raise typer.Exit(code)
-
-
-def _code(error: CkpipeError) -> int:
-    if isinstance(error, CorruptCheckpoint):
-        return FOUND
-    if isinstance(error, UsageError | CheckpointNotFound | UnsupportedVersion):
-        return WRONG_USE
-    return STORE_FAILED
 
 
 def which(text: str) -> int | str:

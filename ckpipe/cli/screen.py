@@ -16,7 +16,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, TextIO
+from typing import TYPE_CHECKING, Any, Self
 
 from rich.console import Console, RenderableType
 from rich.measure import Measurement
@@ -224,20 +224,16 @@ class _Console(Console):
 
 
 def _console(*, stderr: bool) -> Console:
-    _escape_what_cannot_be_written(sys.stderr if stderr else sys.stdout)
-    console = _Console(stderr=stderr, markup=False, highlight=False, emoji=False)
-    if not console.is_terminal:
-        console = _Console(
-            stderr=stderr, markup=False, highlight=False, emoji=False,
-            width=_PIPE_WIDTH, color_system=None, force_terminal=False,
-        )  # fmt: skip
-    return console
-
-
-def _escape_what_cannot_be_written(stream: TextIO | None) -> None:
-    """Keep a terminal or pipe that does not take Unicode from ending the command."""
+    stream = sys.stderr if stderr else sys.stdout
     if isinstance(stream, io.TextIOWrapper):
+        # A terminal or pipe that does not take Unicode must not end the command.
         stream.reconfigure(errors="backslashreplace")
+    plain: dict[str, Any] = {"markup": False, "highlight": False, "emoji": False}
+    console = _Console(stderr=stderr, **plain)
+    if not console.is_terminal:
+        plain |= {"width": _PIPE_WIDTH, "color_system": None, "force_terminal": False}
+        console = _Console(stderr=stderr, **plain)
+    return console
 
 
 def table(headings: Sequence[str], rows: Sequence[Sequence[object]], *right: str) -> Table:

@@ -38,6 +38,7 @@ from ckpipe.types import (
     RankReport,
     SaveReport,
     Span,
+    StageReport,
     rate_text,
     save_report_from_data,
     size_text,
@@ -61,9 +62,9 @@ def timeline(
     async def work(screen: Screen) -> int:
         async with open_store(url, screen.settings, Access.READ) as backend:
             info = await chosen(backend, step)
-            ranks, world_size = await read_reports(backend, info.key, rank or ())
+            ranks, world_size = await _read_reports(backend, info.key, rank or ())
         if html is not None:
-            page = timeline_page(info.id, ranks, world_size)
+            page = _page(info.id, ranks, world_size)
             await anyio.to_thread.run_sync(_write, html, page)
         data = {
             "url": url,
@@ -94,7 +95,24 @@ def _shown(ranks: list[RankReport]) -> Iterator[RenderableType]:
             continue
         yield Text(visible(f"rank {each.rank}: {each.report.bottleneck}"))
         headings = ("stage", "began", "seconds", "waited", "bytes", "rate")
-        yield table(headings, list(stage_rows(each.report)), *headings[1:])
+        yield table(headings, list(_stage_rows(each.report)), *headings[1:])
+
+
+def _stage_rows(report: SaveReport) -> Iterator[tuple[str, str, str, str, str, str]]:
+    """Yield name, begin, seconds, seconds waited, bytes and rate of the stages as they began.
+
+    Bytes and rate may be empty.
+    """
+    for name, stage in _in_order(report):
+        moved = size_text(stage.bytes) if stage.bytes else ""
+        rate = rate_text(stage.bytes, stage.busy) if moved and stage.busy else ""
+        yield (
+            name, f"{stage.began:.4f}", f"{stage.seconds:.4f}", f"{stage.waited:.4f}", moved, rate
+        )  # fmt: skip
+
+
+def _in_order(report: SaveReport) -> list[tuple[str, StageReport]]:
+    return sorted(report.stages.items(), key=lambda item: item[1].began)
 
 
 def _write(path: Path, page: str) -> None:
@@ -102,19 +120,15 @@ def _write(path: Path, page: str) -> None:
     try:
         if path.exists() and not path.is_file():  # a pipe or a device, which must stay what it is
             path.write_text(page, encoding="utf-8")
-        else:
-            _replace(path, page)
+            return
+        draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+        try:
+            draft.write_text(page, encoding="utf-8")
+            os.replace(draft, path)
+        finally:
+            draft.unlink(missing_ok=True)
     except OSError as error:
         raise UsageError(f"The page cannot be written to {path}: {error.strerror}") from error
-
-
-def _replace(path: Path, page: str) -> None:
-    draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    try:
-        draft.write_text(page, encoding="utf-8")
-        os.replace(draft, path)
-    finally:
-        draft.unlink(missing_ok=True)
 
 
 MOST_RANKS = 32
@@ -123,10 +137,10 @@ MOST_RANKS = 32
 _AT_ONCE = 16
 
 
-async def read_reports(
-    backend: Backend, id: CheckpointId, ranks: Sequence[int] = ()
+async def _read_reports(
+    backend: Backend, id: CheckpointId, ranks: Sequence[int]
 ) -> tuple[list[RankReport], int]:
-    """The reports of a checkpoint's ranks, and how many ranks it has.
+    """Read the reports of a checkpoint's ranks; return also how many ranks it has.
 
     Costs the index, and with many ranks the manifest of each that is looked at.
 
@@ -143,27 +157,28 @@ async def read_reports(
     index = await read_index(backend, id)
     world_size = index.world_size
     chosen = sorted(set(ranks)) or list(range(min(world_size, MOST_RANKS)))
-    if chosen[0] < 0 or chosen[-1] >= world_size:
+    if chosen[-1] >= world_size:
         those = "rank 0 only" if world_size == 1 else f"the ranks 0 to {world_size - 1}"
         raise UsageError(f"The checkpoint has {those}", step=id.step)
-    found = {0: _report(index)} if world_size == 1 else {}
-    pending = iter([rank for rank in chosen if rank not in found])
+    if world_size == 1:
+        return [_report(index)], world_size
+    found = {}
+    pending = iter(chosen)
 
     async def lane() -> None:
         for rank in pending:
-            found[rank] = _report(await _read_manifest(backend, id, rank))
+            key = manifest_key(id, rank)
+            decode = partial(decode_bundle, key=key, id=id, kind="manifest")
+            try:
+                manifest = await read_decoded(backend, key, MAX_STORED_BYTES, decode)
+            except ObjectNotFound as error:
+                raise MissingObject(
+                    "A manifest is gone", step=id.step, rank=rank, key=key
+                ) from error
+            found[rank] = _report(manifest)
 
     await run_lanes(min(_AT_ONCE, len(chosen)), lane)
     return [found[rank] for rank in chosen], world_size
-
-
-async def _read_manifest(backend: Backend, id: CheckpointId, rank: int) -> ManifestDocument:
-    key = manifest_key(id, rank)
-    decode = partial(decode_bundle, key=key, id=id, kind="manifest")
-    try:
-        return await read_decoded(backend, key, MAX_STORED_BYTES, decode)
-    except ObjectNotFound as error:
-        raise MissingObject("A manifest is gone", step=id.step, rank=rank, key=key) from error
 
 
 def _report(bundle: ManifestDocument) -> RankReport:
@@ -212,22 +227,11 @@ _KEYS = (
     ("uploaded", "block uploaded"),
 )
 
-
 Bar = tuple[Span, str, str]
 """A rectangle: when, of what class, and what it says."""
 
 
-def timeline_page(id: str, ranks: Sequence[RankReport], world_size: int) -> str:
-    """A page about the save of one checkpoint.
-
-    Args:
-        id: Exact name of the checkpoint.
-        ranks: What is known of its ranks, or of some of them.
-        world_size: How many ranks it has.
-
-    Returns:
-        A whole HTML document.
-    """
+def _page(id: str, ranks: Sequence[RankReport], world_size: int) -> str:
     known = [each.report for each in ranks if each.report is not None]
     until = max([report.seconds for report in known], default=0.0) or 1e-6
     most = MOST_BLOCKS // max(1, len(known))
@@ -284,7 +288,7 @@ def _section(rank: RankReport, until: float, most: int) -> str:
 
 
 def _drawing(report: SaveReport, blocks: Sequence[BlockReport], until: float) -> str:
-    rows = [*_stage_rows(report), *_block_rows(blocks)]
+    rows = [*_stage_bars(report), *_block_rows(blocks)]
     height = _HEAD + _ROW * len(rows) + 12
     scale = (_WIDTH - _LABELS - 30) / until
     lines = [
@@ -314,8 +318,8 @@ def _drawing(report: SaveReport, blocks: Sequence[BlockReport], until: float) ->
     return "\n".join([*lines, "</svg>"])
 
 
-def _stage_rows(report: SaveReport) -> Iterator[tuple[str, list[Bar]]]:
-    for name, stage in sorted(report.stages.items(), key=lambda item: item[1].began):
+def _stage_bars(report: SaveReport) -> Iterator[tuple[str, list[Bar]]]:
+    for name, stage in _in_order(report):
         span = (stage.began, stage.began + stage.seconds)
         moved = f"\n{size_text(stage.bytes)}" if stage.bytes else ""
         tip = f"{name}: {_when(span)}"
@@ -362,26 +366,6 @@ def _ticks(until: float) -> Iterator[float]:
 
 def _table(report: SaveReport) -> str:
     cells = ("stage", "began, s", "took, s", "waited, s", "bytes", "rate")
-    lines = [f"<tr>{''.join(f'<th>{cell}</th>' for cell in cells)}</tr>"]
-    lines += [
-        f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>"
-        for row in stage_rows(report)
-    ]
-    return "\n".join(["<table>", *lines, "</table>"])
-
-
-def stage_rows(report: SaveReport) -> Iterator[tuple[str, str, str, str, str, str]]:
-    """The stages of a save in the order in which they began: a row of text for each.
-
-    Args:
-        report: The save's report.
-
-    Returns:
-        Name, begin, seconds, seconds waited, bytes and rate, of which the last two may be empty.
-    """
-    for name, stage in sorted(report.stages.items(), key=lambda item: item[1].began):
-        moved = size_text(stage.bytes) if stage.bytes else ""
-        rate = rate_text(stage.bytes, stage.busy) if moved and stage.busy else ""
-        yield (
-            name, f"{stage.began:.4f}", f"{stage.seconds:.4f}", f"{stage.waited:.4f}", moved, rate
-        )  # fmt: skip
+    heading = "".join(f"<th>{cell}</th>" for cell in cells)
+    rows = ("".join(f"<td>{escape(cell)}</td>" for cell in row) for row in _stage_rows(report))
+    return "\n".join(["<table>", *(f"<tr>{row}</tr>" for row in (heading, *rows)), "</table>"])
