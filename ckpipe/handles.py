@@ -221,12 +221,6 @@ class SaveHandle(_Handle):
         with self._seeing():
             return await wait_for(future)
 
-    async def _reached(self, until: str) -> None:
-        """Wait until what ``save`` was asked to wait for; a skipped save has nothing more."""
-        await (self.captured() if until == "captured" else self.staged())
-        if until == "committed" and self.status != "skipped":
-            await self.committed()
-
     async def complete(self, timeout: float | None = None) -> CheckpointInfo:
         """Wait until every rank's part is durable, and ask the store whether it is.
 
@@ -325,15 +319,6 @@ class SyncSaveHandle(_Handle):
         """
         return self._wait(self._save.committed, timeout)
 
-    def _wait_reached(self, until: str) -> None:
-        """Block until what ``save`` was asked to wait for; a skipped save has nothing more."""
-        if until == "captured":
-            self.wait_captured()
-        else:
-            self.wait_staged()
-        if until == "committed" and self.status != "skipped":
-            self.wait()
-
     def wait_complete(self, timeout: float | None = None) -> CheckpointInfo:
         """Block until every rank's part is durable, and ask the store whether it is.
 
@@ -356,7 +341,7 @@ class SyncSaveHandle(_Handle):
         """Give the save up unless it is committed already; return once it has ended."""
         self._pipeline._call(self._pipeline._engine.saves.cancel, self._save)
 
-    def _wait(self, future: Future[T], timeout: float | None) -> T:
+    def _wait(self, future: Future[T], timeout: float | None = None) -> T:
         if not future.done():
             self._pipeline._refuse_to_wait_in_vain()
         with self._seeing():

@@ -246,9 +246,7 @@ class LoopThread:
 
     def submit(self, function: Callable[..., Awaitable[T]], *args: Any, **kwargs: Any) -> Future[T]:
         """Start a coroutine function on the loop; cancelling the future cancels it."""
-        if kwargs:
-            return self.portal.start_task_soon(lambda: function(*args, **kwargs))
-        return self.portal.start_task_soon(function, *args)
+        return self.portal.start_task_soon(partial(function, *args, **kwargs))
 
     def post(self, function: Callable[..., object], *args: Any) -> None:
         """Have the loop call a function soon, after all that it was asked for before."""

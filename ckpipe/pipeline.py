@@ -225,10 +225,13 @@ class Pipeline(PipelineBase):
             )
             with self._while_it_copies(request):
                 save = await self._run(self._engine.saves.begin, request)
-                if caller is not None:
-                    await caller.serve(save.safe if until == "captured" else save.staged)
                 handle = SaveHandle(self, save)
-                await handle._reached(until)
+                copied = save.safe if until == "captured" else save.staged
+                if caller is not None:
+                    await caller.serve(copied)
+                await handle._wait(copied)
+        if until == "committed" and handle.status != "skipped":
+            await handle.committed()
         return handle
 
     async def load(

@@ -111,9 +111,12 @@ class SyncPipeline(PipelineBase):
             )
             with self._while_it_copies(request):
                 save = self._call(self._engine.saves.begin, request)
-                caller.serve_until(save.safe if until == "captured" else save.staged)
-        handle = SyncSaveHandle(self, save)
-        handle._wait_reached(until)
+                handle = SyncSaveHandle(self, save)
+                copied = save.safe if until == "captured" else save.staged
+                caller.serve_until(copied)
+        handle._wait(copied)
+        if until == "committed" and handle.status != "skipped":
+            handle.wait()
         return handle
 
     def load(

@@ -67,11 +67,10 @@ class ByteBudget:
         """
         try:
             self.acquire_nowait(amount)
+            return
         except anyio.WouldBlock:
-            await self._wait(_Waiter(amount))
-
-    async def _wait(self, waiter: _Waiter) -> None:
-        self._waiters.append(waiter)
+            waiter = _Waiter(amount)
+            self._waiters.append(waiter)
         try:
             await waiter.granted.wait()
         except BaseException:

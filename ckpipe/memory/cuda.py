@@ -36,9 +36,9 @@ def events_behind(devices: Iterable[str]) -> list[Any]:
     for device in sorted(devices):
         kind = torch.device(device).type
         if kind in FENCED:
-            found.append(_module(device).current_stream(device).record_event())
+            found.append(torch.get_device_module(device).current_stream(device).record_event())
         elif kind != "cpu":
-            module = _module(device)
+            module = torch.get_device_module(device)
             module.synchronize(*[device] * (module.device_count() > 1))
     return found
 
@@ -54,11 +54,11 @@ class StreamFence:
         return bool(self._event.query())
 
     def hold_back(self) -> None:
-        """Has the calling thread's current stream wait for them on the device."""
-        _module(self._device).current_stream(self._device).wait_event(self._event)
+        """Have the calling thread's current stream wait for them on the device."""
+        torch.get_device_module(self._device).current_stream(self._device).wait_event(self._event)
 
     def wait(self) -> None:
-        """Blocks until they are done."""
+        """Block until they are done."""
         self._event.synchronize()
 
 
@@ -87,21 +87,17 @@ class SideStreams:
         ordered = sorted(devices)
         with contextlib.ExitStack() as entered:
             for device in ordered:
-                entered.enter_context(_module(device).stream(self._stream(device)))
+                entered.enter_context(torch.get_device_module(device).stream(self._stream(device)))
             copy()
         return [StreamFence(each, self._stream(each).record_event()) for each in ordered]
 
     def _stream(self, device: str) -> Any:
         if device not in self._streams:
-            stream = _module(device).Stream(device)
+            stream = torch.get_device_module(device).Stream(device)
             for event in self._after:
                 stream.wait_event(event)
             self._streams[device] = stream
         return self._streams[device]
-
-
-def _module(device: str) -> Any:
-    return torch.get_device_module(device)
 
 
 def register(memory: torch.Tensor) -> str:

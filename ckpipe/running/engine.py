@@ -106,7 +106,8 @@ class Engine:
 
     async def stop(self) -> None:
         """End :func:`serve`."""
-        if self._settings.retention.keep_last == 0 and self.saves.lack_final:
+        without_final = self.saves.have_begun and not self.saves.saved_final
+        if self._settings.retention.keep_last == 0 and without_final:
             warnings.warn(
                 "keep_last=0 keeps only final checkpoints, and none was saved with final=True",
                 RuntimeWarning,

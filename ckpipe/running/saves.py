@@ -43,6 +43,7 @@ class Saves:
     Attributes:
         unseen: Failures that no call has reported yet; may be changed on any thread.
         accepted: How many saves there were.
+        saved_final: Whether one of them was final.
         schedule: Told at which steps there were saves and loads.
         agreement: Told at which steps there were saves.
 
@@ -61,7 +62,7 @@ class Saves:
         self._follower = Follower(site)
         self._active: dict[Save, anyio.Event] = {}
         self._next_step = 0
-        self._saved_final = False
+        self.saved_final = False
         self._warming, self._beginning = anyio.Lock(), anyio.Lock()
         self.unseen: list[Exception] = []
         self.accepted = 0
@@ -70,11 +71,6 @@ class Saves:
     def have_begun(self) -> bool:
         """Tell whether a save has got its name, and with it the launch."""
         return self._names.has_saved
-
-    @property
-    def lack_final(self) -> bool:
-        """Tell whether there were saves, and none of them was final."""
-        return self.have_begun and not self._saved_final
 
     async def begin(self, request: SaveRequest) -> Save:
         """Accept a save and start it; the first claims the launch before it looks at the state.
@@ -102,7 +98,7 @@ class Saves:
                 self._skip(save, reason)
                 self._tell_ended(save)
             else:
-                self._saved_final |= request.final or request.urgent
+                self.saved_final |= request.final or request.urgent
                 self._tasks.start_soon(self._run, save, name=f"save {save.name}")
                 save.interrupts_another = any(map(save.has_the_caller_of, self._active))
                 self._active[save] = anyio.Event()
