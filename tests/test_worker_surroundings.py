@@ -123,20 +123,21 @@ with ckpipe.SyncPipeline(sys.argv[1], worker="process") as pipeline:
     pipeline.save({"w": 1}, step=1).wait()
     for stream in range(3):
         os.close(stream)
+    pipeline.save({"w": torch.ones(16 << 20)}, step=2).wait()
+    files = {number: os.path.realpath(f"/proc/self/fd/{number}") for number in range(1000)}
+    assert min(number for number, name in files.items() if "memfd:ckpipe" in name) > 2
     uploader = pipeline._engine.site.uploader
     link = uploader._link
     link.process.kill()
     while not link.over.is_set():
         time.sleep(0.01)
-    pipeline.save({"w": torch.ones(8 << 20)}, step=2).wait()
+    pipeline.save({"w": 3}, step=3).wait()
     assert uploader._link.process.socket.fileno() > 2
-    files = {number: os.path.realpath(f"/proc/self/fd/{number}") for number in range(1000)}
-    assert min(number for number, name in files.items() if "memfd:ckpipe" in name) > 2
 """
     run = subprocess.run([sys.executable, "-c", script, str(tmp_path)], timeout=300)
     assert run.returncode == 0
     with ckpipe.SyncPipeline(tmp_path) as pipeline:
-        assert [info.step for info in pipeline.steps()] == [1, 2]
+        assert [info.step for info in pipeline.steps()] == [1, 2, 3]
 
 
 TELLS_MODULES = """
