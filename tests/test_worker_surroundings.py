@@ -19,7 +19,6 @@ from ranks import settle
 from worker_runs import SETTINGS, state_of, worker_of
 
 import ckpipe
-from ckpipe.worker.process import first_environment
 
 PROCESS: dict[str, Any] = {"worker": "process"} | SETTINGS
 
@@ -119,25 +118,26 @@ def test_saves_do_without_workers_of_another_version(
 def test_a_trainer_needs_no_standard_streams(tmp_path: Path) -> None:
     script = """
 import os, sys, time
-import ckpipe
-from ckpipe.memory.arena import Arena
+import ckpipe, torch
 with ckpipe.SyncPipeline(sys.argv[1], worker="process") as pipeline:
     pipeline.save({"w": 1}, step=1).wait()
     for stream in range(3):
         os.close(stream)
+    pipeline.save({"w": torch.ones(16 << 20)}, step=2).wait()
+    files = {number: os.path.realpath(f"/proc/self/fd/{number}") for number in range(1000)}
+    assert min(number for number, name in files.items() if "memfd:ckpipe" in name) > 2
     uploader = pipeline._engine.site.uploader
     link = uploader._link
     link.process.kill()
     while not link.over.is_set():
         time.sleep(0.01)
-    pipeline.save({"w": 2}, step=2).wait()
+    pipeline.save({"w": 3}, step=3).wait()
     assert uploader._link.process.socket.fileno() > 2
-    assert Arena(65536, shared=True).take().segment.descriptor > 2
 """
     run = subprocess.run([sys.executable, "-c", script, str(tmp_path)], timeout=300)
     assert run.returncode == 0
     with ckpipe.SyncPipeline(tmp_path) as pipeline:
-        assert [info.step for info in pipeline.steps()] == [1, 2]
+        assert [info.step for info in pipeline.steps()] == [1, 2, 3]
 
 
 TELLS_MODULES = """
@@ -190,10 +190,13 @@ with ckpipe.SyncPipeline(sys.argv[1], worker="process") as pipeline:
 
 
 def test_a_worker_begins_with_what_only_the_program_knows_where_to_find(
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(site, "getsitepackages", list)
     monkeypatch.setattr(site, "ENABLE_USER_SITE", False)
-    path = first_environment()["PYTHONPATH"].split(os.pathsep)
+    with ckpipe.SyncPipeline(tmp_path, **PROCESS) as pipeline:
+        pipeline.save(state_of(1), step=1).wait()
+        environment = Path(f"/proc/{worker_of(pipeline)}/environ").read_text().split("\0")
+    (path,) = (each[11:].split(":") for each in environment if each.startswith("PYTHONPATH="))
     for package in (ckpipe, anyio):
         assert str(Path(package.__path__[0]).parent) in path
