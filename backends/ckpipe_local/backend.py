@@ -74,7 +74,7 @@ class LocalUpload(Upload):
     most_blocks = 16
 
     def __init__(
-        self, root: Root, key: str, size: int, *, direct: bool, unfinished: set[LocalUpload]
+        self, root: Root, key: str, size: int, direct: bool, unfinished: set[LocalUpload]
     ) -> None:
         self._root, self._key, self._size = root, key, size
         self._path = os.path.join(root.path, key)
@@ -187,7 +187,7 @@ class LocalUpload(Upload):
         _remove_temporary(self._root, self._directory, self._temporary)
 
 
-def put_object(root: Root, key: str, data: bytes, mode: PutMode, *, lasting: bool = True) -> None:
+def put_object(root: Root, key: str, data: bytes, mode: PutMode, lasting: bool) -> None:
     """Write a small object at once.
 
     It takes as few system calls as it can, each of which may lose the GIL for a while.
@@ -411,27 +411,20 @@ class LocalBackend(Backend):
             self._uploads.pop().discard()
 
     async def put(self, key: str, data: bytes, mode: PutMode) -> None:
-        path = self._path(key)
-        with translating(f"write {path}", key):
-            await run_in_thread(self._put, key, data, mode)
+        await self._put(key, data, mode, lasting=True)
 
     async def put_volatile(self, key: str, data: bytes) -> None:
-        path = self._path(key)
-        with translating(f"write {path}", key):
-            await run_in_thread(self._put, key, data, PutMode.CREATE, False)
+        await self._put(key, data, PutMode.CREATE, lasting=False)
 
-    def _put(self, key: str, data: bytes, mode: PutMode, lasting: bool = True) -> None:
-        self._root.make()
-        put_object(self._root, key, data, mode, lasting=lasting)
+    async def _put(self, key: str, data: bytes, mode: PutMode, *, lasting: bool) -> None:
+        with translating(f"write {self._path(key)}", key):
+            await run_in_thread(put_object, self._root, key, data, mode, lasting)
 
     async def open_upload(self, key: str, *, size: int, block_bytes: int) -> Upload:
-        path = self._path(key)
-        with translating(f"write {path}", key):
-            return await run_in_thread(self._begin, key, size)
-
-    def _begin(self, key: str, size: int) -> Upload:
-        self._root.make()
-        return LocalUpload(self._root, key, size, direct=self._direct, unfinished=self._uploads)
+        with translating(f"write {self._path(key)}", key):
+            return await run_in_thread(
+                LocalUpload, self._root, key, size, self._direct, self._uploads
+            )
 
     async def get(self, key: str, *, max_bytes: int) -> bytes:
         path = self._path(key)
