@@ -651,7 +651,7 @@ class CompositeUpload(BlockUpload[Part]):
             )
         session = self._sessions.setdefault(number, Session(self._store, name, self.key))
         made = await session.send(data, value)
-        del self._sessions[number]
+        self._sessions.pop(number, None)  # an abort may have come first
         return made
 
     async def _checked(self, name: str, made: Resource, value: int, size: int) -> Part:
