@@ -46,7 +46,7 @@ _MORE_BLOCKING_CALLS = (
     "os.open",
     "os.pread",
     "os.preadv",
-    "os.pwrite",
+    "os.pwritev",
     "os.fsync",
     "os.ftruncate",
     "os.posix_fallocate",

@@ -733,8 +733,8 @@ async def test_descriptors_outlive_their_writers(
     backend: LocalBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun = await backend.open_upload("f", size=3, block_bytes=3)
-    stuck = Stuck(os.pwrite)
-    monkeypatch.setattr(os, "pwrite", stuck)
+    stuck = Stuck(os.pwritev)
+    monkeypatch.setattr(os, "pwritev", stuck)
     writing = asyncio.create_task(begun.write(0, memoryview(b"abc")))
     await anyio.to_thread.run_sync(stuck.begun.wait)
     aborting = asyncio.create_task(begun.abort())

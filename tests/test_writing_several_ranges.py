@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import itertools
 import mmap
 import os
@@ -53,11 +54,11 @@ def short(pwritev: Write) -> Write:
 
 
 def refusing(pwritev: Write) -> Write:
-    """A file system that takes one page past its cache, and then no more."""
+    """A file system that takes one page past its cache, and then none that way."""
     calls = itertools.count()
 
     def write(descriptor: int, pieces: Sequence[memoryview], offset: int) -> int:
-        if next(calls):
+        if fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT and next(calls):
             raise OSError(errno.EINVAL, "refused")
         return pwritev(descriptor, [pieces[0][:ALIGNMENT]], offset)
 

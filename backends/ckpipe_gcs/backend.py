@@ -17,6 +17,7 @@ from collections import OrderedDict
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from datetime import datetime
+from functools import partial
 from typing import Any, Self
 from urllib.parse import quote, urlencode
 
@@ -163,7 +164,7 @@ class GcsBackend(BucketBackend):
     ) -> None:
         endpoint, emulated = find_endpoint(endpoint_url, os.environ)
         super().__init__(url, endpoint, request_timeout, require_create_only=require_create_only)
-        self.anonymous = flag("anonymous", anonymous) or (emulated and credentials_file is None)
+        self._anonymous = flag("anonymous", anonymous) or (emulated and credentials_file is None)
         self.resumable_bytes = positive("resumable_bytes", resumable_bytes)
         self._api, self._origin = endpoint, URL(endpoint).origin()
         self._credentials_file, self._ca_bundle = credentials_file, ca_bundle
@@ -185,7 +186,8 @@ class GcsBackend(BucketBackend):
         """
         async with AsyncExitStack() as stack:
             with _opening():
-                context = await run_in_thread(_certificates, self._ca_bundle)
+                trust = partial(ssl.create_default_context, cafile=self._ca_bundle)
+                context = await run_in_thread(trust)
             self._session = await stack.enter_async_context(
                 aiohttp.ClientSession(
                     connector=aiohttp.TCPConnector(limit=self._max_connections, ssl=context),
@@ -199,14 +201,15 @@ class GcsBackend(BucketBackend):
                 )
             )
             self._tokens = Tokens(None)
-            if not self.anonymous:
+            if not self._anonymous:
                 # Without an option each address has the proxy that the environment names for it.
-                session = await stack.enter_async_context(
+                session: Any = await stack.enter_async_context(
                     aiohttp.ClientSession(proxy=self._proxy, trust_env=self._proxy is None)
                 )
                 with _opening():
-                    source = await run_in_thread(_source, self._credentials_file, session)
-                self._tokens = Tokens(source)
+                    file = self._credentials_file
+                    find = partial(Token, service_file=file, session=session, scopes=SCOPES)
+                    self._tokens = Tokens(await run_in_thread(find))
             self._stack = stack.pop_all()
         return self
 
@@ -510,14 +513,6 @@ def _opening() -> Iterator[None]:
         raise StoreError(message, hint=hint) from error
 
 
-def _certificates(ca_bundle: str | None) -> ssl.SSLContext:
-    return ssl.create_default_context(cafile=ca_bundle)
-
-
-def _source(file: str | None, session: Any) -> Token:
-    return Token(service_file=file, session=session, scopes=SCOPES)
-
-
 class Session:
     """Send one temporary object through a resumable session of its own, which outlives connections.
 
@@ -656,7 +651,7 @@ class CompositeUpload(BlockUpload[Part]):
             )
         session = self._sessions.setdefault(number, Session(self._store, name, self.key))
         made = await session.send(data, value)
-        del self._sessions[number]
+        self._sessions.pop(number, None)  # an abort may have come first
         return made
 
     async def _checked(self, name: str, made: Resource, value: int, size: int) -> Part:

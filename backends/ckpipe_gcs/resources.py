@@ -20,7 +20,7 @@ from awscrt.checksums import combine_crc32c
 from ckpipe.errors import PermissionDenied, StoreUnavailable, Throttled
 from ckpipe_gcs.access import CREDENTIALS
 from ckpipe_http.buckets import OWNER
-from ckpipe_http.failures import NETWORK, SHARED, UNREACHED, Foreign, Refused, Table, retry_after
+from ckpipe_http.failures import NETWORK, SHARED, UNREACHED, Meaning, Refused, Table, retry_after
 from ckpipe_http.requests import MemoryBody, read_checksum
 
 Resource = Mapping[str, Any]
@@ -55,16 +55,16 @@ _THROTTLING = ("rateLimitExceeded", "userRateLimitExceeded", "quotaExceeded")
 
 FOREIGN: Table = {
     **SHARED,
-    **dict.fromkeys(_PROXIES, Foreign(StoreUnavailable, None, "the proxy cannot be used ({name})")),
-    aiohttp.ClientConnectorError: Foreign(StoreUnavailable, UNREACHED),
-    **dict.fromkeys(_NO_PROJECT, Foreign(PermissionDenied, _PROJECT)),
-    **dict.fromkeys(_THROTTLING, Foreign(Throttled)),
+    **dict.fromkeys(_PROXIES, Meaning(StoreUnavailable, None, "the proxy cannot be used ({name})")),
+    aiohttp.ClientConnectorError: Meaning(StoreUnavailable, UNREACHED),
+    **dict.fromkeys(_NO_PROJECT, Meaning(PermissionDenied, _PROJECT)),
+    **dict.fromkeys(_THROTTLING, Meaning(Throttled)),
     # Bits that were flipped on the way arrive whole when they are sent again.
-    "badContent": Foreign(StoreUnavailable, NETWORK),
-    "parseError": Foreign(StoreUnavailable, NETWORK),
-    401: Foreign(PermissionDenied, CREDENTIALS),
-    403: Foreign(PermissionDenied, _RIGHTS),
-    409: Foreign(StoreUnavailable),
+    "badContent": Meaning(StoreUnavailable, NETWORK),
+    "parseError": Meaning(StoreUnavailable, NETWORK),
+    401: Meaning(PermissionDenied, CREDENTIALS),
+    403: Meaning(PermissionDenied, _RIGHTS),
+    409: Meaning(StoreUnavailable),
 }
 
 

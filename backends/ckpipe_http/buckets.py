@@ -220,11 +220,9 @@ class BucketBackend(Backend, abc.ABC):
             raise
         except Exception as error:
             answer = self.refusal(error)
-            made = (
-                broken(error, what, key, self.foreign)
-                if answer is None
-                else refused(answer, what, key, self.foreign)
-            )
+            if answer is not None:
+                raise refused(answer, what, key, self.foreign) from error
+            made = broken(error, what, key, self.foreign)
             if made is None:
                 raise
             raise made from error

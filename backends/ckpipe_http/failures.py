@@ -25,7 +25,7 @@ UNREACHED = "Look at 'endpoint_url', and whether this machine reaches the store"
 BUCKET = "Create the bucket, or name another one"
 
 
-class Foreign(NamedTuple):
+class Meaning(NamedTuple):
     """The error of ckpipe that an error of a store or of its client becomes.
 
     Args:
@@ -39,7 +39,7 @@ class Foreign(NamedTuple):
     said: str = "the connection broke off ({name})"
 
 
-Table = Mapping[str | int | type[BaseException], Foreign]
+Table = Mapping[str | int | type[BaseException], Meaning]
 """Errors by the code or the status of an answer, and by the type of the client's error."""
 
 
@@ -67,27 +67,27 @@ class Refused(Exception):
         super().__init__(f"status {status} {code}")
 
 
-TLS = Foreign(StoreError)
+TLS = Meaning(StoreError)
 """Stands for errors of connections that could not be made secure."""
 
-_TIMEOUT = Foreign(
+_TIMEOUT = Meaning(
     StoreUnavailable,
     "Raise the option 'request_timeout' if the store is merely slow",
     "no answer in time",
 )
-_NONSENSE = Foreign(StoreUnavailable, None, "the answer makes no sense")
+_NONSENSE = Meaning(StoreUnavailable, None, "the answer makes no sense")
 
 SHARED: Table = {
     ssl.SSLCertVerificationError: TLS,
     aiohttp.ClientSSLError: TLS,
     **dict.fromkeys((aiohttp.ServerTimeoutError, TimeoutError), _TIMEOUT),
-    **dict.fromkeys((aiohttp.ClientError, OSError), Foreign(StoreUnavailable)),
+    **dict.fromkeys((aiohttp.ClientError, OSError), Meaning(StoreUnavailable)),
     # Half an answer, met by its parser.
     **dict.fromkeys((ValueError, LookupError, TypeError), _NONSENSE),
-    404: Foreign(ObjectNotFound),
-    408: Foreign(StoreUnavailable),
-    412: Foreign(ObjectExists),
-    429: Foreign(Throttled),
+    404: Meaning(ObjectNotFound),
+    408: Meaning(StoreUnavailable),
+    412: Meaning(ObjectExists),
+    429: Meaning(Throttled),
 }
 """What the tables of stores share: errors of the HTTP client and of those who read its answers, and
 statuses that mean the same to all."""
@@ -105,14 +105,14 @@ def refused(answer: Refused, what: str, key: str | None, table: Table) -> StoreE
     status = answer.status
     passing = status >= 500 and status != 501
     found = table.get(answer.code) or table.get(status)
-    found = found or Foreign(StoreUnavailable if passing else StoreError)
+    found = found or Meaning(StoreUnavailable if passing else StoreError)
     if status == 400 and "crc32c" in answer.text.lower():
         # Bits that were flipped on the way arrive whole when they are sent again.
-        found = Foreign(StoreUnavailable, NETWORK)
+        found = Meaning(StoreUnavailable, NETWORK)
     elif status == 503 and answer.asked is not None:
-        found = Foreign(Throttled)
+        found = Meaning(Throttled)
     elif found.kind is ObjectNotFound and key is None:
-        found = Foreign(StoreError, BUCKET)
+        found = Meaning(StoreError, BUCKET)
     request = f", request {answer.request}" if answer.request else ""
     message = f"{what}: {answer.code} (status {status}{request})"
     made = found.kind(message, key=key, hint=found.hint)

@@ -74,7 +74,7 @@ class LocalUpload(Upload):
     most_blocks = 16
 
     def __init__(
-        self, root: Root, key: str, size: int, *, direct: bool, unfinished: set[LocalUpload]
+        self, root: Root, key: str, size: int, direct: bool, unfinished: set[LocalUpload]
     ) -> None:
         self._root, self._key, self._size = root, key, size
         self._path = os.path.join(root.path, key)
@@ -141,19 +141,16 @@ class LocalUpload(Upload):
         middles: list[tuple[int, memoryview]] = []
         for offset, data in blocks:
             start, stop = (0, 0) if direct is None else aligned_part(data, offset)
-            _write_all(self._buffered, data[:start], offset)
-            _write_all(self._buffered, data[stop:], offset + stop)
+            _write_all(self._buffered, [data[:start]], offset)
+            _write_all(self._buffered, [data[stop:]], offset + stop)
             if start < stop:
                 middles.append((offset + start, data[start:stop]))
         for offset, pieces in side_by_side(middles):
             assert direct is not None
-            done = _write_direct(direct, pieces, offset)
-            for piece in pieces:
-                if done < len(piece):
-                    self._refused = True
-                    _write_all(self._buffered, piece[done:], offset + done)
-                offset += len(piece)
-                done = max(0, done - len(piece))
+            done, rest = _write_all(direct, pieces, offset, stop_at=errno.EINVAL)
+            if rest:
+                self._refused = True
+                _write_all(self._buffered, rest, offset + done)
 
     def _publish(self) -> None:
         """Make the data durable, then the name, and close the file."""
@@ -190,7 +187,7 @@ class LocalUpload(Upload):
         _remove_temporary(self._root, self._directory, self._temporary)
 
 
-def put_object(root: Root, key: str, data: bytes, mode: PutMode, *, lasting: bool = True) -> None:
+def put_object(root: Root, key: str, data: bytes, mode: PutMode, lasting: bool) -> None:
     """Write a small object at once.
 
     It takes as few system calls as it can, each of which may lose the GIL for a while.
@@ -209,7 +206,7 @@ def put_object(root: Root, key: str, data: bytes, mode: PutMode, *, lasting: boo
     ):
         try:
             try:
-                _write_all(descriptor, memoryview(data), 0)
+                _write_all(descriptor, [memoryview(data)], 0)
                 if lasting:
                     with unrepeatable(f"make {os.path.join(root.path, key)} durable"):
                         os.fsync(descriptor)
@@ -291,39 +288,31 @@ def side_by_side(
         yield begin, run
 
 
-def _write_all(descriptor: int, data: memoryview, offset: int) -> None:
-    """Write all of ``data``, however many calls the kernel needs for it."""
-    while data:
-        written = _advance(os.pwrite(descriptor, data, offset))
-        data, offset = data[written:], offset + written
-
-
-def _write_direct(descriptor: int, pieces: Sequence[memoryview], offset: int) -> int:
-    """Write pieces one behind the other through an O_DIRECT descriptor, as far as it accepts them.
+def _write_all(
+    descriptor: int, pieces: Sequence[memoryview], offset: int, stop_at: int | None = None
+) -> tuple[int, Sequence[memoryview]]:
+    """Write pieces one behind the other, however many calls the kernel needs for them.
 
     Returns:
-        How many bytes were written; fewer than all means that the rest was refused.
+        How many bytes were written, and the rest of the pieces, which are none unless the error
+        ``stop_at`` came.
     """
-    written, left = 0, deque(pieces)
+    done, left = 0, deque(piece for piece in pieces if piece)
     while left:
         try:
-            count = _advance(os.pwritev(descriptor, left, offset + written))
+            count = os.pwritev(descriptor, left, offset + done)
         except OSError as error:
-            if error.errno != errno.EINVAL:
+            if error.errno != stop_at:
                 raise
             break
-        written += count
+        if not count:
+            raise OSError(errno.EIO, "The file system wrote nothing")
+        done += count
         while left and count >= len(left[0]):
             count -= len(left.popleft())
         if count:
             left[0] = left[0][count:]
-    return written
-
-
-def _advance(written: int) -> int:
-    if not written:
-        raise OSError(errno.EIO, "The file system wrote nothing")
-    return written
+    return done, left
 
 
 def _open_direct(name: str, directory: int) -> int | None:
@@ -422,27 +411,20 @@ class LocalBackend(Backend):
             self._uploads.pop().discard()
 
     async def put(self, key: str, data: bytes, mode: PutMode) -> None:
-        path = self._path(key)
-        with translating(f"write {path}", key):
-            await run_in_thread(self._put, key, data, mode)
+        await self._put(key, data, mode, lasting=True)
 
     async def put_volatile(self, key: str, data: bytes) -> None:
-        path = self._path(key)
-        with translating(f"write {path}", key):
-            await run_in_thread(self._put, key, data, PutMode.CREATE, False)
+        await self._put(key, data, PutMode.CREATE, lasting=False)
 
-    def _put(self, key: str, data: bytes, mode: PutMode, lasting: bool = True) -> None:
-        self._root.make()
-        put_object(self._root, key, data, mode, lasting=lasting)
+    async def _put(self, key: str, data: bytes, mode: PutMode, *, lasting: bool) -> None:
+        with translating(f"write {self._path(key)}", key):
+            await run_in_thread(put_object, self._root, key, data, mode, lasting)
 
     async def open_upload(self, key: str, *, size: int, block_bytes: int) -> Upload:
-        path = self._path(key)
-        with translating(f"write {path}", key):
-            return await run_in_thread(self._begin, key, size)
-
-    def _begin(self, key: str, size: int) -> Upload:
-        self._root.make()
-        return LocalUpload(self._root, key, size, direct=self._direct, unfinished=self._uploads)
+        with translating(f"write {self._path(key)}", key):
+            return await run_in_thread(
+                LocalUpload, self._root, key, size, self._direct, self._uploads
+            )
 
     async def get(self, key: str, *, max_bytes: int) -> bytes:
         path = self._path(key)

@@ -136,12 +136,6 @@ class Root:
         os.unlink(path)
         self._missing = there != self.path
 
-    def make(self) -> None:
-        """Make a root that was missing at open; one that has gone since is not made again."""
-        if self._missing:
-            _make_durably(self.path)
-            self._missing = False
-
     @contextlib.contextmanager
     def directories(
         self, below: str, *, make: bool = False, lasting: bool = True
@@ -209,6 +203,8 @@ class Root:
     def new_file(self, below: str, *, lasting: bool = True) -> Iterator[tuple[int, int, str]]:
         """Create a temporary file in a directory below the root, which is made if it is missing.
 
+        So is a root that was missing at open; one that has gone since is not made again.
+
         Args:
             below: The directory, relative to the root.
             lasting: As for :meth:`directories`.
@@ -219,6 +215,9 @@ class Root:
         """
         name = temporary_name()
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        if self._missing:
+            _make_durably(self.path)
+            self._missing = False
         with contextlib.ExitStack() as stack:
             for remaining in reversed(range(_CREATE_TRIES)):
                 try:
@@ -249,7 +248,7 @@ class Root:
             for entry in _entries(os.path.join(self.path, below)):
                 if entry.is_dir(follow_symlinks=False):
                     pending.append(f"{below}{entry.name}/")
-                elif info := _object_info(entry, below) or _link_info(entry, below):
+                elif info := _object_info(entry, below, links=True):
                     found.append(info)
         return found
 
@@ -315,15 +314,6 @@ class Root:
         return len(stale)
 
 
-def _link_info(entry: os.DirEntry[str], prefix: str) -> ObjectInfo | None:
-    if not entry.is_symlink():
-        return None
-    try:
-        return object_info(prefix + entry.name, entry.stat(follow_symlinks=False))
-    except FileNotFoundError:
-        return None
-
-
 def _entries(directory: str) -> list[os.DirEntry[str]]:
     try:
         with os.scandir(directory) as found:
@@ -346,12 +336,16 @@ def _has_objects(directory: str) -> bool:
     return any(_has_objects(entry.path) for entry in entries)
 
 
-def _object_info(entry: os.DirEntry[str], prefix: str) -> ObjectInfo | None:
-    try:
+def _object_info(entry: os.DirEntry[str], prefix: str, *, links: bool = False) -> ObjectInfo | None:
+    """Describe an entry; None if it is no object. With ``links``, a link to anything is one."""
+    with contextlib.suppress(FileNotFoundError):
         found = entry.stat()
-    except FileNotFoundError:
-        return None
-    return object_info(prefix + entry.name, found) if stat.S_ISREG(found.st_mode) else None
+        if stat.S_ISREG(found.st_mode):
+            return object_info(prefix + entry.name, found)
+    with contextlib.suppress(FileNotFoundError):
+        if links and entry.is_symlink():
+            return object_info(prefix + entry.name, entry.stat(follow_symlinks=False))
+    return None
 
 
 def object_info(key: str, found: os.stat_result) -> ObjectInfo:

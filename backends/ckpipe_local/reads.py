@@ -86,15 +86,12 @@ def read_small(path: str, key: str, max_bytes: int) -> bytes:
     Raises:
         StoreError: If it is larger than expected.
     """
-    with open(open_object(path, key), "rb", buffering=0) as file:
+    with open(open_object(path, key), "rb") as file:
         size = os.fstat(file.fileno()).st_size
         if size > max_bytes:
             message = f"The object has {size} bytes, more than the {max_bytes} expected"
             raise StoreError(message, key=key)
-        data = bytearray()
-        while len(data) < size and (piece := file.read(size - len(data))):
-            data += piece
-    return bytes(data)
+        return file.read(size)
 
 
 def read_range(path: str, key: str, offset: int, buffer: memoryview, *, direct: bool) -> None:

@@ -42,7 +42,7 @@ from ckpipe_http.failures import (
     SHARED,
     TLS,
     UNREACHED,
-    Foreign,
+    Meaning,
     Refused,
     Table,
     broken,
@@ -112,34 +112,34 @@ _ELSEWHERE = (
 
 FOREIGN: Table = {
     **SHARED,
-    **dict.fromkeys(_NO_CREDENTIALS, Foreign(PermissionDenied, _KEYS, "no credentials ({name})")),
+    **dict.fromkeys(_NO_CREDENTIALS, Meaning(PermissionDenied, _KEYS, "no credentials ({name})")),
     client_errors.SSLError: TLS,
-    client_errors.ProxyConnectionError: Foreign(
+    client_errors.ProxyConnectionError: Meaning(
         StoreUnavailable, None, "the proxy cannot be reached"
     ),
-    client_errors.EndpointConnectionError: Foreign(
+    client_errors.EndpointConnectionError: Meaning(
         StoreUnavailable, UNREACHED, "the connection failed or broke off"
     ),
-    **dict.fromkeys(_BROKEN, Foreign(StoreUnavailable)),
-    client_errors.BotoCoreError: Foreign(StoreError, None, "{name}"),
-    "NoSuchKey": Foreign(ObjectNotFound),
-    "NoSuchBucket": Foreign(StoreError, BUCKET),
-    "NoSuchUpload": Foreign(StoreError, _LIFECYCLE),
-    "PreconditionFailed": Foreign(ObjectExists),
-    **dict.fromkeys(_PASSING, Foreign(StoreUnavailable)),
-    **dict.fromkeys(_THROTTLING, Foreign(Throttled)),
-    **dict.fromkeys(("AccessDenied", "AllAccessDisabled", 403), Foreign(PermissionDenied, _RIGHTS)),
-    **dict.fromkeys(_BAD_KEYS, Foreign(PermissionDenied, _KEYS)),
-    "ExpiredToken": Foreign(PermissionDenied, _RENEW),
-    "RequestTimeTooSkewed": Foreign(PermissionDenied, "Set this machine's clock"),
+    **dict.fromkeys(_BROKEN, Meaning(StoreUnavailable)),
+    client_errors.BotoCoreError: Meaning(StoreError, None, "{name}"),
+    "NoSuchKey": Meaning(ObjectNotFound),
+    "NoSuchBucket": Meaning(StoreError, BUCKET),
+    "NoSuchUpload": Meaning(StoreError, _LIFECYCLE),
+    "PreconditionFailed": Meaning(ObjectExists),
+    **dict.fromkeys(_PASSING, Meaning(StoreUnavailable)),
+    **dict.fromkeys(_THROTTLING, Meaning(Throttled)),
+    **dict.fromkeys(("AccessDenied", "AllAccessDisabled", 403), Meaning(PermissionDenied, _RIGHTS)),
+    **dict.fromkeys(_BAD_KEYS, Meaning(PermissionDenied, _KEYS)),
+    "ExpiredToken": Meaning(PermissionDenied, _RENEW),
+    "RequestTimeTooSkewed": Meaning(PermissionDenied, "Set this machine's clock"),
     # Bits that were flipped on the way arrive whole when they are sent again.
-    "BadDigest": Foreign(StoreUnavailable, NETWORK),
-    "XAmzContentChecksumMismatch": Foreign(StoreUnavailable, NETWORK),
-    "InvalidPart": Foreign(StoreError, "Save again"),
-    "QuotaExceeded": Foreign(StoreFull, "Free space within the bucket's quota"),
-    **dict.fromkeys(("XMinioStorageFull", 507), Foreign(StoreFull, "Free space on the store")),
-    "KeyTooLongError": Foreign(InvalidKey, "Use a shorter prefix"),
-    **dict.fromkeys(_ELSEWHERE, Foreign(StoreError, _REGION)),
+    "BadDigest": Meaning(StoreUnavailable, NETWORK),
+    "XAmzContentChecksumMismatch": Meaning(StoreUnavailable, NETWORK),
+    "InvalidPart": Meaning(StoreError, "Save again"),
+    "QuotaExceeded": Meaning(StoreFull, "Free space within the bucket's quota"),
+    **dict.fromkeys(("XMinioStorageFull", 507), Meaning(StoreFull, "Free space on the store")),
+    "KeyTooLongError": Meaning(InvalidKey, "Use a shorter prefix"),
+    **dict.fromkeys(_ELSEWHERE, Meaning(StoreError, _REGION)),
 }
 
 
@@ -404,7 +404,7 @@ class S3Backend(BucketBackend):
             return
         for entry in answer.get("Errors", ()):
             key, code = self.key(entry.get("Key", "")), entry.get("Code", "")
-            found = FOREIGN.get(code, Foreign(StoreError))
+            found = FOREIGN.get(code, Meaning(StoreError))
             raise found.kind(f"Could not delete {self.root}{key}: {code}", key=key, hint=found.hint)
 
     # Uploads
