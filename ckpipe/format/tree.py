@@ -95,13 +95,13 @@ def check_tree(structure: Structure) -> None:
         node = stack.pop()
         if not _is_node(node) or node[0] not in _KINDS:
             raise InvalidManifest(f"This is not a node of a tree: {_brief(node)}")
+        kind = node[0]
+        if kind in limits:  # as most are
+            number = node[1] if len(node) == 2 else None
+            if type(number) is not int or not 0 <= number < limits[kind]:
+                raise InvalidManifest(f"A node of the tree points to a {kind} that is not there")
+            continue
         match node:
-            case ["tensor" | "value" as kind, *rest]:
-                number = rest[0] if len(rest) == 1 else None
-                if type(number) is not int or not 0 <= number < limits[kind]:
-                    raise InvalidManifest(
-                        f"A node of the tree points to a {kind} that is not there"
-                    )
             case ["absent"]:
                 pass
             case ["list" | "tuple", list(below)]:
@@ -135,7 +135,7 @@ def check_tree(structure: Structure) -> None:
             case ["ref", number] if _is_count(number):
                 references.add(number)
             case _:
-                raise InvalidManifest(f"A node of the kind {node[0]!r} is malformed")
+                raise InvalidManifest(f"A node of the kind {kind!r} is malformed")
     missing = references - shared
     if missing:
         raise InvalidManifest(f"A node refers to the shared container {min(missing)}, of none")
