@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Iterable, Sequence
-from itertools import accumulate
-from operator import le
+from collections.abc import Sequence
 
 from ckpipe.errors import (
     DuplicateName,
@@ -54,13 +52,10 @@ def check_bundle(bundle: ManifestDocument) -> None:
     """
     check_ranks(bundle)
     for structure in bundle.structures:
-        check_structure(structure)
+        _check_tensors(structure)
+        check_tree(structure)
     for part in bundle.parts:
         _check_part(bundle, part)
-    for part in bundle.parts:
-        facts = _facts_of(bundle, part.structure, part.layout)
-        _check_files(part, facts.data_bytes)
-        _check_checksums(part, facts.checksums)
     _check_foreign(bundle)
     check_owners(bundle)
     _check_per_rank(bundle)
@@ -68,18 +63,6 @@ def check_bundle(bundle: ManifestDocument) -> None:
 
 def _facts_of(bundle: ManifestDocument, structure: int, layout: int) -> LayoutFacts:
     return facts_of(bundle.layouts[layout], bundle.structures[structure].tensors)
-
-
-def check_structure(structure: Structure) -> None:
-    """Check that a structure agrees with itself.
-
-    Raises:
-        InvalidExtent: If a tensor has more elements than any memory holds.
-        DuplicateName: If labels or keys stand twice.
-        InvalidManifest: If anything else contradicts itself.
-    """
-    _check_tensors(structure)
-    check_tree(structure)
 
 
 def check_ranks(bundle: ManifestDocument) -> None:
@@ -139,12 +122,10 @@ def _check_part(bundle: ManifestDocument, part: RankManifest) -> None:
         )
     if len(part.values) != bundle.structures[part.structure].values:
         raise InvalidManifest("A part has another number of values than its tree", rank=part.rank)
-
-
-def _check_files(part: RankManifest, data_bytes: Sequence[int]) -> None:
-    if len(part.files) != len(data_bytes):
+    facts = _facts_of(bundle, part.structure, part.layout)
+    if len(part.files) != len(facts.data_bytes):
         raise InvalidManifest("A part has another number of files than its entries", rank=part.rank)
-    for number, (file, nbytes) in enumerate(zip(part.files, data_bytes, strict=True)):
+    for number, (file, nbytes) in enumerate(zip(part.files, facts.data_bytes, strict=True)):
         expected = data_file_name(part.rank, number)
         if file.name != expected:
             raise UnsafePath(
@@ -161,12 +142,10 @@ def _check_files(part: RankManifest, data_bytes: Sequence[int]) -> None:
                 f"The entries of {expected} end at byte {head + nbytes}, the file at {file.size}",
                 rank=part.rank,
             )
-
-
-def _check_checksums(part: RankManifest, expected: int) -> None:
-    if len(part.checksums) != expected or max(part.checksums, default=0) > _MAX_CRC:
+    if len(part.checksums) != facts.checksums or max(part.checksums, default=0) > _MAX_CRC:
         raise InvalidManifest(
-            f"A part has {len(part.checksums)} checksums instead of {expected}", rank=part.rank
+            f"A part has {len(part.checksums)} checksums instead of {facts.checksums}",
+            rank=part.rank,
         )
 
 
@@ -211,7 +190,12 @@ def check_owners(bundle: ManifestDocument) -> None:
         for owner, wanted in unknown.items():
             left.setdefault(owner, []).append(wanted)
     for owner, wanted_of_others in left.items():
-        written = _written(bundle, *place_of[owner])
+        structure, layout = place_of[owner]
+        own = _facts_of(bundle, structure, layout).own
+        if own is None:
+            rows = bundle.structures[structure].tensors
+            own = _own_identities(bundle.layouts[layout].chunks, rows)
+        written = set(own)
         for identities, tensors, structure in wanted_of_others:
             if not written.issuperset(identities):
                 tensor = next(
@@ -228,14 +212,6 @@ def check_owners(bundle: ManifestDocument) -> None:
                     hint="Ranks must agree on names, shapes, dtypes and what is replicated; what "
                     'only some of them have alike needs plan="global"',
                 )
-
-
-def _written(bundle: ManifestDocument, structure: int, layout: int) -> set[int]:
-    own = _facts_of(bundle, structure, layout).own
-    if own is None:
-        tensors = bundle.structures[structure].tensors
-        return set(_own_identities(bundle.layouts[layout].chunks, tensors))
-    return set(own)
 
 
 def _check_per_rank(bundle: ManifestDocument) -> None:
@@ -268,7 +244,7 @@ def facts_of(layout: Layout, tensors: Sequence[TensorRow]) -> LayoutFacts:
     entries, chunks = layout.entries, layout.chunks
     data_bytes = _check_entries(entries)
     foreign = _check_chunks(chunks, entries.nbytes, tensors)
-    own = array("q", _own_identities(chunks, tensors)) if foreign.owner else None
+    own = _own_identities(chunks, tensors) if foreign.owner else None
     checksums = sum(map(chunk_count, entries.nbytes))
     facts = LayoutFacts(array("q", entries.nbytes), data_bytes, checksums, foreign, own)
     layout.checked = (tensors, facts)
@@ -284,26 +260,22 @@ def _identity_of(tensor: TensorRow, box: Box | None) -> int:
     return hash((tensor.label, tensor.dtype, tensor.shape, box))
 
 
-def _own_identities(chunks: Chunks, tensors: Sequence[TensorRow]) -> Iterable[int]:
+def _own_identities(chunks: Chunks, tensors: Sequence[TensorRow]) -> array[int]:
     """The identities of the chunks that the rank wrote itself."""
-    return [
-        _identity_of(tensors[tensor], box)
-        for tensor, box, owner in zip(chunks.tensor, chunks.box, chunks.owner, strict=True)
-        if owner is None
-    ]
+    rows = zip(chunks.tensor, chunks.box, chunks.owner, strict=True)
+    return array(
+        "q",
+        [_identity_of(tensors[tensor], box) for tensor, box, owner in rows if owner is None],
+    )
 
 
 def _check_entries(entries: Entries) -> tuple[int, ...]:
     """Check that the entries fill their files one after another; return the files' data bytes."""
-    if entries.file and not any(entries.file):
-        *begins, end = accumulate(entries.nbytes, initial=0)
-        distinct = {"__metadata__", *entries.name}
-        if list(entries.offset) == begins and len(distinct) > len(begins):
-            return (end,)  # All in one file, as nearly always. What is wrong is told below.
     ends: list[int] = []
     names: set[str] = set()
     last, end = -1, 0
-    for name, _, _, file, offset, nbytes in entries:
+    rows = zip(entries.name, entries.file, entries.offset, entries.nbytes, strict=True)
+    for name, file, offset, nbytes in rows:
         if file != last:
             if file != last + 1:
                 raise InvalidManifest(f"The entry {name!r:.200} is not in the order of files")
@@ -324,12 +296,9 @@ def _check_chunks(chunks: Chunks, sizes: Sequence[int], tensors: Sequence[Tensor
     """Check all chunks; return those that other ranks wrote."""
     if chunks.tensor and max(chunks.tensor) >= len(tensors):
         raise InvalidManifest("A chunk is of a tensor that is not there")
-    shapes = [row.shape for row in tensors]
     items = {dtype: item_bytes(dtype) or 1 for dtype in {row.dtype for row in tensors}}
     wholes = [math.prod(row.shape) * items[row.dtype] for row in tensors]
     entries = len(sizes)
-    if _are_plain(chunks, wholes, sizes):
-        return Foreign(*(array("q") for _ in Foreign._fields))
     foreign = Foreign(*(array("q") for _ in Foreign._fields))
     for tensor, entry, offset, stride, original, box, owner in zip(*chunks.columns, strict=True):
         if box is None and original is None and stride is None and not offset:
@@ -337,10 +306,9 @@ def _check_chunks(chunks: Chunks, sizes: Sequence[int], tensors: Sequence[Tensor
             if owner is None and entry is not None and entry < entries and end <= sizes[entry]:
                 continue  # All of a tensor in an entry of its own, as nearly all are.
         else:
-            shape = (
-                shapes[tensor] if box is None else _box_shape(box, shapes[tensor], tensors[tensor])
-            )
-            end = _end(offset, stride, original, shape, tensors[tensor])
+            row = tensors[tensor]
+            shape = row.shape if box is None else _box_shape(box, row)
+            end = _end(offset, stride, original, shape, row)
         if owner is not None:
             if end > MAX_NUMBER:
                 label = tensors[tensor].label
@@ -359,22 +327,6 @@ def _check_chunks(chunks: Chunks, sizes: Sequence[int], tensors: Sequence[Tensor
             label = tensors[tensor].label
             raise InvalidManifest(f"A chunk of {label!r:.200} lies in an unknown entry")
     return foreign
-
-
-def _are_plain(chunks: Chunks, wholes: Sequence[int], sizes: Sequence[int]) -> bool:
-    """Tell of each whether it is all of a tensor, from the start of an entry of this rank that it
-    fits.
-
-    Nearly always so. What other chunks there are, and what is wrong with them, is found out one
-    by one.
-    """
-    tensor, entry, offset, *others = chunks.columns
-    if any(offset) or any(each.count(None) < len(each) for each in others):
-        return False
-    places = [place for place in entry if place is not None]
-    if len(places) < len(entry) or max(places, default=-1) >= len(sizes):
-        return False
-    return all(map(le, map(wholes.__getitem__, tensor), map(sizes.__getitem__, places)))
 
 
 def _check_in_entry(entry: int, end: int, sizes: Sequence[int], label: str) -> None:
@@ -411,8 +363,8 @@ def _end(
     return offset + (last + 1) * item
 
 
-def _box_shape(box: Box, shape: tuple[int, ...], tensor: TensorRow) -> tuple[int, ...]:
-    lower, upper = box
+def _box_shape(box: Box, tensor: TensorRow) -> tuple[int, ...]:
+    (lower, upper), shape = box, tensor.shape
     if len(lower) != len(shape) or len(upper) != len(shape):
         raise InvalidExtent(f"A box of {tensor.label!r:.200} has a wrong number of dimensions")
     sizes = []

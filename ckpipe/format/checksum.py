@@ -161,16 +161,11 @@ class SumTable:
                 size = min(CHUNK_BYTES, self.sizes[entry] - chunk * CHUNK_BYTES)
                 if hi - lo < size:
                     parts.append((number, slot, size, lo, hi))
-                elif runs and _follows(runs[-1], slot, number):
+                elif runs and slot - runs[-1][0] == number - runs[-1][1] == runs[-1][2]:
                     runs[-1] = (*runs[-1][:2], runs[-1][2] + 1)
                 else:
                     runs.append((slot, number, 1))
         return BlockCuts(begins, ends, tuple(runs), tuple(parts))
-
-
-def _follows(run: tuple[int, int, int], slot: int, number: int) -> bool:
-    first, at, count = run
-    return (first + count, at + count) == (slot, number)
 
 
 class ChunkSums:
@@ -201,7 +196,10 @@ class ChunkSums:
             pieces = self._partial.setdefault(slot, {})
             pieces[lo] = (hi, values[at])
             if sum(piece_end - begin for begin, (piece_end, _) in pieces.items()) == size:
-                self._sums[slot] = _join(pieces)
+                total = 0
+                for begin, (end, value) in sorted(pieces.items()):
+                    total = combine(total, value, end - begin)
+                self._sums[slot] = total
                 del self._partial[slot]
 
     def finished(self) -> list[int]:
@@ -217,11 +215,3 @@ class ChunkSums:
 
 _ABSENT = -1
 """Stands where there is no checksum yet."""
-
-
-def _join(pieces: dict[int, tuple[int, int]]) -> int:
-    total = 0
-    for lo in sorted(pieces):
-        hi, value = pieces[lo]
-        total = combine(total, value, hi - lo)
-    return total

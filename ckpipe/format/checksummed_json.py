@@ -26,7 +26,7 @@ from ckpipe.errors import (
     TruncatedObject,
 )
 from ckpipe.format.checksum import crc32c
-from ckpipe.format.keys import Json
+from ckpipe.format.keys import Json, canonical
 
 PLAIN_BYTES = 64 << 10
 """An object whose JSON is longer than this is compressed."""
@@ -86,9 +86,9 @@ def encode_json(document: dict[str, Any], max_bytes: int | None = None) -> bytes
 def _pieces(document: dict[str, Any]) -> Iterator[str]:
     head = "{"
     for name, value in document.items():
-        yield f"{head}{_text(name)}:"
+        yield f"{head}{canonical(name)}:"
         if not isinstance(value, Iterator):
-            yield _text(value)
+            yield canonical(value)
         else:
             comma = "["
             for element in value:
@@ -97,10 +97,6 @@ def _pieces(document: dict[str, Any]) -> Iterator[str]:
                 comma = ","
             yield "[]" if comma == "[" else "]"
         head = ","
-
-
-def _text(data: Json) -> str:
-    return json.dumps(data, separators=(",", ":"), allow_nan=False, check_circular=False)
 
 
 class _Packed:

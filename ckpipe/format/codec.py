@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ckpipe.errors import (
@@ -195,7 +195,20 @@ def decode_bundle(
         document = decode_json(data, max_bytes, reading.elements)
         _check_version(document)
         _check_identity(document, id, kind)
-        bundle = _decode(document, reading, id, kind)
+        structures = _list(document, "structures")
+        report = document.get("report")
+        bundle = ManifestDocument(
+            kind,
+            id,
+            _number(document, "world_size"),
+            tuple(structures),
+            reading.layouts(_list(document, "layouts")),
+            _decode_parts(document),
+            _decode_group(document) if kind == "group" else None,
+            _decode_per_rank(document, len(structures)) if kind == "index" else (),
+            # As it is: what only tells of the past must not keep a checkpoint from loading.
+            report if isinstance(report, dict) else None,
+        )
         check_bundle(bundle)
     except (CorruptCheckpoint, UnsupportedVersion) as error:
         error.key = error.key or key
@@ -258,22 +271,18 @@ def _with_names(columns: list[list[Any]], labels: Sequence[str]) -> Entries:
         InvalidManifest: If a name is of a tensor that is not there.
     """
     names, *others = columns
-    if set(map(type, names)) == {int} and min(names) >= 0 and max(names) < len(labels):
-        return Entries([labels[number] for number in names], *others)
-    return Entries(list(_decode_names(names, labels)), *others)
-
-
-def _decode_names(names: Sequence[Json], labels: Sequence[str]) -> Iterator[str]:
+    found = []
     for name in names:
+        number, suffix = name, ""
+        if type(name) is list and list(map(type, name)) == [int, str]:
+            number, suffix = name
         if type(name) is str:
-            yield name
-            continue
-        number, suffix = (
-            name if type(name) is list and list(map(type, name)) == [int, str] else (name, "")
-        )
-        if type(number) is not int or not 0 <= number < len(labels):
+            found.append(name)
+        elif type(number) is int and 0 <= number < len(labels):
+            found.append(labels[number] + suffix)
+        else:
             raise InvalidManifest(f"An entry has the name {name!r:.100}, which names no tensor")
-        yield labels[number] + suffix if suffix else labels[number]
+    return Entries(found, *others)
 
 
 class _Reading:
@@ -364,58 +373,21 @@ def _check_identity(document: Mapping[str, Json], id: CheckpointId, kind: Bundle
             raise InvalidManifest(f"The object's {name} is {found!r:.100} instead of {value!r}")
 
 
-def _decode(
-    document: Mapping[str, Json], reading: _Reading, id: CheckpointId, kind: BundleKind
-) -> ManifestDocument:
-    structures = _list(document, "structures")
-    layouts = reading.layouts(_list(document, "layouts"))
-    return ManifestDocument(
-        kind,
-        id,
-        _number(document, "world_size"),
-        tuple(structures),
-        layouts,
-        _decode_parts(document),
-        _decode_group(document) if kind == "group" else None,
-        _decode_per_rank(document, len(structures)) if kind == "index" else (),
-        _decode_report(document),
-    )
-
-
 def _decode_parts(document: Mapping[str, Json]) -> tuple[RankManifest, ...]:
     columns = PARTS.columns_of(document.get("parts"))
-    for place, column in enumerate(PARTS.columns):
-        if column.name in SHARED:
-            items = [_SHARED_FORMS[column.name](item) for item in _list(document, column.name)]
-            columns[place] = _pick(items, columns[place], column.name)
-    return make_rows(RankManifest, [each.name for each in PARTS.columns], columns)
-
-
-def _pick(items: list[Any], cells: Iterable[int], name: str) -> list[Any]:
-    chosen = list(cells)
-    if chosen and max(chosen) >= len(items):
-        raise InvalidManifest(f"A part points to {name} that are not there")
-    return [items[number] for number in chosen]
-
-
-def _mapping(data: Json) -> Mapping[str, Json]:
-    if not isinstance(data, dict):
-        raise InvalidManifest("A writer, metadata or metrics are not a JSON object")
-    return data
-
-
-def _value_list(data: Json) -> tuple[Json, ...]:
-    if not isinstance(data, list):
-        raise InvalidManifest("The inline values of a part are not a list")
-    return tuple(data)
-
-
-_SHARED_FORMS: dict[str, Callable[[Json], Any]] = {
-    "values": _value_list,
-    "writer": _mapping,
-    "metadata": _mapping,
-    "metrics": _mapping,
-}
+    names = [each.name for each in PARTS.columns]
+    for name in SHARED:
+        items, cells = _list(document, name), columns[names.index(name)]
+        if name == "values":
+            if not all(isinstance(item, list) for item in items):
+                raise InvalidManifest("The inline values of a part are not a list")
+            items = list(map(tuple, items))
+        elif not all(isinstance(item, dict) for item in items):
+            raise InvalidManifest("A writer, metadata or metrics are not a JSON object")
+        if cells and max(cells) >= len(items):
+            raise InvalidManifest(f"A part points to {name} that are not there")
+        columns[names.index(name)] = [items[number] for number in cells]
+    return make_rows(RankManifest, names, columns)
 
 
 def _decode_group(document: Mapping[str, Json]) -> tuple[int, int]:
@@ -436,12 +408,6 @@ def _decode_per_rank(document: Mapping[str, Json], structures: int) -> tuple[Per
         )
     except ValueError as error:
         raise InvalidManifest(f"What differs between ranks is malformed: {error}") from None
-
-
-def _decode_report(document: Mapping[str, Json]) -> Mapping[str, Any] | None:
-    """The report as it is: what only tells of the past must not keep a checkpoint from loading."""
-    found = document.get("report")
-    return found if isinstance(found, dict) else None
 
 
 def _list(document: Mapping[str, Json], name: str) -> list[Any]:

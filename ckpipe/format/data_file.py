@@ -16,9 +16,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from json.encoder import encode_basestring_ascii
 
-from ckpipe.errors import (
-    OversizedMetadata,
-)
+from ckpipe.errors import OversizedMetadata
 from ckpipe.format.checksum import BlockCuts, SumTable, crc32c
 from ckpipe.format.manifest import FileRow, Layout
 
@@ -62,7 +60,6 @@ MAX_HEADER_BYTES = 64 << 20
 LENGTH_BYTES = 8
 _METADATA = '{"__metadata__":{"format":"pt","ckpipe":"1"}'
 _FIXED_BYTES = LENGTH_BYTES + len(_METADATA) + len("}") + ALIGNMENT
-_MAX_DIMENSIONS = 256
 _MAX_BYTES = 1 << 62
 
 _quoted: Callable[[str], str] = encode_basestring_ascii

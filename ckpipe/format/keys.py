@@ -204,19 +204,19 @@ def canonical(data: Json) -> str:
 
 
 class Numbering:
-    """Gives numbers to things by their JSON; the same thing again has the same number."""
+    """Gives numbers to things by a key; the same thing again has the same number."""
 
     def __init__(self) -> None:
         self.items: list[Any] = []
-        self._by_text: dict[str, int] = {}
+        self._by_key: dict[object, int] = {}
         # The thing is kept with its number, since its id would be used again otherwise.
         self._by_id: dict[int, tuple[Any, int]] = {}
 
-    def number(self, item: Any, form: Callable[[Any], Json] = lambda item: item) -> int:
-        """The number of a thing whose JSON ``form`` makes."""
+    def number(self, item: Any, key: Callable[[Any], object] = canonical) -> int:
+        """The number of a thing: that of the first with an equal key, by default its JSON."""
         known = self._by_id.get(id(item))
         if known is None:
-            number = self._by_text.setdefault(canonical(form(item)), len(self.items))
+            number = self._by_key.setdefault(key(item), len(self.items))
             if number == len(self.items):
                 self.items.append(item)
             known = self._by_id[id(item)] = (item, number)

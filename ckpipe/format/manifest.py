@@ -259,7 +259,7 @@ class Foreign(NamedTuple):
         entry: The entry there; -1 if this rank cannot know it.
         end: Behind the last byte of the entry that it touches.
         tensor: The number of the tensor.
-        identity: What tells it from other chunks; see :func:`ckpipe.format.check.identity_of`.
+        identity: What tells it from other chunks: a hash of label, dtype, shape and box.
     """
 
     owner: array[int]

@@ -69,15 +69,20 @@ def _joined(
         raise InvalidManifest("Manifests of different checkpoints cannot be merged")
     if any(each.world_size != first.world_size for each in found):
         raise WrongWorldSize("Manifests do not agree on the world size", step=first.id.step)
-    structures, layouts, values = Numbering(), _Layouts(), Numbering()
+    structures, layouts, values = Numbering(), Numbering(), Numbering()
+    labels_of: dict[int, _Labels] = {}
     parts = []
     pairs = [(part, source) for source in found for part in source.parts]
     if group is None and kind == "group":
         pairs = list({part.rank: (part, source) for part, source in pairs}.values())
     for part, source in sorted(pairs, key=lambda pair: pair[0].rank):
         own = source.structures[part.structure]
-        structure = structures.number(own, structure_form)
-        layout = layouts.number(source.layouts[part.layout], own)
+        if id(own) not in labels_of:
+            labels_of[id(own)] = _labels_of(own)
+        labels = labels_of[id(own)]
+        structure = structures.number(own, lambda each: canonical(structure_form(each)))
+        # The same names, places and boxes again are the same layout.
+        layout = layouts.number(source.layouts[part.layout], labels.key_of)
         shared = values.items[values.number(part.values)]
         parts.append(replace(part, structure=structure, layout=layout, values=shared))
     return ManifestDocument(
@@ -86,42 +91,22 @@ def _joined(
     )  # fmt: skip
 
 
-class _Layouts:
-    """Gives numbers to layouts; the same names, places and boxes again have the same number."""
-
-    def __init__(self) -> None:
-        self.items: list[Layout] = []
-        self._numbers: dict[bytes, int] = {}
-        # A layout is kept with its number, since its id would be used again otherwise.
-        self._by_id: dict[int, tuple[Layout, int]] = {}
-        self._labels: dict[int, _Labels] = {}
-
-    def number(self, layout: Layout, structure: Structure) -> int:
-        known = self._by_id.get(id(layout))
-        if known is None:
-            labels = self._labels_of(structure)
-            key = labels.digest + _digest(layout_text(layout, labels.numbers, labels.texts))
-            number = self._numbers.setdefault(key, len(self.items))
-            if number == len(self.items):
-                self.items.append(layout)
-            known = self._by_id[id(layout)] = (layout, number)
-        return known[1]
-
-    def _labels_of(self, structure: Structure) -> _Labels:
-        if id(structure) not in self._labels:
-            texts = tuple(row.label for row in structure.tensors)
-            numbers = {label: number for number, label in enumerate(texts)}
-            self._labels[id(structure)] = _Labels(structure, texts, numbers, _digest(*texts))
-        return self._labels[id(structure)]
-
-
 class _Labels(NamedTuple):
     """The labels of a structure, in order, with their numbers, and what tells them from others."""
 
-    structure: Structure
     texts: tuple[str, ...]
     numbers: dict[str, int]
     digest: bytes
+
+    def key_of(self, layout: Layout) -> bytes:
+        """Return what tells a layout of tensors with these labels from others."""
+        return self.digest + _digest(layout_text(layout, self.numbers, self.texts))
+
+
+def _labels_of(structure: Structure) -> _Labels:
+    texts = tuple(row.label for row in structure.tensors)
+    numbers = {label: number for number, label in enumerate(texts)}
+    return _Labels(texts, numbers, _digest(*texts))
 
 
 def _digest(*texts: str) -> bytes:

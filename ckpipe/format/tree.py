@@ -7,7 +7,7 @@ check keeps its own stack, so that no nesting can exhaust Python's, and visits e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from ckpipe.errors import DuplicateName, InvalidManifest
@@ -29,6 +29,7 @@ _CHILDREN = {
     **dict.fromkeys(RECORDS, 3),
 }
 """Which item of a container's node lists the nodes inside; its keys, if any, come before."""
+_KINDS = {*_LEAVES, *_WRAPPERS, *_CHILDREN}
 
 
 def shared_containers(trees: Iterable[Node]) -> dict[int, Node]:
@@ -98,33 +99,65 @@ def check_tree(structure: Structure) -> None:
         DuplicateName: If a container has a key twice.
         InvalidManifest: If a node is malformed or points to what is not there.
     """
-    walk = _Walk(len(structure.tensors), structure.values)
-    limits = walk.limits
+    limits = {"tensor": len(structure.tensors), "value": structure.values}
+    shared: set[int] = set()
+    references: set[int] = set()
     attributes = [row.attributes for row in structure.tensors if row.attributes is not None]
-    _check_attributes(attributes)
+    for node in attributes:
+        _check_attributes(node)
     stack: list[Any] = [structure.tree, *attributes]
     while stack:
         node = stack.pop()
-        check = _NODES.get(node[0]) if _is_node(node) else None
-        if check is None:
+        if not _is_node(node) or node[0] not in _KINDS:
             raise InvalidManifest(f"This is not a node of a tree: {_brief(node)}")
-        # All but tensors and values that are there, as most are: a short way for these.
-        stack += [
-            each
-            for each in check(walk, node)
-            if type(each) is not list
-            or len(each) != 2
-            or type(each[0]) is not str
-            or type(each[1]) is not int
-            or not 0 <= each[1] < limits.get(each[0], 0)
-        ]
-    missing = walk.references - walk.shared
+        kind = node[0]
+        if kind in limits:  # as most are
+            number = node[1] if len(node) == 2 else None
+            if type(number) is not int or not 0 <= number < limits[kind]:
+                raise InvalidManifest(f"A node of the tree points to a {kind} that is not there")
+            continue
+        match node:
+            case ["absent"]:
+                pass
+            case ["list" | "tuple", list(below)]:
+                stack += below
+            case ["deque", list(below), longest] if longest is None or _is_count(longest):
+                stack += below
+            case ["set" | "frozenset", list(keys)]:
+                _check_keys(keys)
+            case ["dict" | "ordered_dict", list(keys), list(below)] if len(keys) == len(below):
+                _check_keys(keys)
+                stack += below
+            case ["ordered_dict", list(keys), list(below), own] if len(keys) == len(below):
+                _check_keys(keys)
+                _check_attributes(own)
+                stack += [*below, own]
+            case ["default_dict", list(keys), list(below), None | str()] if len(keys) == len(below):
+                _check_keys(keys)
+                stack += below
+            case ["named_tuple" | "dataclass", str(), list(keys), list(below)] if len(keys) == len(
+                below
+            ) and all(type(name) is str for name in keys):
+                _check_keys(keys)
+                stack += below
+            case ["stateful", inner] | ["registered", str(), inner]:
+                stack.append(inner)
+            case ["shared", number, inner] if _is_count(number):
+                if number in shared:
+                    raise DuplicateName(f"Two containers of the tree have the number {number}")
+                shared.add(number)
+                stack.append(inner)
+            case ["ref", number] if _is_count(number):
+                references.add(number)
+            case _:
+                raise InvalidManifest(f"A node of the kind {kind!r} is malformed")
+    missing = references - shared
     if missing:
         raise InvalidManifest(f"A node refers to the shared container {min(missing)}, of none")
 
 
-def _check_attributes(nodes: list[Node]) -> None:
-    if any(not _is_node(node) or node[0] != "dict" for node in nodes):
+def _check_attributes(node: Any) -> None:
+    if not _is_node(node) or node[0] != "dict":
         raise InvalidManifest("Attributes are no dict in the tree")
 
 
@@ -132,127 +165,15 @@ def _is_node(node: Any) -> bool:
     return type(node) is list and bool(node) and type(node[0]) is str
 
 
-def _brief(node: Any) -> str:
-    # A deep node is not printed, since printing recurses.
-    kind = repr(node[0])[:100] if type(node) is list and node and type(node[0]) is str else ""
-    return f"a list that begins with {kind}" if kind else f"a {type(node).__name__}"
-
-
-class _Walk:
-    def __init__(self, tensors: int, values: int) -> None:
-        self.limits = {"tensor": tensors, "value": values}
-        self.shared: set[int] = set()
-        self.references: set[int] = set()
-
-
-_Check = Callable[[_Walk, Node], list[Node]]
-"""Checks one node and returns those below it."""
-
-
-def _leaf(walk: _Walk, node: Node) -> list[Node]:
-    number = node[1] if len(node) == 2 else None
-    if type(number) is not int or not 0 <= number < walk.limits[node[0]]:
-        raise InvalidManifest(f"A node of the tree points to a {node[0]} that is not there")
-    return []
-
-
-def _absent(walk: _Walk, node: Node) -> list[Node]:
-    return _expect(node, len(node) == 1, [])
-
-
-def _sequence(walk: _Walk, node: Node) -> list[Node]:
-    return _expect(node, len(node) == 2 and type(node[1]) is list, node[-1])
-
-
-def _deque(walk: _Walk, node: Node) -> list[Node]:
-    _expect(node, len(node) == 3 and type(node[1]) is list, [])
-    return _expect(node, node[2] is None or _is_count(node[2]), node[1])
-
-
-def _set(walk: _Walk, node: Node) -> list[Node]:
-    _expect(node, len(node) == 2 and type(node[1]) is list, [])
-    _check_keys(node[1])
-    return []
-
-
-def _mapping(walk: _Walk, node: Node) -> list[Node]:
-    return _items(node, 1, len(node) == 3)
-
-
-def _ordered_dict(walk: _Walk, node: Node) -> list[Node]:
-    nodes = _items(node, 1, len(node) in (3, 4))
-    _check_attributes(node[3:])
-    return [*nodes, *node[3:]]
-
-
-def _default_dict(walk: _Walk, node: Node) -> list[Node]:
-    return _items(node, 1, len(node) == 4 and (node[3] is None or type(node[3]) is str))
-
-
-def _named(walk: _Walk, node: Node) -> list[Node]:
-    nodes = _items(node, 2, len(node) == 4 and type(node[1]) is str)
-    return _expect(node, all(type(name) is str for name in node[2]), nodes)
-
-
-def _stateful(walk: _Walk, node: Node) -> list[Node]:
-    return _expect(node, len(node) == 2, node[1:])
-
-
-def _registered(walk: _Walk, node: Node) -> list[Node]:
-    return _expect(node, len(node) == 3 and type(node[1]) is str, node[2:])
-
-
-def _shared(walk: _Walk, node: Node) -> list[Node]:
-    _expect(node, len(node) == 3 and _is_count(node[1]), [])
-    if node[1] in walk.shared:
-        raise DuplicateName(f"Two containers of the tree have the number {node[1]}")
-    walk.shared.add(node[1])
-    return node[2:]
-
-
-def _reference(walk: _Walk, node: Node) -> list[Node]:
-    _expect(node, len(node) == 2 and _is_count(node[1]), [])
-    walk.references.add(node[1])
-    return []
-
-
-_NODES: dict[str, _Check] = {
-    "tensor": _leaf,
-    "value": _leaf,
-    "absent": _absent,
-    "dict": _mapping,
-    "ordered_dict": _ordered_dict,
-    "default_dict": _default_dict,
-    "named_tuple": _named,
-    "dataclass": _named,
-    "list": _sequence,
-    "tuple": _sequence,
-    "deque": _deque,
-    "set": _set,
-    "frozenset": _set,
-    "stateful": _stateful,
-    "registered": _registered,
-    "shared": _shared,
-    "ref": _reference,
-}
-
-
-def _expect(node: Node, fits: bool, below: list[Node]) -> list[Node]:
-    if not fits:
-        raise InvalidManifest(f"A node of the kind {node[0]!r} is malformed")
-    return below
-
-
 def _is_count(data: Json) -> bool:
     return type(data) is int and 0 <= data < 1 << 62
 
 
-def _items(node: Node, at: int, fits: bool) -> list[Node]:
-    _expect(node, fits and type(node[at]) is list and type(node[at + 1]) is list, [])
-    keys, nodes = node[at], node[at + 1]
-    _expect(node, len(keys) == len(nodes), [])
-    _check_keys(keys)
-    return nodes  # type: ignore[no-any-return]
+def _brief(node: Any) -> str:
+    # A deep node is not printed, since printing recurses.
+    if _is_node(node):
+        return f"a list that begins with {node[0]!r:.100}"
+    return f"a {type(node).__name__}"
 
 
 def _check_keys(keys: list[Json]) -> None:

@@ -14,11 +14,10 @@ from ckpipe.errors import CkpipeError, UsageError
 from ckpipe.format.box_cover import BoxIndex
 from ckpipe.format.boxes import Box, box_shape, box_volume
 from ckpipe.format.check import check_bundle
-from ckpipe.format.data_file import encode_header, file_rows
+from ckpipe.format.data_file import file_rows
 from ckpipe.format.dtypes import DTYPES
 from ckpipe.format.manifest import (
     Chunk,
-    Entry,
     ManifestDocument,
     RankManifest,
     Structure,
@@ -26,7 +25,7 @@ from ckpipe.format.manifest import (
 )
 from ckpipe.plan.division import whole_of
 from ckpipe.plan.global_plan import GlobalPlanner
-from ckpipe.plan.plan import LocalPlanner, RankPlan, Source, fingerprint
+from ckpipe.plan.plan import LocalPlanner, RankPlan, Source, fingerprint, header_of
 from ckpipe.ranks.launch import Topology
 from ckpipe.state.flatten import Captured
 from ckpipe.state.placements import HeldBox
@@ -92,7 +91,12 @@ def check_plan(
     if not isinstance(plan, RankPlan):
         raise _Wrong(f"is no RankPlan but {type(plan).__name__}").of(name, rank)
     try:
-        _check_head(plan, captured, rank, world_size)
+        if (plan.rank, plan.world_size) != (rank, world_size):
+            raise _Wrong(
+                f"is for rank {plan.rank} of {plan.world_size}, not {rank} of {world_size}"
+            )
+        if plan.fingerprint != fingerprint(captured):
+            raise _Wrong("is for another structure, by its fingerprint")
         _check_tables(plan, captured)
         _check_sources(plan, captured.tensors)
         _check_holdings(plan, captured.tensors, rank)
@@ -114,13 +118,6 @@ class _Wrong(Exception):  # becomes a UsageError once it is known whose plan it 
             rank=rank,
             hint="Make plans with ckpipe.planning.assemble, which keeps them valid",
         )
-
-
-def _check_head(plan: RankPlan, captured: Captured, rank: int, world_size: int) -> None:
-    if (plan.rank, plan.world_size) != (rank, world_size):
-        raise _Wrong(f"is for rank {plan.rank} of {plan.world_size}, not {rank} of {world_size}")
-    if plan.fingerprint != fingerprint(captured):
-        raise _Wrong("is for another structure, by its fingerprint")
 
 
 def _check_tables(plan: RankPlan, captured: Captured) -> None:
@@ -153,17 +150,11 @@ def _check_tables(plan: RankPlan, captured: Captured) -> None:
         entries = [entry for entry in plan.layout.entries if entry.file == number]
         if list(plan.layout.entries[file.entries.start : file.entries.stop]) != entries:
             raise _Wrong(f"gives the file {file.name} the entries of another")
-        if file.header != _header(entries):
+        if file.header != header_of(entries):
             raise _Wrong(f"gives the file {file.name} a header that does not say what is in it")
     for chunk in plan.layout.chunks:
         if chunk.owner == plan.rank:
             raise _Wrong("names the rank itself as another owner")
-
-
-def _header(entries: Sequence[Entry]) -> bytes:
-    return encode_header(
-        [(row.name, row.dtype, row.shape, row.offset, row.nbytes) for row in entries]
-    )
 
 
 def _check_sources(plan: RankPlan, leaves: Sequence[TensorLeaf]) -> None:

@@ -8,8 +8,9 @@ number in the walk and holds none of them.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Literal
 
 from ckpipe.errors import UnsupportedState
@@ -23,7 +24,6 @@ from ckpipe.format.manifest import Chunk, Entry, Layout
 from ckpipe.format.names import data_file_name
 from ckpipe.plan.division import Piece, Unit, units
 from ckpipe.state.flatten import Captured
-from ckpipe.state.placements import HeldBox
 from ckpipe.state.tensors import TensorLeaf, alias_groups
 from ckpipe.types import JointPlanner as JointPlanner
 from ckpipe.types import Planner as Planner
@@ -169,25 +169,31 @@ def assemble(
         UnsupportedState: If tensors overlap in a way that cannot be saved, or one fits no file.
     """
     leaves = captured.tensors
-    drafts: list[EntryDraft] = []
+    drafts: list[_EntryDraft] = []
     chunks: list[list[Chunk]] = [[] for _ in leaves]
     for unit in divided:
         for piece in unit.pieces:
             if piece.owner == rank:
-                drafts.append(draft_entry(leaves, unit, piece))
+                drafts.append(_draft_entry(leaves, unit, piece))
                 continue
-            for row in foreign_chunks(leaves, unit, piece):
-                chunks[row.tensor].append(row)
+            # What another rank writes: its own chunks say where it lies.
+            box = None if piece.held is None else piece.held.box
+            for number in unit.members:
+                whole = box is None and not unit.overlapping
+                stride = _fresh_stride(leaves[number]) if whole else None
+                chunks[number].append(Chunk(number, None, 0, None, stride, box, piece.owner))
     drafts.sort(key=lambda draft: -draft.item)
     files, entries = _lay_out(drafts, rank, max_file_bytes)
     for number, each in enumerate(drafts):
         for member in each.members:
-            chunks[member.tensor].append(member.at(number))
+            chunks[member.tensor].append(member._replace(entry=number))
+    for rows in chunks:
+        rows.sort(key=lambda row: row.box or ())
     return RankPlan(
         rank,
         world_size,
         fingerprint(captured),
-        Layout(entries, _in_order(chunks)),
+        Layout(entries, chain.from_iterable(chunks)),
         tuple(draft.sources for draft in drafts),
         tuple(files),
     )
@@ -197,16 +203,8 @@ Replicated = Literal["auto", "none"] | Sequence[str]
 """What to take for replicated: see :class:`LocalPlanner`."""
 
 
-def _in_order(chunks: list[list[Chunk]]) -> Iterator[Chunk]:
-    """Yield the chunks of all tensors in turn, those of one in the order of their boxes."""
-    for rows in chunks:
-        if len(rows) > 1:
-            rows.sort(key=lambda row: row.box or ())
-        yield from rows
-
-
 def _lay_out(
-    drafts: list[EntryDraft], rank: int, max_file_bytes: int | None
+    drafts: list[_EntryDraft], rank: int, max_file_bytes: int | None
 ) -> tuple[list[DataFile], list[Entry]]:
     """Files as large as header and store allow: a file that is full is followed by another."""
     files: list[DataFile] = []
@@ -220,7 +218,14 @@ def _lay_out(
         if number > first and (full or header + bound > data_file.MAX_HEADER_BYTES):
             files.append(_file(entries, first, offset, rank, len(files)))
             first, offset, header = number, 0, empty
-        _check_fits(draft, empty + bound + draft.nbytes, max_file_bytes)
+        size = empty + bound + draft.nbytes  # of a file that holds nothing else
+        if max_file_bytes is not None and size > max_file_bytes:
+            raise UnsupportedState(
+                f"The tensor has {draft.nbytes} bytes, and a file on this store at most "
+                f"{max_file_bytes} with blocks of the present size",
+                key=draft.name,
+                hint=f"Raise staging.block_bytes at least {-(-size // max_file_bytes)}-fold",
+            )
         header += bound
         entries.append(
             Entry(draft.name, draft.dtype, draft.shape, len(files), offset, draft.nbytes)
@@ -231,23 +236,17 @@ def _lay_out(
     return files, entries
 
 
-def _check_fits(draft: EntryDraft, size: int, max_file_bytes: int | None) -> None:
-    """Refuse what is too large even for a file of its own, which would have this size."""
-    if max_file_bytes is not None and size > max_file_bytes:
-        raise UnsupportedState(
-            f"The tensor has {draft.nbytes} bytes, and a file on this store at most "
-            f"{max_file_bytes} with blocks of the present size",
-            key=draft.name,
-            hint=f"Raise staging.block_bytes at least {-(-size // max_file_bytes)}-fold",
-        )
-
-
 def _file(entries: list[Entry], first: int, nbytes: int, rank: int, number: int) -> DataFile:
-    header = data_file.encode_header(
-        [(row.name, row.dtype, row.shape, row.offset, row.nbytes) for row in entries[first:]]
-    )
+    header = header_of(entries[first:])
     name = data_file_name(rank, number)
     return DataFile(name, header, range(first, len(entries)), len(header) + nbytes)
+
+
+def header_of(entries: Iterable[Entry]) -> bytes:
+    """Return the header of a data file with some entries."""
+    return data_file.encode_header(
+        [(row.name, row.dtype, row.shape, row.offset, row.nbytes) for row in entries]
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,34 +270,29 @@ class Source:
 
 
 @dataclass(frozen=True, slots=True)
-class EntryTensor:
-    """A tensor in an entry: what its chunk says, but for the number of the entry."""
+class _EntryDraft:
+    """An entry that has no place yet, so that its chunks have no number of an entry.
 
-    tensor: int
-    offset: int = 0
-    stride: tuple[int, ...] | None = None
-    original_stride: tuple[int, ...] | None = None
-    box: Box | None = None
-
-    def at(self, entry: int) -> Chunk:
-        """Return the chunk, once the entry has its number."""
-        return Chunk(self.tensor, entry, self.offset, self.stride, self.original_stride, self.box)
-
-
-@dataclass(frozen=True, slots=True)
-class EntryDraft:
-    """An entry that has no place yet; ``item`` is the alignment that it needs, in bytes."""
+    Args:
+        name: Its name.
+        dtype: The safetensors name of its dtype.
+        shape: Its shape.
+        nbytes: Its size.
+        item: The alignment that it needs, in bytes.
+        members: The chunks of the tensors in it.
+        sources: What fills it.
+    """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     nbytes: int
     item: int
-    members: tuple[EntryTensor, ...]
+    members: tuple[Chunk, ...]
     sources: tuple[Source, ...]
 
 
-def draft_entry(leaves: list[TensorLeaf], unit: Unit, piece: Piece) -> EntryDraft:
+def _draft_entry(leaves: list[TensorLeaf], unit: Unit, piece: Piece) -> _EntryDraft:
     """Return the entry of a piece that this rank writes.
 
     Raises:
@@ -306,57 +300,38 @@ def draft_entry(leaves: list[TensorLeaf], unit: Unit, piece: Piece) -> EntryDraf
     """
     if unit.overlapping:
         return _shared(leaves, list(unit.members))
-    number = unit.members[0]
-    leaf, held = leaves[number], piece.held
+    number, held = unit.members[0], piece.held
+    leaf = leaves[number]
     if held is None:
-        members = tuple(_whole(each, leaf) for each in unit.members)
+        stride = _fresh_stride(leaf)
+        whole = tuple(Chunk(each, None, original_stride=stride) for each in unit.members)
         source = Source(number, 0, None, leaf.nbytes)
-        return _logical(leaf.label, leaf, leaf.shape, members, source)
+        return _logical(leaf.label, leaf, leaf.shape, whole, source)
     shape = box_shape(held.box)
-    members = tuple(EntryTensor(each, box=held.box) for each in unit.members)
-    nbytes = math.prod(shape) * DTYPES[leaf.dtype].itemsize
-    source = Source(number, 0, None, nbytes, _part(held, leaf))
-    return _logical(f"{leaf.label}@{_bounds(held.box)}", leaf, shape, members, source)
+    lower, upper = (",".join(map(str, corner)) for corner in held.box)
+    part = None if shape == leaf.shape else held.local
+    source = Source(number, 0, None, math.prod(shape) * DTYPES[leaf.dtype].itemsize, part)
+    members = tuple(Chunk(each, None, box=held.box) for each in unit.members)
+    return _logical(f"{leaf.label}@{lower}:{upper}", leaf, shape, members, source)
 
 
-def foreign_chunks(leaves: list[TensorLeaf], unit: Unit, piece: Piece) -> Iterator[Chunk]:
-    """Yield the chunks of a piece that another rank writes, whose own chunks say where it lies."""
-    box = None if piece.held is None else piece.held.box
-    for number in unit.members:
-        whole = piece.held is None and not unit.overlapping
-        stride = _whole(number, leaves[number]).original_stride if whole else None
-        yield Chunk(number, None, 0, None, stride, box, piece.owner)
-
-
-def _whole(number: int, leaf: TensorLeaf) -> EntryTensor:
-    return EntryTensor(number, original_stride=None if leaf.contiguous else leaf.stride)
-
-
-def _part(held: HeldBox, leaf: TensorLeaf) -> Box | None:
-    return None if box_shape(held.box) == leaf.shape else held.local
-
-
-def _bounds(box: Box) -> str:
-    lower, upper = box
-    return f"{','.join(map(str, lower))}:{','.join(map(str, upper))}"
+def _fresh_stride(leaf: TensorLeaf) -> tuple[int, ...] | None:
+    return None if leaf.contiguous else leaf.stride
 
 
 def _logical(
-    name: str,
-    leaf: TensorLeaf,
-    shape: tuple[int, ...],
-    members: tuple[EntryTensor, ...],
-    source: Source,
-) -> EntryDraft:
+    name: str, leaf: TensorLeaf, shape: tuple[int, ...], members: tuple[Chunk, ...], source: Source
+) -> _EntryDraft:
     dtype = DTYPES[leaf.dtype]
     stored = stored_dtype(dtype)
     stored_shape = shape if stored else (source.nbytes,)
-    return EntryDraft(
+    return _EntryDraft(
         name, stored or "U8", stored_shape, source.nbytes, dtype.itemsize, members, (source,)
     )
 
 
-def _shared(leaves: list[TensorLeaf], group: list[int]) -> EntryDraft:
+def _shared(leaves: list[TensorLeaf], group: list[int]) -> _EntryDraft:
+    """Return the entry of overlapping tensors: the one that covers all, or a window of bytes."""
     low = min(leaves[number].address for number in group)
     high = max(leaves[number].address + leaves[number].window for number in group)
     cover = max(group, key=lambda number: (leaves[number].window, -number))
@@ -367,23 +342,7 @@ def _shared(leaves: list[TensorLeaf], group: list[int]) -> EntryDraft:
         and not view.lazy
         and all((leaves[number].address - low) % leaves[number].itemsize == 0 for number in group)
     )
-    if covered:
-        source = Source(cover, 0, None, view.window)
-        return _logical(view.label, view, view.shape, _members(leaves, group, low), source)
-    largest = max(leaves[number].itemsize for number in group)
-    start = low - low % largest
-    return EntryDraft(
-        f"{leaves[group[0]].label}~window",
-        "U8",
-        (high - start,),
-        high - start,
-        1,
-        _members(leaves, group, start),
-        _windows(leaves, group, start),
-    )
-
-
-def _members(leaves: list[TensorLeaf], group: list[int], start: int) -> tuple[EntryTensor, ...]:
+    start = low if covered else low - low % max(leaves[number].itemsize for number in group)
     members = []
     for number in group:
         leaf = leaves[number]
@@ -394,9 +353,13 @@ def _members(leaves: list[TensorLeaf], group: list[int], start: int) -> tuple[En
                 key=leaf.label,
                 hint="Save a clone of it",
             )
-        stride = None if leaf.contiguous else leaf.stride
-        members.append(EntryTensor(number, offset, stride))
-    return tuple(members)
+        members.append(Chunk(number, None, offset, _fresh_stride(leaf)))
+    if covered:
+        source = Source(cover, 0, None, view.window)
+        return _logical(view.label, view, view.shape, tuple(members), source)
+    name, size = f"{leaves[group[0]].label}~window", high - start
+    sources = _windows(leaves, group, start)
+    return _EntryDraft(name, "U8", (size,), size, 1, tuple(members), sources)
 
 
 def _windows(leaves: list[TensorLeaf], group: list[int], start: int) -> tuple[Source, ...]:

@@ -59,14 +59,17 @@ class Vote:
         """
         level, number = 0, self._rank
         while True:
-            directory = number // GROUP_SIZE
-            await self._put(f"{self._directory(level, directory)}{number:05d}.{vote}")
-            votes = await self._votes(self._directory(level, directory))
-            wanted = members(level, directory, self._world_size)
+            group = number // GROUP_SIZE
+            directory = f"{self._prefix}{level}/{group:03d}/"
+            # It exists if the answer was lost, or if another rank found the directory full as well.
+            with contextlib.suppress(ObjectExists):
+                await self._backend.put(f"{directory}{number:05d}.{vote}", b"{}", PutMode.CREATE)
+            votes = await self._votes(directory)
+            wanted = members(level, group, self._world_size)
             if not votes.keys() >= set(wanted):
                 return None
             vote = max(votes[each] for each in wanted)
-            target = merged_into(level, directory, self._world_size)
+            target = merged_into(level, group, self._world_size)
             if target is None:
                 return vote
             level, number = target
@@ -86,14 +89,6 @@ class Vote:
             StoreError: If the store failed.
         """
         await self._backend.delete([each.key async for each in self._backend.list(self._prefix)])
-
-    def _directory(self, level: int, directory: int) -> str:
-        return f"{self._prefix}{level}/{directory:03d}/"
-
-    async def _put(self, key: str) -> None:
-        # It exists if the answer was lost, or if another rank found the directory full as well.
-        with contextlib.suppress(ObjectExists):
-            await self._backend.put(key, b"{}", PutMode.CREATE)
 
     async def _votes(self, prefix: str) -> dict[int, int]:
         found = {}
@@ -226,14 +221,7 @@ async def agreed(backend: Backend, attempt: str, question: str) -> tuple[Json] |
         StoreError: If the store failed.
     """
     key = agreement_key(attempt, question)
-    try:
-        data = await backend.get(key, max_bytes=_MAX_BYTES)
-    except ObjectNotFound:
-        return None
-    try:
-        return (json.loads(data)["decision"],)
-    except (ValueError, KeyError, TypeError) as error:
-        raise InvalidManifest("An agreement between ranks cannot be read", key=key) from error
+    return await read_decision(backend, key, _AGREEMENT, lambda data: data["decision"])
 
 
 async def agree(backend: Backend, attempt: str, question: str, proposal: Json) -> Json:
@@ -250,13 +238,47 @@ async def agree(backend: Backend, attempt: str, question: str, proposal: Json) -
         InvalidManifest: If the decision cannot be read.
         StoreError: If the store failed.
     """
-    body = json.dumps({"decision": proposal}).encode()
-    # Whether the object that exists is ours, after a lost answer, or another rank's is the same.
-    with contextlib.suppress(ObjectExists):
-        await backend.put(agreement_key(attempt, question), body, PutMode.CREATE)
+    key = agreement_key(attempt, question)
+    if await create_decision(backend, key, {"decision": proposal}):
         return proposal
     decided = await agreed(backend, attempt, question)
     if decided is None:
-        key = agreement_key(attempt, question)
-        raise InvalidManifest("An agreement between ranks was deleted", key=key)
+        raise InvalidManifest(f"{_AGREEMENT} was deleted", key=key)
     return decided[0]
+
+
+_AGREEMENT = "An agreement between ranks"
+
+
+async def create_decision(backend: Backend, key: str, document: Json) -> bool:
+    """Create the object of a decision; return False if there is one."""
+    # Whether the object that exists is ours, after a lost answer, or another rank's is the same.
+    with contextlib.suppress(ObjectExists):
+        await backend.put(key, json.dumps(document).encode(), PutMode.CREATE)
+        return True
+    return False
+
+
+async def read_decision(
+    backend: Backend, key: str, what: str, parse: Callable[[Json], T]
+) -> tuple[T] | None:
+    """Read what an object decides, in a tuple of one; None if there is no such object.
+
+    Args:
+        backend: The store.
+        key: The object.
+        what: What to call it in an error.
+        parse: Gets the decision out of its JSON.
+
+    Raises:
+        InvalidManifest: If it cannot be read.
+        StoreError: If the store failed.
+    """
+    try:
+        data = await backend.get(key, max_bytes=_MAX_BYTES)
+    except ObjectNotFound:
+        return None
+    try:
+        return (parse(json.loads(data)),)
+    except (ValueError, KeyError, TypeError) as error:
+        raise InvalidManifest(f"{what} cannot be read", key=key) from error

@@ -53,13 +53,12 @@ from ckpipe.errors import (
     AttemptReused,
     InvalidManifest,
     ObjectExists,
-    ObjectNotFound,
     SettingsError,
     StoreError,
     UnsupportedTopology,
 )
 from ckpipe.format.names import ATTEMPTS, attempt_start_key, claim_key, launch_id
-from ckpipe.ranks.agree import Vote
+from ckpipe.ranks.agree import Vote, create_decision, read_decision
 from ckpipe.types import CheckpointId, attempt_name, attempt_parts
 
 if TYPE_CHECKING:
@@ -219,12 +218,12 @@ class Rendezvous:
         call = secrets.token_hex(8)
         self._store.set("call", call)
         others = range(1, self._world_size)
-        keys = [_hello_key(call, rank) for rank in others]
+        keys = [f"{call}/hello/{rank}" for rank in others]
         if not self._wait_for(keys):
             missing = [rank for rank, key in zip(others, keys, strict=True) if not self._has(key)]
             raise self._late(f"Ranks {named_ranks(missing)} did not {self._what}")
         hellos = ["", *(self._store.get(key).decode() for key in keys)]
-        self._store.set(_list_key(call), json.dumps({"attempt": attempt, "hellos": hellos}))
+        self._store.set(f"{call}/list", json.dumps({"attempt": attempt, "hellos": hellos}))
 
     def join(self) -> str:
         """Get the name of the attempt from rank 0; for all other ranks.
@@ -246,15 +245,15 @@ class Rendezvous:
         raise self._late(f"Rank 0 did not {self._what}, or not together with this rank")
 
     def _answer(self, call: str) -> str | None:
-        hello = secrets.token_hex(8)
-        self._store.set(_hello_key(call, self._rank), hello)
-        while not self._wait_for([_list_key(call)], _SLICE_SECONDS):
+        hello, listed = secrets.token_hex(8), f"{call}/list"
+        self._store.set(f"{call}/hello/{self._rank}", hello)
+        while not self._wait_for([listed], _SLICE_SECONDS):
             over = self._store.get("call").decode() != call
             # Rank 0 may have opened one pipeline and called for the next since; the list of the
             # first is there before it does.
-            if (over and not self._has(_list_key(call))) or self._left() <= 0:
+            if (over and not self._has(listed)) or self._left() <= 0:
                 return None
-        published = json.loads(self._store.get(_list_key(call)))
+        published = json.loads(self._store.get(listed))
         hellos = published["hellos"]
         mine = self._rank < len(hellos) and hellos[self._rank] == hello
         return str(published["attempt"]) if mine else None
@@ -288,14 +287,6 @@ class Rendezvous:
             rank=self._rank,
             hint="Open the pipeline on every rank, with the same url, or on one with solo=True",
         )
-
-
-def _hello_key(call: str, rank: int) -> str:
-    return f"{call}/hello/{rank}"
-
-
-def _list_key(call: str) -> str:
-    return f"{call}/list"
 
 
 def named_ranks(ranks: list[int]) -> str:
@@ -342,12 +333,24 @@ class Launch:
             StoreError: If the store failed, or is not fit; may be called again.
         """
         async with self._claiming:
-            if not self.claimed.is_set():
-                if self._shares_start:
-                    self.attempt = await _agree_on_start(self._backend, self.attempt)
-                await self._put_claim()
-                self.claimed.set()
-        return self.attempt
+            if self.claimed.is_set():
+                return self.attempt
+            if self._shares_start:
+                self.attempt = await _agree_on_start(self._backend, self.attempt)
+            key = claim_key(self.id, self._topology.rank)
+            try:
+                await self._backend.put(key, self._claim, PutMode.CREATE)
+            except ObjectExists:
+                # It may be ours, if an answer was lost.
+                if await self._backend.get(key, max_bytes=_MAX_BYTES) != self._claim:
+                    raise AttemptReused(
+                        f"The attempt id {self.id!r} was used here before",
+                        rank=self._topology.rank,
+                        hint="Give every launch and restart an id of its own, or none to have one "
+                        "made up",
+                    ) from None
+            self.claimed.set()
+            return self.attempt
 
     async def withdraw(self) -> None:
         """Remove what the launch has written if none of its ranks has saved, as the last of them.
@@ -366,20 +369,6 @@ class Launch:
                 claims = [key for key in keys if key.startswith(f"{below}claim-")]
                 await self._backend.delete([key for key in keys if key not in set(claims)])
                 await self._backend.delete(claims)
-
-    async def _put_claim(self) -> None:
-        key = claim_key(self.id, self._topology.rank)
-        try:
-            await self._backend.put(key, self._claim, PutMode.CREATE)
-        except ObjectExists:
-            # It may be ours, if an answer was lost.
-            if await self._backend.get(key, max_bytes=_MAX_BYTES) != self._claim:
-                raise AttemptReused(
-                    f"The attempt id {self.id!r} was used here before",
-                    rank=self._topology.rank,
-                    hint="Give every launch and restart an id of its own, or none to have one "
-                    "made up",
-                ) from None
 
 
 async def draft_launch(
@@ -421,32 +410,22 @@ def unclaimed_attempt() -> str:
     return attempt_name(datetime.now(UTC), secrets.token_hex(4))
 
 
-async def _start(backend: Backend, attempt_id: str) -> datetime | None:
-    key = attempt_start_key(attempt_id)
-    try:
-        data = await backend.get(key, max_bytes=_MAX_BYTES)
-    except ObjectNotFound:
-        return None
-    try:
-        return datetime.strptime(json.loads(data)["started"], _FORMAT).replace(tzinfo=UTC)
-    except (ValueError, KeyError, TypeError) as error:
-        raise InvalidManifest("The start of the attempt cannot be read", key=key) from error
-
-
 async def _agree_on_start(backend: Backend, attempt: str) -> str:
     """Take the start that the first rank has written; the name with it."""
     started, chosen = attempt_parts(attempt)
-    found = await _start(backend, chosen)
+    key, what = attempt_start_key(chosen), "The start of the attempt"
+
+    def parse(document: Any) -> datetime:
+        return datetime.strptime(document["started"], _FORMAT).replace(tzinfo=UTC)
+
+    found = await read_decision(backend, key, what, parse)
     if found is None:
-        key = attempt_start_key(chosen)
-        body = json.dumps({"started": started.strftime(_FORMAT)}).encode()
-        with contextlib.suppress(ObjectExists):
-            await backend.put(key, body, PutMode.CREATE)
+        if await create_decision(backend, key, {"started": started.strftime(_FORMAT)}):
             return attempt
-        found = await _start(backend, chosen)
+        found = await read_decision(backend, key, what, parse)
         if found is None:
-            raise InvalidManifest("The start of the attempt was deleted", key=key)
-    return attempt_name(found, chosen)
+            raise InvalidManifest(f"{what} was deleted", key=key)
+    return attempt_name(found[0], chosen)
 
 
 async def _after_all_others(backend: Backend) -> datetime:

@@ -23,7 +23,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
@@ -130,14 +129,6 @@ class Pace:
         return max(1, math.ceil((last - first) / (ended - began) * seconds))
 
 
-@dataclass(slots=True)
-class _Appointment:
-    """One step to save at: not to be passed before it is decided, and then to be kept."""
-
-    bound: int
-    step: int | None = None
-
-
 class SaveStepAgreement:
     """The appointments of a rank, each under the name of its occasion.
 
@@ -152,7 +143,8 @@ class SaveStepAgreement:
     def __init__(self, patience: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._patience, self._pace = patience, Pace(clock)
         self._changed = threading.Condition()
-        self._open: dict[str, _Appointment] = {}
+        # For each occasion a bound that is not passed before a step is decided, and that step.
+        self._open: dict[str, tuple[int, int | None]] = {}
         self._passed = -1
 
     def ask(self, step: int) -> frozenset[str]:
@@ -164,12 +156,20 @@ class SaveStepAgreement:
         with self._changed:
             self._pace.note(step)
             if not self._changed.wait_for(lambda: not self._undecided(step), self._patience):
-                self._give_up(step)
+                for occasion in self._undecided(step):
+                    del self._open[occasion]
+                    logger.error(
+                        "Step %d goes on: the ranks did not agree within %g s on the step to save "
+                        "at (%s)",
+                        step,
+                        self._patience,
+                        occasion,
+                    )
             self._passed = step
             return frozenset(
                 occasion
-                for occasion, each in self._open.items()
-                if each.step is not None and step >= each.step
+                for occasion, (_, decided) in self._open.items()
+                if decided is not None and step >= decided
             )
 
     def propose(self, occasion: str, seconds: float) -> int:
@@ -184,7 +184,7 @@ class SaveStepAgreement:
         """
         with self._changed:
             bound = self._passed + self._pace.ahead(seconds)
-            self._open[occasion] = _Appointment(bound)
+            self._open[occasion] = (bound, None)
             return bound
 
     def decide(self, occasion: str, step: int) -> bool:
@@ -198,15 +198,15 @@ class SaveStepAgreement:
             if missed:
                 self._open.pop(occasion, None)
             else:
-                self._open[occasion] = _Appointment(step, step)
+                self._open[occasion] = (step, step)
             self._changed.notify_all()
             return not missed
 
     def consume(self, step: int) -> None:
         """Note that a save of a step begins; appointments for it or for before it are kept."""
         with self._changed:
-            for occasion, each in list(self._open.items()):
-                if each.step is not None and each.step <= step:
+            for occasion, (_, decided) in list(self._open.items()):
+                if decided is not None and decided <= step:
                     del self._open[occasion]
 
     def has(self, beginning: str) -> bool:
@@ -219,19 +219,9 @@ class SaveStepAgreement:
     def _undecided(self, step: int) -> list[str]:
         return [
             occasion
-            for occasion, each in self._open.items()
-            if each.step is None and step >= each.bound
+            for occasion, (bound, decided) in self._open.items()
+            if decided is None and step >= bound
         ]
-
-    def _give_up(self, step: int) -> None:
-        for occasion in self._undecided(step):
-            del self._open[occasion]
-            logger.error(
-                "Step %d goes on: the ranks did not agree within %g s on the step to save at (%s)",
-                step,
-                self._patience,
-                occasion,
-            )
 
 
 class Preemption:
