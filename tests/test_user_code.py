@@ -287,6 +287,7 @@ async def test_a_trainer_that_lets_go_of_the_lock_for_an_instant_only_is_saved(
 
 def test_a_loop_that_is_closed_fails_its_save_and_keeps_nothing(store: Stores) -> None:
     noting, pipeline, loop = Noting(), ckpipe.Pipeline(store.url), asyncio.new_event_loop()
+    loop.set_exception_handler(lambda loop, context: None)  # which tells of the task that is left
 
     async def begin() -> asyncio.Task[Any]:
         await pipeline.open()
@@ -326,6 +327,7 @@ def test_a_program_ends_with_a_save_that_waits_for_a_loop_that_stopped(tmp_path:
 
 def test_a_loop_that_is_closed_ends_its_load_and_frees_the_lock(store: Stores) -> None:
     noting, loop = Noting(), asyncio.new_event_loop()
+    loop.set_exception_handler(lambda loop, context: None)
     pipeline = ckpipe.Pipeline(store.url)
 
     async def begin() -> asyncio.Task[Any]:
