@@ -17,7 +17,7 @@ import torch
 from ckpipe.errors import UnsupportedTopology
 from ckpipe.format.data_file import file_rows
 from ckpipe.format.keys import LabelFilter
-from ckpipe.format.manifest import ManifestDocument, RankManifest
+from ckpipe.format.manifest import ManifestDocument
 from ckpipe.format.tree import shared_containers
 from ckpipe.loading.chunks import StoredTensor, StoredTensors
 from ckpipe.loading.fill import contiguous_stride, with_lazy_bits
@@ -103,14 +103,11 @@ def lent_state(save: Save, held: Sequence[StagedBlock]) -> Any:
                 key=captured.tensors[chunk.tensor].label,
                 hint="Leave what several ranks hold out of the save, or load the checkpoint",
             )
-    structure, fields = save.contents()
+    structure, part = save.contents()
     rows = tuple(replace(row, device="cpu") for row in structure.tensors)
     structure = replace(structure, tensors=rows)
     headers = [0] * len(program.plan.files)
-    part = RankManifest(
-        rank=save.rank, structure=0, layout=0, values=fields.values,
-        files=file_rows(program.plan.files, headers), checksums=(), token="", started="", writer={},
-    )  # fmt: skip
+    part = replace(part, files=file_rows(program.plan.files, headers))
     bundle = ManifestDocument("manifest", save.id, 1, (structure,), (program.plan.layout,), (part,))
     saved = state_of_part(bundle, 0)
     stored = StoredTensors(bundle, saved.rows, saved.homes)

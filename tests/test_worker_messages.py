@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 from ckpipe import errors
 from ckpipe.events import Completed, IncompleteCheckpoint, SaveFailed
 from ckpipe.format.data_file import BlockRange, DataFile, DataFiles, EntryRange
-from ckpipe.format.manifest import Chunk, Entry, Layout, Structure, TensorRow
-from ckpipe.save.record import ManifestFields, StageTimings
+from ckpipe.format.manifest import Chunk, Entry, Layout, RankManifest, Structure, TensorRow
+from ckpipe.save.record import StageTimings
 from ckpipe.types import CheckpointId, CheckpointInfo
 from ckpipe.worker.channel import Channel, close_socket, socket_pair
 from ckpipe.worker.process import ProcessState, is_still, parse_state, process_state
@@ -56,8 +56,8 @@ CLOCK = StageTimings(12.5)
 
 def sealed(structure: Structure | None, values: tuple[Any, ...], metadata: Any = None) -> Sealed:
     """A message about a save that is copied."""
-    fields = ManifestFields(values, "now", {"torch": "2"}, metadata or {}, {}, final=True)
-    return Sealed(1, structure, fields, CLOCK, False, None, 0.5)
+    part = RankManifest(0, 0, 0, values, (), (), "token", "now", {"torch": "2"}, metadata or {})
+    return Sealed(1, structure, part, CLOCK, False, None, 0.5)
 
 
 def crossed(message: Message) -> Message:
@@ -104,10 +104,18 @@ def test_what_is_of_a_subclass_of_a_plain_type_crosses_as_that_type() -> None:
     again = crossed(sealed(None, (Text("dict"), {Text("k"): Texts((Text("v"),))})))
     assert again == sealed(None, ("dict", {"k": ("v",)}))
     assert isinstance(again, Sealed)
-    text, inner = again.fields.values
+    text, inner = again.part.values
     assert type(text) is str
     assert isinstance(inner, dict)
     assert type(inner["k"]) is tuple
+
+
+def test_objects_of_a_program_do_not_cross() -> None:
+    class Thing:
+        pass
+
+    with pytest.raises(ValueError, match="A Thing cannot cross"):
+        encode(sealed(None, (Thing(),)))
 
 
 def test_what_was_noted_of_stages_is_known_at_the_other_end() -> None:

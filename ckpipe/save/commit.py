@@ -25,7 +25,7 @@ from ckpipe.errors import (
 from ckpipe.events import Completed, RankCommitted
 from ckpipe.format.codec import MAX_STORED_BYTES, decode_bundle, encode_bundle
 from ckpipe.format.data_file import DataFiles, file_rows
-from ckpipe.format.manifest import BundleKind, ManifestDocument, RankManifest
+from ckpipe.format.manifest import BundleKind, ManifestDocument
 from ckpipe.format.metrics_sidecar import REMEDY, MetricsSidecar
 from ckpipe.format.names import index_key, manifest_key
 from ckpipe.interpreter import gc_paused
@@ -129,21 +129,12 @@ def _drawn_up(
     save: SaveRecord, depot: StoreContext, kind: BundleKind, files: DataFiles
 ) -> tuple[ManifestDocument, bytes]:
     """This rank's part of the checkpoint, and the object that holds it."""
-    structure, contents = save.contents()
-    part = RankManifest(
-        rank=save.rank,
-        structure=0,
-        layout=0,
-        values=contents.values,
+    structure, part = save.contents()
+    part = replace(
+        part,
         files=file_rows(files.files, files.header_sums),
         checksums=tuple(save.checksums),
-        token=save.token,
-        started=contents.started,
-        writer=contents.writer,
-        metadata=contents.metadata,
-        metrics=contents.metrics,
         resumed_from=depot.resumed_from,
-        final=contents.final,
     )
     report = save.report().to_data() if depot.keep_reports else None
     bundle = ManifestDocument(

@@ -11,7 +11,7 @@ import abc
 import contextlib
 import time
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Any
 import anyio
 
 from ckpipe.format.data_file import BlockRange, DataFiles
-from ckpipe.format.keys import Json
-from ckpipe.format.manifest import Structure
+from ckpipe.format.manifest import RankManifest, Structure
 from ckpipe.types import (
     BlockReport,
     CheckpointId,
@@ -63,27 +62,6 @@ class FilledBlock:
         self.save.free(self)
 
 
-@dataclass(frozen=True, slots=True)
-class ManifestFields:
-    """The fields of a manifest besides the places of bytes.
-
-    Args:
-        values: The inline values, encoded.
-        started: When the save began, ISO 8601 in UTC.
-        writer: Versions of ckpipe, torch and Python, and the class of the planner.
-        metadata: What the user gave to ``save``.
-        metrics: What the user gave to ``save``; non-finite floats encoded.
-        final: Whether it is the run's final checkpoint.
-    """
-
-    values: tuple[Json, ...]
-    started: str
-    writer: Mapping[str, str]
-    metadata: Mapping[str, Json]
-    metrics: Mapping[str, Json]
-    final: bool
-
-
 class SaveRecord(abc.ABC):
     """One save on its way to the store; used on one event loop.
 
@@ -102,9 +80,8 @@ class SaveRecord(abc.ABC):
         self.clock = StageTimings(began)
         self.files: DataFiles | None = None
         """What is to be stored; None until that is planned."""
-        self.sealed: tuple[Structure, ManifestFields] | None = None
-        """What else its manifest says, from a trainer in another process; None until all blocks
-        are there."""
+        self.sealed: tuple[Structure, RankManifest] | None = None
+        """Its manifest, from a trainer in another process; None until all blocks are there."""
         self.copied = anyio.Event()
         """Set when every block is filled, and nothing has changed while it was copied."""
         self.replanned = False
@@ -144,10 +121,11 @@ class SaveRecord(abc.ABC):
             copied_bytes=self.clock.copied_bytes,
         )
 
-    def contents(self) -> tuple[Structure, ManifestFields]:
-        """What the manifest says; called in a worker thread once all blocks are there.
+    def contents(self) -> tuple[Structure, RankManifest]:
+        """The structure and the manifest, but for data files and checksums.
 
-        Saves of one structure have the same object of it.
+        Called in a worker thread once all blocks are there. Saves of one structure have the same
+        object of it.
         """
         assert self.sealed is not None
         return self.sealed

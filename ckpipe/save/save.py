@@ -18,13 +18,13 @@ import torch
 from torch.optim import Optimizer
 
 from ckpipe.format.keys import Json, LabelFilter
-from ckpipe.format.manifest import Structure, TensorRow
+from ckpipe.format.manifest import RankManifest, Structure, TensorRow
 from ckpipe.lock.lock import LockHold
 from ckpipe.loop_thread import Caller
 from ckpipe.memory.arena import Block
 from ckpipe.memory.budget import Ration
 from ckpipe.save.program import BlockPlan, CopyProgram
-from ckpipe.save.record import UNKNOWN, FilledBlock, ManifestFields, SaveRecord, fail, resolve
+from ckpipe.save.record import UNKNOWN, FilledBlock, SaveRecord, fail, resolve
 from ckpipe.state.flatten import Captured
 from ckpipe.types import CheckpointId
 from ckpipe.version import __version__
@@ -168,25 +168,32 @@ class Save(SaveRecord):
             and not other.safe.done()
         )
 
-    def contents(self) -> tuple[Structure, ManifestFields]:
+    def contents(self) -> tuple[Structure, RankManifest]:
         """See :class:`~ckpipe.save.record.SaveRecord`."""
         captured, program, request = self.captured, self.program, self.request
         assert captured is not None
         assert program is not None
-        fields = ManifestFields(
-            tuple(captured.values),
-            datetime.fromtimestamp(self.started_at, UTC).isoformat(timespec="milliseconds"),
-            {
+        started = datetime.fromtimestamp(self.started_at, UTC)
+        part = RankManifest(
+            rank=self.rank,
+            structure=0,
+            layout=0,
+            values=tuple(captured.values),
+            files=(),
+            checksums=(),
+            token=self.token,
+            started=started.isoformat(timespec="milliseconds"),
+            writer={
                 "ckpipe": __version__,
                 "torch": torch.__version__,
                 "python": platform.python_version(),
                 "planner": program.planner,
             },
-            request.metadata,
-            request.metrics,
-            request.final,
+            metadata=request.metadata,
+            metrics=request.metrics,
+            final=request.final,
         )
-        return captured.described(_structure), fields
+        return captured.described(_structure), part
 
     def note(self, filled: StagedBlock) -> None:
         """Note a block that is filled, and is in use by the stages after the copy."""

@@ -20,6 +20,7 @@ from __future__ import annotations
 import builtins
 import pickle
 import signal
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from datetime import timedelta
@@ -31,8 +32,8 @@ from ckpipe import errors
 from ckpipe.errors import CkpipeError
 from ckpipe.events import Event
 from ckpipe.format.data_file import BlockRange, DataFiles
-from ckpipe.format.manifest import Layout, Structure
-from ckpipe.save.record import ManifestFields, StageTimings
+from ckpipe.format.manifest import Layout, RankManifest, Structure
+from ckpipe.save.record import StageTimings
 from ckpipe.store.retry import RetryPolicy
 from ckpipe.types import CheckpointId, CheckpointInfo
 
@@ -162,7 +163,7 @@ class Sealed:
     Args:
         save: The number of the save.
         structure: The form of the state; None for the same as of the save sealed before.
-        fields: What else its manifest says.
+        part: Its manifest, but for data files and checksums.
         clock: What was noted of its stages so far.
         planned: Whether a plan had to be made.
         captured_seconds: When forward and backward could go on, after the call.
@@ -171,7 +172,7 @@ class Sealed:
 
     save: int
     structure: Structure | None
-    fields: ManifestFields
+    part: RankManifest
     clock: StageTimings
     planned: bool
     captured_seconds: float | None
@@ -299,7 +300,11 @@ class _Pickler(pickle.Pickler):
         for plain in _PLAIN:
             if isinstance(value, plain):
                 return plain, (plain(value),)
-        return (dict, (dict(value),)) if isinstance(value, Mapping) else NotImplemented
+        if isinstance(value, Mapping):
+            return dict, (dict(value),)
+        if kind.__module__ in sys.stdlib_module_names:
+            return NotImplemented
+        raise ValueError(f"A {kind.__name__} cannot cross to another process")
 
 
 @cache
@@ -347,7 +352,11 @@ def _known(name: str) -> type[BaseException] | None:
 
 
 def encode(message: Message) -> bytes:
-    """A message as it is sent, its length included."""
+    """A message as it is sent, its length included.
+
+    Raises:
+        ValueError: If it holds what cannot cross.
+    """
     body = BytesIO()
     _Pickler(body, pickle.HIGHEST_PROTOCOL).dump((VERSION, message))
     return body.tell().to_bytes(8, "little") + body.getbuffer()

@@ -93,7 +93,7 @@ class RemoteSave(SaveRecord):
         self.clock.absorb(sealed.clock)
         self.replanned = sealed.planned
         self.captured_seconds, self.staged_seconds = sealed.captured_seconds, sealed.staged_seconds
-        self.sealed = structure, sealed.fields
+        self.sealed = structure, sealed.part
         self.copied.set()
         self._filled.close()
 

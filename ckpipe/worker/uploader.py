@@ -243,13 +243,13 @@ class WorkerConnection:
     async def seal(self, transit: SaveInTransit) -> None:
         """Say that all blocks were announced, and return when the worker will get to know it."""
         save = transit.save
-        structure, fields = await threads.run_sync(save.contents)
+        structure, part = await threads.run_sync(save.contents)
         # Saves of one structure have the same object; equal ones may still differ, as 1 and True.
         new = None if structure is self._structure else structure
         self._structure = structure
         self._channel.post(
             protocol.Sealed(
-                transit.number, new, fields, save.clock, save.replanned, save.captured_seconds,
+                transit.number, new, part, save.clock, save.replanned, save.captured_seconds,
                 save.staged_seconds or save.elapsed,
             )
         )  # fmt: skip
