@@ -264,7 +264,7 @@ async def measure(url: str, endpoint: str | None, plan: Plan) -> tuple[Costs, fl
             await load()
 
         most = await peak_bytes(both)
-        arena = pipeline._engine.site.arena
+        arena = pipeline._engine.context.arena
         memory_mib = (most - arena.blocks * arena.block_bytes) / raw.MIB
         for turn in range(-1, plan.rounds):
             into: Costs = costs if turn >= 0 else defaultdict(list)

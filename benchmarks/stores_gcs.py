@@ -125,7 +125,7 @@ async def measure(
             await pipeline.load(state)
 
         most = await peak_bytes(save)
-        arena = pipeline._engine.site.arena
+        arena = pipeline._engine.context.arena
         memory_mib = (most - arena.blocks * arena.block_bytes) / raw.MIB
         await bare.write()
         works = {"save": ("bare write", bare.write, save), "load": ("bare read", bare.read, load)}

@@ -385,7 +385,7 @@ class ExportFile:
 
 
 @asynccontextmanager
-async def exported(site: SaveContext, save: Save) -> AsyncIterator[None]:
+async def exported(context: SaveContext, save: Save) -> AsyncIterator[None]:
     """Export a save that is made inside, if it is final and the settings ask for that.
 
     Of several ranks, the first does. Meanwhile no retention removes the checkpoint, neither that of
@@ -393,42 +393,42 @@ async def exported(site: SaveContext, save: Save) -> AsyncIterator[None]:
     another rank.
 
     Args:
-        site: Where it is saved.
+        context: Where it is saved.
         save: The save.
 
     Raises:
         TimeoutError: If the other ranks do not commit within ``incomplete_after_seconds``.
         CkpipeError: Whatever :func:`ckpipe.export.export` raises.
     """
-    form = site.settings.final_format
-    if form == "ckpipe" or site.rank != 0 or not save.request.final:
+    form = context.settings.final_format
+    if form == "ckpipe" or context.rank != 0 or not save.request.final:
         yield
         return
-    async with _protected(site, save.name):
+    async with _protected(context, save.name):
         yield
         with save.clock.timing("export"):
-            done = await _export(site, save, form)
+            done = await _export(context, save, form)
     where = (save.name, save.id.step, save.rank)
-    site.events.emit(CheckpointExported(*where, done.folder, done.files, done.bytes))
+    context.events.emit(CheckpointExported(*where, done.folder, done.files, done.bytes))
 
 
 @asynccontextmanager
-async def _protected(site: SaveContext, name: str) -> AsyncIterator[None]:
+async def _protected(context: SaveContext, name: str) -> AsyncIterator[None]:
     """Keep retention away from a checkpoint that may not be there yet."""
-    site.loading[name] += 1  # also where no lease can be written
+    context.loading[name] += 1  # also where no lease can be written
     try:
-        async with under_lease(site.patient, name + EXPORTING):
+        async with under_lease(context.patient, name + EXPORTING):
             yield
     finally:
-        site.loading[name] -= 1
+        context.loading[name] -= 1
 
 
-async def _export(site: SaveContext, save: Save, form: Literal["torch", "hf"]) -> Exported:
+async def _export(context: SaveContext, save: Save, form: Literal["torch", "hf"]) -> Exported:
     info = save.committed.result()
     if not info.complete:
-        info = await until_complete(site, info, site.settings.incomplete_after_seconds)
+        info = await until_complete(context, info, context.settings.incomplete_after_seconds)
 
-    async with site.reading(info.key):
-        bundle = await read_index(site.patient, info.key)
-        policy = logging_policy(site.settings.upload)
-        return await export(site.patient, bundle, site.arena, site.settings, form, policy)
+    async with context.reading(info.key):
+        bundle = await read_index(context.patient, info.key)
+        policy = logging_policy(context.settings.upload)
+        return await export(context.patient, bundle, context.arena, context.settings, form, policy)

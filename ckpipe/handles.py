@@ -168,7 +168,7 @@ class _Handle:
         """Give staging memory back that a caller has looked at; blocking."""
         loop, engine = self._pipeline._loop, self._pipeline._opened
         if loop is not None and engine is not None:  # else it went with the pipeline
-            loop.submit(take_back, self._save, engine.site, held).result()
+            loop.submit(take_back, self._save, engine.context, held).result()
 
     def __repr__(self) -> str:
         report = repr(self.report).partition(" ")[2].removesuffix(">")
@@ -260,8 +260,8 @@ class SaveHandle(_Handle):
         Raises:
             UsageError: If it is not all copied yet, or not all in memory any more.
         """
-        site = self._pipeline._engine.site
-        held = await self._pipeline._run(lend_blocks, self._save, site)
+        context = self._pipeline._engine.context
+        held = await self._pipeline._run(lend_blocks, self._save, context)
         try:
             yield await anyio.to_thread.run_sync(lent_state, self._save, held)
         finally:
@@ -351,8 +351,8 @@ class SyncSaveHandle(_Handle):
         Raises:
             UsageError: If it is not all copied yet, or not all in memory any more.
         """
-        site, reader = self._pipeline._engine.site, threading.get_ident()
-        held = self._pipeline._call(lend_blocks, self._save, site, reader)
+        context, reader = self._pipeline._engine.context, threading.get_ident()
+        held = self._pipeline._call(lend_blocks, self._save, context, reader)
         try:
             yield lent_state(self._save, held)
         finally:

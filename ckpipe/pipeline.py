@@ -416,7 +416,7 @@ class Pipeline(PipelineBase):
         the size of the state. The next save takes as long as the first one. A staged state that is
         looked at stays, and so does what saves and loads under way use.
         """
-        return await self._run(self._engine.site.give_memory_back)
+        return await self._run(self._engine.context.give_memory_back)
 
     async def sweep(self, *, dry_run: bool = False) -> SweepReport:
         """Remove what crashed runs left: incomplete checkpoints, uploads, old marks and leases.

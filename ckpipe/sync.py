@@ -187,7 +187,7 @@ class SyncPipeline(PipelineBase):
 
     def trim(self) -> int:
         """Give staging memory back to the system. See :meth:`ckpipe.Pipeline.trim`."""
-        return self._call(self._engine.site.give_memory_back)
+        return self._call(self._engine.context.give_memory_back)
 
     def sweep(self, *, dry_run: bool = False) -> SweepReport:
         """Remove what crashed runs left. See :meth:`ckpipe.Pipeline.sweep`."""

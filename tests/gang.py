@@ -83,7 +83,7 @@ def meet(case: Case) -> None:
     """Open two pipelines, one after the other, and tell the names of their attempts."""
     for _ in range(2):
         with ckpipe.SyncPipeline(case["root"], **SETTINGS) as pipeline:
-            tell(case, attempt=pipeline._engine.site.attempt)
+            tell(case, attempt=pipeline._engine.context.attempt)
 
 
 def private(rank: int, step: int) -> dict[str, Any]:
@@ -287,7 +287,7 @@ def stage_and_die(case: Case) -> None:
     rank = dist.get_rank()
     pipeline = ckpipe.SyncPipeline(case["root"], worker="process", **SETTINGS).__enter__()
     pipeline.save(private(rank, 1), step=1).wait_complete(timeout=300)
-    process = pipeline._engine.site.uploader.process_id  # type: ignore[union-attr]
+    process = pipeline._engine.context.uploader.process_id  # type: ignore[union-attr]
     os.kill(process, signal.SIGSTOP)
     pipeline.save(private(rank, 2), step=2)
     tell(case, worker=process)

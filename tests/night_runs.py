@@ -183,7 +183,7 @@ class Trainer:
 
 def worker_of(pipeline: ckpipe.SyncPipeline) -> int | None:
     """The process id of a pipeline's worker, if it has one."""
-    found: int | None = getattr(pipeline._engine.site.uploader, "process_id", None)
+    found: int | None = getattr(pipeline._engine.context.uploader, "process_id", None)
     return found
 
 

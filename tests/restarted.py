@@ -49,7 +49,7 @@ def main(root: str, plan: Any, rendezvous: str) -> None:
     with ckpipe.SyncPipeline(root, plan=plan, staging={"block_bytes": 65536}) as pipeline:
         loaded = pipeline.load()
         first = loaded.step + 1 if loaded else 0
-        attempt = pipeline._engine.site.attempt
+        attempt = pipeline._engine.context.attempt
         note(root, json.dumps({"rank": rank, "launch": [restarts, attempt, first]}))
         for step in range(first, SAVES):
             handle = pipeline.save(state(rank), step=step)

@@ -374,7 +374,7 @@ def test_what_a_worker_process_maps_is_registered_once_for_its_life(
         for step in range(3):
             pipeline.save({"w": torch.full((BLOCK,), float(step))}, step=step).wait()
             settle(pipeline)
-        segments = pipeline._engine.site.arena._segments
+        segments = pipeline._engine.context.arena._segments
         assert segments
         assert all(each.descriptor is not None for each in segments), "the worker has no other"
         ranges = [(each.tensor.data_ptr(), each.tensor.numel()) for each in segments]

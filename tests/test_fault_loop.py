@@ -89,8 +89,8 @@ def check_memory(pipeline: ckpipe.SyncPipeline) -> None:
     """Wait until nothing is under way, and check that all memory was given back."""
     engine = pipeline._engine
     pipeline._engine.loop.submit(engine.drain, staged_only=False).result()
-    assert engine.site.budget.used == 0
-    assert engine.site.arena.free_blocks == engine.site.arena.blocks
+    assert engine.context.budget.used == 0
+    assert engine.context.arena.free_blocks == engine.context.arena.blocks
 
 
 def check_store(store: Stores, run: Run, *, orphans: int = 0) -> None:

@@ -123,7 +123,7 @@ import os, signal, sys
 import ckpipe
 with ckpipe.SyncPipeline(sys.argv[1], worker="process") as pipeline:
     pipeline.save({"w": 1}).wait()
-    process = pipeline._engine.site.uploader.process_id
+    process = pipeline._engine.context.uploader.process_id
     os.kill(process, signal.SIGSTOP)
     handle = pipeline.save({"w": 2})
     child = os.fork()

@@ -226,7 +226,7 @@ def test_state_larger_than_the_budget_streams_through_it(tmp_path: Path, overlap
     with ckpipe.SyncPipeline(tmp_path, staging=staging) as pipeline:
         for step in range(3):
             pipeline.save(state, step=step, until="committed")
-            assert pipeline._engine.site.arena.blocks <= 4
+            assert pipeline._engine.context.arena.blocks <= 4
         result = pipeline.load()
         assert result is not None
         assert same(result.state, state)
@@ -562,7 +562,7 @@ def test_trainers_go_on_while_a_save_waits_for_memory(store: Stores) -> None:
         saving.start()
         try:
             assert walked.walked.wait(30)
-            budget, waits = pipeline._engine.site.budget, False
+            budget, waits = pipeline._engine.context.budget, False
             while not waits:  # each round makes way for a capture
                 waits = budget.waiting > 0
                 with pipeline.lock.mutating(timeout=30):

@@ -120,7 +120,7 @@ def test_ranks_that_count_the_world_differently_complete_nothing(store: Stores) 
         assert first.latest() is None
         with pytest.raises(errors.InvalidManifest, match=r"one of 3 ranks, .* there are 2") as said:
             first._engine.loop.submit(
-                complete_from_top, first._engine.site.patient, first.steps()[0].key, 2
+                complete_from_top, first._engine.context.patient, first.steps()[0].key, 2
             ).result()
         assert "attempt_id" in (said.value.hint or "")
         for pipeline in (first, second):
@@ -170,7 +170,7 @@ class TestCommit:
                 others[0].save({"rank": 0}, step=0).wait()
                 # Two processes that believe to be the same rank of the same attempt.
                 engine = others[0]._engine
-                engine.saves._names._attempt = world[0]._engine.site.attempt
+                engine.saves._names._attempt = world[0]._engine.context.attempt
                 with pytest.raises(errors.CommitConflict, match=r"step 1.*rank 0"):
                     others[0].save({"rank": 0}, step=1).wait()
             assert store.memory._store.objects[key] is theirs
@@ -475,9 +475,9 @@ class TestRetention:
             world = stack.enter_context(ranks(store.url, 2, **few))
             for pipeline in (*alone, *world):
                 engine = pipeline._engine
-                launch = launch_id(engine.site.attempt)
+                launch = launch_id(engine.context.attempt)
                 # As it does by itself some minutes after it was opened.
-                engine.loop.submit(Lease(engine.site.patient, launch).renew).result()
+                engine.loop.submit(Lease(engine.context.patient, launch).renew).result()
             for step in (1, 2, 3):
                 for pipeline in alone:
                     pipeline.save(state(7), step=step).wait()

@@ -52,7 +52,7 @@ def one_pipeline(root: Path, training: dict[str, Any], step: int) -> list[weakre
         with pytest.raises(ckpipe.CkpipeError):
             pipeline.load({"model": torch.nn.Linear(1, 1)}, step=step)
     assert pipeline._opened is not None
-    held = [pipeline, pipeline._opened, pipeline._opened.site.arena, handle._save]
+    held = [pipeline, pipeline._opened, pipeline._opened.context.arena, handle._save]
     return [weakref.ref(each) for each in held]
 
 

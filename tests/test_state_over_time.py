@@ -207,7 +207,7 @@ def test_forked_loaders_have_no_part_of_the_staging_memory(tmp_path: Path) -> No
     state = {"weight": torch.arange(100_000.0)}
     with ckpipe.SyncPipeline(tmp_path) as pipeline:
         pipeline.save(state, step=0).wait()
-        block = pipeline._engine.site.arena._free[0]
+        block = pipeline._engine.context.arena._free[0]
         dataset = Mapped(block.address)
         assert dataset[0]
         loader = DataLoader(dataset, num_workers=2, multiprocessing_context="fork")

@@ -93,7 +93,7 @@ def test_events_reports_and_bits_are_those_of_a_thread(tmp_path: Path) -> None:
 def conflict(opened: ckpipe.SyncPipeline) -> errors.CkpipeError:
     """What a save fails with whose place somebody else has taken."""
     root = Path(opened.settings.url or "")
-    index = root / f"step-{7:012d}.{opened._engine.site.attempt}.0.json"
+    index = root / f"step-{7:012d}.{opened._engine.context.attempt}.0.json"
     index.write_text("somebody else's")
     handle = opened.save(small_state(), step=7)
     with pytest.raises(errors.CommitUnknown, match="Whether the commit landed") as caught:
@@ -165,7 +165,7 @@ def test_a_dead_worker_is_noticed_and_replaced(
         settle(pipeline)
         assert worker_of(pipeline) != worker
         pipeline.verify(last.step)
-        assert pipeline._engine.site.budget.used == 0
+        assert pipeline._engine.context.budget.used == 0
 
 
 def test_a_worker_that_dies_idle_costs_no_save(pipeline: ckpipe.SyncPipeline) -> None:
@@ -201,7 +201,7 @@ def test_a_worker_that_dies_after_a_commit_costs_no_save(
         opened.save(state_of(40), step=40).wait()
         settle(opened)
         assert [info.step for info in opened.steps()] == [40]
-        assert opened._engine.site.budget.used == 0
+        assert opened._engine.context.budget.used == 0
 
 
 def test_a_cancelled_save_gives_its_memory_back(tmp_path: Path) -> None:
@@ -216,7 +216,7 @@ def test_a_cancelled_save_gives_its_memory_back(tmp_path: Path) -> None:
         with pytest.raises(errors.SaveCancelled):
             handle.wait()
         settle(pipeline)
-        assert pipeline._engine.site.budget.used == 0
+        assert pipeline._engine.context.budget.used == 0
         pipeline.save(state_of(3)).wait()
         assert worker_of(pipeline) == worker
 
@@ -282,7 +282,7 @@ class Inherited(torch.utils.data.Dataset[tuple[bool, bool]]):
 def test_workers_of_a_loader_do_not_disturb_it(pipeline: ckpipe.SyncPipeline, how: str) -> None:
     pipeline.save(state_of(1)).wait()
     worker = worker_of(pipeline)
-    link: Any = pipeline._engine.site.uploader
+    link: Any = pipeline._engine.context.uploader
     asked = Inherited(os.readlink(f"/proc/self/fd/{link._link.process.socket.fileno()}"))
     assert asked[0] == (True, True)
     loader = torch.utils.data.DataLoader(asked, num_workers=1, multiprocessing_context=how)
@@ -312,10 +312,10 @@ def test_what_cannot_cross_is_said_at_open_or_stays_here(
         pass
     monkeypatch.setattr(LocalBackend, "prefers_worker", True)
     with ckpipe.SyncPipeline(tmp_path, retention=rule) as opened:
-        assert not hasattr(opened._engine.site.uploader, "process_id")
+        assert not hasattr(opened._engine.context.uploader, "process_id")
         opened.save(state_of(1)).wait()
     with ckpipe.SyncPipeline(tmp_path) as opened:
-        assert hasattr(opened._engine.site.uploader, "process_id")
+        assert hasattr(opened._engine.context.uploader, "process_id")
 
 
 def test_a_worker_that_cannot_start_says_why_and_a_thread_saves(

@@ -47,7 +47,7 @@ def held_save(pipeline: ckpipe.SyncPipeline) -> tuple[int, ckpipe.SyncSaveHandle
 
 def process_of(pipeline: ckpipe.SyncPipeline) -> WorkerProcess:
     """What starts and buries a pipeline's worker."""
-    uploader: Any = pipeline._engine.site.uploader
+    uploader: Any = pipeline._engine.context.uploader
     process: WorkerProcess = uploader._link.process
     return process
 

@@ -126,7 +126,7 @@ with ckpipe.SyncPipeline(sys.argv[1], worker="process") as pipeline:
     pipeline.save({"w": torch.ones(16 << 20)}, step=2).wait()
     files = {number: os.path.realpath(f"/proc/self/fd/{number}") for number in range(1000)}
     assert min(number for number, name in files.items() if "memfd:ckpipe" in name) > 2
-    uploader = pipeline._engine.site.uploader
+    uploader = pipeline._engine.context.uploader
     link = uploader._link
     link.process.kill()
     while not link.over.is_set():

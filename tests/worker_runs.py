@@ -35,7 +35,7 @@ def state_of(step: int) -> dict[str, Any]:
 
 def worker_of(pipeline: ckpipe.SyncPipeline) -> int:
     """The process id of a pipeline's worker."""
-    found = pipeline._engine.site.uploader.process_id  # type: ignore[union-attr]
+    found = pipeline._engine.context.uploader.process_id  # type: ignore[union-attr]
     assert isinstance(found, int)
     return found
 

@@ -203,7 +203,7 @@ class PipelineBase:
         return self._ledger.statistics(
             self._under_way(),
             lanes=self._settings.upload.lanes,
-            budget=self._opened.site.budget if self._opened and self._loop else None,
+            budget=self._opened.context.budget if self._opened and self._loop else None,
         )
 
     def guard(self, *optimizers: Optimizer) -> None:

@@ -48,7 +48,7 @@ class CoordinatedSaves:
     """Call the ranks to a save, answer calls, and note the step decided; in the background.
 
     Args:
-        site: The pipeline's store, settings and place among the ranks.
+        context: The pipeline's store, settings and place among the ranks.
         launch: Is claimed before anything is written.
         agreement: Where appointments are kept.
         schedule: Knows when a save is due by the clock.
@@ -57,15 +57,15 @@ class CoordinatedSaves:
 
     def __init__(
         self,
-        site: SaveContext,
+        context: SaveContext,
         launch: Launch,
         agreement: SaveStepAgreement,
         schedule: SaveSchedule,
         preemption: Preemption,
     ) -> None:
-        self._site, self._launch, self._agreement = site, launch, agreement
+        self._context, self._launch, self._agreement = context, launch, agreement
         self._schedule, self._preemption = schedule, preemption
-        self._every = site.settings.look_every_seconds
+        self._every = context.settings.look_every_seconds
 
     async def serve(self) -> None:
         """Serve until it is cancelled, or nothing can be called any more.
@@ -75,13 +75,13 @@ class CoordinatedSaves:
                 launch are heard.
         """
         async with anyio.create_task_group() as tasks:
-            if self._site.settings.preemption.enabled:
+            if self._context.settings.preemption.enabled:
                 tasks.start_soon(self._serve_end, name="calls of preempted ranks")
-            if self._site.settings.save_every_seconds is not None:
+            if self._context.settings.save_every_seconds is not None:
                 tasks.start_soon(self._serve_time, name="calls of clocks")
 
     async def _serve_end(self) -> None:
-        grace = self._site.settings.preemption.grace_seconds
+        grace = self._context.settings.preemption.grace_seconds
         patience = PATIENCE_SECONDS if grace is None else min(PATIENCE_SECONDS, grace / 4)
         await self._called(END, lambda: self._preemption.signalled, lambda: True)
         self._preemption.tell()
@@ -113,7 +113,10 @@ class CoordinatedSaves:
             is_due: Tells whether this rank is to call.
             is_near: Tells whether others may call soon.
         """
-        patient, key = self._site.patient, agreement_key(self._site.attempt, f"{occasion}.call")
+        patient, key = (
+            self._context.patient,
+            agreement_key(self._context.attempt, f"{occasion}.call"),
+        )
         looked = -self._every
         while True:
             try:
@@ -142,8 +145,8 @@ class CoordinatedSaves:
             patience: How long to wait for votes, in seconds.
             ahead: How long the agreement should take, in seconds.
         """
-        site, until = self._site, time.monotonic() + patience
-        vote = Vote(site.patient, site.attempt, occasion, site.rank, site.world_size)
+        context, until = self._context, time.monotonic() + patience
+        vote = Vote(context.patient, context.attempt, occasion, context.rank, context.world_size)
         bound: int | None = None
         while True:
             try:
@@ -168,7 +171,7 @@ class CoordinatedSaves:
 
     async def _voted(self, vote: Vote, occasion: str, bound: int, until: float) -> int:
         """Vote, and wait until the step is decided; the last to vote decides, or a late one."""
-        site, pause = self._site, _FIRST_PAUSE_SECONDS
+        context, pause = self._context, _FIRST_PAUSE_SECONDS
         greatest = await vote.cast(bound)
         while greatest is None:
             decided = await self._decided(occasion)
@@ -176,19 +179,19 @@ class CoordinatedSaves:
                 return decided
             if time.monotonic() >= until:
                 votes = await vote.votes()
-                absent = [rank for rank in range(site.world_size) if rank not in votes]
+                absent = [rank for rank in range(context.world_size) if rank not in votes]
                 if votes and absent:  # there are none if another rank has decided by now
                     logger.warning("Ranks %s said nothing of the step to save at", absent[:20])
                 greatest = max([bound, *votes.values()])
                 break
             await anyio.sleep(pause)
             pause = min(2 * pause, self._every)
-        step = _step(await agree(site.patient, site.attempt, occasion, greatest))
+        step = _step(await agree(context.patient, context.attempt, occasion, greatest))
         await vote.clear()
         return step
 
     async def _decided(self, occasion: str) -> int | None:
-        decided = await agreed(self._site.patient, self._site.attempt, occasion)
+        decided = await agreed(self._context.patient, self._context.attempt, occasion)
         return None if decided is None else _step(decided[0])
 
 

@@ -70,7 +70,7 @@ class Engine:
     """Everything of one open pipeline that lives on its loop.
 
     Args:
-        site: The context of its saves.
+        context: The context of its saves.
         launch: The name of this launch, claimed by the first save.
         hooks: Functions called on events.
         preemption: Knows whether this process was told to stop.
@@ -81,7 +81,7 @@ class Engine:
 
     def __init__(
         self,
-        site: SaveContext,
+        context: SaveContext,
         launch: Launch,
         hooks: Hooks,
         preemption: Preemption,
@@ -89,10 +89,10 @@ class Engine:
         tasks: TaskGroup,
         place: str,
     ) -> None:
-        settings = site.settings
-        self.site, self.loop = site, loop
-        self.saves = Saves(site, launch, tasks)
-        self.loads = Loads(site, launch, self.saves, place)
+        settings = context.settings
+        self.context, self.loop = context, loop
+        self.saves = Saves(context, launch, tasks)
+        self.loads = Loads(context, launch, self.saves, place)
         self.stopped = anyio.Event()
         self._settings, self._tasks = settings, tasks
         self._hooks, self._preemption = hooks, preemption
@@ -119,7 +119,7 @@ class Engine:
     async def announce(self, launch: Launch) -> None:
         """Agree with the other ranks when to save, until it is cancelled."""
         agreement, schedule = self.saves.agreement, self.saves.schedule
-        calls = CoordinatedSaves(self.site, launch, agreement, schedule, self._preemption)
+        calls = CoordinatedSaves(self.context, launch, agreement, schedule, self._preemption)
         try:
             await calls.serve()
         except* AttemptReused as group:
@@ -190,7 +190,7 @@ class Engine:
         statuses = (each.status for each in self.saves.under_way())
         counts = Counter(status for status in statuses if status != "committed")
         states = ", ".join(f"{count} {status}" for status, count in sorted(counts.items()))
-        budget = self.site.budget
+        budget = self.context.budget
         memory = f"{size_text(budget.used)} of {size_text(budget.capacity)}"
         return f"{states or 'idle'} | {memory}"
 
@@ -198,7 +198,7 @@ class Engine:
 
     async def steps(self, *, metadata: bool) -> list[CheckpointInfo]:
         """All checkpoints, the oldest first."""
-        patient, facts = self.site.patient, self.site.facts
+        patient, facts = self.context.patient, self.context.facts
         listing = await pruning.listed(patient, facts)
         infos = list(reversed(await repaired(patient, listing.infos())))
         if metadata:
@@ -208,76 +208,82 @@ class Engine:
 
     async def latest(self) -> CheckpointInfo | None:
         """The newest complete checkpoint."""
-        info = await newest_repaired(self.site.patient)
+        info = await newest_repaired(self.context.patient)
         return None if info is None else await self._inspected(info)
 
     async def complete(self, info: CheckpointInfo, timeout: float | None) -> CheckpointInfo:
         """Look until a checkpoint that this rank has committed is complete."""
-        return await self._inspected(await until_complete(self.site, info, timeout))
+        return await self._inspected(await until_complete(self.context, info, timeout))
 
     async def _inspected(self, info: CheckpointInfo) -> CheckpointInfo:
         """Fill in what the index says; of the last one asked for it is remembered."""
-        if info.id in self.site.facts.known:
-            return described(info, self.site.facts)
+        if info.id in self.context.facts.known:
+            return described(info, self.context.facts)
         if info.id not in self._last_inspected:
             self._last_inspected = MetadataCache()
-        (found,) = await inspected(self.site.patient, [info], self._last_inspected)
+        (found,) = await inspected(self.context.patient, [info], self._last_inspected)
         return found
 
     async def verify(self, which: int | str) -> VerifyResult:
         """Read and check every byte of a checkpoint."""
         await self.saves.settled(which)
-        site = self.site
-        info = await find_repaired(site.patient, which)
+        context = self.context
+        info = await find_repaired(context.patient, which)
         try:
-            async with site.reading(info.key):
-                bundle = await read_index(site.patient, info.key)
-                lanes = site.settings.load.lanes
-                return await verify(site.patient, bundle, site.arena, lanes=lanes)
+            async with context.reading(info.key):
+                bundle = await read_index(context.patient, info.key)
+                lanes = context.settings.load.lanes
+                return await verify(context.patient, bundle, context.arena, lanes=lanes)
         except CorruptCheckpoint as error:
-            await check_still_there(site.patient, info.key)
+            await check_still_there(context.patient, info.key)
             error.hint = error.hint or _PASS_OVER
             raise error.located(step=info.step) from error.__cause__
 
     async def delete(self, which: int | str, *, force: bool) -> None:
         """Delete a checkpoint, also an incomplete one if its exact id is given."""
-        site = self.site
+        context = self.context
         id = CheckpointId.parse(which) if isinstance(which, str) else None
         if id is None:
-            id = (await find_repaired(site.patient, which)).key
+            id = (await find_repaired(context.patient, which)).key
         if self.saves.is_writing(id):
             raise UsageError(
                 f"{id} cannot be deleted now: it is being written",
                 step=id.step,
                 hint="Cancel the save, or wait for it",
             )
-        await remove(site.patient, str(id), protected=site.protected(), force=force)
+        await remove(context.patient, str(id), protected=context.protected(), force=force)
 
     async def pin(self, which: int | str) -> None:
         """Protect a checkpoint from retention."""
         await self.saves.settled(which)
-        await pruning.pin(self.site.patient, (await find_repaired(self.site.patient, which)).key)
+        await pruning.pin(
+            self.context.patient, (await find_repaired(self.context.patient, which)).key
+        )
 
     async def unpin(self, which: int | str) -> None:
         """End the protection."""
-        await pruning.unpin(self.site.patient, (await find_repaired(self.site.patient, which)).key)
+        await pruning.unpin(
+            self.context.patient, (await find_repaired(self.context.patient, which)).key
+        )
 
     async def prune(self, *, dry_run: bool) -> Decision:
         """Apply the retention rules now, or say what they would do."""
-        launch = launch_id(self.site.attempt)
+        launch = launch_id(self.context.attempt)
         return await (
-            retention.decide(self.site, launch) if dry_run else retention.prune(self.site, launch)
+            retention.decide(self.context, launch)
+            if dry_run
+            else retention.prune(self.context, launch)
         )
 
     async def best(self, metric: str, mode: Literal["min", "max"]) -> CheckpointInfo | None:
         """The complete checkpoint with the best value of a metric."""
-        return await pruning.best(self.site.patient, metric, mode, self.site.facts)
+        return await pruning.best(self.context.patient, metric, mode, self.context.facts)
 
     async def sweep(self, *, dry_run: bool) -> SweepReport:
         """Remove what crashed runs left, or say what it would remove."""
-        site = self.site
-        after = site.settings.retention.sweep_after
-        return await sweep(site.patient, after, running=(site.attempt,), dry_run=dry_run)
+        context = self.context
+        after = context.settings.retention.sweep_after
+        return await sweep(context.patient, after, running=(context.attempt,), dry_run=dry_run)
 
 
 async def serve(
@@ -315,7 +321,7 @@ async def serve(
         most = backend.limits.max_blocks
         largest_file = None if most is None else most * block
         planner = await anyio.to_thread.run_sync(choose_planner, topology, settings, largest_file)
-        site = SaveContext(
+        context = SaveContext(
             backend=backend,
             patient=patient,
             settings=settings,
@@ -338,11 +344,11 @@ async def serve(
         )
         worker = None
         if init is not None:
-            worker = WorkerUploader(settings.worker, init, site)
-            site.uploader, site.arena.on_drop = worker, worker.drop
+            worker = WorkerUploader(settings.worker, init, context)
+            context.uploader, context.arena.on_drop = worker, worker.drop
         place = await anyio.to_thread.run_sync(_place_of, settings.url or "")
         events.place = place.partition("?")[0].rstrip("/")
-        lease = Lease(site.patient, launch.id)
+        lease = Lease(context.patient, launch.id)
 
         async def keep_lease() -> None:
             await launch.claimed.wait()
@@ -351,7 +357,7 @@ async def serve(
 
         try:
             async with anyio.create_task_group() as tasks:
-                engine = Engine(site, launch, hooks, preemption, loop, tasks, place)
+                engine = Engine(context, launch, hooks, preemption, loop, tasks, place)
                 tasks.start_soon(keep_lease, name="lease of the attempt")
                 hooks.start(tasks, engine.saves.keep)
                 if topology.world_size > 1 and not settings.read_only:
@@ -364,7 +370,7 @@ async def serve(
                     await worker.close()
                 tasks.cancel_scope.cancel()
         finally:
-            site.arena.close()
+            context.arena.close()
             with anyio.CancelScope(shield=True):
                 await lease.release()
             if launch.claimed.is_set() and not engine.saves.have_begun:  # else nothing was written

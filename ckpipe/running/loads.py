@@ -78,14 +78,14 @@ class Loads:
     """The loads of one pipeline.
 
     Args:
-        site: Where checkpoints lie.
+        context: Where checkpoints lie.
         launch: Is claimed before ranks agree through objects.
         saves: The saves of the pipeline, which loads of what they write wait for.
         place: Where checkpoints lie, for people.
     """
 
-    def __init__(self, site: SaveContext, launch: Launch, saves: Saves, place: str) -> None:
-        self._site, self._launch, self._saves, self._place = site, launch, saves, place
+    def __init__(self, context: SaveContext, launch: Launch, saves: Saves, place: str) -> None:
+        self._context, self._launch, self._saves, self._place = context, launch, saves, place
         self._agreements: Agreements | None = None
         self._calls = 0
         self._failed_after: int | None = None
@@ -114,7 +114,7 @@ class Loads:
         """
         if which is not None:
             await self._saves.settled(which)
-        alone, named = self._site.world_size == 1, which is not None and not fallback
+        alone, named = self._context.world_size == 1, which is not None and not fallback
         with self._until_closed(request.hold), gc_paused_at_first(), self._numbered(named) as asked:
             agreements = None if alone or named else await self._agreeing()
             info = await self._choose(which, agreements, asked)
@@ -138,7 +138,9 @@ class Loads:
                     return replace(outcome, report=replace(outcome.report, damaged=damaged))
                 first = first or outcome.error
                 how = damaged[info.id] = outcome.damage or ""
-                self._site.events.emit(CheckpointDamaged(info.id, info.step, self._site.rank, how))
+                self._context.events.emit(
+                    CheckpointDamaged(info.id, info.step, self._context.rank, how)
+                )
                 warnings.warn(f"{info.id} is damaged: {how}", RuntimeWarning, stacklevel=1)
                 info = None if outcome.next is None else _info(outcome.next)
             if damaged:
@@ -147,7 +149,7 @@ class Loads:
                     first = CorruptCheckpoint(f"{name} is damaged: {how}", step=_info(name).step)
                 first.add_note(f"None of the {len(damaged)} checkpoints that could serve is whole")
                 raise first
-            if self._site.rank == 0:
+            if self._context.rank == 0:
                 await self._tell_fresh()
             return None
 
@@ -160,26 +162,26 @@ class Loads:
         fallback: bool,
     ) -> LoadResult | _Verdict:
         """Load one checkpoint; return the verdict if it is damaged and others may be loaded."""
-        site, tally = self._site, ReadTally()
+        context, tally = self._context, ReadTally()
 
         async def look() -> ManifestDocument:
-            near = await read_near(site.patient, info.key, site.rank, site.world_size)
-            return near or await read_index(site.patient, info.key)
+            near = await read_near(context.patient, info.key, context.rank, context.world_size)
+            return near or await read_index(context.patient, info.key)
 
         with self._told(info):
             try:
                 async with (
                     Ahead(lambda: self._tell_progress(info, tally)).started(),
-                    site.reading_ahead(info.key, look) as (bundle, sure),
+                    context.reading_ahead(info.key, look) as (bundle, sure),
                 ):
                     ready = await read_all(
-                        site.patient,
+                        context.patient,
                         bundle,
                         request,
-                        site.arena,
-                        lanes=site.settings.load.lanes,
-                        rank=site.rank,
-                        world_size=site.world_size,
+                        context.arena,
+                        lanes=context.settings.load.lanes,
+                        rank=context.rank,
+                        world_size=context.world_size,
                         sure=sure,
                         tally=tally,
                     )
@@ -213,7 +215,7 @@ class Loads:
         self, info: CheckpointInfo, error: CkpipeError, vote: _Vote | None
     ) -> _Verdict:
         """Say that a checkpoint is damaged, and which is next; return what was decided."""
-        known = await discover(self._site.patient)
+        known = await discover(self._context.patient)
         older = (each.id for each in known if each.complete and each.key < info.key)
         following = next(older, None)  # the newest of them
         how = f"{type(error).__name__}: {error}"
@@ -221,14 +223,14 @@ class Loads:
             verdict = _Verdict(how, following)
         else:
             agreements, question = vote
-            proposal = {"damage": f"rank {self._site.rank} found {how}", "next": following}
+            proposal = {"damage": f"rank {self._context.rank} found {how}", "next": following}
             verdict = _read_verdict(await agreements.decide(question, proposal))
         return replace(verdict, error=error if isinstance(error, CorruptCheckpoint) else None)
 
     async def _verdict(self, info: CheckpointInfo, vote: _Vote) -> _Verdict:
         """Wait until it is decided whether a checkpoint is whole, for a bounded time."""
         agreements, question = vote
-        pause, seconds = _FIRST_PAUSE_SECONDS, self._site.settings.load.agreement_timeout_seconds
+        pause, seconds = _FIRST_PAUSE_SECONDS, self._context.settings.load.agreement_timeout_seconds
         until = time.monotonic() + seconds
         while (decided := await agreements.decided(question)) is None:
             left = until - time.monotonic()
@@ -240,7 +242,7 @@ class Loads:
                     f"Ranks {named}{more} did not say within {seconds:g} s whether "
                     f"{info.id} is whole",
                     step=info.step,
-                    rank=self._site.rank,
+                    rank=self._context.rank,
                     hint="Call load(fallback=True) on all ranks alike, or raise "
                     "load.agreement_timeout_seconds",
                 )
@@ -250,12 +252,12 @@ class Loads:
 
     async def _finish(self, ready: ReadyLoad) -> LoadResult:
         result = await ready.apply()
-        self._site.resumed_from = result.id
+        self._context.resumed_from = result.id
         assert result.report is not None
         before = time.perf_counter() - ready.request.began - result.report.seconds
         report = result.report.found_in(before)
-        self._site.events.emit(
-            Loaded(result.id, result.step, self._site.rank, report.seconds, report.bytes)
+        self._context.events.emit(
+            Loaded(result.id, result.step, self._context.rank, report.seconds, report.bytes)
         )
         return replace(result, report=report)
 
@@ -316,12 +318,12 @@ class Loads:
         The first rank that looks decides for all, so that a checkpoint that becomes complete
         between the looks of two ranks does not part them.
         """
-        site = self._site
+        context = self._context
         if agreements is None:
-            if site.world_size > 1 or which is not None:
+            if context.world_size > 1 or which is not None:
                 return await self._found(which)
-            await until_finished(site.patient, None, site.settings.worker.resume_wait_seconds)
-            return await newest_likely(site.patient)
+            await until_finished(context.patient, None, context.settings.worker.resume_wait_seconds)
+            return await newest_likely(context.patient)
 
         async def is_decided() -> bool:
             return await agreements.decided(question) is not None
@@ -337,7 +339,7 @@ class Loads:
         if not isinstance(name, str):
             raise InvalidManifest(f"The ranks agreed to load {name!r:.100}, which is no checkpoint")
         try:
-            return await find_repaired(site.patient, name)
+            return await find_repaired(context.patient, name)
         except CheckpointIncomplete as error:
             error.hint = "Another process has deleted it since; load again on all ranks"
             raise
@@ -345,40 +347,42 @@ class Loads:
     async def _found(
         self, which: int | str | None, decided: Callable[[], Awaitable[bool]] | None = None
     ) -> CheckpointInfo | None:
-        site = self._site
-        await until_finished(site.patient, which, site.settings.worker.resume_wait_seconds, decided)
+        context = self._context
+        await until_finished(
+            context.patient, which, context.settings.worker.resume_wait_seconds, decided
+        )
         if which is None:
-            return await newest_repaired(site.patient)
-        return await find_repaired(site.patient, which)
+            return await newest_repaired(context.patient)
+        return await find_repaired(context.patient, which)
 
     async def _agreeing(self) -> Agreements:
         """Find where ranks agree: in the torch.distributed Store, else through objects."""
         if self._agreements is None:
-            site, launch = self._site, self._launch
-            topology = Topology(site.rank, site.world_size)
+            context, launch = self._context, self._launch
+            topology = Topology(context.rank, context.world_size)
             store = await anyio.to_thread.run_sync(
-                agreeing_store, topology, site.settings, launch.attempt, abandon_on_cancel=True
+                agreeing_store, topology, context.settings, launch.attempt, abandon_on_cancel=True
             )
             if store is not None:
                 self._agreements = TorchAgreements(store, topology)
-            elif site.settings.read_only:
+            elif context.settings.read_only:
                 raise UnsupportedTopology(
                     "Several ranks that read only can agree on what to load through "
                     "torch.distributed alone, and it is not initialized",
-                    rank=site.rank,
+                    rank=context.rank,
                     hint="Call torch.distributed.init_process_group before, or name the same step "
                     "or id on all ranks, without fallback; steps() tells what there is",
                 )
             else:
                 self._agreements = ObjectAgreements(
-                    site.patient, launch.attempt, topology, launch.claim
+                    context.patient, launch.attempt, topology, launch.claim
                 )
         return self._agreements
 
     @contextmanager
     def _told(self, info: CheckpointInfo) -> Iterator[None]:
         """Tell that the load of a checkpoint began, and that it failed if the block raises."""
-        self._site.events.emit(LoadStarted(info.id, info.step, self._site.rank))
+        self._context.events.emit(LoadStarted(info.id, info.step, self._context.rank))
         try:
             yield
         except BaseException as error:
@@ -389,9 +393,9 @@ class Loads:
 
     async def _tell_fresh(self) -> None:
         """Say that training starts fresh; warn if what lies there was perhaps to be resumed."""
-        site = self._site.patient
-        incomplete = [each for each in await discover(site) if each.reason == NO_INDEX]
-        foreign = None if incomplete else await said_of_foreign(site)
+        context = self._context.patient
+        incomplete = [each for each in await discover(context) if each.reason == NO_INDEX]
+        foreign = None if incomplete else await said_of_foreign(context)
         fresh = f"no complete checkpoint: training starts fresh at {self._place}"
         if incomplete:
             count = len(incomplete)
@@ -405,7 +409,7 @@ class Loads:
             logger.info("%s", fresh)
 
     def _tell_failed(self, info: CheckpointInfo, error: str) -> None:
-        self._site.events.emit(LoadFailed(info.id, info.step, self._site.rank, error))
+        self._context.events.emit(LoadFailed(info.id, info.step, self._context.rank, error))
 
     async def _tell_progress(self, info: CheckpointInfo, tally: ReadTally) -> None:
         told = 0
@@ -413,8 +417,8 @@ class Loads:
             await anyio.sleep(_PROGRESS_SECONDS)
             done, total = tally.bytes, max(tally.bytes, tally.planned)
             if done != told:
-                event = LoadProgress(info.id, info.step, self._site.rank, done, total)
-                self._site.events.emit(event)
+                event = LoadProgress(info.id, info.step, self._context.rank, done, total)
+                self._context.events.emit(event)
             told = done
 
 

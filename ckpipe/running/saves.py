@@ -48,18 +48,18 @@ class Saves:
         agreement: Told at which steps there were saves.
 
     Args:
-        site: Where they are stored.
+        context: Where they are stored.
         launch: Is claimed by the first save.
         tasks: Run them.
     """
 
-    def __init__(self, site: SaveContext, launch: Launch, tasks: TaskGroup) -> None:
-        self._site, self._launch, self._tasks = site, launch, tasks
-        settings = site.settings
+    def __init__(self, context: SaveContext, launch: Launch, tasks: TaskGroup) -> None:
+        self._context, self._launch, self._tasks = context, launch, tasks
+        settings = context.settings
         self.schedule = SaveSchedule(settings.save_every_steps, settings.save_every_seconds)
         self.agreement = SaveStepAgreement(2 * PATIENCE_SECONDS)
         self._names = CheckpointNames(launch.attempt)
-        self._follower = Follower(site)
+        self._follower = Follower(context)
         self._active: dict[Save, anyio.Event] = {}
         self._next_step = 0
         self.saved_final = False
@@ -79,17 +79,17 @@ class Saves:
             AttemptReused: If ``attempt_id`` was used on this root before.
             StoreError: If the store failed or is not fit, unless ``on_error`` is ``"warn"``.
         """
-        site, retention = self._site, self._site.settings.retention
+        context, retention = self._context, self._context.settings.retention
         async with self._beginning:
             step = self._next_step if request.step is None else request.step
             failure = None if self.have_begun else await self._claim(step)
             id = self._names.draft(step) if failure else await self._next_name(step)
-            save = Save(id, site.rank, request)
+            save = Save(id, context.rank, request)
             self.accepted += 1
             self._next_step = step + 1
             self.schedule.begin_at(step)
             self.agreement.consume(step)
-            site.events.emit(SaveStarted(save.name, step, save.rank))
+            context.events.emit(SaveStarted(save.name, step, save.rank))
             if failure is not None:
                 self._failed(save, failure)
                 self._tell_ended(save)
@@ -109,10 +109,10 @@ class Saves:
             with anyio.CancelScope() as save.scope:
                 if save.cancel_requested:
                     save.scope.cancel()
-                if self._site.world_size > 1:
+                if self._context.world_size > 1:
                     self._tasks.start_soon(self._look_back, name=f"look back from {save.name}")
-                async with exported(self._site, save):
-                    await run_save(save, self._site)
+                async with exported(self._context, save):
+                    await run_save(save, self._context)
                 if save.unsettled is not None:
                     self._follower.add(save.unsettled)
         except Exception as group:
@@ -131,23 +131,23 @@ class Saves:
                 # Cancelled through its handle, or torn down with the pipeline: waiters must know.
                 save.status = "cancelled"
                 told = SaveFailed(save.name, save.id.step, save.rank, "it was cancelled")
-                self._site.events.emit(told)
+                self._context.events.emit(told)
                 cancelled = "The save was cancelled"
                 self._end(save, SaveCancelled(cancelled, step=save.id.step, rank=save.rank))
             self._tell_ended(save)
             self._active.pop(save).set()
-        self._site.trim()
+        self._context.trim()
         async with self._warming:
-            await self._site.warm()
+            await self._context.warm()
 
     async def _claim(self, step: int) -> StoreError | None:
         """Claim the launch; return why it failed if the user asked for warnings."""
         try:
-            self._site.attempt = await self._launch.claim()
-            self._names = CheckpointNames(self._site.attempt)
+            self._context.attempt = await self._launch.claim()
+            self._names = CheckpointNames(self._context.attempt)
         except CkpipeError as error:
-            error.located(step=step, rank=self._site.rank)
-            if self._site.settings.on_error == "raise" or not isinstance(error, StoreError):
+            error.located(step=step, rank=self._context.rank)
+            if self._context.settings.on_error == "raise" or not isinstance(error, StoreError):
                 raise
             return error
         return None
@@ -159,12 +159,12 @@ class Saves:
         the first that comes to it decides whether the run went back, since perhaps only some have
         loaded.
         """
-        names, site = self._names, self._site
+        names, context = self._names, self._context
         if names.lies_back(step):
             before, went_back = names.rollbacks, names.has_loaded
-            if site.world_size > 1:
+            if context.world_size > 1:
                 question = f"back-{before}-{step}-{names.count(step)}"
-                went_back = bool(await agree(site.patient, site.attempt, question, went_back))
+                went_back = bool(await agree(context.patient, context.attempt, question, went_back))
             if went_back and names.rollbacks == before:
                 names.go_back()
         return names.name(step)
@@ -188,17 +188,17 @@ class Saves:
 
     def _skip(self, save: Save, reason: str) -> None:
         save.status = "skipped"
-        self._site.events.emit(SkippedEvent(save.name, save.id.step, save.rank, reason))
+        self._context.events.emit(SkippedEvent(save.name, save.id.step, save.rank, reason))
         resolve(save.staged, None)
         fail(save.committed, SaveSkipped(reason, step=save.id.step, rank=save.rank))
 
     def _failed(self, save: Save, error: Exception) -> None:
         save.status = "failed"
         text = f"{type(error).__name__}: {error}"
-        self._site.events.emit(SaveFailed(save.name, save.id.step, save.rank, text))
+        self._context.events.emit(SaveFailed(save.name, save.id.step, save.rank, text))
         # Before a waiter is told, which takes it off the list again.
         self.keep(error)
-        if isinstance(error, StoreError) and self._site.settings.on_error == "warn":
+        if isinstance(error, StoreError) and self._context.settings.on_error == "warn":
             # Whether a store fails before or after the last copy is chance, and must not decide
             # whether save() raises where the user asked for warnings.
             resolve(save.staged, None)
@@ -211,7 +211,7 @@ class Saves:
 
     def _tell_ended(self, save: Save) -> None:
         ended = SaveEnded(save.name, save.id.step, save.rank, save.status, save.report())
-        self._site.events.emit(ended)
+        self._context.events.emit(ended)
 
     def leave(self, request: SaveRequest) -> None:
         """Give up the save of a caller who may change what is not copied yet from now on."""
@@ -227,7 +227,7 @@ class Saves:
 
     async def give_up(self, save: Save) -> None:
         """End a save, or what follows its commit, since the pipeline closes."""
-        limit = self._site.settings.drain_timeout_seconds
+        limit = self._context.settings.drain_timeout_seconds
         if save.committed.done():
             logger.warning("What follows the commit of %s was given up on leaving", save.name)
         else:
@@ -254,7 +254,7 @@ class Saves:
     async def _log_unseen(self, error: Exception) -> None:
         await anyio.sleep(UNSEEN_SECONDS)
         if error in self.unseen:
-            raised = "raised" if self._site.settings.on_error == "raise" else "warned of"
+            raised = "raised" if self._context.settings.on_error == "raise" else "warned of"
             text = "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
             logger.warning("%s\nThis is %s by the next save, or on leaving", text, raised)
 

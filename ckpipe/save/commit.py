@@ -42,7 +42,7 @@ _OTHERS = "whether all other ranks have committed is for the store to say"
 
 async def run(
     save: SaveRecord,
-    depot: StoreContext,
+    context: StoreContext,
     inbox: MemoryObjectReceiveStream[DataFiles],
     out: MemoryObjectSendStream[CheckpointInfo],
 ) -> None:
@@ -57,15 +57,15 @@ async def run(
         CorruptCheckpoint: If another rank's manifest is damaged; this rank has committed.
         StoreError: If the store failed; nothing was written, unless this rank has committed.
     """
-    id, alone = save.id, depot.world_size == 1
+    id, alone = save.id, context.world_size == 1
     kind: BundleKind = "index" if alone else "manifest"
     key = index_key(id) if alone else manifest_key(id, save.rank)
     where = (save.name, id.step, save.rank)
     async with inbox, out:
         async for files in inbox:
             with save.clock.timing("commit"):
-                bundle, data = await threads.run_sync(_drawn_up, save, depot, kind, files)
-                await _create(save, depot, kind, key, data)
+                bundle, data = await threads.run_sync(_drawn_up, save, context, kind, files)
+                await _create(save, context, kind, key, data)
             info = CheckpointInfo(
                 save.name,
                 id.step,
@@ -75,49 +75,49 @@ async def run(
                 reason="" if alone else _OTHERS,
             )
             if alone:
-                depot.facts.learn(info.id, summary_of(bundle))
-                info = described(replace(info, saved_at=datetime.now(UTC)), depot.facts)
+                context.facts.learn(info.id, summary_of(bundle))
+                info = described(replace(info, saved_at=datetime.now(UTC)), context.facts)
             else:
                 save.unsettled = info
             save.durable_seconds = save.elapsed
             save.settle(info)
             size = len(data) + files.size
-            depot.events.emit(RankCommitted(*where, save.durable_seconds, size))
+            context.events.emit(RankCommitted(*where, save.durable_seconds, size))
             if alone:
-                depot.events.emit(Completed(*where, info, save.durable_seconds))
+                context.events.emit(Completed(*where, info, save.durable_seconds))
             else:
                 with save.clock.timing("complete"):
-                    if not await _completed(save, depot, info):
+                    if not await _completed(save, context, info):
                         continue
             await out.send(info)
 
 
-async def _completed(save: SaveRecord, depot: StoreContext, info: CheckpointInfo) -> bool:
+async def _completed(save: SaveRecord, context: StoreContext, info: CheckpointInfo) -> bool:
     """Complete the checkpoint if this was the last commit; True if it is complete now.
 
     Who waits for it may have seen all commits first, and have written the index.
     """
-    outcome = await publish_up(depot.patient, save.id, save.rank, depot.world_size)
+    outcome = await publish_up(context.patient, save.id, save.rank, context.world_size)
     if outcome.complete or outcome.deleted:
         save.unsettled = None
     if outcome.index is not None:
         known = summary_of(outcome.index)
-        depot.facts.learn(info.id, known)
-        await _tell_copies(save, depot, known.digest)
+        context.facts.learn(info.id, known)
+        await _tell_copies(save, context, known.digest)
     if outcome.complete:
-        whole = described(replace(info, complete=True, reason=""), depot.facts)
-        depot.events.emit(Completed(save.name, save.id.step, save.rank, whole, save.elapsed))
+        whole = described(replace(info, complete=True, reason=""), context.facts)
+        context.events.emit(Completed(save.name, save.id.step, save.rank, whole, save.elapsed))
     return outcome.complete
 
 
-async def _tell_copies(save: SaveRecord, depot: StoreContext, digest: MetricsSidecar) -> None:
+async def _tell_copies(save: SaveRecord, context: StoreContext, digest: MetricsSidecar) -> None:
     """Warn, once in a launch, that ranks write the same bytes."""
     save.clock.copied_bytes = digest.copied_bytes
-    if depot.told_copies or not digest.is_wasteful:
+    if context.told_copies or not digest.is_wasteful:
         return
-    depot.told_copies = True
+    context.told_copies = True
     with contextlib.suppress(CkpipeError):
-        if await agree(depot.patient, save.id.attempt, "tells-copies", save.rank) != save.rank:
+        if await agree(context.patient, save.id.attempt, "tells-copies", save.rank) != save.rank:
             return
     logger.warning(
         "%s of the %s of %s are copies: ranks wrote the same tensors, with equal checksums. %s",
@@ -126,7 +126,7 @@ async def _tell_copies(save: SaveRecord, depot: StoreContext, digest: MetricsSid
 
 
 def _drawn_up(
-    save: SaveRecord, depot: StoreContext, kind: BundleKind, files: DataFiles
+    save: SaveRecord, context: StoreContext, kind: BundleKind, files: DataFiles
 ) -> tuple[ManifestDocument, bytes]:
     """This rank's part of the checkpoint, and the object that holds it."""
     structure, part = save.contents()
@@ -134,11 +134,11 @@ def _drawn_up(
         part,
         files=file_rows(files.files, files.header_sums),
         checksums=tuple(save.checksums),
-        resumed_from=depot.resumed_from,
+        resumed_from=context.resumed_from,
     )
-    report = save.report().to_data() if depot.keep_reports else None
+    report = save.report().to_data() if context.keep_reports else None
     bundle = ManifestDocument(
-        kind, save.id, depot.world_size, (structure,), (files.layout,), (part,),
+        kind, save.id, context.world_size, (structure,), (files.layout,), (part,),
         report=report,
     )  # fmt: skip
     with gc_paused():
@@ -146,16 +146,16 @@ def _drawn_up(
 
 
 async def _create(
-    save: SaveRecord, depot: StoreContext, kind: BundleKind, key: str, data: bytes
+    save: SaveRecord, context: StoreContext, kind: BundleKind, key: str, data: bytes
 ) -> None:
     """Create this rank's object once, and find out what became of it if the answer was lost."""
-    tries = Tries(telling(depot.retry, depot.events, save.id, save.rank))
+    tries = Tries(telling(context.retry, context.events, save.id, save.rank))
     while True:
         before, save.may_count = save.may_count, True
         try:
-            return await tries.once(lambda: depot.backend.put(key, data, PutMode.CREATE))
+            return await tries.once(lambda: context.backend.put(key, data, PutMode.CREATE))
         except StoreError as error:
-            if await _landed(save, depot, kind, key, error):
+            if await _landed(save, context, kind, key, error):
                 return None
             # What the store has refused cannot land later, as what was not answered can.
             save.may_count = before or not isinstance(error, StoreFull | PermissionDenied)
@@ -163,7 +163,7 @@ async def _create(
 
 
 async def _landed(
-    save: SaveRecord, depot: StoreContext, kind: BundleKind, key: str, cause: BaseException
+    save: SaveRecord, context: StoreContext, kind: BundleKind, key: str, cause: BaseException
 ) -> bool:
     """Read the object back: True if it is ours, False if there is none.
 
@@ -172,7 +172,7 @@ async def _landed(
         CommitUnknown: If it cannot be read.
     """
     try:
-        found = await depot.patient.get(key, max_bytes=MAX_STORED_BYTES)
+        found = await context.patient.get(key, max_bytes=MAX_STORED_BYTES)
         bundle = await threads.run_sync(
             lambda: decode_bundle(found, key=key, id=save.id, kind=kind)
         )

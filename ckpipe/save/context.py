@@ -124,7 +124,7 @@ class Uploader(Protocol):
     """Brings saves to the store by another process."""
 
     async def deliver(
-        self, save: Save, depot: StoreContext, blocks: MemoryObjectReceiveStream[FilledBlock]
+        self, save: Save, context: StoreContext, blocks: MemoryObjectReceiveStream[FilledBlock]
     ) -> None:
         """Do so from ``save.ready`` on, and set ``save.handed_over``.
 

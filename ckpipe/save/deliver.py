@@ -27,7 +27,7 @@ REMOVE_SECONDS = 5.0
 
 
 async def deliver(
-    save: SaveRecord, depot: StoreContext, blocks: MemoryObjectReceiveStream[FilledBlock]
+    save: SaveRecord, context: StoreContext, blocks: MemoryObjectReceiveStream[FilledBlock]
 ) -> None:
     """Bring a save that is planned to the store; when it returns, retention is through too.
 
@@ -36,7 +36,7 @@ async def deliver(
 
     Args:
         save: The save.
-        depot: Where it goes.
+        context: Where it goes.
         blocks: All of its blocks, in any order.
 
     Raises:
@@ -49,15 +49,15 @@ async def deliver(
     try:
         async with create_task_group() as tasks:
             tasks.start_soon(serialize.run, save, blocks, summed_out, name=f"serialize {name}")
-            tasks.start_soon(upload.run, save, depot, summed, stored_out, name=f"upload {name}")
-            tasks.start_soon(commit.run, save, depot, stored, complete_out, name=f"commit {name}")
-            tasks.start_soon(retention.run, save, depot, complete, name=f"retention {name}")
+            tasks.start_soon(upload.run, save, context, summed, stored_out, name=f"upload {name}")
+            tasks.start_soon(commit.run, save, context, stored, complete_out, name=f"commit {name}")
+            tasks.start_soon(retention.run, save, context, complete, name=f"retention {name}")
     except BaseException:
         if save.stored and not save.may_count and not save.again:
             # If the store lets it at once; else a sweep does.
             with anyio.move_on_after(REMOVE_SECONDS, shield=True):
                 try:
-                    await depot.backend.delete(save.stored)
+                    await context.backend.delete(save.stored)
                 except Exception as error:  # what made the save fail is told
                     logger.warning("Data files of %s were left behind: %s", name, error)
         raise

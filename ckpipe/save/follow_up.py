@@ -28,11 +28,11 @@ class Follower:
     however many ranks there are and however late they are.
 
     Args:
-        site: Where they were saved.
+        context: Where they were saved.
     """
 
-    def __init__(self, site: SaveContext) -> None:
-        self._site = site
+    def __init__(self, context: SaveContext) -> None:
+        self._context = context
         self._open: deque[tuple[CheckpointInfo, float]] = deque(maxlen=_MOST_WAITING)
         self._incomplete = 0
 
@@ -56,32 +56,32 @@ class Follower:
                 return
 
     async def _settled(self, info: CheckpointInfo, seconds: float) -> bool:
-        site = self._site
-        known = await recheck(site.patient, info)
+        context = self._context
+        known = await recheck(context.patient, info)
         if known.complete:
             self._incomplete = 0
         if known.complete or known.reason == DELETING:
             return True
-        if seconds < site.settings.incomplete_after_seconds:
+        if seconds < context.settings.incomplete_after_seconds:
             return False
         outcome = await complete_from_top(
-            site.patient, info.key, site.world_size, most_holes=_MOST_HOLES
+            context.patient, info.key, context.world_size, most_holes=_MOST_HOLES
         )
-        await write_sidecar_of(site.backend, outcome.index)
+        await write_sidecar_of(context.backend, outcome.index)
         if outcome.complete:
             self._incomplete = 0
-            info = await recheck(site.patient, info)
-            site.events.emit(Completed(info.id, info.step, site.rank, info))
+            info = await recheck(context.patient, info)
+            context.events.emit(Completed(info.id, info.step, context.rank, info))
         elif not outcome.deleted:
-            site.events.emit(
-                IncompleteCheckpoint(info.id, info.step, site.rank, outcome.absent, seconds)
+            context.events.emit(
+                IncompleteCheckpoint(info.id, info.step, context.rank, outcome.absent, seconds)
             )
             self._count(info, outcome.absent)
         return True
 
     def _count(self, info: CheckpointInfo, absent: Sequence[int]) -> None:
         self._incomplete += 1
-        most = self._site.settings.incomplete_in_a_row
+        most = self._context.settings.incomplete_in_a_row
         if most is not None and self._incomplete >= most:
             self._incomplete = 0
             named = ", ".join(map(str, absent)) or "unknown"
@@ -89,18 +89,18 @@ class Follower:
                 f"The last {most} checkpoints were not completed; without a commit in the last "
                 f"one: ranks {named}",
                 step=info.step,
-                rank=self._site.rank,
+                rank=self._context.rank,
                 hint="Look at those ranks; older checkpoints are intact",
             )
 
 
 async def until_complete(
-    site: SaveContext, info: CheckpointInfo, timeout: float | None
+    context: SaveContext, info: CheckpointInfo, timeout: float | None
 ) -> CheckpointInfo:
     """Look again and again, with growing pauses, until a checkpoint is complete.
 
     Args:
-        site: Where it was saved.
+        context: Where it was saved.
         info: The checkpoint, which this rank has committed.
         timeout: Seconds to look; None looks for as long as it takes.
 
@@ -113,16 +113,16 @@ async def until_complete(
     until = None if timeout is None else time.monotonic() + timeout
     pause = _FIRST_PAUSE_SECONDS
     while True:
-        known = await recheck(site.patient, info)
+        known = await recheck(context.patient, info)
         if known.complete:
             return known
-        if site.world_size == 1 or known.reason != NO_INDEX:
+        if context.world_size == 1 or known.reason != NO_INDEX:
             raise CheckpointIncomplete(
                 f"The checkpoint {info.id} is not complete: {known.reason}", step=info.step
             )
-        outcome = await complete_from_top(site.patient, info.key, site.world_size)
+        outcome = await complete_from_top(context.patient, info.key, context.world_size)
         if outcome.complete:
-            await write_sidecar_of(site.backend, outcome.index)
+            await write_sidecar_of(context.backend, outcome.index)
             continue
         left = _LONGEST_PAUSE_SECONDS if until is None else until - time.monotonic()
         if left <= 0:

@@ -30,7 +30,7 @@ WAITS = 3
 """How often a save waits for the lock if its caller's event loop then comes too late to walk."""
 
 
-async def run(save: Save, site: SaveContext, out: MemoryObjectSendStream[CapturedState]) -> None:
+async def run(save: Save, context: SaveContext, out: MemoryObjectSendStream[CapturedState]) -> None:
     """Capture the state, again if the lock had to be given back, until it has been copied.
 
     Raises:
@@ -39,11 +39,11 @@ async def run(save: Save, site: SaveContext, out: MemoryObjectSendStream[Capture
         StateChanged: If the structure changed in every hold.
     """
     async with out:
-        if site.program is not None and save.ration is None:
+        if context.program is not None and save.ration is None:
             # In a steady run the memory is there before trainers are held off. It is what the last
             # state needed; this one, of which nothing is known, may need less.
             try:
-                await reserve(save, site, len(site.program.blocks))
+                await reserve(save, context, len(context.program.blocks))
             except PipelineBusy:
                 raise
             except (SaveError, UsageError) as error:
@@ -54,13 +54,13 @@ async def run(save: Save, site: SaveContext, out: MemoryObjectSendStream[Capture
                 # The event loop of a coroutine may be busy, or wait for a trainer: its walk itself
                 # takes the lock.
                 if caller is None or caller.blocks:
-                    timeout = site.settings.lock.timeout_seconds
-                    token = await site.lock.acquire_capture_async(
+                    timeout = context.settings.lock.timeout_seconds
+                    token = await context.lock.acquire_capture_async(
                         timeout, thread=thread, awaited=caller is not None
                     )
-                hold = LockHold(site.lock, thread, token)
+                hold = LockHold(context.lock, thread, token)
             try:
-                await out.send(await _captured(save, site, hold))
+                await out.send(await _captured(save, context, hold))
                 await hold.ended.wait()
             finally:
                 hold.end()
@@ -72,14 +72,14 @@ async def run(save: Save, site: SaveContext, out: MemoryObjectSendStream[Capture
     )
 
 
-async def _captured(save: Save, site: SaveContext, hold: LockHold) -> CapturedState:
+async def _captured(save: Save, context: SaveContext, hold: LockHold) -> CapturedState:
     """Have the thread that called take the state apart, once it comes to that under the lock."""
     save.status = "capturing"
-    caller, limits = save.request.caller, site.settings.lock
+    caller, limits = save.request.caller, context.settings.lock
     with hold.in_use():
         for waits_left in reversed(range(WAITS + 1)):
             with save.clock.timing("walk"):
-                state = await on_caller(caller, _walk, save, site, hold)
+                state = await on_caller(caller, _walk, save, context, hold)
             if state is not None:
                 return state
             if caller is not None and waits_left:
@@ -93,33 +93,33 @@ async def _captured(save: Save, site: SaveContext, hold: LockHold) -> CapturedSt
     )
 
 
-def _walk(save: Save, site: SaveContext, hold: LockHold) -> CapturedState | None:
+def _walk(save: Save, context: SaveContext, hold: LockHold) -> CapturedState | None:
     """Take the state apart; None if the lock has to be waited for first."""
     if not hold.begin():
         return None
     state, select = save.request.state, save.request.select
     with hold.here(), torch.no_grad(), gc_paused():
         opened = OpenedState(state)
-        cache = site.capture_cache
+        cache = context.capture_cache
         captured = None if cache is None else cache.capture(opened, select)
         if captured is None:
-            flattened = flatten(opened, select, pickling=site.settings.pickle == "allow")
-            _check_selection(save, site, flattened)
-            site.capture_cache = capture_cache_of(flattened)
+            flattened = flatten(opened, select, pickling=context.settings.pickle == "allow")
+            _check_selection(save, context, flattened)
+            context.capture_cache = capture_cache_of(flattened)
             captured = flattened.captured
     if not save.request.owners:
         captured.objects = []  # only a copy beside training is planned by them
     return CapturedState(hold, captured, events_behind(captured.derived(devices_of)))
 
 
-def _check_selection(save: Save, site: SaveContext, flattened: Flattened) -> None:
+def _check_selection(save: Save, context: SaveContext, flattened: Flattened) -> None:
     """Tell of globs of ``include`` that name nothing; of many ranks one may well have nothing.
 
     Raises:
         UsageError: If nothing would be saved because of ``include`` or ``exclude``.
     """
     captured, select, step = flattened.captured, save.request.select, save.id.step
-    if site.world_size > 1 or select.selects_all:
+    if context.world_size > 1 or select.selects_all:
         return
     absent = unmatched(select, [captured.tree])
     said = f"include names what is not in the state: {', '.join(absent)}"

@@ -25,12 +25,14 @@ AVAILABLE_SHARE = 0.4
 """The largest share of the available host memory that staging takes by itself."""
 
 
-async def reserve(save: Save, site: SaveContext, blocks: int, hold: LockHold | None = None) -> None:
+async def reserve(
+    save: Save, context: SaveContext, blocks: int, hold: LockHold | None = None
+) -> None:
     """Give a save its ration of staging memory, for a file image of so many blocks.
 
     Args:
         save: The save.
-        site: Where it gets its memory.
+        context: Where it gets its memory.
         blocks: How many blocks.
         hold: Held now; it is released before the save waits for others.
 
@@ -44,43 +46,43 @@ async def reserve(save: Save, site: SaveContext, blocks: int, hold: LockHold | N
     if save.ration is not None:
         save.ration.close()
         save.ration = None
-    size, budget = site.arena.block_bytes, site.budget
-    wanted = size * (blocks + sum(each.blocks for each in site.lent.values()))
-    if site.settings.staging.bytes is None and wanted > budget.capacity:
+    size, budget = context.arena.block_bytes, context.budget
+    wanted = size * (blocks + sum(each.blocks for each in context.lent.values()))
+    if context.settings.staging.bytes is None and wanted > budget.capacity:
         # Without a bound of the user's the budget grows to what is wanted, up to a point.
         available = await threads.run_sync(available_bytes)
         most = int(AVAILABLE_SHARE * (available + budget.capacity))
         budget.raise_capacity(min(wanted, most) // size * size)
     # A state without tensors takes none: it would have none to give back before its end.
     reserved = min(blocks, max(1, budget.capacity // size))
-    await _acquire(save, site, reserved * size, hold)
+    await _acquire(save, context, reserved * size, hold)
     try:
-        save.ration = Ration(budget, site.arena, reserved=reserved, needed=blocks)
+        save.ration = Ration(budget, context.arena, reserved=reserved, needed=blocks)
     except MemoryError as error:
         budget.release(reserved * size)
         too_large = getattr(error.__cause__, "errno", None) == errno.EFBIG
         raise SaveError(
             f"The system has no memory for {size_text(reserved * size)} of staging",
             step=save.id.step,
-            rank=site.rank,
+            rank=context.rank,
             hint="A limit on file sizes (ulimit -f) counts for memory that is shared with a "
             "worker process too: raise it, or set worker='thread'"
             if too_large
             else "Lower staging_bytes; larger states stream through it",
         ) from error
-    site.recent_blocks = [*site.recent_blocks[-7:], reserved]
+    context.recent_blocks = [*context.recent_blocks[-7:], reserved]
     if save.request.owners:
-        await _draw_all(save, site, save.ration)
+        await _draw_all(save, context, save.ration)
 
 
-async def _draw_all(save: Save, site: SaveContext, ration: Ration) -> None:
+async def _draw_all(save: Save, context: SaveContext, ration: Ration) -> None:
     """Draw all blocks ahead of a copy beside training, so that no step waits for memory."""
     if not ration.is_whole:
         raise UsageError(
-            f"The state needs more than the {size_text(site.budget.capacity)} of staging "
+            f"The state needs more than the {size_text(context.budget.capacity)} of staging "
             'memory, so it cannot be saved with until="captured"',
             step=save.id.step,
-            rank=site.rank,
+            rank=context.rank,
             hint='Raise staging_bytes, or save with until="staged"',
         )
     save.blocks = ration.take_all()
@@ -91,25 +93,25 @@ async def _draw_all(save: Save, site: SaveContext, ration: Ration) -> None:
                 tasks.start_soon(partial(threads.run_sync, block.touch, limiter=limiter))
 
 
-async def _acquire(save: Save, site: SaveContext, amount: int, hold: LockHold | None) -> None:
-    on_busy = "wait" if save.request.urgent else site.settings.on_busy
+async def _acquire(save: Save, context: SaveContext, amount: int, hold: LockHold | None) -> None:
+    on_busy = "wait" if save.request.urgent else context.settings.on_busy
     busy = False
     try:
-        site.budget.acquire_nowait(amount)
+        context.budget.acquire_nowait(amount)
     except anyio.WouldBlock:
         busy = True
     try:
-        if hold is not None and (busy or (on_busy == "skip" and site.world_size > 1)):
+        if hold is not None and (busy or (on_busy == "skip" and context.world_size > 1)):
             hold.release()
         skipped = busy
-        if on_busy == "skip" and site.world_size > 1:  # the first rank decides for all
+        if on_busy == "skip" and context.world_size > 1:  # the first rank decides for all
             question = f"skip-{save.id.step}-{save.id.count}"
-            skipped = bool(await agree(site.patient, site.attempt, question, busy))
+            skipped = bool(await agree(context.patient, context.attempt, question, busy))
         if on_busy == "skip" and skipped:
             raise SkipSave("Earlier saves hold the staging memory")
     except BaseException:
         if not busy:
-            site.budget.release(amount)
+            context.budget.release(amount)
         raise
     if not busy:
         return
@@ -117,29 +119,29 @@ async def _acquire(save: Save, site: SaveContext, amount: int, hold: LockHold | 
         raise PipelineBusy(
             "Earlier saves hold the staging memory",
             step=save.id.step,
-            rank=site.rank,
+            rank=context.rank,
             hint='Save less often, raise staging_bytes, or set on_busy to "wait" or "skip"',
         )
-    _refuse_deadlock(save, site, amount)
+    _refuse_deadlock(save, context, amount)
     with save.clock.timing("wait"):
-        await site.budget.acquire(amount)
+        await context.budget.acquire(amount)
 
 
-def _refuse_deadlock(save: Save, site: SaveContext, amount: int) -> None:
+def _refuse_deadlock(save: Save, context: SaveContext, amount: int) -> None:
     if save.interrupts_another:
         raise UsageError(
             "This save began inside another of its thread, whose memory it would wait for",
             step=save.id.step,
-            rank=site.rank,
+            rank=context.rank,
             hint="Save when that has returned; a signal handler had better note that it was "
             "called, as preemption=True does",
         )
-    own = sum(each.blocks for each in site.lent.values() if each.thread == save.request.thread)
-    if own and own * site.arena.block_bytes + amount > site.budget.capacity:
+    own = sum(each.blocks for each in context.lent.values() if each.thread == save.request.thread)
+    if own and own * context.arena.block_bytes + amount > context.budget.capacity:
         raise UsageError(
             "This thread has been lent the staging memory that its save would wait for",
             step=save.id.step,
-            rank=site.rank,
+            rank=context.rank,
             hint="Leave staged_state() before saving, or raise staging_bytes",
         )
 
@@ -155,13 +157,13 @@ def available_bytes() -> int:
 
 
 async def lend_blocks(
-    save: Save, site: SaveContext, thread: int | None = None
+    save: Save, context: SaveContext, thread: int | None = None
 ) -> list[StagedBlock]:
     """Keep the memory that a save was copied to, until :func:`take_back`.
 
     Args:
         save: The save.
-        site: Where it got its memory.
+        context: Where it got its memory.
         thread: The thread that looks at it, if no other will give it back.
 
     Raises:
@@ -188,18 +190,18 @@ async def lend_blocks(
         raise UsageError(
             f"The staged state cannot be looked at: {why}",
             step=save.id.step,
-            rank=site.rank,
+            rank=context.rank,
             hint="Look after the save is staged and before the next save or load begins",
         )
     save.views += 1
-    site.lent[save] = Lending(thread, len(held))
+    context.lent[save] = Lending(thread, len(held))
     return held
 
 
-async def take_back(save: Save, site: SaveContext, held: list[StagedBlock]) -> None:
+async def take_back(save: Save, context: SaveContext, held: list[StagedBlock]) -> None:
     """End what :func:`lend_blocks` began."""
     save.views -= 1
     for each in held:
         each.release()
     if not save.views:
-        site.lent.pop(save, None)
+        context.lent.pop(save, None)

@@ -25,7 +25,7 @@ from ckpipe.user_code import user_code
 
 async def run(
     save: Save,
-    site: SaveContext,
+    context: SaveContext,
     inbox: MemoryObjectReceiveStream[CapturedState],
     out: MemoryObjectSendStream[PlannedState],
 ) -> None:
@@ -42,36 +42,38 @@ async def run(
         UsageError: If the state is to be copied beside training and the budget is too small.
     """
     # A planner that may wait for other ranks, or runs code of the user, never holds the lock.
-    joint = isinstance(site.planner, JointPlanner)
-    may_wait = joint or type(site.planner) not in OWN_PLANNERS
-    own: CopyProgram | None = None  # saves of other structures may replace the site's
+    joint = isinstance(context.planner, JointPlanner)
+    may_wait = joint or type(context.planner) not in OWN_PLANNERS
+    own: CopyProgram | None = None  # saves of other structures may replace the context's
     async with inbox, out:
         async for state in inbox:
             with save.clock.timing("plan"):
                 wanted = fingerprint(state.captured)
                 # Ranks that plan together are asked again in every save.
-                known = [own] if joint else [own, site.program]
+                known = [own] if joint else [own, context.program]
                 program = next((p for p in known if p and p.plan.fingerprint == wanted), None)
                 if program is None:
                     if may_wait:
                         state.hold.release()
-                    program = await threads.run_sync(_make_program, site, state.captured, save.id)
-                    save.replanned |= program is not site.program
-                    own = site.program = program
+                    program = await threads.run_sync(
+                        _make_program, context, state.captured, save.id
+                    )
+                    save.replanned |= program is not context.program
+                    own = context.program = program
             needed, ration = len(program.blocks), save.ration
             if save.request.owners:
                 has_memory = len(save.blocks) == needed
             else:
                 has_memory = ration is not None and ration.needed == needed
             if not has_memory:
-                await reserve(save, site, needed, state.hold)
+                await reserve(save, context, needed, state.hold)
             if state.hold.released:
                 state.hold.end()
             else:
                 await out.send(PlannedState(state.hold, state.captured, state.after, program))
 
 
-def _make_program(site: SaveContext, captured: Captured, save: CheckpointId) -> CopyProgram:
+def _make_program(context: SaveContext, captured: Captured, save: CheckpointId) -> CopyProgram:
     """Plans a captured state; blocking.
 
     Raises:
@@ -80,12 +82,12 @@ def _make_program(site: SaveContext, captured: Captured, save: CheckpointId) -> 
             raised what would end the program.
         SaveError: If ranks that plan together do not come to a plan.
     """
-    planner, known = site.planner, site.program
+    planner, known = context.planner, context.program
     own, name = type(planner) in OWN_PLANNERS, type(planner).__name__
     with gc_paused():
         try:
             with contextlib.nullcontext() if own else user_code(f"The planner {name}", ""):
-                plan = _plan(site, captured, save)
+                plan = _plan(context, captured, save)
         except UsageError:
             # A planner that waits may have been told that its save is cancelled.
             with contextlib.suppress(RuntimeError):
@@ -94,16 +96,16 @@ def _make_program(site: SaveContext, captured: Captured, save: CheckpointId) -> 
         if known is not None and known.plan is plan:
             return known
         if not own:
-            check_plan(plan, captured, planner, rank=site.rank, world_size=site.world_size)
-        blocks = plan_blocks(plan, captured.tensors, site.arena.block_bytes)
+            check_plan(plan, captured, planner, rank=context.rank, world_size=context.world_size)
+        blocks = plan_blocks(plan, captured.tensors, context.arena.block_bytes)
         files = DataFiles(plan.files, plan.layout, blocks)
         return CopyProgram(plan, blocks, files, name)
 
 
-def _plan(site: SaveContext, captured: Captured, save: CheckpointId) -> RankPlan:
-    planner, rank, world_size = site.planner, site.rank, site.world_size
+def _plan(context: SaveContext, captured: Captured, save: CheckpointId) -> RankPlan:
+    planner, rank, world_size = context.planner, context.rank, context.world_size
     if not isinstance(planner, JointPlanner):
         return planner.plan(captured, rank=rank, world_size=world_size)
-    root = sha256((site.settings.url or "").encode()).hexdigest()[:16]
+    root = sha256((context.settings.url or "").encode()).hexdigest()[:16]
     name = f"{root}/{save.attempt}/{save.step}-{save.count}"
     return planner.plan_save(captured, save=name, rank=rank, world_size=world_size)

@@ -31,7 +31,7 @@ logger = logging.getLogger("ckpipe")
 
 
 async def run(
-    save: SaveRecord, depot: StoreContext, inbox: MemoryObjectReceiveStream[CheckpointInfo]
+    save: SaveRecord, context: StoreContext, inbox: MemoryObjectReceiveStream[CheckpointInfo]
 ) -> None:
     """After each checkpoint that this rank's commit completed, writes its digest, and prunes.
 
@@ -46,28 +46,28 @@ async def run(
     async with inbox:
         async for info in inbox:
             # Here it delays neither the commit nor what waits for it.
-            if info.id in depot.facts:
-                await write_sidecar(depot.backend, info.key, depot.facts.digest(info.id))
-            if depot.rule is None:
+            if info.id in context.facts:
+                await write_sidecar(context.backend, info.key, context.facts.digest(info.id))
+            if context.rule is None:
                 continue
-            depot.unpruned += 1
-            if depot.prune_pending:
+            context.unpruned += 1
+            if context.prune_pending:
                 continue
-            depot.prune_pending = True
+            context.prune_pending = True
             async with contextlib.AsyncExitStack() as held:
                 try:
-                    await held.enter_async_context(depot.pruning)
-                    await anyio.sleep(depot.prune_delay)
+                    await held.enter_async_context(context.pruning)
+                    await anyio.sleep(context.prune_delay)
                 finally:
-                    depot.prune_pending = False
+                    context.prune_pending = False
                 with save.clock.timing("retention"):
-                    decision = await prune(depot, launch_id(save.id.attempt), after=save.id)
+                    decision = await prune(context, launch_id(save.id.attempt), after=save.id)
             for name in decision.remove:
                 reason = decision.reasons[name]
-                depot.events.emit(Pruned(save.name, save.id.step, save.rank, name, reason))
+                context.events.emit(Pruned(save.name, save.id.step, save.rank, name, reason))
 
 
-async def decide(depot: StoreContext, launch: str) -> Decision:
+async def decide(context: StoreContext, launch: str) -> Decision:
     """Decide what :func:`prune` would do, and why.
 
     Args:
@@ -76,12 +76,12 @@ async def decide(depot: StoreContext, launch: str) -> Decision:
     Raises:
         StoreError: If the store failed.
     """
-    now = await time_now(depot.patient)
-    protected = await _protected_by_all(depot, now, launch)
-    return await decide_on(depot.patient, depot.rule, protected, depot.facts, now=now)
+    now = await time_now(context.patient)
+    protected = await _protected_by_all(context, now, launch)
+    return await decide_on(context.patient, context.rule, protected, context.facts, now=now)
 
 
-async def prune(depot: StoreContext, launch: str, after: CheckpointId | None = None) -> Decision:
+async def prune(context: StoreContext, launch: str, after: CheckpointId | None = None) -> Decision:
     """Delete the checkpoints that the rules do not keep, and say why each stays or went.
 
     Args:
@@ -92,45 +92,45 @@ async def prune(depot: StoreContext, launch: str, after: CheckpointId | None = N
     Raises:
         StoreError: If the store failed; pruning again goes on where it stopped.
     """
-    waiting = depot.unpruned
-    now = await _time(depot, after)
-    protected = await _protected_by_all(depot, now, launch)
+    waiting = context.unpruned
+    now = await _time(context, after)
+    protected = await _protected_by_all(context, now, launch)
     decision = await prune_store(
-        depot.patient, depot.rule, protected, depot.facts, depot.deleted,
-        sweep_after=depot.sweep_after, now=now, retired=depot.retired,
+        context.patient, context.rule, protected, context.facts, context.deleted,
+        sweep_after=context.sweep_after, now=now, retired=context.retired,
     )  # fmt: skip
-    depot.kept, depot.unpruned = len(decision.keep), max(0, depot.unpruned - waiting)
-    _tell_missing(depot, decision)
-    _tell_links(depot, decision)
+    context.kept, context.unpruned = len(decision.keep), max(0, context.unpruned - waiting)
+    _tell_missing(context, decision)
+    _tell_links(context, decision)
     return decision
 
 
-def _tell_links(depot: StoreContext, decision: Decision) -> None:
+def _tell_links(context: StoreContext, decision: Decision) -> None:
     """Warn once of each checkpoint that should go and cannot be deleted through a link."""
     for name in decision.keep:
         reason = decision.reasons[name]
-        if reason.startswith(BEHIND_LINK) and name not in depot.told_links:
-            depot.told_links.add(name)
+        if reason.startswith(BEHIND_LINK) and name not in context.told_links:
+            context.told_links.add(name)
             logger.warning("Retention leaves %s: %s", name, reason)
 
 
-def _tell_missing(depot: StoreContext, decision: Decision) -> None:
+def _tell_missing(context: StoreContext, decision: Decision) -> None:
     """Warn once of a metric that no checkpoint has, from the second checkpoint on."""
     if len(decision.keep) > 1:
-        for metric in set(decision.missing_metrics) - depot.told_missing:
-            depot.told_missing.add(metric)
-            logger.warning("%s", missing_text(metric, depot.facts))
+        for metric in set(decision.missing_metrics) - context.told_missing:
+            context.told_missing.add(metric)
+            logger.warning("%s", missing_text(metric, context.facts))
 
 
-async def _time(depot: StoreContext, after: CheckpointId | None) -> datetime:
+async def _time(context: StoreContext, after: CheckpointId | None) -> datetime:
     """The time by the store's own clock, if anything early, which keeps more and not less."""
     if after is not None:
         with contextlib.suppress(ObjectNotFound):  # somebody has deleted it already
-            return (await depot.patient.stat(index_key(after))).modified
-    return await store_time(depot.patient)
+            return (await context.patient.stat(index_key(after))).modified
+    return await store_time(context.patient)
 
 
-async def _protected_by_all(depot: StoreContext, now: datetime, launch: str) -> dict[str, str]:
+async def _protected_by_all(context: StoreContext, now: datetime, launch: str) -> dict[str, str]:
     """Ids that retention must not remove, also since others load them, and running launches."""
-    leases = protected_subjects(live_subjects(await read_leases(depot.patient), now))
-    return dict.fromkeys([*leases, launch], "somebody holds a lease on it") | depot.protected()
+    leases = protected_subjects(live_subjects(await read_leases(context.patient), now))
+    return dict.fromkeys([*leases, launch], "somebody holds a lease on it") | context.protected()

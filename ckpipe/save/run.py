@@ -27,7 +27,7 @@ from ckpipe.save.record import FilledBlock
 from ckpipe.save.save import CapturedState, PlannedState, Save
 
 
-async def run_save(save: Save, site: SaveContext) -> None:
+async def run_save(save: Save, context: SaveContext) -> None:
     """Run the seven stages of a save.
 
     The save's futures are resolved by the stages; when this returns, retention is through too.
@@ -42,23 +42,23 @@ async def run_save(save: Save, site: SaveContext) -> None:
     blocks_out, blocks = create_memory_object_stream[FilledBlock](math.inf)
     try:
         async with create_task_group() as tasks:
-            tasks.start_soon(lock.run, save, site, captured_out, name=f"lock {name}")
-            tasks.start_soon(plan.run, save, site, captured, planned_out, name=f"plan {name}")
-            tasks.start_soon(stage.run, save, site, planned, blocks_out, name=f"stage {name}")
-            if site.uploader is None:
-                await deliver_here(save, site, blocks)
+            tasks.start_soon(lock.run, save, context, captured_out, name=f"lock {name}")
+            tasks.start_soon(plan.run, save, context, captured, planned_out, name=f"plan {name}")
+            tasks.start_soon(stage.run, save, context, planned, blocks_out, name=f"stage {name}")
+            if context.uploader is None:
+                await deliver_here(save, context, blocks)
             else:
-                await site.uploader.deliver(save, site, blocks)
+                await context.uploader.deliver(save, context, blocks)
     finally:
         save.close_ration()
 
 
 async def deliver_here(
-    save: Save, depot: StoreContext, blocks: MemoryObjectReceiveStream[FilledBlock]
+    save: Save, context: StoreContext, blocks: MemoryObjectReceiveStream[FilledBlock]
 ) -> None:
     """Bring a save to the store in this process, once it is known what to store."""
     save.handed_over.set()
     async with blocks:
         await save.ready.wait()
-        with short_switch_interval(depot.switch_interval):
-            await deliver(save, depot, blocks)
+        with short_switch_interval(context.switch_interval):
+            await deliver(save, context, blocks)

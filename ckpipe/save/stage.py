@@ -45,7 +45,7 @@ MAX_COPIERS = 4
 
 async def run(
     save: Save,
-    site: SaveContext,
+    context: SaveContext,
     inbox: MemoryObjectReceiveStream[PlannedState],
     out: MemoryObjectSendStream[FilledBlock],
 ) -> None:
@@ -69,12 +69,12 @@ async def run(
         async for state in inbox:
             save.captured, save.program = state.captured, state.program
             save.files, size = state.program.files, state.program.plan.size
-            if site.settings.staging.overlap:
+            if context.settings.staging.overlap:
                 save.ready.set()
             owners = save.request.owners
             try:
                 with save.clock.timing("stage", size), state.hold.in_use():
-                    split = await _split(save, site, state) if owners else None
+                    split = await _split(save, context, state) if owners else None
                     # Copies beside training take no processor that the trainer did not give to
                     # torch; for all others it waits, so that its own are free.
                     cores = available_cpus() if split is None else torch.get_num_threads()
@@ -85,7 +85,7 @@ async def run(
                     if split is None:
                         await _copy_at_once(save, state, copiers)
                     else:
-                        await _copy_beside_training(save, site, state, split, copiers)
+                        await _copy_beside_training(save, context, state, split, copiers)
             finally:
                 state.hold.end(copied=True)
             if owners and split is None:
@@ -95,11 +95,13 @@ async def run(
             out.close()
             await save.handed_over.wait()
             save.staged_seconds = save.elapsed
-            save.status = "uploading" if site.settings.staging.overlap else "staged"
+            save.status = "uploading" if context.settings.staging.overlap else "staged"
             state.captured.forget_memory()
             save.forget_state()
             resolve(save.staged, None)
-            site.events.emit(Staged(save.name, save.id.step, save.rank, save.staged_seconds, size))
+            context.events.emit(
+                Staged(save.name, save.id.step, save.rank, save.staged_seconds, size)
+            )
 
 
 def _captured(save: Save) -> None:
@@ -107,11 +109,11 @@ def _captured(save: Save) -> None:
     resolve(save.safe, None)
 
 
-async def _split(save: Save, site: SaveContext, state: PlannedState) -> EarlyLateSplit | None:
+async def _split(save: Save, context: SaveContext, state: PlannedState) -> EarlyLateSplit | None:
     """The parts to copy at once and beside training; None if all is copied at once."""
-    split, owners = site.division, save.request.owners
+    split, owners = context.division, save.request.owners
     if split is None or not split.serves(state.captured, state.program, owners):
-        split = site.division = await run_sync(divide, state.captured, state.program, owners)
+        split = context.division = await run_sync(divide, state.captured, state.program, owners)
     state.captured.objects = []
     return split if split.owned else None
 
@@ -138,7 +140,7 @@ async def _copy_at_once(save: Save, state: PlannedState, copiers: BlockCopiers) 
 
 async def _copy_beside_training(
     save: Save,
-    site: SaveContext,
+    context: SaveContext,
     state: PlannedState,
     split: EarlyLateSplit,
     copiers: BlockCopiers,
@@ -155,7 +157,7 @@ async def _copy_beside_training(
             late.append(Piece(filled, later, sample=sample))
     await copiers.finish()
     watch = MutationDetector(state.captured, split.owned, split.samples)
-    copiers.defer(watch, site.settings.lock.max_step_wait_seconds)
+    copiers.defer(watch, context.settings.lock.max_step_wait_seconds)
     _captured(save)
     copiers.add(late)
     await copiers.finish()

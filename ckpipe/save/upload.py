@@ -35,7 +35,7 @@ ABORT_SECONDS = 15.0
 
 async def run(
     save: SaveRecord,
-    depot: StoreContext,
+    context: StoreContext,
     inbox: MemoryObjectReceiveStream[FilledBlock],
     out: MemoryObjectSendStream[DataFiles],
 ) -> None:
@@ -47,14 +47,14 @@ async def run(
         StoreError: If the store failed and retries did not help.
     """
     assert save.files is not None
-    uploads = _Uploads(save, depot, save.files)
+    uploads = _Uploads(save, context, save.files)
     async with inbox, out:
         try:
-            await depot.let_retention_catch_up()
+            await context.let_retention_catch_up()
             async with anyio.create_task_group() as lanes:
                 # The first file is opened while its first block is copied.
                 lanes.start_soon(uploads.open_first, name="opening of the first file")
-                for lane in range(depot.lanes):
+                for lane in range(context.lanes):
                     lanes.start_soon(uploads.lane, lane, inbox.clone(), name=f"upload lane {lane}")
             await uploads.complete()
             await out.send(save.files)
@@ -67,14 +67,14 @@ async def run(
 class _Uploads:
     """The data files of one save on their way."""
 
-    def __init__(self, save: SaveRecord, depot: StoreContext, files: DataFiles) -> None:
-        self._save, self._depot, self._files = save, depot, files
+    def __init__(self, save: SaveRecord, context: StoreContext, files: DataFiles) -> None:
+        self._save, self._context, self._files = save, context, files
         self._uploads: dict[int, Upload] = {}
         self._opening = anyio.Lock()
         self._written: Counter[int] = Counter()
         self._bytes = 0
-        self._policy = telling(depot.retry, depot.events, save.id, save.rank)
-        self._writing = replace(self._policy, limiter=depot.limiter)
+        self._policy = telling(context.retry, context.events, save.id, save.rank)
+        self._writing = replace(self._policy, limiter=context.limiter)
 
     async def open_first(self) -> None:
         if self._files.blocks:
@@ -85,7 +85,7 @@ class _Uploads:
             async for first in inbox:
                 upload = await self._upload(first.plan.file)
                 most = 1 if upload.takes_checksums else upload.most_blocks
-                share = 1 + inbox.statistics().current_buffer_used // self._depot.lanes
+                share = 1 + inbox.statistics().current_buffer_used // self._context.lanes
                 found = [first]
                 with contextlib.suppress(anyio.WouldBlock, anyio.EndOfStream):
                     while len(found) < min(share, most):
@@ -116,7 +116,7 @@ class _Uploads:
             nbytes = filled.plan.nbytes
             self._written[filled.plan.file] += 1
             self._bytes += nbytes
-            self._depot.events.emit(
+            self._context.events.emit(
                 BlockUploaded(
                     save.name, save.id.step, save.rank, nbytes, self._bytes, self._files.size
                 )
@@ -129,16 +129,16 @@ class _Uploads:
             if number not in self._uploads:
                 file = self._files.files[number]
                 key = data_file_key(self._save.id, file.name)
-                block_bytes = self._depot.block_bytes
+                block_bytes = self._context.block_bytes
                 open_upload = partial(
-                    self._depot.backend.open_upload, key, size=file.size, block_bytes=block_bytes
+                    self._context.backend.open_upload, key, size=file.size, block_bytes=block_bytes
                 )
                 with self._save.clock.timing("upload"):
                     try:
                         upload = await retrying(self._policy, open_upload)
                     except StoreFull:
                         # There may be room once the prune is through that was put off.
-                        if not await self._depot.pruned():
+                        if not await self._context.pruned():
                             raise
                         upload = await retrying(self._policy, open_upload)
                 self._uploads[number] = upload
@@ -187,7 +187,7 @@ class _Uploads:
                 await retrying(self._policy, upload.abort)
                 landed = None
             if landed is None and size is not None:
-                landed = (await self._depot.patient.stat(key)).size == size
+                landed = (await self._context.patient.stat(key)).size == size
         except StoreError:
             return False
         return bool(landed)

@@ -121,7 +121,7 @@ class RemoteSave(SaveRecord):
             )
         )
 
-    async def run(self, depot: StoreContext) -> None:
+    async def run(self, context: StoreContext) -> None:
         """Run the stages, and say how they ended.
 
         If it is cancelled because the worker as a whole fails, it says nothing: the end of the
@@ -130,7 +130,7 @@ class RemoteSave(SaveRecord):
         error: Exception | None = SaveCancelled("The save was given up")
         try:
             with self._scope:
-                await deliver(self, depot, self._blocks)
+                await deliver(self, context, self._blocks)
                 error = None
         except Exception as group:
             error = first_error(group)
@@ -170,7 +170,7 @@ class Service:
         events = EventBus()
         events.add(self._tell)
         async with backend:
-            self._depot = StoreContext(
+            self._context = StoreContext(
                 backend=backend,
                 patient=RetryingBackend(backend, init.retry),
                 events=events,
@@ -233,7 +233,7 @@ class Service:
                 self._end = message
 
     def _begin(self, begin: protocol.Begin, tasks: TaskGroup) -> None:
-        self._depot.resumed_from = begin.resumed_from
+        self._context.resumed_from = begin.resumed_from
         self._files = begin.files or self._files
         assert self._files is not None
         save = RemoteSave(begin, self._files, self._init.rank, self._channel)
@@ -242,7 +242,7 @@ class Service:
 
     async def _run(self, number: int, save: RemoteSave) -> None:
         try:
-            await save.run(self._depot)
+            await save.run(self._context)
         finally:
             del self._saves[number]
 
@@ -295,7 +295,7 @@ class Service:
 
     async def _hold(self, save: RemoteSave, subject: str) -> None:
         """Hold a lease until a save is committed: others wait for it, and no sweep removes it."""
-        async with under_lease(self._depot.patient, subject):
+        async with under_lease(self._context.patient, subject):
             await save.settled.wait()
 
 

@@ -161,12 +161,12 @@ class SaveInTransit:
         self._blocks = [taken.get(filled, filled) for filled in self._blocks]
         return True
 
-    async def by_thread(self, depot: StoreContext) -> None:
+    async def by_thread(self, context: StoreContext) -> None:
         """Deliver the save in this process, as if it had no worker."""
         blocks_out, blocks = create_memory_object_stream[FilledBlock](math.inf)
         async with anyio.create_task_group() as tasks:
             self._pass_on_to(blocks_out.send_nowait)
-            tasks.start_soon(deliver_here, self.save, depot, blocks)
+            tasks.start_soon(deliver_here, self.save, context, blocks)
             await self._all_here.wait()
             blocks_out.close()
 
@@ -177,14 +177,18 @@ class WorkerConnection:
     Args:
         process: The process, just started.
         init: What it is told first.
-        depot: Where its events go.
+        context: Where its events go.
         hang_seconds: How long it hangs until it is killed.
     """
 
     def __init__(
-        self, process: WorkerProcess, init: protocol.Init, depot: StoreContext, hang_seconds: float
+        self,
+        process: WorkerProcess,
+        init: protocol.Init,
+        context: StoreContext,
+        hang_seconds: float,
     ) -> None:
-        self.process, self._depot = process, depot
+        self.process, self._context = process, context
         self._hang_seconds = hang_seconds
         self._channel = Channel(process.socket)
         self._saves: dict[int, SaveInTransit] = {}
@@ -216,7 +220,7 @@ class WorkerConnection:
         self._channel.post(
             protocol.Begin(
                 self._begun, save.id, save.began, save.token, save.again, files,
-                self._depot.resumed_from, waits,
+                self._context.resumed_from, waits,
             )
         )  # fmt: skip
 
@@ -313,7 +317,7 @@ class WorkerConnection:
                     transit.released.append((filled, filled.block.uses))
                     filled.release()
             case Event():
-                self._depot.events.emit(message)
+                self._context.events.emit(message)
             case protocol.Committed():
                 save = self._saves[message.save].save
                 save.durable_seconds = message.seconds
@@ -437,11 +441,11 @@ class WorkerUploader:
     Args:
         settings: How they are started and ended.
         init: What each is told first.
-        depot: Where events go.
+        context: Where events go.
     """
 
-    def __init__(self, settings: Worker, init: protocol.Init, depot: StoreContext) -> None:
-        self._settings, self._init, self._depot = settings, init, depot
+    def __init__(self, settings: Worker, init: protocol.Init, context: StoreContext) -> None:
+        self._settings, self._init, self._context = settings, init, context
         self._tasks: TaskGroup | None = None
         self._link: WorkerConnection | None = None
         self._starting = anyio.Lock()
@@ -487,7 +491,7 @@ class WorkerUploader:
                     hint="Set worker='thread' to do without one",
                 ) from error
             hang_seconds = self._settings.hang_seconds
-            self._link = WorkerConnection(process, self._init, self._depot, hang_seconds)
+            self._link = WorkerConnection(process, self._init, self._context, hang_seconds)
             self._tasks.start_soon(self._link.run, name=f"worker {process.id}")
             return self._link
 
@@ -497,7 +501,7 @@ class WorkerUploader:
             self._link.drop(segment)
 
     async def deliver(
-        self, save: Save, depot: StoreContext, blocks: MemoryObjectReceiveStream[FilledBlock]
+        self, save: Save, context: StoreContext, blocks: MemoryObjectReceiveStream[FilledBlock]
     ) -> None:
         """Has a worker bring a save to the store; returns when it is through.
 
@@ -509,10 +513,10 @@ class WorkerUploader:
         transit = SaveInTransit(save)
         async with blocks, anyio.create_task_group() as tasks:
             tasks.start_soon(transit.collect, blocks)
-            await self._bring(transit, depot)
+            await self._bring(transit, context)
             tasks.cancel_scope.cancel()
 
-    async def _bring(self, transit: SaveInTransit, depot: StoreContext) -> None:
+    async def _bring(self, transit: SaveInTransit, context: StoreContext) -> None:
         """Deliver a save by a worker, by the next one if that dies, and then by a thread."""
         save, crashed = transit.save, False
         for _ in range(WORKERS):
@@ -524,7 +528,7 @@ class WorkerUploader:
                 death = error
                 continue
             # Else a loop of Python hears late that all is durable.
-            with short_switch_interval(self._depot.switch_interval):
+            with short_switch_interval(self._context.switch_interval):
                 await transit.by_worker(worker, survives=self._settings.survive)
             if not isinstance(transit.error, WorkerDied):
                 if transit.error is not None:
@@ -545,7 +549,7 @@ class WorkerUploader:
         if self._closed or crashed:
             raise death
         logger.warning("%s is delivered by a thread of this process: %s", save.name, death)
-        await transit.by_thread(depot)
+        await transit.by_thread(context)
 
     async def close(self) -> None:
         """End the worker; saves that it has not finished by then are lost."""

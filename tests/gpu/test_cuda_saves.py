@@ -156,7 +156,7 @@ def test_staging_memory_is_registered_once_and_given_back(store: Stores) -> None
     training = Training()
     with opened(store, training) as pipeline:
         pipeline.save(training.state, step=0, until="committed")
-        arena = pipeline._engine.site.arena
+        arena = pipeline._engine.context.arena
         segments = [each.tensor for each in arena._segments]
         assert segments
         assert all(each.is_pinned() for each in segments)
@@ -174,6 +174,6 @@ def test_pageable_memory_serves_as_well(store: Stores) -> None:
         handle = pipeline.save(training.state, step=0, until="captured")
         training.step()
         handle.wait()
-        segments = pipeline._engine.site.arena._segments
+        segments = pipeline._engine.context.arena._segments
         assert not any(each.tensor.is_pinned() for each in segments)
         assert numbers(pipeline, 0) == {0.0}
