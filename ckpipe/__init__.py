@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ckpipe.errors import CkpipeError as CkpipeError
     from ckpipe.handles import SaveHandle as SaveHandle
     from ckpipe.handles import SyncSaveHandle as SyncSaveHandle
-    from ckpipe.lock.lock import StateLock as StateLock
+    from ckpipe.lock.state_lock import StateLock as StateLock
     from ckpipe.pipeline import Pipeline as Pipeline
     from ckpipe.plan.global_plan import GlobalPlanner as GlobalPlanner
     from ckpipe.plan.plan import LocalPlanner as LocalPlanner
@@ -60,7 +60,7 @@ _HOMES = {
     "SaveHandle": "handles",
     "SyncSaveHandle": "handles",
     "Statistics": "running.statistics",
-    "StateLock": "lock.lock",
+    "StateLock": "lock.state_lock",
     "Pipeline": "pipeline",
     "LocalPlanner": "plan.plan",
     "Planner": "types",

@@ -17,7 +17,7 @@ from lock_actors import PATIENCE, DaemonThreads, is_free, noted, until
 from ckpipe.errors import CaptureTooSlow, StateLockTimeout
 from ckpipe.format.keys import LabelFilter
 from ckpipe.lock.late_copies import MutationDetector
-from ckpipe.lock.lock import LockHold, StateLock
+from ckpipe.lock.state_lock import LockHold, StateLock
 from ckpipe.memory.arena import Arena
 from ckpipe.memory.cuda import SideStreams, StreamFence
 from ckpipe.plan.plan import LocalPlanner

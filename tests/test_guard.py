@@ -17,7 +17,7 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from ckpipe.errors import LockMisuse, UsageError
 from ckpipe.lock.guard import guard
-from ckpipe.lock.lock import StateLock
+from ckpipe.lock.state_lock import StateLock
 
 
 @pytest.fixture

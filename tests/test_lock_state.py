@@ -17,7 +17,7 @@ from lock_actors import PATIENCE as PATIENT
 from lock_actors import DaemonThreads, is_free, noted, until
 
 from ckpipe.errors import StateLockTimeout
-from ckpipe.lock.lock import (
+from ckpipe.lock.state_lock import (
     PATIENCE,
     FrameMark,
     Hold,

@@ -34,7 +34,7 @@ from ckpipe.loading.saved_state import (
 )
 from ckpipe.loading.select import PerRankPolicy, pruned, unmatched
 from ckpipe.loading.targets import Targets
-from ckpipe.lock.lock import LoadHold
+from ckpipe.lock.state_lock import LoadHold
 from ckpipe.loop_thread import Caller, on_caller
 from ckpipe.memory.arena import Arena
 from ckpipe.types import LoadReport, LoadResult, StageReport

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from ckpipe.errors import UsageError
-from ckpipe.lock.lock import FrameMark, StateLock, callers
+from ckpipe.lock.state_lock import FrameMark, StateLock, callers
 
 # The function that torch wraps around the step of every optimizer class, and that calls the hooks.
 _WRAPPER = "Optimizer.profile_hook_step.<locals>.wrapper"

@@ -26,7 +26,7 @@ from ckpipe.format.keys import label_filter
 from ckpipe.loading.load import LoadRequest
 from ckpipe.loading.select import PerRankPolicy
 from ckpipe.lock.guard import Guarded, StepGuard, guard, optimizers_of
-from ckpipe.lock.lock import LoadHold, StateLock, lock_of
+from ckpipe.lock.state_lock import LoadHold, StateLock, lock_of
 from ckpipe.loop_thread import Caller, LoopThread, call_at_exit
 from ckpipe.ranks.launch import ALONE, find_topology
 from ckpipe.ranks.schedule import Preemption, SignalWatch

@@ -26,7 +26,7 @@ from ckpipe.errors import AttemptReused, CorruptCheckpoint, SaveCancelled, Usage
 from ckpipe.events import EventBus
 from ckpipe.format.names import launch_id
 from ckpipe.loading.reader import verify
-from ckpipe.lock.lock import StateLock
+from ckpipe.lock.state_lock import StateLock
 from ckpipe.loop_thread import LoopThread
 from ckpipe.memory.arena import Arena
 from ckpipe.memory.budget import ByteBudget

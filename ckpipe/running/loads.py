@@ -44,7 +44,7 @@ from ckpipe.format.manifest import ManifestDocument
 from ckpipe.interpreter import gc_paused_at_first
 from ckpipe.loading.load import LoadRequest, ReadyLoad, read_all
 from ckpipe.loading.reader import ReadTally
-from ckpipe.lock.lock import LoadHold
+from ckpipe.lock.state_lock import LoadHold
 from ckpipe.ranks.agree import Agreements, ObjectAgreements, TorchAgreements
 from ckpipe.ranks.launch import Launch, Topology, agreeing_store
 from ckpipe.running.saves import Saves

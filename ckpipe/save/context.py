@@ -25,7 +25,7 @@ from ckpipe.types import CheckpointId, Planner
 if TYPE_CHECKING:
     from anyio.streams.memory import MemoryObjectReceiveStream
 
-    from ckpipe.lock.lock import StateLock
+    from ckpipe.lock.state_lock import StateLock
     from ckpipe.memory.arena import Arena
     from ckpipe.memory.budget import ByteBudget
     from ckpipe.save.program import CopyProgram, EarlyLateSplit

@@ -11,7 +11,7 @@ from anyio.streams.memory import MemoryObjectSendStream
 from ckpipe.errors import PipelineBusy, SaveError, StateChanged, StateLockTimeout, UsageError
 from ckpipe.interpreter import gc_paused
 from ckpipe.loading.select import unmatched
-from ckpipe.lock.lock import LockHold
+from ckpipe.lock.state_lock import LockHold
 from ckpipe.loop_thread import on_caller
 from ckpipe.memory.cuda import events_behind
 from ckpipe.save.context import SaveContext

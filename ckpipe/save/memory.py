@@ -11,7 +11,7 @@ import torch
 
 from ckpipe import threads
 from ckpipe.errors import PipelineBusy, SaveError, UsageError
-from ckpipe.lock.lock import LockHold
+from ckpipe.lock.state_lock import LockHold
 from ckpipe.memory.budget import Ration
 from ckpipe.ranks.agree import agree
 from ckpipe.save.context import Lending, SaveContext

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from ckpipe.format.keys import Json, LabelFilter
 from ckpipe.format.manifest import RankManifest, Structure, TensorRow
-from ckpipe.lock.lock import LockHold
+from ckpipe.lock.state_lock import LockHold
 from ckpipe.loop_thread import Caller
 from ckpipe.memory.arena import Block
 from ckpipe.memory.budget import Ration

@@ -29,7 +29,7 @@ from ckpipe.errors import StateChanged
 from ckpipe.events import Staged
 from ckpipe.interpreter import available_cpus
 from ckpipe.lock.late_copies import ByteSample, MutationDetector
-from ckpipe.lock.lock import LockHold
+from ckpipe.lock.state_lock import LockHold
 from ckpipe.memory.cuda import SideStreams, StreamFence
 from ckpipe.save.context import SaveContext
 from ckpipe.save.program import BlockPlan, EarlyLateSplit, devices_of, divide, fill_blocks
