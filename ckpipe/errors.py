@@ -143,7 +143,7 @@ class CheckpointIncomplete(CheckpointNotFound):
 
 
 class TargetMismatch(CkpipeError):
-    """What was saved does not fit what it is loaded into. The target is untouched."""
+    """The saved state does not fit the target. The target is untouched."""
 
 
 class StructureMismatch(TargetMismatch):
@@ -167,7 +167,7 @@ class PerRankValue(TargetMismatch):
 
 
 class CorruptCheckpoint(CkpipeError):
-    """What is on the store is not what was saved. Nothing unverified reached the target."""
+    """The store has other bytes than were saved. Nothing unverified reached the target."""
 
     target_touched = False
     """Whether verified parts had reached the target before the fault was found."""
@@ -267,7 +267,7 @@ class CommitConflict(SaveError):
 
 
 class CommitUnknown(SaveError):
-    """Whether the commit landed could not be found out. Nothing was deleted."""
+    """The commit may have landed or not, and the store does not tell. Nothing was deleted."""
 
 
 class StoreError(CkpipeError):

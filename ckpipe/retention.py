@@ -1,4 +1,4 @@
-"""Which checkpoints stay and which go: rules that compose, and one pure decision.
+"""Decide which checkpoints stay: rules that compose, and one pure decision.
 
 A rule looks at the complete checkpoints of a root and says which of them it wants. Rules are
 values: ``KeepLast(3) | KeepBest("loss")`` keeps what either keeps, ``&`` what both keep, and all
@@ -55,12 +55,12 @@ class Candidate:
 
     @property
     def order(self) -> tuple[str, int, int]:
-        """What "newer" compares: the attempt first, so that a rollback makes a step newer."""
+        """The order of "newer": the attempt comes first, so that a rollback makes a step newer."""
         return (self.attempt, self.step, self.count)
 
 
 class Verdict(NamedTuple):
-    """What a rule says about one checkpoint, and why."""
+    """The verdict of a rule on one checkpoint, with its reason."""
 
     keep: bool
     reason: str
@@ -462,7 +462,7 @@ def check_seconds(rule: str, value: object, *, least: float) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What to keep and what to remove.
+    """The checkpoints to keep and those to remove.
 
     Args:
         keep: Ids to keep, the newest first.

@@ -217,7 +217,7 @@ async def _merge(
         with gc_paused():
             merged = merge(bundles, "group" if group else "index", group)
             if group is None:
-                # Whoever reads the index would refuse it, so it must not complete the checkpoint.
+                # Readers of the index would refuse it, so it must not complete the checkpoint.
                 check_owners(merged)
             return merged, encode_bundle(merged)
 

@@ -280,7 +280,7 @@ class _File:
         try:
             await upload.complete()
         except CkpipeError:
-            # The answer may have been lost, or somebody else copies the same: what is there tells.
+            # The answer may have been lost, or another process copies the same: the store tells.
             if await self._size_there() != self.check.size or not await self._is_whole():
                 raise
 

@@ -62,9 +62,9 @@ class Removal(Enum):
     GONE = auto()
     """Its data is gone."""
     WAITS = auto()
-    """Nobody finds it any more; its data goes once those are through who hold a lease on it."""
+    """No reader finds it any more; its data goes once the leases on it have ended."""
     PINNED = auto()
-    """Somebody has pinned it, and it is as it was."""
+    """It is pinned, and it is as it was."""
 
 
 async def delete(
@@ -133,7 +133,7 @@ async def _remove_unless_held(
     if await leased(backend, str(id)):
         return Removal.WAITS
     if await stat_or_none(backend, pin_key(id)):
-        # It may be of somebody who has come since and will take it back.
+        # It may be of a process that has come since and will take it back.
         if await leased(backend, str(id)) or not await stat_or_none(backend, pin_key(id)):
             return Removal.WAITS
         await backend.delete([tombstone_key(id)])

@@ -180,7 +180,7 @@ class MetadataQuery:
     async def is_sure(self, names: Collection[str]) -> bool:
         """Read the indexes of those whose sidecar was used; True if no answer can change by it.
 
-        If it was, nobody had a turn meanwhile who forgets what is gone.
+        If it is True, no other task ran meanwhile that could forget what is gone.
 
         Raises:
             StoreError: If the store failed.

@@ -203,7 +203,7 @@ async def look_around(backend: Backend) -> Leftovers:
             below = [each async for each in backend.list(prefix(info.key))]
             own = [each.modified for each in below if is_own(info.key, each.key)]
             _note(active, launch_id(info.attempt), own)
-            if own:  # else somebody keeps files where a deleted one was
+            if own:  # else files of another program lie where a deleted one was
                 incomplete.append(info)
     agreed: dict[str, list[str]] = {}
     claims: dict[str, tuple[datetime, datetime]] = {}

@@ -225,7 +225,7 @@ def _copy_text(done: dict[str, Any]) -> str:
 
 
 def _policy(settings: Settings) -> RetryPolicy:
-    """How requests are tried again; a store that throttles gets fewer writes at a time."""
+    """The policy of retries; a store that throttles gets fewer writes at a time."""
     return replace(logging_policy(settings.upload), limiter=AimdLimiter())
 
 

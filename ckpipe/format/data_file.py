@@ -197,7 +197,7 @@ class DataFiles:
         return {}
 
     def cuts(self, block: BlockRange) -> BlockCuts:
-        """How one of its blocks is checksummed; for any thread."""
+        """Describe how one of its blocks is checksummed; for any thread."""
         known = self._cuts.get((block.file, block.offset))
         if known is None:
             spans = ((span.entry, span.lo, span.hi, span.at) for span in block.spans)

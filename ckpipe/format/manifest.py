@@ -217,7 +217,7 @@ class Layout:
 
     @property
     def entries(self) -> Entries:
-        """What the rank wrote."""
+        """The entries that the rank wrote."""
         return self._entries
 
     @property

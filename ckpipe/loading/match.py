@@ -60,7 +60,7 @@ Factory = Callable[[], Any]
 
 
 class Use(Enum):
-    """How the live counterpart of a node is used.
+    """The use of the live counterpart of a node.
 
     ``IN_PLACE``: it is of the target; containers must be of the saved kind, and are refilled.
     ``FITTING``: it is of an object's state; tensors must fit and are filled, containers are made.

@@ -139,7 +139,7 @@ def shares(
 
 
 class _Holdings:
-    """What a rank holds of tensors, looked up once for each sharding."""
+    """The parts of tensors that a rank holds, looked up once for each sharding."""
 
     def __init__(self, rank: int, world_size: int) -> None:
         self._rank, self._world_size = rank, world_size

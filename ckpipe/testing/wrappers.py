@@ -85,7 +85,7 @@ class Gate:
 
 
 class Landing(enum.Enum):
-    """Whether the operation at which a fault strikes takes effect."""
+    """The effect of the operation at which a fault strikes: it lands, or it does not."""
 
     BEFORE = "before"
     """It has not: the request never arrived."""
