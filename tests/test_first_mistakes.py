@@ -13,14 +13,17 @@ from ranks import ranks
 from torch.distributed.checkpoint.state_dict_saver import save as save_distributed
 
 import ckpipe
+from ckpipe.backend import Children
 from ckpipe.errors import (
     CheckpointNotFound,
+    PermissionDenied,
     PipelineClosed,
     SettingsError,
     StructureMismatch,
     UnsupportedState,
     UsageError,
 )
+from ckpipe.testing import MemoryBackend
 
 
 async def test_each_pipeline_names_the_other_where_it_is_entered_the_wrong_way(
@@ -250,6 +253,22 @@ def test_a_fresh_start_beside_something_to_resume_is_a_warning(
         assert pipeline.load() is None
     (told,) = warnings()
     assert "torch.distributed.checkpoint.load reads" in told
+
+
+def test_a_store_that_does_not_list_all_does_not_fail_a_fresh_start(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Denying(MemoryBackend):
+        async def children(self, prefix: str) -> Children:
+            if prefix:
+                raise PermissionDenied("Lists are not allowed here")
+            return await super().children(prefix)
+
+    caplog.set_level(logging.INFO, "ckpipe")
+    ckpipe.register_backend("denying", Denying)
+    with ckpipe.SyncPipeline("denying://run", read_only=True) as pipeline:
+        assert pipeline.load() is None
+    assert "training starts fresh at denying://run; what else lies there is unknown" in caplog.text
 
 
 def test_folders_of_other_programs_are_named(

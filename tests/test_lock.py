@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import weakref
 from concurrent.futures import Future
 from typing import Any
 
@@ -169,6 +170,26 @@ def test_capturing_for_a_thread_that_is_mutating_raises(
         lock.check_capture_allowed(trainer.ident)
     trainer.end()
     assert is_free(lock)
+
+
+def test_a_refused_hold_keeps_nothing_of_its_caller_alive(lock: StateLock) -> None:
+    class Batch:
+        pass
+
+    def misuse() -> weakref.ref[Batch]:
+        batch = Batch()
+        try:
+            with lock.mutating(), lock.capturing():
+                pass
+        except LockMisuse:
+            pass
+        return weakref.ref(batch)
+
+    gc.disable()  # as programs that train do
+    try:
+        assert misuse()() is None
+    finally:
+        gc.enable()
 
 
 def test_mutating_inside_a_capture_of_the_same_thread_raises(lock: StateLock) -> None:

@@ -664,6 +664,7 @@ class CompositeUpload(BlockUpload[Part]):
             raise
         part = Part(name, str(made["generation"]), size, value)
         self._temporary[name] = part.generation
+        self._store.unfinished.add(self)  # an abort may have come first
         return part
 
     async def complete(self) -> None:
@@ -733,9 +734,13 @@ class CompositeUpload(BlockUpload[Part]):
             logger.warning("Temporary objects of %s were left behind: %s", self._where, error)
 
     async def end(self) -> None:
-        # Sessions first, since one that goes on might make an object again.
-        await for_each(tuple(self._sessions.values()), Session.cancel)
-        self._sessions.clear()
-        await self._store.remove(self._temporary)
-        self._temporary.clear()
+        # Sessions first, since one that goes on might make an object again. Those that begin
+        # meanwhile stay noted.
+        sessions, temporary = dict(self._sessions), dict(self._temporary)
+        await for_each(tuple(sessions.values()), Session.cancel)
+        for number in sessions:
+            self._sessions.pop(number, None)
+        await self._store.remove(temporary)
+        for name in temporary:
+            self._temporary.pop(name, None)
         self._store.unfinished.discard(self)

@@ -164,8 +164,8 @@ class MemoryBody(Payload):
 
     @property
     def consumed(self) -> bool:
-        """Forbid the client to send it again by itself, as it would after a reset; the store is
-        asked first how much has arrived."""
+        """Forbid the client to send it again by itself, as it would after a reset: the backend
+        decides that."""
         return self._begun
 
     def decode(self, encoding: str = "utf-8", errors: str = "strict") -> str:

@@ -683,11 +683,14 @@ class StateLock:
             holds.pop()
 
     def _refuse_deadlock(self, hold: Hold) -> None:
-        error = self._state.deadlock(hold)
         if hold.side is Side.MUTATING and hold.home is None and self.captures_here():
-            error = _changes_while_capturing(hold)
-        if error is not None:
-            raise error
+            raise _changes_while_capturing(hold)
+        error = self._state.deadlock(hold)
+        try:
+            if error is not None:
+                raise error
+        finally:
+            del error  # else its traceback, this frame and it keep all that the caller holds
 
     # ---- waiting ----
 

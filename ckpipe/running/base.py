@@ -294,6 +294,8 @@ class PipelineBase:
             UsageError: If signals are to be watched and this is not the main thread.
         """
         if self._opened is None and self._settings.preemption.enabled:
+            # A new one, since a handler that was put upon one that failed may still call that.
+            self._watch = SignalWatch(self._settings.preemption.signals, self._preemption.tell)
             self._watch.begin()
         try:
             yield

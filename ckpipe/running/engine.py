@@ -306,7 +306,8 @@ async def serve(
         StoreError: If the store failed.
     """
     meeting = await anyio.to_thread.run_sync(arrange_meeting, topology, settings)
-    async with await anyio.to_thread.run_sync(_backend_of, settings) as backend:
+    backend = await anyio.to_thread.run_sync(_backend_of, settings)
+    async with backend:
         block = _block_bytes(settings, backend)
         ranks = (topology.rank, topology.world_size)
         init = None

@@ -393,10 +393,16 @@ class Loads:
 
     async def _tell_fresh(self) -> None:
         """Say that training starts fresh; warn if what lies there was perhaps to be resumed."""
-        context = self._context.patient
-        incomplete = [each for each in await discover(context) if each.reason == NO_INDEX]
-        foreign = None if incomplete else await said_of_foreign(context)
+        patient, attempt = self._context.patient, self._context.attempt
         fresh = f"no complete checkpoint: training starts fresh at {self._place}"
+        try:
+            # Another rank may have begun its first save meanwhile.
+            known = [each for each in await discover(patient) if each.attempt != attempt]
+            foreign = None if known else await said_of_foreign(patient)
+        except StoreError as error:  # what is loaded is decided already
+            logger.info("%s; what else lies there is unknown: %s", fresh, error)
+            return
+        incomplete = [each for each in known if each.reason == NO_INDEX]
         if incomplete:
             count = len(incomplete)
             which = f"the newest of {count} incomplete checkpoints" if count > 1 else "the only one"
