@@ -259,7 +259,7 @@ def test_a_store_that_does_not_list_all_does_not_fail_a_fresh_start(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     class Denying(MemoryBackend):
-        async def children(self, prefix: str) -> Children:
+        async def children(self, prefix: str = "") -> Children:
             if prefix:
                 raise PermissionDenied("Lists are not allowed here")
             return await super().children(prefix)

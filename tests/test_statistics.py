@@ -54,7 +54,7 @@ def test_statistics_count_everything(store: Stores) -> None:
         assert now.budget_used > 0
         assert now.budget_capacity >= now.budget_used
         assert re.search(
-            r"\[1 uploading \| .* MiB \| 3 committed, 1 failed, 1 tried", repr(pipeline)
+            r"\[1 uploading \| .*B of .*B \| 3 committed, 1 failed, 1 tried", repr(pipeline)
         )
         store.slow.release()
         handle.wait()

@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -168,6 +168,15 @@ def test_an_error_of_a_plugin_is_of_the_kind_that_it_extends() -> None:
     assert raised_of(UnicodeDecodeError("u", b"", 0, 1, "x"))
 
 
+class Count(complex):
+    def __new__(cls, _: str) -> Count:
+        return super().__new__(cls, 1j)
+
+
+class Seen(set[int]):
+    pass
+
+
 class Place(NamedTuple):
     host: str
     key: object
@@ -185,6 +194,23 @@ def test_attributes_of_an_error_that_cannot_cross_are_left_out() -> None:
     assert type(again) is errors.StoreUnavailable
     assert again.__cause__ is not None
     assert vars(again.__cause__) == {"host": "store"}
+
+
+def test_an_error_crosses_whatever_a_program_has_put_on_it() -> None:
+    @dataclass
+    class Refusal(Exception):
+        answer: object
+
+    error = errors.StoreUnavailable("No answer")
+    loop: list[object] = []
+    loop.append(loop)
+    vars(error).update(loop=loop, count=Count("a"), seen=Seen([1]))
+    error.__cause__ = Refusal(object())
+    again = raised_of(error)
+    assert vars(again) == {**vars(errors.StoreUnavailable("No answer")), "count": 1j, "seen": {1}}
+    assert {type(each) for each in (vars(again)["count"], vars(again)["seen"])} == {complex, set}
+    assert type(again.__cause__) is Exception
+    assert any("Refusal" in note for note in again.__cause__.__notes__)
 
 
 async def test_large_messages_descriptors_and_the_end_cross_in_order() -> None:

@@ -177,7 +177,9 @@ class Channel:
     def _read(self) -> bool:
         """Read what is there; False if that is nothing."""
         try:
-            data, descriptors, _, _ = socket.recv_fds(self._socket, _READ_BYTES, _MOST_DESCRIPTORS)
+            data, descriptors, _, _ = socket.recv_fds(
+                self._socket, _READ_BYTES, _MOST_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
+            )
         except BlockingIOError:
             return False
         except OSError:  # whatever it is, nothing more can be heard

@@ -270,16 +270,23 @@ Message = (
 # ---- how values cross ----
 
 _DEEPEST_CAUSE = 8
-_PLAIN: tuple[Any, ...] = (int, float, str, bytes, tuple, list)
+_PLAIN: tuple[Any, ...] = (int, float, complex, str, bytes, tuple, list, set, frozenset)
 
 
 def can_cross(value: Any) -> bool:
     """Tell whether a value is of plain types, or of subclasses of these."""
+    try:
+        return _is_plain(value)
+    except RecursionError:  # it is nested too deeply, or holds itself
+        return False
+
+
+def _is_plain(value: Any) -> bool:
     if isinstance(value, Mapping):
-        return all(can_cross(key) and can_cross(each) for key, each in value.items())
+        return all(_is_plain(key) and _is_plain(each) for key, each in value.items())
     if isinstance(value, list | tuple | set | frozenset):
-        return all(map(can_cross, value))
-    return value is None or isinstance(value, int | float | complex | str | bytes)
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, _PLAIN)
 
 
 class _Pickler(pickle.Pickler):
@@ -287,18 +294,18 @@ class _Pickler(pickle.Pickler):
 
     def reducer_override(self, value: Any) -> Any:
         kind = type(value)
+        if isinstance(value, BaseException):
+            return _unpack_error, _pack_error(value)
         if isinstance(value, BlockRange):  # those of the trainer also say how they are filled
             kind = BlockRange
         if is_dataclass(kind):
             return kind, tuple([getattr(value, name) for name in _names(kind)])
         if isinstance(value, Layout):
             return Layout, (value.entries, value.chunks)
-        if isinstance(value, BaseException):
-            return _unpack_error, _pack_error(value)
         if isinstance(value, type) or kind.__module__.startswith("ckpipe."):
             return NotImplemented
         for plain in _PLAIN:
-            if isinstance(value, plain):
+            if isinstance(value, plain) and kind is not plain:
                 return plain, (plain(value),)
         if isinstance(value, Mapping):
             return dict, (dict(value),)

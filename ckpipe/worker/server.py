@@ -137,7 +137,12 @@ class RemoteSave(SaveRecord):
             # For the log of the worker only: the trainer raises it.
             logger.info("%s: %s: %s", self.name, type(error).__name__, error)
         unsettled = self.unsettled is not None
-        self._channel.post(protocol.Ended(self._number, error, unsettled, self.clock))
+        try:
+            self._channel.post(protocol.Ended(self._number, error, unsettled, self.clock))
+        except Exception as reason:  # an error that cannot cross ends no worker
+            logger.info("%s: its error cannot be sent: %s", self.name, reason)
+            told = RuntimeError(f"{type(error).__name__}: {error}")
+            self._channel.post(protocol.Ended(self._number, told, unsettled, self.clock))
 
 
 class Service:

@@ -212,10 +212,8 @@ class WorkerConnection:
         assert save.files is not None
         # Saves of one plan have the same object.
         files = None if save.files is self._files else save.files
-        self._files = save.files
         self._begun += 1
         transit.number = self._begun
-        self._saves[self._begun] = transit
         waits = save.ration is None or save.ration.waits
         self._channel.post(
             protocol.Begin(
@@ -223,6 +221,8 @@ class WorkerConnection:
                 self._context.resumed_from, waits,
             )
         )  # fmt: skip
+        self._files = save.files  # what could not be sent is not known there
+        self._saves[self._begun] = transit
 
     def announce(self, transit: SaveInTransit, filled: StagedBlock) -> None:
         """Say that the stages may have a block."""
@@ -250,13 +250,13 @@ class WorkerConnection:
         structure, part = await threads.run_sync(save.contents)
         # Saves of one structure have the same object; equal ones may still differ, as 1 and True.
         new = None if structure is self._structure else structure
-        self._structure = structure
         self._channel.post(
             protocol.Sealed(
                 transit.number, new, part, save.clock, save.replanned, save.captured_seconds,
                 save.staged_seconds or save.elapsed,
             )
         )  # fmt: skip
+        self._structure = structure  # what could not be sent is not known there
         await self._channel.flush()
 
     def give_up(self, transit: SaveInTransit) -> None:
