@@ -47,8 +47,9 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """Replace roles by links to the objects that have a page, and the tree of errors by a list."""
-    return TREE.sub(lambda _: error_list(), ROLE.sub(_reference, html))
+    """Replace roles by links, the tree of errors by a list, and colons before a block by one."""
+    with_errors = TREE.sub(lambda _: error_list(), ROLE.sub(_reference, html))
+    return with_errors.replace("::</p>", ":</p>")
 
 
 def _reference(match: re.Match[str]) -> str:

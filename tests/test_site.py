@@ -105,6 +105,7 @@ def test_no_page_shows_markup(site: Path) -> None:
         text = prose(article(site, str(path.parent.relative_to(site))))
         for mark in ("\\|", " :: ", "&para;", ":class:", ":func:", ":meth:", "<!--"):
             assert mark not in text.replace("&para;", ""), (path, mark)
+        assert not re.search(r"::\s*$", text, re.MULTILINE), path
 
 
 def test_settings_begin_with_settings_and_show_defaults(site: Path) -> None:
