@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from ckpipe.handles import SaveHandle as SaveHandle
     from ckpipe.handles import SyncSaveHandle as SyncSaveHandle
     from ckpipe.lock.state_lock import StateLock as StateLock
-    from ckpipe.pipeline import Pipeline as Pipeline
     from ckpipe.plan.global_plan import GlobalPlanner as GlobalPlanner
     from ckpipe.plan.plan import LocalPlanner as LocalPlanner
     from ckpipe.retention import KeepBest as KeepBest
@@ -33,14 +32,15 @@ if TYPE_CHECKING:
     from ckpipe.retention import KeepIf as KeepIf
     from ckpipe.retention import KeepLast as KeepLast
     from ckpipe.retention import KeepWithin as KeepWithin
-    from ckpipe.running.statistics import Statistics as Statistics
+    from ckpipe.running.listeners import Statistics as Statistics
+    from ckpipe.running.pipeline import Pipeline as Pipeline
+    from ckpipe.running.pipeline import SyncPipeline as SyncPipeline
+    from ckpipe.running.pipeline import load as load
     from ckpipe.settings import Settings as Settings
     from ckpipe.state.kinds import register_type as register_type
     from ckpipe.state_helpers import Progress as Progress
     from ckpipe.state_helpers import RngState as RngState
     from ckpipe.store.registry import register_backend as register_backend
-    from ckpipe.sync import SyncPipeline as SyncPipeline
-    from ckpipe.sync import load as load
     from ckpipe.types import CheckpointInfo as CheckpointInfo
     from ckpipe.types import LoadReport as LoadReport
     from ckpipe.types import LoadResult as LoadResult
@@ -59,9 +59,9 @@ _HOMES = {
     "GlobalPlanner": "plan.global_plan",
     "SaveHandle": "handles",
     "SyncSaveHandle": "handles",
-    "Statistics": "running.statistics",
+    "Statistics": "running.listeners",
     "StateLock": "lock.state_lock",
-    "Pipeline": "pipeline",
+    "Pipeline": "running.pipeline",
     "LocalPlanner": "plan.plan",
     "Planner": "types",
     "register_type": "state.kinds",
@@ -76,8 +76,8 @@ _HOMES = {
     "Settings": "settings",
     "Progress": "state_helpers",
     "RngState": "state_helpers",
-    "SyncPipeline": "sync",
-    "load": "sync",
+    "SyncPipeline": "running.pipeline",
+    "load": "running.pipeline",
     "CheckpointInfo": "types",
     "LoadResult": "types",
     "VerifyResult": "types",

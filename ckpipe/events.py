@@ -8,8 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ckpipe.errors import UsageError
+from ckpipe.interpreter import user_code
 from ckpipe.types import CheckpointInfo, SaveReport, SaveStatus, size_text
-from ckpipe.user_code import user_code
 
 logger = logging.getLogger("ckpipe")
 

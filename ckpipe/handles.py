@@ -30,9 +30,8 @@ from ckpipe.save.save import Save, StagedBlock
 from ckpipe.types import CheckpointInfo, SaveReport, SaveStatus
 
 if TYPE_CHECKING:
-    from ckpipe.pipeline import Pipeline
     from ckpipe.running.base import PipelineBase
-    from ckpipe.sync import SyncPipeline
+    from ckpipe.running.pipeline import Pipeline, SyncPipeline
 
 _MAX_ITEM = 16
 

@@ -1,4 +1,4 @@
-"""Settings of the interpreter while saves and loads run: garbage collector, switch interval, CPUs.
+"""Guards of the interpreter while saves and loads run: garbage collector, switch interval, exits.
 
 Walking a state of many thousand tensors makes several small objects for each. The garbage
 collector wakes up again and again while they pile up, looks at every object of the program and
@@ -14,13 +14,14 @@ either case. Of a save in a worker process the trainer hears in a few such waits
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+from ckpipe.errors import UsageError
 
 
 class _Lowered:
@@ -81,25 +82,6 @@ def gc_paused() -> AbstractContextManager[None]:
     return _collects.to(False)
 
 
-@contextmanager
-def gc_paused_at_first(seconds: float = 1.0) -> Iterator[None]:
-    """Pause collections for work that may take longer, during its first seconds.
-
-    Most objects that work makes die with it, without the collector if that has not seen them. To be
-    entered and left on a running event loop.
-
-    Args:
-        seconds: How long the pause lasts at the most.
-    """
-    with ExitStack() as pause:
-        pause.enter_context(gc_paused())
-        late = asyncio.get_running_loop().call_later(seconds, pause.close)
-        try:
-            yield
-        finally:
-            late.cancel()
-
-
 SWITCH_SECONDS = 0.001
 """How long a thread may keep the GIL from others meanwhile."""
 
@@ -137,3 +119,66 @@ def available_cpus(environment: Mapping[str, str] = os.environ) -> int:
     except AttributeError:  # there is none outside Linux
         cpus = os.cpu_count() or 1
     return max(1, cpus // max(1, ranks))
+
+
+LEAVING = (SystemExit, KeyboardInterrupt)
+"""What is raised to end a program; where a coroutine lets it pass, its event loop ends."""
+
+
+class _Thread(threading.local):
+    calls = False
+
+
+_this = _Thread()
+
+
+@contextmanager
+def on_calling_thread() -> Iterator[None]:
+    """Have :func:`user_code` let everything pass, as the caller of the pipeline is waiting here."""
+    before, _this.calls = _this.calls, True
+    try:
+        yield
+    finally:
+        _this.calls = before
+
+
+@contextmanager
+def user_code(what: str, label: str) -> Iterator[None]:
+    """Let ``SystemExit`` and ``KeyboardInterrupt`` pass only where they reach the program.
+
+    That is the thread that called the pipeline, and the main thread, where signals are handled. On
+    a thread of the pipeline they would only end its event loop, with all its saves. Errors pass
+    anywhere, with a note that says where in the state they come from.
+
+    Args:
+        what: What is called.
+        label: Where in the state.
+
+    Raises:
+        UsageError: If the code raised what is no error, on a thread of the pipeline.
+    """
+    try:
+        yield
+    except Exception as error:
+        if label:
+            error.add_note(f"raised by {what} of {label!r}")
+        raise
+    except BaseException as signal:
+        if _this.calls or threading.current_thread() is threading.main_thread():
+            raise
+        raise refuse_exit(what, signal, label) from signal
+
+
+def refuse_exit(what: str, signal: BaseException, label: str = "") -> UsageError:
+    """The error in place of what would end the program, or in truth the pipeline's loop.
+
+    Args:
+        what: What was called.
+        signal: What it raised.
+        label: Where in the state.
+    """
+    return UsageError(
+        f"{what} raised {signal!r}, which cannot end the program from here",
+        key=label or None,
+        hint="Raise an Exception instead",
+    )

@@ -33,13 +33,13 @@ import anyio.lowlevel
 from anyio.from_thread import BlockingPortal
 
 from ckpipe.errors import CkpipeError, UsageError
+from ckpipe.interpreter import on_calling_thread
 from ckpipe.threads import (
     PipelineLoop,
     in_thread,
     reserve_of_threads,
     use_reserve_if_no_thread_starts,
 )
-from ckpipe.user_code import on_calling_thread
 
 Result = TypeVar("Result")
 Args = TypeVarTuple("Args")

@@ -27,7 +27,7 @@ from datetime import datetime, timedelta
 from typing import Any, Literal, NamedTuple
 
 from ckpipe.errors import SettingsError
-from ckpipe.user_code import user_code
+from ckpipe.interpreter import user_code
 
 
 @dataclass(frozen=True, slots=True)

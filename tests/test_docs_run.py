@@ -26,7 +26,7 @@ RUN_ONCE = {"docs/tutorials/resume.md"}  # it kills its run only where there is 
 SECONDS = 300
 
 _FRESH = multiprocessing.get_context("forkserver")
-_FRESH.set_forkserver_preload(["torch", "torch.distributed", "ckpipe.pipeline"])
+_FRESH.set_forkserver_preload(["torch", "torch.distributed", "ckpipe.running.pipeline"])
 
 _FENCE = re.compile(r"```python(?:\s.*?)?(?:title=\"(?P<title>[^\"]+)\".*)?")
 _OPT_OUT = re.compile(r"<!-- not run: (.+) -->")

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from ckpipe.ranks.schedule import (
     Pace,
-    Preemption,
     SaveSchedule,
     SaveStepAgreement,
     SignalWatch,
+    StopRequest,
 )
 
 
@@ -136,7 +136,7 @@ def send() -> None:
 
 def test_time_left_counts_from_the_first_time_it_was_told() -> None:
     now = 10.0
-    told = Preemption(clock=lambda: now)
+    told = StopRequest(clock=lambda: now)
     assert told.seconds_left(30) is None
     assert not told.answer()
     told.tell()

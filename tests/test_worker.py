@@ -356,7 +356,7 @@ def test_a_worker_needs_no_directory(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 NO_THREADS = """
-import os, resource, sys, ckpipe.sync
+import os, resource, sys, ckpipe.running.pipeline
 if os.getuid() == 0:
     os.setuid(65534)  # the limit does not count for root
 resource.setrlimit(resource.RLIMIT_NPROC, (1, 1))

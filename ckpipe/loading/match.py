@@ -38,6 +38,7 @@ from ckpipe.errors import InvalidManifest, StructureMismatch, UnsupportedState
 from ckpipe.format.keys import Json, LabelFilter, decode_key, encode_key, join
 from ckpipe.format.manifest import TensorRow
 from ckpipe.format.tree import MAPPINGS, Node, children_of, leaf_labels
+from ckpipe.interpreter import user_code
 from ckpipe.loading.chunks import StoredTensor
 from ckpipe.loading.fill import normal_tensors
 from ckpipe.loading.live_tensors import FILLABLE, has_shape, misfit, writable_view
@@ -54,7 +55,6 @@ from ckpipe.loading.targets import Targets
 from ckpipe.state.kinds import FACTORIES, is_stateful, registered_as, registered_for
 from ckpipe.state.tensors import BUFFER, NUMPY, PARAMETER, SUBCLASS, as_array
 from ckpipe.state.values import decode_value, plain_numpy_dtype, resolve_class
-from ckpipe.user_code import user_code
 
 Factory = Callable[[], Any]
 

@@ -23,6 +23,7 @@ from ckpipe.format.manifest import (
     Structure,
     TensorRow,
 )
+from ckpipe.interpreter import user_code
 from ckpipe.plan.division import whole_of
 from ckpipe.plan.global_plan import GlobalPlanner
 from ckpipe.plan.plan import LocalPlanner, RankPlan, Source, fingerprint, header_of
@@ -31,7 +32,6 @@ from ckpipe.state.flatten import Captured
 from ckpipe.state.placements import HeldBox
 from ckpipe.state.tensors import TensorLeaf
 from ckpipe.types import CheckpointId, JointPlanner, Planner
-from ckpipe.user_code import user_code
 
 if TYPE_CHECKING:
     from ckpipe.settings import Settings

@@ -224,7 +224,7 @@ class SaveStepAgreement:
         ]
 
 
-class Preemption:
+class StopRequest:
     """A request to stop this process: since when, and whether a save has answered it.
 
     All methods may be called in any thread and in signal handlers.

@@ -29,11 +29,10 @@ from ckpipe.lock.guard import Guarded, StepGuard, guard, optimizers_of
 from ckpipe.lock.state_lock import LoadHold, StateLock, lock_of
 from ckpipe.loop_thread import Caller, LoopThread, call_at_exit
 from ckpipe.ranks.launch import ALONE, find_topology
-from ckpipe.ranks.schedule import Preemption, SignalWatch
+from ckpipe.ranks.schedule import SignalWatch, StopRequest
 from ckpipe.running.coordinated_saves import END
 from ckpipe.running.engine import Engine, serve
-from ckpipe.running.hooks import Hooks, in_hook
-from ckpipe.running.statistics import Ledger, Statistics
+from ckpipe.running.listeners import Hooks, Ledger, Statistics, in_hook
 from ckpipe.running.validation import (
     has_failed,
     location,
@@ -78,7 +77,7 @@ class PipelineBase:
         self._hooks = Hooks(self._events)
         self._ledger = Ledger()
         self._events.add(self._ledger)
-        self._preemption = Preemption()
+        self._preemption = StopRequest()
         self._watch = SignalWatch(self._settings.preemption.signals, self._preemption.tell)
         self._topology = ALONE
         self._guards: list[StepGuard] = []

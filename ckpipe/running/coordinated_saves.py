@@ -29,7 +29,7 @@ from ckpipe.errors import (
 from ckpipe.format.names import agreement_key
 from ckpipe.ranks.agree import Vote, agree, agreed
 from ckpipe.ranks.launch import Launch
-from ckpipe.ranks.schedule import Preemption, SaveSchedule, SaveStepAgreement
+from ckpipe.ranks.schedule import SaveSchedule, SaveStepAgreement, StopRequest
 from ckpipe.save.context import SaveContext
 
 logger = logging.getLogger("ckpipe")
@@ -61,7 +61,7 @@ class CoordinatedSaves:
         launch: Launch,
         agreement: SaveStepAgreement,
         schedule: SaveSchedule,
-        preemption: Preemption,
+        preemption: StopRequest,
     ) -> None:
         self._context, self._launch, self._agreement = context, launch, agreement
         self._schedule, self._preemption = schedule, preemption

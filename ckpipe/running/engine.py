@@ -38,10 +38,10 @@ from ckpipe.ranks.launch import (
     draft_launch,
     unclaimed_attempt,
 )
-from ckpipe.ranks.schedule import Preemption
+from ckpipe.ranks.schedule import StopRequest
 from ckpipe.retention import Decision
 from ckpipe.running.coordinated_saves import CoordinatedSaves
-from ckpipe.running.hooks import Hooks
+from ckpipe.running.listeners import Hooks
 from ckpipe.running.loads import Loads
 from ckpipe.running.saves import Saves
 from ckpipe.save import retention
@@ -84,7 +84,7 @@ class Engine:
         context: SaveContext,
         launch: Launch,
         hooks: Hooks,
-        preemption: Preemption,
+        preemption: StopRequest,
         loop: LoopThread,
         tasks: TaskGroup,
         place: str,
@@ -292,7 +292,7 @@ async def serve(
     events: EventBus,
     topology: Topology,
     hooks: Hooks,
-    preemption: Preemption,
+    preemption: StopRequest,
     loop: LoopThread,
     *,
     task_status: TaskStatus[Engine],

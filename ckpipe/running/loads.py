@@ -41,7 +41,6 @@ from ckpipe.errors import (
 from ckpipe.events import CheckpointDamaged, Loaded, LoadFailed, LoadProgress, LoadStarted
 from ckpipe.format.keys import Json
 from ckpipe.format.manifest import ManifestDocument
-from ckpipe.interpreter import gc_paused_at_first
 from ckpipe.loading.load import LoadRequest, ReadyLoad, read_all
 from ckpipe.loading.reader import ReadTally
 from ckpipe.lock.state_lock import LoadHold
@@ -115,7 +114,7 @@ class Loads:
         if which is not None:
             await self._saves.settled(which)
         alone, named = self._context.world_size == 1, which is not None and not fallback
-        with self._until_closed(request.hold), gc_paused_at_first(), self._numbered(named) as asked:
+        with self._until_closed(request.hold), self._numbered(named) as asked:
             agreements = None if alone or named else await self._agreeing()
             info = await self._choose(which, agreements, asked)
             damaged: dict[str, str] = {}

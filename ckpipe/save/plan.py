@@ -11,7 +11,7 @@ from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStre
 from ckpipe import threads
 from ckpipe.errors import UsageError
 from ckpipe.format.data_file import DataFiles
-from ckpipe.interpreter import gc_paused
+from ckpipe.interpreter import gc_paused, user_code
 from ckpipe.plan.check import OWN_PLANNERS, check_plan
 from ckpipe.plan.plan import RankPlan, fingerprint
 from ckpipe.save.context import SaveContext
@@ -20,7 +20,6 @@ from ckpipe.save.program import CopyProgram, plan_blocks
 from ckpipe.save.save import CapturedState, PlannedState, Save
 from ckpipe.state.flatten import Captured
 from ckpipe.types import CheckpointId, JointPlanner
-from ckpipe.user_code import user_code
 
 
 async def run(

@@ -27,8 +27,8 @@ from torch import nn
 
 from ckpipe.errors import InvalidManifest, UnsupportedState
 from ckpipe.format.keys import Json, encode_key, label_part
+from ckpipe.interpreter import user_code
 from ckpipe.state.values import lasting_path
-from ckpipe.user_code import user_code
 
 IMMUTABLE = frozenset((tuple, frozenset, set))
 """Kinds of which the same object in two places is saved as two."""
