@@ -5,7 +5,6 @@ Messages are held to what users need: the step, the key where there is one, and 
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import math
 import os
@@ -21,7 +20,7 @@ import pytest
 import torch
 from mounts import mounted
 from pipelines import same, small_state
-from sampling import EVERY
+from sampling import EVERY, SEED
 from stored_files import Document, forge
 
 import ckpipe
@@ -102,52 +101,6 @@ class TestTarget:
             pipeline.verify(2)
 
 
-@pytest.mark.parametrize("direct", [True, False])
-def test_full_disk_in_the_middle_of_a_save(tmp_path: Path, direct: bool) -> None:
-    staging = {"block_bytes": 65536}
-    state = {"weight": torch.ones(200_000)}
-    backends = {"file": {"direct": direct}}
-    with mounted(["-t", "tmpfs", "-o", "size=2M", "tmpfs"], tmp_path / "small") as root:
-        with ckpipe.SyncPipeline(root, staging=staging, backends=backends) as pipeline:
-            pipeline.save(state, step=1).wait()
-            ballast = fill(root / "ballast", leave=300_000)
-            with pytest.raises(errors.StoreFull) as caught:
-                pipeline.save(state, step=2).wait()
-            says(caught.value, "step 2", "key 'step-000000000002", "Free space")
-            assert [info.step for info in pipeline.steps() if info.complete] == [1]
-            result = pipeline.load()
-            assert result is not None
-            assert same(result.state, state)
-            ballast.unlink()
-            pipeline.save(state, step=3).wait()
-            pipeline.verify(3)
-        assert not [each for each in root.rglob("*") if ".ckpipe-tmp" in each.name]
-
-
-def test_disk_without_room_for_even_the_index(tmp_path: Path) -> None:
-    tmpfs = ["-t", "tmpfs", "-o", "size=1M", "tmpfs"]
-    with mounted(tmpfs, tmp_path / "small") as root, ckpipe.SyncPipeline(root) as pipeline:
-        pipeline.save({"a": 1}, step=1).wait()
-        ballast = fill(root / "ballast", leave=0)
-        with pytest.raises(errors.StoreFull) as caught:
-            pipeline.save({"a": 2}, step=2).wait()
-        says(caught.value, "step 2", "Free space")
-        ballast.unlink()
-        pipeline.save({"a": 3}, step=3).wait()
-        assert [info.step for info in pipeline.steps() if info.complete] == [1, 3]
-
-
-def fill(path: Path, leave: int) -> Path:
-    """Fill a file system but for some bytes."""
-    with path.open("wb") as file, contextlib.suppress(OSError):
-        while True:
-            free = os.statvfs(path).f_bavail * os.statvfs(path).f_frsize
-            os.write(file.fileno(), bytes(max(1, min(free - leave, 65536))))
-            if free <= leave:
-                break
-    return path
-
-
 # Keys
 
 ODD_KEYS: list[dict[Any, Any]] = [
@@ -190,6 +143,19 @@ def typed_keys(state: Any) -> Any:
     if not isinstance(state, dict):
         return None
     return [(type(key), repr(key), typed_keys(item)) for key, item in state.items()]
+
+
+@pytest.mark.parametrize("keys", [(1, True), (1, 1.0), (0, False), (1, "1")])
+def test_keys_that_python_takes_for_one_stay_apart(
+    tmp_path: Path, keys: tuple[object, object]
+) -> None:
+    saved, other = keys
+    with ckpipe.SyncPipeline(tmp_path) as pipeline:
+        pipeline.save({"a": {saved: torch.ones(3)}}, step=1, until="committed")
+        target = {"a": {other: torch.zeros(3)}}
+        with pytest.raises(errors.StructureMismatch):
+            pipeline.load(target)
+        assert not target["a"][other].any()
 
 
 @pytest.mark.parametrize("key", [b"bytes", frozenset(), object()], ids=["bytes", "set", "object"])
@@ -330,7 +296,8 @@ def flipped(path: Path, number: int) -> bytes:
 def test_any_flipped_bit_is_found(saved: Path, which: str) -> None:
     path = index_of(saved) if which == "index" else data_of(saved)
     expected, header = small_state(5), 4096 if which == "data" else 0
-    numbers = [*range(0, header, 1 if EVERY else 7), *range(header, path.stat().st_size)]
+    stride = 1 if EVERY else 5
+    numbers = range(SEED % stride, path.stat().st_size, stride)
     with ckpipe.SyncPipeline(saved) as pipeline:
         for number in numbers:
             good = flipped(path, number)
@@ -379,109 +346,6 @@ def test_file_that_is_cut_off_while_it_is_read_from_the_page_cache(tmp_path: Pat
 
 
 # Hostile indexes
-
-
-def files(document: Document) -> Document:
-    found: Document = document["parts"]["files"][0]
-    return found
-
-
-def entries(document: Document) -> Document:
-    found: Document = document["layouts"][0]["entries"]
-    return found
-
-
-def chunks(document: Document) -> Document:
-    found: Document = document["layouts"][0]["chunks"]
-    return found
-
-
-HOSTILE: list[tuple[str, Callable[[Document], object], type[errors.CkpipeError]]] = [
-    (
-        "newer format",
-        lambda d: d.update(version=2, structures="something new"),
-        errors.UnsupportedVersion,
-    ),
-    (
-        "path that leaves the checkpoint",
-        lambda d: files(d).update(name=["../../etc/passwd"]),
-        errors.UnsafePath,
-    ),
-    ("absolute path", lambda d: files(d).update(name=["/etc/passwd"]), errors.UnsafePath),
-    (
-        "file of another rank",
-        lambda d: files(d).update(name=["rank-00001.safetensors"]),
-        errors.UnsafePath,
-    ),
-    (
-        "extent beyond the file",
-        lambda d: entries(d).update(shape=[[2**40], *entries(d)["shape"][1:]]),
-        errors.InvalidExtent,
-    ),
-    (
-        "file that is too small for its entries",
-        lambda d: files(d).update(size=[4097]),
-        errors.InvalidExtent,
-    ),
-    (
-        "entries that overlap",
-        lambda d: entries(d).update(offset=[0] * len(entries(d)["offset"])),
-        errors.InvalidExtent,
-    ),
-    (
-        "chunk beyond its entry",
-        lambda d: chunks(d).update(offset=[2**30] * len(chunks(d)["entry"])),
-        errors.InvalidExtent,
-    ),
-    (
-        "giant header",
-        lambda d: files(d).update(header_bytes=[1 << 40], size=[(1 << 40) + 500]),
-        errors.OversizedMetadata,
-    ),
-    (
-        "label that stands twice",
-        lambda d: d["structures"][0]["tensors"].update(
-            label=["weight"] * len(d["structures"][0]["tensors"]["label"])
-        ),
-        errors.DuplicateName,
-    ),
-    (
-        "entry that stands twice",
-        lambda d: entries(d).update(name=[0] * len(entries(d)["name"])),
-        errors.DuplicateName,
-    ),
-    (
-        "attributes that were left out",
-        lambda d: d["structures"][0]["tensors"].update(
-            attributes=[["absent"]] * len(d["structures"][0]["tensors"]["label"])
-        ),
-        errors.InvalidManifest,
-    ),
-    ("wrong world size", lambda d: d.update(world_size=2), errors.WrongWorldSize),
-    ("giant world size", lambda d: d.update(world_size=2**50), errors.WrongWorldSize),
-    ("wrong rank", lambda d: d["parts"].update(rank=[3]), errors.WrongWorldSize),
-    ("another step", lambda d: d.update(step=6), errors.InvalidManifest),
-    ("another program's", lambda d: d.update(format="zip"), errors.InvalidManifest),
-    ("no structure", lambda d: d.update(structures=[]), errors.InvalidManifest),
-    ("value that is not there", lambda d: d.update(values=[[]]), errors.InvalidManifest),
-]
-
-
-@pytest.mark.parametrize(
-    ("change", "error"), [pytest.param(*case[1:], id=case[0]) for case in HOSTILE]
-)
-def test_hostile_index_has_its_own_error(
-    saved: Path, change: Callable[[Document], object], error: type[errors.CkpipeError]
-) -> None:
-    forge(index_of(saved), change)
-    target = small_state(0)
-    with ckpipe.SyncPipeline(saved) as pipeline:
-        for call in (lambda: pipeline.verify(5), lambda: pipeline.load(target, step=5)):
-            with pytest.raises(errors.CkpipeError) as caught:
-                call()
-            assert type(caught.value) is error, caught.value
-            says(caught.value, "step 5", "key 'step-000000000005")
-    assert same(target, small_state(0))
 
 
 def test_newer_format_says_to_upgrade(saved: Path) -> None:
@@ -540,57 +404,7 @@ def test_name_of_a_class_imports_nothing(tmp_path: Path, monkeypatch: pytest.Mon
 # Targets that do not fit
 
 
-def test_shape_mismatch_leaves_the_target_alone(saved: Path) -> None:
-    target = small_state(0) | {"half": torch.zeros(8).bfloat16()}
-    before = {key: value.clone() for key, value in target.items() if torch.is_tensor(value)}
-    with pytest.raises(errors.ShapeMismatch) as caught:
-        load_one(saved, target)
-    says(caught.value, "step 5", "key 'half'", r"7.*8|8.*7")
-    assert all(torch.equal(target[key], value) for key, value in before.items())
-    assert target["inline"] == small_state(0)["inline"]
-
-
-def test_dtype_mismatch_leaves_the_target_alone_and_says_how_to_cast(saved: Path) -> None:
-    target = small_state(0) | {"half": torch.zeros(7)}
-    with pytest.raises(errors.DtypeMismatch) as caught:
-        load_one(saved, target)
-    says(caught.value, "step 5", "key 'half'", "bfloat16", "float32", "cast")
-    assert same(target, small_state(0) | {"half": torch.zeros(7)})
-    load_one(saved, target, cast=True)
-    assert torch.equal(target["half"], small_state(5)["half"].float())
-
-
-def test_keys_that_do_not_fit_leave_the_target_alone(saved: Path) -> None:
-    target = small_state(0) | {"new": torch.zeros(1)}
-    with pytest.raises(errors.StructureMismatch) as caught:
-        load_one(saved, target)
-    says(caught.value, "step 5", "new", "strict")
-    assert same(target, small_state(0) | {"new": torch.zeros(1)})
-
-
 # Calls that come at the wrong time, or twice
-
-
-def test_saving_after_close_says_so(tmp_path: Path) -> None:
-    with ckpipe.SyncPipeline(tmp_path) as pipeline:
-        handle = pipeline.save({"a": 1}, step=1)
-    assert handle.wait().step == 1
-    for call in (lambda: pipeline.save({"a": 2}, step=2), pipeline.load, pipeline.steps):
-        with pytest.raises(errors.PipelineClosed, match=r"closed.*with block"):
-            call()
-    assert load_one(tmp_path).state == {"a": 1}
-
-
-def test_restart_with_the_same_attempt_id_says_what_to_do(tmp_path: Path) -> None:
-    with ckpipe.SyncPipeline(tmp_path, attempt_id="job-1") as pipeline:
-        pipeline.save({"a": 1}, step=1)
-    with (
-        ckpipe.SyncPipeline(tmp_path, attempt_id="job-1") as pipeline,
-        pytest.raises(errors.AttemptReused) as caught,
-    ):
-        pipeline.save({"a": 2}, step=2)
-    says(caught.value, "job-1", "rank 0", "an id of its own")
-    assert load_one(tmp_path).state == {"a": 1}
 
 
 @pytest.mark.parametrize("attempt_id", ["", "a/b", "..", "a.b", "ä", "x" * 300])
@@ -656,11 +470,11 @@ def test_integers_that_no_reader_would_take_are_refused(tmp_path: Path, state: A
     ("arguments", "what"),
     [
         ({"metrics": {"loss": "low"}}, "Metrics"),
-        ({"metrics": {"loss": torch.ones(3)}}, "Metrics"),
+        ({"metrics": {"loss": torch.ones(3)}}, "Metrics are.*Pass one number"),
         ({"metrics": {1: 1.0, "1": 2.0}}, "Metrics.*'1'"),
         ({"metadata": {"in": {1: "a", "1": "b"}}}, "Metadata.*'1'"),
         ({"metadata": {"a": math.nan}}, "Metadata"),
-        ({"metadata": {"a": object()}}, "Metadata"),
+        ({"metadata": {"a": object()}}, "Metadata must be plain JSON.*key 'a'"),
         ({"metadata": {"a": {1, 2}}}, "Metadata"),
     ],
 )
@@ -672,20 +486,6 @@ def test_metrics_and_metadata_are_checked(
             pipeline.save({"a": 1}, step=8, **arguments)
         says(caught.value, what, "step 8")
         assert pipeline.steps() == []
-
-
-def test_what_raises_in_the_state_itself_reaches_the_caller(tmp_path: Path) -> None:
-    class Broken:
-        def state_dict(self) -> dict[str, Any]:
-            raise ZeroDivisionError("mine")
-
-        def load_state_dict(self, state: dict[str, Any]) -> None: ...
-
-    with ckpipe.SyncPipeline(tmp_path) as pipeline:
-        with pytest.raises(ZeroDivisionError, match="mine"):
-            pipeline.save({"broken": Broken()}, step=1)
-        pipeline.save({"a": 1}, step=2).wait()
-        assert [info.step for info in pipeline.steps()] == [2]
 
 
 @pytest.mark.parametrize("kind", ["tensor", "parameter"])
@@ -795,14 +595,6 @@ def test_storage_is_refused(tmp_path: Path, inside: bool, pickle: Any) -> None:
         result = pipeline.load()
     assert result is not None
     assert result.state["it"].tolist() == list(weight.view(torch.uint8))
-
-
-def test_object_with_a_tensor_is_pickled(tmp_path: Path) -> None:
-    with ckpipe.SyncPipeline(tmp_path, pickle="allow") as pipeline:
-        pipeline.save({"it": Holder(torch.arange(3))}, step=1).wait()
-        result = pipeline.load(pickle="allow")
-    assert result is not None
-    assert result.state["it"].inside.tolist() == [0, 1, 2]
 
 
 def test_structured_array_is_refused_with_what_works(tmp_path: Path) -> None:

@@ -156,26 +156,6 @@ def test_verify_counts_a_missing_file_and_a_damaged_index_as_damage(
     assert [each["error"] for each in results] == ["MissingObject", "TruncatedObject"]
 
 
-def test_a_checkpoint_that_is_deleted_while_it_is_verified_is_not_called_damaged(
-    call: Commands,
-) -> None:
-    with stores() as made:
-        one, two = save_steps(made.url, 1, 2)
-        made.faulty.call(
-            lambda _: made.memory._store.objects.pop(f"{one}/rank-00000.safetensors"),
-            lambda operation: operation.key.startswith(f"{one}/"),
-        )
-        made.faulty.call(
-            lambda _: made.memory._store.create(f".ckpipe/deleted/{one}", b"{}"),
-            lambda operation: operation.key == f"{one}.json",
-        )
-        done = call("verify", made.url, "--all", "--json")
-        assert (done.code, [each["id"] for each in done.data["results"]]) == (0, [two])
-        assert done.err == f"{one} was deleted meanwhile and is left out\n"
-        done = call("verify", made.url, one)
-        assert (done.code, done.out) == (2, "")
-
-
 @pytest.mark.parametrize("moment", ["{}.json", "{}/rank-00000.safetensors"])
 def test_a_checkpoint_whose_tombstone_was_swept_meanwhile_is_not_called_damaged(
     call: Commands, tmp_path: Path, moment: str
@@ -380,18 +360,6 @@ def test_prune_does_what_the_dry_run_says(call: Commands, tmp_path: Path) -> Non
     assert [each["id"] for each in left] == [ids[4], ids[2], ids[0]]
 
 
-@pytest.mark.parametrize("dry_run", [(), ("--dry-run",)])
-def test_prune_by_a_metric_that_no_checkpoint_has_removes_nothing(
-    call: Commands, tmp_path: Path, dry_run: tuple[str, ...]
-) -> None:
-    ids = save_steps(tmp_path, 1, 2, 3)
-    done = call("prune", tmp_path, "--rule", '{"keep": "best", "metric": "lss"}', *dry_run)
-    assert "No checkpoint has a number for the metric 'lss'" in done.err
-    assert "other metrics there are: loss." in done.err
-    left = call("ls", tmp_path, "--json").data["checkpoints"]
-    assert [each["id"] for each in reversed(left)] == ids
-
-
 def test_prune_takes_rules_from_the_settings(
     call: Commands, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -403,14 +371,6 @@ def test_prune_takes_rules_from_the_settings(
     monkeypatch.setenv("CKPIPE_RETENTION__KEEP_LAST", "1")
     done = call("prune", tmp_path / "root", "--dry-run", "--json")
     assert [each["id"] for each in done.data["remove"]] == ids[:2]
-
-
-def test_commands_work_on_any_store(call: Commands) -> None:
-    with stores() as made:
-        save_steps(made.url, 1, 2)
-        assert call("verify", made.url, "--all").code == 0
-        assert call("rm", made.url, 1).code == 0
-        assert [e["step"] for e in call("ls", made.url, "--json").data["checkpoints"]] == [2]
 
 
 def test_looking_writes_nothing(call: Commands, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from commands import PROGRAM, Commands, damage, program, save_steps
 from rich.console import Console
 
 import ckpipe
-from ckpipe.cli.screen import Screen, table, visible
+from ckpipe.cli.screen import Screen, table
 
 
 def test_names_from_a_store_cannot_steer_the_terminal(call: Commands, tmp_path: Path) -> None:
@@ -90,18 +90,6 @@ def test_a_narrow_terminal_loses_no_column() -> None:
     assert isinstance(screen.out.file, io.StringIO)
     heading, row = screen.out.file.getvalue().splitlines()
     assert heading.split() == row.split() == cells
-
-
-def test_output_that_cannot_be_written_is_said(tmp_path: Path) -> None:
-    save_steps(tmp_path, 1)
-    for options in ((), ("--json",)):
-        with open("/dev/full", "w") as full:
-            done = subprocess.run(
-                [*PROGRAM, "ls", str(tmp_path), *options],
-                stdout=full, stderr=subprocess.PIPE, text=True, timeout=300, check=False,
-            )  # fmt: skip
-        assert done.returncode == 3
-        assert done.stderr == "error: the output cannot be written: No space left on device\n"
 
 
 FULL, CLOSED = (
@@ -182,7 +170,3 @@ def test_a_reader_that_goes_away_is_no_error(tmp_path: Path) -> None:
     finally:
         os.close(write_end)
     assert (done.returncode, done.stderr) == (141, b"")
-
-
-def test_what_does_not_print_is_escaped() -> None:
-    assert visible("a\tb\u202ec") == "a\\tb\\u202ec"

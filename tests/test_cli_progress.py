@@ -6,7 +6,6 @@ import contextlib
 import io
 import os
 import pty
-import re
 import signal
 import subprocess
 import threading
@@ -17,7 +16,7 @@ from commands import PROGRAM
 from rich.console import Console
 
 from ckpipe.cli import screen
-from ckpipe.cli.screen import Meter, of_things
+from ckpipe.cli.screen import Meter
 
 
 def counted(console: Console, *, late: bool) -> None:
@@ -52,16 +51,6 @@ def test_pipes_and_quick_actions_show_nothing(monkeypatch: pytest.MonkeyPatch) -
         meter.end()
         meter.show()  # as a timer would that was just too late to be cancelled
     assert out.getvalue() == ""
-
-
-def test_things_are_counted_with_their_rate() -> None:
-    out = io.StringIO()
-    with Meter(terminal(out), "reading indexes", 3, of_things) as meter:
-        meter.show()
-        for _ in range(3):
-            meter.advance(1)
-    assert "3/3" in out.getvalue()
-    assert re.search(r"\d+/s", out.getvalue())
 
 
 class Seen(io.StringIO):

@@ -6,11 +6,9 @@ import math
 import signal
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import anyio
 import numpy as np
 import pytest
 import torch
@@ -21,9 +19,7 @@ from hypothesis import strategies as st
 from ranks import ranks
 
 import ckpipe
-from ckpipe.cli.diff import Comparison, TensorDifference, differences
-from ckpipe.cli.screen import Meter, Screen
-from ckpipe.export import batches
+from ckpipe.cli.diff import Comparison, TensorDifference
 
 NAN = math.nan
 ODD_DTYPES = [
@@ -100,14 +96,6 @@ def test_structures(call: Commands, tmp_path: Path) -> None:
     assert changed["b"] == ("float32[3]", "float32[4]")
     assert changed["lr"] == ("0.1", "0.2")
     assert set(changed) == {"b", "lr", "set"}
-
-
-@given(st.lists(st.integers(0, 100)), st.integers(1, 200))
-def test_batches_are_bounded(sizes: list[int], nbytes: int) -> None:
-    found = list(batches(enumerate(sizes), lambda each: each[1], nbytes))
-    assert [each for batch in found for each in batch] == list(enumerate(sizes))
-    for batch in found:
-        assert len(batch) == 1 or sum(size for _, size in batch) <= nbytes
 
 
 def test_diff_of_states_with_everything(call: Commands, tmp_path: Path) -> None:
@@ -242,35 +230,3 @@ def test_an_interrupt_ends_the_comparison_of_a_large_tensor(tmp_path: Path) -> N
         assert process.wait(300) == 130
         assert process.stdout.read() == ""
     assert not [path for path in tmp_path.glob(".ckpipe/leases/**/*") if path.is_file()]
-
-
-class Metered(Screen):
-    """A screen that keeps its meter."""
-
-    def meter(self, *arguments: Any, **options: Any) -> Meter:
-        self.kept = super().meter(*arguments, **options)
-        return self.kept
-
-
-@pytest.mark.parametrize("match", [None, ["own", "half"]])
-def test_progress_ends_when_all_that_matches_is_compared(
-    tmp_path: Path, match: list[str] | None
-) -> None:
-    save(tmp_path, *[{"half": torch.ones(n), "other": torch.ones(99)} for n in (7, 7)])
-    ids = save_ranks(tmp_path, 5, 5, 6), save_ranks(tmp_path, 6, 5, 7)
-    for steps, sizes in ((("0", "1"), {"half": 28, "other": 396}), (ids, {"alike": 16, "own": 24})):
-        screen = Metered(True)
-        urls = (str(tmp_path), str(tmp_path))
-        compare = partial(
-            differences,
-            screen,
-            urls,
-            steps,
-            match,
-            structure=False,
-            expanded=False,
-        )
-        anyio.run(compare)
-        (task,) = screen.kept._progress.tasks
-        chosen = sum(size for label, size in sizes.items() if match is None or label in match)
-        assert task.completed == task.total == 4 * chosen

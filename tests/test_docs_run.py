@@ -121,22 +121,6 @@ def test_pages_with_python_are_found() -> None:
     assert {"README.md", "docs/index.md", "docs/tutorials/one_gpu.md"} <= again
 
 
-def test_a_fence_that_fails_is_told_by_its_place(tmp_path: Path) -> None:
-    page = tmp_path / "page.md"
-    page.write_text(
-        "# Page\n\n```python\nx = 1\n```\n\n<!-- not run: it fails -->\n```python\n1 / 0\n```\n\n"
-        '```python title="a.py"\nx\nraise SystemExit(f"x is {undefined}")\n```\n'
-    )
-    assert [fence.not_run for fence in fences(page)] == [None, "it fails", None]
-    assert [fence.title for fence in fences(page)] == [None, None, "a.py"]
-    folder = tmp_path / "run"
-    folder.mkdir()
-    status, output = run_page(page, folder)
-    assert status == 1
-    assert 'page.md", line 14' in output
-    assert "'undefined' is not defined" in output
-
-
 def shell_lines(page: Path) -> list[list[str]]:
     """The commands in a page, as words; a line that goes on is one."""
     text = page.read_text(encoding="utf-8").replace("\\\n", " ")

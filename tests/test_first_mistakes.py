@@ -74,15 +74,6 @@ def test_a_state_in_place_of_a_step_is_named_and_not_printed(tmp_path: Path) -> 
             pipeline.save(state, step=cast("Any", "500"))
 
 
-def test_a_metric_or_metadata_that_cannot_be_kept_is_named(tmp_path: Path) -> None:
-    wrong: Any = {"step": 1, "loss": torch.ones(2)}
-    with ckpipe.SyncPipeline(tmp_path) as pipeline:
-        with pytest.raises(UsageError, match=r"Metrics are numbers.*key 'loss'.*Pass one number"):
-            pipeline.save({}, step=3, metrics=wrong)
-        with pytest.raises(UsageError, match=r"Metadata must be plain JSON.*key 'loss'"):
-            pipeline.save({}, step=3, metadata=wrong)
-
-
 def test_parameters_are_refused_with_what_to_save(tmp_path: Path) -> None:
     state = {"model": torch.nn.Linear(2, 2).parameters()}
     with (

@@ -259,6 +259,8 @@ def test_a_full_disk_says_once_what_is_needed_and_what_is_free(
         found = re.findall(r"(\d+) bytes are needed", str(caught.value))
         assert len(found) == 1
         assert 20_000_000 <= int(found[0]) < 20_100_000
+        pipeline.save(STATE, step=3).wait()
+        pipeline.verify(3)
     told = [each.getMessage() for each in caplog.records if "StoreFull" in each.getMessage()]
     assert len(told) <= 1, "the lanes and the worker do not repeat it"
 

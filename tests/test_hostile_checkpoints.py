@@ -56,6 +56,11 @@ def forge(index: Path, whole: bytes) -> Forge:
             ckpipe.load(index.parent, target, step=500, include=["w"])
         assert torch.equal(target["w"], torch.full((2, 3), 7.0))
         assert (caught.value.key, caught.value.step) == (index.name, 500)
+        with (
+            ckpipe.SyncPipeline(index.parent, read_only=True) as pipeline,
+            pytest.raises(type(caught.value)),
+        ):
+            pipeline.verify(500)
         return caught.value
 
     return load
@@ -86,6 +91,9 @@ HOSTILE: list[tuple[str, str, Any, type[CkpipeError]]] = [
     ("boolean count", "count", False, InvalidManifest),
     ("no ranks in the world", "world_size", 0, WrongWorldSize),
     ("negative world", "world_size", -1, InvalidManifest),
+    ("world of more ranks than wrote", "world_size", 2, WrongWorldSize),
+    ("giant world", "world_size", 1 << 50, WrongWorldSize),
+    ("no structure", "structures", [], InvalidManifest),
     ("rank outside of the world", "parts/rank", [1], WrongWorldSize),
     ("huge rank", "parts/rank", [1 << 70], InvalidManifest),
     ("negative rank", "parts/rank", [-1], InvalidManifest),

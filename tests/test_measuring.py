@@ -38,12 +38,6 @@ def test_advice_is_nearly_the_best_and_no_larger_than_that(
     assert f"{slowest / 1e9:.2f} GB/s" in advice.bottleneck
 
 
-def test_a_process_is_advised_where_python_slows_writes_down() -> None:
-    rate = Rate(4, 1 << 20, 100.0, 100.0)
-    for beside, worker in ((None, "thread"), (80.0, "thread"), (60.0, "process")):
-        assert advise(Measurements(1.0, 1.0, 0.1, (rate,), beside)).worker == worker
-
-
 def test_bench_measures_and_leaves_no_object(call: Commands, tmp_path: Path) -> None:
     sizes = ("--size", "1MiB", "--lanes", "1,2", "--blocks", "256KiB,1 MiB")
     data = call("bench", tmp_path / "new", *sizes, "--json").data

@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import pickle
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -19,33 +17,6 @@ import torch
 import ckpipe
 from ckpipe.errors import PipelineClosed, StoreError, UsageError
 from ckpipe.events import Completed
-
-FORKING = """
-import os, sys
-import torch
-import ckpipe
-root = sys.argv[1]
-pageable = {"pinned": "never"}
-pipeline = ckpipe.SyncPipeline(root, staging=pageable)
-pipeline.__enter__()
-pipeline.save({"w": torch.ones(3)}, step=1)  # its first checksums are computed meanwhile
-child = os.fork()
-if not child:
-    with ckpipe.SyncPipeline(root, staging=pageable) as another:
-        another.save({"w": torch.ones(3)}, step=2).wait()
-    os._exit(7)
-_, status = os.waitpid(child, 0)
-assert os.waitstatus_to_exitcode(status) == 7, status
-"""
-
-
-def test_a_fork_in_the_middle_of_a_save(tmp_path: Path) -> None:
-    run = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", FORKING, str(tmp_path)],
-        capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
-    assert run.returncode == 0, run.stderr
-    assert run.stderr == ""
 
 
 def refusals() -> dict[str, tuple[str, Callable[[ckpipe.SyncPipeline], object]]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import anyio
@@ -20,9 +21,7 @@ import ckpipe
 from ckpipe.backend import PutMode
 from ckpipe.errors import (
     CheckpointIncomplete,
-    MissingObject,
     ShapeMismatch,
-    SharingConflict,
     StructureMismatch,
 )
 from ckpipe.testing import MemoryBackend
@@ -165,39 +164,6 @@ async def test_what_is_wrong_with_a_file_that_is_not_needed_does_not_matter(
         assert (result.report.bytes, result.report.reads) == (needed, 1)
 
 
-async def test_a_file_that_is_needed_and_gone_fails_the_load_after_the_match() -> None:
-    backend, until = Remote(), threading.Event()
-    key = data_file_key(await store({"a": torch.ones(3), "x": Slow(1)}, backend))
-    await backend.delete([key])
-    slow = Slow(0, until)
-    with fail_after(20):
-        async with create_task_group() as tasks:
-
-            async def run() -> None:
-                with pytest.raises(MissingObject) as caught:
-                    await in_thread(backend, {"a": torch.zeros(3), "x": slow})
-                assert not caught.value.target_touched
-
-            tasks.start_soon(run)
-            await anyio.to_thread.run_sync(slow.looked.wait, 20)
-            until.set()
-
-
-async def test_tensors_of_the_target_that_overlap_are_compared_before_either_is_filled() -> None:
-    for values, fits in (((1.0, 1.0), True), ((1.0, 2.0), False)):
-        backend, memory = Remote(), torch.zeros(10)
-        saved = {"a": torch.full((6,), values[0]), "b": torch.full((6,), values[1])}
-        await store(saved, backend)
-        target = {"a": memory[:6], "b": memory[4:]}
-        if fits:
-            await load(backend, target)
-            assert memory.all()
-            continue
-        with pytest.raises(SharingConflict):
-            await load(backend, target)
-        assert not memory.any()
-
-
 def test_a_checkpoint_that_is_being_deleted_says_so_whatever_else_is_wrong(
     shared: Stores,
 ) -> None:
@@ -210,6 +176,23 @@ def test_a_checkpoint_that_is_being_deleted_says_so_whatever_else_is_wrong(
             with pytest.raises(CheckpointIncomplete):
                 pipeline.load(into, step=id)
             assert not into["a"].any()
+
+
+def test_a_target_stays_as_it_is_if_its_checkpoint_is_deleted_meanwhile(
+    shared: Stores,
+) -> None:
+    target = {"a": torch.zeros(1000)}
+    with ckpipe.SyncPipeline(shared.url) as pipeline:
+        id = pipeline.save({"a": torch.ones(1000)}, step=1).wait().id
+        shared.slow.hold("put")
+        with ThreadPoolExecutor(1) as threads:
+            loading = threads.submit(pipeline.load, target, step=1)
+            shared.slow.gate.wait_until_held()  # Before the lease is there, it is chosen to go.
+            anyio.run(shared.memory.put, tombstone_key(id), b"{}", PutMode.CREATE)
+            shared.slow.release()
+            with pytest.raises(CheckpointIncomplete):
+                loading.result(30)
+    assert not target["a"].any()
 
 
 # What is read

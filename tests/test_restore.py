@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from stored_states import load, round_trip, store
+from stored_states import round_trip
 from torch import nn
 
 from ckpipe.errors import (
@@ -21,7 +21,6 @@ from ckpipe.errors import (
     StructureMismatch,
 )
 from ckpipe.state_helpers import Progress, RngState
-from ckpipe.testing import MemoryBackend
 
 
 class Pair(NamedTuple):
@@ -75,56 +74,6 @@ def steps(state: dict[str, Any], n: int) -> list[float]:
         losses += train(state["model"], state["optimizer"], 1)
         state["scheduler"].step()
     return losses
-
-
-async def test_a_resumed_run_goes_on_to_the_bit() -> None:
-    run = training(1)
-    steps(run, 3)
-    run["progress"].epoch, run["progress"].seen = 3, [1, 2]
-    backend = MemoryBackend()
-    await store(run, backend)
-    expected = steps(run, 4)
-
-    resumed = training(2)
-    parameters = list(resumed["model"].parameters())
-    result = await load(backend, resumed)
-    assert steps(resumed, 4) == expected
-    assert result.state is resumed
-    assert (resumed["progress"].epoch, resumed["progress"].seen) == (3, [1, 2])
-    assert all(a is b for a, b in zip(parameters, resumed["model"].parameters(), strict=True))
-    for one, other in zip(run["model"].parameters(), parameters, strict=True):
-        assert torch.equal(one, other)
-
-
-async def test_a_schedule_of_milestones_goes_on_as_it_was() -> None:
-    lr = torch.optim.lr_scheduler
-
-    def scheduled() -> Any:
-        optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
-        warmup, decay = (
-            lr.LinearLR(optimizer, 0.5, total_iters=2),
-            lr.MultiStepLR(optimizer, [2, 2, 4]),
-        )
-        return {
-            "optimizer": optimizer,
-            "scheduler": lr.SequentialLR(optimizer, [warmup, decay], [2]),
-        }
-
-    def rates(state: Any, n: int) -> list[float]:
-        found = []
-        for _ in range(n):
-            state["optimizer"].step()
-            state["scheduler"].step()
-            found += state["scheduler"].get_last_lr()
-        return found
-
-    run, resumed = scheduled(), scheduled()
-    rates(run, 3)
-    await round_trip(run, resumed)
-    milestones = resumed["scheduler"]._schedulers[1].milestones
-    assert type(milestones) is Counter
-    assert list(milestones.items()) == [(2, 2), (4, 1)]
-    assert rates(resumed, 4) == rates(run, 4)
 
 
 async def test_live_optimizer_state_is_filled_where_it_is() -> None:
@@ -269,6 +218,7 @@ async def test_strict_names_what_only_one_side_has_and_touches_nothing() -> None
         await round_trip(saved, target)
     for label in ("'e'", "'b.d'", "'l.1'"):
         assert label in str(caught.value)
+    assert "strict" in str(caught.value)
     assert caught.value.step == 7
     assert torch.equal(target["a"], torch.zeros(2))
     assert target["b"] == {"c": 0}
@@ -324,7 +274,7 @@ async def test_cast_converts() -> None:
         "n": np.zeros(3, dtype=np.float32),
         "w": model().double(),
     }
-    with pytest.raises(DtypeMismatch):
+    with pytest.raises(DtypeMismatch, match="cast"):
         await round_trip(saved, target)
     await round_trip(saved, target, cast=True)
     with pytest.raises(DtypeMismatch):
@@ -474,13 +424,3 @@ async def test_autograd_learns_of_the_change() -> None:
     await round_trip({"w": torch.zeros(2)}, {"w": weight})
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         product.backward()  # type: ignore[no-untyped-call]
-
-
-async def test_an_error_of_load_state_dict_says_whose_it_is() -> None:
-    class Picky(Recorder):
-        def load_state_dict(self, state: Any) -> None:
-            raise KeyError("no")
-
-    with pytest.raises(KeyError) as caught:
-        await round_trip({"r": Recorder(n=1)}, {"r": Picky(n=0)})
-    assert "'r'" in caught.value.__notes__[0]

@@ -131,17 +131,6 @@ async def damage(backend: MemoryBackend, key: str, at: int) -> None:
     await backend.put(key, bytes(data), PutMode.OVERWRITE)
 
 
-@pytest.mark.parametrize("kind", BACKENDS)
-async def test_a_whole_checkpoint_loads_and_verifies(kind: type[MemoryBackend]) -> None:
-    backend, target = kind(), blank()
-    _, data = await saved_file(backend, state())
-    await load(backend, target)
-    for ours, theirs in zip(leaves(target), leaves(state()), strict=True):
-        assert torch.equal(torch.as_tensor(ours), torch.as_tensor(theirs))
-    result = await verified(backend)
-    assert (result.files, result.bytes) == (1, len(data))
-
-
 async def test_what_is_not_in_memory_is_read_and_the_rest_is_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 from collections import defaultdict
 from typing import Any
@@ -13,8 +12,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from placed_targets import local_part, placed, rank_of
-from rank_states import Held, load_as, request, store_ranks, verified
+from placed_targets import placed, rank_of
+from rank_states import Held, load_as, request, store_ranks
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -51,81 +50,6 @@ async def sharded(backend: MemoryBackend, full: torch.Tensor, world_size: int) -
     """A checkpoint of one tensor ``w`` of which each rank wrote a block of rows."""
     held = rows(full.shape[0], world_size, *full.shape[1:])
     return await store_ranks(backend, [{"w": full}] * world_size, [{"w": boxes} for boxes in held])
-
-
-LAYOUTS: list[tuple[tuple[int, ...], tuple[Any, ...]]] = [
-    ((1,), (Shard(0),)),
-    ((2,), (Replicate(),)),
-    ((3,), (Shard(0),)),
-    ((4,), (Shard(1),)),
-    ((8,), (Shard(0),)),
-    ((2, 2), (Shard(0), Shard(1))),
-    ((2, 2), (Shard(1), Shard(1))),
-    ((2, 3), (Shard(0), Shard(0))),
-    ((2, 3), (Replicate(), Shard(1))),
-    ((3, 2), (_StridedShard(0, split_factor=2), Shard(0))),
-    ((2, 4), (_StridedShard(1, split_factor=4), Shard(1))),
-    ((2, 2, 2), (Shard(2), Replicate(), _StridedShard(1, split_factor=2))),
-]
-
-
-def saved_boxes(
-    shape: tuple[int, ...], mesh: tuple[int, ...], placements: tuple[Any, ...]
-) -> list[Held]:
-    """What each rank of a mesh holds of a tensor; the first that holds a box writes it."""
-    owners: dict[Box, int] = {}
-    held: list[Held] = []
-    numbers = numbered(*shape, dtype=torch.int64) - 1
-    for rank, coordinate in enumerate(itertools.product(*map(range, mesh))):
-        local = local_part(numbers, mesh, placements, coordinate)
-        boxes = boxes_of(local, shape)
-        held.append([(box, owners.setdefault(box, rank)) for box in boxes])
-    return held
-
-
-def boxes_of(local: torch.Tensor, shape: tuple[int, ...]) -> list[Box]:
-    """The boxes of a numbered tensor that a local one holds, row by row in the dullest way."""
-    if not local.numel():
-        return []
-    inner = local.reshape(-1, *shape[-1:]) if local.shape[-1] == shape[-1] else None
-    found = []
-    for run in inner if inner is not None else local.reshape(-1, 1):
-        at = torch.unravel_index(run[0], shape)
-        lower = tuple(int(index) for index in at)
-        upper = (*(n + 1 for n in lower[:-1]), lower[-1] + len(run))
-        found.append((lower, upper))
-    return found
-
-
-@pytest.mark.parametrize("saved", range(len(LAYOUTS)))
-async def test_any_placement_loads_into_any_other(saved: int) -> None:
-    shape = (7, 6, 5)
-    full = numbered(*shape)
-    mesh, placements = LAYOUTS[saved]
-    held = saved_boxes(shape, mesh, placements)
-    backend = MemoryBackend()
-    bundle = await store_ranks(backend, [{"w": full}] * len(held), [{"w": each} for each in held])
-    for mesh, placements in LAYOUTS:
-        world_size = math.prod(mesh)
-        for rank in {0, world_size // 2, world_size - 1}:
-            with rank_of(rank, world_size):
-                target = {"w": placed(torch.zeros(shape), mesh, placements)}
-                await load_as(backend, bundle, rank, world_size, request(target))
-                expected = placed(full, mesh, placements).to_local()
-                assert torch.equal(target["w"].to_local(), expected)
-    assert torch.equal((await load_as(backend, bundle, 0, 1, request())).state["w"], full)
-
-
-async def test_more_ranks_than_rows_leave_some_with_nothing() -> None:
-    backend, full = MemoryBackend(), numbered(3, 2)
-    bundle = await sharded(backend, full, 2)
-    for rank in range(8):
-        with rank_of(rank, 8):
-            target = {"w": placed(torch.zeros(3, 2), (8,), (Shard(0),))}
-            result = await load_as(backend, bundle, rank, 8, request(target))
-            assert torch.equal(target["w"].to_local(), full[rank : rank + 1])
-            assert result.report is not None
-            assert (result.report.reads == 0) == (rank > 2)
 
 
 async def test_a_plain_target_is_put_together_in_every_world_size() -> None:
@@ -295,14 +219,6 @@ def own_states(n: int) -> list[dict[str, Any]]:
     ]
 
 
-async def test_with_as_many_ranks_each_gets_its_own_back() -> None:
-    backend = MemoryBackend()
-    bundle = await store_ranks(backend, own_states(3))
-    for rank in range(3):
-        state = (await load_as(backend, bundle, rank, 3, request())).state
-        assert (state["seed"], state["noise"].tolist()) == (rank, [rank, rank])
-
-
 async def test_with_another_number_only_what_is_common_loads_unasked() -> None:
     backend = MemoryBackend()
     bundle = await store_ranks(backend, own_states(3))
@@ -376,10 +292,3 @@ async def test_a_target_that_ties_what_differs_is_refused() -> None:
         with pytest.raises(SharingConflict):
             await load_as(backend, bundle, 1, 2, request({"a": tied, "b": tied.view(4, 3)}))
         assert not tied.to_local().any()
-
-
-async def test_every_part_is_verified() -> None:
-    backend, full = MemoryBackend(), numbered(5, 3)
-    bundle = await sharded(backend, full, 3)
-    found = await verified(backend, bundle)
-    assert found.files == 3

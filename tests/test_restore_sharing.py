@@ -9,43 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from stored_states import round_trip, run_round_trip
-from torch import nn
 
 from ckpipe.errors import SharingConflict
-
-
-class Tied(nn.Module):
-    def __init__(self, *, tied: bool) -> None:
-        super().__init__()
-        self.a = nn.Linear(3, 3, bias=False)
-        self.b = nn.Linear(3, 3, bias=False)
-        if tied:
-            self.b.weight = self.a.weight
-
-
-async def test_saved_shared_and_target_not_fills_both() -> None:
-    saved, target = Tied(tied=True), Tied(tied=False)
-    result = await round_trip({"m": saved}, {"m": target})
-    assert torch.equal(target.a.weight, saved.a.weight)
-    assert torch.equal(target.b.weight, saved.a.weight)
-    assert target.a.weight.data_ptr() != target.b.weight.data_ptr()
-    assert result.report is not None
-    assert result.report.bytes < 8192, "the shared bytes are read once"
-
-
-async def test_target_shared_and_saved_not_needs_equal_bytes() -> None:
-    saved, target = Tied(tied=False), Tied(tied=True)
-    before = target.a.weight.clone()
-    state: dict[str, Any] = {"first": torch.zeros(2), "m": target}
-    with pytest.raises(SharingConflict, match=r"m\.a\.weight"):
-        await round_trip({"first": torch.ones(2), "m": saved}, state)
-    assert torch.equal(target.a.weight, before)
-    assert torch.equal(state["first"], torch.zeros(2))
-    with torch.no_grad():
-        saved.b.weight.copy_(saved.a.weight)
-    await round_trip({"first": torch.ones(2), "m": saved}, state)
-    assert torch.equal(target.a.weight, saved.a.weight)
-    assert torch.equal(state["first"], torch.ones(2))
 
 
 async def test_overlapping_views_agree_or_not_byte_by_byte() -> None:

@@ -11,7 +11,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from rank_states import load_as, request, store_ranks
-from torch import nn
 
 from ckpipe.errors import PerRankValue, StructureMismatch
 from ckpipe.testing import MemoryBackend
@@ -80,19 +79,6 @@ async def test_what_no_rank_had_is_missing_and_what_all_had_is_unexpected() -> N
     without_norm = {key: item for key, item in blank(1).items() if key != "norm"}
     with pytest.raises(StructureMismatch, match=r"unexpected.*norm"):
         await load_as(backend, bundle, 0, 3, request(without_norm))
-
-
-async def test_modules_of_other_stages_find_their_parameters() -> None:
-    whole = [nn.Linear(3, 3) for _ in range(4)]
-    first = nn.ModuleDict({"a": whole[0], "b": whole[1]})
-    second = nn.ModuleDict({"c": whole[2], "d": whole[3]})
-    backend, bundle = await stored({"model": first}, {"model": second})
-    for rank, world_size, names in ((0, 1, "abcd"), (1, 2, "bc"), (2, 4, "c")):
-        module = nn.ModuleDict({name: nn.Linear(3, 3) for name in names})
-        await load_as(backend, bundle, rank, world_size, request({"model": module}))
-        for name in names:
-            expected = whole["abcd".index(name)]
-            assert torch.equal(module.get_parameter(f"{name}.weight"), expected.weight)
 
 
 async def test_values_that_differ_between_structures_belong_to_a_rank() -> None:

@@ -12,8 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 
 from ckpipe.errors import SettingsError
@@ -21,10 +19,8 @@ from ckpipe.retention import KeepBest, KeepEvery, KeepIf, KeepLast, KeepWithin
 from ckpipe.settings import (
     Load,
     Lock,
-    PipelineFields,
     Retention,
     Settings,
-    SettingsFields,
     Staging,
     Upload,
 )
@@ -128,10 +124,6 @@ def test_shorthands_are_the_settings_they_name() -> None:
     assert short == Settings(staging={"bytes": "64MiB"}, retention={"keep_last": 2})
 
 
-def test_url_may_be_a_path(tmp_path: Path) -> None:
-    assert Settings(url=tmp_path).url == str(tmp_path)
-
-
 def test_override_changes_what_is_named_and_keeps_the_rest(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -212,11 +204,6 @@ def test_replicated_is_a_word_or_a_list_of_globs(
 )
 def test_sizes_are_read(text: str, size: int) -> None:
     assert Settings(staging_bytes=text).staging.bytes == size
-
-
-@given(st.integers(16, 10**9), st.sampled_from([("MiB", MIB), ("GB", 10**9)]))
-def test_sizes_are_exact(number: int, unit: tuple[str, int]) -> None:
-    assert Staging.model_validate({"bytes": f"{number}{unit[0]}"}).bytes == number * unit[1]
 
 
 @pytest.mark.parametrize(
@@ -300,43 +287,6 @@ def test_wrong_variables_are_refused_and_named(
         Settings()
 
 
-def test_each_fault_has_a_line_with_its_remedy() -> None:
-    fields: dict[str, Any] = {"keep_lst": 3, "max_to_keep": 2}
-    with pytest.raises(SettingsError) as caught:
-        Settings(**fields)
-    assert str(caught.value).splitlines() == [
-        "The setting 'keep_lst' does not exist. The nearest valid name is 'keep_last'.",
-        "The setting 'max_to_keep' does not exist. Here it is called keep_last.",
-    ]
-
-
-def test_keywords_have_types_as_the_settings_have() -> None:
-    assert set(SettingsFields.__annotations__) == {
-        *Settings.model_fields,
-        "keep_last",
-        "staging_bytes",
-    }
-    assert PipelineFields.__annotations__.keys() == SettingsFields.__annotations__.keys() - {"url"}
-
-
-def test_a_wrong_keyword_is_found_by_the_type_checker(tmp_path: Path) -> None:
-    file = tmp_path / "wrong.py"
-    file.write_text("import ckpipe\nckpipe.SyncPipeline('runs', keep_lst=3)\n")
-    done = subprocess.run(
-        [sys.executable, "-m", "mypy", "--cache-dir", str(tmp_path), str(file)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert 'Unexpected keyword argument "keep_lst"' in done.stdout
-    assert "keep_last" in done.stdout
-
-
-def test_short_forms_are_read_as_they_are_written() -> None:
-    settings = Settings(keep_last=3, staging_bytes="4G")
-    assert (settings.keep_last, settings.staging_bytes) == (3, 4 * 10**9)
-
-
 def test_a_table_of_a_larger_file(tmp_path: Path) -> None:
     file = tmp_path / "pyproject.toml"
     file.write_text("[project]\nname = 'x'\n[tool.ckpipe]\nkeep_last = 4\nupload.lanes = 2\n")
@@ -344,13 +294,6 @@ def test_a_table_of_a_larger_file(tmp_path: Path) -> None:
     assert (settings.keep_last, settings.upload.lanes) == (5, 2)
     with pytest.raises(SettingsError, match=r"no table \[tool.other\]"):
         Settings.from_file(file, table="tool.other")
-
-
-def test_variable_is_not_blamed_for_a_keyword(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CKPIPE_UPLOAD__LANES", "4")
-    with pytest.raises(SettingsError) as caught:
-        Settings(upload={"lanes": -1})
-    assert "CKPIPE" not in str(caught.value)
 
 
 def test_variable_below_a_setting_that_is_no_group_is_refused(

@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import site_hooks
 from pydantic import BaseModel
 
 import ckpipe
@@ -108,15 +107,6 @@ def test_no_page_shows_markup(site: Path) -> None:
         assert not re.search(r"::\s*$", text, re.MULTILINE), path
 
 
-def test_settings_begin_with_settings_and_show_defaults(site: Path) -> None:
-    page = article(site, "reference/settings")
-    named = re.findall(r'id="ckpipe\.settings\.([A-Z]\w+)"', page)
-    assert named[:2] == ["Settings", "Staging"]
-    assert "Field" not in re.sub(r"<[^>]+>", "", page).replace("Fields", "")
-    attribute = page[page.index('id="ckpipe.settings.Lock.') :]
-    assert re.search(r"(More than|At least) 0", attribute)
-
-
 def test_the_environment_page_has_every_variable(site: Path) -> None:
     page = article(site, "reference/environment")
 
@@ -135,24 +125,3 @@ def test_the_environment_page_has_every_variable(site: Path) -> None:
     missing = {name for name in expected if f"<code>{name}</code>" not in page}
     assert missing == set()
     assert len(expected) > 40
-
-
-def test_there_are_pages_to_install_and_to_look_words_up(site: Path) -> None:
-    assert "pip install" in article(site, "install")
-    words = article(site, "glossary")
-    for word in ("blocked", "durable", "cold", "warm", "lease", "tombstone", "captured", "staged"):
-        assert re.search(rf"<td>[\w, ]*\b{word}\b", words), word
-
-
-@pytest.mark.parametrize(
-    ("remote", "address"),
-    [
-        ("git@example.org:team/ckpipe.git", "https://example.org/team/ckpipe"),
-        ("https://user:secret@example.org/team/ckpipe", "https://example.org/team/ckpipe"),
-        ("ssh://git@example.org/team/ckpipe.git", "https://example.org/team/ckpipe"),
-        ("/srv/ckpipe.git", None),
-        ("", None),
-    ],
-)
-def test_the_repository_is_linked_where_it_has_an_address(remote: str, address: str | None) -> None:
-    assert site_hooks.web_address(remote) == address

@@ -138,15 +138,6 @@ def test_a_report_that_is_not_one_spoils_only_the_timeline(call: Commands, tmp_p
         assert call("timeline", root).code == (1 if isinstance(spoilt, dict) else 0)
 
 
-def test_a_page_that_cannot_be_written_is_a_clear_error(call: Commands, tmp_path: Path) -> None:
-    save(tmp_path / "root")
-    for target in (tmp_path / "no" / "page.html", tmp_path / "root"):
-        done = call("timeline", tmp_path / "root", "--html", target)
-        assert (done.code, done.out) == (2, "")
-        assert "cannot be written" in done.err
-    assert [path.name for path in tmp_path.iterdir()] == ["root"]
-
-
 def test_a_device_and_a_pipe_stay_what_they_are(call: Commands, tmp_path: Path) -> None:
     save(tmp_path / "root")
     pipe = tmp_path / "pipe"
