@@ -27,7 +27,6 @@ import torch
 from ckpipe import threads
 from ckpipe.backend import Backend, PutMode, Upload
 from ckpipe.catalog.copy import block_bytes_for
-from ckpipe.catalog.find import read_index
 from ckpipe.catalog.inspect import check_expansion, leaf_labels, tensor_bytes
 from ckpipe.catalog.leases import EXPORTING, under_lease
 from ckpipe.errors import CommitConflict, ObjectExists, UnsupportedState, UsageError
@@ -428,7 +427,6 @@ async def _export(context: SaveContext, save: Save, form: Literal["torch", "hf"]
     if not info.complete:
         info = await until_complete(context, info, context.settings.incomplete_after_seconds)
 
-    async with context.reading(info.key):
-        bundle = await read_index(context.patient, info.key)
+    async with context.reading(info.key) as bundle:
         policy = logging_policy(context.settings.upload)
         return await export(context.patient, bundle, context.arena, context.settings, form, policy)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
@@ -356,8 +356,8 @@ class LoadReport:
     """The times of one load.
 
     Args:
-        stages: A report for each stage, by name. Reading begins beside the match, and waits for it
-            once all buffers are full.
+        stages: A report for each stage, by name: ``find``, in which the checkpoint and its index
+            were found, ``match``, ``read`` and ``apply``.
         seconds: From the call of ``load`` until the state was in place.
         bytes: Bytes read from data files, also those that turned out not to be needed.
         reads: Requests for ranges of data files.
@@ -369,18 +369,6 @@ class LoadReport:
     bytes: int
     reads: int
     damaged: Mapping[str, str] = field(default_factory=dict)
-
-    def found_in(self, seconds: float) -> LoadReport:
-        """The report with the time before it: in which the checkpoint and its index were found.
-
-        Args:
-            seconds: From the call of ``load`` until the index was read.
-        """
-        stages = {
-            name: replace(stage, began=stage.began + seconds) for name, stage in self.stages.items()
-        }
-        found = {"find": StageReport(seconds), **stages}
-        return replace(self, stages=found, seconds=self.seconds + seconds)
 
     @property
     def bottleneck(self) -> str:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +18,10 @@ import ckpipe
 from ckpipe import errors
 from ckpipe.backend import ObjectInfo, PutMode
 from ckpipe.catalog.delete import Removal, delete, finish_deletions
-from ckpipe.catalog.leases import LEASE_LIFE, Lease, Sure, live_subjects, reading_ahead, under_lease
+from ckpipe.catalog.leases import LEASE_LIFE, Lease, live_subjects, reading, under_lease
 from ckpipe.catalog.metadata_cache import MetadataCache
 from ckpipe.catalog.prune import pin, prune, unpin
+from ckpipe.format.manifest import ManifestDocument
 from ckpipe.format.names import LEASES, PINS, index_key, lease_key, tombstone_key
 from ckpipe.retention import KeepLast
 from ckpipe.testing import FaultyBackend, Landing, MemoryBackend
@@ -314,63 +314,29 @@ async def test_a_pin_that_comes_after_the_tombstone_is_refused() -> None:
     assert not [key async for key in backend.list(PINS)]
 
 
-async def read_ahead(
-    backend: ckpipe.Backend,
-    id: CheckpointId,
-    look: Callable[[], Awaitable[int]],
-    work: Callable[[int, Sure], Awaitable[None]],
-) -> None:
-    async with reading_ahead(backend, id, look) as (found, sure):
-        await work(found, sure)
-
-
-async def test_a_first_look_waits_for_no_lease_and_its_failure_is_told() -> None:
+async def test_an_index_waits_for_no_lease_and_its_failure_is_told() -> None:
     memory, id = MemoryBackend(), CheckpointId("20250101T000000000Z-a", 1, 0)
     backend = FaultyBackend(memory)
     lease = backend.pause("put")
 
-    async def look() -> int:
+    async def look() -> ManifestDocument:
         lease.release()
         raise ZeroDivisionError
 
-    async def work(found: int, sure: Sure) -> None:
-        raise AssertionError
-
     with pytest.raises(ZeroDivisionError):
-        await read_ahead(backend, id, look, work)
+        async with reading(backend, id, look):
+            raise AssertionError
     assert await keys(memory) == []
 
 
-async def test_what_a_first_look_finds_is_forgotten_where_the_checkpoint_is_being_deleted() -> None:
+async def test_a_checkpoint_that_is_being_deleted_is_not_called_damaged() -> None:
     backend, id = MemoryBackend(), CheckpointId("20250101T000000000Z-a", 1, 0)
-    worked: list[int] = []
-
-    async def gone() -> int:
-        raise errors.MissingObject("the index is gone")
-
-    async def work(found: int, sure: Sure) -> None:
-        await sure()
-        worked.append(found)
-
-    async def failing(found: int, sure: Sure) -> None:
-        raise errors.MissingObject("a data file is gone")
-
-    async def careless(found: int, sure: Sure) -> None:
-        return
-
     await backend.put(tombstone_key(id), b"{}", PutMode.CREATE)
-    for look in (gone, partial(echo, 7)):
-        for each in (work, failing, careless):
-            with pytest.raises(errors.CheckpointIncomplete, match="deleted just now"):
-                await read_ahead(backend, id, look, each)
-    assert not worked
+    with pytest.raises(errors.CheckpointIncomplete, match="deleted just now"):
+        async with reading(backend, id):
+            raise AssertionError
     await backend.delete([tombstone_key(id)])
-    await read_ahead(backend, id, partial(echo, 7), work)
-    assert worked == [7]
-    with pytest.raises(errors.MissingObject, match="data file"):
-        await read_ahead(backend, id, partial(echo, 7), failing)
+    with pytest.raises(errors.MissingObject):
+        async with reading(backend, id):
+            raise AssertionError
     assert await keys(backend) == []
-
-
-async def echo(value: int) -> int:
-    return value

@@ -16,23 +16,21 @@ import contextlib
 import logging
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from datetime import UTC, datetime, timedelta
-from typing import TypeVar
+from functools import partial
 
 import anyio
 
 from ckpipe.backend import Backend, ObjectInfo
-from ckpipe.catalog.find import check_not_deleted
+from ckpipe.catalog.find import check_not_deleted, read_index
 from ckpipe.errors import ObjectExists, PermissionDenied, StoreError, StoreFull
+from ckpipe.format.manifest import ManifestDocument
 from ckpipe.format.names import LEASES, lease_key
 from ckpipe.threads import Ahead
 from ckpipe.types import CheckpointId
 
 logger = logging.getLogger("ckpipe")
-T = TypeVar("T")
-Sure = Callable[[], Awaitable[None]]
-"""Waits until it is sure that a checkpoint is not being deleted, or raises."""
 
 LEASE_LIFE = timedelta(minutes=15)
 """How old the newest object of a live lease is at most."""
@@ -200,19 +198,12 @@ async def under_lease(
         subject: The checkpoint that is being read.
         every: How often the lease is renewed.
     """
-    lease = Lease(backend, subject)
-    async with _renewed(lease, every):
-        await lease.renew()
-        yield
-
-
-@asynccontextmanager
-async def _renewed(lease: Lease, every: timedelta = RENEW_EVERY) -> AsyncIterator[None]:
-    failure = None
+    lease, failure = Lease(backend, subject), None
     try:
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(lease.keep, every, name=f"lease on {lease.subject}")
+            tasks.start_soon(lease.keep, every, name=f"lease on {subject}")
             try:
+                await lease.renew()
                 yield
             except Exception as error:  # raised below, so that it comes without a group
                 failure = error
@@ -225,60 +216,31 @@ async def _renewed(lease: Lease, every: timedelta = RENEW_EVERY) -> AsyncIterato
 
 
 @asynccontextmanager
-async def reading(backend: Backend, id: CheckpointId) -> AsyncIterator[None]:
+async def reading(
+    backend: Backend,
+    id: CheckpointId,
+    look: Callable[[], Awaitable[ManifestDocument]] | None = None,
+    *,
+    read_only: bool = False,
+) -> AsyncIterator[ManifestDocument]:
     """Hold a checkpoint over a block, so that no process deletes it meanwhile.
 
-    What the block raises comes as it is, without a group.
-
-    Raises:
-        CheckpointIncomplete: If it is being deleted already.
-        StoreError: If the store failed.
-    """
-    async with under_lease(backend, str(id)):
-        await check_not_deleted(backend, id)
-        yield
-
-
-@asynccontextmanager
-async def reading_ahead(
-    backend: Backend, id: CheckpointId, look: Callable[[], Awaitable[T]]
-) -> AsyncIterator[tuple[T, Sure]]:
-    """Hold a checkpoint over a block that may begin before the lease is there.
-
-    The block gets what the look returned. It may read, but changes nothing before it has awaited
-    the second value, which returns once no process deletes the checkpoint. If one does already,
-    what the look or the block raises is forgotten; else it comes as it is, without a group.
+    The block gets the index, which is read beside the requests for the lease: it is whole or
+    absent and never changes. What the block raises comes as it is, without a group.
 
     Args:
         backend: The store.
         id: The checkpoint.
-        look: Reads objects that are whole or absent and never change, such as the index, and
-            changes nothing.
+        look: Reads other metadata in place of the index.
+        read_only: Whether no lease may be written, so that the checkpoint is not protected.
 
     Raises:
-        CheckpointIncomplete: If it is being deleted already.
+        CheckpointIncomplete: If it is being deleted already, whatever reading the index raised.
+        CorruptCheckpoint: If the index is damaged.
         StoreError: If the store failed.
     """
-    lease = Lease(backend, str(id))
-
-    async def check() -> None:
-        await lease.renew()
+    metadata = Ahead(look or partial(read_index, backend, id))
+    lease = nullcontext() if read_only else under_lease(backend, str(id))
+    async with metadata.started(), lease:
         await check_not_deleted(backend, id)
-
-    async with _renewed(lease), when_sure(check, look) as found:
-        yield found
-
-
-@asynccontextmanager
-async def when_sure(
-    check: Callable[[], Awaitable[None]], look: Callable[[], Awaitable[T]]
-) -> AsyncIterator[tuple[T, Sure]]:
-    """Give a block what a look finds, both beside a check; what that raises goes first."""
-    sure, found = Ahead(check), Ahead(look)
-    async with sure.started(), found.started():
-        try:
-            yield await found.get(), sure.get
-        except Exception:
-            await sure.get()
-            raise
-        await sure.get()
+        yield await metadata.get()

@@ -13,7 +13,6 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from ckpipe.backend import Backend
-from ckpipe.catalog.find import read_index
 from ckpipe.catalog.inspect import check_expansion, labels_per_rank, tensor_bytes
 from ckpipe.catalog.leases import reading
 from ckpipe.cli.running import FOUND, OK, chosen
@@ -62,9 +61,10 @@ async def differences(
             open_store(urls[1], settings, Access.READ) as two,
         ):
             infos = [await chosen(one, steps[0]), await chosen(two, steps[1])]
-            async with reading(one, infos[0].key), reading(two, infos[1].key):
-                left = await read_index(one, infos[0].key)
-                right = await read_index(two, infos[1].key)
+            async with (
+                reading(one, infos[0].key) as left,
+                reading(two, infos[1].key) as right,
+            ):
                 if not any(map(select, {*_texts(left), *_texts(right)})):
                     screen.matches_nothing(patterns)
                 found = compare_structures(left, right, select)

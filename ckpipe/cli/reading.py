@@ -17,7 +17,7 @@ from rich.text import Text
 
 from ckpipe.backend import Backend, without_secrets
 from ckpipe.catalog.copy import CopySettings, copy_checkpoint
-from ckpipe.catalog.find import check_still_there, discover, read_index
+from ckpipe.catalog.find import check_still_there, discover
 from ckpipe.catalog.inspect import data_bytes
 from ckpipe.catalog.leases import reading
 from ckpipe.cli.running import FOUND, OK, Expanded, MaybeStep, Url, chosen, serve
@@ -28,6 +28,7 @@ from ckpipe.errors import (
     CorruptCheckpoint,
     UsageError,
 )
+from ckpipe.format.manifest import ManifestDocument
 from ckpipe.settings import Settings
 from ckpipe.store.registry import Access, open_store
 from ckpipe.store.retry import AimdLimiter, RetryPolicy, logging_policy
@@ -62,7 +63,7 @@ async def _read_each(
 
 
 @asynccontextmanager
-async def _leased(backend: Backend, info: CheckpointInfo) -> AsyncIterator[None]:
+async def _leased(backend: Backend, info: CheckpointInfo) -> AsyncIterator[ManifestDocument]:
     """Hold a lease on a checkpoint; one that was deleted meanwhile is not called damaged.
 
     Raises:
@@ -70,8 +71,8 @@ async def _leased(backend: Backend, info: CheckpointInfo) -> AsyncIterator[None]
         CorruptCheckpoint: If it is damaged.
     """
     try:
-        async with reading(backend, info.key):
-            yield
+        async with reading(backend, info.key) as bundle:
+            yield bundle
     except CorruptCheckpoint:
         await check_still_there(backend, info.key)
         raise
@@ -107,8 +108,7 @@ def verify(
                     began = time.perf_counter()
                     data: dict[str, Any] = {"id": info.id, "step": info.step}
                     try:
-                        async with _leased(backend, info):
-                            bundle = await read_index(backend, info.key)
+                        async with _leased(backend, info) as bundle:
                             meter.expect(data_bytes(bundle))
                             done = await verify(backend, bundle, arena, lanes=settings.load.lanes)
                         data |= {"ok": True, "files": done.files, "bytes": done.bytes}
@@ -199,8 +199,8 @@ def cp(
 
                     async def copy(info: CheckpointInfo) -> dict[str, Any]:
                         began = time.perf_counter()
-                        async with _leased(origin, info):
-                            meter.expect(data_bytes(await read_index(origin, info.key)))
+                        async with _leased(origin, info) as bundle:
+                            meter.expect(data_bytes(bundle))
                             report = asdict(await copy_checkpoint(origin, place, info.key, how))
                         return report | {"step": info.step, "seconds": _seconds_since(began)}
 
@@ -282,8 +282,7 @@ def export(
                     place = await stores.enter_async_context(
                         open_store(target, settings, Access.CREATE)
                     )
-                async with reading(origin, info.key):
-                    bundle = await read_index(origin, info.key)
+                async with reading(origin, info.key) as bundle:
                     meter.expect(data_bytes(bundle))
                     done = await export(
                         origin, bundle, arena, settings, form.value, _policy(settings), place,

@@ -8,7 +8,7 @@ before it reaches a tensor. *Apply* puts everything else in place.
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -77,37 +77,31 @@ class LoadRequest:
         return nullcontext() if self.hold is None else self.hold.here()
 
 
-@dataclass(frozen=True, slots=True)
-class _Matched:
-    """A load that was found to fit: where bytes go, and what to do once they are there."""
-
-    targets: Targets
-    make: Factory
-    missing: tuple[str, ...]
-    unexpected: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class ReadyLoad:
-    """A load whose bytes are all read and verified: tensors in place are filled.
+@dataclass(slots=True)
+class MatchedLoad:
+    """A load that was found to fit: where bytes go, and what to do once they are there.
 
     Args:
         bundle: The checkpoint's index.
         request: What was asked for.
         rank: The rank that loads.
-        matched: What fits where.
+        targets: What the bytes go to.
+        make: Puts everything else in place.
+        missing: Labels that the target has and the checkpoint has not.
+        unexpected: Labels that the checkpoint has and the target has not.
         stages: Reports of what was done.
         tally: What was read.
-        started: When the load began.
     """
 
     bundle: ManifestDocument
     request: LoadRequest
     rank: int
-    matched: _Matched
-    stages: Mapping[str, StageReport]
-    tally: ReadTally
-    started: float
+    targets: Targets
+    make: Factory
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    stages: dict[str, StageReport] = field(default_factory=dict)
+    tally: ReadTally = field(default_factory=ReadTally)
 
     async def apply(self) -> LoadResult:
         """Put everything else in place: objects get their state, and values are replaced.
@@ -115,12 +109,12 @@ class ReadyLoad:
         Raises:
             CkpipeError: If an object refuses its state.
         """
-        began = time.perf_counter()
+        began, asked = time.perf_counter(), self.request.began
         with _located(self.bundle.id.step, self.rank):
             state = await on_caller(self.request.caller, self._put_in_place)
         ended = time.perf_counter()
-        stages = {**self.stages, "apply": StageReport(ended - began, began=began - self.started)}
-        report = LoadReport(stages, ended - self.started, self.tally.bytes, self.tally.reads)
+        stages = {**self.stages, "apply": StageReport(ended - began, began=began - asked)}
+        report = LoadReport(stages, ended - asked, self.tally.bytes, self.tally.reads)
         part = self.bundle.parts[0]
         return LoadResult(
             id=str(self.bundle.id),
@@ -128,15 +122,15 @@ class ReadyLoad:
             state=state,
             metadata=part.metadata,
             metrics={name: decode_float(value) for name, value in part.metrics.items()},
-            missing=self.matched.missing,
-            unexpected=self.matched.unexpected,
+            missing=self.missing,
+            unexpected=self.unexpected,
             report=report,
         )
 
     def _put_in_place(self) -> Any:
         with self.request.holding():
-            self.matched.targets.finish()
-            return self.matched.make()
+            self.targets.finish()
+            return self.make()
 
 
 async def read_all(
@@ -148,9 +142,8 @@ async def read_all(
     lanes: int,
     rank: int = 0,
     world_size: int = 1,
-    sure: Callable[[], Awaitable[None]] | None = None,
     tally: ReadTally | None = None,
-) -> ReadyLoad:
+) -> MatchedLoad:
     """Find out whether a checkpoint of any number of ranks fits, and read all that is needed.
 
     Of the target nothing is changed before all of it was found to fit, and no byte reaches it
@@ -165,8 +158,10 @@ async def read_all(
         lanes: How many reads run at once.
         rank: The rank that loads.
         world_size: How many ranks load.
-        sure: Is awaited before any byte reaches the target; None if nothing need be.
         tally: Counts what is read, for progress.
+
+    Returns:
+        A load whose bytes are all read and verified: tensors in place are filled.
 
     Raises:
         TargetMismatch: If the target does not fit.
@@ -179,35 +174,38 @@ async def read_all(
             values for them.
         StoreError: If the store failed.
     """
-    started = time.perf_counter()
+    found = time.perf_counter()
     with _located(bundle.id.step, rank), short_switch_interval(request.switch_interval):
         if request.hold is not None:
             await request.hold.take()
         began = time.perf_counter()
-        matched = await on_caller(request.caller, _match, bundle, request, rank, world_size)
-        if matched is None:
+        load = await on_caller(request.caller, _match, bundle, request, rank, world_size)
+        if load is None:
             bundle = await read_index(backend, bundle.id)
-            matched = await on_caller(request.caller, _match, bundle, request, rank, world_size)
-            assert matched is not None, "the index has the parts of all ranks"
-        match = StageReport(time.perf_counter() - began, began=began - started)
-        if sure is not None:
-            await sure()
-        targets = matched.targets
+            load = await on_caller(request.caller, _match, bundle, request, rank, world_size)
+            assert load is not None, "the index has the parts of all ranks"
+        matched = time.perf_counter()
+        load.tally = done = load.tally if tally is None else tally
         with lane_buffers(arena, backend, lanes) as buffers:
-            reader = Reader(backend, bundle.id, targets.stored.data, buffers, tally)
+            targets = load.targets
+            reader = Reader(backend, bundle.id, targets.stored.data, buffers, done)
             *first, last = targets.rounds
             for each in first:
                 await reader.read(each.needs, each.destinations)
                 await anyio.to_thread.run_sync(targets.check_disputed)
-                reader.tally.delivered = False
+                done.delivered = False
             try:
                 await reader.read(last.needs, last.destinations)
             except CorruptCheckpoint as error:
-                error.target_touched = request.into is not None and reader.tally.delivered
+                error.target_touched = request.into is not None and done.delivered
                 raise
-    done = reader.tally
-    read = StageReport(time.perf_counter() - done.began, done.bytes, done.began - started)
-    return ReadyLoad(bundle, request, rank, matched, {"match": match, "read": read}, done, started)
+    asked, ended = request.began, time.perf_counter()
+    load.stages = {
+        "find": StageReport(found - asked),
+        "match": StageReport(matched - began, began=began - asked),
+        "read": StageReport(ended - done.began, done.bytes, done.began - asked),
+    }
+    return load
 
 
 @contextmanager
@@ -221,7 +219,7 @@ def _located(step: int, rank: int) -> Iterator[None]:
 
 def _match(
     bundle: ManifestDocument, request: LoadRequest, rank: int, world_size: int
-) -> _Matched | None:
+) -> MatchedLoad | None:
     """Match the target with a checkpoint; None if the parts that are here may not suffice."""
     try:
         with gc_paused(), request.holding():
@@ -241,7 +239,7 @@ def _match(
 
 def match_all(
     bundle: ManifestDocument, request: LoadRequest, rank: int, world_size: int
-) -> _Matched:
+) -> MatchedLoad:
     """Find out whether the target fits, and what goes where; nothing is read or changed.
 
     Raises:
@@ -282,7 +280,7 @@ def match_all(
         missing += matching.kept
         unexpected = [*unexpected, *matching.left]
     targets.settle()
-    return _Matched(targets, make, tuple(missing), tuple(unexpected))
+    return MatchedLoad(bundle, request, rank, targets, make, tuple(missing), tuple(unexpected))
 
 
 def _named_in_vain(bundle: ManifestDocument, request: LoadRequest) -> list[str]:

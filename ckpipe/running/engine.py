@@ -17,7 +17,7 @@ from anyio.abc import TaskGroup, TaskStatus
 from ckpipe.backend import Backend, without_secrets
 from ckpipe.catalog import prune as pruning
 from ckpipe.catalog.complete import find_repaired, newest_repaired, repaired
-from ckpipe.catalog.find import check_still_there, read_index
+from ckpipe.catalog.find import check_still_there
 from ckpipe.catalog.leases import Lease
 from ckpipe.catalog.metadata_cache import MetadataCache, MetadataQuery, described, inspected
 from ckpipe.catalog.prune import remove
@@ -230,8 +230,7 @@ class Engine:
         context = self.context
         info = await find_repaired(context.patient, which)
         try:
-            async with context.reading(info.key):
-                bundle = await read_index(context.patient, info.key)
+            async with context.reading(info.key) as bundle:
                 lanes = context.settings.load.lanes
                 return await verify(context.patient, bundle, context.arena, lanes=lanes)
         except CorruptCheckpoint as error:

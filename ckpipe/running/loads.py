@@ -41,7 +41,7 @@ from ckpipe.errors import (
 from ckpipe.events import CheckpointDamaged, Loaded, LoadFailed, LoadProgress, LoadStarted
 from ckpipe.format.keys import Json
 from ckpipe.format.manifest import ManifestDocument
-from ckpipe.loading.load import LoadRequest, ReadyLoad, read_all
+from ckpipe.loading.load import LoadRequest, MatchedLoad, read_all
 from ckpipe.loading.reader import ReadTally
 from ckpipe.lock.state_lock import LoadHold
 from ckpipe.ranks.agree import Agreements, ObjectAgreements, TorchAgreements
@@ -57,6 +57,7 @@ _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.02, 1.0
 _PROGRESS_SECONDS = 0.2
 _MOST_NAMED = 20
 
+_WHOLE: Json = {"damage": None, "next": None}
 _FALL_BACK = "Load another checkpoint, or let fallback=True do so"
 
 
@@ -129,7 +130,7 @@ class Loads:
                     if which is not None or not alone:
                         raise
                     # It was the newest, and is being deleted.
-                    info = await self._found(None)
+                    info = await newest_repaired(self._context.patient)
                     continue
                 if isinstance(outcome, LoadResult):
                     self._saves.loaded(outcome.step)
@@ -168,12 +169,13 @@ class Loads:
             return near or await read_index(context.patient, info.key)
 
         with self._told(info):
+            fault: CorruptCheckpoint | CheckpointIncomplete | None = None
             try:
                 async with (
                     Ahead(lambda: self._tell_progress(info, tally)).started(),
-                    context.reading_ahead(info.key, look) as (bundle, sure),
+                    context.reading(info.key, look) as bundle,
                 ):
-                    ready = await read_all(
+                    load = await read_all(
                         context.patient,
                         bundle,
                         request,
@@ -181,32 +183,36 @@ class Loads:
                         lanes=context.settings.load.lanes,
                         rank=context.rank,
                         world_size=context.world_size,
-                        sure=sure,
                         tally=tally,
                     )
                 if vote is None:
-                    return await self._finish(ready)
+                    return await self._finish(load)
             except CorruptCheckpoint as error:
                 error.located(step=info.step)
                 if not fallback:
                     error.hint = error.hint or _FALL_BACK
                     raise
-                verdict = await self._refuse(info, error, vote)
+                fault = error
             except CheckpointIncomplete as error:
                 if vote is None:
                     raise
-                verdict = await self._refuse(info, error, vote)
+                fault = error
             except Exception:
                 # Not the checkpoint's fault: it is for this rank's program to handle.
                 if vote is not None:
-                    await _accept(vote)
+                    await vote[0].accept(vote[1], _WHOLE)
                 raise
-            else:
-                verdict = await _accept(vote) or await self._verdict(info, vote)
+            if fault is not None:
+                verdict = await self._refuse(info, fault, vote)
                 if verdict.damage is None:
-                    return await self._finish(ready)
-            if verdict.damage is None:
-                raise InvalidManifest(f"The ranks agreed that {info.id} is whole, and it is not")
+                    raise InvalidManifest(
+                        f"The ranks agreed that {info.id} is whole, and it is not"
+                    )
+            else:
+                assert vote is not None
+                verdict = await self._accept(info, vote)
+                if verdict.damage is None:
+                    return await self._finish(load)
             self._tell_failed(info, verdict.damage)
         return verdict
 
@@ -226,12 +232,15 @@ class Loads:
             verdict = _read_verdict(await agreements.decide(question, proposal))
         return replace(verdict, error=error if isinstance(error, CorruptCheckpoint) else None)
 
-    async def _verdict(self, info: CheckpointInfo, vote: _Vote) -> _Verdict:
-        """Wait until it is decided whether a checkpoint is whole, for a bounded time."""
+    async def _accept(self, info: CheckpointInfo, vote: _Vote) -> _Verdict:
+        """Say that a checkpoint is whole for this rank, and wait for the decision for a bounded
+        time.
+        """
         agreements, question = vote
+        decided = await agreements.accept(question, _WHOLE)
         pause, seconds = _FIRST_PAUSE_SECONDS, self._context.settings.load.agreement_timeout_seconds
         until = time.monotonic() + seconds
-        while (decided := await agreements.decided(question)) is None:
+        while (decided := decided or await agreements.decided(question)) is None:
             left = until - time.monotonic()
             if left <= 0:
                 absent = await agreements.absent(question)
@@ -249,16 +258,15 @@ class Loads:
             pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
         return _read_verdict(decided[0])
 
-    async def _finish(self, ready: ReadyLoad) -> LoadResult:
-        result = await ready.apply()
+    async def _finish(self, load: MatchedLoad) -> LoadResult:
+        result = await load.apply()
         self._context.resumed_from = result.id
         assert result.report is not None
-        before = time.perf_counter() - ready.request.began - result.report.seconds
-        report = result.report.found_in(before)
+        seconds, nbytes = result.report.seconds, result.report.bytes
         self._context.events.emit(
-            Loaded(result.id, result.step, self._context.rank, report.seconds, report.bytes)
+            Loaded(result.id, result.step, self._context.rank, seconds, nbytes)
         )
-        return replace(result, report=report)
+        return result
 
     async def close(self) -> None:
         """Wait for loads that fill a state; end those that still wait for the lock."""
@@ -318,20 +326,23 @@ class Loads:
         between the looks of two ranks does not part them.
         """
         context = self._context
-        if agreements is None:
-            if context.world_size > 1 or which is not None:
-                return await self._found(which)
-            await until_finished(context.patient, None, context.settings.worker.resume_wait_seconds)
-            return await newest_likely(context.patient)
-
-        async def is_decided() -> bool:
-            return await agreements.decided(question) is not None
-
-        decided = await agreements.decided(question)
+        decided = None if agreements is None else await agreements.decided(question)
         if decided is None:
-            found = await self._found(which, is_decided)
-            proposal = None if found is None else found.id
-            decided = (await agreements.decide(question, proposal),)
+
+            async def is_decided() -> bool:
+                return agreements is not None and await agreements.decided(question) is not None
+
+            seconds = context.settings.worker.resume_wait_seconds
+            await _until_finished(context.patient, which, seconds, is_decided)
+            if which is not None:
+                found: CheckpointInfo | None = await find_repaired(context.patient, which)
+            elif agreements is None:  # Alone: its lease tells whether the newest is being deleted.
+                found = await newest_likely(context.patient)
+            else:
+                found = await newest_repaired(context.patient)
+            if agreements is None:
+                return found
+            decided = (await agreements.decide(question, None if found is None else found.id),)
         (name,) = decided
         if name is None:
             return None
@@ -342,17 +353,6 @@ class Loads:
         except CheckpointIncomplete as error:
             error.hint = "Another process has deleted it since; load again on all ranks"
             raise
-
-    async def _found(
-        self, which: int | str | None, decided: Callable[[], Awaitable[bool]] | None = None
-    ) -> CheckpointInfo | None:
-        context = self._context
-        await until_finished(
-            context.patient, which, context.settings.worker.resume_wait_seconds, decided
-        )
-        if which is None:
-            return await newest_repaired(context.patient)
-        return await find_repaired(context.patient, which)
 
     async def _agreeing(self) -> Agreements:
         """Find where ranks agree: in the torch.distributed Store, else through objects."""
@@ -427,13 +427,6 @@ class Loads:
             told = done
 
 
-async def _accept(vote: _Vote) -> _Verdict | None:
-    """Say that a checkpoint is whole for this rank; return what was decided, if anything was."""
-    agreements, question = vote
-    decided = await agreements.accept(question, {"damage": None, "next": None})
-    return None if decided is None else _read_verdict(decided[0])
-
-
 def _read_verdict(data: Json) -> _Verdict:
     try:
         return _Verdict(data["damage"], data["next"])
@@ -451,11 +444,11 @@ def _info(name: str) -> CheckpointInfo:
 _FIRST_LOOK_SECONDS, _LONGEST_LOOK_SECONDS = 0.05, 2.0
 
 
-async def until_finished(
+async def _until_finished(
     backend: Backend,
     which: int | str | None,
     seconds: float,
-    decided: Callable[[], Awaitable[bool]] | None = None,
+    is_decided: Callable[[], Awaitable[bool]],
 ) -> None:
     """Wait until no worker is finishing a checkpoint that a load might take.
 
@@ -467,12 +460,12 @@ async def until_finished(
         backend: The store.
         which: The step or id to be loaded; None for the newest.
         seconds: How long to wait at most.
-        decided: Tells whether another rank has decided meanwhile what all load.
+        is_decided: Tells whether another rank has decided meanwhile what all load.
     """
     until, pause = time.monotonic() + seconds, _FIRST_LOOK_SECONDS
     told = False
     while names := await _unfinished(backend, which):
-        if decided is not None and await decided():
+        if await is_decided():
             return
         left = until - time.monotonic()
         if left <= 0:

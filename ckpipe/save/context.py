@@ -7,15 +7,13 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import anyio
 
 from ckpipe import threads
 from ckpipe.backend import Backend
-from ckpipe.catalog.find import check_not_deleted
-from ckpipe.catalog.leases import Sure, reading, reading_ahead, when_sure
+from ckpipe.catalog.leases import reading
 from ckpipe.catalog.metadata_cache import MetadataCache
 from ckpipe.events import EventBus
 from ckpipe.retention import Rule
@@ -25,6 +23,7 @@ from ckpipe.types import CheckpointId, Planner
 if TYPE_CHECKING:
     from anyio.streams.memory import MemoryObjectReceiveStream
 
+    from ckpipe.format.manifest import ManifestDocument
     from ckpipe.lock.state_lock import StateLock
     from ckpipe.memory.arena import Arena
     from ckpipe.memory.budget import ByteBudget
@@ -33,8 +32,6 @@ if TYPE_CHECKING:
     from ckpipe.save.save import Save
     from ckpipe.settings import Settings
     from ckpipe.state.capture_cache import CaptureCache
-
-T = TypeVar("T")
 
 _MOST_UNPRUNED, _MOST_UNPRUNED_SHARE = 16, 4
 """So many complete checkpoints, or this many times those that are kept, may wait for a prune before
@@ -173,41 +170,14 @@ class SaveContext(StoreContext):
     lent: dict[Save, Lending] = field(default_factory=dict)
 
     @asynccontextmanager
-    async def reading(self, id: CheckpointId) -> AsyncIterator[None]:
-        """Hold a checkpoint over a block, so that no process deletes it meanwhile.
-
-        Raises:
-            CheckpointIncomplete: If it is being deleted already.
-            StoreError: If the store failed.
-        """
-        if self.settings.read_only:  # a lease would be written
-            await check_not_deleted(self.patient, id)
-            yield
-            return
+    async def reading(
+        self, id: CheckpointId, look: Callable[[], Awaitable[ManifestDocument]] | None = None
+    ) -> AsyncIterator[ManifestDocument]:
+        """Hold a checkpoint over a block, as :func:`ckpipe.catalog.leases.reading` does."""
         self.loading[str(id)] += 1
+        read_only = self.settings.read_only
         try:
-            async with reading(self.patient, id):
-                yield
-        finally:
-            self.loading[str(id)] -= 1
-
-    @asynccontextmanager
-    async def reading_ahead(
-        self, id: CheckpointId, look: Callable[[], Awaitable[T]]
-    ) -> AsyncIterator[tuple[T, Sure]]:
-        """Do so for a block that may begin before that is sure; see :mod:`ckpipe.catalog.leases`.
-
-        Raises:
-            CheckpointIncomplete: If it is being deleted already.
-            StoreError: If the store failed.
-        """
-        if self.settings.read_only:  # a lease would be written
-            async with when_sure(partial(check_not_deleted, self.patient, id), look) as found:
-                yield found
-            return
-        self.loading[str(id)] += 1
-        try:
-            async with reading_ahead(self.patient, id, look) as found:
+            async with reading(self.patient, id, look, read_only=read_only) as found:
                 yield found
         finally:
             self.loading[str(id)] -= 1
