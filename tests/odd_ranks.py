@@ -19,7 +19,6 @@ from odd_states import FULL, HALVES, ODD, on, spread, wrong
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from wrapped_models import wrapped
 
 import ckpipe
 import ckpipe.distributed
@@ -179,30 +178,6 @@ def straggle(case: Case) -> None:
         if "step" in case:
             pipeline.save(private(rank, case["step"]), step=case["step"]).wait()
             tell(case, committed=case["step"])
-
-
-def normalized(case: Case) -> None:
-    """Save or load a model whose normalization has seen other data on each rank."""
-    rank, model = dist.get_rank(), wrapped(case["kind"])
-    buffers = dict(model.named_buffers())
-    (mean,) = (each for name, each in buffers.items() if name.endswith("running_mean"))
-    state = {"training": ckpipe.distributed.training_state(model)}
-    with opened(case) as pipeline:
-        if case["save"]:
-            mean.fill_(rank)
-            pipeline.save(state, step=1).wait_complete(timeout=300)
-            mean.fill_(-1)
-            pipeline.load(state)
-            assert mean.tolist() == [rank] * 12
-            return
-        mean.fill_(-1)
-        try:
-            pipeline.load(state)
-        except PerRankValue as error:
-            tell(case, refused=[error.step, error.rank, error.key])
-        assert mean.tolist() == [-1] * 12
-        pipeline.load(state, per_rank="rank0")
-        assert mean.tolist() == [0] * 12
 
 
 class Tied(torch.nn.Module):

@@ -92,41 +92,6 @@ async def test_the_newest_costs_one_list_however_many_were_deleted_or_pinned(
         assert [each.key for each in done if each.verb == "children"] == [""]
 
 
-async def test_the_newest_says_that_it_is_pinned_and_is_not_one_that_goes(store: Stores) -> None:
-    await fill(store, 3, b"{}")
-    await put(store, tombstone_key(CheckpointId(ATTEMPT, 2, 0)))
-    await put(store, pin_key(CheckpointId(ATTEMPT, 1, 0)))
-    async with ckpipe.Pipeline(store.url) as pipeline:
-        assert await pipeline.latest() == (await pipeline.steps())[1]
-        newest = await pipeline.latest()
-        assert newest is not None
-        assert (newest.step, newest.pinned) == (1, True)
-
-
-async def test_many_that_are_being_deleted_are_not_looked_at_one_by_one(store: Stores) -> None:
-    await fill(store, 100, b"{}")
-    for step in range(1, 100):
-        await put(store, tombstone_key(CheckpointId(ATTEMPT, step, 0)))
-    async with ckpipe.Pipeline(store.url) as pipeline:
-        before = len(store.faulty.operations)
-        newest = await pipeline.latest()
-        assert newest is not None
-        assert newest.step == 0
-        assert kinds(store.faulty.operations[before:]) == {"children": 4, "stat": 16, "get": 2}
-
-
-async def test_an_exact_name_costs_no_list(store: Stores) -> None:
-    async with ckpipe.Pipeline(store.url) as pipeline:
-        handle = await pipeline.save({"w": 2}, step=2)
-        await handle
-        before = len(store.faulty.operations)
-        await pipeline.unpin(handle.id)
-        done = kinds(store.faulty.operations[before:])
-        assert (done["stat"], done["children"], done["delete"]) == (3, 0, 1)
-        with pytest.raises(errors.CheckpointNotFound):
-            await pipeline.unpin(handle.id.replace("002.", "003."))
-
-
 async def save_losses(url: str, losses: Sequence[float]) -> None:
     async with ckpipe.Pipeline(url) as pipeline:
         for step, loss in enumerate(losses):
@@ -141,15 +106,6 @@ async def best_step(pipeline: ckpipe.Pipeline) -> int:
 
 async def digests(store: Stores) -> list[str]:
     return [each.key async for each in store.memory.list(DIGESTS)]
-
-
-async def test_metrics_cost_a_list_and_the_index_of_the_best(store: Stores) -> None:
-    await save_losses(store.url, [3.0, 1.0, float("nan"), 2.0])
-    async with ckpipe.Pipeline(store.url) as pipeline:
-        for expected in ({"children": 4, "get": 1}, {"children": 3}):
-            before = len(store.faulty.operations)
-            assert await best_step(pipeline) == 1
-            assert kinds(store.faulty.operations[before:]) == expected
 
 
 async def test_metrics_without_digests_are_read_once_for_each_index(store: Stores) -> None:

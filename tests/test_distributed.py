@@ -95,34 +95,6 @@ def test_looking_at_the_state_changes_no_training(
     assert bool(state["optimizer"]["state"]) == bool(steps and any(optimizer.state.values()))
 
 
-def stepped(pipeline: SyncPipeline) -> dict[str, Any]:
-    """What the optimizer keeps of a run that is saved."""
-    net, optimizer = made(torch.optim.Adam)
-    trained(net, optimizer, range(2))
-    state = training_state(net, optimizer)
-    pipeline.save({"training": state}, step=1).wait()
-    kept: dict[str, Any] = state.state_dict()["optimizer"]["state"]
-    return kept
-
-
-@pytest.mark.parametrize(
-    "choice",
-    [
-        {"include": ["training.optimizer"]},
-        {"include": ["training.optimizer.state"]},
-        {"exclude": ["training.model"]},
-    ],
-)
-def test_optimizers_are_loaded_alone(tmp_path: Path, choice: dict[str, Any]) -> None:
-    with SyncPipeline(tmp_path) as pipeline:
-        expected = stepped(pipeline)
-        net, optimizer = made(torch.optim.Adam)
-        state = training_state(net, optimizer)
-        pipeline.load({"training": state}, **choice)
-        assert optimizer.state
-        torch.testing.assert_close(state.state_dict()["optimizer"]["state"], expected)
-
-
 @pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.SGD])
 @pytest.mark.parametrize("part", ["training.model", "training.optimizer.groups"])
 def test_optimizers_that_are_left_out_stay_as_they_are(
@@ -137,23 +109,6 @@ def test_optimizers_that_are_left_out_stay_as_they_are(
         assert not optimizer.state
 
 
-def test_several_optimizers_and_none() -> None:
-    net = Net()
-    first = torch.optim.Adam(net.first.parameters())
-    second = torch.optim.SGD([*net.second.parameters(), *net.tied.parameters()], momentum=0.9)
-    state = training_state(net, first, second).state_dict()
-    groups = state["optimizer"]["groups"]
-    assert {first: list(group["params"]) for first, group in groups.items()} == {
-        "first.weight": ["first.weight", "first.bias"],
-        "second.weight": ["second.weight", "tied.weight"],
-    }
-    bare = training_state(net)
-    assert list(bare.state_dict()) == ["model", "versions"]
-    doubled = {name: value * 2 for name, value in bare.state_dict()["model"].items()}
-    bare.load_state_dict({"model": doubled})
-    assert torch.equal(net.first.bias, doubled["first.bias"])
-
-
 def test_parameters_are_replicated_and_buffers_are_not() -> None:
     net, optimizer = made(torch.optim.Adam)
     state = TrainingState(net, [optimizer])
@@ -161,11 +116,3 @@ def test_parameters_are_replicated_and_buffers_are_not() -> None:
     own = {name for name in names if not state.__ckpipe_replicated__(f"model.{name}")}
     assert own == {"norm.running_mean", "norm.running_var", "norm.num_batches_tracked"}
     assert state.__ckpipe_replicated__("optimizer.state.x.exp_avg")
-
-
-def test_names_are_those_of_the_bare_model_when_compiled() -> None:
-    net, optimizer = made(torch.optim.Adam)
-    compiled = torch.compile(net, backend="eager")
-    assert isinstance(compiled, torch.nn.Module)
-    plain = training_state(net, optimizer).state_dict()
-    assert training_state(compiled, optimizer).state_dict()["model"].keys() == plain["model"].keys()

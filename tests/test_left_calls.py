@@ -1,4 +1,4 @@
-"""User code runs on the thread that called; a call that is left saves or writes nothing more."""
+"""Calls that are left or interrupted, and saves that are refused, save and hold nothing more."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lock_actors import until as waiting
 from pipelines import Stores
 
 import ckpipe
-from ckpipe.errors import UsageError
+from ckpipe.errors import UnsupportedState, UsageError
 
 
 class Gate:
@@ -120,39 +120,17 @@ def test_an_interrupt_before_the_caller_knows_of_its_save(
 
 
 class Noting:
-    """An object that notes the threads on which its state is asked for."""
+    """An object that counts how often its state is asked for."""
 
     def __init__(self) -> None:
-        self.threads: list[int] = []
-        self.interruptions = 0
+        self.asked = 0
 
     def state_dict(self) -> dict[str, Any]:
-        self.threads.append(threading.get_ident())
-        if self.interruptions:
-            self.interruptions -= 1
-            raise KeyboardInterrupt
-        return {"number": len(self.threads), "tensor": torch.ones(3)}
+        self.asked += 1
+        return {"number": self.asked, "tensor": torch.ones(3)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         raise NotImplementedError
-
-
-def test_a_blocking_save_looks_at_the_state_on_the_callers_thread(store: Stores) -> None:
-    noting = Noting()
-    with ckpipe.SyncPipeline(store.url) as pipeline:
-        pipeline.save({"noting": noting}, step=1)
-        pipeline.save({"noting": noting}, step=2).wait()
-    assert set(noting.threads) == {threading.get_ident()}
-
-
-def test_a_save_whose_caller_is_interrupted_is_given_up(store: Stores) -> None:
-    noting = Noting()
-    with ckpipe.SyncPipeline(store.url) as pipeline:
-        noting.interruptions = 1
-        with pytest.raises(KeyboardInterrupt):
-            pipeline.save({"noting": noting}, step=1)
-        pipeline.save({"noting": noting}, step=2).wait()
-        assert [info.step for info in pipeline.steps()] == [2]
 
 
 class Interrupted(Noting):
@@ -174,3 +152,46 @@ def test_a_save_within_a_save_does_not_wait_for_its_memory(store: Stores) -> Non
         pipeline.save({"object": Interrupted(pipeline)}, step=3).wait()
         pipeline.save({"tensor": torch.ones(3)}, step=4).wait()
         assert [info.step for info in pipeline.steps() if info.complete] == [2, 3, 4]
+
+
+class Changing:
+    """An object whose state changes, and which interrupts its caller when it is told to."""
+
+    def __init__(self) -> None:
+        self.more: Any = 1
+        self.interrupted = False
+
+    def state_dict(self) -> dict[str, Any]:
+        if self.interrupted:
+            self.interrupted = False
+            raise KeyboardInterrupt
+        return {"more": self.more, "tensor": torch.ones(3)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+
+def test_a_save_whose_caller_is_interrupted_is_given_up(store: Stores) -> None:
+    with ckpipe.SyncPipeline(store.url) as pipeline:
+        changing = Changing()
+        pipeline.save({"changing": changing}, step=0).wait()
+        changing.interrupted, changing.more = True, 2
+        with pytest.raises(KeyboardInterrupt):
+            pipeline.save({"changing": changing}, step=1)
+        changing.more = 3
+        pipeline.save({"changing": changing}, step=2).wait()
+        assert [info.step for info in pipeline.steps()] == [0, 2]
+        assert pipeline.statistics().budget_used == 0
+
+
+def test_what_cannot_be_saved_is_told_and_nothing_stays_held(store: Stores) -> None:
+    with ckpipe.SyncPipeline(store.url) as pipeline:
+        changing = Changing()
+        pipeline.save({"changing": changing}, step=0).wait()
+        changing.more = object()
+        with pytest.raises(UnsupportedState, match=r"changing\.more"):
+            pipeline.save({"changing": changing}, step=1)
+        with pipeline.lock.mutating(timeout=PATIENCE):
+            changing.more = 3
+        pipeline.save({"changing": changing}, step=2).wait()
+        assert pipeline.statistics().budget_used == 0

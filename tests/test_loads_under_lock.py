@@ -116,41 +116,6 @@ def test_a_save_waits_for_a_load(
     assert is_free(lock)
 
 
-def test_no_save_beside_loads_is_torn(tmp_path: Path, threads: DaemonThreads) -> None:
-    training, stop = Training(1_000_000), threading.Event()
-    training.slow.go_on.set()
-    with ckpipe.SyncPipeline(tmp_path, staging_bytes="256MiB") as pipeline:
-        for step in (1, 2):
-            training.fill(step)
-            pipeline.save(training.state, step=step).wait()
-        assert loads_beside_saves(pipeline, training, stop, threads) > 1
-
-
-def loads_beside_saves(
-    pipeline: ckpipe.SyncPipeline,
-    training: Training,
-    stop: threading.Event,
-    threads: DaemonThreads,
-) -> int:
-    """How many loads one thread did while another looked into all that it saved."""
-
-    def load() -> int:
-        done = 0
-        while not stop.is_set():
-            pipeline.load(training.state, step=1 + done % 2)
-            done += 1
-        return done
-
-    loading = threads.submit(load)
-    try:
-        for step in range(10, 30):
-            pipeline.save(training.state, step=step).wait()
-            assert len(saved(pipeline, step)) == 1
-    finally:
-        stop.set()
-    return loading.result(PATIENCE)
-
-
 def test_a_step_waits_for_a_load(
     pipeline: ckpipe.SyncPipeline, training: Training, threads: DaemonThreads
 ) -> None:

@@ -17,7 +17,6 @@ import anyio
 import anyio.lowlevel
 import anyio.to_thread
 import pytest
-import torch
 from lock_actors import PATIENCE, DaemonThreads, Held, is_free, noted, until
 
 from ckpipe import StateLock
@@ -473,55 +472,3 @@ def test_repr_and_statistics_tell_who_and_why(lock: StateLock, threads: DaemonTh
 
 
 # ---- all at once ----
-
-
-class Soak:
-    """Trainers that write one number into every tensor, captures that must find one number."""
-
-    def __init__(self, lock: StateLock) -> None:
-        self.lock = lock
-        self.tensors = [torch.zeros(257) for _ in range(6)]
-        self.stop = threading.Event()
-        self.written = 0
-        self.captured = 0
-
-    def train(self) -> None:
-        while not self.stop.is_set():
-            with self.lock.mutating():
-                self.written += 1
-                for tensor in self.tensors:
-                    tensor.fill_(self.written)
-
-    def copy(self) -> None:
-        seen = {value for tensor in self.tensors for value in tensor.clone().tolist()}
-        assert len(seen) == 1, f"a capture saw {sorted(seen)}"
-        self.captured += 1
-
-    def capture(self) -> None:
-        while not self.stop.is_set():
-            with self.lock.capturing(PATIENCE):
-                self.copy()
-
-    async def capture_in_tasks(self, rounds: int) -> None:
-        for _ in range(rounds):
-            async with self.lock.capturing_async(PATIENCE):
-                self.copy()
-            with anyio.move_on_after(0):
-                async with self.lock.capturing_async(PATIENCE):
-                    self.copy()
-
-
-async def test_no_capture_sees_half_a_step(lock: StateLock, threads: DaemonThreads) -> None:
-    soak = Soak(lock)
-    work = [threads.submit(soak.train) for _ in range(3)]
-    work += [threads.submit(soak.capture) for _ in range(2)]
-    try:
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(soak.capture_in_tasks, 60)
-    finally:
-        soak.stop.set()
-    for future in work:
-        future.result(PATIENCE)
-    assert is_free(lock)
-    assert soak.written > 60
-    assert soak.captured > 120

@@ -138,17 +138,6 @@ def test_straggler_of_a_launch_that_is_over_does_not_become_the_newest(
         assert [(info.step, info.complete) for info in pipeline.steps()] == [(9, True), (5, True)]
 
 
-@pytest.mark.parametrize("kind", some(["ddp", "fsdp"]))
-def test_what_normalization_has_seen_is_each_rank_s_own(
-    world: Gang, tmp_path: Path, kind: str
-) -> None:
-    root = tmp_path / "run"
-    assert world.run("odd_ranks:normalized", root, 3, kind=kind, save=True) == [0] * 3
-    assert world.run("odd_ranks:normalized", root, 2, kind=kind, save=False) == [0] * 2
-    key = "training.model.norm.running_mean"
-    assert told(root, "refused") == {rank: [[1, rank, key]] for rank in range(2)}
-
-
 def test_tied_weights_stay_tied_over_any_number_of_ranks(world: Gang, tmp_path: Path) -> None:
     root = tmp_path / "run"
     assert world.run("odd_ranks:tied", root, 3, save=True) == [0] * 3

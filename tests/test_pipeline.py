@@ -38,18 +38,6 @@ async def test_saves_and_loads_the_same_bits(tmp_path: Path) -> None:
         assert result.metadata == {"a": [1]}
 
 
-def test_blocking_pipeline_does_the_same(tmp_path: Path) -> None:
-    state = small_state()
-    with ckpipe.SyncPipeline(tmp_path / "run") as pipeline:
-        handle = pipeline.save(state, step=7)
-        assert handle.wait().step == 7
-        assert handle.wait_complete().complete
-        assert handle.status == "committed"
-        result = pipeline.load()
-        assert result is not None
-        assert same(result.state, state)
-
-
 def test_data_file_opens_with_safetensors(tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
@@ -95,18 +83,6 @@ def test_same_step_twice_makes_two_checkpoints(tmp_path: Path) -> None:
         assert newest is not None
         assert older is not None
         assert (newest.state, older.state) == ({"a": 2}, {"a": 1})
-
-
-def test_newest_is_of_the_newest_attempt(tmp_path: Path) -> None:
-    with ckpipe.SyncPipeline(tmp_path) as pipeline:
-        for step in (500, 1000):
-            pipeline.save({"step": step}, step=step, until="committed")
-    with ckpipe.SyncPipeline(tmp_path) as pipeline:
-        pipeline.load(step=500)
-        pipeline.save({"step": 501}, step=501, until="committed")
-        latest = pipeline.latest()
-        assert latest is not None
-        assert latest.step == 501
 
 
 async def test_empty_root_loads_nothing_and_named_step_raises(tmp_path: Path) -> None:
@@ -275,20 +251,6 @@ def test_settings_and_topology_are_checked_before_anything_runs(tmp_path: Path) 
         ckpipe.SyncPipeline("nosuch://x").__enter__()
 
 
-def test_saving_before_entering_and_after_closing_raises(tmp_path: Path) -> None:
-    pipeline = ckpipe.SyncPipeline(tmp_path)
-    with pytest.raises(errors.PipelineClosed, match="not open"):
-        pipeline.save({"a": 1}, step=0)
-    with pipeline:
-        pipeline.save({"a": 1}, step=0)
-    with pytest.raises(errors.PipelineClosed, match="closed"):
-        pipeline.save({"a": 1}, step=1)
-    with pytest.raises(errors.PipelineClosed, match="once"), pipeline:
-        pass
-    with ckpipe.SyncPipeline(tmp_path) as reopened:
-        assert [each.step for each in reopened.steps()] == [0]
-
-
 def test_no_save_begins_while_another_thread_closes(store: Stores) -> None:
     staging = {"bytes": "64MiB", "block_bytes": 65536}
     pipeline = ckpipe.SyncPipeline(store.url, staging=staging)
@@ -307,18 +269,6 @@ def test_no_save_begins_while_another_thread_closes(store: Stores) -> None:
     assert {each.status for each in handles} == {"committed"}
     with pytest.raises(errors.PipelineClosed, match="is closed"):
         pipeline.save({"a": torch.ones(10)}, step=500)
-
-
-def test_reused_attempt_id_is_refused(tmp_path: Path) -> None:
-    with ckpipe.SyncPipeline(tmp_path, attempt_id="launch-1") as pipeline:
-        pipeline.save({"a": 1}, step=0, until="committed")
-    with (
-        ckpipe.SyncPipeline(tmp_path, attempt_id="launch-1") as pipeline,
-        pytest.raises(errors.AttemptReused, match="launch-1"),
-    ):
-        pipeline.save({"a": 2}, step=1)
-    with ckpipe.SyncPipeline(tmp_path, attempt_id="launch-2") as pipeline:
-        assert pipeline.load() is not None
 
 
 def test_saving_inside_mutating_raises_at_once(tmp_path: Path) -> None:

@@ -200,16 +200,6 @@ def test_no_rule_keeps_all() -> None:
     assert decision.reasons == {"2.a.0": "the newest", "1.a.0": "no rule is set"}
 
 
-def test_nothing_to_decide() -> None:
-    decision = decide([], KeepLast(1), now=NOW)
-    assert (decision.keep, decision.remove, decision.reasons) == ((), (), {})
-
-
-def test_checkpoint_of_a_later_attempt_is_newer_than_a_greater_step() -> None:
-    abandoned, resumed = checkpoint(1000, "a"), checkpoint(600, "b")
-    assert decide([abandoned, resumed], KeepLast(1), now=NOW).keep == (resumed.id,)
-
-
 def test_removal_begins_with_the_oldest() -> None:
     decision = decide([checkpoint(step) for step in (3, 1, 2, 4)], KeepLast(1), now=NOW)
     assert decision.remove == ("1.a.0", "2.a.0", "3.a.0")
@@ -239,11 +229,6 @@ def test_metric_too_large_for_a_float_is_compared() -> None:
     steps = [checkpoint(1, metrics={"tokens": 10**400}), checkpoint(2, metrics={"tokens": 5})]
     decision = decide([*steps, checkpoint(3)], KeepBest("tokens", "max"), now=NOW)
     assert decision.keep == ("3.a.0", "1.a.0")
-
-
-def test_stretches_between_marks_keep_their_first() -> None:
-    decision = decide([checkpoint(s) for s in range(0, 2500, 300)], KeepEvery(steps=1000), now=NOW)
-    assert decision.keep == ("2400.a.0", "2100.a.0", "1200.a.0", "0.a.0")
 
 
 def test_reasons_name_the_rules_that_decided() -> None:
@@ -280,14 +265,6 @@ def test_rules_are_values_that_flatten_and_read_well() -> None:
     )
     with pytest.raises(TypeError):
         a | 3  # type: ignore[operator]
-
-
-def test_plain_forms_that_people_write() -> None:
-    assert from_data({"keep": "last", "n": 3}) == KeepLast(3)
-    assert from_data([{"keep": "every", "seconds": 3600}]) == KeepEvery(seconds=3600)
-    assert from_data([{"keep": "best", "metric": "loss"}, {"keep": "within", "seconds": 60}]) == (
-        KeepBest("loss") | KeepWithin(timedelta(minutes=1))
-    )
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from lock_actors import PATIENCE, DaemonThreads
 
 import ckpipe
 from ckpipe import errors
@@ -25,29 +24,6 @@ def test_who_changes_the_state_saves_to_neither(tmp_path: Path) -> None:
             with holder.lock.mutating(), pytest.raises(errors.LockMisuse):
                 saver.save(state)
             saver.save(state).wait()
-
-
-def test_a_save_says_that_a_trainer_of_the_other_pipeline_is_in_the_way(tmp_path: Path) -> None:
-    state, held, go_on = {"weight": torch.ones(3)}, threading.Event(), threading.Event()
-    with (
-        ckpipe.SyncPipeline(tmp_path / "first") as first,
-        ckpipe.SyncPipeline(
-            tmp_path / "second", state_lock=first.lock, lock={"timeout_seconds": 0.05}
-        ) as second,
-    ):
-
-        def train() -> None:
-            with first.lock.mutating():
-                held.set()
-                go_on.wait(PATIENCE)
-
-        trainer = DaemonThreads().submit(train)
-        assert held.wait(PATIENCE)
-        with pytest.raises(errors.StateLockTimeout, match="mutating"):
-            second.save(state)
-        go_on.set()
-        trainer.result(PATIENCE)
-        second.save(state).wait()
 
 
 def test_closing_one_takes_only_its_own_hooks_off(tmp_path: Path) -> None:

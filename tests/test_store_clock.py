@@ -15,7 +15,7 @@ from ranks import settle
 
 import ckpipe
 from ckpipe import errors
-from ckpipe.backend import Backend, Children, ObjectInfo, PutMode
+from ckpipe.backend import Backend, Children, ObjectInfo
 from ckpipe.testing import Landing
 from ckpipe.testing.wrappers import Operation, Result, WrappedBackend
 from ckpipe.types import CheckpointId
@@ -141,26 +141,6 @@ async def test_a_reading_of_the_clock_that_is_cancelled_leaves_nothing(store: St
             tasks.cancel_scope.cancel()
         gate.release()
     assert _clocks(store) == []
-
-
-class Unasked(WrappedBackend):
-    """A store that nobody may ask for the time by writing."""
-
-    async def around(self, operation: Operation, call: Callable[[], Awaitable[Result]]) -> Result:
-        return await call()
-
-    async def put(self, key: str, data: bytes, mode: PutMode) -> None:
-        if key.startswith(".ckpipe/leases/clock/"):
-            raise errors.StoreError("nobody is told the time", key=key)
-        await super().put(key, data, mode)
-
-
-async def test_retention_after_a_save_is_told_the_time_by_its_index(store: Stores) -> None:
-    ckpipe.register_backend(f"{store.scheme}unasked", lambda url: Unasked(store.memory))
-    async with ckpipe.Pipeline(f"{store.scheme}unasked://store", keep_last=1) as pipeline:
-        for step in (1, 2, 3):
-            await pipeline.save(STATE, step=step, until="committed")
-    assert (await _last(store)).step == 3
 
 
 class Forgetful(WrappedBackend):

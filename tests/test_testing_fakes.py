@@ -147,26 +147,6 @@ async def test_cancelling_at_an_operation(landing: Landing, lands: bool) -> None
     assert [info.key async for info in backend.list()] == (["a"] if lands else [])
 
 
-async def test_every_operation_of_a_run_can_fail() -> None:
-    """The fault loop: fail operation 1, then 2, and so on, until the run gets through."""
-    for number in range(1, 20):
-        backend = FaultyBackend(MemoryBackend())
-        backend.fail(lost(), number)
-        try:
-            upload = await backend.open_upload("data", size=8, block_bytes=4)
-            for offset in (0, 4):
-                await upload.write(offset, memoryview(b"abcd"))
-            await upload.complete()
-            await backend.put("index", b"data", CREATE)
-        except StoreUnavailable:
-            keys = [info.key async for info in backend.inner.list()]
-            assert keys in ([], ["data"])
-            assert len(backend.operations) == number
-        else:
-            break
-    assert number == 6
-
-
 def test_pausing_from_another_thread() -> None:
     backend = FaultyBackend(MemoryBackend("memory://paused"))
     before = backend.pause("put")
@@ -208,17 +188,6 @@ def test_holding_from_another_thread() -> None:
     backend.release()
     assert loop.join() == ["a", "b", "c"]
     assert backend.gate.waiting == 0
-
-
-async def test_holding_everything() -> None:
-    backend = SlowBackend(MemoryBackend())
-    backend.hold()
-    async with anyio.create_task_group() as tasks:
-        tasks.start_soon(backend.put, "a", b"x", CREATE)
-        await anyio.to_thread.run_sync(backend.gate.wait_until_held)
-        assert [info async for info in backend.inner.list()] == []
-        backend.release()
-    assert (await backend.stat("a")).size == 1
 
 
 async def test_cancelled_waiter_leaves_the_gate() -> None:

@@ -201,16 +201,6 @@ def test_a_parameter_without_state_stays_without_and_is_named(pipeline: SyncPipe
     )
 
 
-def test_nothing_is_stepped_by_a_save(pipeline: SyncPipeline) -> None:
-    net, optimizer = made()
-    stepped: list[int] = []
-    optimizer.register_step_post_hook(lambda *_: stepped.append(1))
-    before = everything(net, optimizer)
-    save(pipeline, net, optimizer)
-    assert_same(everything(net, optimizer), before)
-    assert not stepped
-
-
 @pytest.mark.parametrize("at_save", [False, True])
 @pytest.mark.parametrize("at_load", [False, True])
 def test_state_of_a_frozen_parameter_is_kept(

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import subprocess
-import sys
 import threading
 from collections.abc import Awaitable
-from pathlib import Path
 from typing import Any
 
 import anyio
@@ -112,38 +109,6 @@ def test_a_state_is_loaded_alike_in_all_modes(store: Stores, *, fresh: bool) -> 
     assert result.state["parameter"].requires_grad
     tensors = [each for each in result.state.values() if isinstance(each, torch.Tensor)]
     assert not any(map(torch.Tensor.is_inference, tensors))
-
-
-class Locked(Noting):
-    """An object with a lock of its own, which its methods take."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lock = threading.RLock()
-
-    def state_dict(self) -> dict[str, Any]:
-        with self.lock:
-            return super().state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        with self.lock:
-            super().load_state_dict(state)
-
-
-@pytest.mark.parametrize("backend", ["asyncio", "trio"])
-def test_a_trainer_awaits_saves_and_loads_under_a_lock_that_its_state_takes(
-    store: Stores, backend: str
-) -> None:
-    pytest.importorskip(backend)
-    locked = Locked()
-
-    async def train() -> None:
-        async with ckpipe.Pipeline(store.url) as pipeline:
-            with anyio.fail_after(PATIENCE), locked.lock:
-                await (await pipeline.save({"locked": locked}, step=1))
-                assert await pipeline.load({"locked": locked})
-
-    anyio.run(train, backend=backend)
 
 
 class Slow(Noting):
@@ -301,28 +266,6 @@ def test_a_loop_that_is_closed_fails_its_save_and_keeps_nothing(store: Stores) -
         asyncio.run(pipeline.aclose())
     assert not noting.found
     saving.get_coro().close()
-
-
-def test_a_program_ends_with_a_save_that_waits_for_a_loop_that_stopped(tmp_path: Path) -> None:
-    program = """if True:
-        import asyncio, sys, ckpipe, torch
-        pipeline = ckpipe.Pipeline(sys.argv[1])
-
-        async def begin():
-            await pipeline.open()
-            await pipeline.save({"tensor": torch.ones(3)}, step=1)
-            task = asyncio.create_task(pipeline.save({"tensor": torch.ones(3)}, step=2))
-            await asyncio.sleep(0)
-            return task
-
-        loop = asyncio.new_event_loop()
-        task = loop.run_until_complete(begin())
-    """
-    command = [sys.executable, "-c", program, str(tmp_path)]
-    ended = subprocess.run(command, timeout=PATIENCE, capture_output=True, text=True, check=True)
-    assert "ended before state_dict" in ended.stderr
-    with ckpipe.SyncPipeline(tmp_path, read_only=True) as pipeline:
-        assert [each.step for each in pipeline.steps() if each.complete] == [1]
 
 
 def test_a_loop_that_is_closed_ends_its_load_and_frees_the_lock(store: Stores) -> None:

@@ -168,15 +168,6 @@ def test_a_dead_worker_is_noticed_and_replaced(
         assert pipeline._engine.context.budget.used == 0
 
 
-def test_a_worker_that_dies_idle_costs_no_save(pipeline: ckpipe.SyncPipeline) -> None:
-    pipeline.save(state_of(1)).wait()
-    settle(pipeline)
-    process = psutil.Process(worker_of(pipeline))
-    process.kill()
-    process.wait(30)
-    pipeline.save(state_of(2)).wait()
-
-
 def test_a_worker_that_dies_after_a_commit_costs_no_save(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
