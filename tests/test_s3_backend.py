@@ -202,6 +202,18 @@ async def test_an_upload_whose_begin_was_lost_is_ended(seen: Seen) -> None:
         assert await seen.left() == []
 
 
+async def test_leaving_asks_a_silent_store_once_for_each_upload(
+    seen: Seen, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with seen.backend() as backend:
+        await backend.open_upload("data", size=2 * BLOCK, block_bytes=BLOCK)
+        begun = len(seen.requests)
+        backend.timeout = 0.5  # type: ignore[attr-defined]
+        seen.fault |= {"Abort": Fault.HANG, "ListUploads": Fault.HANG}
+    assert [each.operation for each in seen.requests[begun:]] == ["Abort"]
+    assert "Unfinished uploads may be left behind" in caplog.text
+
+
 async def test_uploads_that_a_crash_left_are_removed(weed_server: S3Server) -> None:
     # This server, since moto says of every upload that it was begun in 2010.
     soon = datetime.now(UTC) + timedelta(minutes=5)

@@ -427,6 +427,8 @@ class S3Backend(BucketBackend):
             )  # fmt: skip
         except ObjectNotFound:
             pass
+        except StoreUnavailable:
+            raise
         except StoreError as error:
             gone = self.answer_to(error).code == "NoSuchUpload"
             if not gone and upload_id in await self._open_uploads(key):
