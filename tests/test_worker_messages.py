@@ -224,6 +224,7 @@ async def test_large_messages_descriptors_and_the_end_cross_in_order() -> None:
     assert await right.receive() == large
     assert await right.receive() == NewSegment(1, 5)
     mine = right.take_descriptor()
+    assert not os.get_inheritable(mine)
     assert await right.receive() == NewSegment(2, 6)
     await left.flush()
     os.write(write, b"hello")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+from array import array
 from collections import deque
 
 import anyio
@@ -13,7 +14,7 @@ from ckpipe.memory.mapping import forget, keep_private
 from ckpipe.worker.protocol import Message, decode, encode
 
 _READ_BYTES = 1 << 18
-_MOST_DESCRIPTORS = 32
+_DESCRIPTORS_SPACE = socket.CMSG_SPACE(32 * array("i").itemsize)
 _LENGTH_BYTES = 8
 
 
@@ -177,14 +178,16 @@ class Channel:
     def _read(self) -> bool:
         """Read what is there; False if that is nothing."""
         try:
-            data, descriptors, _, _ = socket.recv_fds(
-                self._socket, _READ_BYTES, _MOST_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
+            # By this call, since socket.recv_fds() ignores its flags.
+            data, ancillary, _, _ = self._socket.recvmsg(
+                _READ_BYTES, _DESCRIPTORS_SPACE, socket.MSG_CMSG_CLOEXEC
             )
         except BlockingIOError:
             return False
         except OSError:  # whatever it is, nothing more can be heard
-            data, descriptors = b"", []
-        self._descriptors.extend(descriptors)
+            data, ancillary = b"", []
+        for _, _, numbers in ancillary:
+            self._descriptors.extend(array("i", numbers))
         self._in += data
         if not data:
             self._end()
