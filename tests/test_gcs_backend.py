@@ -198,6 +198,30 @@ async def test_a_session_that_somebody_ended_is_begun_again(seen: Seen, backend:
     assert await read(backend, "data") == data
 
 
+async def test_a_part_that_lands_during_an_abort_is_removed_on_leaving(
+    seen: Seen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, aborted = anyio.Event(), anyio.Event()
+    block = BLOCK // 2  # so small that it takes no session
+    async with seen.backend() as backend:
+        opened = await backend.open_upload("data", size=2 * block, block_bytes=block)
+        write = backend.write  # type: ignore[attr-defined]
+
+        async def write_late(*args: Any, **options: Any) -> Any:
+            begun.set()
+            await aborted.wait()
+            return await write(*args, **options)
+
+        monkeypatch.setattr(backend, "write", write_late)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(opened.write, 0, memoryview(bytes(block)))
+            await begun.wait()
+            await opened.abort()
+            aborted.set()
+        assert len(await seen.left()) == 1
+    assert await seen.left() == []
+
+
 async def test_an_object_that_is_overwritten_while_it_is_read(seen: Seen, backend: Backend) -> None:
     await backend.put("data", bytes(100), PutMode.CREATE)
     buffer = memoryview(bytearray(50))
