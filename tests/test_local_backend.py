@@ -262,6 +262,25 @@ async def test_cached_data_is_read_piece_by_piece(tmp_path: Path, backend: Local
     assert buffer == pattern(100_000)[65_000:95_000]
 
 
+@pytest.mark.usefixtures("passes_cache")
+async def test_older_kernels_tell_what_is_cached_too(
+    tmp_path: Path, backend: LocalBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ckpipe_local.reads._CACHESTAT", -1)  # no system call has this number
+    (tmp_path / "f").write_bytes(pattern(100_000))
+    for offset, size in ((0, 100_000), (5000, 90_000), (4095, 2), (99_999, 1)):
+        assert await backend.cached("f", offset, size) is not None
+    with open(tmp_path / "f", "rb", buffering=0) as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
+        file.read(2 * PAGE)
+    for offset, size in ((0, 2 * PAGE), (PAGE, 1)):
+        assert await backend.cached("f", offset, size) is not None
+    for offset, size in ((0, 100_000), (2 * PAGE, 1), (PAGE, PAGE + 1)):
+        assert await backend.cached("f", offset, size) is None
+
+
 async def test_cached_range_that_is_cut_off_says_so(tmp_path: Path, backend: LocalBackend) -> None:
     (tmp_path / "f").write_bytes(pattern(100_000))
     found = await backend.cached("f", 0, 100_000)

@@ -1,4 +1,4 @@
-"""Reads of files: from the page cache what it holds, and bulk data past it.
+"""Reads of files: from the page cache what it holds whole, and other bulk data past it.
 
 O_DIRECT wants offset, length and memory address aligned. A range is therefore cut in three: an
 unaligned head and tail of less than a page each, which go through the page cache, and the middle,
@@ -8,9 +8,9 @@ O_DIRECT when the file is opened, or only when it is used (EINVAL); then all of 
 page cache, which is slower and means the same.
 
 ``cachestat`` counts the cached pages of a range at the cost of a few microseconds; ``mincore``,
-which examines each, is asked only where a gap begins, and on older kernels. ``RWF_NOWAIT`` has a
-side effect: each such read of an uncached page starts a read-ahead of up to several MiB into the
-page cache, which then competes with the direct read of the same bytes.
+which examines each, is asked on kernels before Linux 6.5. ``RWF_NOWAIT`` has a side effect: each
+such read of an uncached page starts a read-ahead of up to several MiB into the page cache, which
+then competes with the direct read of the same bytes.
 
 Cached ranges are read and not mapped: a page that is cut off a mapped file ends the process that
 touches it (SIGBUS), and bytes of a mapping can change between their check and their copy.
@@ -39,7 +39,6 @@ _libc.syscall.argtypes = (
 _libc.syscall.restype = ctypes.c_long
 
 _CACHESTAT = 451  # the same number on every architecture, since Linux 6.5
-_PROBED_PAGES = 16
 _LOWEST_BIT = bytes(value & 1 for value in range(256))  # the others of mincore mean nothing
 
 _KINDS = {
@@ -95,14 +94,12 @@ def read_small(path: str, key: str, max_bytes: int) -> bytes:
 
 
 def read_range(path: str, key: str, offset: int, buffer: memoryview, *, direct: bool) -> None:
-    """Fill a buffer from a file: from the page cache what is there, the rest past it if direct."""
+    """Fill a buffer from a file: from the page cache if it holds all, else past it if direct."""
     descriptor = open_object(path, key)
     try:
         done = 0
-        if direct:
-            cached = _cached_length(descriptor, path, offset, len(buffer))
-            done = read_at(descriptor, buffer[:cached], offset)
-            done += _read_past_cache(descriptor, buffer[done:], offset + done)
+        if direct and not _is_cached(descriptor, path, offset, len(buffer)):
+            done = _read_past_cache(descriptor, buffer, offset)
         _fill(descriptor, key, offset, buffer, done)
     finally:
         os.close(descriptor)
@@ -190,7 +187,7 @@ def cached_range(path: str, key: str, offset: int, size: int) -> CachedFile | No
     length = os.fstat(file.descriptor).st_size
     if offset + size > length:
         raise truncated(key, offset, size, length)
-    return file if _cached_length(file.descriptor, path, offset, size) >= size else None
+    return file if _is_cached(file.descriptor, path, offset, size) else None
 
 
 class CachedFile:
@@ -219,49 +216,25 @@ class CachedFile:
             os.close(self.descriptor)
 
 
-def _cached_length(descriptor: int, path: str, offset: int, size: int) -> int:
-    """Count the bytes from ``offset`` on, at most ``size``, that are cached without a gap."""
+def _is_cached(descriptor: int, path: str, offset: int, size: int) -> bool:
+    """Tell whether the page cache holds all of a range, as far as the file reaches."""
     size = min(size, os.fstat(descriptor).st_size - offset)
     if size <= 0 or not _tells_residency(descriptor, path):
-        return 0
-    pages = (offset + size - 1) // mmap.PAGESIZE - offset // mmap.PAGESIZE + 1
-    cached = _cached_pages(descriptor, offset, size)
-    if cached is not None and cached in (0, pages):
-        return size if cached else 0
+        return False
+    bounds, counts = (ctypes.c_uint64 * 2)(offset, size), (ctypes.c_uint64 * 5)()
+    skipped = offset % mmap.PAGESIZE
+    pages = -(-(skipped + size) // mmap.PAGESIZE)
+    if not _libc.syscall(_CACHESTAT, descriptor, bounds, counts, 0):
+        return bool(counts[0] == pages)
     # The mapping is asked about and never read: reading a page that was cut off ends the process.
-    skipped = offset % mmap.ALLOCATIONGRANULARITY
-    length, start = skipped + size, offset - skipped
+    start, length = offset - skipped, skipped + size
     mapping = mmap.mmap(descriptor, length, mmap.MAP_SHARED, mmap.PROT_READ, offset=start)
-    # A cold range is recognised by its first pages, since asking after all of them is not free.
-    address, first = _address_of(memoryview(mapping)), min(length, _PROBED_PAGES * mmap.PAGESIZE)
-    resident = _leading_pages(address, first) * mmap.PAGESIZE
-    if resident >= first:
-        resident = _leading_pages(address, length) * mmap.PAGESIZE
-    return max(0, min(size, resident - skipped))
+    resident = ctypes.create_string_buffer(pages)
+    if _libc.mincore(_address_of(memoryview(mapping)), length, resident):
+        return False
+    return 0 not in resident.raw.translate(_LOWEST_BIT)
 
 
 def _tells_residency(descriptor: int, path: str) -> bool:
     """Tell whether the kernel shows this user what is cached; others see every page as cached."""
     return os.fstat(descriptor).st_uid == os.geteuid() or os.access(path, os.W_OK)
-
-
-def _cached_pages(descriptor: int, offset: int, size: int) -> int | None:
-    """Count the pages of a file's range that are cached, by ``cachestat(2)``.
-
-    Returns:
-        None where the kernel does not tell: before Linux 6.5, and for other users' files.
-    """
-    bounds = (ctypes.c_uint64 * 2)(offset, size)
-    counts = (ctypes.c_uint64 * 5)()
-    if _libc.syscall(_CACHESTAT, descriptor, bounds, counts, 0):
-        return None
-    return counts[0]
-
-
-def _leading_pages(address: int, size: int) -> int:
-    """Count the pages of a mapping, from its begin, that are in memory without a gap."""
-    pages = ctypes.create_string_buffer(-(-size // mmap.PAGESIZE))
-    if _libc.mincore(address, size, pages):
-        return 0
-    missing = pages.raw.translate(_LOWEST_BIT).find(0)
-    return len(pages) if missing < 0 else missing
