@@ -9,7 +9,6 @@ threads sleep, and it has done no work since the look before.
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import secrets
 import signal
@@ -88,8 +87,6 @@ def is_still(now: ProcessState | None, before: ProcessState | None) -> bool:
     """Tell whether a process sleeps and has done nothing between two looks."""
     return now is not None and now.letter == "S" and now == before
 
-
-logger = logging.getLogger("ckpipe")
 
 SHOWN_LINES = 12
 """How many of the last lines of its log the error about a dead worker shows."""
