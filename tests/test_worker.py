@@ -21,6 +21,7 @@ import torch
 from pipelines import same, small_state, stores
 from ranks import settle
 from sampling import EVERY
+from test_worker_surroundings import customize
 from worker_runs import SETTINGS, state_of, worker_of
 
 import ckpipe
@@ -110,6 +111,36 @@ def test_errors_are_those_of_a_thread(pipeline: ckpipe.SyncPipeline, tmp_path: P
     there = conflict(pipeline)
     assert (there.step, there.rank, there.hint) == (here.step, here.rank, here.hint) != (None,) * 3
     assert type(there.__cause__) is type(here.__cause__) is errors.ObjectExists
+
+
+UNSPEAKABLE = """
+from ckpipe.errors import StoreError
+from ckpipe_local import LocalBackend
+class Mute(str):
+    def __str__(self):
+        raise RuntimeError("no words")
+put = LocalBackend.put
+async def put_or_fail(self, key, data, mode):
+    if key.startswith("step-000000000002"):
+        error = StoreError("The disk burns")
+        error.note = Mute("smoke")
+        raise error
+    await put(self, key, data, mode)
+LocalBackend.put = put_or_fail
+"""
+
+
+def test_an_error_that_cannot_be_sent_is_told_by_its_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    customize(tmp_path, monkeypatch, UNSPEAKABLE)
+    with ckpipe.SyncPipeline(tmp_path / "run", **PROCESS) as pipeline:
+        pipeline.save(state_of(1), step=1).wait()
+        worker = worker_of(pipeline)
+        with pytest.raises(Exception, match="StoreError: The disk burns"):
+            pipeline.save(state_of(2), step=2).wait()
+        pipeline.save(state_of(3), step=3).wait()
+        assert worker_of(pipeline) == worker
 
 
 def test_a_worker_is_small_and_knows_no_secret(pipeline: ckpipe.SyncPipeline) -> None:
