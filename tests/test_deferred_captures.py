@@ -23,7 +23,7 @@ from ckpipe.memory.cuda import SideStreams, StreamFence
 from ckpipe.plan.plan import LocalPlanner
 from ckpipe.save.program import plan_blocks
 from ckpipe.save.save import Save, SaveRequest, StagedBlock
-from ckpipe.save.stage import BlockCopiers, Piece
+from ckpipe.save.stage import BlockCopiers, CopyPiece
 from ckpipe.state.flatten import capture
 from ckpipe.types import CheckpointId
 
@@ -147,7 +147,7 @@ class SlowDevice(SideStreams):
             reads.over.set()
 
 
-def pieces_of(state: Any, later: set[int]) -> tuple[Any, list[Piece], list[Piece], Arena]:
+def pieces_of(state: Any, later: set[int]) -> tuple[Any, list[CopyPiece], list[CopyPiece], Arena]:
     captured = capture(state)
     plan = LocalPlanner().plan(captured, rank=0, world_size=1)
     arena = Arena(BLOCK)
@@ -155,8 +155,8 @@ def pieces_of(state: Any, later: set[int]) -> tuple[Any, list[Piece], list[Piece
     for each in plan_blocks(plan, captured.tensors, BLOCK):
         filled = StagedBlock(SAVE, each, arena.take())
         at_once, rest = each.split(later)
-        soon.append(Piece(filled, at_once, last=False))
-        late.append(Piece(filled, rest))
+        soon.append(CopyPiece(filled, at_once, last=False))
+        late.append(CopyPiece(filled, rest))
     return captured, soon, late, arena
 
 

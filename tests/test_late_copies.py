@@ -23,7 +23,7 @@ from ckpipe.lock.late_copies import (
     owned_tensors,
 )
 from ckpipe.planning import LocalPlanner
-from ckpipe.save.program import BlockPlan, CopyProgram, divide, plan_blocks
+from ckpipe.save.program import BlockPlan, CopyProgram, plan_blocks, split_early_late
 from ckpipe.state.capture_cache import capture_cache_of
 from ckpipe.state.flatten import OpenedState, capture, flatten
 from ckpipe.state.tensors import is_dense, tensor_leaf
@@ -202,7 +202,7 @@ def test_a_division_serves_until_something_changes(
     assert cache is not None
     plan = LocalPlanner().plan(captured, rank=0, world_size=1)
     program = CopyProgram(plan, (), DataFiles(plan.files, plan.layout, ()), "")
-    division = divide(captured, program, [optimizer])
+    division = split_early_late(captured, program, [optimizer])
     again = cache.capture(OpenedState(state), LabelFilter())
     assert again is not None
     assert division.serves(again, program, [optimizer])

@@ -165,7 +165,7 @@ class BlockRange:
 class DataFiles:
     """All that one rank stores in a save; the same for every save of one structure.
 
-    What follows from it alone is worked out once, and kept for as long as the cargo is.
+    What follows from it alone is worked out once, and kept for as long as this object lives.
 
     Args:
         files: The data files.

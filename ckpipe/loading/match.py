@@ -683,6 +683,7 @@ def _empty_mapping(node: Node) -> Callable[[], Any]:
         return dict
     if node[0] == "ordered_dict":
         return OrderedDict
+    assert node[0] == "default_dict", node[0]
     name = node[3]
     if name is not None and name not in FACTORIES:
         raise InvalidManifest(f"A defaultdict has the unknown factory {name!r:.100}")

@@ -61,7 +61,7 @@ class Need(NamedTuple):
 Column = np.ndarray[Any, np.dtype[np.int64]]
 
 
-class Chunks(NamedTuple):
+class ReadChunks(NamedTuple):
     """The chunks of entries that reads bring, by file and position, as columns.
 
     Args:
@@ -155,7 +155,7 @@ class _Span:
 
 def plan_reads(
     data: EntryTable, needs: Iterable[Need], limits: ReadLimits, lanes: int = 1
-) -> tuple[Chunks, list[Read]]:
+) -> tuple[ReadChunks, list[Read]]:
     """Plan the reads that bring what is needed, by file and offset.
 
     Args:
@@ -257,7 +257,7 @@ def _joined(spans: Iterable[_Span]) -> Iterator[_Span]:
         yield last
 
 
-def _chunks(data: EntryTable, spans: Iterable[_Span]) -> Chunks:
+def _chunks(data: EntryTable, spans: Iterable[_Span]) -> ReadChunks:
     """Cut the ranges of spans into their chunks."""
     flat = chain.from_iterable(chain.from_iterable(span.ranges for span in spans))
     ranges = np.fromiter(flat, np.int64).reshape(-1, 3)
@@ -268,7 +268,7 @@ def _chunks(data: EntryTable, spans: Iterable[_Span]) -> Chunks:
     begins = np.array([data.begins[n] for n in numbers], np.int64)
     sums = np.array([data.first_sums[n] for n in numbers], np.int64) + lo // CHUNK_BYTES
     checksum = np.array([data.checksums[n] for n in sums.tolist()], np.int64)
-    return Chunks(entry, lo, begins + lo, begins + np.minimum(lo + CHUNK_BYTES, last), checksum)
+    return ReadChunks(entry, lo, begins + lo, begins + np.minimum(lo + CHUNK_BYTES, last), checksum)
 
 
 def _cuts_at_chunks(at: Column, end: Column, limits: ReadLimits) -> list[int]:

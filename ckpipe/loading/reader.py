@@ -42,7 +42,7 @@ from ckpipe.format.manifest import FileRow, ManifestDocument
 from ckpipe.format.names import data_file_key
 from ckpipe.interpreter import available_cpus, gc_paused
 from ckpipe.loading.fill import Destination, RawBytes
-from ckpipe.loading.read_plan import Chunks, Need, Read, ReadLimits, batched, plan_reads
+from ckpipe.loading.read_plan import Need, Read, ReadChunks, ReadLimits, batched, plan_reads
 from ckpipe.memory.arena import Arena
 from ckpipe.memory.native import address_of, copy_bytes, verify_copy_each
 from ckpipe.store.retry import locate_damage, warn_of_damaged_transfer
@@ -114,7 +114,7 @@ class _Pieces(NamedTuple):
         others: Whether any other destination takes bytes of it.
     """
 
-    chunks: Chunks
+    chunks: ReadChunks
     destinations: Destinations
     targets: array[int]
     sizes: array[int]
@@ -122,7 +122,7 @@ class _Pieces(NamedTuple):
     others: np.ndarray[Any, np.dtype[np.bool_]]
 
 
-def _pieces(chunks: Chunks, destinations: Destinations) -> _Pieces:
+def _pieces(chunks: ReadChunks, destinations: Destinations) -> _Pieces:
     entries, rows = np.unique(chunks.entry, return_inverse=True)
     direct = np.zeros((len(entries), 3), np.int64)
     several = np.zeros(len(entries), np.bool_)

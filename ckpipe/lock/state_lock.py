@@ -854,8 +854,8 @@ os.register_at_fork(after_in_child=_begin_in_child)
 class LockHold:
     """One hold of the state lock, from the walk to the last copy or to a change of mind.
 
-    A turn that is released but has not ended keeps the next one from beginning: no other thread is
-    held off while a plan is made or memory is waited for.
+    Once released it holds no thread off, while a plan is made or memory is waited for; but the hold
+    of the next save begins only once it has ended.
 
     To be made on the event loop that ends it.
 
@@ -919,7 +919,7 @@ class LockHold:
             self._lock.release_capture(self._hold, fences=fences)
 
     def end(self, *, copied: bool = False) -> None:
-        """Let trainers and the next turn begin, once no thread reads; may be called twice."""
+        """Let trainers go on and the next save begin, once no thread reads; may be called twice."""
         self._ending = True
         self.copied |= copied
         if not self._users and not self.ended.is_set():
@@ -928,7 +928,7 @@ class LockHold:
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """Keep the hold although the turn may end: a worker thread is at the state."""
+        """Keep the hold although its end may come: a worker thread is at the state."""
         self._users += 1
         try:
             yield

@@ -1,8 +1,13 @@
 """One save: :func:`ckpipe.save.run.run_save` joins its seven stages by streams.
 
-The stages are lock, stage, plan, serialize, upload, commit and retain, a file each. A stage is an
-async function that receives from one stream, sends to the next, and closes its own end of it.
-Stages know each other only by what goes through the streams.
+The stages, in their order: lock, plan, stage (the copy), serialize (checksums that the copy did not
+make), upload, commit and retention, a file each. A stage is an async function that receives from
+one stream, sends to the next, and closes its own end of it. Stages know each other only by what
+goes through the streams. The last four run in the worker process if there is one, and use only
+:class:`SaveRecord` and :class:`StoreContext`.
+
+To add a stage: a file here, a task in ``run.py`` or ``deliver.py``, the contract of stages in
+``pyproject.toml``, and ``_SAVE_PARTS`` in ``types.py`` if reports tell its time.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ async def run(
         async for files in inbox:
             with save.clock.timing("commit"):
                 bundle, data = await threads.run_sync(_drawn_up, save, context, kind, files)
-                await _create(save, context, kind, key, data)
+                await _create_or_read_back(save, context, kind, key, data)
             info = CheckpointInfo(
                 save.name,
                 id.step,
@@ -145,24 +145,24 @@ def _drawn_up(
         return bundle, encode_bundle(bundle)
 
 
-async def _create(
+async def _create_or_read_back(
     save: SaveRecord, context: StoreContext, kind: BundleKind, key: str, data: bytes
 ) -> None:
     """Create this rank's object once, and find out what became of it if the answer was lost."""
     tries = Tries(telling(context.retry, context.events, save.id, save.rank))
     while True:
-        before, save.may_count = save.may_count, True
+        before, save.commit_may_exist = save.commit_may_exist, True
         try:
             return await tries.once(lambda: context.backend.put(key, data, PutMode.CREATE))
         except StoreError as error:
-            if await _landed(save, context, kind, key, error):
+            if await _read_back_is_ours(save, context, kind, key, error):
                 return None
             # What the store has refused cannot land later, as what was not answered can.
-            save.may_count = before or not isinstance(error, StoreFull | PermissionDenied)
+            save.commit_may_exist = before or not isinstance(error, StoreFull | PermissionDenied)
             await tries.wait_after(error)
 
 
-async def _landed(
+async def _read_back_is_ours(
     save: SaveRecord, context: StoreContext, kind: BundleKind, key: str, cause: BaseException
 ) -> bool:
     """Read the object back: True if it is ours, False if there is none.

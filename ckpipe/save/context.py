@@ -56,6 +56,11 @@ class StoreContext:
         keep_reports: Whether manifests keep the reports of their saves.
         switch_interval: The switch interval of the GIL while a save is brought to the store, in
             seconds; None leaves it alone.
+        resumed_from: The checkpoint that this run resumed from, which is kept.
+        facts: Metadata of checkpoints that was read already.
+        deleted: Checkpoints that this process has deleted.
+        retired: Checkpoints whose deletion this process has begun.
+        loading: How many loads and copies read each checkpoint just now.
         limiter: Admits writes of blocks, of all saves together.
         told_missing: Metrics of rules that no checkpoint has, as was said already.
         told_copies: Whether it was said already that ranks write the same bytes.
@@ -154,6 +159,11 @@ class SaveContext(StoreContext):
         planner: Makes plans.
         attempt: The name of this launch.
         uploader: Brings saves to the store by a worker process; None if this process does.
+        program: The copies of the last structure.
+        capture_cache: The last walk, by which the next one is shorter.
+        early_late: What of the last structure is copied in the call, and what beside steps.
+        recent_blocks: How many blocks each of the last saves took.
+        lent: The saves whose staged state is being read.
     """
 
     settings: Settings
@@ -165,7 +175,7 @@ class SaveContext(StoreContext):
     uploader: Uploader | None = None
     program: CopyProgram | None = None
     capture_cache: CaptureCache | None = None
-    division: EarlyLateSplit | None = None
+    early_late: EarlyLateSplit | None = None
     recent_blocks: list[int] = field(default_factory=list)
     lent: dict[Save, Lending] = field(default_factory=dict)
 

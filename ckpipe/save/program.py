@@ -379,7 +379,9 @@ class EarlyLateSplit:
         return owned_facts(owned_tensors(owners), captured.objects) == self.facts
 
 
-def divide(captured: Captured, program: CopyProgram, owners: Sequence[Optimizer]) -> EarlyLateSplit:
+def split_early_late(
+    captured: Captured, program: CopyProgram, owners: Sequence[Optimizer]
+) -> EarlyLateSplit:
     """Divide a save's work: what optimizers own is copied later, if that is worth it.
 
     Args:

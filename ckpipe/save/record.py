@@ -93,7 +93,7 @@ class SaveRecord(abc.ABC):
         """The checksum of every mebibyte of every entry; there before the files are durable."""
         self.stored: list[str] = []
         """Keys of its data files that are complete, or may be."""
-        self.may_count = False
+        self.commit_may_exist = False
         """Whether its commit was begun and may have landed: what is stored must stay then."""
         self.again = False
         """Whether a worker process died with it: its data files, and its commit, may be there."""

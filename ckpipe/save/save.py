@@ -130,9 +130,10 @@ class Save(SaveRecord):
     def __init__(self, id: CheckpointId, rank: int, request: SaveRequest) -> None:
         super().__init__(id, rank, time.perf_counter(), secrets.token_hex(16))
         self.request = request
-        self.ready, self.handed_over = anyio.Event(), anyio.Event()
-        """Set when it is known what is stored and blocks may go to the store, and when they will
-        be stored whatever becomes of this process, if a worker process does that."""
+        self.ready = anyio.Event()
+        """Set when it is known what is stored: blocks may go to the store."""
+        self.handed_over = anyio.Event()
+        """Set when a worker process, if there is one, can finish the save without this one."""
         self.filled: list[tuple[BlockPlan, weakref.ref[Block], int]] = []
         """The blocks that were filled, and how often the memory of each had been handed out."""
         self._in_use: dict[Block, StagedBlock] = {}

@@ -1,5 +1,7 @@
 """Stage 4: compute the checksums that the copy did not, and collect those of all blocks.
 
+The copy has laid the bytes out as the file has them, so nothing else is left to serialize.
+
 The manifest has a checksum for each mebibyte of each entry. A store that verifies each request
 gets one of the whole block, which follows from those and from the few bytes between entries.
 """

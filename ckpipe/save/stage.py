@@ -1,5 +1,7 @@
 """Stage 3: copy every byte of the state to its place in the file, and let trainers go on.
 
+The copy makes the checksums of what lies in host memory; `serialize.py` makes the others.
+
 Blocks are filled in worker threads: all of their work at once, or what is urgent before the rest.
 A block of which a part is copied later is filled in two pieces, and leaves with the second. The
 pieces that come later are *deferred*: each asks the lock before it reads, and a trainer that has
@@ -32,7 +34,7 @@ from ckpipe.lock.late_copies import ByteSample, MutationDetector
 from ckpipe.lock.state_lock import LockHold
 from ckpipe.memory.cuda import SideStreams, StreamFence
 from ckpipe.save.context import SaveContext
-from ckpipe.save.program import BlockPlan, EarlyLateSplit, devices_of, divide, fill_blocks
+from ckpipe.save.program import BlockPlan, EarlyLateSplit, devices_of, fill_blocks, split_early_late
 from ckpipe.save.record import FilledBlock, resolve
 from ckpipe.save.save import PlannedState, Save, StagedBlock
 from ckpipe.state.flatten import Captured
@@ -111,9 +113,11 @@ def _captured(save: Save) -> None:
 
 async def _split(save: Save, context: SaveContext, state: PlannedState) -> EarlyLateSplit | None:
     """The parts to copy at once and beside training; None if all is copied at once."""
-    split, owners = context.division, save.request.owners
+    split, owners = context.early_late, save.request.owners
     if split is None or not split.serves(state.captured, state.program, owners):
-        split = context.division = await run_sync(divide, state.captured, state.program, owners)
+        split = context.early_late = await run_sync(
+            split_early_late, state.captured, state.program, owners
+        )
     state.captured.objects = []
     return split if split.owned else None
 
@@ -132,7 +136,7 @@ async def _copy_at_once(save: Save, state: PlannedState, copiers: BlockCopiers) 
                 blocks = await ration.take(len(plans))
             for block in blocks:
                 plan = plans.popleft()
-                copiers.add([Piece(StagedBlock(save, plan, block), plan)])
+                copiers.add([CopyPiece(StagedBlock(save, plan, block), plan)])
             for _ in range(min(len(blocks), copiers.threads)):
                 tasks.start_soon(copiers.copy)
             await anyio.lowlevel.checkpoint()
@@ -146,22 +150,22 @@ async def _copy_beside_training(
     copiers: BlockCopiers,
 ) -> None:
     """Copy what any code may change, let the caller go, then copy what optimizers own."""
-    late: list[Piece] = []
+    late: list[CopyPiece] = []
     for plan, block, (at_once, later), sample in zip(
         state.program.blocks, save.blocks, split.halves, split.samples, strict=True
     ):
         filled = StagedBlock(save, plan, block)
         if not at_once.is_empty:
-            copiers.add([Piece(filled, at_once, last=later.is_empty)])
+            copiers.add([CopyPiece(filled, at_once, last=later.is_empty)])
         if not later.is_empty or at_once.is_empty:
-            late.append(Piece(filled, later, sample=sample))
+            late.append(CopyPiece(filled, later, sample=sample))
     await copiers.finish()
     watch = MutationDetector(state.captured, split.owned, split.samples)
     copiers.defer(watch, context.settings.lock.max_step_wait_seconds)
     _captured(save)
     copiers.add(late)
     await copiers.finish()
-    await run_sync(copiers.let_go)
+    await run_sync(copiers.check_and_release)
 
 
 FIRST_TOGETHER = 2
@@ -176,7 +180,7 @@ has waited for as long as it may waits for them too."""
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class CopyPiece:
     """Work on one block.
 
     Args:
@@ -196,7 +200,7 @@ class Piece:
 class _Launched:
     """Copies from devices that may be on their way, and the memory that they read."""
 
-    pieces: Sequence[Piece]
+    pieces: Sequence[CopyPiece]
     ends: Sequence[StreamFence]
     late: _LateTensors | None
 
@@ -225,12 +229,12 @@ class BlockCopiers:
         self._on_devices = any(map(devices.serves, state.derived(devices_of)))
         self.threads = 1 if self._on_devices else threads
         self._places = anyio.Semaphore(self.threads)
-        self._ready: deque[Piece] = deque()
+        self._ready: deque[CopyPiece] = deque()
         self._loop = asyncio.get_running_loop()
         self._watch: MutationDetector | None = None
         self._together = FIRST_TOGETHER
 
-    def add(self, pieces: Iterable[Piece]) -> None:
+    def add(self, pieces: Iterable[CopyPiece]) -> None:
         """Take pieces to be worked off by copiers that are started afterwards."""
         self._ready.extend(pieces)
 
@@ -256,7 +260,7 @@ class BlockCopiers:
         self._watch = watch
         self._hold.defer(grace)
 
-    def let_go(self, ends: Sequence[StreamFence] = ()) -> None:
+    def check_and_release(self, ends: Sequence[StreamFence] = ()) -> None:
         """Let trainers go on after the deferred pieces, if all have been true to the lock.
 
         Does nothing if it was done before.
@@ -298,7 +302,7 @@ class BlockCopiers:
                     else:
                         self._done(pieces)
             if launched:
-                self.let_go([end for each in launched for end in each.ends])
+                self.check_and_release([end for each in launched for end in each.ends])
             for each in launched:
                 for end in each.ends:
                     end.wait()
@@ -309,10 +313,10 @@ class BlockCopiers:
                 for end in each.ends:
                     end.wait()
 
-    def _next(self) -> list[Piece]:
+    def _next(self) -> list[CopyPiece]:
         """The next work: some pieces that are deferred, or one; nothing at the end."""
         count = 1
-        pieces: list[Piece] = []
+        pieces: list[CopyPiece] = []
         with contextlib.suppress(IndexError):
             if self._watch is not None and not self._on_devices:
                 block_bytes = len(self._ready[0].filled.block.view)
@@ -323,7 +327,7 @@ class BlockCopiers:
                 pieces.append(self._ready.popleft())
         return pieces
 
-    def _fill(self, pieces: Sequence[Piece]) -> Sequence[StreamFence]:
+    def _fill(self, pieces: Sequence[CopyPiece]) -> Sequence[StreamFence]:
         now = time.perf_counter()
         for each in pieces:
             each.filled.began = each.filled.began or now
@@ -332,11 +336,11 @@ class BlockCopiers:
             places = {self._state.tensors[n].device for each in pieces for n in each.work.tensors}
             devices = {place for place in places if self._devices.serves(place)}
         if devices:
-            return self._devices.launch(devices, partial(_fill, pieces, self._state))
-        _fill(pieces, self._state)
+            return self._devices.launch(devices, partial(_copy_and_sum, pieces, self._state))
+        _copy_and_sum(pieces, self._state)
         return ()
 
-    def _done(self, pieces: Sequence[Piece]) -> None:
+    def _done(self, pieces: Sequence[CopyPiece]) -> None:
         now, copier = time.perf_counter(), threading.get_ident()
         filled = [piece.filled for piece in pieces if piece.last]
         for each in filled:
@@ -345,7 +349,7 @@ class BlockCopiers:
             self._loop.call_soon_threadsafe(self._out, filled)
 
 
-def _fill(pieces: Sequence[Piece], state: Captured) -> None:
+def _copy_and_sum(pieces: Sequence[CopyPiece], state: Captured) -> None:
     work = [(each.work, each.filled.block) for each in pieces]
     for each, (slots, values) in zip(pieces, fill_blocks(work, state), strict=True):
         each.filled.sums[slots] = values
@@ -359,7 +363,7 @@ class _LateTensors:
         pieces: The pieces.
     """
 
-    def __init__(self, state: Captured, pieces: Sequence[Piece]) -> None:
+    def __init__(self, state: Captured, pieces: Sequence[CopyPiece]) -> None:
         numbers = np.concatenate([np.asarray(each.work.tensors) for each in pieces])
         numbers = numbers[np.diff(numbers, prepend=-1) != 0]  # the pieces of one are neighbours
         self._leaves, self._pieces, self._numbers = state.tensors, pieces, numbers.tolist()

@@ -39,7 +39,7 @@ from ckpipe.errors import UnsupportedState
 from ckpipe.format.keys import MAX_DIGITS, Json, LabelFilter, encode_key, join, unique_label
 from ckpipe.format.tree import RECORDS, SEQUENCES, SETS, Node, leaf_labels
 from ckpipe.state.kinds import (
-    IMMUTABLE,
+    SAVED_TWICE_IF_SHARED,
     Container,
     ReplicatedTest,
     kind_of,
@@ -184,7 +184,7 @@ class OpenedState:
         self._known[id(obj)] = opened
         opened.open()
         self._open_inner(opened)
-        if type(obj) in IMMUTABLE and id(obj) not in self._referenced:
+        if type(obj) in SAVED_TWICE_IF_SHARED and id(obj) not in self._referenced:
             del self._known[id(obj)]
         return opened
 

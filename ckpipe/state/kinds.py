@@ -11,7 +11,10 @@ module that has hooks behind its ``state_dict``, its own way to save, or extra s
 ``state_dict`` is called.
 
 Registered types become plain data and back by functions of the program. ``collections.Counter``,
-which torch's ``MultiStepLR`` has in its state, is registered here.
+which torch's ``MultiStepLR`` has in its state, is registered here. Registering a type changes no
+format, so it comes before a new kind. A new kind is also named in ``flatten._filled``, in
+``MAPPINGS`` and ``check_tree`` of :mod:`ckpipe.format.tree`, in ``_PLANS`` of
+:mod:`ckpipe.loading.match`, in ``docs/format.md`` and in its JSON schema.
 """
 
 from __future__ import annotations
@@ -30,8 +33,8 @@ from ckpipe.format.keys import Json, encode_key, label_part
 from ckpipe.interpreter import user_code
 from ckpipe.state.values import lasting_path
 
-IMMUTABLE = frozenset((tuple, frozenset, set))
-"""Kinds of which the same object in two places is saved as two."""
+SAVED_TWICE_IF_SHARED = frozenset((tuple, frozenset, set))
+"""Types of which one object in two places is saved as two."""
 
 
 @dataclass(eq=False, slots=True)
@@ -42,14 +45,14 @@ class Container:
         kind: Its kind.
         obj: The container itself, kept alive so that its id names it.
         where: Returns its label, which only errors need.
-        attached: Whether the tensors in it stand for what ``detach`` makes of them.
+        attached: Whether the tensors directly in it are saved as if they were detached.
 
     Attributes:
         children: The objects in it.
         keys: The key of each child; None where they are counted, or there is only one. An ordered
             dict that has attributes has them as one more child, without a key.
         head: What else belongs to it, as JSON.
-        live: Whether its only child holds tensors that stand for what ``detach`` makes of them.
+        live: Whether the tensors in its only child are saved as if they were detached.
         is_replicated: Tells which tensors below it are replicated; None if it does not say.
         first: The place of its first child among all that is met in a state.
         inner: Those of its children that are containers, by index.

@@ -9,9 +9,9 @@ A message is a frozen dataclass; on the socket it is eight bytes with its length
 and then the version of this protocol and the message. A descriptor that belongs to a message
 travels with its first byte (``SCM_RIGHTS``, unix(7)). Messages keep their order.
 
-The life of a save: ``Begin``, a ``Block`` for each block, ``Sealed`` once all is copied; from then
-on the trainer is not needed. Back come ``BlockReleased`` for each block, each event of ckpipe,
-``Committed`` at the commit and ``Ended`` at the end. If the worker dies, another one is
+The life of a save: ``Begin``, a ``BlockCopied`` for each block, ``Sealed`` once all is copied;
+from then on the trainer is not needed. Back come ``BlockReleased`` for each block, each event of
+ckpipe, ``Committed`` at the commit and ``Ended`` at the end. If the worker dies, another one is
 told the same.
 """
 
@@ -138,7 +138,7 @@ class Begin:
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class BlockCopied:
     """A block is filled.
 
     Args:
@@ -262,7 +262,7 @@ class Ended:
 
 
 Message = (
-    Init | NewSegment | Dropped | Begin | Block | Sealed | GiveUp | Finish
+    Init | NewSegment | Dropped | Begin | BlockCopied | Sealed | GiveUp | Finish
     | Alive | StartFailed | BlockReleased | Event | Logged | Committed | Ended
 )  # fmt: skip
 

@@ -78,7 +78,7 @@ class RemoteSave(SaveRecord):
         self._scope = anyio.CancelScope()
         self.settled = anyio.Event()
 
-    def take(self, block: protocol.Block, segment: memoryview) -> None:
+    def take(self, block: protocol.BlockCopied, segment: memoryview) -> None:
         """Pass a block on to the stages."""
         import numpy as np
 
@@ -223,7 +223,7 @@ class Service:
                 self._segments.pop(message.number, None)
             case protocol.Begin():
                 self._begin(message, tasks)
-            case protocol.Block():
+            case protocol.BlockCopied():
                 if message.save in self._saves:
                     self._saves[message.save].take(message, self._segments[message.segment])
             case protocol.Sealed():

@@ -235,7 +235,7 @@ class WorkerConnection:
         place = filled.plan.file, filled.plan.offset
         transit.announced[place] = filled
         at, sums = filled.block.at, filled.sums.tobytes()
-        block = protocol.Block(transit.number, place, segment.number, at, sums)
+        block = protocol.BlockCopied(transit.number, place, segment.number, at, sums)
         self._channel.post_soon(block, ANNOUNCE_SECONDS)
 
     def drop(self, segment: Segment) -> None:
