@@ -22,7 +22,7 @@ from s3_servers import S3Server, moto, seaweedfs, set_up_process, weed
 from sampling import EVERY, SEED
 
 # Names of ckpipe are imported at first use, which blocks.
-from ckpipe import Pipeline, SyncPipeline  # noqa: F401
+from ckpipe import Pipeline, StateLock, SyncPipeline  # noqa: F401
 from ckpipe_local import LocalBackend
 
 if TYPE_CHECKING:
@@ -176,3 +176,9 @@ def call(capsys: pytest.CaptureFixture[str]) -> Commands:
 def threads() -> DaemonThreads:
     """Run actors on threads, which a test that fails leaves behind."""
     return DaemonThreads()
+
+
+@pytest.fixture
+def lock() -> StateLock:
+    """A state lock that is free."""
+    return StateLock()

@@ -35,16 +35,6 @@ SAVE = Save(
 )
 
 
-@pytest.fixture
-def lock() -> StateLock:
-    return StateLock()
-
-
-@pytest.fixture
-def threads() -> DaemonThreads:
-    return DaemonThreads()
-
-
 # ---- the lock ----
 
 

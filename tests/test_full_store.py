@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import pytest
 import torch
 from commands import Commands
 from mounts import mounted
-from pipelines import Stores, same, stores
+from pipelines import Stores, same
 from ranks import ranks, settle
 from stored_files import DELETED, LEASES, index_key
 
@@ -70,23 +70,12 @@ class Crammed(WrappedBackend):
 
 
 @pytest.fixture
-def store() -> Iterator[Stores]:
-    with stores() as made:
-        yield made
-
-
-@pytest.fixture
 def crammed(store: Stores) -> Crammed:
     made = Crammed(store.slow)
     scheme = f"{store.scheme}crammed"
     ckpipe.register_backend(scheme, lambda url: made)
     made.url = f"{scheme}://store"
     return made
-
-
-@pytest.fixture
-def call(capsys: pytest.CaptureFixture[str]) -> Commands:
-    return Commands(capsys)
 
 
 def saved(url: str, count: int) -> list[CheckpointId]:

@@ -23,11 +23,6 @@ from ckpipe import StateLock
 from ckpipe.errors import LockMisuse, StateLockTimeout
 
 
-@pytest.fixture
-def lock() -> StateLock:
-    return StateLock()
-
-
 def test_captures_share_the_lock(lock: StateLock, threads: DaemonThreads) -> None:
     together = threading.Barrier(3)
 

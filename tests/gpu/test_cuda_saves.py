@@ -6,12 +6,12 @@ device that is made up.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from pipelines import Stores, stores
+from pipelines import Stores
 from torch import nn
 
 import ckpipe
@@ -24,12 +24,6 @@ pytestmark = [
 BLOCK = 1 << 20
 LONG = 1_000_000_000
 """Cycles of a kernel that runs for about half a second."""
-
-
-@pytest.fixture
-def store() -> Iterator[Stores]:
-    with stores() as made:
-        yield made
 
 
 class Training:
