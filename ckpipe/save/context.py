@@ -58,8 +58,8 @@ class StoreContext:
             seconds; None leaves it alone.
         resumed_from: The checkpoint that this run resumed from, which is kept.
         facts: Metadata of checkpoints that was read already.
-        deleted: Checkpoints that this process has deleted.
-        retired: Checkpoints whose deletion this process has begun.
+        deleted: Deletions that are known to be finished.
+        retired: Checkpoints that retention has removed in this process.
         loading: How many loads and copies read each checkpoint just now.
         limiter: Admits writes of blocks, of all saves together.
         told_missing: Metrics of rules that no checkpoint has, as was said already.
