@@ -12,7 +12,7 @@ module that has hooks behind its ``state_dict``, its own way to save, or extra s
 
 Registered types become plain data and back by functions of the program. ``collections.Counter``,
 which torch's ``MultiStepLR`` has in its state, is registered here. Registering a type changes no
-format, so it comes before a new kind. A new kind is also named in ``flatten._filled``, in
+format, and suffices for most types. A new kind is also named in ``flatten._filled``, in
 ``MAPPINGS`` and ``check_tree`` of :mod:`ckpipe.format.tree`, in ``_PLANS`` of
 :mod:`ckpipe.loading.match`, in ``docs/format.md`` and in its JSON schema.
 """
