@@ -7,14 +7,18 @@ BIN    := $(VENV)/bin
 BENCH  := .venv-bench
 READY  := $(VENV)/.ready
 DEMO   := .demo
+# What the checks build of the documentation, for the tests to look at.
+SITE   := $(VENV)/site
 # Tests run in two processes; one that is free takes tests over from the other.
 PARALLEL ?= -n 2 --dist worksteal
 
+# Each test that starts a Python would compile the library anew; setup leaves that to the first.
+unexport PYTHONDONTWRITEBYTECODE
 # Silences an advertisement of the documentation theme.
 export NO_MKDOCS_2_WARNING := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all check docs servers bench bench-quick bench-compare bench-publish bench-local bench-interference bench-scale bench-stall bench-gpu format clean
+.PHONY: help demo test test-all check check-types check-lint check-layers check-docs docs servers bench bench-quick bench-compare bench-publish bench-local bench-interference bench-scale bench-stall bench-gpu format clean
 
 help:  ## Show these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -26,24 +30,32 @@ demo: $(READY)  ## Train, kill, resume, and compare the two runs
 
 test: check  ## All checks and the tests
 	@echo "test: pytest"
-	@$(BIN)/python -m pytest -q $(PARALLEL)
+	@CKPIPE_TEST_SITE=$(abspath $(SITE)) $(BIN)/python -m pytest -q $(PARALLEL)
 
 test-all: check  ## All checks and the tests in their long form
 	@echo "test: pytest, long form"
-	@CKPIPE_TEST_ALL=1 $(BIN)/python -m pytest -q $(PARALLEL)
+	@CKPIPE_TEST_ALL=1 CKPIPE_TEST_SITE=$(abspath $(SITE)) $(BIN)/python -m pytest -q $(PARALLEL)
 
 check: $(READY)  ## Lint, formatting, types, layers, docs
+	@$(MAKE) --no-print-directory --jobs=2 check-types check-lint check-layers check-docs
+
+check-types:
+	@echo "check: mypy"
+	@$(BIN)/mypy --no-error-summary
+
+check-lint:
 	@echo "check: ruff"
 	@$(BIN)/ruff check --quiet .
 	@$(BIN)/ruff format --check --quiet . || \
 		{ echo "check: some files are not formatted; make format does it" >&2; exit 1; }
-	@echo "check: mypy"
-	@$(BIN)/mypy --no-error-summary
+
+check-layers:
 	@echo "check: import layers"
 	@$(BIN)/lint-imports --no-logo >$(VENV)/layers.log 2>&1 || { cat $(VENV)/layers.log >&2; exit 1; }
+
+check-docs:
 	@echo "check: docs"
-	@site=$$(mktemp -d) && trap 'rm -rf "$$site"' EXIT && \
-		$(BIN)/mkdocs build --strict --quiet --site-dir "$$site"
+	@$(BIN)/mkdocs build --strict --quiet --site-dir $(SITE)
 
 docs: $(READY)  ## Build the documentation into site/
 	@$(BIN)/mkdocs build --strict --quiet --site-dir site
@@ -110,7 +122,7 @@ $(READY): pyproject.toml constraints.txt hatch_build.py ckpipe/memory/_native.c
 	$(own)
 	@echo "setup: $(VENV) with $$($(PYTHON) --version), which takes a minute"
 	@$(PYTHON) -m venv $(VENV)
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check \
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile \
 		-c constraints.txt -e '.[dev,docs,cli,s3,gcs]'
 	@touch $@
 
@@ -118,6 +130,6 @@ $(BENCH)/.ready: pyproject.toml constraints.txt hatch_build.py ckpipe/memory/_na
 	$(own)
 	@echo "setup: $(BENCH), with the peers"
 	@$(PYTHON) -m venv $(BENCH)
-	@$(BENCH)/bin/python -m pip install --quiet --disable-pip-version-check \
+	@$(BENCH)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile \
 		-c constraints.txt -e '.[bench]'
 	@touch $@
