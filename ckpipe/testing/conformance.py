@@ -62,6 +62,9 @@ class BackendConformance:
     many_objects = 300
     """How many objects are listed at a time; better more than a page of the store's lists."""
 
+    refused_reads: tuple[type[StoreError], ...] = ()
+    """Errors of a read that meets a write, where the store refuses some of those."""
+
     async def upload(self, backend: Backend, key: str, data: bytes) -> None:
         """Upload data whole, its blocks at the same time and the last first."""
         upload = await self.written(backend, key, data)
@@ -264,12 +267,18 @@ class BackendConformance:
             for version in versions:
                 await backend.put("a", version, OVERWRITE)
 
+        refused = 0
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(overwrite)
             for _ in range(20):
                 buffer = bytearray(40_000)
-                await backend.read_into("a", 5_000, memoryview(buffer))
+                try:
+                    await backend.read_into("a", 5_000, memoryview(buffer))
+                except self.refused_reads:
+                    refused += 1
+                    continue
                 assert len(set(buffer)) == 1
+        assert refused < 15
 
     @pytest.mark.parametrize(
         ("offset", "size"), [(0, 1001), (1, 1000), (999, 2), (1000, 1), (0, 8192), (100_000, 1)]
@@ -460,9 +469,15 @@ class BackendConformance:
 
     async def test_many_objects(self, backend: Backend) -> None:
         names = [f"many/{number:04}" for number in range(self.many_objects)]
+        few = anyio.CapacityLimiter(8)
+
+        async def put(name: str) -> None:
+            async with few:
+                await backend.put(name, name.encode(), CREATE)
+
         async with anyio.create_task_group() as tasks:
             for name in names:
-                tasks.start_soon(backend.put, name, name.encode(), CREATE)
+                tasks.start_soon(put, name)
         assert await self.keys(backend, "many/") == names
         await backend.delete(names)
         assert await self.keys(backend) == []
