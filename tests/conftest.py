@@ -31,7 +31,9 @@ if TYPE_CHECKING:
 # Files that take its helpers may be collected before those that run the suite.
 pytest.register_assert_rewrite("ckpipe.testing.conformance")
 
-settings.register_profile("ckpipe", deadline=None, print_blob=True)
+settings.register_profile(
+    "ckpipe", deadline=None, print_blob=True, max_examples=100 if EVERY else 30
+)
 settings.load_profile("ckpipe")
 
 # A run that hangs shows where each of its threads is when it gets this signal.
@@ -59,8 +61,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Leave of a class that names a ``sample`` of its tests only that, but in the long form."""
     if EVERY:
         return
-    left_out = [item for item in items if not _is_sampled(item)]
-    items[:] = [item for item in items if item not in left_out]
+    taken: list[pytest.Item] = []
+    left_out: list[pytest.Item] = []
+    for item in items:
+        (taken if _is_sampled(item) else left_out).append(item)
+    items[:] = taken
     config.hook.pytest_deselected(items=left_out)
 
 

@@ -13,7 +13,18 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy.random  # noqa: F401
+
+import ckpipe
+
+# A child would import at its first pipeline what is imported when it is first used.
+for _name in ckpipe.__all__:
+    getattr(ckpipe, _name)
+
 Case = dict[str, Any]
+
+#: What servers of multiprocessing import once for all that they fork: there is one for a process.
+PRELOADED = ["torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor", "forks"]
 
 
 class Forks:

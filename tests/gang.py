@@ -20,7 +20,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import anyio._backends._asyncio  # noqa: F401  the first loop imports it
 import torch
 import torch._dynamo  # the first DTensor imports it, which costs each rank a second
 import torch.distributed as dist

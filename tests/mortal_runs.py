@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
+import torch._dynamo  # the first optimizer imports it
 from forks import serve
 
 import ckpipe

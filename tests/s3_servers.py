@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 import os
 import shutil
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from aiobotocore.session import get_session
+from botocore.loaders import create_loader
 from server_processes import free_ports, running
 
 import ckpipe
@@ -22,6 +24,12 @@ from ckpipe.errors import UsageError
 from ckpipe_s3 import S3Backend
 
 KEY, SECRET = "ckpipetest", "not-a-secret-at-all"
+
+
+@functools.cache
+def _models() -> Any:
+    """The loader of service models, which reads each once."""
+    return create_loader()
 
 
 @dataclass(frozen=True)
@@ -41,7 +49,9 @@ class S3Server:
 
     def client(self) -> Any:
         """A client of its own for a test, as an asynchronous context manager."""
-        return get_session().create_client(
+        session = get_session()
+        session.register_component("data_loader", _models())
+        return session.create_client(
             "s3",
             endpoint_url=self.url,
             region_name="us-east-1",

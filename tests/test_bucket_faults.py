@@ -9,8 +9,8 @@ no open session with bytes in it. The plain run takes a few cases of each matrix
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
-import random
 import sys
 import threading
 import time
@@ -29,7 +29,7 @@ from fault_proxy import Fault, GcsDialect, Request, S3Dialect, fault_proxy
 from gcs_servers import GcsServer
 from pipelines import same
 from s3_servers import SECRET, S3Server, weed
-from sampling import EVERY, SEED
+from sampling import EVERY, sample
 from server_processes import free_ports
 
 import ckpipe
@@ -60,8 +60,13 @@ class Once:
 
 def state(seed: int = 0) -> dict[str, Any]:
     """A state of a bit more than two blocks."""
+    return {"weight": _random_bytes(seed)}
+
+
+@functools.cache
+def _random_bytes(seed: int) -> torch.Tensor:
     made = torch.Generator().manual_seed(seed)
-    return {"weight": torch.randint(256, (11 * MIB,), generator=made, dtype=torch.uint8)}
+    return torch.randint(256, (11 * MIB,), generator=made, dtype=torch.uint8)
 
 
 class Faulty(Store):
@@ -106,8 +111,7 @@ def cases(
     """So many of the cases of each store, chosen by the seed, or all of them in the long form."""
     chosen = []
     for scheme, some, count in zip(("s3", "gs"), (of_s3, of_gcs), counts, strict=True):
-        every = list(some)
-        for case in every if EVERY else random.Random(SEED).sample(every, count):
+        for case in sample(some, count):
             words = [each.name if isinstance(each, Fault) else str(each) for each in case]
             chosen.append(pytest.param(scheme, *case, id="-".join([scheme, *words])))
     return pytest.mark.parametrize(f"store, {names}", chosen, indirect=["store"])

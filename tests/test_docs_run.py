@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import typer
+from forks import PRELOADED
 
 from ckpipe import errors
 from ckpipe.cli.app import make_app
@@ -26,7 +27,7 @@ RUN_ONCE = {"docs/tutorials/resume.md"}  # it kills its run only where there is 
 SECONDS = 300
 
 _FRESH = multiprocessing.get_context("forkserver")
-_FRESH.set_forkserver_preload(["torch", "torch.distributed", "ckpipe.running.pipeline"])
+_FRESH.set_forkserver_preload(PRELOADED)
 
 _FENCE = re.compile(r"```python(?:\s.*?)?(?:title=\"(?P<title>[^\"]+)\".*)?")
 _OPT_OUT = re.compile(r"<!-- not run: (.+) -->")

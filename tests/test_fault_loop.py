@@ -33,7 +33,7 @@ SETTINGS: dict[str, Any] = {
 }
 Cases = list[tuple[int, Landing]]
 
-SAMPLE = 20
+SAMPLE = 8
 
 UNRETRIED = ("enter", "exit", "abort")
 """What is done once: opening and closing the store, and giving up what has failed already."""

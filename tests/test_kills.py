@@ -16,8 +16,8 @@ from sampling import EVERY, SEED
 
 import ckpipe
 
-SAMPLE = 6
-KILLS = 60 if EVERY else 6
+SAMPLE = 4
+KILLS = 60 if EVERY else 4
 STEPS = 30
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import os
 import signal
 import subprocess
@@ -16,6 +17,7 @@ import pytest
 import torch
 from heard_signals import signals_heard
 from pipelines import Stores
+from sampling import sample
 
 import ckpipe
 from ckpipe import errors
@@ -231,8 +233,9 @@ PYTHONS = [sys.executable, *filter(None, os.environ.get("CKPIPE_TEST_PYTHONS", "
 """Interpreters to try; others than this one have to be named."""
 
 
-@pytest.mark.parametrize("ending", ENDINGS)
-@pytest.mark.parametrize("worker", ["thread", "process"])
+@pytest.mark.parametrize(
+    ("worker", "ending"), sample(itertools.product(["thread", "process"], ENDINGS), 5)
+)
 @pytest.mark.parametrize("python", PYTHONS)
 def test_no_save_is_lost_when_a_program_ends_with_its_pipeline_open(
     tmp_path: Path, python: str, worker: str, ending: str

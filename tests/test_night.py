@@ -27,7 +27,7 @@ from sampling import EVERY, SEED
 import ckpipe
 from ckpipe.types import CheckpointId, CheckpointInfo
 
-SAVES = 200 if EVERY else 20
+SAVES = 200 if EVERY else 12
 DAYS = 2 * 86_400
 
 KILLS = ("kill at an operation", "kill at a moment", "kill when staged")

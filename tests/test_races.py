@@ -24,7 +24,7 @@ import ckpipe
 from ckpipe.errors import CaptureTooSlow
 from ckpipe.settings import Lock
 
-SECONDS = 30.0 if EVERY else 2.0
+SECONDS = 30.0 if EVERY else 0.5
 BLOCK = 1 << 16
 HURRIED = Lock(max_step_wait_seconds=0.01)
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from gang import Gang, private, told
 from safetensors.torch import load_file
-from sampling import EVERY, SEED
+from sampling import EVERY, SEED, sample
 from shared_states import LAYOUTS
 from worker_runs import await_end
 
@@ -139,7 +139,7 @@ KILLS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("when", KILLS)
+@pytest.mark.parametrize("when", sample(KILLS, 2))
 def test_killed_rank_is_healed_or_left_out(world: Gang, tmp_path: Path, when: str) -> None:
     root = tmp_path / "run"
     case = {"victim": 1, "verb": "never", "key": "", "landing": "before"} | KILLS[when]

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from forks import PRELOADED
 from placed_targets import placed, rank_of
 from rank_states import load_as, request, store_planned
 from torch import nn
@@ -169,7 +170,7 @@ def _rank(rank: int, world_size: int, path: str, work: Any) -> None:
 
 def run_ranks(world_size: int, path: Path, work: Any) -> None:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["test_reshard", "torch._dynamo"])  # imported once for all
+    context.set_forkserver_preload(PRELOADED)
     ranks = [
         context.Process(target=_rank, args=(rank, world_size, str(path), work))
         for rank in range(world_size)

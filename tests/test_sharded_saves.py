@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from forks import PRELOADED
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -100,7 +101,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("ranks")
     server = multiprocessing.get_context("forkserver")
     # Forked from a process without threads that has imported what takes long once for all.
-    server.set_forkserver_preload(["torch.distributed.fsdp", "torch.distributed.tensor", "ckpipe"])
+    server.set_forkserver_preload(PRELOADED)
     ranks = [server.Process(target=run_rank, args=(rank, str(path))) for rank in range(WORLD)]
     for each in ranks:
         each.start()

@@ -18,7 +18,7 @@ import pytest
 import torch
 from lock_actors import PATIENCE
 from ranks import settle
-from sampling import EVERY
+from sampling import EVERY, sample
 from test_worker_surroundings import customize
 from worker_runs import SETTINGS, state_of, worker_of
 
@@ -110,7 +110,7 @@ def be_silent() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["stopped", "traced", "runs", "waits for a disk"])
+@pytest.mark.parametrize("how", sample(["stopped", "traced", "runs", "waits for a disk"], 2))
 def test_a_worker_that_the_system_keeps_from_speaking_is_never_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
@@ -206,7 +206,7 @@ def hold_the_gil() -> None:
 def test_a_worker_outlasts_a_trainer_that_gives_it_or_the_loop_no_time(
     tmp_path: Path, trainer: str
 ) -> None:
-    beside = busy_processes(8) if trainer != "holds the GIL" else nullcontext()
+    beside = busy_processes(8 if EVERY else 4) if trainer != "holds the GIL" else nullcontext()
     with ckpipe.SyncPipeline(tmp_path, **brief()) as pipeline, beside:
         pipeline.save(state_of(1)).wait(PATIENCE)
         worker = worker_of(pipeline)

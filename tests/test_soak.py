@@ -16,8 +16,7 @@ from usage import MOST_WORKERS, check_that_nothing_grows
 
 import ckpipe
 
-SAVES = 180 if EVERY else 20
-WARM_UP = 20
+SAVES, WARM_UP = (180, 20) if EVERY else (10, 10)
 
 
 def state() -> dict[str, Any]:

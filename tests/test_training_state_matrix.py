@@ -15,7 +15,7 @@ from training_cells import RANKS, Cell, every_cell
 from training_optimizers import OPTIMIZERS
 
 CELLS = list(dict.fromkeys(every_cell()))
-SAMPLE = 40
+SAMPLE = 20
 
 
 @pytest.mark.timeout(3600)  # the long form, beside others
