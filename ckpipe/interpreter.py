@@ -112,13 +112,17 @@ def available_cpus(environment: Mapping[str, str] = os.environ) -> int:
     Returns:
         At least one.
     """
-    told = environment.get("LOCAL_WORLD_SIZE", "")
-    ranks = int(told) if told.isdecimal() else 1
     try:
         cpus = len(os.sched_getaffinity(0))
     except AttributeError:  # there is none outside Linux
         cpus = os.cpu_count() or 1
-    return max(1, cpus // max(1, ranks))
+    return max(1, cpus // local_ranks(environment))
+
+
+def local_ranks(environment: Mapping[str, str] = os.environ) -> int:
+    """Ranks that share this machine, as a launcher says in ``LOCAL_WORLD_SIZE``; at least one."""
+    told = environment.get("LOCAL_WORLD_SIZE", "")
+    return max(1, int(told)) if told.isdecimal() else 1
 
 
 LEAVING = (SystemExit, KeyboardInterrupt)

@@ -332,8 +332,9 @@ class Staging(_Group):
 
     bytes: Size | None = Field(None, ge=0)
     """Host memory of all saves together, in bytes. By default the first save's size, rounded
-    up, and at most 40 % of the available memory. More saves in flight need more. It stays with the
-    pipeline until closing, for the next save: a state of 1 GiB keeps 1 GiB of host memory.
+    up, and at most 40 % of the memory that is available, to the container if it is in one, divided
+    by ``LOCAL_WORLD_SIZE``, the ranks of the machine. More saves in flight need more. It stays with
+    the pipeline until closing, for the next save: a state of 1 GiB keeps 1 GiB of host memory.
     ``pipeline.trim()`` gives it back, and a lower bound has the state stream through less. At least
     one block; also written ``staging_bytes=`` at the top level."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import anyio
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 
 from ckpipe.memory.arena import Arena
 from ckpipe.memory.budget import ByteBudget, Ration
+from ckpipe.save.memory import available_bytes
 
 BLOCK = 4096
 
@@ -200,3 +202,38 @@ async def test_full_ration_waits_for_a_block() -> None:
     assert budget.used == BLOCK  # two blocks were for three; now one is left to be given
     ration.close()
     assert budget.used == 0
+
+
+# What a machine has left
+
+GROUP = {"memory.max": "max", "memory.current": "700", "memory.stat": "anon 5\ninactive_file 100"}
+
+
+@pytest.mark.parametrize(
+    ("job", "pod", "left"),
+    [
+        ({}, {}, 8 << 20),
+        ({"memory.max": "1000"}, {}, 400),
+        ({}, {"memory.max": "1100"}, 500),
+        ({"memory.max": "1000"}, {"memory.max": "900"}, 300),
+        ({"memory.max": "300"}, {}, 0),
+        ({"memory.max": "99999999999"}, {}, 8 << 20),
+    ],
+)
+def test_a_limit_of_a_container_counts_if_it_leaves_less(
+    tmp_path: Path, job: dict[str, str], pod: dict[str, str], left: int
+) -> None:
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/meminfo").write_text("MemTotal: 9999 kB\nMemAvailable: 8192 kB\n")
+    (tmp_path / "proc/self/cgroup").write_text("4:memory:/old\n0::/pod/job\n")
+    for group, files in (("pod/job", GROUP | job), ("pod", GROUP | pod)):
+        folder = tmp_path / "sys/fs/cgroup" / group
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in files.items():
+            (folder / name).write_text(f"{text}\n")
+    assert available_bytes(tmp_path, {}) == left
+    assert available_bytes(tmp_path, {"LOCAL_WORLD_SIZE": "4"}) == left // 4
+
+
+def test_a_system_that_does_not_say_counts_as_large(tmp_path: Path) -> None:
+    assert available_bytes(tmp_path, {}) == 1 << 40

@@ -129,3 +129,17 @@ def test_what_was_lent_stays_readable_when_the_pipeline_closes(store: Stores) ->
     lending.__exit__(None, None, None)
     with pytest.raises(errors.PipelineClosed):
         handle.staged_state().__enter__()
+
+
+def test_ranks_of_one_machine_share_what_it_has(
+    store: Stores, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(1 << 30))
+    state = {"tensor": torch.zeros(3 * BLOCK // 4)}
+    with ckpipe.SyncPipeline(
+        store.url, guard=UNRELATED, staging={"block_bytes": BLOCK}
+    ) as pipeline:
+        with pytest.raises(errors.UsageError, match="Raise staging_bytes"):
+            pipeline.save(state, step=1, until="captured")
+        monkeypatch.delenv("LOCAL_WORLD_SIZE")
+        pipeline.save(state, step=2, until="captured").wait()

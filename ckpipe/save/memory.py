@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import errno
+import os
+from collections.abc import Mapping
+from contextlib import suppress
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePath
 
 import anyio
 import torch
 
 from ckpipe import threads
 from ckpipe.errors import PipelineBusy, SaveError, UsageError
+from ckpipe.interpreter import local_ranks
 from ckpipe.lock.state_lock import LockHold
 from ckpipe.memory.budget import Ration
 from ckpipe.ranks.agree import agree
@@ -146,14 +150,42 @@ def _refuse_deadlock(save: Save, context: SaveContext, amount: int) -> None:
         )
 
 
-def available_bytes() -> int:
-    """Host memory that can be had without swapping, in bytes, as the kernel estimates it."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:  # no such file outside Linux
-        return UNKNOWN_BYTES
-    sizes = (int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
-    return next((kibibytes * 1024 for kibibytes in sizes), UNKNOWN_BYTES)
+def available_bytes(root: Path = Path("/"), environment: Mapping[str, str] = os.environ) -> int:
+    """Host memory that this rank may have, shared fairly with the other ranks of its machine.
+
+    It is no more than what the kernel takes for available without swapping, and no more than what
+    is left below the limit of a control group (version 2) that the process is in, as a container
+    is. Page cache that the kernel would drop first counts as left.
+
+    Args:
+        root: Where ``/proc`` and ``/sys`` are.
+        environment: Where a launcher says how many ranks there are: ``LOCAL_WORLD_SIZE``.
+
+    Returns:
+        Bytes.
+    """
+    left: list[int] = []
+    with suppress(OSError, LookupError):  # no such file outside Linux
+        left.append(_fields(root / "proc/meminfo")["MemAvailable:"] * 1024)
+    with suppress(OSError):
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+        names = [line.removeprefix("0::/") for line in lines if line.startswith("0::/")]
+        groups = root / "sys/fs/cgroup"
+        own = [PurePath(name) for name in names]
+        for group in (groups / each for name in own for each in (name, *name.parents)):
+            with suppress(
+                OSError, ValueError, LookupError
+            ):  # the topmost has no such files, and others have no limit
+                limit, used = (
+                    int((group / f"memory.{it}").read_text()) for it in ("max", "current")
+                )
+                left.append(max(0, limit - used + _fields(group / "memory.stat")["inactive_file"]))
+    return min(left, default=UNKNOWN_BYTES) // local_ranks(environment)
+
+
+def _fields(file: Path) -> dict[str, int]:
+    """The lines of a file, each a name and a number."""
+    return {line.split()[0]: int(line.split()[1]) for line in file.read_text().splitlines()}
 
 
 async def lend_blocks(
