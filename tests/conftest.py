@@ -6,8 +6,9 @@ import faulthandler
 import mmap
 import os
 import signal
+from collections import defaultdict
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import gcs_servers
 import pytest
@@ -19,7 +20,7 @@ from lock_actors import DaemonThreads
 from pipelines import Stores, stores
 from random_numbers import generators_left
 from s3_servers import S3Server, moto, seaweedfs, set_up_process, weed
-from sampling import EVERY, SEED
+from sampling import EVERY, SEED, sample
 
 # Names of ckpipe are imported at first use, which blocks.
 from ckpipe import Pipeline, StateLock, SyncPipeline  # noqa: F401
@@ -58,15 +59,21 @@ _NOT_BLOCKING = ("threading.Lock.acquire", "threading.Lock.acquire_lock")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave of a class that names a ``sample`` of its tests only that, but in the long form."""
+    """Leave of a class with a ``sample``, of names or a number of tests, only that."""
     if EVERY:
         return
-    taken: list[pytest.Item] = []
-    left_out: list[pytest.Item] = []
+    of_class: dict[Any, list[pytest.Item]] = defaultdict(list)
     for item in items:
-        (taken if _is_sampled(item) else left_out).append(item)
-    items[:] = taken
-    config.hook.pytest_deselected(items=left_out)
+        of_class[getattr(item, "cls", None)].append(item)
+    taken = set[pytest.Item]()
+    for each, own in of_class.items():
+        wanted = getattr(each, "sample", len(own))
+        if isinstance(wanted, int):
+            taken.update(sample(own, wanted))
+        else:
+            taken.update(item for item in own if item.name in wanted)
+    config.hook.pytest_deselected(items=[item for item in items if item not in taken])
+    items[:] = [item for item in items if item in taken]
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
@@ -77,11 +84,6 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
                 terminalreporter.write_line(f"Training-state matrix, {line}")
     if not EVERY:
         terminalreporter.write_line(f"The samples were drawn with CKPIPE_TEST_SEED={SEED}.")
-
-
-def _is_sampled(item: pytest.Item) -> bool:
-    sample = getattr(getattr(item, "cls", None), "sample", None)
-    return sample is None or item.name in sample
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -29,6 +29,8 @@ class TestLocalDirect(BackendConformance):
 
 
 class TestLocalBuffered(BackendConformance):
+    sample = 30
+
     @pytest.fixture
     async def backend(self, tmp_path: Path) -> AsyncIterator[Backend]:
         async with LocalBackend(tmp_path.as_uri(), direct=False) as backend:
@@ -45,6 +47,8 @@ def memory_directory() -> Iterator[str]:
 
 
 class TestLocalInMemory(BackendConformance):
+    sample = 30
+
     @pytest.fixture
     async def backend(self, memory_directory: str) -> AsyncIterator[Backend]:
         async with LocalBackend(memory_directory) as backend:
@@ -52,6 +56,8 @@ class TestLocalInMemory(BackendConformance):
 
 
 class TestWrapped(BackendConformance):
+    sample = 30
+
     @pytest.fixture
     async def backend(self, tmp_path: Path) -> AsyncIterator[Backend]:
         inner = SlowBackend(LocalBackend(str(tmp_path)), bytes_per_second=1e10)

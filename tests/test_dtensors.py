@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from forks import PRELOADED
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -246,7 +247,8 @@ def _run_ddp(rank: int, path: str) -> None:
 
 def test_parameters_of_ddp_are_replicated_and_its_buffers_are_not(tmp_path: Path) -> None:
     # Ranks that are not this process's own fake one.
-    fresh = multiprocessing.get_context("spawn")
+    fresh = multiprocessing.get_context("forkserver")
+    fresh.set_forkserver_preload(PRELOADED)
     ranks = [fresh.Process(target=_run_ddp, args=(rank, str(tmp_path))) for rank in range(2)]
     for each in ranks:
         each.start()

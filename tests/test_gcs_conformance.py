@@ -36,6 +36,8 @@ class GcsConformance(BackendConformance):
 
 
 class TestEmulator(GcsConformance):
+    sample = 60
+
     @pytest.fixture
     async def backend(self, gcs_server: GcsServer) -> AsyncIterator[Backend]:
         url = empty_root(gcs_server)

@@ -22,6 +22,7 @@ from typing import Any
 
 import anyio
 import pytest
+from forks import PRELOADED
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -725,7 +726,8 @@ def create_all(root: str, number: int, keys: int) -> list[int]:
 
 
 def test_create_only_between_processes(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
     with context.Pool(3) as pool:
         race = partial(create_all, str(tmp_path), keys=40)
         won = pool.map(race, range(3), chunksize=1)

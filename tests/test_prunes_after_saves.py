@@ -82,11 +82,11 @@ def test_saves_wait_for_a_prune_that_falls_behind() -> None:
         store.slow = SlowDeletions(store.faulty)
         with ckpipe.SyncPipeline(store.url, keep_last=1) as pipeline:
             pipeline.events.add(count)
-            for step in range(60):
+            for step in range(36):
                 pipeline.save(STATE, step=step, until="committed")
             settle(pipeline)
             assert max(counts) <= 24
-            assert [each.step for each in pipeline.steps()] == [59]
+            assert [each.step for each in pipeline.steps()] == [35]
 
 
 def test_nothing_is_kept_of_checkpoints_that_are_removed(tmp_path: Path) -> None:
@@ -108,18 +108,18 @@ def test_tombstones_of_complete_checkpoints_do_not_pile_up_for_a_day(tmp_path: P
             os.utime(each, (when, when))
 
     with ckpipe.SyncPipeline(tmp_path, keep_last=1) as pipeline:
-        for step in range(41):
+        for step in range(21):
             pipeline.save(STATE, step=step, until="committed")
         settle(pipeline)
         there = len(list(marks.glob("*")))
-        assert there == 40
+        assert there == 20
         age(0.9)
         pipeline.prune()
         assert len(list(marks.glob("*"))) == there
         age(1.1)
         pipeline.prune()
         assert not list(marks.glob("*"))
-        for step in range(41, 81):
+        for step in range(21, 41):
             pipeline.save(STATE, step=step, until="committed")
     age(1.1)
     with ckpipe.SyncPipeline(tmp_path, keep_last=1) as pipeline:

@@ -31,6 +31,7 @@ _with_bucket: set[S3Server] = set()
 
 
 class TestMoto(BackendConformance):
+    sample = 45
     many_objects = 1100 if EVERY else 300  # a page has 1000
     refused_reads = (StoreUnavailable,)  # it answers 500 to a read that meets a write
 
@@ -43,7 +44,7 @@ class TestMoto(BackendConformance):
 class TestSeaweedFS(BackendConformance):
     """SeaweedFS keeps objects as files in directories, and that shows in two places.
 
-    It is slower than the server above, which goes through the whole contract in every run.
+    It is slower than the server above.
     """
 
     sample = frozenset({
