@@ -20,13 +20,21 @@ from pipelines import Stores
 from ranks import ranks
 
 import ckpipe
-from ckpipe.backend import ObjectInfo
-from ckpipe.catalog.find import NO_INDEX
+from ckpipe.backend import Backend, ObjectInfo, PutMode
+from ckpipe.catalog.find import NO_INDEX, discover
 from ckpipe.catalog.leases import LEASE_LIFE
-from ckpipe.catalog.sweep import Leftovers, plan_sweep, uploads_before
-from ckpipe.errors import SettingsError
+from ckpipe.catalog.sweep import Leftovers, plan_sweep, sweep, uploads_before
+from ckpipe.errors import (
+    PermissionDenied,
+    SettingsError,
+    StoreError,
+    StoreFull,
+    StoreUnavailable,
+)
+from ckpipe.format import names
 from ckpipe.format.codec import encode_bundle
-from ckpipe.format.names import LEASES, data_file_key, launch_id, manifest_key
+from ckpipe.format.names import LEASES, data_file_key, index_key, launch_id, manifest_key
+from ckpipe.testing import FaultyBackend, MemoryBackend
 from ckpipe.types import CheckpointId, CheckpointInfo
 
 NOW = datetime(2026, 11, 21, tzinfo=UTC)
@@ -269,3 +277,62 @@ def test_what_lacks_nothing_but_its_index_is_completed(call: Commands, tmp_path:
     assert call("cp", tmp_path, tmp_path / "copy").code == 0
     shutil.rmtree(tmp_path / str(ID))
     assert call("verify", tmp_path / "copy", ID).code == 0
+
+
+async def committed_by_all(backend: Backend) -> None:
+    """Store a checkpoint of two ranks that lacks nothing but its index."""
+    for rank in range(2):
+        bundle, images = manifest_of({"a": torch.full((3,), rank)}, rank, 2)
+        files = {data_file_key(ID, name): image for name, image in images.items()}
+        for key, data in {**files, manifest_key(ID, rank): encode_bundle(bundle)}.items():
+            await backend.put(key, data, PutMode.CREATE)
+
+
+LONG_ENOUGH = timedelta(microseconds=-1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "verb"),
+    [
+        (StoreFull, "put"),
+        (PermissionDenied, "put"),
+        (StoreUnavailable, "get"),
+        (StoreUnavailable, "list"),
+    ],
+)
+async def test_what_cannot_be_completed_now_stays_for_a_later_sweep(
+    kind: type[StoreError], verb: str
+) -> None:
+    backend = FaultyBackend(MemoryBackend())
+    await committed_by_all(backend)
+    first, last = names.directory(ID, 0, 0), index_key(ID)
+    begin = last if verb == "put" else first
+    # The sweep itself lists all of the checkpoint first, which is another prefix.
+    backend.fail(kind("no"), lambda op: op.verb == verb and op.key.startswith(begin), times=None)
+    before = {each.key async for each in backend.inner.list()}
+    report = await sweep(backend, LONG_ENOUGH)
+    assert report.remove == {}
+    assert report.keep == {str(ID): f"it may lack nothing but its index: {kind('no')}"}
+    assert {each.key async for each in backend.inner.list()} == before
+    backend.heal()
+    report = await sweep(backend, LONG_ENOUGH)
+    assert report.keep == {str(ID): "it lacked nothing but its index, which was written"}
+    assert [info.complete for info in await discover(backend)] == [True]
+
+
+async def test_what_a_newer_ckpipe_wrote_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = MemoryBackend()
+    with monkeypatch.context() as newer:
+        newer.setattr("ckpipe.format.codec.FORMAT_VERSION", 2)
+        await committed_by_all(backend)
+    report = await sweep(backend, LONG_ENOUGH)
+    assert report.remove == {}
+    assert "newer format" in report.keep[str(ID)]
+
+
+async def test_what_is_damaged_goes() -> None:
+    backend = MemoryBackend()
+    await committed_by_all(backend)
+    await backend.put(manifest_key(ID, 1), b"no manifest", PutMode.OVERWRITE)
+    assert list((await sweep(backend, LONG_ENOUGH)).remove) == [str(ID)]
+    assert not [each async for each in backend.list(names.prefix(ID))]

@@ -35,6 +35,7 @@ from ckpipe.catalog.find import (
     write_sidecar_of,
 )
 from ckpipe.errors import (
+    CkpipeError,
     CorruptCheckpoint,
     InvalidManifest,
     LinkRefused,
@@ -294,25 +295,42 @@ async def repaired(backend: Backend, infos: Iterable[CheckpointInfo]) -> list[Ch
     return await all_of([partial(repair, backend, info) for info in infos], _AT_ONCE)
 
 
-async def repair(backend: Backend, info: CheckpointInfo) -> CheckpointInfo:
+async def repair(backend: Backend, info: CheckpointInfo, *, sure: bool = False) -> CheckpointInfo:
     """Complete a checkpoint if nothing but its index lacks, and describe it.
 
+    Args:
+        backend: The store.
+        info: The checkpoint.
+        sure: Whether one that it describes as incomplete has to be so for good, as before a
+            deletion: what may pass is raised then, and else only logged.
+
     Raises:
-        StoreError: If the store failed to list.
+        StoreError: If the store failed to list; of one that is to be sure, if it failed in any way.
+        UnsupportedVersion: If it is to be sure, and the checkpoint is of a newer format.
     """
     id = info.key
     if info.complete or info.reason != NO_INDEX:
         return info
-    world_size = await _world_size(backend, id)
+    try:
+        world_size = await _world_size(backend, id)
+    except (CorruptCheckpoint, LinkRefused, UnsupportedVersion) as error:
+        return _left(info, error, sure)
     if world_size is None:
         return info
     try:
         outcome = await complete_from_top(backend, id, world_size)
     except (CorruptCheckpoint, StoreError, UnsupportedVersion) as error:
-        logger.warning("%s cannot be completed: %s", info.id, error)
-        return info
+        return _left(info, error, sure)
     await write_sidecar_of(backend, outcome.index)
     return await recheck(backend, info) if outcome.complete else info
+
+
+def _left(info: CheckpointInfo, error: CkpipeError, sure: bool) -> CheckpointInfo:
+    """Log why a checkpoint stays incomplete; raise it if it may pass and one has to be sure."""
+    if sure and not isinstance(error, CorruptCheckpoint):
+        raise error
+    logger.warning("%s cannot be completed: %s", info.id, error)
+    return info
 
 
 async def newest_likely(backend: Backend) -> CheckpointInfo | None:
@@ -371,12 +389,8 @@ async def find_repaired(backend: Backend, which: int | str) -> CheckpointInfo:
 async def _world_size(backend: Backend, id: CheckpointId) -> int | None:
     """Read the number of ranks of a checkpoint from any manifest of the first directory."""
     prefix = directory(id, 0, 0)
-    try:
-        key = min([each.key async for each in backend.list(prefix)], default=None)
-        if key is None:
-            return None
-        bundle, _ = await read_document(backend, id, key, "manifest")
-    except (CorruptCheckpoint, LinkRefused, UnsupportedVersion) as error:
-        logger.warning("%s cannot be completed: %s", id, error)
+    key = min([each.key async for each in backend.list(prefix)], default=None)
+    if key is None:
         return None
+    bundle, _ = await read_document(backend, id, key, "manifest")
     return bundle.world_size

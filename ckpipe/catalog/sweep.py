@@ -6,7 +6,7 @@ its claim is as young as a live lease, since it takes its first lease later, and
 it wrote is younger than a threshold, by the store's own clock. What is left of a launch that counts
 as dead is completed if nothing but its index lacks, and else deleted like any checkpoint, with a
 tombstone first: if it was merely slow, it finds the tombstone and does not complete what is half
-gone.
+gone. Where the store fails to tell or to take the index, it stays.
 
 Only names that ckpipe writes are looked at. Complete checkpoints are the business of retention.
 """
@@ -29,6 +29,7 @@ from ckpipe.catalog.leases import (
     read_leases,
     store_time,
 )
+from ckpipe.errors import StoreError, UnsupportedVersion
 from ckpipe.format.names import (
     ATTEMPTS,
     BENCH,
@@ -249,7 +250,8 @@ async def sweep(
 ) -> SweepReport:
     """Remove what crashed runs left; running it twice is as good as once.
 
-    A checkpoint that lacks nothing but its index is completed instead.
+    A checkpoint that lacks nothing but its index is completed instead. If that fails for now, such
+    as for want of room, it stays for a later sweep.
 
     Args:
         backend: The store.
@@ -270,7 +272,14 @@ async def sweep(
     for info in found.incomplete:
         if info.id not in remove:
             continue
-        if (await repair(backend, info)).complete:
+        try:
+            known = await repair(backend, info, sure=True)
+        except (StoreError, UnsupportedVersion) as error:
+            # All of its data may be there: a full disk ends a save just before its index.
+            del remove[info.id]
+            keep[info.id] = f"it may lack nothing but its index: {error}"
+            continue
+        if known.complete:
             del remove[info.id]
             keep[info.id] = "it lacked nothing but its index, which was written"
         else:
