@@ -420,6 +420,9 @@ class Backend(abc.ABC):
     async def remove_stale_uploads(self, prefix: str, *, before: datetime) -> int:
         """Remove what abandoned uploads below ``prefix`` left behind, begun before a time.
 
+        What other programs left there stays. A store that can tell it by the key alone takes as
+        its own what lies below ``step-…/``, as checkpoints and their exports do, and ``.ckpipe/``.
+
         Args:
             prefix: Empty, or whole parts with a ``/`` at the end.
             before: By the store's own clock, in UTC.

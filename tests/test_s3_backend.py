@@ -217,21 +217,32 @@ async def test_leaving_asks_a_silent_store_once_for_each_upload(
 async def test_uploads_that_a_crash_left_are_removed(weed_server: S3Server) -> None:
     # This server, since moto says of every upload that it was begun in 2010.
     soon = datetime.now(UTC) + timedelta(minutes=5)
+    here, there = (f"step-{step:012d}.20261121T034205123Z-a.0" for step in (1, 2))
+    own = [
+        f"{here}/rank-00000.safetensors",
+        f"{there}/rank-00000.1.safetensors",
+        f"{there}.hf/model.safetensors",
+        f"{there}.torch/state.pt",
+        ".ckpipe/bench/1/2",
+    ]
+    foreign = ["datasets/train.parquet", "step-1/notes", f"{here}.json", f"{here}.zip/a", "mine"]
+    foreign.append(f"old/{here}/rank-00000.safetensors")
     async with weed_server.client() as client:
         await client.create_bucket(Bucket="crashed")
-        for key in ("root/here/data", "root/there/data", "other/data"):
+        for key in ("other/data", *(f"root/{each}" for each in own + foreign)):
             await client.create_multipart_upload(Bucket="crashed", Key=key)
     async with S3Backend("s3://crashed/root", endpoint_url=weed_server.url) as backend:
         earlier = soon - timedelta(minutes=10)
-        assert await backend.remove_stale_uploads("here/", before=earlier) == 0
-        assert await backend.remove_stale_uploads("here/", before=soon) == 1
-        assert await backend.remove_stale_uploads("", before=soon) == 1
+        assert await backend.remove_stale_uploads(f"{here}/", before=earlier) == 0
+        assert await backend.remove_stale_uploads(f"{here}/", before=soon) == 1
+        assert await backend.remove_stale_uploads("", before=soon) == len(own) - 1
     left = await anyio.to_thread.run_sync(weed_server.open_uploads, "crashed")
-    assert left == ["other/data"]
+    assert sorted(left) == sorted(["other/data", *(f"root/{each}" for each in foreign)])
 
 
 async def test_an_upload_that_a_sweep_removed_says_so(seen: Seen, backend: Backend) -> None:
-    upload = await backend.open_upload("data", size=2 * BLOCK, block_bytes=BLOCK)
+    key = "step-000000000001.20261121T034205123Z-a.0/rank-00000.safetensors"
+    upload = await backend.open_upload(key, size=2 * BLOCK, block_bytes=BLOCK)
     await backend.remove_stale_uploads("", before=datetime.now(UTC) + timedelta(minutes=5))
     with pytest.raises(errors.StoreError):
         await upload.write(0, memoryview(bytes(BLOCK)))

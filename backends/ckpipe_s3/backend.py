@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import re
 import ssl
 from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
@@ -66,6 +67,10 @@ MIN_PART_BYTES = 5 << 20
 
 MAX_PARTS = 10_000
 """The most parts of an upload; a limit of S3 itself."""
+
+# Uploads of other programs may be open below the root, and the store tells only their keys. So
+# those count as ckpipe's whose key lies in a checkpoint, an export of one, or ckpipe's own folder.
+_OWN = re.compile(r"(?:step-[0-9]{12,}\.[^/]+\.[0-9]+(?:\.hf|\.torch)?|\.ckpipe)/.+", re.DOTALL)
 
 _RIGHTS = "Give these credentials the rights that docs/tutorials/s3.md lists"
 _KEYS = "Look at the credentials that this process finds: environment, profile, or instance role"
@@ -468,8 +473,12 @@ class S3Backend(BucketBackend):
                     yield key, entry["UploadId"], entry["Initiated"].astimezone(UTC)
 
     async def remove_stale_uploads(self, prefix: str, *, before: datetime) -> int:
-        found = {each async for each in self._begun(self.below(prefix)) if each[2] < before}
-        for key, upload_id, _ in found:
+        found = {
+            (key, upload_id)
+            async for key, upload_id, begun in self._begun(self.below(prefix))
+            if begun < before and _OWN.fullmatch(key)
+        }
+        for key, upload_id in found:
             await self.abort_upload(key, upload_id)
         return len(found)
 
