@@ -63,6 +63,10 @@ CASES: dict[str, list[tuple[Exception, type[errors.CkpipeError]]]] = {
         (answered("301", 301), errors.StoreError),
         (client_errors.NoCredentialsError(), errors.PermissionDenied),
         (
+            client_errors.CredentialRetrievalError(provider="iam-role", error_msg="secret"),
+            errors.StoreUnavailable,
+        ),
+        (
             client_errors.EndpointConnectionError(endpoint_url="http://me:secret@x"),
             errors.StoreUnavailable,
         ),

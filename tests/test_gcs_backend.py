@@ -8,11 +8,14 @@ import random
 from collections.abc import AsyncIterator, Callable, Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import anyio
 import gcs_servers
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 from bucket_stores import Seen, behind_proxy
 from fault_proxy import Fault
 from gcloud.aio.auth import token
@@ -21,6 +24,7 @@ from gcs_servers import GcsServer
 from ckpipe import errors
 from ckpipe.backend import Backend, PutMode
 from ckpipe_gcs import GcsBackend
+from ckpipe_gcs.access import Tokens
 
 BLOCK = 1 << 19
 
@@ -343,6 +347,34 @@ async def test_no_credentials(
     with pytest.raises(errors.StoreError, match="credentials_file"):
         async with with_tokens(guarded, "any-bucket", credentials_file=str(tmp_path / "none")):
             pass
+
+
+async def test_a_metadata_server_that_does_not_answer_for_a_moment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def grant(_: web.Request) -> web.Response:
+        return web.json_response({"access_token": "good", "expires_in": 3600})
+
+    app = web.Application()
+    app.router.add_get("/token", grant)
+    server = TestServer(app)
+    await server.start_server()
+    monkeypatch.setenv("CLOUDSDK_CONFIG", str(tmp_path))
+    monkeypatch.setattr(token, "GCE_ENDPOINT_TOKEN", str(server.make_url("/token")))
+    now = 100.0
+    monkeypatch.setattr("ckpipe_gcs.access.time", SimpleNamespace(monotonic=lambda: now))
+    async with token.Token() as source:
+        tokens = Tokens(source)
+        assert await tokens.get() == "good"
+        await server.close()
+        now += 3500  # so it is to be renewed, and good for some time yet
+        assert await tokens.get() == "good"
+        now += 200
+        with pytest.raises(errors.StoreUnavailable, match="access token"):
+            await tokens.get()
+        tokens.forget("good")
+        with pytest.raises(errors.StoreUnavailable, match="access token"):
+            await tokens.get()
 
 
 async def test_anonymous_requests_are_refused_where_a_token_is_wanted(guarded: GcsServer) -> None:

@@ -183,6 +183,19 @@ async def test_no_credentials(seen: Seen, monkeypatch: pytest.MonkeyPatch) -> No
             pass
 
 
+async def test_a_program_that_gives_no_credentials(
+    seen: Seen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "config"
+    file.write_text("[profile broken]\ncredential_process = false\n")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(file))
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    with pytest.raises(errors.PermissionDenied, match="no credentials"):
+        async with seen.backend(profile="broken"):
+            pass
+
+
 async def test_a_large_upload_and_ranges(seen: Seen, backend: Backend) -> None:
     data = await upload_two_blocks(backend)
     assert len(seen.headers("UploadPart")) == 2

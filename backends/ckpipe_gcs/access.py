@@ -118,7 +118,7 @@ class Tokens:
 
     async def _renew(self, source: Token) -> None:
         try:
-            answer = await _refresh(source)
+            answer = await _refresh(source, first=not self._ends)
         except CkpipeError as error:
             if not error.transient or self._value is None or time.monotonic() > self._ends:
                 raise
@@ -129,10 +129,18 @@ class Tokens:
         self._renew_at = now + max(life - RENEW_SECONDS, life / 2)
 
 
-async def _refresh(source: Token) -> TokenResponse:
+async def _refresh(source: Token, *, first: bool) -> TokenResponse:
     """Ask for a token, once.
 
     The library's error is not kept as the cause: it may hold the credentials.
+
+    Args:
+        source: Asks for tokens.
+        first: Whether it has never given one.
+
+    Raises:
+        PermissionDenied: If there are no credentials, or they are refused.
+        StoreUnavailable: If the server of tokens did not answer.
     """
     what = "Could not get an access token"
     try:
@@ -141,8 +149,9 @@ async def _refresh(source: Token) -> TokenResponse:
         said, status = f"{what}: the answer was {error.status}", error.status
     except (aiohttp.ClientError, OSError) as error:
         said, status = f"{what}: {type(error).__name__}", 0
-        if source.token_type is Type.GCE_METADATA:
+        if first and source.token_type is Type.GCE_METADATA:
             # Without any credentials that server is the last resort, and nowhere but at Google.
+            # One that has given a token is there.
             message = f"{what}: there are no credentials ({type(error).__name__})"
             raise PermissionDenied(message, hint=CREDENTIALS) from None
     except Exception as error:

@@ -81,7 +81,6 @@ _RENEW = "Renew the credentials; static ones cannot be refreshed"
 _NO_CREDENTIALS = (
     client_errors.NoCredentialsError,
     client_errors.PartialCredentialsError,
-    client_errors.CredentialRetrievalError,
     client_errors.NoAuthTokenError,
     client_errors.TokenRetrievalError,
     client_errors.UnauthorizedSSOTokenError,
@@ -118,6 +117,10 @@ _ELSEWHERE = (
 FOREIGN: Table = {
     **SHARED,
     **dict.fromkeys(_NO_CREDENTIALS, Meaning(PermissionDenied, _KEYS, "no credentials ({name})")),
+    # Credentials that were found when the backend was opened are renewed by requests.
+    client_errors.CredentialRetrievalError: Meaning(
+        StoreUnavailable, _KEYS, "the credentials could not be renewed ({name})"
+    ),
     client_errors.SSLError: TLS,
     client_errors.ProxyConnectionError: Meaning(
         StoreUnavailable, None, "the proxy cannot be reached"
@@ -229,10 +232,14 @@ class S3Backend(BucketBackend):
         """Make the client; the store is not asked anything yet.
 
         Raises:
+            PermissionDenied: If the credentials cannot be had.
             StoreError: If no client can be made of the options.
         """
         try:
             self.client = await run_in_thread(self.make_client)
+        except client_errors.CredentialRetrievalError as error:
+            message = f"Could not open the store: no credentials ({type(error).__name__})"
+            raise PermissionDenied(message, hint=_KEYS) from error
         except (client_errors.BotoCoreError, OSError, ValueError) as error:
             found = broken(error, "Could not open the store", None, FOREIGN)
             if isinstance(found, PermissionDenied):
