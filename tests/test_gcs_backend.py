@@ -237,6 +237,21 @@ async def test_an_object_that_is_overwritten_while_it_is_read(seen: Seen, backen
     await backend.read_into("data", 50, buffer)  # whoever begins again reads the new one
 
 
+async def test_an_object_that_is_deleted_while_it_is_read(seen: Seen, backend: Backend) -> None:
+    await backend.put("data", bytes(100), PutMode.CREATE)
+    buffer = memoryview(bytearray(50))
+    await backend.read_into("data", 0, buffer)
+    async with seen.backend() as other:
+        await other.delete(["data"])
+        seen.fault["Look"] = Fault.UNAVAILABLE
+        with pytest.raises(errors.StoreUnavailable):
+            await backend.read_into("data", 50, buffer)
+        with pytest.raises(errors.ObjectNotFound):
+            await backend.read_into("data", 50, buffer)
+        await other.put("data", bytes(100), PutMode.CREATE)
+    await backend.read_into("data", 50, buffer)  # whoever begins again reads the new one
+
+
 async def test_a_small_object_that_arrives_damaged(seen: Seen, backend: Backend) -> None:
     await backend.put("data", bytes(100), PutMode.CREATE)
     seen.fault["Get"] = Fault.FLIPPED_BACK

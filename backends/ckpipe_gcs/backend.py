@@ -408,9 +408,16 @@ class GcsBackend(BucketBackend):
                     self._pin(key, response.headers.get("x-goog-generation"))
                 yield response
         except Refused as error:
-            if pin and error.status in (404, 412):
-                raise self._overwritten(key) from error
-            raise
+            if not pin or error.status not in (404, 412):
+                raise
+            # A load falls back from what is gone. Until it is known what has happened, the pin
+            # stays: the next try might read another version.
+            try:
+                await self.stat(key)
+            except ObjectNotFound:
+                self._pins.pop(key, None)
+                raise
+            raise self._overwritten(key) from error
 
     def told_checksum(self, response: aiohttp.ClientResponse) -> int | None:
         for header in response.headers.getall("x-goog-hash", ()):
@@ -432,7 +439,7 @@ class GcsBackend(BucketBackend):
 
     def _overwritten(self, key: str) -> StoreError:
         self._pins.pop(key, None)
-        message = f"{self.root}{key} was overwritten or deleted while it was read"
+        message = f"{self.root}{key} was overwritten while it was read"
         return StoreError(message, key=key, hint="Let nobody else write below this root")
 
     async def delete(self, keys: Iterable[str]) -> None:
