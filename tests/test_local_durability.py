@@ -8,7 +8,9 @@ import stat
 from pathlib import Path
 
 import pytest
+import torch
 
+import ckpipe
 from ckpipe import errors
 from ckpipe.backend import PutMode
 from ckpipe_local import LocalBackend
@@ -77,3 +79,52 @@ async def test_a_name_that_cannot_be_made_durable_is_taken_back(
         await upload.complete()
         assert await backend.get("data", max_bytes=10) == b"data"
     assert os.listdir(tmp_path) == ["data"]
+
+
+async def test_a_key_that_is_taken_is_durable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Whoever has taken it may have come no further than its link, and others go by what is there.
+    sync, broken = os.fsync, True
+
+    def fsync(descriptor: int) -> None:
+        if broken and stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EIO, "broken")
+        sync(descriptor)
+
+    async with LocalBackend(str(tmp_path)) as backend:
+        upload = await backend.open_upload("data", size=4, block_bytes=4096)
+        await upload.write(0, memoryview(b"mine"))
+        await backend.put("data", b"theirs", PutMode.CREATE)
+        monkeypatch.setattr(os, "fsync", fsync)
+        for _ in range(2):
+            with pytest.raises(errors.StoreError, match="Input/output"):
+                await upload.complete()
+            with pytest.raises(errors.StoreError, match="Input/output"):
+                await backend.put("data", b"mine", PutMode.CREATE)
+        with pytest.raises(errors.ObjectExists):
+            await backend.put_volatile("data", b"mine")
+        broken = False
+        with pytest.raises(errors.ObjectExists):
+            await upload.complete()
+        with pytest.raises(errors.ObjectExists):
+            await backend.put("data", b"mine", PutMode.CREATE)
+        assert await backend.get("data", max_bytes=10) == b"theirs"
+
+
+def test_a_data_file_that_landed_has_no_second_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unlink, failures = os.unlink, [OSError(errno.ETIMEDOUT, "slow")]
+
+    def slow(path: str, *, dir_fd: int | None = None) -> None:
+        below = "" if dir_fd is None else os.readlink(f"/proc/self/fd/{dir_fd}")
+        if failures and os.path.basename(below).startswith("step-"):
+            raise failures.pop()
+        unlink(path, dir_fd=dir_fd)
+
+    monkeypatch.setattr(os, "unlink", slow)
+    with ckpipe.SyncPipeline(tmp_path, worker="thread") as pipeline:
+        info = pipeline.save({"a": torch.ones(1000)}, step=1).wait()
+        assert not failures
+        assert os.listdir(tmp_path / info.id) == ["rank-00000.safetensors"]

@@ -229,7 +229,8 @@ def give_name(
 ) -> None:
     """Give a temporary file its name; of any number that create one, exactly one wins.
 
-    The name is durable then, or taken back if it was new: a listed object has to stay.
+    The name is durable then, or taken back if it was new: a listed object has to stay. If another
+    file has it, it is durable too.
 
     Args:
         directory: A descriptor of the directory that it is in.
@@ -239,7 +240,13 @@ def give_name(
         lasting: Whether the name has to survive a loss of power.
     """
     if mode is PutMode.CREATE:
-        _link_new(directory, temporary, name)
+        try:
+            _link_new(directory, temporary, name)
+        except FileExistsError:
+            # Who made it may not have come so far, and the caller may go by what is there.
+            if lasting:
+                sync_entries(directory)
+            raise
         os.unlink(temporary, dir_fd=directory)
     else:
         os.rename(temporary, name, src_dir_fd=directory, dst_dir_fd=directory)

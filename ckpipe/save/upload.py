@@ -188,19 +188,25 @@ class _Uploads:
                 landed = None
             if landed is None and size is not None:
                 landed = (await self._context.patient.stat(key)).size == size
+                if landed:  # the object may be of a dead worker's upload, and this one still open
+                    await self._give_up(upload)
         except StoreError:
             return False
         return bool(landed)
 
     async def abort(self) -> None:
-        """Give up what is not complete; a store that fails in this too keeps its leftovers."""
-        policy = replace(self._policy, deadline_seconds=ABORT_SECONDS)
+        """Give up what is not complete."""
         for upload in self._uploads.values():
-            try:
-                await retrying(policy, upload.abort)
-            except StoreError as error:
-                logger.warning("An upload of %s was left behind: %s", self._save.name, error)
+            await self._give_up(upload)
         self._uploads.clear()
+
+    async def _give_up(self, upload: Upload) -> None:
+        """Abort an upload; a store that fails in this too keeps its leftovers."""
+        policy = replace(self._policy, deadline_seconds=ABORT_SECONDS)
+        try:
+            await retrying(policy, upload.abort)
+        except StoreError as error:
+            logger.warning("An upload of %s was left behind: %s", self._save.name, error)
 
 
 _ON_LOOP_BYTES, _ON_LOOP_SPANS = 1 << 18, 256
