@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +19,9 @@ from aiohttp.test_utils import TestServer
 from bucket_stores import Seen, behind_proxy
 from fault_proxy import Fault
 from gcloud.aio.auth import token
+from gcs_emulator import Api
 from gcs_servers import GcsServer
+from gcs_store import Store, Stored
 
 from ckpipe import errors
 from ckpipe.backend import Backend, PutMode
@@ -257,6 +259,39 @@ async def test_a_small_object_that_arrives_damaged(seen: Seen, backend: Backend)
     seen.fault["Get"] = Fault.FLIPPED_BACK
     with pytest.raises(errors.StoreUnavailable, match="checksum"):
         await backend.get("data", max_bytes=100)
+
+
+class ForgetfulStore(Store):
+    """Keeps, once, other bytes of an object than it was sent."""
+
+    wrong = True
+
+    def put(
+        self,
+        bucket: str,
+        content: bytes,
+        told: Mapping[str, Any],
+        query: Mapping[str, str],
+        components: int | None = None,
+    ) -> Stored:
+        if self.wrong and told["name"].endswith("data"):
+            self.wrong = False
+            told = {name: value for name, value in told.items() if name != "crc32c"}
+            content = bytes(len(content))
+        return super().put(bucket, content, told, query, components)
+
+
+async def test_a_small_object_that_the_store_has_otherwise_is_removed() -> None:
+    store = ForgetfulStore()
+    store.make_bucket("forgetful")
+    async with (
+        TestServer(Api(store, authorize=False).application()) as server,
+        with_tokens(GcsServer(server.port or 0), "forgetful", anonymous=True) as backend,
+    ):
+        with pytest.raises(errors.StoreUnavailable, match="something else than what was sent"):
+            await backend.put("data", b"right", PutMode.CREATE)
+        await backend.put("data", b"right", PutMode.CREATE)
+        assert await backend.get("data", max_bytes=5) == b"right"
 
 
 async def test_lists_come_in_pages(seen: Seen, backend: Backend) -> None:

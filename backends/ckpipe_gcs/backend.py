@@ -368,7 +368,14 @@ class GcsBackend(BucketBackend):
         url = self.upload_url("multipart", name, **(NEW if create else {}))
         with related(told, data) as body, self.creating():
             made = await self.ask("write", "POST", url, key=key, nbytes=len(data), body=body)
-        check_stored(made, value, len(data), f"{self.root}{key or ''}", key)
+        try:
+            check_stored(made, value, len(data), f"{self.root}{key or ''}", key)
+        except StoreUnavailable:
+            if create and "generation" in made:
+                # It would count as whole, and the next try would find its key taken.
+                with contextlib.suppress(StoreError):
+                    await self.remove({name: str(made["generation"])})
+            raise
         return made
 
     @contextmanager
