@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from pathlib import Path
 from typing import Any
 
 import anyio
@@ -11,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from rank_states import load_as, request, store_ranks
+from ranks import ranks
 
 from ckpipe.errors import PerRankValue, StructureMismatch
 from ckpipe.testing import MemoryBackend
@@ -104,6 +106,81 @@ async def test_values_that_differ_between_structures_belong_to_a_rank() -> None:
     target = {"seed": 0, "noise": torch.zeros(3)}
     await load_as(backend, bundle, 0, 1, request(target, per_rank=longest, strict=False))
     assert repr(target) == repr({"seed": 2, "noise": torch.ones(3)})
+
+
+# Objects of which ranks have more and less
+
+
+class Shards:
+    """A reader of data that tells how far it is in each shard that it has begun."""
+
+    def __init__(self, begun: dict[int, int] | None = None, *, always: bool = False) -> None:
+        self.begun, self.always = begun or {}, always
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"begun": dict(self.begun)} if self.begun or self.always else {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.begun = state.get("begun", {})
+
+
+def adamw(parameters: int, *, steps: int) -> torch.optim.AdamW:
+    """An optimizer over some parameters, each of another length."""
+    optimizer = torch.optim.AdamW([torch.zeros(n + 1) for n in range(parameters)])
+    for at in range(steps):
+        for each in optimizer.param_groups[0]["params"]:
+            each.grad = torch.full_like(each, at + 1.0)
+        optimizer.step()
+    return optimizer
+
+
+def test_each_rank_gets_all_of_the_optimizer_that_it_saved(tmp_path: Path) -> None:
+    sizes = (3, 5)
+    saved = [adamw(size, steps=2) for size in sizes]
+    with ranks(str(tmp_path), 2) as world:
+        for pipeline, optimizer in zip(world, saved, strict=True):
+            pipeline.save({"opt": optimizer}, step=1).wait()
+        world[0].latest()
+    with ranks(str(tmp_path), 2, attempt_id="again") as world:
+        for pipeline, size, optimizer in zip(world, sizes, saved, strict=True):
+            state = {"opt": adamw(size, steps=0)}
+            assert pipeline.load(state, step=1) is not None
+            assert repr(state["opt"].state_dict()) == repr(optimizer.state_dict())
+
+
+@pytest.mark.parametrize("always", [False, True])
+async def test_a_fresh_object_gets_what_its_own_rank_had_of_it_and_no_more(always: bool) -> None:
+    begun = {1: 10, 2: 20}, {2: 21, 3: 30}, {4: 40}
+    backend, bundle = await stored(*({"data": Shards(each)} for each in begun))
+    for rank, own in enumerate(begun):
+        target = {"data": Shards(always=always)}
+        result = await load_as(backend, bundle, rank, 3, request(target))
+        assert target["data"].begun == own
+        assert result.unexpected == ()
+
+
+async def test_an_object_that_only_one_rank_had_comes_back_to_it() -> None:
+    backend, bundle = await stored({"a": 1, "data": Shards({1: 10})}, {"a": 1})
+    target = {"a": 0, "data": Shards()}
+    await load_as(backend, bundle, 0, 2, request(target))
+    assert target["data"].begun == {1: 10}
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+async def test_an_object_moves_to_another_rank_with_all_its_state(world_size: int) -> None:
+    saved = adamw(3, steps=2)
+    backend, bundle = await stored({"first": adamw(2, steps=1)}, {"last": saved})
+    target = {"last": adamw(3, steps=0)}
+    await load_as(backend, bundle, 0, world_size, request(target))
+    assert repr(target["last"].state_dict()) == repr(saved.state_dict())
+
+
+async def test_what_an_object_goes_without_in_another_world_is_named() -> None:
+    backend, bundle = await stored(*({"data": Shards({0: 5, n: n})} for n in (1, 2)))
+    target = {"data": Shards(always=True)}
+    result = await load_as(backend, bundle, 0, 1, request(target))
+    assert target["data"].begun == {0: 5}
+    assert result.unexpected == ("data.begun.1", "data.begun.2")
 
 
 keys = st.sampled_from(["a", "b", "c", 1, "1"])

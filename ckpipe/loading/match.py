@@ -49,6 +49,7 @@ from ckpipe.loading.stateful import (
     SavedTensor,
     check_stateful,
     live_state,
+    loads_as_torch_does,
     mismatch,
 )
 from ckpipe.loading.targets import Targets
@@ -63,11 +64,13 @@ class Use(Enum):
     """The use of the live counterpart of a node.
 
     ``IN_PLACE``: it is of the target; containers must be of the saved kind, and are refilled.
-    ``FITTING``: it is of an object's state; tensors must fit and are filled, containers are made.
+    ``NAMED``: it is of a module's state; tensors must fit and are filled, containers are made.
+    ``FITTING``: the same, of an object whose state may have more names once it is loaded.
     ``OFFERED``: the same, but a tensor that does not fit is made anew.
     """
 
     IN_PLACE = "in place"
+    NAMED = "named"
     FITTING = "fitting"
     OFFERED = "offered"
 
@@ -135,6 +138,7 @@ class Matching:
         distributed: bool,
     ) -> None:
         self._values, self._per_rank, self._common = saved.values, saved.per_rank, saved.common
+        self._foreign, self._same_world = saved.foreign, saved.same_world
         self._targets, self._definitions = targets, definitions
         self._select, self._strict = select, strict
         self._pickling, self._distributed = pickling, distributed
@@ -334,9 +338,9 @@ class Matching:
         items: list[tuple[Any, Factory]] = []
         for exact, (key, child, where) in zip(saved, children, strict=True):
             value = held[left.pop(exact)] if exact in left else NOTHING
-            if value is NOTHING and isinstance(live, dict):
-                if self._common is not None and where not in self._common:
-                    continue  # Other ranks have what only some had.
+            if value is NOTHING:
+                if self._common is not None and self._is_elsewhere(child, label, where, live, use):
+                    continue
                 if use is Use.IN_PLACE:
                     self.unexpected += leaf_labels(child, where)
                     continue
@@ -370,6 +374,29 @@ class Matching:
         if not items and attributes is None:
             return partial(_same, live)
         return _Refilled(partial(_same, live), fill)
+
+    def _is_elsewhere(
+        self, child: Node, label: str, where: str, live: Any, use: Use | None
+    ) -> bool:
+        """Tell whether what a mapping has no key for is left to other ranks, as only some had it.
+
+        The program gives plain containers and modules their keys, and so says which ranks have
+        what. Other objects may be fresh and take their keys from what they load: they get what
+        their own rank had, and all of a container that it did not have.
+        """
+        assert self._common is not None
+        if where in self._common:
+            return False
+        fresh = not isinstance(live, dict)
+        if not fresh and use in (Use.IN_PLACE, Use.NAMED):
+            return True
+        theirs = where in self._foreign and label not in self._foreign
+        if self._same_world:
+            return theirs
+        if fresh or not theirs:
+            return False
+        self.left += leaf_labels(child, where)  # Nobody can tell whose it is to be.
+        return True
 
     def _derived(self, derive: Callable[[Any], Any], node: Node, label: str) -> Factory:
         """Random generators, of which this rank gets derived ones."""
@@ -539,8 +566,11 @@ class Matching:
             names = {key if type(key) is str else decode_key(key) for key in node[1]}
             own = ((join(label, key), live[key]) for key in live if key not in names)
             self.kept += [where for where, each in own if any_selected(each, where, self._select)]
-        fitting = isinstance(target, torch.nn.Module | torch.optim.Optimizer)
-        return live, Use.FITTING if fitting else Use.OFFERED, target.load_state_dict
+        use = Use.OFFERED
+        if isinstance(target, torch.nn.Module | torch.optim.Optimizer):
+            module = isinstance(target, torch.nn.Module) and loads_as_torch_does(target)
+            use = Use.NAMED if module else Use.FITTING
+        return live, use, target.load_state_dict
 
     def _described(self, node: Node, label: str) -> Any:
         """A saved tree as objects, with a description in the place of each tensor."""

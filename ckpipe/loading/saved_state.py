@@ -43,6 +43,9 @@ class SavedState:
         values: Its inline values, encoded.
         per_rank: What of it belongs to a rank.
         common: The labels that all ranks had, if not all had the same ones.
+        foreign: The labels that the loading rank did not have itself; in a world of another size,
+            where no rank is the same, those that not all ranks had.
+        same_world: Whether as many ranks load as had saved.
     """
 
     tree: Node
@@ -51,6 +54,8 @@ class SavedState:
     values: Sequence[Json]
     per_rank: PerRankItems
     common: frozenset[str] | None = None
+    foreign: frozenset[str] = frozenset()
+    same_world: bool = True
 
 
 def state_of_part(bundle: ManifestDocument, number: int) -> SavedState:
@@ -120,7 +125,11 @@ def _merged_state(bundle: ManifestDocument, base: int, policy: PerRankPolicy | N
     homes = [origins[0] for origins in merged.tensor_origins]
     labels = [frozenset(label for _, label in walk(each.tree)) for each in bundle.structures]
     common = frozenset.intersection(*labels)
-    return SavedState(merged.tree, merged.rows, homes, merged.values, items, common)
+    own = labels[bundle.parts[base].structure] if policy is None else common
+    return SavedState(
+        merged.tree, merged.rows, homes, merged.values, items, common,
+        frozenset.union(*labels) - own, same_world=policy is None,
+    )  # fmt: skip
 
 
 def _differing(

@@ -129,7 +129,7 @@ def check_stateful(
     Raises:
         StructureMismatch: If it cannot.
     """
-    if isinstance(obj, torch.nn.Module) and _loads_as_torch_does(obj):
+    if isinstance(obj, torch.nn.Module) and loads_as_torch_does(obj):
         _check_module(live, node, label, select, common)
     elif isinstance(obj, torch.optim.Optimizer):
         _check_optimizer(obj, node, label, options=select.selects_all)
@@ -139,7 +139,8 @@ def check_stateful(
 _NORMALIZATIONS = ("torch.nn.modules.batchnorm", "torch.nn.modules.instancenorm")
 
 
-def _loads_as_torch_does(module: torch.nn.Module) -> bool:
+def loads_as_torch_does(module: torch.nn.Module) -> bool:
+    """Tell whether a module loads as torch does by default, without code of its own."""
     base = torch.nn.Module
     return type(module).load_state_dict is base.load_state_dict and all(
         (
