@@ -200,6 +200,30 @@ def test_what_each_rank_has_for_itself_is_compared_rank_by_rank(
     assert call("diff", tmp_path, three, three, "--in", tmp_path / "copy").code == 0
 
 
+def test_ranks_of_different_structures_are_compared_rank_by_rank(
+    call: Commands, tmp_path: Path
+) -> None:
+    def state(rank: int, value: float, size: int) -> dict[str, Any]:
+        own = torch.full((3 if rank == 0 else size,), rank + value * (rank == 1))
+        return {"own": own, "alike": torch.ones(2), f"stage{rank}": rank}
+
+    for step, (value, size) in enumerate([(0.0, 3), (5.0, 3), (0.0, 4)]):
+        with ranks(str(tmp_path), 2, attempt_id=f"run-{step}") as world:
+            for rank, pipeline in enumerate(world):
+                pipeline.save(state(rank, value, size), step=step).wait()
+            world[0].latest()
+    assert call("diff", tmp_path, 0, 0).code == 0
+    for step in (1, 2):
+        done = call("diff", tmp_path, 0, step, "--json")
+        assert done.code == 1
+        assert [each["label"] for each in done.data["tensors"]] == ["own of rank 1"]
+    described = {
+        each["label"]: each["differs"]
+        for each in call("info", tmp_path, 0, "--json").data["tensors"]
+    }
+    assert described == {"own": True, "alike": False}
+
+
 STEPWISE = """
 import sys, torch
 equal = torch.equal

@@ -16,6 +16,7 @@ from ckpipe.errors import UsageError
 from ckpipe.format.data_file import item_bytes
 from ckpipe.format.keys import Json, LabelFilter, unique_label
 from ckpipe.format.manifest import Layout, ManifestDocument, RankManifest, TensorRow
+from ckpipe.format.merge import differ_privately
 from ckpipe.format.tree import Node, children_of
 from ckpipe.types import size_text
 
@@ -226,12 +227,25 @@ def _sharing(layout: Layout, labels: list[str]) -> Iterator[list[str]]:
 
 def labels_per_rank(bundle: ManifestDocument) -> set[str]:
     """The labels of tensors that each rank holds whole and for itself, not alike."""
-    return {
+    found = {
         bundle.structures[number].tensors[tensor].label
         for number, each in enumerate(bundle.per_rank)
         for tensor in each.tensors
         if tensor < len(bundle.structures[number].tensors)
     }
+    if len(bundle.structures) == 1:
+        return found
+    # That tells of ranks with one structure, which are like their first; now of those among them.
+    firsts: dict[int, int] = {}
+    for number, part in enumerate(bundle.parts):
+        firsts.setdefault(part.structure, number)
+    holders: defaultdict[str, list[tuple[int, int]]] = defaultdict(list)
+    for structure, number in firsts.items():
+        private = bundle.layouts[bundle.parts[number].layout].private
+        for tensor, row in enumerate(bundle.structures[structure].tensors):
+            if tensor in private:
+                holders[row.label].append((number, tensor))
+    return found | {label for label, each in holders.items() if differ_privately(bundle, each)}
 
 
 def _values(bundle: ManifestDocument) -> Iterator[ValueDescription]:

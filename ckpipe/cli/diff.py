@@ -137,14 +137,16 @@ async def _compare(
                 for label in batch:
                     # A rank need not have everything that others have.
                     if label in read[0] and label in read[1]:
-                        comparison = await in_thread(
-                            Comparison, read[0].pop(label), read[1].pop(label)
-                        )
-                        for a, b in comparison.pieces():
-                            # A thread is never abandoned: one for each lets an interrupt through.
-                            await in_thread(comparison.add, a, b)
+                        first, second = read[0].pop(label), read[1].pop(label)
                         name = label if rank is None else f"{label} of rank {rank}"
-                        found = comparison.result(name)
+                        if (first.shape, first.dtype) == (second.shape, second.dtype):
+                            comparison = await in_thread(Comparison, first, second)
+                            for a, b in comparison.pieces():
+                                # No thread is abandoned: one for each lets an interrupt through.
+                                await in_thread(comparison.add, a, b)
+                            found = comparison.result(name)
+                        else:
+                            found = _of_other_form(name, first)
                         differing += [] if found is None else [found]
                     meter.advance(2 * sizes[label])
     finally:
@@ -289,6 +291,12 @@ class Comparison:
         return TensorDifference(
             label, self._one.numel(), self._different, norm, relative, self._largest
         )
+
+
+def _of_other_form(label: str, first: torch.Tensor) -> TensorDifference:
+    """Return the difference to a tensor of another shape or dtype, which no norm can measure."""
+    n = first.numel()
+    return TensorDifference(label, n, n, math.nan, math.nan, math.nan)
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
