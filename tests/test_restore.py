@@ -231,6 +231,15 @@ async def test_strict_names_what_only_one_side_has_and_touches_nothing() -> None
     assert target["e"] == 2
 
 
+@pytest.mark.parametrize("dtype", [">f4", "longdouble", "datetime64[s]"])
+@pytest.mark.parametrize("saved", [np.ones(4), torch.ones(4)])
+async def test_nothing_is_converted_to_what_torch_has_no_dtype_for(saved: Any, dtype: str) -> None:
+    target = {"a": np.zeros(4, dtype)}
+    with pytest.raises(DtypeMismatch):
+        await round_trip({"a": saved}, target, cast=True)
+    assert target["a"].tobytes() == np.zeros(4, dtype).tobytes()
+
+
 @pytest.mark.parametrize(
     ("saved", "target", "error"),
     [

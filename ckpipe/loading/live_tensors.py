@@ -155,6 +155,10 @@ def misfit(
     convertible, shape, dtype = True, stored.shape, stored.dtype
     if isinstance(live, np.ndarray):
         convertible, shape, dtype = _array_form(stored)
+        if live.dtype != dtype and convertible:
+            # Of an array whose dtype torch lacks, the view is its bytes, and no value.
+            view = _array_view(live)
+            convertible = view is None or view.shape == live.shape
     if isinstance(live, torch.Tensor) and live.is_meta:
         return StructureMismatch(
             "The target is on the meta device and has no memory",
