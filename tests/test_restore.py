@@ -240,6 +240,28 @@ async def test_nothing_is_converted_to_what_torch_has_no_dtype_for(saved: Any, d
     assert target["a"].tobytes() == np.zeros(4, dtype).tobytes()
 
 
+async def test_tensors_that_were_made_in_inference_mode_are_filled_wherever_they_lie() -> None:
+    saved = {name: torch.arange(12.0).reshape(3, 4) for name in ("strided", "cast", "plain")}
+    saved["same"] = torch.ones(3, 4)
+    with torch.inference_mode():
+        target = {
+            "strided": torch.zeros(4, 3).t(),
+            "cast": torch.zeros(3, 4, dtype=torch.float64),
+            "plain": torch.zeros(3, 4),
+            "same": torch.zeros(1, 4).expand(3, 4),
+        }
+    normal = torch.zeros(4, 3)
+    await round_trip(
+        {**saved, "normal": saved["plain"]}, {**target, "normal": normal.t()}, cast=True
+    )
+    for name, each in target.items():
+        assert each.is_inference()
+        assert torch.equal(each, saved[name].to(each.dtype))
+    assert torch.equal(normal.t(), saved["plain"])
+    normal.add_(1)
+    assert not normal.is_inference()
+
+
 @pytest.mark.parametrize(
     ("saved", "target", "error"),
     [

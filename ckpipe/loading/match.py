@@ -280,7 +280,8 @@ class Matching:
             made = combine(label, copies)
             if view is None or not isinstance(made, torch.Tensor) or made.shape != view.shape:
                 return made
-            view.copy_(made.detach())
+            with torch.inference_mode(view.is_inference()):  # it may be written nowhere else
+                view.copy_(made.detach())
             return live
 
         return make

@@ -260,7 +260,8 @@ class Reader:
                 self.tally.bytes += len(part)
             return part
 
-        with torch.no_grad():
+        # No gradients, and tensors that were made in inference mode may be written nowhere else.
+        with torch.inference_mode():
             for first in range(read.first, read.stop, most):
                 stop = min(first + most, read.stop)
                 self._take(pieces, first, stop, fetch(int(at[first]), int(ends[stop - 1])))

@@ -149,7 +149,7 @@ class Targets:
 
     def finish(self) -> None:
         """Complete the tensors once all bytes are there, and tell autograd of the change."""
-        with torch.no_grad():
+        with torch.inference_mode():  # without gradients, and into tensors made in it
             self._resolve_fresh()
             copies, self._copies = self._copies, []
             for target, value in copies:
