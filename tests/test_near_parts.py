@@ -16,10 +16,12 @@ from rank_states import store
 from ranks import one_rank
 from torch.distributed.tensor import Replicate, Shard
 
+import ckpipe
 from ckpipe.backend import Backend, PutMode
 from ckpipe.catalog import manifest_selection
 from ckpipe.catalog.complete import Member, publish_up
 from ckpipe.catalog.manifest_selection import REQUEST_BYTES, nearest
+from ckpipe.distributed import training_state
 from ckpipe.errors import StructureMismatch
 from ckpipe.format import names
 from ckpipe.format.codec import encode_bundle
@@ -183,6 +185,37 @@ async def test_what_another_rank_had_is_found_through_the_index(counted: Counted
         assert counted.gets["index"] == 1
         with pytest.raises(StructureMismatch, match="stage9"):
             pipeline.load({"stage9": torch.zeros(2)}, step=ID.step)
+
+
+async def test_a_load_that_turns_to_the_index_looks_at_each_object_once(counted: Counted) -> None:
+    looks: Counter[str] = Counter()
+
+    class Told(ckpipe.Progress):
+        def state_dict(self) -> dict[str, Any]:
+            looks["counter"] += 1
+            return super().state_dict()
+
+    def part(rank: int) -> dict[str, Any]:
+        model = torch.nn.Linear(2, 2)
+        more = {f"stage{rank % 3}": torch.ones(2)}
+        return {"training": training_state(model), "counter": ckpipe.Progress(n=1), **more}
+
+    await saved(counted.inner, part)
+    model = torch.nn.Linear(2, 2)
+    model.register_state_dict_pre_hook(lambda *_: looks.update(["model"]))
+    target = {
+        "training": training_state(model), "counter": Told(n=0), "stage2": torch.zeros(2),
+    }  # fmt: skip
+    with one_rank(URL, 3, RANKS, attempt_id="load") as pipeline:
+        # How often it is looked at must not depend on the parts, as a look may be a collective.
+        pipeline.load(target, step=ID.step, include=["training", "counter"])
+        near = dict(looks)
+        looks.clear()
+        counted.gets.clear()
+        pipeline.load(target, step=ID.step)
+    assert counted.gets["index"] == 1
+    assert looks == near
+    assert near["model"] == near["counter"] == 1
 
 
 async def test_an_object_that_lacks_something_gets_it_from_the_index(counted: Counted) -> None:

@@ -33,6 +33,7 @@ from ckpipe.loading.saved_state import (
     state_for,
 )
 from ckpipe.loading.select import PerRankPolicy, pruned, unmatched
+from ckpipe.loading.stateful import Looks
 from ckpipe.loading.targets import Targets
 from ckpipe.lock.state_lock import LoadHold
 from ckpipe.loop_thread import Caller, on_caller
@@ -179,10 +180,11 @@ async def read_all(
         if request.hold is not None:
             await request.hold.take()
         began = time.perf_counter()
-        load = await on_caller(request.caller, _match, bundle, request, rank, world_size)
+        place, looks = (rank, world_size), Looks()
+        load = await on_caller(request.caller, _match, bundle, request, *place, looks)
         if load is None:
             bundle = await read_index(backend, bundle.id)
-            load = await on_caller(request.caller, _match, bundle, request, rank, world_size)
+            load = await on_caller(request.caller, _match, bundle, request, *place, looks)
             assert load is not None, "the index has the parts of all ranks"
         matched = time.perf_counter()
         load.tally = done = load.tally if tally is None else tally
@@ -218,12 +220,12 @@ def _located(step: int, rank: int) -> Iterator[None]:
 
 
 def _match(
-    bundle: ManifestDocument, request: LoadRequest, rank: int, world_size: int
+    bundle: ManifestDocument, request: LoadRequest, rank: int, world_size: int, looks: Looks
 ) -> MatchedLoad | None:
     """Match the target with a checkpoint; None if the parts that are here may not suffice."""
     try:
         with gc_paused(), request.holding():
-            return match_all(bundle, request, rank, world_size)
+            return match_all(bundle, request, rank, world_size, looks)
     except NeedsFullIndex:
         return None
     except CkpipeError:
@@ -238,7 +240,7 @@ def _match(
 
 
 def match_all(
-    bundle: ManifestDocument, request: LoadRequest, rank: int, world_size: int
+    bundle: ManifestDocument, request: LoadRequest, rank: int, world_size: int, looks: Looks
 ) -> MatchedLoad:
     """Find out whether the target fits, and what goes where; nothing is read or changed.
 
@@ -266,6 +268,7 @@ def match_all(
         strict=request.strict,
         pickling=request.pickling,
         distributed=world_size > 1,
+        looks=looks,
     )
     missing = _named_in_vain(bundle, request)
     unexpected: list[str] = []

@@ -45,6 +45,7 @@ from ckpipe.loading.live_tensors import FILLABLE, has_shape, misfit, writable_vi
 from ckpipe.loading.saved_state import SavedState, is_generators
 from ckpipe.loading.select import PerRankItems, any_selected
 from ckpipe.loading.stateful import (
+    Looks,
     SavedObject,
     SavedTensor,
     check_stateful,
@@ -117,6 +118,7 @@ class Matching:
         strict: Whether plain containers must have the keys that were saved, and no others.
         pickling: Whether pickled objects may be made.
         distributed: Whether other processes load other parts of the same tensors.
+        looks: What was found out of the target's objects so far; None for nothing.
 
     Attributes:
         missing: Labels that the target has and the checkpoint has not.
@@ -136,12 +138,14 @@ class Matching:
         strict: bool,
         pickling: bool,
         distributed: bool,
+        looks: Looks | None = None,
     ) -> None:
         self._values, self._per_rank, self._common = saved.values, saved.per_rank, saved.common
         self._foreign, self._same_world = saved.foreign, saved.same_world
         self._targets, self._definitions = targets, definitions
         self._select, self._strict = select, strict
         self._pickling, self._distributed = pickling, distributed
+        self._looks = Looks() if looks is None else looks
         self.missing: list[str] = []
         self.unexpected: list[str] = []
         self.kept: list[str] = []
@@ -555,13 +559,15 @@ class Matching:
         """The state that an object holds, how it is used, and what loads it."""
         if hasattr(type(target), "__ckpipe_targets__"):
             state = self._described(node, label)
-            saved = SavedObject(state, label, self._select, self._common, self._targets.cast)
+            saved = SavedObject(
+                state, label, self._select, self._common, self._targets.cast, self._looks
+            )
             with user_code("__ckpipe_targets__", label):
                 found = target.__ckpipe_targets__(saved)
             self.kept += found.missing
             self.left += found.unexpected
             return found.tree, Use.IN_PLACE, lambda _: found.attach()
-        live = live_state(target)
+        live = self._looks.once(target, partial(live_state, target))
         check_stateful(target, live, node, label, self._select, self._common)
         if isinstance(live, dict) and node[0] in MAPPINGS:
             names = {key if type(key) is str else decode_key(key) for key in node[1]}

@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import reduce
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -43,6 +43,27 @@ class SavedTensor:
     shape: tuple[int, ...]
 
 
+_Found = TypeVar("_Found")
+
+
+class Looks:
+    """Remember what was found out of live objects, for a load that is matched several times.
+
+    Looking may call a collective, as with FSDP1, and then all ranks must do so equally often. How
+    often they match is up to each.
+    """
+
+    def __init__(self) -> None:
+        self._found: dict[int, tuple[object, Any]] = {}
+
+    def once(self, obj: object, look: Callable[[], _Found]) -> _Found:
+        """What a look at an object finds, or has found before."""
+        if id(obj) not in self._found:
+            self._found[id(obj)] = obj, look()  # with the object, as its identity must not go
+        found: _Found = self._found[id(obj)][1]
+        return found
+
+
 @dataclass(frozen=True, slots=True)
 class SavedObject:
     """An object of a checkpoint before its tensors are read.
@@ -54,6 +75,7 @@ class SavedObject:
         select: Which labels are to be loaded.
         common: The labels that all ranks had, if not all had the same ones.
         cast: Whether values may be converted to the dtype of a target tensor.
+        looks: What was found out of objects so far.
     """
 
     state: Any
@@ -61,6 +83,7 @@ class SavedObject:
     select: LabelFilter = field(default_factory=LabelFilter)
     common: frozenset[str] | None = None
     cast: bool = False
+    looks: Looks = field(default_factory=Looks)
 
     def at(self, *path: Any) -> str:
         """The label of a part."""
