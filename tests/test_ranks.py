@@ -7,6 +7,7 @@ import contextlib
 import threading
 from typing import Any
 
+import anyio.lowlevel
 import pytest
 import torch
 from pipelines import Stores, same, stores
@@ -267,6 +268,27 @@ class TestHealing:
             with pytest.warns(RuntimeWarning, match=r"The last 2 .* ranks 0"):
                 handle = lonely.save(state(1), step=3)
             assert handle.wait().step == 3
+
+    def test_saves_beside_each_other_look_at_each_once(self, store: Stores) -> None:
+        with ranks(store.url, 2, **FAST) as world:
+            for step in (1, 2):
+                world[1].save(state(1), step=step).wait()
+                settle(world[1])
+            for step in (1, 2):
+                world[0].save(state(0), step=step).wait()
+                settle(world[0])
+            loop, saves = world[1]._engine.loop, world[1]._engine.saves
+            stopped = store.faulty.pause("stat")
+            first = loop.submit(saves._look_back)
+            stopped.wait_until_held()
+            second = loop.submit(saves._look_back)
+            loop.submit(anyio.lowlevel.checkpoint).result()  # the second one has begun
+            stopped.release()
+            first.result()
+            second.result()
+            before = len(store.faulty.operations)
+            loop.submit(saves._look_back).result()
+            assert len(store.faulty.operations) == before, "nothing is left to look at"
 
     def test_read_only_root_is_listed_as_it_is(self, store: Stores) -> None:
         with ranks(store.url, 2, on_error="warn", **FAST) as world:

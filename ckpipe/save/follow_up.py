@@ -35,6 +35,7 @@ class Follower:
         self._context = context
         self._open: deque[tuple[CheckpointInfo, float]] = deque(maxlen=_MOST_WAITING)
         self._incomplete = 0
+        self._looking = anyio.Lock()
 
     def add(self, info: CheckpointInfo) -> None:
         """Has a checkpoint followed that this rank has committed and not seen complete."""
@@ -48,12 +49,13 @@ class Follower:
             CorruptCheckpoint: If one that is not complete cannot be completed, since it is damaged.
             StoreError: If the store failed.
         """
-        for _ in range(min(_LOOKS, len(self._open))):
-            info, committed_at = self._open.popleft()
-            if not await self._settled(info, time.monotonic() - committed_at):
-                # Not late yet, and those behind it are younger.
-                self._open.appendleft((info, committed_at))
-                return
+        async with self._looking:  # saves that run beside each other look as well
+            for _ in range(min(_LOOKS, len(self._open))):
+                info, committed_at = self._open.popleft()
+                if not await self._settled(info, time.monotonic() - committed_at):
+                    # Not late yet, and those behind it are younger.
+                    self._open.appendleft((info, committed_at))
+                    return
 
     async def _settled(self, info: CheckpointInfo, seconds: float) -> bool:
         context = self._context
