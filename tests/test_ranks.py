@@ -290,6 +290,32 @@ class TestHealing:
             loop.submit(saves._look_back).result()
             assert len(store.faulty.operations) == before, "nothing is left to look at"
 
+    def test_a_store_that_failed_is_asked_again_what_became_of_it(self, store: Stores) -> None:
+        soon = {"incomplete_after_seconds": 0, "incomplete_in_a_row": 1}
+        with ranks(store.url, 2, **soon, **FAST) as world:
+            lonely, engine = world[1], world[1]._engine
+            lonely.save(state(1), step=1).wait()
+            settle(lonely)
+            store.faulty.fail(errors.StoreError("down"), "stat")
+            for _ in range(2):
+                engine.loop.submit(engine.saves._look_back).result()
+            with pytest.raises(errors.SaveError, match=r"ranks 0"):
+                lonely.save(state(1), step=2)
+
+    def test_a_commit_that_could_not_be_published_is_followed(self, store: Stores) -> None:
+        with ranks(store.url, 2, incomplete_after_seconds=0, on_error="warn", **FAST) as world:
+            world[0].save(state(0), step=1).wait()
+            settle(world[0])
+            store.faulty.fail(errors.StoreError("dead"), is_index)
+            world[1].save(state(1), step=1).wait()
+            settle(world[1])
+            assert not [key for key in store.memory._store.objects if key.endswith(".0.json")]
+            engine = world[1]._engine
+            engine.loop.submit(engine.saves._look_back).result()
+            assert [key for key in store.memory._store.objects if key.endswith(".0.json")]
+            (failure,) = engine.saves.take_failures()
+            assert "dead" in str(failure)
+
     def test_read_only_root_is_listed_as_it_is(self, store: Stores) -> None:
         with ranks(store.url, 2, on_error="warn", **FAST) as world:
             world[0].save(state(0), step=1).wait()

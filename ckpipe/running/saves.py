@@ -113,8 +113,6 @@ class Saves:
                     self._tasks.start_soon(self._look_back, name=f"look back from {save.name}")
                 async with exported(self._context, save):
                     await run_save(save, self._context)
-                if save.unsettled is not None:
-                    self._follower.add(save.unsettled)
         except Exception as group:
             error = first_error(group)
             if isinstance(error, CkpipeError):
@@ -127,6 +125,8 @@ class Saves:
             else:
                 self._failed(save, error)
         finally:
+            if save.unsettled is not None:  # also if what follows the commit failed
+                self._follower.add(save.unsettled)
             if not save.committed.done():
                 # Cancelled through its handle, or torn down with the pipeline: waiters must know.
                 save.status = "cancelled"

@@ -10,7 +10,7 @@ import anyio
 
 from ckpipe.catalog.complete import complete_from_top
 from ckpipe.catalog.find import DELETING, NO_INDEX, recheck, write_sidecar_of
-from ckpipe.errors import CheckpointIncomplete, SaveError
+from ckpipe.errors import CheckpointIncomplete, CkpipeError, SaveError, StoreError
 from ckpipe.events import Completed, IncompleteCheckpoint
 from ckpipe.save.context import SaveContext
 from ckpipe.types import CheckpointInfo
@@ -47,15 +47,25 @@ class Follower:
         Raises:
             SaveError: If that was so of too many in a row.
             CorruptCheckpoint: If one that is not complete cannot be completed, since it is damaged.
-            StoreError: If the store failed.
+            StoreError: If the store failed; the next look begins with the same one.
         """
         async with self._looking:  # saves that run beside each other look as well
             for _ in range(min(_LOOKS, len(self._open))):
-                info, committed_at = self._open.popleft()
-                if not await self._settled(info, time.monotonic() - committed_at):
-                    # Not late yet, and those behind it are younger.
-                    self._open.appendleft((info, committed_at))
-                    return
+                oldest = self._open[0]
+                info, committed_at = oldest
+                try:
+                    if not await self._settled(info, time.monotonic() - committed_at):
+                        return  # Not late yet, and those behind it are younger.
+                except StoreError:
+                    raise  # the next look begins with the same one
+                except CkpipeError:
+                    self._drop(oldest)
+                    raise
+                self._drop(oldest)
+
+    def _drop(self, oldest: tuple[CheckpointInfo, float]) -> None:
+        if self._open[0] is oldest:  # else there were too many meanwhile
+            self._open.popleft()
 
     async def _settled(self, info: CheckpointInfo, seconds: float) -> bool:
         context = self._context
