@@ -146,10 +146,12 @@ class GlobalPlanner:
     def plan_save(self, captured: Captured, *, save: str, rank: int, world_size: int) -> RankPlan:
         """See :class:`~ckpipe.planning.JointPlanner`; the errors are those of :meth:`plan`."""
         now = fingerprint(captured)
-        if self._own is None or self._own[0] != now:
+        known_own = self._own  # read once, for other saves plan in threads of their own
+        if known_own is None or known_own[0] != now:
             leaves, marked = captured.tensors, self._marked(captured)
-            self._own = (now, describe(leaves, marked, rank=rank, world_size=world_size))
-        own = self._own[1]
+            described = describe(leaves, marked, rank=rank, world_size=world_size)
+            known_own = self._own = (now, described)
+        own = known_own[1]
         run, _, name = save.rpartition("/")
         shared = None
         if world_size > 1:

@@ -375,6 +375,7 @@ class PipelineBase:
                 failures = engine.saves.take_failures()
                 engine.loop.submit(engine.stop).result()
                 served.result()
+                failures += engine.saves.take_failures()
             except BaseException as error:
                 # An interrupt of this waiting, which ends it.
                 for save in engine.saves.under_way():
