@@ -250,6 +250,15 @@ def test_a_state_that_no_optimizer_owns_is_copied_before_it_returns(
     assert not slow.reached.is_set()
 
 
+def test_a_state_without_tensors_is_saved(store: Stores) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    with ckpipe.SyncPipeline(store.url, guard=optimizer) as pipeline:
+        for step in range(2):
+            pipeline.save({"optimizer": optimizer}, step=step, until="captured").wait()
+        assert load(pipeline, 1)["optimizer"]["param_groups"][0]["lr"] == 0.5
+
+
 def test_many_small_tensors_are_copied_before_it_returns(store: Stores, slow: SlowCopies) -> None:
     parameters = [torch.zeros(8, requires_grad=True) for _ in range(MANY_TENSORS + 1)]
     optimizer = torch.optim.SGD(parameters)

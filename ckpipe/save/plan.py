@@ -60,10 +60,11 @@ async def run(
                     save.replanned |= program is not context.program
                     own = context.program = program
             needed, ration = len(program.blocks), save.ration
-            if save.request.owners:
-                has_memory = len(save.blocks) == needed
-            else:
-                has_memory = ration is not None and ration.needed == needed
+            has_memory = False
+            if ration is not None:
+                # All are drawn already if any of the state might be copied beside training.
+                blocks = len(save.blocks) if save.request.owners else ration.needed
+                has_memory = blocks == needed
             if not has_memory:
                 await reserve(save, context, needed, state.hold)
             if state.hold.released:
