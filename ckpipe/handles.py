@@ -25,7 +25,7 @@ from ckpipe.loading.match import Matching
 from ckpipe.loading.saved_state import state_of_part
 from ckpipe.loading.targets import Targets
 from ckpipe.loop_thread import wait_for
-from ckpipe.save.memory import lend_blocks, take_back
+from ckpipe.save.memory import Loan, lend_blocks, take_back
 from ckpipe.save.save import Save, StagedBlock
 from ckpipe.types import CheckpointInfo, SaveReport, SaveStatus
 
@@ -259,13 +259,14 @@ class SaveHandle(_Handle):
         Raises:
             UsageError: If it is not all copied yet, or not all in memory any more.
         """
-        context = self._pipeline._engine.context
-        held = await self._pipeline._run(lend_blocks, self._save, context)
+        context, loan = self._pipeline._engine.context, Loan()
         try:
+            held = await self._pipeline._run(lend_blocks, self._save, context, loan)
             yield await anyio.to_thread.run_sync(lent_state, self._save, held)
         finally:
-            with anyio.CancelScope(shield=True):
-                await anyio.to_thread.run_sync(self._give_back, held)
+            if loan.blocks is not None:  # also if it was cancelled before it heard of them
+                with anyio.CancelScope(shield=True):
+                    await anyio.to_thread.run_sync(self._give_back, loan.blocks)
 
     def __await__(self) -> Generator[Any, Any, CheckpointInfo]:
         return self.committed().__await__()
@@ -351,8 +352,10 @@ class SyncSaveHandle(_Handle):
             UsageError: If it is not all copied yet, or not all in memory any more.
         """
         context, reader = self._pipeline._engine.context, threading.get_ident()
-        held = self._pipeline._call(lend_blocks, self._save, context, reader)
+        loan = Loan()
         try:
+            held = self._pipeline._call(lend_blocks, self._save, context, loan, reader)
             yield lent_state(self._save, held)
         finally:
-            self._give_back(held)
+            if loan.blocks is not None:  # also if it was interrupted before it heard of them
+                self._give_back(loan.blocks)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
+import anyio.lowlevel
 import pytest
 import torch
 from lock_actors import PATIENCE
@@ -94,6 +96,25 @@ def test_a_save_does_not_wait_for_what_its_own_thread_was_lent(until: Any, store
         ):
             pipeline.save(state, step=2, until=until)
         pipeline.save(state, step=3, until=until).wait()
+
+
+async def test_a_reader_that_is_cancelled_as_it_is_lent_memory_keeps_none(store: Stores) -> None:
+    state = {"tensor": torch.zeros(4 * BLOCK)}
+    staging = {"block_bytes": BLOCK, "bytes": 20 * BLOCK}
+    async with ckpipe.Pipeline(
+        store.url, guard=UNRELATED, staging=staging, on_busy="fail"
+    ) as pipeline:
+        first = await pipeline.save(state, step=1, until="captured")
+        await first
+        reader = asyncio.create_task(first.staged_state().__aenter__())
+        await anyio.lowlevel.checkpoint()  # it has asked for the memory
+        # While this blocks, the memory is lent, and the reader cannot hear of it.
+        pipeline._engine.loop.submit(anyio.lowlevel.checkpoint).result()
+        assert pipeline._engine.context.lent
+        reader.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await reader
+        await pipeline.save(state, step=2, until="committed")
 
 
 def test_lent_memory_outlives_a_save_that_fails(store: Stores) -> None:

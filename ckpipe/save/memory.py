@@ -188,14 +188,29 @@ def _fields(file: Path) -> dict[str, int]:
     return {line.split()[0]: int(line.split()[1]) for line in file.read_text().splitlines()}
 
 
+class Loan:
+    """What a reader of a staged state was lent.
+
+    The reader makes it, so that it can give back what it was lent even if it is cancelled or
+    interrupted before it hears of that.
+
+    Attributes:
+        blocks: All blocks of the save; None while nothing is lent.
+    """
+
+    def __init__(self) -> None:
+        self.blocks: list[StagedBlock] | None = None
+
+
 async def lend_blocks(
-    save: Save, context: SaveContext, thread: int | None = None
+    save: Save, context: SaveContext, loan: Loan, thread: int | None = None
 ) -> list[StagedBlock]:
     """Keep the memory that a save was copied to, until :func:`take_back`.
 
     Args:
         save: The save.
         context: Where it got its memory.
+        loan: What the loan is noted in, at once.
         thread: The thread that looks at it, if no other will give it back.
 
     Raises:
@@ -227,6 +242,7 @@ async def lend_blocks(
         )
     save.views += 1
     context.lent[save] = Lending(thread, len(held))
+    loan.blocks = held
     return held
 
 
