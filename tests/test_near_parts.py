@@ -201,7 +201,7 @@ async def test_a_load_that_turns_to_the_index_looks_at_each_object_once(counted:
         return {"training": training_state(model), "counter": ckpipe.Progress(n=1), **more}
 
     await saved(counted.inner, part)
-    model = torch.nn.Linear(2, 2)
+    model: Any = torch.nn.Linear(2, 2)
     model.register_state_dict_pre_hook(lambda *_: looks.update(["model"]))
     target = {
         "training": training_state(model), "counter": Told(n=0), "stage2": torch.zeros(2),

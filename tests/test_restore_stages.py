@@ -153,17 +153,17 @@ async def test_a_fresh_object_gets_what_its_own_rank_had_of_it_and_no_more(alway
     begun = {1: 10, 2: 20}, {2: 21, 3: 30}, {4: 40}
     backend, bundle = await stored(*({"data": Shards(each)} for each in begun))
     for rank, own in enumerate(begun):
-        target = {"data": Shards(always=always)}
-        result = await load_as(backend, bundle, rank, 3, request(target))
-        assert target["data"].begun == own
+        data = Shards(always=always)
+        result = await load_as(backend, bundle, rank, 3, request({"data": data}))
+        assert data.begun == own
         assert result.unexpected == ()
 
 
 async def test_an_object_that_only_one_rank_had_comes_back_to_it() -> None:
     backend, bundle = await stored({"a": 1, "data": Shards({1: 10})}, {"a": 1})
-    target = {"a": 0, "data": Shards()}
-    await load_as(backend, bundle, 0, 2, request(target))
-    assert target["data"].begun == {1: 10}
+    data = Shards()
+    await load_as(backend, bundle, 0, 2, request({"a": 0, "data": data}))
+    assert data.begun == {1: 10}
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
