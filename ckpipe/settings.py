@@ -431,8 +431,9 @@ class Load(_Group):
     """Reads under way at the same time. Each holds a block of staging memory."""
 
     agreement_timeout_seconds: float = Field(600.0, gt=0)
-    """How long a load with ``fallback`` waits, after its own reading, until the other ranks have
-    said whether the checkpoint is whole for them, in seconds."""
+    """How long a load waits for other ranks, in seconds: with ``fallback``, after its own reading,
+    until they have said whether the checkpoint is whole for them; of a step that this run has
+    saved, until they have committed it."""
 
 
 class Lock(_Group):

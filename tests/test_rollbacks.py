@@ -125,3 +125,23 @@ def test_a_store_that_fails_at_going_back_costs_that_save(store: Stores) -> None
         newest = world[0].latest()
         assert newest is not None
         assert newest.step == 6
+
+
+@pytest.mark.parametrize("by_id", [False, True])
+def test_a_step_that_was_saved_again_is_not_loaded_before_all_have_it(
+    store: Stores, by_id: bool
+) -> None:
+    with ranks(store.url, 2, attempt_id="earlier") as world:
+        for each in world:
+            each.save(STATE, step=1)
+    with ranks(store.url, 2, load={"agreement_timeout_seconds": 0.1}) as world:
+        id = world[0].save(STATE, step=1).wait().id
+        which: int | str = id if by_id else 1
+        # Rank 1 may be through with the same step before rank 0 looks, and must not get another.
+        with pytest.raises(errors.CheckpointIncomplete, match=r"without a commit: 1, within 0.1 s"):
+            world[0].load(step=which)
+        world[1].save(STATE, step=1).wait()
+        for each in world:
+            result = each.load(step=which)
+            assert result is not None
+            assert result.id == id

@@ -104,6 +104,7 @@ class Loads:
 
         Raises:
             CheckpointNotFound: If the one named is absent or incomplete.
+            CheckpointIncomplete: If ranks have not committed in time what was saved here.
             CorruptCheckpoint: If it is damaged; with a fallback, if all are.
             AttemptReused: If several ranks agree through objects, and ``attempt_id`` was used
                 before.
@@ -113,7 +114,7 @@ class Loads:
             CkpipeError: Whatever :func:`ckpipe.loading.load.read_all` raises.
         """
         if which is not None:
-            await self._saves.settled(which)
+            await self._saves.completed(which)
         alone, named = self._context.world_size == 1, which is not None and not fallback
         with self._until_closed(request.hold), self._numbered(named) as asked:
             agreements = None if alone or named else await self._agreeing()

@@ -286,7 +286,8 @@ class Pipeline(PipelineBase):
             What was loaded; None if no step was given and there is no complete checkpoint.
 
         Raises:
-            CheckpointNotFound: If the step given is absent or incomplete.
+            CheckpointNotFound: If the step given is absent or incomplete, or this run has saved it
+                and some ranks have not committed it within ``load.agreement_timeout_seconds``.
             TargetMismatch: If the checkpoint does not fit the target, which is untouched then.
             CorruptCheckpoint: If the checkpoint is damaged; ``target_touched`` says whether
                 parts of it had been loaded by then.

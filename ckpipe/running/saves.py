@@ -9,7 +9,9 @@ import anyio
 from anyio.abc import TaskGroup
 
 from ckpipe.errors import (
+    CheckpointIncomplete,
     CkpipeError,
+    CorruptCheckpoint,
     DrainTimeout,
     SaveCancelled,
     SaveError,
@@ -25,7 +27,7 @@ from ckpipe.ranks.launch import CheckpointNames, Launch
 from ckpipe.ranks.schedule import SaveSchedule, SaveStepAgreement
 from ckpipe.running.coordinated_saves import PATIENCE_SECONDS
 from ckpipe.save.context import SaveContext
-from ckpipe.save.follow_up import Follower
+from ckpipe.save.follow_up import Follower, until_complete
 from ckpipe.save.record import fail, resolve
 from ckpipe.save.run import run_save
 from ckpipe.save.save import Save, SaveRequest, SkipSave
@@ -286,6 +288,35 @@ class Saves:
         for save, ended in list(self._active.items()):
             if which in (save.id.step, save.name):
                 await ended.wait()
+
+    async def completed(self, which: int | str) -> None:
+        """Wait until all ranks have committed what a step or id names and was saved here.
+
+        A rank that looked earlier would find an older checkpoint of that step than one that looks
+        later, and each would load its own.
+
+        Raises:
+            CheckpointIncomplete: If they have not within ``load.agreement_timeout_seconds``.
+            StoreError: If the store failed.
+        """
+        await self.settled(which)
+        context = self._context
+        seconds = context.settings.load.agreement_timeout_seconds
+        for info in self._follower.incomplete():
+            if which not in (info.step, info.id):
+                continue
+            try:
+                # One that was deleted since, or is damaged, is the same for all who look for it.
+                with contextlib.suppress(CheckpointIncomplete, CorruptCheckpoint):
+                    await until_complete(context, info, seconds)
+            except TimeoutError as error:
+                raise CheckpointIncomplete(
+                    f"{error}, within {seconds:g} s",
+                    step=info.step,
+                    rank=context.rank,
+                    hint="Load another step on all ranks, or name an older checkpoint by its id; "
+                    "load.agreement_timeout_seconds says how long to wait",
+                ) from None
 
     def is_writing(self, id: CheckpointId) -> bool:
         """Tell whether a save of this checkpoint is under way here."""

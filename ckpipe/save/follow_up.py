@@ -41,6 +41,10 @@ class Follower:
         """Has a checkpoint followed that this rank has committed and not seen complete."""
         self._open.append((info, time.monotonic()))
 
+    def incomplete(self) -> list[CheckpointInfo]:
+        """The checkpoints that are still followed."""
+        return [info for info, _ in self._open]
+
     async def look(self) -> None:
         """Look at the oldest ones; tell by an event of one that is not complete in time.
 
