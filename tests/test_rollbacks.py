@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from pipelines import Stores
-from ranks import ranks, settle
+from ranks import open_rank, ranks, settle
 
 import ckpipe
 from ckpipe import errors
@@ -127,21 +129,83 @@ def test_a_store_that_fails_at_going_back_costs_that_save(store: Stores) -> None
         assert newest.step == 6
 
 
-@pytest.mark.parametrize("by_id", [False, True])
+def failed(pipeline: ckpipe.SyncPipeline, step: int) -> None:
+    """Let a rank's save of a step fail, and be told of it."""
+    with pytest.raises(errors.CkpipeError):
+        pipeline.save(STATE | {"b": lambda: 0}, step=step).wait()
+
+
+@pytest.mark.parametrize("told", [False, True])
 def test_a_step_that_was_saved_again_is_not_loaded_before_all_have_it(
-    store: Stores, by_id: bool
+    store: Stores, told: bool
 ) -> None:
+    fields: dict[str, Any] = {"load": {"agreement_timeout_seconds": 0.1}}
+    if told:
+        fields |= {"incomplete_after_seconds": 0, "incomplete_in_a_row": None}
     with ranks(store.url, 2, attempt_id="earlier") as world:
         for each in world:
             each.save(STATE, step=1)
-    with ranks(store.url, 2, load={"agreement_timeout_seconds": 0.1}) as world:
+    with ranks(store.url, 2, **fields) as world:
         id = world[0].save(STATE, step=1).wait().id
-        which: int | str = id if by_id else 1
+        if told:
+            world[0].save(STATE, step=2).wait()  # looks back, and follows it no more
+            settle(world[0])
         # Rank 1 may be through with the same step before rank 0 looks, and must not get another.
         with pytest.raises(errors.CheckpointIncomplete, match=r"without a commit: 1, within 0.1 s"):
-            world[0].load(step=which)
+            world[0].load(step=1)
         world[1].save(STATE, step=1).wait()
         for each in world:
-            result = each.load(step=which)
+            result = each.load(step=1)
             assert result is not None
             assert result.id == id
+
+
+def test_only_what_would_hide_an_older_checkpoint_is_waited_for(store: Stores) -> None:
+    with ranks(store.url, 2) as world:
+        id = world[0].save(STATE, step=1).wait().id
+        failed(world[1], 1)
+        # The limit is ten minutes, and there is no other checkpoint that could be meant.
+        for which in (1, id):
+            with pytest.raises(errors.CheckpointIncomplete, match="has no index"):
+                world[0].load(step=which)
+        again = {handle.wait().id for handle in [each.save(STATE, step=1) for each in world]}
+        for each in world:
+            settle(each)
+            result = each.load(step=1)
+            assert result is not None
+            assert {result.id} == again != {id}
+
+
+def test_a_fallback_agrees_at_once_whatever_failed(store: Stores) -> None:
+    with ranks(store.url, 2, attempt_id="earlier") as world:
+        for each in world:
+            earlier = each.save(STATE, step=1).wait().id
+    with ranks(store.url, 2) as world, ThreadPoolExecutor(2) as threads:
+        world[0].save(STATE, step=1).wait()
+        failed(world[1], 1)
+        loads = [threads.submit(each.load, step=1, fallback=True) for each in world]
+        found = [each.result() for each in loads]
+        assert [result and result.id for result in found] == [earlier] * 2
+
+
+def test_leaving_ends_a_load_that_waits_for_other_ranks(store: Stores) -> None:
+    with ranks(store.url, 2, attempt_id="earlier") as world:
+        for each in world:
+            each.save(STATE, step=1)
+    pipeline, looks = open_rank(store.url, 0, 2), threading.Semaphore(0)
+    id = pipeline.save(STATE, step=1).wait().id
+    settle(pipeline)
+
+    def is_look(operation: Operation) -> bool:
+        if operation.key.startswith(f"{id}/"):
+            looks.release()
+        return False
+
+    store.faulty.fail(errors.StoreUnavailable("never"), is_look, times=None)
+    with ThreadPoolExecutor(1) as thread:
+        loading = thread.submit(pipeline.load, step=1)
+        for _ in range(5):  # it looks again and again, with growing pauses
+            assert looks.acquire(timeout=60)
+        pipeline.close()
+        with pytest.raises(errors.PipelineClosed, match="other ranks"):
+            loading.result(timeout=60)

@@ -18,7 +18,7 @@ import logging
 import time
 import warnings
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 
 import anyio
@@ -48,6 +48,7 @@ from ckpipe.ranks.agree import Agreements, ObjectAgreements, TorchAgreements
 from ckpipe.ranks.launch import Launch, Topology, agreeing_store
 from ckpipe.running.saves import Saves
 from ckpipe.save.context import SaveContext
+from ckpipe.save.follow_up import until_complete
 from ckpipe.threads import Ahead
 from ckpipe.types import CheckpointId, CheckpointInfo, LoadResult
 
@@ -90,6 +91,7 @@ class Loads:
         self._calls = 0
         self._failed_after: int | None = None
         self._under_way: dict[anyio.CancelScope, tuple[LoadHold | None, anyio.Event]] = {}
+        self._waits: set[anyio.CancelScope] = set()
         self._closed = False
 
     async def load(
@@ -114,7 +116,7 @@ class Loads:
             CkpipeError: Whatever :func:`ckpipe.loading.load.read_all` raises.
         """
         if which is not None:
-            await self._saves.completed(which)
+            await self._saves.settled(which)
         alone, named = self._context.world_size == 1, which is not None and not fallback
         with self._until_closed(request.hold), self._numbered(named) as asked:
             agreements = None if alone or named else await self._agreeing()
@@ -270,8 +272,10 @@ class Loads:
         return result
 
     async def close(self) -> None:
-        """Wait for loads that fill a state; end those that still wait for the lock."""
+        """Wait for loads that fill a state; end those that still wait for lock or other ranks."""
         self._closed = True
+        for wait in self._waits:
+            wait.cancel()
         under_way = list(self._under_way.items())
         for scope, (hold, _) in under_way:
             if hold is not None and hold.is_pending:
@@ -281,12 +285,8 @@ class Loads:
 
     @contextmanager
     def _until_closed(self, hold: LoadHold | None) -> Iterator[None]:
-        closed = PipelineClosed(
-            "The pipeline was closed before the load had the state lock",
-            hint="Wait for loads before you leave the pipeline",
-        )
         if self._closed:
-            raise closed
+            raise _left()
         ended = anyio.Event()
         with anyio.CancelScope() as scope:
             self._under_way[scope] = (hold, ended)
@@ -298,7 +298,7 @@ class Loads:
                 del self._under_way[scope]
                 ended.set()
         if scope.cancelled_caught:
-            raise closed
+            raise _left()
 
     @contextmanager
     def _numbered(self, named: bool) -> Iterator[str]:
@@ -337,6 +337,8 @@ class Loads:
             await _until_finished(context.patient, which, seconds, is_decided)
             if which is not None:
                 found: CheckpointInfo | None = await find_repaired(context.patient, which)
+                if agreements is None and isinstance(which, int):
+                    found = await self._unless_older(found, which)
             elif agreements is None:  # Alone: its lease tells whether the newest is being deleted.
                 found = await newest_likely(context.patient)
             else:
@@ -354,6 +356,35 @@ class Loads:
         except CheckpointIncomplete as error:
             error.hint = "Another process has deleted it since; load again on all ranks"
             raise
+
+    async def _unless_older(self, found: CheckpointInfo | None, step: int) -> CheckpointInfo | None:
+        """Wait for what this run has saved at a step, if an older checkpoint of it was found.
+
+        A rank that looks later would find the newer one, and each would load its own.
+        """
+        own = self._saves.newest_incomplete(step)
+        if found is None or own is None or own.key < found.key:
+            return found
+        context, seconds = self._context, self._context.settings.load.agreement_timeout_seconds
+        if self._closed:
+            raise _left()
+        with anyio.CancelScope() as scope:
+            self._waits.add(scope)
+            try:
+                with suppress(CheckpointIncomplete):  # it is being deleted
+                    await until_complete(context, own, seconds)
+            except TimeoutError as error:
+                raise CheckpointIncomplete(
+                    f"{error}, within {seconds:g} s",
+                    step=step,
+                    rank=context.rank,
+                    hint=f"Load another step on all ranks, or {found.id}, which is older; "
+                    "load.agreement_timeout_seconds says how long to wait",
+                ) from None
+            finally:
+                self._waits.discard(scope)
+            return await find_repaired(context.patient, step)
+        raise _left()
 
     async def _agreeing(self) -> Agreements:
         """Find where ranks agree: in the torch.distributed Store, else through objects."""
@@ -433,6 +464,13 @@ def _read_verdict(data: Json) -> _Verdict:
         return _Verdict(data["damage"], data["next"])
     except (KeyError, TypeError) as error:
         raise InvalidManifest(f"What the ranks agreed on is unreadable: {data!r:.100}") from error
+
+
+def _left() -> PipelineClosed:
+    return PipelineClosed(
+        "The pipeline was closed while the load waited for the state lock or for other ranks",
+        hint="Wait for loads before you leave the pipeline",
+    )
 
 
 def _info(name: str) -> CheckpointInfo:

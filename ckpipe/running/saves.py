@@ -9,9 +9,7 @@ import anyio
 from anyio.abc import TaskGroup
 
 from ckpipe.errors import (
-    CheckpointIncomplete,
     CkpipeError,
-    CorruptCheckpoint,
     DrainTimeout,
     SaveCancelled,
     SaveError,
@@ -27,11 +25,11 @@ from ckpipe.ranks.launch import CheckpointNames, Launch
 from ckpipe.ranks.schedule import SaveSchedule, SaveStepAgreement
 from ckpipe.running.coordinated_saves import PATIENCE_SECONDS
 from ckpipe.save.context import SaveContext
-from ckpipe.save.follow_up import Follower, until_complete
+from ckpipe.save.follow_up import Follower
 from ckpipe.save.record import fail, resolve
 from ckpipe.save.run import run_save
 from ckpipe.save.save import Save, SaveRequest, SkipSave
-from ckpipe.types import CheckpointId
+from ckpipe.types import CheckpointId, CheckpointInfo
 
 logger = logging.getLogger("ckpipe")
 
@@ -289,34 +287,10 @@ class Saves:
             if which in (save.id.step, save.name):
                 await ended.wait()
 
-    async def completed(self, which: int | str) -> None:
-        """Wait until all ranks have committed what a step or id names and was saved here.
-
-        A rank that looked earlier would find an older checkpoint of that step than one that looks
-        later, and each would load its own.
-
-        Raises:
-            CheckpointIncomplete: If they have not within ``load.agreement_timeout_seconds``.
-            StoreError: If the store failed.
-        """
-        await self.settled(which)
-        context = self._context
-        seconds = context.settings.load.agreement_timeout_seconds
-        for info in self._follower.incomplete():
-            if which not in (info.step, info.id):
-                continue
-            try:
-                # One that was deleted since, or is damaged, is the same for all who look for it.
-                with contextlib.suppress(CheckpointIncomplete, CorruptCheckpoint):
-                    await until_complete(context, info, seconds)
-            except TimeoutError as error:
-                raise CheckpointIncomplete(
-                    f"{error}, within {seconds:g} s",
-                    step=info.step,
-                    rank=context.rank,
-                    hint="Load another step on all ranks, or name an older checkpoint by its id; "
-                    "load.agreement_timeout_seconds says how long to wait",
-                ) from None
+    def newest_incomplete(self, step: int) -> CheckpointInfo | None:
+        """The newest checkpoint of a step that was committed here and not seen complete."""
+        own = (info for info in self._follower.incomplete() if info.step == step)
+        return max(own, key=lambda info: info.key, default=None)
 
     def is_writing(self, id: CheckpointId) -> bool:
         """Tell whether a save of this checkpoint is under way here."""
