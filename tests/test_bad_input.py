@@ -10,6 +10,7 @@ import math
 import os
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -606,3 +607,26 @@ def test_structured_array_is_refused_with_what_works(tmp_path: Path) -> None:
         says(refused.value, re.escape(f"{way}.view(np.uint8)"))
     save_one(tmp_path, {"table": table.view(np.uint8)})
     assert load_one(tmp_path).state["table"].view(table.dtype).tolist() == table.tolist()
+
+
+@pytest.mark.parametrize(
+    "filters", [{"include": ["w", "counts.a"]}, {"exclude": ["*.a"]}], ids=["include", "exclude"]
+)
+def test_a_part_of_an_object_of_a_registered_type_is_refused(
+    tmp_path: Path, filters: dict[str, Any]
+) -> None:
+    state: dict[str, Any] = {"w": torch.ones(2), "counts": Counter(a=1, b=2)}
+    with pytest.raises(errors.UsageError, match=r"leave a part of .*Select all") as raised:
+        save_one(tmp_path, state, **filters)
+    assert raised.value.key == "counts"
+    save_one(tmp_path, state)
+    target: dict[str, Any] = {"w": torch.zeros(2), "counts": Counter(a=9, b=9)}
+    with pytest.raises(errors.UsageError, match=r"leave a part of .*Select all") as raised:
+        load_one(tmp_path, target, **filters)
+    assert raised.value.key == "counts"
+    assert target["counts"] == Counter(a=9, b=9)
+    assert same(target["w"], torch.zeros(2))
+    for whole in ({"include": ["counts"]}, {"include": ["counts.*"]}, {"exclude": ["w"]}):
+        load_one(tmp_path, target, **whole)
+        assert target["counts"] == Counter(a=1, b=2)
+        target["counts"] = Counter(a=9, b=9)

@@ -314,8 +314,6 @@ async def test_a_counter_keeps_its_class_its_keys_and_their_order() -> None:
     assert_same(counter, loaded["c"])
     assert loaded["c"].since == [7]
     assert loaded["again"] is loaded["c"]
-    left = (await round_trip({"c": counter}, include=["c.3"])).state["c"]
-    assert_same(Counter({3: 1, "3": 5}), left)
 
 
 async def test_an_object_comes_back_as_its_state_dict() -> None:

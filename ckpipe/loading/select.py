@@ -26,7 +26,7 @@ from ckpipe.format.tree import (
     with_nodes,
 )
 from ckpipe.state.flatten import ABSENT
-from ckpipe.state.kinds import is_stateful
+from ckpipe.state.kinds import is_stateful, part_of_registered
 
 _MOST_LABELS = 10_000_000
 
@@ -106,6 +106,9 @@ def pruned(
 
     Returns:
         What is left of the tree, and of the definitions.
+
+    Raises:
+        UsageError: If the filter selects a part of a registered object.
     """
     if select.selects_all:
         return tree, definitions
@@ -118,16 +121,23 @@ class _Pruning:
     def __init__(self, select: LabelFilter, definitions: Mapping[int, Node]) -> None:
         self._select, self._definitions = select, definitions
         self.kept: dict[int, Node] = {}
+        self._left_out = 0
 
     def node(self, node: Node, label: str) -> Node | None:
         """The part of a node that is left; None if nothing is."""
         tag = node[0]
         if tag in ("tensor", "value", *SETS):
-            return node if self._select(label) else None
+            if self._select(label):
+                return node
+            self._left_out += 1
+            return None
         if tag in ("shared", "ref"):
             return self._shared(node[1], label)
         if tag in ("stateful", "registered"):
+            left_out = self._left_out
             inner = self.node(node[-1], label)
+            if tag == "registered" and inner is not None and self._left_out > left_out:
+                raise part_of_registered(label)
             return None if inner is None else [*node[:-1], inner]
         if tag == "absent":
             return None

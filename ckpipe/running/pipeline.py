@@ -212,10 +212,10 @@ class Pipeline(PipelineBase):
                 not run while the lock was free for it.
             PipelineBusy: If memory is short and ``on_busy`` is ``"fail"``.
             PipelineClosed: If the pipeline is not open.
-            UsageError: If ``include`` and ``exclude`` leave nothing to save, with one rank. With
-                ``until="captured"``, if no optimizer is guarded or the state does
-                not fit the staging memory. After it returned, the save fails with
-                ``CaptureTooSlow`` if a step would wait longer than
+            UsageError: If ``include`` and ``exclude`` leave nothing to save, with one rank, or a
+                part of an object of a registered type. With ``until="captured"``, if no optimizer
+                is guarded or the state does not fit the staging memory. After it returned, the
+                save fails with ``CaptureTooSlow`` if a step would wait longer than
                 ``lock.max_step_wait_seconds``, and with ``StateChanged`` if an optimizer's
                 tensor is changed outside of a guarded step.
             StoreError: If the first save cannot write, unless ``on_error`` is ``"warn"``.
@@ -289,6 +289,8 @@ class Pipeline(PipelineBase):
             CheckpointNotFound: If the step given is absent or incomplete, or this run has saved it
                 and some ranks have not committed it within ``load.agreement_timeout_seconds``.
             TargetMismatch: If the checkpoint does not fit the target, which is untouched then.
+            UsageError: If ``include`` and ``exclude`` leave a part of an object of a registered
+                type.
             CorruptCheckpoint: If the checkpoint is damaged; ``target_touched`` says whether
                 parts of it had been loaded by then.
             LockMisuse: If ``into`` is given and this thread is capturing the state, as a

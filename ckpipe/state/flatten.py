@@ -43,6 +43,7 @@ from ckpipe.state.kinds import (
     Container,
     ReplicatedTest,
     kind_of,
+    part_of_registered,
     replicated_test,
 )
 from ckpipe.state.tensors import (
@@ -465,7 +466,11 @@ class Flattened:
             self.omitted = True
             return None
         if kind in _WRAPPERS:
+            omitted, self.omitted = self.omitted, False
             node = self.child(opened, 0, label)
+            if kind == "registered" and node is not None and self.omitted:
+                raise part_of_registered(label)
+            self.omitted |= omitted
             return node and ([kind, node] if head is None else [kind, head, node])
         names = range(len(children)) if keys is None else keys
         encoded = [each if type(each) is str else encode_key(each, label) for each in names]

@@ -28,7 +28,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from ckpipe.errors import InvalidManifest, UnsupportedState
+from ckpipe.errors import InvalidManifest, UnsupportedState, UsageError
 from ckpipe.format.keys import Json, encode_key, label_part
 from ckpipe.interpreter import user_code
 from ckpipe.state.values import lasting_path
@@ -289,7 +289,9 @@ def register_type(
 ) -> None:
     """Teach ckpipe to save and load the objects of a class.
 
-    The same call must have been made in a program that loads them.
+    The same call must have been made in a program that loads them. A load makes a new object and
+    puts it in the place of the old one, none of whose tensors is filled. An object is saved and
+    loaded as a whole: ``include`` and ``exclude`` that leave a part of one raise ``UsageError``.
 
     Args:
         cls: The class; its subclasses need calls of their own.
@@ -306,6 +308,17 @@ def register_type(
     if known is not None and known.cls is not cls:
         raise ValueError(f"the name {name!r} already stands for {known.cls!r}")
     _by_class[cls] = _by_name[name] = RegisteredType(name, cls, to_state, from_state)
+
+
+def part_of_registered(label: str) -> UsageError:
+    """Return the error for a filter that selects some of a registered object: none can be made of
+    that.
+    """
+    return UsageError(
+        "include and exclude leave a part of an object that is saved and loaded as a whole",
+        key=label or None,
+        hint=f"Select all of it or nothing: {label!r} names it with all that is in it",
+    )
 
 
 def registered_for(cls: type[Any]) -> RegisteredType | None:
