@@ -432,8 +432,8 @@ class Load(_Group):
 
     agreement_timeout_seconds: float = Field(600.0, gt=0)
     """How long a load waits for other ranks, in seconds: with ``fallback``, after its own reading,
-    until they have said whether the checkpoint is whole for them; of a step that this run has
-    saved, until they have committed it, if an older checkpoint would be loaded else."""
+    until they have said whether the checkpoint is whole for them; of a step, until they have
+    committed what this run saves at it, if an older checkpoint would be loaded else."""
 
 
 class Lock(_Group):

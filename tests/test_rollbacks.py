@@ -14,7 +14,7 @@ from ranks import open_rank, ranks, settle
 
 import ckpipe
 from ckpipe import errors
-from ckpipe.testing.wrappers import Operation
+from ckpipe.testing.wrappers import Landing, Operation
 from ckpipe.types import CheckpointId
 
 STATE: dict[str, Any] = {"a": torch.ones(100)}
@@ -135,29 +135,91 @@ def failed(pipeline: ckpipe.SyncPipeline, step: int) -> None:
         pipeline.save(STATE | {"b": lambda: 0}, step=step).wait()
 
 
-@pytest.mark.parametrize("told", [False, True])
-def test_a_step_that_was_saved_again_is_not_loaded_before_all_have_it(
-    store: Stores, told: bool
-) -> None:
-    fields: dict[str, Any] = {"load": {"agreement_timeout_seconds": 0.1}}
-    if told:
-        fields |= {"incomplete_after_seconds": 0, "incomplete_in_a_row": None}
-    with ranks(store.url, 2, attempt_id="earlier") as world:
+def saved_earlier(url: str) -> str:
+    """The id of step 1 of an earlier launch of two ranks."""
+    with ranks(url, 2, attempt_id="earlier") as world:
+        (id,) = {handle.wait().id for handle in [each.save(STATE, step=1) for each in world]}
+    return id
+
+
+def loaded(world: list[ckpipe.SyncPipeline], **fields: Any) -> set[str]:
+    """The ids that ranks load, one after the other."""
+    return {result.id for each in world if (result := each.load(step=1, **fields)) is not None}
+
+
+HURRY: dict[str, Any] = {"load": {"agreement_timeout_seconds": 0.1}}
+
+
+def test_a_step_that_was_saved_again_is_not_loaded_before_all_have_it(store: Stores) -> None:
+    saved_earlier(store.url)
+    with ranks(store.url, 2, **HURRY) as world:
+        id = world[0].save(STATE, step=1).wait().id
+        # Rank 1 may be through with the same step before rank 0 looks, and must not get another.
+        for each in world:
+            with pytest.raises(errors.CheckpointIncomplete, match=r"commit: 1, within 0.1 s"):
+                each.load(step=1)
+        world[1].save(STATE, step=1).wait()
+        assert loaded(world) == {id}
+
+
+def test_no_rank_goes_back_to_an_older_step_because_its_save_failed(store: Stores) -> None:
+    saved_earlier(store.url)
+    with ranks(store.url, 2, **HURRY) as world:
         for each in world:
             each.save(STATE, step=1)
-    with ranks(store.url, 2, **fields) as world:
-        id = world[0].save(STATE, step=1).wait().id
-        if told:
-            world[0].save(STATE, step=2).wait()  # looks back, and follows it no more
-            settle(world[0])
-        # Rank 1 may be through with the same step before rank 0 looks, and must not get another.
-        with pytest.raises(errors.CheckpointIncomplete, match=r"without a commit: 1, within 0.1 s"):
-            world[0].load(step=1)
-        world[1].save(STATE, step=1).wait()
+        settle(world[0])
+        world[0].save(STATE, step=1).wait()
+        failed(world[1], 1)
         for each in world:
-            result = each.load(step=1)
-            assert result is not None
-            assert result.id == id
+            with pytest.raises(errors.CheckpointIncomplete, match=r"commit: 1, within 0.1 s"):
+                each.load(step=1)
+
+
+def test_a_commit_of_which_its_rank_does_not_know_counts_for_all(store: Stores) -> None:
+    saved_earlier(store.url)
+    with ranks(store.url, 2, upload={"retries": 0}, **HURRY) as world:
+        id = world[0].save(STATE, step=1).wait().id
+
+        def is_manifest(operation: Operation) -> bool:
+            return operation.verb in ("put", "get") and "rank-00001" in operation.key
+
+        lost = errors.StoreUnavailable("the answer was lost")
+        store.faulty.fail(lost, is_manifest, Landing.AFTER, times=None)
+        with pytest.raises(errors.CommitUnknown):
+            world[1].save(STATE, step=1).wait()
+        store.faulty.heal()
+        assert loaded(list(reversed(world))) == {id}
+
+
+def test_a_restart_completes_the_newest_of_a_step_before_it_loads_that(store: Stores) -> None:
+    saved_earlier(store.url)
+    away = pytest.warns(RuntimeWarning, match="away")
+    with away, ranks(store.url, 2, on_error="warn", upload={"retries": 0}) as world:
+
+        def is_index(operation: Operation) -> bool:
+            return (
+                operation.verb == "put"
+                and operation.key.startswith("step-")
+                and ("/" not in operation.key)
+            )
+
+        store.faulty.fail(errors.StoreUnavailable("away"), is_index, times=None)
+        ids = {handle.wait().id for handle in [each.save(STATE, step=1) for each in world]}
+    store.faulty.heal()
+    with ranks(store.url, 2, attempt_id="later") as world:
+        assert loaded(world) == ids
+
+
+def test_a_damaged_commit_has_all_ranks_load_what_is_older(tmp_path: Path) -> None:
+    earlier = saved_earlier(str(tmp_path))
+    damaged = pytest.warns(RuntimeWarning, match="is not what was written")
+    with damaged, ranks(str(tmp_path), 2, on_error="warn", **HURRY) as world:
+        id = world[1].save(STATE, step=1).wait().id
+        settle(world[1])
+        (manifest,) = (tmp_path / id / "m").rglob("rank-00001*")
+        manifest.write_bytes(b"x" * 50)
+        world[0].save(STATE, step=1).wait()
+        assert loaded(world) == {earlier}
 
 
 def test_only_what_would_hide_an_older_checkpoint_is_waited_for(store: Stores) -> None:
@@ -177,9 +239,7 @@ def test_only_what_would_hide_an_older_checkpoint_is_waited_for(store: Stores) -
 
 
 def test_a_fallback_agrees_at_once_whatever_failed(store: Stores) -> None:
-    with ranks(store.url, 2, attempt_id="earlier") as world:
-        for each in world:
-            earlier = each.save(STATE, step=1).wait().id
+    earlier = saved_earlier(store.url)
     with ranks(store.url, 2) as world, ThreadPoolExecutor(2) as threads:
         world[0].save(STATE, step=1).wait()
         failed(world[1], 1)
@@ -188,22 +248,21 @@ def test_a_fallback_agrees_at_once_whatever_failed(store: Stores) -> None:
         assert [result and result.id for result in found] == [earlier] * 2
 
 
-def test_leaving_ends_a_load_that_waits_for_other_ranks(store: Stores) -> None:
-    with ranks(store.url, 2, attempt_id="earlier") as world:
-        for each in world:
-            each.save(STATE, step=1)
+@pytest.mark.parametrize("fallback", [False, True])
+def test_leaving_ends_a_load_that_waits_for_other_ranks(store: Stores, fallback: bool) -> None:
+    saved_earlier(store.url)
     pipeline, looks = open_rank(store.url, 0, 2), threading.Semaphore(0)
     id = pipeline.save(STATE, step=1).wait().id
     settle(pipeline)
 
     def is_look(operation: Operation) -> bool:
-        if operation.key.startswith(f"{id}/"):
+        if operation.key.startswith(".ckpipe/attempts/" if fallback else f"{id}/"):
             looks.release()
         return False
 
     store.faulty.fail(errors.StoreUnavailable("never"), is_look, times=None)
     with ThreadPoolExecutor(1) as thread:
-        loading = thread.submit(pipeline.load, step=1)
+        loading = thread.submit(pipeline.load, step=1, fallback=fallback)
         for _ in range(5):  # it looks again and again, with growing pauses
             assert looks.acquire(timeout=60)
         pipeline.close()

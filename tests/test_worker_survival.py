@@ -97,17 +97,22 @@ def test_the_next_trainer_waits_for_a_worker_that_still_finishes(
     assert leases_of(root) == []
 
 
-def test_waiting_for_a_worker_is_bounded(tmp_path: Path) -> None:
+@pytest.mark.parametrize("which", [None, 1])
+def test_waiting_for_a_worker_is_bounded(
+    tmp_path: Path, which: int | None, caplog: pytest.LogCaptureFixture
+) -> None:
     with ckpipe.SyncPipeline(tmp_path, worker={"resume_wait_seconds": 0.2}, **SETTINGS) as pipeline:
         first = pipeline.save(state_of(1), step=1)
         first.wait()
-        name = first.id.replace("step-000000000001", "step-000000000002")
+        # A later checkpoint, of the same step where one is named.
+        name = f"{first.id[:-1]}1" if which else first.id.replace("1.", "2.", 1)
         lease = tmp_path / LEASES / name / "somebody.0"
         lease.parent.mkdir(parents=True)
         lease.touch()
-        result = pipeline.load()
+        result = pipeline.load(step=which)
         assert result is not None
-        assert result.step == 1
+        assert result.id == first.id
+    assert f"Not waited for longer: {name}" in caplog.text
 
 
 def test_who_interrupts_the_closing_leaves_the_worker_to_finish(tmp_path: Path) -> None:

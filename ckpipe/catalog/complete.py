@@ -19,6 +19,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
+from itertools import takewhile
 
 from ckpipe import threads
 from ckpipe.backend import Backend, PutMode
@@ -367,8 +368,8 @@ async def newest_repaired(backend: Backend) -> CheckpointInfo | None:
 async def find_repaired(backend: Backend, which: int | str) -> CheckpointInfo:
     """Find what :func:`ckpipe.catalog.find.find` finds, completed first if that is possible.
 
-    An exact id of one that is complete costs three looks, anything else the three lists of
-    :func:`ckpipe.catalog.find.discover`.
+    An exact id of one that is complete costs three looks, anything else what
+    :func:`discover_repaired` costs.
 
     Raises:
         CheckpointIncomplete: If there is only an incomplete one.
@@ -377,13 +378,24 @@ async def find_repaired(backend: Backend, which: int | str) -> CheckpointInfo:
     """
     id = CheckpointId.parse(which) if isinstance(which, str) else None
     exact = None if id is None else await look_up(backend, id)
-    if exact is not None:
-        return exact
+    return exact or pick(await discover_repaired(backend, which), which)
+
+
+async def discover_repaired(backend: Backend, which: int | str) -> list[CheckpointInfo]:
+    """All checkpoints of a root, the newest first; of a step or id the newest completed, if
+    that is possible.
+
+    Costs the three lists of :func:`ckpipe.catalog.find.discover`, and more only if the newest that
+    is named is incomplete.
+
+    Raises:
+        StoreError: If the store failed.
+    """
     everything = await discover(backend)
     named = [info for info in everything if which in (info.id, info.step)]
-    if named and not any(info.complete for info in named):
-        everything = await repaired(backend, named)
-    return pick(everything, which)
+    newer = list(takewhile(lambda info: not info.complete, named))
+    known = {info.key: info for info in await repaired(backend, newer)}
+    return [known.get(info.key, info) for info in everything]
 
 
 async def _world_size(backend: Backend, id: CheckpointId) -> int | None:

@@ -24,8 +24,13 @@ from dataclasses import dataclass, replace
 import anyio
 
 from ckpipe.backend import Backend
-from ckpipe.catalog.complete import find_repaired, newest_likely, newest_repaired
-from ckpipe.catalog.find import NO_INDEX, discover, read_index, said_of_foreign
+from ckpipe.catalog.complete import (
+    discover_repaired,
+    find_repaired,
+    newest_likely,
+    newest_repaired,
+)
+from ckpipe.catalog.find import NO_INDEX, discover, pick, read_index, said_of_foreign
 from ckpipe.catalog.leases import leased
 from ckpipe.catalog.manifest_selection import read_near
 from ckpipe.errors import (
@@ -41,6 +46,7 @@ from ckpipe.errors import (
 from ckpipe.events import CheckpointDamaged, Loaded, LoadFailed, LoadProgress, LoadStarted
 from ckpipe.format.keys import Json
 from ckpipe.format.manifest import ManifestDocument
+from ckpipe.format.names import launch_id
 from ckpipe.loading.load import LoadRequest, MatchedLoad, read_all
 from ckpipe.loading.reader import ReadTally
 from ckpipe.lock.state_lock import LoadHold
@@ -243,22 +249,23 @@ class Loads:
         decided = await agreements.accept(question, _WHOLE)
         pause, seconds = _FIRST_PAUSE_SECONDS, self._context.settings.load.agreement_timeout_seconds
         until = time.monotonic() + seconds
-        while (decided := decided or await agreements.decided(question)) is None:
-            left = until - time.monotonic()
-            if left <= 0:
-                absent = await agreements.absent(question)
-                named = ", ".join(map(str, absent[:_MOST_NAMED]))
-                more = ", …" * (len(absent) > _MOST_NAMED)
-                raise UnsupportedTopology(
-                    f"Ranks {named}{more} did not say within {seconds:g} s whether "
-                    f"{info.id} is whole",
-                    step=info.step,
-                    rank=self._context.rank,
-                    hint="Call load(fallback=True) on all ranks alike, or raise "
-                    "load.agreement_timeout_seconds",
-                )
-            await anyio.sleep(min(pause, left))
-            pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+        with self._waiting():
+            while (decided := decided or await agreements.decided(question)) is None:
+                left = until - time.monotonic()
+                if left <= 0:
+                    absent = await agreements.absent(question)
+                    named = ", ".join(map(str, absent[:_MOST_NAMED]))
+                    more = ", …" * (len(absent) > _MOST_NAMED)
+                    raise UnsupportedTopology(
+                        f"Ranks {named}{more} did not say within {seconds:g} s whether "
+                        f"{info.id} is whole",
+                        step=info.step,
+                        rank=self._context.rank,
+                        hint="Call load(fallback=True) on all ranks alike, or raise "
+                        "load.agreement_timeout_seconds",
+                    )
+                await anyio.sleep(min(pause, left))
+                pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
         return _read_verdict(decided[0])
 
     async def _finish(self, load: MatchedLoad) -> LoadResult:
@@ -282,6 +289,24 @@ class Loads:
                 scope.cancel()
         for _, (_, ended) in under_way:
             await ended.wait()
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        """Wait for other ranks; closing ends it.
+
+        Raises:
+            PipelineClosed: If the pipeline is closed.
+        """
+        if self._closed:
+            raise _left()
+        with anyio.CancelScope() as scope:
+            self._waits.add(scope)
+            try:
+                yield
+            finally:
+                self._waits.discard(scope)
+        if scope.cancelled_caught:
+            raise _left()
 
     @contextmanager
     def _until_closed(self, hold: LoadHold | None) -> Iterator[None]:
@@ -334,11 +359,14 @@ class Loads:
                 return agreements is not None and await agreements.decided(question) is not None
 
             seconds = context.settings.worker.resume_wait_seconds
-            await _until_finished(context.patient, which, seconds, is_decided)
+            with self._waiting():
+                await _until_finished(context.patient, which, seconds, is_decided)
             if which is not None:
-                found: CheckpointInfo | None = await find_repaired(context.patient, which)
+                found: CheckpointInfo | None
                 if agreements is None and isinstance(which, int):
-                    found = await self._unless_older(found, which)
+                    found = await self._find_step(which)
+                else:
+                    found = await find_repaired(context.patient, which)
             elif agreements is None:  # Alone: its lease tells whether the newest is being deleted.
                 found = await newest_likely(context.patient)
             else:
@@ -357,22 +385,25 @@ class Loads:
             error.hint = "Another process has deleted it since; load again on all ranks"
             raise
 
-    async def _unless_older(self, found: CheckpointInfo | None, step: int) -> CheckpointInfo | None:
-        """Wait for what this run has saved at a step, if an older checkpoint of it was found.
+    async def _find_step(self, step: int) -> CheckpointInfo:
+        """Find the newest checkpoint of a step, after waiting for one that ranks still commit.
 
-        A rank that looks later would find the newer one, and each would load its own.
+        A rank that looked earlier would find an older one, and each would load its own. Nothing is
+        waited for if there is no older one, or if only an earlier launch could commit it.
         """
-        own = self._saves.newest_incomplete(step)
-        if found is None or own is None or own.key < found.key:
-            return found
         context, seconds = self._context, self._context.settings.load.agreement_timeout_seconds
-        if self._closed:
-            raise _left()
-        with anyio.CancelScope() as scope:
-            self._waits.add(scope)
+        everything = await discover_repaired(context.patient, step)
+        found = pick(everything, step)
+        launch = launch_id(context.attempt)
+        for info in everything if context.world_size > 1 else ():
+            if info.key == found.key:
+                break
+            if info.step != step or info.reason != NO_INDEX or launch_id(info.attempt) != launch:
+                continue
             try:
-                with suppress(CheckpointIncomplete):  # it is being deleted
-                    await until_complete(context, own, seconds)
+                with self._waiting(), suppress(CheckpointIncomplete, CorruptCheckpoint):
+                    await until_complete(context, info, seconds)
+                    return await find_repaired(context.patient, step)
             except TimeoutError as error:
                 raise CheckpointIncomplete(
                     f"{error}, within {seconds:g} s",
@@ -381,10 +412,7 @@ class Loads:
                     hint=f"Load another step on all ranks, or {found.id}, which is older; "
                     "load.agreement_timeout_seconds says how long to wait",
                 ) from None
-            finally:
-                self._waits.discard(scope)
-            return await find_repaired(context.patient, step)
-        raise _left()
+        return found
 
     async def _agreeing(self) -> Agreements:
         """Find where ranks agree: in the torch.distributed Store, else through objects."""
@@ -525,11 +553,12 @@ async def _unfinished(backend: Backend, which: int | str | None) -> list[str]:
         logger.warning("Workers that finish a newer checkpoint cannot be looked up: %s", error)
         return []
     settled = {info.key for info in known if info.complete or info.reason != NO_INDEX}
-    newest = max((info.key for info in known if info.complete), default=None)
     # Of what is only staged, nothing may be on the store yet but the lease.
     open_ones = [id for id in held if id is not None and id not in settled]
-    if which is None:
-        return [str(id) for id in open_ones if newest is None or id > newest]
-    if any(info.complete for info in known if which in (info.id, info.step)):
-        return []
-    return [str(id) for id in open_ones if which in (str(id), id.step)]
+    complete = [info.key for info in known if info.complete]
+    if which is not None:
+        complete, open_ones = (
+            [id for id in ids if which in (str(id), id.step)] for ids in (complete, open_ones)
+        )
+    newest = max(complete, default=None)
+    return [str(id) for id in open_ones if newest is None or id > newest]

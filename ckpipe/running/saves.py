@@ -29,7 +29,7 @@ from ckpipe.save.follow_up import Follower
 from ckpipe.save.record import fail, resolve
 from ckpipe.save.run import run_save
 from ckpipe.save.save import Save, SaveRequest, SkipSave
-from ckpipe.types import CheckpointId, CheckpointInfo
+from ckpipe.types import CheckpointId
 
 logger = logging.getLogger("ckpipe")
 
@@ -286,11 +286,6 @@ class Saves:
         for save, ended in list(self._active.items()):
             if which in (save.id.step, save.name):
                 await ended.wait()
-
-    def newest_incomplete(self, step: int) -> CheckpointInfo | None:
-        """The newest checkpoint of a step that was committed here and not seen complete."""
-        own = (info for info in self._follower.incomplete() if info.step == step)
-        return max(own, key=lambda info: info.key, default=None)
 
     def is_writing(self, id: CheckpointId) -> bool:
         """Tell whether a save of this checkpoint is under way here."""

@@ -34,17 +34,12 @@ class Follower:
     def __init__(self, context: SaveContext) -> None:
         self._context = context
         self._open: deque[tuple[CheckpointInfo, float]] = deque(maxlen=_MOST_WAITING)
-        self._given_up: deque[CheckpointInfo] = deque(maxlen=_MOST_WAITING)
         self._incomplete = 0
         self._looking = anyio.Lock()
 
     def add(self, info: CheckpointInfo) -> None:
         """Has a checkpoint followed that this rank has committed and not seen complete."""
         self._open.append((info, time.monotonic()))
-
-    def incomplete(self) -> list[CheckpointInfo]:
-        """The checkpoints that are still followed, and those that were told of as incomplete."""
-        return [info for info, _ in self._open] + list(self._given_up)
 
     async def look(self) -> None:
         """Look at the oldest ones; tell by an event of one that is not complete in time.
@@ -93,7 +88,6 @@ class Follower:
             context.events.emit(
                 IncompleteCheckpoint(info.id, info.step, context.rank, outcome.absent, seconds)
             )
-            self._given_up.append(info)
             self._count(info, outcome.absent)
         return True
 
