@@ -101,7 +101,6 @@ def test_touching_ahead_backs_a_block_and_keeps_its_bytes() -> None:
     assert backed(block) == 0
     block.touch()
     assert backed(block) == BLOCK
-    arena.mark_touched(block)
     assert (arena.next_untouched, arena.touched_blocks) == (None, 1)
     block.view[:3] = b"abc"
     block.touch()
@@ -114,7 +113,7 @@ def test_block_taken_meanwhile_is_not_handed_out_twice() -> None:
     being_touched = arena.next_untouched
     assert being_touched is not None
     assert arena.take() is being_touched
-    arena.mark_touched(being_touched)
+    being_touched.touch()
     assert arena.free_blocks == 0
     assert arena.take() is not being_touched
 

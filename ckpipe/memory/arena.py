@@ -16,6 +16,7 @@ import logging
 import mmap
 import os
 import warnings
+from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -136,7 +137,7 @@ class Arena:
         self.on_drop: Callable[[Segment], None] = lambda segment: None
         """Called with each segment that is given back to the system."""
         self._free: list[Block] = []
-        self._untouched: list[Block] = []
+        """Blocks that were never touched, then the others; the last is taken first."""
 
     @property
     def blocks(self) -> int:
@@ -146,32 +147,31 @@ class Arena:
     @property
     def free_blocks(self) -> int:
         """The number of free blocks."""
-        return len(self._free) + len(self._untouched)
+        return len(self._free)
 
     @property
     def touched_blocks(self) -> int:
         """The number of free blocks that were used before, so that writing to them costs no
         page.
         """
-        return len(self._free)
+        return len(self._free) - self._untouched_blocks
+
+    @property
+    def _untouched_blocks(self) -> int:
+        return bisect_left(self._free, True, key=lambda block: block.touched)
 
     @property
     def next_untouched(self) -> Block | None:
-        """A free block that was never used, to be touched ahead of time; None if all were."""
-        return self._untouched[-1] if self._untouched else None
+        """The free block to touch ahead of time; None if all are touched."""
+        untouched = self._untouched_blocks
+        return self._free[untouched - 1] if untouched else None
 
     @property
     def next_scattered(self) -> Block | None:
         """A free block of shared memory whose pages are still to be joined; None if all are."""
         if not self._shared or self.block_bytes < HUGE_PAGE_BYTES:
             return None
-        return next((block for block in self._free if not block.joined), None)
-
-    def mark_touched(self, block: Block) -> None:
-        """Count a block as touched, unless it was taken meanwhile."""
-        if block in self._untouched:
-            self._untouched.remove(block)
-            self._free.insert(0, block)
+        return next((block for block in self._free if block.touched and not block.joined), None)
 
     def reserve(self, blocks: int) -> None:
         """Grow until at least ``blocks`` blocks are free; their pages are not touched yet.
@@ -185,9 +185,9 @@ class Arena:
 
     def take(self) -> Block:
         """Hand out a free block, one with touched pages before one without; grow if none is."""
-        if not self.free_blocks:
+        if not self._free:
             self._grow(1)
-        block = self._free.pop() if self._free else self._untouched.pop()
+        block = self._free.pop()
         block.uses += 1
         return block
 
@@ -212,8 +212,7 @@ class Arena:
         for segment in reversed(self._segments):
             if self.blocks - segment.blocks < keep:
                 continue
-            free = self._free + self._untouched
-            members = [each for each in free if each.segment is segment]
+            members = [each for each in self._free if each.segment is segment]
             if len(members) == segment.blocks:
                 self._drop(segment)
 
@@ -243,7 +242,7 @@ class Arena:
             piece = view[at : at + self.block_bytes]
             new.append(Block(piece, tensor, tensor.data_ptr(), segment))
         self._segments.append(segment)
-        self._untouched.extend(reversed(new))
+        self._free[:0] = reversed(new)
 
     def _register(self, segment: Segment) -> None:
         """Register a segment with CUDA; pageable memory serves where that fails."""
@@ -266,7 +265,6 @@ class Arena:
             cuda.unregister(segment.tensor)
         self._segments.remove(segment)
         self._free = [block for block in self._free if block.segment is not segment]
-        self._untouched = [block for block in self._untouched if block.segment is not segment]
         self.on_drop(segment)
         if segment.descriptor is not None:
             close_private(segment.descriptor)

@@ -206,6 +206,5 @@ class SaveContext(StoreContext):
         """Touch the memory that later saves will want, block by block, in a worker thread."""
         while (block := self.arena.next_untouched) is not None:
             await threads.run_sync(block.touch)
-            self.arena.mark_touched(block)
         while (block := self.arena.next_scattered) is not None:
             await threads.run_sync(block.join_pages)
