@@ -13,13 +13,13 @@ import contextlib
 import contextvars
 import math
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import Executor, Future
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
 from queue import SimpleQueue
 from threading import Thread
-from typing import Generic, TypeVar, TypeVarTuple
+from typing import Any, Generic, TypeVar, TypeVarTuple
 
 import anyio
 import anyio.from_thread
@@ -236,6 +236,30 @@ async def all_of(
     return [found[number] for number in range(len(calls))]
 
 
+@asynccontextmanager
+async def beside(
+    call: Callable[[], Coroutine[Any, Any, None]], name: str | None = None
+) -> AsyncIterator[None]:
+    """Run a call beside a block, and cancel it at the end of the block.
+
+    What the block raises comes as it is, without a group.
+
+    Args:
+        call: The call.
+        name: The name of its task; None for that of the function.
+    """
+    failure: Exception | None = None
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(call, name=name)
+        try:
+            yield
+        except Exception as error:
+            failure = error
+        tasks.cancel_scope.cancel()
+    if failure is not None:
+        raise failure
+
+
 class Ahead(Generic[T]):
     """A value that is fetched while something else is done.
 
@@ -249,22 +273,9 @@ class Ahead(Generic[T]):
         self._found: list[T] = []
         self._failure: Exception | None = None
 
-    @asynccontextmanager
-    async def started(self) -> AsyncIterator[None]:
-        """Fetch beside the block, and give up at its end.
-
-        What the block raises comes as it is, without a group.
-        """
-        failure: Exception | None = None
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(self._run)
-            try:
-                yield
-            except Exception as error:
-                failure = error
-            tasks.cancel_scope.cancel()
-        if failure is not None:
-            raise failure
+    def started(self) -> AbstractAsyncContextManager[None]:
+        """Fetch beside a block, and give up at its end; see :func:`beside`."""
+        return beside(self._run)
 
     async def _run(self) -> None:
         try:

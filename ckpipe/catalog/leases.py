@@ -27,7 +27,7 @@ from ckpipe.catalog.find import check_not_deleted, read_index
 from ckpipe.errors import ObjectExists, PermissionDenied, StoreError, StoreFull
 from ckpipe.format.manifest import ManifestDocument
 from ckpipe.format.names import LEASES, lease_key
-from ckpipe.threads import Ahead
+from ckpipe.threads import Ahead, beside
 from ckpipe.types import CheckpointId
 
 logger = logging.getLogger("ckpipe")
@@ -198,21 +198,14 @@ async def under_lease(
         subject: The checkpoint that is being read.
         every: How often the lease is renewed.
     """
-    lease, failure = Lease(backend, subject), None
+    lease = Lease(backend, subject)
     try:
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(lease.keep, every, name=f"lease on {subject}")
-            try:
-                await lease.renew()
-                yield
-            except Exception as error:  # raised below, so that it comes without a group
-                failure = error
-            tasks.cancel_scope.cancel()
+        async with beside(partial(lease.keep, every), f"lease on {subject}"):
+            await lease.renew()
+            yield
     finally:
         with anyio.CancelScope(shield=True):
             await lease.release()
-    if failure is not None:
-        raise failure
 
 
 @asynccontextmanager
