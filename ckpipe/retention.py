@@ -24,7 +24,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from datetime import datetime, timedelta
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from ckpipe.errors import SettingsError
 from ckpipe.interpreter import user_code
@@ -133,20 +133,20 @@ class _Combination(Rule):
     """A rule made of others; its verdict gives the reasons of those that decided."""
 
     rules: tuple[Rule, ...]
+    _keep: ClassVar[str]
+    _sign: ClassVar[str]
+    _combined: ClassVar[Callable[[Iterable[bool]], bool]]
 
     def __post_init__(self) -> None:
         if not self.rules or not all(isinstance(rule, Rule) for rule in self.rules):
             raise SettingsError("A combination of retention rules needs at least one rule")
-
-    @abc.abstractmethod
-    def _combined(self, wanted: Iterable[bool]) -> bool: ...
 
     def judge(self, newest_first: Sequence[Candidate], now: datetime) -> dict[str, Verdict]:
         judged = [rule.judge(newest_first, now) for rule in self.rules]
         result = {}
         for each in newest_first:
             verdicts = [one[each.id] for one in judged]
-            keep = self._combined(verdict.keep for verdict in verdicts)
+            keep = type(self)._combined(verdict.keep for verdict in verdicts)
             reasons = dict.fromkeys(verdict.reason for verdict in verdicts if verdict.keep is keep)
             result[each.id] = Verdict(keep, " and ".join(reasons))
         return result
@@ -161,33 +161,25 @@ class _Combination(Rule):
         """Those of each of its rules."""
         return set().union(*(rule.missing_metrics(newest_first) for rule in self.rules))
 
+    def to_data(self) -> dict[str, Any]:
+        return {"keep": self._keep, "rules": [rule.to_data() for rule in self.rules]}
+
+    def __repr__(self) -> str:
+        return self._sign.join(f"({r!r})" if isinstance(r, AnyOf) else repr(r) for r in self.rules)
+
 
 @dataclass(frozen=True, slots=True, repr=False)
 class AnyOf(_Combination):
     """Keeps what at least one of its rules keeps; written ``a | b``."""
 
-    def _combined(self, wanted: Iterable[bool]) -> bool:
-        return any(wanted)
-
-    def to_data(self) -> dict[str, Any]:
-        return {"keep": "any_of", "rules": [rule.to_data() for rule in self.rules]}
-
-    def __repr__(self) -> str:
-        return " | ".join(map(repr, self.rules))
+    _keep, _sign, _combined = "any_of", " | ", any
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class AllOf(_Combination):
     """Keeps what every one of its rules keeps; written ``a & b``."""
 
-    def _combined(self, wanted: Iterable[bool]) -> bool:
-        return all(wanted)
-
-    def to_data(self) -> dict[str, Any]:
-        return {"keep": "all_of", "rules": [rule.to_data() for rule in self.rules]}
-
-    def __repr__(self) -> str:
-        return " & ".join(f"({r!r})" if isinstance(r, AnyOf) else repr(r) for r in self.rules)
+    _keep, _sign, _combined = "all_of", " & ", all
 
 
 def _parts(kind: type[AnyOf] | type[AllOf], *rules: Rule) -> tuple[Rule, ...]:
