@@ -5,15 +5,17 @@ from __future__ import annotations
 import abc
 import enum
 import re
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
 from types import TracebackType
 from typing import ClassVar, Protocol, Self, TypeVar, TypeVarTuple
 
-from ckpipe.errors import InvalidKey
-from ckpipe.threads import in_thread
+from ckpipe.errors import InvalidKey, TruncatedObject
+from ckpipe.threads import all_of, in_thread
 
+Item = TypeVar("Item")
 Result = TypeVar("Result")
 Args = TypeVarTuple("Args")
 
@@ -447,6 +449,32 @@ def check_key(key: str) -> str:
     return key
 
 
+def check_prefix(prefix: str) -> str:
+    """Return the prefix if it is empty, or whole parts with a ``/`` at the end.
+
+    Raises:
+        InvalidKey: If it is something else.
+    """
+    if prefix:
+        check_key(prefix.removesuffix("/"))
+        if not prefix.endswith("/"):
+            raise InvalidKey("A prefix ends in '/'", key=prefix)
+    return prefix
+
+
+def truncated(key: str, offset: int, wanted: int, size: int) -> TruncatedObject:
+    """Make the error for a range that reaches beyond the end of an object.
+
+    Args:
+        key: The object's key.
+        offset: Where the range begins, in bytes.
+        wanted: How many bytes were wanted.
+        size: How many bytes the object has.
+    """
+    message = f"The object has {size} bytes, and {wanted} from byte {offset} on were wanted"
+    return TruncatedObject(message, key=key)
+
+
 async def run_in_thread(function: Callable[[*Args], Result], *args: *Args) -> Result:
     """Run blocking work in a worker thread, and return or raise only once it has ended.
 
@@ -460,6 +488,25 @@ async def run_in_thread(function: Callable[[*Args], Result], *args: *Args) -> Re
         args: Its arguments.
     """
     return await in_thread(function, *args)
+
+
+async def for_each(
+    items: Iterable[Item], work: Callable[[Item], Awaitable[Result]], *, at_once: int
+) -> list[Result]:
+    """Do some work for each item, for a number of them at a time.
+
+    Args:
+        items: The items.
+        work: Called with each.
+        at_once: The number.
+
+    Returns:
+        What the calls returned, in the order of the items.
+
+    Raises:
+        StoreError: What the first one to fail raised; the others are cancelled.
+    """
+    return await all_of([partial(work, item) for item in items], at_once)
 
 
 def without_secrets(text: str) -> str:
@@ -480,6 +527,9 @@ __all__ = [
     "Upload",
     "UploadLimits",
     "check_key",
+    "check_prefix",
+    "for_each",
     "run_in_thread",
+    "truncated",
     "without_secrets",
 ]

@@ -28,8 +28,8 @@ NAMES = """
 MODULES = ["distributed", "errors", "events", "planning", "testing"]
 
 BACKEND_NAMES = """
-    Backend CachedRange Children ObjectInfo PutMode Upload UploadLimits check_key run_in_thread
-    without_secrets
+    Backend CachedRange Children ObjectInfo PutMode Upload UploadLimits check_key check_prefix
+    for_each run_in_thread truncated without_secrets
 """
 
 _OPEN = """(

@@ -26,7 +26,7 @@ from gcloud.aio.auth import Token
 from yarl import URL
 
 from ckpipe import __version__
-from ckpipe.backend import ObjectInfo, Upload, UploadLimits, run_in_thread
+from ckpipe.backend import ObjectInfo, Upload, UploadLimits, for_each, run_in_thread
 from ckpipe.errors import InvalidKey, ObjectExists, ObjectNotFound, StoreError, StoreUnavailable
 from ckpipe_gcs.access import SCOPES, Tokens, find_endpoint, find_proxy
 from ckpipe_gcs.resources import (
@@ -49,7 +49,7 @@ from ckpipe_gcs.resources import (
     related,
     upload_of,
 )
-from ckpipe_http.buckets import BlockUpload, BucketBackend, Page, Stored, for_each
+from ckpipe_http.buckets import ENDED_AT_ONCE, BlockUpload, BucketBackend, Page, Stored
 from ckpipe_http.failures import BUCKET, Refused
 from ckpipe_http.requests import (
     CONNECT_SECONDS,
@@ -473,7 +473,7 @@ class GcsBackend(BucketBackend):
                 async with self.answer("DELETE", url, expected=(404,)) as response:
                     await response.read()
 
-        await for_each(tuple(names.items()), remove)
+        await for_each(names.items(), remove, at_once=ENDED_AT_ONCE)
 
     async def pages(self, prefix: str, delimiter: str = "") -> AsyncIterator[Page]:
         query = {"prefix": prefix, "fields": f"items({FIELDS}),prefixes,nextPageToken"}
@@ -692,9 +692,8 @@ class CompositeUpload(BlockUpload[Part]):
 
     async def _composed(self, level: int, parts: Sequence[Part]) -> list[Part]:
         """Compose one temporary object of each run of parts that one request takes."""
-        made: dict[int, Part] = {}
 
-        async def compose(start: int) -> None:
+        async def compose(start: int) -> Part:
             group, number = parts[start : start + MAX_SOURCES], start // MAX_SOURCES
             name = self._part_name(level, number)
             self._temporary[name] = None
@@ -703,10 +702,10 @@ class CompositeUpload(BlockUpload[Part]):
                 found = await self._compose(name, group, {"contentType": BYTES})
             except ObjectExists:
                 found = await self._store.resource(name, self.key)
-            made[number] = await self._checked(name, found, value, size)
+            return await self._checked(name, found, value, size)
 
-        await for_each(range(0, len(parts), MAX_SOURCES), compose, at_once=COMPOSED_AT_ONCE)
-        return [made[number] for number in range(len(made))]
+        starts = range(0, len(parts), MAX_SOURCES)
+        return await for_each(starts, compose, at_once=COMPOSED_AT_ONCE)
 
     async def _compose(self, name: str, parts: Sequence[Part], resource: Resource) -> Resource:
         query = {**NEW, **self._store.writing, "fields": FIELDS}
@@ -751,7 +750,7 @@ class CompositeUpload(BlockUpload[Part]):
         # Sessions first, since one that goes on might make an object again. Those that begin
         # meanwhile stay noted.
         sessions, temporary = dict(self._sessions), dict(self._temporary)
-        await for_each(tuple(sessions.values()), Session.cancel)
+        await for_each(sessions.values(), Session.cancel, at_once=ENDED_AT_ONCE)
         for number in sessions:
             self._sessions.pop(number, None)
         await self._store.remove(temporary)

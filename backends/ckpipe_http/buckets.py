@@ -11,7 +11,7 @@ import abc
 import logging
 import re
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, contextmanager
 from datetime import datetime
 from types import TracebackType
@@ -21,7 +21,17 @@ import aiohttp
 import anyio
 from awscrt.checksums import crc32c
 
-from ckpipe.backend import Backend, Children, ObjectInfo, PutMode, Upload, check_key
+from ckpipe.backend import (
+    Backend,
+    Children,
+    ObjectInfo,
+    PutMode,
+    Upload,
+    check_key,
+    check_prefix,
+    for_each,
+    truncated,
+)
 from ckpipe.errors import (
     CkpipeError,
     InvalidKey,
@@ -30,7 +40,6 @@ from ckpipe.errors import (
     PermissionDenied,
     StoreError,
     StoreUnavailable,
-    TruncatedObject,
     UsageError,
 )
 from ckpipe_http.failures import Refused, Table, broken, refused
@@ -62,7 +71,6 @@ _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]+")
 _honours: dict[tuple[str, str | None, str], bool] = {}
 """Whether stores honour the condition of a create-only put, by scheme, endpoint and bucket."""
 
-Item = TypeVar("Item")
 Part = TypeVar("Part")
 
 
@@ -141,7 +149,7 @@ class BucketBackend(Backend, abc.ABC):
                 logger.warning("Unfinished uploads may be left behind: %s", error)
 
         with anyio.CancelScope(shield=True):
-            await for_each(tuple(self.unfinished), end)
+            await for_each(self.unfinished, end, at_once=ENDED_AT_ONCE)
             await self._stack.aclose()
 
     # Names
@@ -169,16 +177,8 @@ class BucketBackend(Backend, abc.ABC):
         return name
 
     def below(self, prefix: str) -> str:
-        """Make the whole prefix for a prefix of keys, which is empty or ends in ``/``.
-
-        Raises:
-            InvalidKey: If it is something else.
-        """
-        if prefix:
-            check_key(prefix.removesuffix("/"))
-            if not prefix.endswith("/"):
-                raise InvalidKey("A prefix ends in '/'", key=prefix)
-        return self.prefix + prefix
+        """Make the whole prefix for a prefix of keys; see :func:`ckpipe.backend.check_prefix`."""
+        return self.prefix + check_prefix(prefix)
 
     def key(self, name: str) -> str | None:
         """Find the key of an object's name; None for names that are no keys of this root.
@@ -435,7 +435,7 @@ class BucketBackend(Backend, abc.ABC):
             if self.answer_to(error).status != 416:
                 raise
             size = (await self.stat(key)).size
-            raise _truncated(key, offset, wanted, size) from error
+            raise truncated(key, offset, wanted, size) from error
 
     def _check_range(self, header: str | None, key: str, offset: int, wanted: int) -> None:
         """Compare an answer's ``Content-Range`` (RFC 9110, section 14.4) with what was wanted.
@@ -450,7 +450,7 @@ class BucketBackend(Backend, abc.ABC):
             raise StoreError(message, key=key)
         size, came = int(found[3]), int(found[2]) + 1 - offset
         if offset + wanted > size:
-            raise _truncated(key, offset, wanted, size)
+            raise truncated(key, offset, wanted, size)
         if came != wanted:
             raise self._cut_short(key, came, wanted)
 
@@ -507,36 +507,6 @@ def _parse(url: str, scheme: str) -> tuple[str, str]:
     except InvalidKey as error:
         message = f"The prefix {prefix!r} has an empty part, '.' or '..'"
         raise UsageError(message, hint=form) from error
-
-
-def _truncated(key: str, offset: int, wanted: int, size: int) -> TruncatedObject:
-    message = f"The object has {size} bytes, and {wanted} from byte {offset} on were wanted"
-    return TruncatedObject(message, key=key)
-
-
-async def for_each(
-    items: Iterable[Item], work: Callable[[Item], Awaitable[None]], *, at_once: int = ENDED_AT_ONCE
-) -> None:
-    """Do some work for each item, for a number of them at a time.
-
-    Raises:
-        StoreError: What the first one to fail raised; the others are cancelled.
-    """
-    waiting = iter(items)
-
-    async def lane() -> None:
-        for item in waiting:
-            await work(item)
-
-    failure = None
-    try:
-        async with anyio.create_task_group() as tasks:
-            for _ in range(at_once):
-                tasks.start_soon(lane)
-    except ExceptionGroup as group:
-        failure = group.exceptions[0]
-    if failure is not None:
-        raise failure
 
 
 class BlockUpload(Upload, abc.ABC, Generic[Part]):

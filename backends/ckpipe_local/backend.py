@@ -32,6 +32,7 @@ from ckpipe.backend import (
     Upload,
     UploadLimits,
     check_key,
+    check_prefix,
     run_in_thread,
     without_secrets,
 )
@@ -489,18 +490,6 @@ class LocalBackend(Backend):
         if any(is_temporary(part) for part in check_key(key).split("/")):
             raise InvalidKey("The key has a part that begins like a temporary file", key=key)
         return key
-
-
-def check_prefix(prefix: str) -> None:
-    """Accept a prefix that is empty, or whole parts with a slash at the end.
-
-    Raises:
-        InvalidKey: If it is something else.
-    """
-    if prefix:
-        check_key(prefix.removesuffix("/"))
-        if not prefix.endswith("/"):
-            raise InvalidKey("A prefix ends in '/'", key=prefix)
 
 
 def path_of(url: str) -> str:

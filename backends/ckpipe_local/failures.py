@@ -15,7 +15,6 @@ from ckpipe.errors import (
     StoreError,
     StoreFull,
     StoreUnavailable,
-    TruncatedObject,
 )
 
 _ACCESS = "Give this user access to the directory, or name another one"
@@ -135,9 +134,3 @@ def opening(root: str, *, create: bool) -> Iterator[None]:
         if kind is StoreFull:
             hint += ", or open the pipeline with read_only=True to load only"
         raise kind(f"The directory {root} cannot be used: {said}", hint=hint) from error
-
-
-def truncated(key: str, offset: int, wanted: int, size: int) -> TruncatedObject:
-    """Make the error for a range that reaches beyond the end of an object."""
-    message = f"The object has {size} bytes, and {wanted} from byte {offset} on were wanted"
-    return TruncatedObject(message, key=key)

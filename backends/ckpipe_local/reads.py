@@ -25,8 +25,9 @@ import mmap
 import os
 import stat
 
+from ckpipe.backend import truncated
 from ckpipe.errors import ObjectNotFound, StoreError
-from ckpipe_local.failures import READING, translating, truncated
+from ckpipe_local.failures import READING, translating
 
 ALIGNMENT = max(4096, mmap.PAGESIZE)
 """Offset, length and address must be multiples of it to go past the page cache."""

@@ -8,8 +8,8 @@ from datetime import UTC, datetime
 
 from anyio.lowlevel import checkpoint
 
-from ckpipe.backend import Backend, CachedRange, ObjectInfo, PutMode, Upload, check_key
-from ckpipe.errors import ObjectExists, ObjectNotFound, StoreError, TruncatedObject, UsageError
+from ckpipe.backend import Backend, CachedRange, ObjectInfo, PutMode, Upload, check_key, truncated
+from ckpipe.errors import ObjectExists, ObjectNotFound, StoreError, UsageError
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,8 +96,7 @@ class MemoryBackend(Backend):
     def _range(self, key: str, offset: int, size: int) -> memoryview:
         data = self._store.find(key).data
         if offset + size > len(data):
-            message = f"The object has {len(data)} bytes, {offset + size} were expected"
-            raise TruncatedObject(message, key=key)
+            raise truncated(key, offset, size, len(data))
         return memoryview(data).toreadonly()[offset : offset + size]
 
     async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
