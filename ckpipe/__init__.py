@@ -48,40 +48,30 @@ if TYPE_CHECKING:
     from ckpipe.types import SaveReport as SaveReport
     from ckpipe.types import VerifyResult as VerifyResult
 
-_HOMES = {
-    "Backend": "backend",
-    "Children": "backend",
-    "ObjectInfo": "backend",
-    "PutMode": "backend",
-    "Upload": "backend",
-    "UploadLimits": "backend",
-    "CkpipeError": "errors",
-    "GlobalPlanner": "plan.global_plan",
-    "SaveHandle": "handles",
-    "SyncSaveHandle": "handles",
-    "Statistics": "running.listeners",
-    "StateLock": "lock.state_lock",
-    "Pipeline": "running.pipeline",
-    "LocalPlanner": "plan.plan",
-    "Planner": "types",
-    "register_type": "state.kinds",
-    "register_backend": "store.registry",
-    "LoadReport": "types",
-    "SaveReport": "types",
-    "KeepBest": "retention",
-    "KeepEvery": "retention",
-    "KeepIf": "retention",
-    "KeepLast": "retention",
-    "KeepWithin": "retention",
-    "Settings": "settings",
-    "Progress": "state_helpers",
-    "RngState": "state_helpers",
-    "SyncPipeline": "running.pipeline",
-    "load": "running.pipeline",
-    "CheckpointInfo": "types",
-    "LoadResult": "types",
-    "VerifyResult": "types",
+_NAMES = {
+    "backend": ("Backend", "Children", "ObjectInfo", "PutMode", "Upload", "UploadLimits"),
+    "errors": ("CkpipeError",),
+    "handles": ("SaveHandle", "SyncSaveHandle"),
+    "lock.state_lock": ("StateLock",),
+    "plan.global_plan": ("GlobalPlanner",),
+    "plan.plan": ("LocalPlanner",),
+    "retention": ("KeepBest", "KeepEvery", "KeepIf", "KeepLast", "KeepWithin"),
+    "running.listeners": ("Statistics",),
+    "running.pipeline": ("Pipeline", "SyncPipeline", "load"),
+    "settings": ("Settings",),
+    "state.kinds": ("register_type",),
+    "state_helpers": ("Progress", "RngState"),
+    "store.registry": ("register_backend",),
+    "types": (
+        "CheckpointInfo",
+        "LoadReport",
+        "LoadResult",
+        "Planner",
+        "SaveReport",
+        "VerifyResult",
+    ),
 }
+_HOMES = {name: home for home, names in _NAMES.items() for name in names}
 
 _MODULES = ("distributed", "errors", "events", "planning", "testing")
 
