@@ -17,7 +17,7 @@ from ckpipe.plan.plan import RankPlan, fingerprint
 from ckpipe.save.context import SaveContext
 from ckpipe.save.memory import reserve
 from ckpipe.save.program import CopyProgram, plan_blocks
-from ckpipe.save.save import CapturedState, PlannedState, Save
+from ckpipe.save.save import CapturedState, Save
 from ckpipe.state.flatten import Captured
 from ckpipe.types import CheckpointId, JointPlanner
 
@@ -26,7 +26,7 @@ async def run(
     save: Save,
     context: SaveContext,
     inbox: MemoryObjectReceiveStream[CapturedState],
-    out: MemoryObjectSendStream[PlannedState],
+    out: MemoryObjectSendStream[tuple[CapturedState, CopyProgram]],
 ) -> None:
     """Pass a state on once a plan and the memory for it are there.
 
@@ -70,7 +70,7 @@ async def run(
             if state.hold.released:
                 state.hold.end()
             else:
-                await out.send(PlannedState(state.hold, state.captured, state.after, program))
+                await out.send((state, program))
 
 
 def _make_program(context: SaveContext, captured: Captured, save: CheckpointId) -> CopyProgram:

@@ -23,8 +23,9 @@ from ckpipe.interpreter import short_switch_interval
 from ckpipe.save import lock, plan, stage
 from ckpipe.save.context import SaveContext, StoreContext
 from ckpipe.save.deliver import deliver
+from ckpipe.save.program import CopyProgram
 from ckpipe.save.record import FilledBlock
-from ckpipe.save.save import CapturedState, PlannedState, Save
+from ckpipe.save.save import CapturedState, Save
 
 
 async def run_save(save: Save, context: SaveContext) -> None:
@@ -38,7 +39,7 @@ async def run_save(save: Save, context: SaveContext) -> None:
     """
     name = save.name
     captured_out, captured = create_memory_object_stream[CapturedState](0)
-    planned_out, planned = create_memory_object_stream[PlannedState](0)
+    planned_out, planned = create_memory_object_stream[tuple[CapturedState, CopyProgram]](0)
     blocks_out, blocks = create_memory_object_stream[FilledBlock](math.inf)
     try:
         async with create_task_group() as tasks:

@@ -79,13 +79,6 @@ class CapturedState:
     after: Sequence[Any]
 
 
-@dataclass(frozen=True, slots=True)
-class PlannedState(CapturedState):
-    """A captured state whose plan and memory are there, so that copying can begin."""
-
-    program: CopyProgram
-
-
 class StagedBlock(FilledBlock):
     """A block in the trainer's staging memory.
 

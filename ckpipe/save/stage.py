@@ -34,9 +34,16 @@ from ckpipe.lock.late_copies import ByteSample, MutationDetector
 from ckpipe.lock.state_lock import LockHold
 from ckpipe.memory.cuda import SideStreams, StreamFence
 from ckpipe.save.context import SaveContext
-from ckpipe.save.program import BlockPlan, EarlyLateSplit, devices_of, fill_blocks, split_early_late
+from ckpipe.save.program import (
+    BlockPlan,
+    CopyProgram,
+    EarlyLateSplit,
+    devices_of,
+    fill_blocks,
+    split_early_late,
+)
 from ckpipe.save.record import FilledBlock, resolve
-from ckpipe.save.save import PlannedState, Save, StagedBlock
+from ckpipe.save.save import CapturedState, Save, StagedBlock
 from ckpipe.state.flatten import Captured
 from ckpipe.state.tensors import TensorLeaf
 from ckpipe.threads import run_sync
@@ -48,7 +55,7 @@ MAX_COPIERS = 4
 async def run(
     save: Save,
     context: SaveContext,
-    inbox: MemoryObjectReceiveStream[PlannedState],
+    inbox: MemoryObjectReceiveStream[tuple[CapturedState, CopyProgram]],
     out: MemoryObjectSendStream[FilledBlock],
 ) -> None:
     """Copy a state, and pass its blocks on as they are filled.
@@ -68,15 +75,15 @@ async def run(
                 out.send_nowait(filled)
 
     async with inbox, out:
-        async for state in inbox:
-            save.captured, save.program = state.captured, state.program
-            save.files, size = state.program.files, state.program.plan.size
+        async for state, program in inbox:
+            save.captured, save.program = state.captured, program
+            save.files, size = program.files, program.plan.size
             if context.settings.staging.overlap:
                 save.ready.set()
             owners = save.request.owners
             try:
                 with save.clock.timing("stage", size), state.hold.in_use():
-                    split = await _split(save, context, state) if owners else None
+                    split = await _split(save, context, state, program) if owners else None
                     # Copies beside training take no processor that the trainer did not give to
                     # torch; for all others it waits, so that its own are free.
                     cores = available_cpus() if split is None else torch.get_num_threads()
@@ -85,7 +92,7 @@ async def run(
                         threads=min(MAX_COPIERS, cores),
                     )  # fmt: skip
                     if split is None:
-                        await _copy_at_once(save, state, copiers)
+                        await _copy_at_once(save, program, copiers)
                     else:
                         await _copy_beside_training(save, context, state, split, copiers)
             finally:
@@ -111,22 +118,24 @@ def _captured(save: Save) -> None:
     resolve(save.safe, None)
 
 
-async def _split(save: Save, context: SaveContext, state: PlannedState) -> EarlyLateSplit | None:
+async def _split(
+    save: Save, context: SaveContext, state: CapturedState, program: CopyProgram
+) -> EarlyLateSplit | None:
     """The parts to copy at once and beside training; None if all is copied at once."""
     split, owners = context.early_late, save.request.owners
-    if split is None or not split.serves(state.captured, state.program, owners):
+    if split is None or not split.serves(state.captured, program, owners):
         split = context.early_late = await run_sync(
-            split_early_late, state.captured, state.program, owners
+            split_early_late, state.captured, program, owners
         )
     state.captured.objects = []
     return split if split.owned else None
 
 
-async def _copy_at_once(save: Save, state: PlannedState, copiers: BlockCopiers) -> None:
+async def _copy_at_once(save: Save, program: CopyProgram, copiers: BlockCopiers) -> None:
     """Hand out blocks as they are drawn from the ration, to copiers that share what is ready."""
     ration = save.ration
     assert ration is not None
-    plans = deque(state.program.blocks)
+    plans = deque(program.blocks)
     async with anyio.create_task_group() as tasks:
         while plans:
             blocks = save.blocks  # there if any of it might have been copied beside training
@@ -145,14 +154,14 @@ async def _copy_at_once(save: Save, state: PlannedState, copiers: BlockCopiers) 
 async def _copy_beside_training(
     save: Save,
     context: SaveContext,
-    state: PlannedState,
+    state: CapturedState,
     split: EarlyLateSplit,
     copiers: BlockCopiers,
 ) -> None:
     """Copy what any code may change, let the caller go, then copy what optimizers own."""
     late: list[CopyPiece] = []
     for plan, block, (at_once, later), sample in zip(
-        state.program.blocks, save.blocks, split.halves, split.samples, strict=True
+        split.program.blocks, save.blocks, split.halves, split.samples, strict=True
     ):
         filled = StagedBlock(save, plan, block)
         if not at_once.is_empty:
@@ -194,15 +203,6 @@ class CopyPiece:
     work: BlockPlan
     last: bool = True
     sample: ByteSample | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class _Launched:
-    """Copies from devices that may be on their way, and the memory that they read."""
-
-    pieces: Sequence[CopyPiece]
-    ends: Sequence[StreamFence]
-    late: _LateTensors | None
 
 
 class BlockCopiers:
@@ -283,7 +283,8 @@ class BlockCopiers:
 
     def _run(self) -> None:
         """Work off what is left, in this thread."""
-        launched: list[_Launched] = []
+        # Copies from devices that may be on their way, with the tensors whose memory they read.
+        launched: list[tuple[list[CopyPiece], Sequence[StreamFence], _LateTensors | None]] = []
         try:
             with self._hold.here(), torch.no_grad():
                 while pieces := self._next():
@@ -298,19 +299,19 @@ class BlockCopiers:
                             ends = self._fill(pieces)
                             late.check_unchanged(self._watch)
                     if ends:
-                        launched.append(_Launched(pieces, ends, late))
+                        launched.append((pieces, ends, late))
                     else:
                         self._done(pieces)
             if launched:
-                self.check_and_release([end for each in launched for end in each.ends])
-            for each in launched:
-                for end in each.ends:
+                self.check_and_release([end for _, ends, _ in launched for end in ends])
+            for pieces, ends, _ in launched:
+                for end in ends:
                     end.wait()
-                self._done(each.pieces)
+                self._done(pieces)
         finally:
             # No block may be used again while a device still writes to it.
-            for each in launched:
-                for end in each.ends:
+            for _, ends, _ in launched:
+                for end in ends:
                     end.wait()
 
     def _next(self) -> list[CopyPiece]:
