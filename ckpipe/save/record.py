@@ -10,7 +10,6 @@ from __future__ import annotations
 import abc
 import contextlib
 import time
-from array import array
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass
@@ -26,7 +25,6 @@ from ckpipe.types import (
     CheckpointInfo,
     SaveReport,
     SaveStatus,
-    Span,
     StageReport,
     busy_seconds,
 )
@@ -162,11 +160,6 @@ class _StageTimes:
     workers: int = 0
 
 
-_UNSET = -1.0
-_SIZE, _COPIED, _SUMMED, _UPLOADED, _COPIER, _LANE = 0, 1, 3, 5, 7, 8
-_NEW_ROW = (_UNSET,) * 9
-
-
 class StageTimings:
     """Notes when stages begin, work and end, on one thread; reports are made on any.
 
@@ -182,8 +175,8 @@ class StageTimings:
         self.copied_bytes = 0
         """What this rank has found in the checkpoint that several ranks wrote alike."""
         self._stages: dict[str, _StageTimes] = {}
-        # By file and offset: size, three pairs of times, and the numbers of copier and lane.
-        self._rows: dict[tuple[int, int], array[float]] = {}
+        self._blocks: dict[tuple[int, int], dict[str, Any]] = {}
+        """The fields of a :class:`BlockReport` that are known, by file and offset."""
         self._copiers: dict[int, int] = {}
 
     @contextlib.contextmanager
@@ -205,31 +198,28 @@ class StageTimings:
 
     def copied(self, plan: BlockRange, began: float, ended: float, thread: int) -> None:
         """Note when a block was filled, and by which thread."""
-        (row,) = self._share(_COPIED, [plan], began, ended)
-        row[_COPIER] = self._copiers.setdefault(thread, len(self._copiers))
+        copier = self._copiers.setdefault(thread, len(self._copiers))
+        self._share("copied", [plan], began, ended, copier=copier)
 
     def summed(self, plans: Sequence[BlockRange], began: float, ended: float) -> None:
         """Note when the checksums of blocks were computed."""
-        self._share(_SUMMED, plans, began, ended)
+        self._share("summed", plans, began, ended)
 
     def uploaded(self, plans: Sequence[BlockRange], began: float, ended: float, lane: int) -> None:
         """Note when blocks were written to the store, and by which lane."""
-        for row in self._share(_UPLOADED, plans, began, ended):
-            row[_LANE] = lane
+        self._share("uploaded", plans, began, ended, lane=lane)
 
     def _share(
-        self, column: int, plans: Sequence[BlockRange], began: float, ended: float
-    ) -> list[array[float]]:
+        self, way: str, plans: Sequence[BlockRange], began: float, ended: float, **by: int
+    ) -> None:
         """Note for each of blocks that were handled together its part of the time, by its size."""
         pace = (ended - began) / max(1, sum(plan.nbytes for plan in plans))
-        rows = []
         for plan in plans:
-            new = array("d", (plan.nbytes, *_NEW_ROW[1:]))
-            row = self._rows.setdefault((plan.file, plan.offset), new)
-            row[column], row[column + 1] = began, began + plan.nbytes * pace
-            began = row[column + 1]
-            rows.append(row)
-        return rows
+            ended = began + plan.nbytes * pace
+            span = began - self._zero, ended - self._zero
+            block = self._blocks.setdefault((plan.file, plan.offset), {})
+            block.update({"bytes": plan.nbytes, way: span, **by})
+            began = ended
 
     def stages(self) -> dict[str, StageReport]:
         """The report of each stage that has begun."""
@@ -240,10 +230,10 @@ class StageTimings:
         if times.workers:
             ended = time.perf_counter()
             busy += ended - times.since
-        if stage == "stage" and self._rows:
+        if stage == "stage" and self._blocks:
             # The copy as a whole also waits for memory; its blocks tell when it was at work.
-            spans = (self._span(row, _COPIED) for row in list(self._rows.values()))
-            busy = busy_seconds(span for span in spans if span is not None)
+            blocks = list(self._blocks.values())
+            busy = busy_seconds(block["copied"] for block in blocks if "copied" in block)
         seconds = ended - times.began
         return StageReport(
             seconds, times.bytes, times.began - self._zero, waited=max(0.0, seconds - busy)
@@ -251,30 +241,11 @@ class StageTimings:
 
     def blocks(self) -> list[BlockReport]:
         """The way of each block so far, in the order in which they were filled."""
-        return [
-            BlockReport(
-                file,
-                offset,
-                int(row[_SIZE]),
-                copied=self._span(row, _COPIED),
-                summed=self._span(row, _SUMMED),
-                uploaded=self._span(row, _UPLOADED),
-                copier=max(0, int(row[_COPIER])),
-                lane=max(0, int(row[_LANE])),
-            )
-            for (file, offset), row in list(self._rows.items())
-        ]
-
-    def _span(self, row: array[float], column: int) -> Span | None:
-        began, ended = row[column : column + 2]
-        return None if began == _UNSET else (began - self._zero, ended - self._zero)
+        return [BlockReport(*place, **block) for place, block in list(self._blocks.items())]
 
     def absorb(self, other: StageTimings) -> None:
         """Take over what another process has noted of the same save; its stages win."""
         self.copied_bytes = other.copied_bytes
         self._stages |= other._stages
-        for key, found in other._rows.items():
-            row = self._rows.setdefault(key, array("d", _NEW_ROW))
-            for at, value in enumerate(found):
-                if value != _UNSET:
-                    row[at] = value
+        for place, found in other._blocks.items():
+            self._blocks.setdefault(place, {}).update(found)
