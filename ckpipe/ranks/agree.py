@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Awaitable, Callable
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import anyio.to_thread
@@ -221,7 +222,7 @@ async def agreed(backend: Backend, attempt: str, question: str) -> tuple[Json] |
         StoreError: If the store failed.
     """
     key = agreement_key(attempt, question)
-    return await read_decision(backend, key, _AGREEMENT, lambda data: data["decision"])
+    return await read_decision(backend, key, _AGREEMENT, _decision)
 
 
 async def agree(backend: Backend, attempt: str, question: str, proposal: Json) -> Json:
@@ -238,25 +239,37 @@ async def agree(backend: Backend, attempt: str, question: str, proposal: Json) -
         InvalidManifest: If the decision cannot be read.
         StoreError: If the store failed.
     """
-    key = agreement_key(attempt, question)
-    if await create_decision(backend, key, {"decision": proposal}):
-        return proposal
-    decided = await agreed(backend, attempt, question)
-    if decided is None:
-        raise InvalidManifest(f"{_AGREEMENT} was deleted", key=key)
-    return decided[0]
+    key, document = agreement_key(attempt, question), {"decision": proposal}
+    return await create_decision(backend, key, _AGREEMENT, document, _decision)
 
 
-_AGREEMENT = "An agreement between ranks"
+_AGREEMENT, _decision = "An agreement between ranks", itemgetter("decision")
 
 
-async def create_decision(backend: Backend, key: str, document: Json) -> bool:
-    """Create the object of a decision; return False if there is one."""
+async def create_decision(
+    backend: Backend, key: str, what: str, document: Json, parse: Callable[[Json], T]
+) -> T:
+    """Create the object of a decision, unless there is one; return what is decided.
+
+    Args:
+        backend: The store.
+        key: The object.
+        what: What to call it in an error.
+        document: What to decide, as JSON.
+        parse: Gets the decision out of its JSON.
+
+    Raises:
+        InvalidManifest: If the object that is there cannot be read.
+        StoreError: If the store failed.
+    """
     # Whether the object that exists is ours, after a lost answer, or another rank's is the same.
     with contextlib.suppress(ObjectExists):
         await backend.put(key, json.dumps(document).encode(), PutMode.CREATE)
-        return True
-    return False
+        return parse(document)
+    found = await read_decision(backend, key, what, parse)
+    if found is None:
+        raise InvalidManifest(f"{what} was deleted", key=key)
+    return found[0]
 
 
 async def read_decision(

@@ -51,7 +51,6 @@ from ckpipe.backend import Backend, PutMode
 from ckpipe.catalog.find import discover
 from ckpipe.errors import (
     AttemptReused,
-    InvalidManifest,
     ObjectExists,
     SettingsError,
     StoreError,
@@ -419,13 +418,9 @@ async def _agree_on_start(backend: Backend, attempt: str) -> str:
         return datetime.strptime(document["started"], _FORMAT).replace(tzinfo=UTC)
 
     found = await read_decision(backend, key, what, parse)
-    if found is None:
-        if await create_decision(backend, key, {"started": started.strftime(_FORMAT)}):
-            return attempt
-        found = await read_decision(backend, key, what, parse)
-        if found is None:
-            raise InvalidManifest(f"{what} was deleted", key=key)
-    return attempt_name(found[0], chosen)
+    document = {"started": started.strftime(_FORMAT)}
+    start = found[0] if found else await create_decision(backend, key, what, document, parse)
+    return attempt_name(start, chosen)
 
 
 async def _after_all_others(backend: Backend) -> datetime:
