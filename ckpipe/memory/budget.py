@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Container
-from dataclasses import dataclass, field
 
 import anyio
 
@@ -17,12 +16,6 @@ from ckpipe.memory.arena import Arena, Block
 
 COLD_BLOCK_PATIENCE_SECONDS = 0.01
 """How long to wait for a used block before touching fresh memory: about what touching costs."""
-
-
-@dataclass(eq=False, slots=True)
-class _Waiter:
-    amount: int
-    granted: anyio.Event = field(default_factory=anyio.Event)
 
 
 class ByteBudget:
@@ -35,7 +28,8 @@ class ByteBudget:
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self.used = 0
-        self._waiters: deque[_Waiter] = deque()
+        self._waiters: deque[tuple[int, anyio.Event]] = deque()
+        """The requests that wait: how much each wants, and what tells it that it has that."""
 
     @property
     def waiting(self) -> int:
@@ -69,13 +63,14 @@ class ByteBudget:
             self.acquire_nowait(amount)
             return
         except anyio.WouldBlock:
-            waiter = _Waiter(amount)
+            granted = anyio.Event()
+            waiter = amount, granted
             self._waiters.append(waiter)
         try:
-            await waiter.granted.wait()
+            await granted.wait()
         except BaseException:
-            if waiter.granted.is_set():
-                self.release(waiter.amount)
+            if granted.is_set():
+                self.release(amount)
             else:
                 self._waiters.remove(waiter)
                 self._grant()
@@ -92,10 +87,10 @@ class ByteBudget:
         self._grant()
 
     def _grant(self) -> None:
-        while self._waiters and self.used + self._waiters[0].amount <= self.capacity:
-            waiter = self._waiters.popleft()
-            self.used += waiter.amount
-            waiter.granted.set()
+        while self._waiters and self.used + self._waiters[0][0] <= self.capacity:
+            amount, granted = self._waiters.popleft()
+            self.used += amount
+            granted.set()
 
 
 class Ration:
