@@ -113,9 +113,8 @@ async def _completed(save: SaveRecord, context: StoreContext, info: CheckpointIn
 async def _tell_copies(save: SaveRecord, context: StoreContext, digest: MetricsSidecar) -> None:
     """Warn, once in a launch, that ranks write the same bytes."""
     save.clock.copied_bytes = digest.copied_bytes
-    if context.told_copies or not digest.is_wasteful:
+    if not (digest.is_wasteful and context.is_first("ranks write the same bytes")):
         return
-    context.told_copies = True
     with contextlib.suppress(CkpipeError):
         if await agree(context.patient, save.id.attempt, "tells-copies", save.rank) != save.rank:
             return

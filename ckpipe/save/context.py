@@ -62,9 +62,7 @@ class StoreContext:
         retired: Checkpoints that retention has removed in this process.
         loading: How many loads and copies read each checkpoint just now.
         limiter: Admits writes of blocks, of all saves together.
-        told_missing: Metrics of rules that no checkpoint has, as was said already.
-        told_copies: Whether it was said already that ranks write the same bytes.
-        told_links: Checkpoints that cannot be deleted through links, as was said already.
+        told: Warnings that are given once, and were given.
         prune_delay: How many seconds retention waits after a commit.
         pruning: Held while retention waits or prunes, by one at a time.
         prune_pending: Whether a prune is to begin, which serves all that is complete by then.
@@ -90,9 +88,7 @@ class StoreContext:
     retired: set[CheckpointId] = field(default_factory=set)
     loading: Counter[str] = field(default_factory=Counter)
     limiter: AimdLimiter = field(default_factory=AimdLimiter)
-    told_missing: set[str] = field(default_factory=set)
-    told_copies: bool = False
-    told_links: set[str] = field(default_factory=set)
+    told: set[str] = field(default_factory=set)
     prune_delay: float = 0.0
     pruning: anyio.Lock = field(default_factory=anyio.Lock)
     prune_pending: bool = False
@@ -105,6 +101,12 @@ class StoreContext:
         if self.resumed_from is not None:
             kept[self.resumed_from] = "this run resumed from it"
         return kept
+
+    def is_first(self, warning: str) -> bool:
+        """Note a warning that is given once; tell whether this is the first time."""
+        first = warning not in self.told
+        self.told.add(warning)
+        return first
 
     async def let_retention_catch_up(self) -> None:
         """Wait until what is being pruned is gone, if many checkpoints wait for it.

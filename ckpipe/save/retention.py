@@ -100,26 +100,14 @@ async def prune(context: StoreContext, launch: str, after: CheckpointId | None =
         sweep_after=context.sweep_after, now=now, retired=context.retired,
     )  # fmt: skip
     context.kept, context.unpruned = len(decision.keep), max(0, context.unpruned - waiting)
-    _tell_missing(context, decision)
-    _tell_links(context, decision)
-    return decision
-
-
-def _tell_links(context: StoreContext, decision: Decision) -> None:
-    """Warn once of each checkpoint that should go and cannot be deleted through a link."""
-    for name in decision.keep:
+    for name in decision.keep:  # also what should go and cannot be deleted through a link
         reason = decision.reasons[name]
-        if reason.startswith(BEHIND_LINK) and name not in context.told_links:
-            context.told_links.add(name)
+        if reason.startswith(BEHIND_LINK) and context.is_first(f"link of {name}"):
             logger.warning("Retention leaves %s: %s", name, reason)
-
-
-def _tell_missing(context: StoreContext, decision: Decision) -> None:
-    """Warn once of a metric that no checkpoint has, from the second checkpoint on."""
-    if len(decision.keep) > 1:
-        for metric in set(decision.missing_metrics) - context.told_missing:
-            context.told_missing.add(metric)
+    for metric in decision.missing_metrics if len(decision.keep) > 1 else ():
+        if context.is_first(f"no metric {metric}"):
             logger.warning("%s", missing_text(metric, context.facts))
+    return decision
 
 
 async def _time(context: StoreContext, after: CheckpointId | None) -> datetime:
