@@ -25,7 +25,8 @@ from ckpipe.loading.match import Matching
 from ckpipe.loading.saved_state import state_of_part
 from ckpipe.loading.targets import Targets
 from ckpipe.loop_thread import wait_for
-from ckpipe.save.memory import Loan, lend_blocks, take_back
+from ckpipe.save.context import Loan
+from ckpipe.save.memory import lend_blocks, take_back
 from ckpipe.save.save import Save, StagedBlock
 from ckpipe.types import CheckpointInfo, SaveReport, SaveStatus
 
@@ -351,10 +352,9 @@ class SyncSaveHandle(_Handle):
         Raises:
             UsageError: If it is not all copied yet, or not all in memory any more.
         """
-        context, reader = self._pipeline._engine.context, threading.get_ident()
-        loan = Loan()
+        context, loan = self._pipeline._engine.context, Loan(threading.get_ident())
         try:
-            held = self._pipeline._call(lend_blocks, self._save, context, loan, reader)
+            held = self._pipeline._call(lend_blocks, self._save, context, loan)
             yield lent_state(self._save, held)
         finally:
             if loan.blocks is not None:  # also if it was interrupted before it heard of them

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import anyio
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from ckpipe.memory.budget import ByteBudget
     from ckpipe.save.program import CopyProgram, EarlyLateSplit
     from ckpipe.save.record import FilledBlock
-    from ckpipe.save.save import Save
+    from ckpipe.save.save import Save, StagedBlock
     from ckpipe.settings import Settings
     from ckpipe.state.capture_cache import CaptureCache
 
@@ -137,16 +137,23 @@ class Uploader(Protocol):
         ...
 
 
-class Lending(NamedTuple):
-    """A loan of a save's blocks to a reader.
+@dataclass(eq=False, slots=True)
+class Loan:
+    """The blocks of a save that are lent to a reader of its staged state.
+
+    The reader makes it, so that it can give back what it was lent even if it is cancelled or
+    interrupted before it hears of that.
 
     Args:
-        thread: The reader's thread; None if it is a coroutine.
-        blocks: How many blocks.
+        thread: The reader's thread, if no other will give them back; None if it is a coroutine.
+        blocks: All blocks of the save; None while nothing is lent.
     """
 
-    thread: int | None
-    blocks: int
+    thread: int | None = None
+    blocks: list[StagedBlock] | None = None
+
+    def __len__(self) -> int:
+        return len(self.blocks or ())
 
 
 @dataclass(slots=True, kw_only=True)
@@ -179,7 +186,7 @@ class SaveContext(StoreContext):
     capture_cache: CaptureCache | None = None
     early_late: EarlyLateSplit | None = None
     recent_blocks: list[int] = field(default_factory=list)
-    lent: dict[Save, Lending] = field(default_factory=dict)
+    lent: dict[Save, Loan] = field(default_factory=dict)
 
     @asynccontextmanager
     async def reading(

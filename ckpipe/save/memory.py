@@ -18,7 +18,7 @@ from ckpipe.interpreter import local_ranks
 from ckpipe.lock.state_lock import LockHold
 from ckpipe.memory.budget import Ration
 from ckpipe.ranks.agree import agree
-from ckpipe.save.context import Lending, SaveContext
+from ckpipe.save.context import Loan, SaveContext
 from ckpipe.save.save import Save, SkipSave, StagedBlock
 from ckpipe.types import size_text
 
@@ -51,7 +51,7 @@ async def reserve(
         save.ration.close()
         save.ration = None
     size, budget = context.arena.block_bytes, context.budget
-    wanted = size * (blocks + sum(each.blocks for each in context.lent.values()))
+    wanted = size * (blocks + sum(map(len, context.lent.values())))
     if context.settings.staging.bytes is None and wanted > budget.capacity:
         # Without a bound of the user's the budget grows to what is wanted, up to a point.
         available = await threads.run_sync(available_bytes)
@@ -140,7 +140,8 @@ def _refuse_deadlock(save: Save, context: SaveContext, amount: int) -> None:
             hint="Save when that has returned; a signal handler had better note that it was "
             "called, as preemption=True does",
         )
-    own = sum(each.blocks for each in context.lent.values() if each.thread == save.request.thread)
+    loans = context.lent.values()
+    own = sum(len(each) for each in loans if each.thread == save.request.thread)
     if own and own * context.arena.block_bytes + amount > context.budget.capacity:
         raise UsageError(
             "This thread has been lent the staging memory that its save would wait for",
@@ -188,30 +189,13 @@ def _fields(file: Path) -> dict[str, int]:
     return {line.split()[0]: int(line.split()[1]) for line in file.read_text().splitlines()}
 
 
-class Loan:
-    """What a reader of a staged state was lent.
-
-    The reader makes it, so that it can give back what it was lent even if it is cancelled or
-    interrupted before it hears of that.
-
-    Attributes:
-        blocks: All blocks of the save; None while nothing is lent.
-    """
-
-    def __init__(self) -> None:
-        self.blocks: list[StagedBlock] | None = None
-
-
-async def lend_blocks(
-    save: Save, context: SaveContext, loan: Loan, thread: int | None = None
-) -> list[StagedBlock]:
+async def lend_blocks(save: Save, context: SaveContext, loan: Loan) -> list[StagedBlock]:
     """Keep the memory that a save was copied to, until :func:`take_back`.
 
     Args:
         save: The save.
         context: Where it got its memory.
         loan: What the loan is noted in, at once.
-        thread: The thread that looks at it, if no other will give it back.
 
     Raises:
         UsageError: If it is not all copied yet, or some of it has been used again.
@@ -241,8 +225,7 @@ async def lend_blocks(
             hint="Look after the save is staged and before the next save or load begins",
         )
     save.views += 1
-    context.lent[save] = Lending(thread, len(held))
-    loan.blocks = held
+    context.lent[save], loan.blocks = loan, held
     return held
 
 
