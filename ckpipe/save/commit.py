@@ -180,8 +180,6 @@ async def _read_back_is_ours(
     except CkpipeError as error:
         raise CommitUnknown(
             f"Whether the commit landed is unknown: writing said {cause!r}, reading {error!r}",
-            step=save.id.step,
-            rank=save.rank,
             key=key,
             hint="Nothing was deleted. Look at the store; verify() tells whether it is complete",
         ) from cause
@@ -189,8 +187,6 @@ async def _read_back_is_ours(
         return True
     raise CommitConflict(
         "Another writer has committed under this name",
-        step=save.id.step,
-        rank=save.rank,
         key=key,
         hint="Two processes use one attempt id on this root; give each run its own root",
     ) from cause

@@ -125,11 +125,10 @@ def _check_selection(save: Save, context: SaveContext, flattened: Flattened) -> 
     said = f"include names what is not in the state: {', '.join(absent)}"
     if absent and not captured.tensors and not captured.values:
         hint = "Globs match whole labels, such as 'model.*' or 'optimizer'"
-        raise UsageError(said, step=step, hint=hint)
+        raise UsageError(said, hint=hint)
     if flattened.is_emptied:
         raise UsageError(
             "include and exclude leave nothing of the state to save",
-            step=step,
             hint="Include something, or call save only when there is something to save",
         )
     if absent:

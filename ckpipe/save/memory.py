@@ -67,8 +67,6 @@ async def reserve(
         too_large = getattr(error.__cause__, "errno", None) == errno.EFBIG
         raise SaveError(
             f"The system has no memory for {size_text(reserved * size)} of staging",
-            step=save.id.step,
-            rank=context.rank,
             hint="A limit on file sizes (ulimit -f) counts for memory that is shared with a "
             "worker process too: raise it, or set worker='thread'"
             if too_large
@@ -85,8 +83,6 @@ async def _draw_all(save: Save, context: SaveContext, ration: Ration) -> None:
         raise UsageError(
             f"The state needs more than the {size_text(context.budget.capacity)} of staging "
             'memory, so it cannot be saved with until="captured"',
-            step=save.id.step,
-            rank=context.rank,
             hint='Raise staging_bytes, or save with until="staged"',
         )
     save.blocks = ration.take_all()
@@ -122,8 +118,6 @@ async def _acquire(save: Save, context: SaveContext, amount: int, hold: LockHold
     if on_busy == "fail":
         raise PipelineBusy(
             "Earlier saves hold the staging memory",
-            step=save.id.step,
-            rank=context.rank,
             hint='Save less often, raise staging_bytes, or set on_busy to "wait" or "skip"',
         )
     _refuse_deadlock(save, context, amount)
@@ -135,8 +129,6 @@ def _refuse_deadlock(save: Save, context: SaveContext, amount: int) -> None:
     if save.interrupts_another:
         raise UsageError(
             "This save began inside another of its thread, whose memory it would wait for",
-            step=save.id.step,
-            rank=context.rank,
             hint="Save when that has returned; a signal handler had better note that it was "
             "called, as preemption=True does",
         )
@@ -145,8 +137,6 @@ def _refuse_deadlock(save: Save, context: SaveContext, amount: int) -> None:
     if own and own * context.arena.block_bytes + amount > context.budget.capacity:
         raise UsageError(
             "This thread has been lent the staging memory that its save would wait for",
-            step=save.id.step,
-            rank=context.rank,
             hint="Leave staged_state() before saving, or raise staging_bytes",
         )
 
