@@ -407,8 +407,7 @@ async def exported(context: SaveContext, save: Save) -> AsyncIterator[None]:
         yield
         with save.clock.timing("export"):
             done = await _export(context, save, form)
-    where = (save.name, save.id.step, save.rank)
-    context.events.emit(CheckpointExported(*where, done.folder, done.files, done.bytes))
+    context.events.emit(CheckpointExported(*save.where, done.folder, done.files, done.bytes))
 
 
 @asynccontextmanager

@@ -89,7 +89,7 @@ class Saves:
             self._next_step = step + 1
             self.schedule.begin_at(step)
             self.agreement.consume(step)
-            context.events.emit(SaveStarted(save.name, step, save.rank))
+            context.events.emit(SaveStarted(*save.where))
             if failure is not None:
                 self._failed(save, failure)
                 self._tell_ended(save)
@@ -130,8 +130,7 @@ class Saves:
             if not save.committed.done():
                 # Cancelled through its handle, or torn down with the pipeline: waiters must know.
                 save.status = "cancelled"
-                told = SaveFailed(save.name, save.id.step, save.rank, "it was cancelled")
-                self._context.events.emit(told)
+                self._context.events.emit(SaveFailed(*save.where, "it was cancelled"))
                 cancelled = "The save was cancelled"
                 self._end(save, SaveCancelled(cancelled, step=save.id.step, rank=save.rank))
             self._tell_ended(save)
@@ -188,14 +187,14 @@ class Saves:
 
     def _skip(self, save: Save, reason: str) -> None:
         save.status = "skipped"
-        self._context.events.emit(SkippedEvent(save.name, save.id.step, save.rank, reason))
+        self._context.events.emit(SkippedEvent(*save.where, reason))
         resolve(save.staged, None)
         fail(save.committed, SaveSkipped(reason, step=save.id.step, rank=save.rank))
 
     def _failed(self, save: Save, error: Exception) -> None:
         save.status = "failed"
         text = f"{type(error).__name__}: {error}"
-        self._context.events.emit(SaveFailed(save.name, save.id.step, save.rank, text))
+        self._context.events.emit(SaveFailed(*save.where, text))
         # Before a waiter is told, which takes it off the list again.
         self.keep(error)
         if isinstance(error, StoreError) and self._context.settings.on_error == "warn":
@@ -210,8 +209,7 @@ class Saves:
         fail(save.committed, error)
 
     def _tell_ended(self, save: Save) -> None:
-        ended = SaveEnded(save.name, save.id.step, save.rank, save.status, save.report())
-        self._context.events.emit(ended)
+        self._context.events.emit(SaveEnded(*save.where, save.status, save.report()))
 
     def leave(self, request: SaveRequest) -> None:
         """Give up the save of a caller who may change what is not copied yet from now on."""

@@ -60,7 +60,6 @@ async def run(
     id, alone = save.id, context.world_size == 1
     kind: BundleKind = "index" if alone else "manifest"
     key = index_key(id) if alone else manifest_key(id, save.rank)
-    where = (save.name, id.step, save.rank)
     async with inbox, out:
         async for files in inbox:
             with save.clock.timing("commit"):
@@ -82,9 +81,9 @@ async def run(
             save.durable_seconds = save.elapsed
             save.settle(info)
             size = len(data) + files.size
-            context.events.emit(RankCommitted(*where, save.durable_seconds, size))
+            context.events.emit(RankCommitted(*save.where, save.durable_seconds, size))
             if alone:
-                context.events.emit(Completed(*where, info, save.durable_seconds))
+                context.events.emit(Completed(*save.where, info, save.durable_seconds))
             else:
                 with save.clock.timing("complete"):
                     if not await _completed(save, context, info):
@@ -106,7 +105,7 @@ async def _completed(save: SaveRecord, context: StoreContext, info: CheckpointIn
         await _tell_copies(save, context, known.digest)
     if outcome.complete:
         whole = described(replace(info, complete=True, reason=""), context.facts)
-        context.events.emit(Completed(save.name, save.id.step, save.rank, whole, save.elapsed))
+        context.events.emit(Completed(*save.where, whole, save.elapsed))
     return outcome.complete
 
 

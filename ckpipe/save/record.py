@@ -100,6 +100,11 @@ class SaveRecord(abc.ABC):
         self.committed: Future[CheckpointInfo] = Future()
 
     @property
+    def where(self) -> tuple[str, int, int]:
+        """The name, the step and the rank, with which all of its events begin."""
+        return self.name, self.id.step, self.rank
+
+    @property
     def elapsed(self) -> float:
         """Seconds since ``save`` was called."""
         return time.perf_counter() - self.began

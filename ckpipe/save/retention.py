@@ -64,7 +64,7 @@ async def run(
                     decision = await prune(context, launch_id(save.id.attempt), after=save.id)
             for name in decision.remove:
                 reason = decision.reasons[name]
-                context.events.emit(Pruned(save.name, save.id.step, save.rank, name, reason))
+                context.events.emit(Pruned(*save.where, name, reason))
 
 
 async def decide(context: StoreContext, launch: str) -> Decision:

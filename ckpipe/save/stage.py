@@ -108,9 +108,7 @@ async def run(
             state.captured.forget_memory()
             save.forget_state()
             resolve(save.staged, None)
-            context.events.emit(
-                Staged(save.name, save.id.step, save.rank, save.staged_seconds, size)
-            )
+            context.events.emit(Staged(*save.where, save.staged_seconds, size))
 
 
 def _captured(save: Save) -> None:

@@ -117,9 +117,7 @@ class _Uploads:
             self._written[filled.plan.file] += 1
             self._bytes += nbytes
             self._context.events.emit(
-                BlockUploaded(
-                    save.name, save.id.step, save.rank, nbytes, self._bytes, self._files.size
-                )
+                BlockUploaded(*save.where, nbytes, self._bytes, self._files.size)
             )
 
     async def _upload(self, number: int) -> Upload:
