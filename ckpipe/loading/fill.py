@@ -97,14 +97,15 @@ Destination = RawBytes | Elements
 """Takes bytes of one entry."""
 
 
-_MAX_ITEM = 16
+MAX_ITEM = 16
+"""The largest alignment of an element, in bytes."""
 
 
 def _bytes_at(address: int, nbytes: int) -> torch.Tensor:
     """View memory as a tensor of uint8 that is only read; a copy of it if it is not aligned."""
     memory = (ctypes.c_uint8 * nbytes).from_address(address)
     tensor = torch.frombuffer(memory, dtype=torch.uint8)
-    return tensor.clone() if address % _MAX_ITEM else tensor
+    return tensor.clone() if address % MAX_ITEM else tensor
 
 
 def boxed(tensor: torch.Tensor, box: Box) -> torch.Tensor:

@@ -13,7 +13,6 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,6 +21,7 @@ import torch
 from ckpipe.errors import InvalidExtent, SharingConflict
 from ckpipe.loading.chunks import ChunkCopy, Regions, StoredTensor, StoredTensors
 from ckpipe.loading.fill import (
+    MAX_ITEM,
     Destination,
     RawBytes,
     allocate,
@@ -36,7 +36,7 @@ from ckpipe.loading.fill import (
 )
 from ckpipe.loading.live_tensors import is_placed, regions_of, writable_view
 from ckpipe.loading.read_plan import Need
-from ckpipe.state.tensors import Shardings
+from ckpipe.state.tensors import Shardings, lazy_bits, overlapping, window_bytes
 
 
 class LiveTensor(NamedTuple):
@@ -261,9 +261,6 @@ class Targets:
         return buffer
 
 
-_MAX_ITEM = 16
-
-
 def _distinct(lives: Sequence[LiveTensor]) -> list[LiveTensor]:
     """The same without those that fill the same memory with the same tensor once more."""
     found = {
@@ -275,27 +272,16 @@ def _distinct(lives: Sequence[LiveTensor]) -> list[LiveTensor]:
 
 def _overlapping(lives: Sequence[LiveTensor]) -> list[list[LiveTensor]]:
     """The connected components of overlapping windows, and tensors that overlap themselves."""
-    devices: defaultdict[torch.device, list[LiveTensor]] = defaultdict(list)
-    for live in lives:
-        if live.tensor.numel():
-            devices[live.tensor.device].append(live)
-    found: list[list[LiveTensor]] = []
-    for near in devices.values():
-        begins = np.array([live.tensor.data_ptr() for live in near], np.uint64)
-        order = np.argsort(begins)
-        sizes = np.array([_reach(live.tensor) for live in near], np.uint64)
-        ends = np.maximum.accumulate(begins[order] + sizes[order])
-        starts = [0, *np.flatnonzero(begins[order][1:] >= ends[:-1]) + 1, len(near)]
-        groups = (order[first:stop] for first, stop in pairwise(starts))
-        found += [[near[number] for number in group] for group in groups]
-    return [each for each in found if len(each) > 1 or memory_overlaps(each[0].tensor)]
-
-
-def _reach(tensor: torch.Tensor) -> int:
-    if tensor.is_contiguous():
-        return tensor.numel() * tensor.itemsize
-    steps = zip(tensor.shape, tensor.stride(), strict=True)
-    return (1 + sum((n - 1) * step for n, step in steps)) * tensor.itemsize
+    tensors = [live.tensor for live in lives]
+    windows = (
+        ("cpu" if each.is_cpu else str(each.device), each.data_ptr(), window_bytes(each))
+        for each in tensors
+    )
+    return [
+        [lives[number] for number in group]
+        for group in overlapping(windows)
+        if len(group) > 1 or memory_overlaps(tensors[group[0]])
+    ]
 
 
 def _lay_likewise(group: Sequence[LiveTensor]) -> bool:
@@ -326,11 +312,6 @@ def _place(live: LiveTensor) -> Hashable:
     return (first.entry, tensor.data_ptr() - first.start) if same else None
 
 
-def lazy_bits(tensor: torch.Tensor) -> str:
-    """The lazy bits of a tensor: any of ``c`` and ``n``."""
-    return ("c" if tensor.is_conj() else "") + ("n" if tensor.is_neg() else "")
-
-
 def _check_agreement(group: Sequence[LiveTensor], values: Sequence[torch.Tensor]) -> None:
     """Prove that overlapping tensors are given the same bytes where they overlap.
 
@@ -342,8 +323,8 @@ def _check_agreement(group: Sequence[LiveTensor], values: Sequence[torch.Tensor]
         SharingConflict: If they are not.
     """
     low = min(live.tensor.data_ptr() for live in group)
-    low -= low % _MAX_ITEM
-    high = max(live.tensor.data_ptr() + _reach(live.tensor) for live in group)
+    low -= low % MAX_ITEM
+    high = max(live.tensor.data_ptr() + window_bytes(live.tensor) for live in group)
     canvas = torch.zeros(high - low, dtype=torch.uint8, device="cpu")
     views = [_on_canvas(live, canvas, low) for live in group]
     converted = [value.to(view.dtype) for value, view in zip(values, views, strict=True)]

@@ -146,7 +146,7 @@ def owned_leaves(leaves: Sequence[TensorLeaf], tensors: Iterable[torch.Tensor]) 
     holed = {n for n in owned if not is_dense(leaves[n].shape, leaves[n].stride)}
     if holed:
         # What overlaps others is copied with all that lies between its elements.
-        owned -= holed.intersection(chain.from_iterable(alias_groups(list(leaves))))
+        owned -= holed.intersection(chain.from_iterable(alias_groups(leaves)))
     return owned
 
 

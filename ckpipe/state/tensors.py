@@ -13,7 +13,7 @@ imports torch's module of them.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -136,17 +136,21 @@ def tensor_leaf(tensor: torch.Tensor, label: str, shardings: Shardings | None = 
     plain = tensor.detach() if kind != PLAIN or requires_grad else tensor
     if type(plain) is not torch.Tensor:
         plain = plain.as_subclass(torch.Tensor)
-    lazy = ("c" if plain.is_conj() else "") + ("n" if plain.is_neg() else "")
     shape, stride = tuple(plain.shape), plain.stride()
     nbytes, contiguous = plain.nbytes, plain.is_contiguous()
-    window = nbytes if contiguous else _window(shape, stride, plain.itemsize)
+    window = nbytes if contiguous else window_bytes(plain)
     if is_freed(plain):
         raise UnsupportedState(f"This tensor {FREED}", key=label, hint=WHILE_IT_HAS_MEMORY)
     leaf = TensorLeaf(
         label, dtype, shape, stride, "cpu" if plain.is_cpu else str(device), kind, detail,
-        requires_grad, lazy, plain.data_ptr(), window, nbytes, contiguous,
+        requires_grad, lazy_bits(plain), plain.data_ptr(), window, nbytes, contiguous,
     )  # fmt: skip
     return leaf, plain
+
+
+def lazy_bits(tensor: torch.Tensor) -> str:
+    """Return the lazy bits of a tensor: any of ``c`` (conjugate) and ``n`` (negative)."""
+    return ("c" if tensor.is_conj() else "") + ("n" if tensor.is_neg() else "")
 
 
 FREED = "has no memory: its storage was freed"
@@ -227,11 +231,10 @@ def numpy_leaf(array: np.ndarray[Any, Any], label: str) -> Leaf:
             hint = f"Save {plain}.view(np.uint8), and view that by its dtype after a load"
         raise UnsupportedState(f"A numpy array of {what} cannot be saved", key=label, hint=hint)
     tensor = _as_tensor(array)
-    shape, stride = tuple(tensor.shape), tuple(tensor.stride())
     leaf = TensorLeaf(
-        label, NAMES[tensor.dtype], shape, stride, "cpu", NUMPY, array.dtype.str,
-        False, "", tensor.data_ptr(), _window(shape, stride, tensor.itemsize),
-        tensor.numel() * tensor.itemsize, tensor.is_contiguous(),
+        label, NAMES[tensor.dtype], tuple(tensor.shape), tensor.stride(), "cpu", NUMPY,
+        array.dtype.str, False, "", tensor.data_ptr(), window_bytes(tensor), tensor.nbytes,
+        tensor.is_contiguous(),
     )  # fmt: skip
     return leaf, tensor
 
@@ -269,13 +272,36 @@ def as_array(tensor: torch.Tensor, dtype: np.dtype[Any]) -> np.ndarray[Any, Any]
     return viewed
 
 
-def _window(shape: tuple[int, ...], stride: tuple[int, ...], itemsize: int) -> int:
-    if 0 in shape:
-        return 0
-    return (sum((n - 1) * step for n, step in zip(shape, stride, strict=True)) + 1) * itemsize
+def window_bytes(tensor: torch.Tensor) -> int:
+    """Return the bytes from the first to behind the last element of a strided tensor."""
+    if tensor.is_contiguous():
+        return tensor.nbytes
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    return (1 + sum((n - 1) * step for n, step in steps)) * tensor.itemsize
 
 
-def alias_groups(leaves: list[TensorLeaf]) -> list[list[int]]:
+def overlapping(windows: Iterable[tuple[str, int, int]]) -> list[list[int]]:
+    """Return the connected components of overlapping windows of memory, each as their numbers.
+
+    Args:
+        windows: Device, address and bytes of each; those without bytes stand in no component.
+    """
+    groups: list[list[int]] = []
+    last, end = "", 0
+    order = sorted(
+        (where, begin, n, size) for n, (where, begin, size) in enumerate(windows) if size
+    )
+    for device, address, number, nbytes in order:
+        if device == last and address < end:
+            groups[-1].append(number)
+            end = max(end, address + nbytes)
+        else:
+            groups.append([number])
+            last, end = device, address + nbytes
+    return groups
+
+
+def alias_groups(leaves: Sequence[TensorLeaf]) -> list[list[int]]:
     """Return the connected components of overlapping windows, each as numbers of leaves.
 
     A tensor whose own elements overlap (an expanded one) is a group even if it is alone.
@@ -284,28 +310,14 @@ def alias_groups(leaves: list[TensorLeaf]) -> list[list[int]]:
         Groups of two or more, and overlapping ones, each ordered as the walk met them; a leaf
         that stands in none shares no byte.
     """
-    found: list[list[int]] = []
-    order = sorted((leaf.device, leaf.address, n) for n, leaf in enumerate(leaves) if leaf.window)
-    group: list[int] = []
-    device, end = "", -1
-    for where, address, number in order:
-        leaf = leaves[number]
-        if group and where == device and address < end:
-            group.append(number)
-            end = max(end, address + leaf.window)
-            continue
-        if len(group) != 1 or not leaves[group[0]].contiguous:
-            _close(group, leaves, found)
-        group, device, end = [number], where, address + leaf.window
-    _close(group, leaves, found)
-    return sorted(found)
+    groups = overlapping((leaf.device, leaf.address, leaf.window) for leaf in leaves)
+    return sorted(
+        sorted(group) for group in groups if len(group) > 1 or _overlaps_itself(leaves[group[0]])
+    )
 
 
-def _close(group: list[int], leaves: list[TensorLeaf], found: list[list[int]]) -> None:
-    if len(group) > 1 or (group and leaves[group[0]].window < leaves[group[0]].nbytes):
-        found.append(sorted(group))
-    elif group and overlaps_itself(leaves[group[0]].shape, leaves[group[0]].stride):
-        found.append(list(group))
+def _overlaps_itself(leaf: TensorLeaf) -> bool:
+    return not leaf.contiguous and overlaps_itself(leaf.shape, leaf.stride)
 
 
 def overlaps_itself(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
