@@ -14,7 +14,8 @@ Only names that ckpipe writes are looked at. Complete checkpoints are the busine
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 
@@ -61,15 +62,15 @@ class Leftovers:
         digests: Digests of checkpoints that have no index.
     """
 
-    incomplete: tuple[CheckpointInfo, ...]
+    incomplete: Sequence[CheckpointInfo]
     active: Mapping[str, datetime]
-    leases: tuple[ObjectInfo, ...]
-    tombstones: tuple[ObjectInfo, ...]
-    unfinished: tuple[str, ...]
-    scratch: tuple[ObjectInfo, ...] = ()
-    agreed: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    leases: Sequence[ObjectInfo]
+    tombstones: Sequence[ObjectInfo]
+    unfinished: Sequence[str]
+    scratch: Sequence[ObjectInfo] = ()
+    agreed: Mapping[str, Sequence[str]] = field(default_factory=dict)
     claims: Mapping[str, tuple[datetime, datetime]] = field(default_factory=dict)
-    digests: tuple[ObjectInfo, ...] = ()
+    digests: Sequence[ObjectInfo] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +134,7 @@ def plan_sweep(
     return SweepReport(
         remove,
         keep,
-        found.unfinished,
+        tuple(found.unfinished),
         old(found.tombstones),
         old(each for each in found.leases if _LEASE.fullmatch(each.key)),
         old(found.scratch),
@@ -192,9 +193,11 @@ async def look_around(backend: Backend) -> Leftovers:
         StoreError: If the store failed.
     """
     infos = await discover(backend)
-    tombstones = [
-        each for each in (await backend.children(DELETED)).objects if tombstone_id(each.key)
-    ]
+    tombstones = {
+        id: each
+        for each in (await backend.children(DELETED)).objects
+        if (id := tombstone_id(each.key)) is not None
+    }
     incomplete = []
     active: dict[str, datetime] = {}
     for info in infos:
@@ -206,33 +209,26 @@ async def look_around(backend: Backend) -> Leftovers:
             _note(active, launch_id(info.attempt), own)
             if own:  # else files of another program lie where a deleted one was
                 incomplete.append(info)
-    agreed: dict[str, list[str]] = {}
+    agreed: defaultdict[str, list[str]] = defaultdict(list)
     claims: dict[str, tuple[datetime, datetime]] = {}
     async for each in backend.list(ATTEMPTS):
         launch, _, name = each.key.removeprefix(ATTEMPTS).partition("/")
         _note(active, launch, [each.modified])
         if name.startswith("agreed/"):
-            agreed.setdefault(launch, []).append(each.key)
+            agreed[launch].append(each.key)
         elif name.startswith("claim-"):
             first, last = claims.get(launch, (each.modified, each.modified))
             claims[launch] = min(first, each.modified), max(last, each.modified)
     leases = await read_leases(backend)
-    deleting = [id for one in tombstones if (id := tombstone_id(one.key)) is not None]
-    unfinished = [str(id) for id in deleting if await has_own(backend, id)]
+    unfinished = [str(id) for id in tombstones if await has_own(backend, id)]
     scratch = [each async for each in backend.list(BENCH)]
     there = {info.key for info in infos if info.saved_at is not None}
-    digests = await owned_sidecars(backend)
+    owned = await owned_sidecars(backend)
+    # Of checkpoints that are gone: one is left whose writer came after the deletion.
+    digests = [each for id, keys in owned.items() if id not in there for each in keys]
+    marks = list(tombstones.values())
     return Leftovers(
-        tuple(incomplete),
-        active,
-        tuple(leases),
-        tuple(tombstones),
-        tuple(unfinished),
-        tuple(scratch),
-        {launch: tuple(keys) for launch, keys in agreed.items()},
-        claims,
-        # Of checkpoints that are gone: one is left whose writer came after the deletion.
-        tuple(each for id, keys in digests.items() if id not in there for each in keys),
+        incomplete, active, leases, marks, unfinished, scratch, agreed, claims, digests
     )
 
 
