@@ -18,8 +18,9 @@ from torch.optim import Optimizer
 
 from ckpipe.errors import DtypeMismatch, ShapeMismatch, StructureMismatch
 from ckpipe.format.keys import join
-from ckpipe.loading.live_tensors import is_placed, local_tensor
+from ckpipe.loading.live_tensors import is_placed
 from ckpipe.loading.stateful import LoadTargets, SavedObject, SavedTensor
+from ckpipe.state.tensors import local_part
 from ckpipe.training.loading import load_targets
 from ckpipe.training.names import ModelNames, names_of
 from ckpipe.training.optimizers import (
@@ -217,7 +218,7 @@ def _local_copy(
     if is_placed(target) and is_placed(value):
         same = target.placements == value.placements  # type: ignore[attr-defined]
         if same and target.device_mesh == value.device_mesh:  # type: ignore[attr-defined]
-            return local_tensor(target), local_tensor(value)
+            return local_part(target), local_part(value)
     raise StructureMismatch(
         "The tensor is not sharded like the target",
         key=label,

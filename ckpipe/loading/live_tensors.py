@@ -8,27 +8,28 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.nn.parameter import is_lazy
 
 from ckpipe.errors import CkpipeError, DtypeMismatch, ShapeMismatch, StructureMismatch
 from ckpipe.loading.chunks import StoredTensor
 from ckpipe.state.placements import HeldBox
-from ckpipe.state.tensors import FREED, NUMPY, WHILE_IT_HAS_MEMORY, Shardings, is_freed
+from ckpipe.state.tensors import (
+    FREED,
+    NUMPY,
+    PLAIN_TYPES,
+    WHILE_IT_HAS_MEMORY,
+    Shardings,
+    is_freed,
+    local_part,
+)
 from ckpipe.state.values import plain_numpy_dtype
-
-PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
-"""The types of tensors that nothing but their memory is to be said of."""
 
 
 def is_placed(obj: Any) -> bool:
     """Tell whether a tensor is a DTensor: a local tensor with a mesh and placements."""
-    return type(obj) not in PLAIN and hasattr(obj, "device_mesh") and hasattr(obj, "placements")
-
-
-def local_tensor(obj: Any) -> torch.Tensor:
-    """The part of a DTensor that this process holds, by its own memory, detached."""
-    with torch.no_grad():
-        local: torch.Tensor = obj.to_local()
-    return local.detach()
+    return (
+        type(obj) not in PLAIN_TYPES and hasattr(obj, "device_mesh") and hasattr(obj, "placements")
+    )
 
 
 def why_unplaceable(obj: Any) -> str:
@@ -84,22 +85,17 @@ def _rank_on(mesh: Any, place: Sequence[int]) -> int:
 FILLABLE = (torch.Tensor, np.ndarray)
 """What a tensor can be loaded into; named, since a union would be made anew for every tensor."""
 
-_UNINITIALIZED = (
-    torch.nn.parameter.UninitializedParameter,
-    torch.nn.parameter.UninitializedBuffer,
-)
-
 
 def writable_view(obj: torch.Tensor | np.ndarray[Any, Any]) -> torch.Tensor | None:
     """The memory of a tensor or array as a plain tensor; None if it cannot be written so."""
     if isinstance(obj, np.ndarray):
         return _array_view(obj)
     kind = type(obj)
-    if kind not in PLAIN:
+    if kind not in PLAIN_TYPES:
         if is_placed(obj):
-            obj = local_tensor(obj)
+            obj = local_part(obj)
             kind = type(obj)
-        if kind not in PLAIN and _is_wrapper(obj):
+        if kind not in PLAIN_TYPES and _is_wrapper(obj):
             return None
     if obj.layout is not torch.strided or obj.is_meta or obj.is_nested or obj.is_quantized:
         return None
@@ -110,18 +106,13 @@ def writable_view(obj: torch.Tensor | np.ndarray[Any, Any]) -> torch.Tensor | No
 
 
 def _has_no_memory(obj: torch.Tensor) -> bool:
-    part = local_tensor(obj) if is_placed(obj) else obj
-    plain = type(part) in PLAIN and part.layout is torch.strided and not part.is_nested
+    part = local_part(obj) if is_placed(obj) else obj
+    plain = type(part) in PLAIN_TYPES and part.layout is torch.strided and not part.is_nested
     return plain and is_freed(part)
 
 
-def has_shape(obj: torch.Tensor | np.ndarray[Any, Any]) -> bool:
-    """True if it has a shape already; a parameter of a lazy module gets it from what is loaded."""
-    return type(obj) in PLAIN or not isinstance(obj, _UNINITIALIZED)
-
-
 def _is_wrapper(obj: torch.Tensor) -> bool:
-    return hasattr(obj, "__tensor_flatten__") or hasattr(obj, "device_mesh") or not has_shape(obj)
+    return hasattr(obj, "__tensor_flatten__") or hasattr(obj, "device_mesh") or is_lazy(obj)
 
 
 def _array_view(array: np.ndarray[Any, Any]) -> torch.Tensor | None:
@@ -149,7 +140,7 @@ def misfit(
     """
     if isinstance(live, torch.Tensor) and _has_no_memory(live):
         return StructureMismatch(f"The target {FREED}", key=stored.label, hint=WHILE_IT_HAS_MEMORY)
-    plain = type(live) in PLAIN and live.dtype is stored.dtype
+    plain = type(live) in PLAIN_TYPES and live.dtype is stored.dtype
     if plain and live.shape == stored.row.shape and not live.is_meta:  # type: ignore[union-attr]
         return None  # Nearly always, and quickly said.
     convertible, shape, dtype = True, stored.shape, stored.dtype

@@ -33,6 +33,7 @@ from operator import is_
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from ckpipe.errors import InvalidManifest, StructureMismatch, UnsupportedState
 from ckpipe.format.keys import Json, LabelFilter, decode_key, encode_key, join
@@ -41,7 +42,7 @@ from ckpipe.format.tree import MAPPINGS, Node, children_of, leaf_labels
 from ckpipe.interpreter import user_code
 from ckpipe.loading.chunks import StoredTensor
 from ckpipe.loading.fill import normal_tensors
-from ckpipe.loading.live_tensors import FILLABLE, has_shape, misfit, writable_view
+from ckpipe.loading.live_tensors import FILLABLE, misfit, writable_view
 from ckpipe.loading.saved_state import SavedState, is_generators
 from ckpipe.loading.select import PerRankItems, any_selected
 from ckpipe.loading.stateful import (
@@ -228,7 +229,8 @@ class Matching:
             raise _wrong_kind("a tensor", live, label)
         if number in self._per_rank.tensors:
             return self._combined(number, live, label)
-        if fillable and has_shape(live):
+        # A parameter of a lazy module gets its shape from what is loaded.
+        if fillable and not is_lazy(live):
             stored, must = self._targets.stored[number], use is not Use.OFFERED
             error = misfit(stored, live, cast=must and self._targets.cast)
             if error is not None and must:
