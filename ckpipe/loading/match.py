@@ -28,7 +28,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
-from itertools import chain
 from operator import is_
 from typing import Any
 
@@ -40,7 +39,6 @@ from ckpipe.format.keys import Json, LabelFilter, decode_key, encode_key, join
 from ckpipe.format.manifest import TensorRow
 from ckpipe.format.tree import MAPPINGS, Node, children_of, leaf_labels
 from ckpipe.interpreter import user_code
-from ckpipe.loading.chunks import StoredTensor
 from ckpipe.loading.fill import normal_tensors
 from ckpipe.loading.live_tensors import FILLABLE, misfit, writable_view
 from ckpipe.loading.saved_state import SavedState, is_generators
@@ -49,7 +47,8 @@ from ckpipe.loading.stateful import (
     Looks,
     SavedObject,
     SavedTensor,
-    check_stateful,
+    check_module,
+    check_optimizer,
     live_state,
     loads_as_torch_does,
     mismatch,
@@ -257,7 +256,7 @@ class Matching:
                 hint="Load into a state with distributed tensors in it, such as that of "
                 "ckpipe.distributed.training_state, or from a single process",
             )
-        obj = self._tensor_object(row, stored)
+        obj = _tensor_object(row, self._targets.fresh(stored))
         self._tensors[number] = partial(_same, obj)
         if row.attributes:
             # Their containers may refer to the tensor itself.
@@ -279,7 +278,8 @@ class Matching:
         if combine is None or not parts:
             raise self._per_rank.refused(label, parts)
         row = stored[number].row
-        copies = [self._tensor_object(row, stored.of_part(part, inner)) for part, inner in parts]
+        fresh = self._targets.fresh
+        copies = [_tensor_object(row, fresh(stored.of_part(*place))) for place in parts]
         view = writable_view(live) if isinstance(live, FILLABLE) else None
 
         def make() -> Any:
@@ -291,10 +291,6 @@ class Matching:
             return live
 
         return make
-
-    def _tensor_object(self, row: TensorRow, stored: StoredTensor) -> Any:
-        with normal_tensors():
-            return _tensor_object(row, self._targets.fresh(stored))
 
     def _update(self, attributes: Factory) -> Callable[[Any], None]:
         return lambda obj: self._put(vars(obj).update, attributes, {})
@@ -340,10 +336,10 @@ class Matching:
         if self._per_rank.derive is not None and is_generators(node):
             return self._derived(self._per_rank.derive, node, label)
         children, held = children_of(node, label), live if isinstance(live, dict) else {}
-        saved, own_keys = _exact([key for key, _, _ in children], list(held))
-        left = dict(zip(own_keys, held, strict=True))
+        left = {_exact(key): key for key in held}
         items: list[tuple[Any, Factory]] = []
-        for exact, (key, child, where) in zip(saved, children, strict=True):
+        for key, child, where in children:
+            exact = _exact(key)
             value = held[left.pop(exact)] if exact in left else NOTHING
             if value is NOTHING:
                 if self._common is not None and self._is_elsewhere(child, label, where, live, use):
@@ -570,15 +566,19 @@ class Matching:
             self.left += found.unexpected
             return found.tree, Use.IN_PLACE, lambda _: found.attach()
         live = self._looks.once(target, partial(live_state, target))
-        check_stateful(target, live, node, label, self._select, self._common)
+        use = Use.OFFERED
+        if isinstance(target, torch.nn.Module):
+            use = Use.FITTING
+            if loads_as_torch_does(target):
+                use = Use.NAMED
+                check_module(live, node, label, self._select, self._common)
+        elif isinstance(target, torch.optim.Optimizer):
+            use = Use.FITTING
+            check_optimizer(target, node, label, options=self._select.selects_all)
         if isinstance(live, dict) and node[0] in MAPPINGS:
             names = {key if type(key) is str else decode_key(key) for key in node[1]}
             own = ((join(label, key), live[key]) for key in live if key not in names)
             self.kept += [where for where, each in own if any_selected(each, where, self._select)]
-        use = Use.OFFERED
-        if isinstance(target, torch.nn.Module | torch.optim.Optimizer):
-            module = isinstance(target, torch.nn.Module) and loads_as_torch_does(target)
-            use = Use.NAMED if module else Use.FITTING
         return live, use, target.load_state_dict
 
     def _described(self, node: Node, label: str) -> Any:
@@ -684,16 +684,17 @@ def _stays(make: Factory, obj: Any) -> bool:
 def _tensor_object(row: TensorRow, plain: torch.Tensor) -> Any:
     """Make what stands in a state for a tensor: a parameter, say, or an array over its memory."""
     try:
-        if row.kind == NUMPY:
-            return as_array(plain, plain_numpy_dtype(row.detail or "", row.label))
-        if row.kind == PARAMETER:
-            return torch.nn.Parameter(plain, requires_grad=row.requires_grad)
-        if row.kind == BUFFER:
-            plain = torch.nn.Buffer(plain, persistent=row.detail == "persistent")
-        elif row.kind == SUBCLASS:
-            plain = plain.as_subclass(resolve_class(row.detail or "", torch.Tensor))
-        with torch._C.DisableTorchFunctionSubclass():
-            return plain.requires_grad_() if row.requires_grad else plain
+        with normal_tensors():
+            if row.kind == NUMPY:
+                return as_array(plain, plain_numpy_dtype(row.detail or "", row.label))
+            if row.kind == PARAMETER:
+                return torch.nn.Parameter(plain, requires_grad=row.requires_grad)
+            if row.kind == BUFFER:
+                plain = torch.nn.Buffer(plain, persistent=row.detail == "persistent")
+            elif row.kind == SUBCLASS:
+                plain = plain.as_subclass(resolve_class(row.detail or "", torch.Tensor))
+            with torch._C.DisableTorchFunctionSubclass():
+                return plain.requires_grad_() if row.requires_grad else plain
     except (TypeError, ValueError, RuntimeError) as error:
         if isinstance(error, StructureMismatch):
             raise
@@ -755,16 +756,9 @@ def _check_attributes(cls: Any, names: list[str], label: str) -> None:
 # Keys and kinds of the target
 
 
-def _exact(*key_lists: list[Any]) -> tuple[list[Any], ...]:
-    """Forms of keys in which 1, 1.0 and True stay apart, and nan is equal to itself."""
-    kinds = set(map(type, chain.from_iterable(key_lists)))
-    if kinds <= {str} or kinds <= {int}:
-        return key_lists
-    return tuple([_exact_key(key) for key in keys] for keys in key_lists)
-
-
-def _exact_key(key: Any) -> Any:
-    return key if type(key) is str else (repr(encode_key(key)),)
+def _exact(key: Any) -> Any:
+    """A form of a key in which 1, 1.0 and True stay apart, and nan is equal to itself."""
+    return key if type(key) in (str, int) else (repr(encode_key(key)),)
 
 
 def _is_object(live: Any) -> bool:

@@ -131,33 +131,6 @@ def live_state(obj: Any) -> Any:
     return obj.state_dict()
 
 
-def check_stateful(
-    obj: Any,
-    live: Any,
-    node: Node,
-    label: str,
-    select: LabelFilter,
-    common: frozenset[str] | None,
-) -> None:
-    """Make sure that an object can load a saved state, as far as that can be known.
-
-    Args:
-        obj: The object.
-        live: The state that it holds.
-        node: What was saved.
-        label: Where it stands in the state.
-        select: What of it is to be loaded.
-        common: The labels that all ranks had, if not all had the same ones.
-
-    Raises:
-        StructureMismatch: If it cannot.
-    """
-    if isinstance(obj, torch.nn.Module) and loads_as_torch_does(obj):
-        _check_module(live, node, label, select, common)
-    elif isinstance(obj, torch.optim.Optimizer):
-        _check_optimizer(obj, node, label, options=select.selects_all)
-
-
 # They add a counter that checkpoints of old versions lack, and refuse one that is not theirs.
 _NORMALIZATIONS = ("torch.nn.modules.batchnorm", "torch.nn.modules.instancenorm")
 
@@ -176,9 +149,21 @@ def loads_as_torch_does(module: torch.nn.Module) -> bool:
     )
 
 
-def _check_module(
+def check_module(
     live: Any, node: Node, label: str, select: LabelFilter, common: frozenset[str] | None
 ) -> None:
+    """Refuse keys that do not fit those of a module that loads as torch does.
+
+    Args:
+        live: The state that it holds.
+        node: What was saved.
+        label: Where it stands in the state.
+        select: What of it is to be loaded.
+        common: The labels that all ranks had, if not all had the same ones.
+
+    Raises:
+        StructureMismatch: If they do not fit.
+    """
     saved = {key for key, _, _ in children_of(node, label)}
     live = dict(live)
     missing = [
@@ -195,7 +180,7 @@ def _check_module(
         raise mismatch(missing, unexpected, label, hint="Load it into a module of the same layers")
 
 
-def _check_optimizer(obj: torch.optim.Optimizer, node: Node, label: str, *, options: bool) -> None:
+def check_optimizer(obj: torch.optim.Optimizer, node: Node, label: str, *, options: bool) -> None:
     """Refuse groups that do not fit those of an optimizer.
 
     ``load_state_dict`` takes groups that lack what the optimizer's step needs, those of another
