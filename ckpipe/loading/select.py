@@ -112,58 +112,48 @@ def pruned(
     """
     if select.selects_all:
         return tree, definitions
-    pruning = _Pruning(select, definitions)
-    left = pruning.node(tree, "") or list(ABSENT)
-    return left, {**definitions, **pruning.kept}
+    shared: dict[int, Node] = {}
+    left_out: list[str] = []
 
-
-class _Pruning:
-    def __init__(self, select: LabelFilter, definitions: Mapping[int, Node]) -> None:
-        self._select, self._definitions = select, definitions
-        self.kept: dict[int, Node] = {}
-        self._left_out = 0
-
-    def node(self, node: Node, label: str) -> Node | None:
+    def left_of(node: Node, label: str) -> Node | None:
         """The part of a node that is left; None if nothing is."""
         tag = node[0]
-        if tag in ("tensor", "value", *SETS):
-            if self._select(label):
-                return node
-            self._left_out += 1
-            return None
-        if tag in ("shared", "ref"):
-            return self._shared(node[1], label)
-        if tag in ("stateful", "registered"):
-            left_out = self._left_out
-            inner = self.node(node[-1], label)
-            if tag == "registered" and inner is not None and self._left_out > left_out:
-                raise part_of_registered(label)
-            return None if inner is None else [*node[:-1], inner]
         if tag == "absent":
             return None
-        return self._container(node, label)
-
-    def _shared(self, number: int, label: str) -> Node | None:
-        if number in self.kept:
-            return ["ref", number]
-        self.kept[number] = list(ABSENT)
-        inner = self.node(self._definitions[number], label)
-        if inner is None:
-            del self.kept[number]
+        if tag in ("tensor", "value", *SETS):
+            if select(label):
+                return node
+            left_out.append(label)
             return None
-        self.kept[number] = inner
-        return ["shared", number, inner]
-
-    def _container(self, node: Node, label: str) -> Node | None:
+        if tag in ("stateful", "registered"):
+            before = len(left_out)
+            inner = left_of(node[-1], label)
+            if tag == "registered" and inner is not None and len(left_out) > before:
+                raise part_of_registered(label)
+            return None if inner is None else [*node[:-1], inner]
+        if tag in ("shared", "ref"):
+            number = node[1]
+            if number in shared:
+                return ["ref", number]
+            shared[number] = list(ABSENT)
+            inner = left_of(definitions[number], label)
+            if inner is None:
+                del shared[number]
+                return None
+            shared[number] = inner
+            return ["shared", number, inner]
         children = children_of(node, label)
-        kept = [self.node(child, where) for _, child, where in children]
+        kept = [left_of(child, where) for _, child, where in children]
         if children and all(child is None for child in kept):
             return None
-        if node[0] in MAPPINGS or node[0] == "dataclass":
-            names = node[1] if node[0] in MAPPINGS else node[2]
+        if tag in MAPPINGS or tag == "dataclass":
+            names = node[1] if tag in MAPPINGS else node[2]
             pairs = [(key, k) for key, k in zip(names, kept, strict=True) if k is not None]
             return with_items(node, [key for key, _ in pairs], [child for _, child in pairs])
         return with_nodes(node, (list(ABSENT) if child is None else child for child in kept))
+
+    left = left_of(tree, "") or list(ABSENT)
+    return left, {**definitions, **shared}
 
 
 Combine = Callable[[str, Sequence[Any]], Any]

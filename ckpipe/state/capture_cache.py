@@ -63,8 +63,8 @@ def capture_cache_of(flattened: Flattened) -> CaptureCache | None:
     Args:
         flattened: The state, taken apart.
     """
-    containers = _Containers(flattened.opened)
-    usable = flattened.repeatable and _PLAIN_KEYS.issuperset(containers.key_types)
+    containers = _container_facts(flattened.opened)
+    usable = flattened.repeatable and _PLAIN_KEYS.issuperset(map(type, containers[-1]))
     return CaptureCache(flattened, containers) if usable else None
 
 
@@ -76,16 +76,14 @@ class CaptureCache:
 
     Args:
         flattened: The state, taken apart.
-        containers: Its containers.
+        containers: The facts of its containers.
     """
 
-    def __init__(self, flattened: Flattened, containers: _Containers) -> None:
+    def __init__(self, flattened: Flattened, containers: tuple[list[Any], ...]) -> None:
         captured, attached = flattened.captured, flattened.attached
         self._patterns = flattened.select.patterns
-        self._containers, self._like = (
-            containers,
-            captured.again(captured.tensors, captured.values, [], []),
-        )
+        self._containers = containers
+        self._like = captured.again(captured.tensors, captured.values, [], [])
         self._tensors, self._values = flattened.tensors, flattened.values
         self._repeats, self._left_out = flattened.repeats, flattened.left_out
         asking = [each for each in flattened.opened.containers if each.is_replicated]
@@ -113,7 +111,7 @@ class CaptureCache:
             return None
 
     def _captured(self, opened: OpenedState) -> Captured:
-        check(_Containers(opened) == self._containers)
+        check(_container_facts(opened) == self._containers)
         like, met = self._like, opened.met
         objects = list(map(met.__getitem__, self._tensors))
         self._check_identities(met, objects)
@@ -144,43 +142,26 @@ class CaptureCache:
 
 
 def _ids(objects: list[Any], numbers: list[int]) -> array[int]:
-    return array("Q", map(id, map(objects.__getitem__, numbers)))
+    return array("Q", map(id, _of(objects, numbers)))
 
 
 _PLAIN_KEYS = frozenset((str, int, bool, type(None)))
 """Classes of which equal keys are the same key."""
 
 
-class _Containers:
-    """The facts of opened containers, in lists that compare fast.
+def _container_facts(opened: OpenedState) -> tuple[list[Any], ...]:
+    """Return the facts of opened containers, in lists that compare fast; the last are the keys.
 
-    Args:
-        opened: A state.
+    Keys of other classes may be equal, or have an equality of their own, so that their classes are
+    compared before them.
     """
-
-    def __init__(self, opened: OpenedState) -> None:
-        each = opened.containers
-        self._types = list(map(type, opened.met))
-        self._facts = [
-            (one.kind, one.first, one.attached, one.is_replicated is None, tuple(one.inner),
-             None if one.head is None else repr(one.head))  # as text, in which 1 and True differ
-            for one in each
-        ]  # fmt: skip
-        keys = chain.from_iterable(one.keys or () for one in each)
-        self._keys = list(keys)
-        self.key_types = list(map(type, self._keys))
-
-    def __eq__(self, other: object) -> bool:
-        return (
-            isinstance(other, _Containers)
-            and self._types == other._types
-            and self._facts == other._facts
-            # Keys of other classes may be equal, or have an equality of their own.
-            and self.key_types == other.key_types
-            and self._keys == other._keys
-        )
-
-    __hash__ = None  # type: ignore[assignment]
+    facts = [
+        (one.kind, one.first, one.attached, one.is_replicated is None, tuple(one.inner),
+         None if one.head is None else repr(one.head))  # as text, in which 1 and True differ
+        for one in opened.containers
+    ]  # fmt: skip
+    keys = list(chain.from_iterable(one.keys or () for one in opened.containers))
+    return list(map(type, opened.met)), facts, list(map(type, keys)), keys
 
 
 _FACTS: tuple[Callable[[Any], Any], ...] = (
@@ -307,8 +288,6 @@ class TensorFingerprints:
 
 
 def _of(items: list[Any], numbers: list[int]) -> list[Any]:
-    if len(numbers) == len(items):
-        return list(items)
     return list(map(items.__getitem__, numbers))
 
 
