@@ -35,7 +35,7 @@ from ckpipe.format.merge import merge
 from ckpipe.format.names import GROUP_SIZE, index_key, manifest_key
 from ckpipe.interpreter import gc_paused
 from ckpipe.loading.load import LoadRequest, match_all
-from ckpipe.loading.read_plan import ReadLimits, plan_reads
+from ckpipe.loading.read_plan import plan_reads
 from ckpipe.loading.stateful import Looks
 from ckpipe.planning import LocalPlanner, fingerprint
 from ckpipe.state.capture_cache import capture_cache_of
@@ -251,9 +251,7 @@ def load(ranks: int) -> Figures:
 
     def planned() -> None:
         matched = match_all(bundle, request, 0, 1, Looks())
-        plan_reads(
-            matched.targets.stored.data, matched.targets.rounds[0].needs, ReadLimits(16 << 20, 4096)
-        )
+        plan_reads(matched.targets.stored.data, matched.targets.rounds[0].needs, 16 << 20, 4096)
 
     return {
         "chunks": float(ranks * TENSORS),

@@ -19,8 +19,8 @@ from ckpipe.loading.read_plan import (
     LEAST_BYTES,
     Need,
     Read,
-    ReadLimits,
     batched,
+    least_read_bytes,
     plan_reads,
 )
 from ckpipe.types import CheckpointId
@@ -58,8 +58,7 @@ entry_sizes = st.one_of(
     st.integers(1, 4).map(lambda n: n * CHUNK_BYTES),
     st.integers(20 * CHUNK_BYTES, 30 * CHUNK_BYTES),
 )
-limits = st.builds(
-    ReadLimits,
+limits = st.tuples(
     st.sampled_from([64 << 10, CHUNK_BYTES + 8192, 4 << 20, 16 << 20]),
     st.sampled_from([1, 512, 4096]),
 )
@@ -69,7 +68,7 @@ limits = st.builds(
 class Case:
     data: EntryTable
     needs: list[Need]
-    limits: ReadLimits
+    limits: tuple[int, int]
     lanes: int
 
 
@@ -107,7 +106,7 @@ def contiguous(ranges: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]
 def test_reads_bring_every_byte_of_the_chunks_that_are_needed_once(case: Case) -> None:
     data = case.data
     seen: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
-    chunks, reads = plan_reads(data, case.needs, case.limits, case.lanes)
+    chunks, reads = plan_reads(data, case.needs, *case.limits, case.lanes)
     for read in reads:
         whole = range(read.first, read.stop)
         for number in (*whole, *read.cut):
@@ -134,10 +133,10 @@ def test_reads_bring_every_byte_of_the_chunks_that_are_needed_once(case: Case) -
 
 @given(cases())
 def test_reads_stay_in_their_file_and_their_buffer(case: Case) -> None:
-    for read in plan_reads(case.data, case.needs, case.limits, case.lanes)[1]:
+    for read in plan_reads(case.data, case.needs, *case.limits, case.lanes)[1]:
         assert read.offset >= 0
         assert read.offset + read.size <= case.data.files[read.file].size
-        assert read.size <= case.limits.buffer_bytes
+        assert read.size <= max(case.limits[0], least_read_bytes(case.limits[1]))
 
 
 @given(cases())
@@ -145,22 +144,22 @@ def test_little_is_read_that_nobody_needs(case: Case) -> None:
     needs = contiguous([absolute(case.data, need) for need in case.needs])
     allowed = sum(hi - lo + max(ALLOWANCE_BYTES, (hi - lo) // 10) for _, lo, hi in needs)
     assert (
-        sum(read.size for read in plan_reads(case.data, case.needs, case.limits, case.lanes)[1])
+        sum(read.size for read in plan_reads(case.data, case.needs, *case.limits, case.lanes)[1])
         <= allowed
     )
 
 
 @given(cases())
 def test_reads_are_in_order_and_overlap_only_within_an_aligned_page(case: Case) -> None:
-    _, reads = plan_reads(case.data, case.needs, case.limits, case.lanes)
+    _, reads = plan_reads(case.data, case.needs, *case.limits, case.lanes)
     for one, other in pairwise(reads):
         assert (one.file, one.offset) <= (other.file, other.offset)
         if one.file == other.file:
-            assert other.offset > one.offset + one.size - 2 * case.limits.alignment
+            assert other.offset > one.offset + one.size - 2 * case.limits[1]
 
 
 @st.composite
-def resharded(draw: st.DrawFn) -> tuple[EntryTable, list[ChunkCopy], ReadLimits]:
+def resharded(draw: st.DrawFn) -> tuple[EntryTable, list[ChunkCopy], tuple[int, int]]:
     """A matrix that was saved in a grid of blocks, and those parts of them that a block needs."""
     rows, columns = draw(st.integers(1, 30)), draw(st.integers(1, 3 << 20))
     shape = (rows, columns)
@@ -184,7 +183,7 @@ def resharded(draw: st.DrawFn) -> tuple[EntryTable, list[ChunkCopy], ReadLimits]
 
 @given(resharded())
 def test_resharding_reads_little_more_than_it_needs_and_nothing_twice(
-    case: tuple[EntryTable, list[ChunkCopy], ReadLimits],
+    case: tuple[EntryTable, list[ChunkCopy], tuple[int, int]],
 ) -> None:
     data, pieces, limit = case
     # What is needed byte for byte, without what lies between rows that are read together.
@@ -196,7 +195,7 @@ def test_resharding_reads_little_more_than_it_needs_and_nothing_twice(
     ]
     runs = contiguous([absolute(data, need) for need in exact])
     allowed = sum(hi - lo + max(ALLOWANCE_BYTES, (hi - lo) // 10) for _, lo, hi in runs)
-    chunks, reads = plan_reads(data, [need for piece in pieces for need in piece.needs(1)], limit)
+    chunks, reads = plan_reads(data, [need for piece in pieces for need in piece.needs(1)], *limit)
     assert sum(read.size for read in reads) <= allowed
     whole = [n for read in reads for n in range(read.first, read.stop)]
     cut = {n for read in reads for n in read.cut}
@@ -209,7 +208,7 @@ def test_resharding_reads_little_more_than_it_needs_and_nothing_twice(
 
 def test_large_reads_are_aligned() -> None:
     data = table_of([[700, 64 << 20]])
-    _, reads = plan_reads(data, all_needs(data), ReadLimits(16 << 20, 4096))
+    _, reads = plan_reads(data, all_needs(data), 16 << 20, 4096)
     assert all(read.offset % 4096 == 0 for read in reads)
     assert all(read.size % 4096 == 0 for read in reads[:-1])
     assert len(reads) == 5
@@ -218,8 +217,8 @@ def test_large_reads_are_aligned() -> None:
 def test_a_small_gap_is_read_over_and_a_large_one_is_not() -> None:
     near, far = table_of([[100, 1000, 100]]), table_of([[100, 64 << 20, 100]])
     needs = [Need(0, 0, 100), Need(2, 0, 100)]
-    assert len(plan_reads(near, needs, ReadLimits(16 << 20, 4096))[1]) == 1
-    assert len(plan_reads(far, needs, ReadLimits(16 << 20, 4096))[1]) == 2
+    assert len(plan_reads(near, needs, 16 << 20, 4096)[1]) == 1
+    assert len(plan_reads(far, needs, 16 << 20, 4096)[1]) == 2
 
 
 def test_gaps_never_overdraw_the_allowance() -> None:
@@ -227,27 +226,25 @@ def test_gaps_never_overdraw_the_allowance() -> None:
     size = 2 * CHUNK_BYTES
     data = table_of([[size, 200 << 10, size]])
     needs = [Need(n, CHUNK_BYTES - 1, CHUNK_BYTES + 1) for n in (0, 2)]
-    _, reads = plan_reads(data, needs, ReadLimits(16 << 20, 4096))
+    _, reads = plan_reads(data, needs, 16 << 20, 4096)
     assert sum(read.size for read in reads) <= 4 + 2 * ALLOWANCE_BYTES
 
 
 def test_alignment_never_overdraws_the_allowance() -> None:
     data = table_of([[1, 2 * CHUNK_BYTES, 5000]])
-    _, (read,) = plan_reads(
-        data, [Need(1, CHUNK_BYTES - 1, CHUNK_BYTES + 1)], ReadLimits(4 << 20, 4096)
-    )
+    _, (read,) = plan_reads(data, [Need(1, CHUNK_BYTES - 1, CHUNK_BYTES + 1)], 4 << 20, 4096)
     assert read.size <= 2 + ALLOWANCE_BYTES
 
 
 def test_twenty_thousand_tiny_entries_are_one_read() -> None:
     data = table_of([[32] * 20_000])
-    _, (read,) = plan_reads(data, all_needs(data), ReadLimits(16 << 20, 4096))
+    _, (read,) = plan_reads(data, all_needs(data), 16 << 20, 4096)
     assert (read.first, read.stop) == (0, 20_000)
 
 
 @given(cases(), st.integers(1, 20 << 20))
 def test_batches_hold_all_reads_in_order_without_gaps(case: Case, nbytes: int) -> None:
-    _, reads = plan_reads(case.data, case.needs, case.limits, case.lanes)
+    _, reads = plan_reads(case.data, case.needs, *case.limits, case.lanes)
     batches = list(batched(reads, nbytes))
     assert [read for batch in batches for read in batch] == reads
     for batch in batches:
@@ -269,7 +266,7 @@ def reads_of_a_run(mebibytes: int, shift: int, lanes: int, part_bytes: int = PAR
     """The reads, cut where parts end, of so much that lies together from a place in a file on."""
     data = table_of([[shift, mebibytes * MIB]])
     data.begins[:] = [0, shift]
-    return plan_reads(data, [Need(1, 0, mebibytes * MIB)], ReadLimits(part_bytes, 1), lanes)[1]
+    return plan_reads(data, [Need(1, 0, mebibytes * MIB)], part_bytes, 1, lanes)[1]
 
 
 @example(15, 3 * MIB, 3)  # fits a part, lies across an edge, and is cut for its lanes

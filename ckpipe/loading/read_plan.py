@@ -99,23 +99,9 @@ class Read(NamedTuple):
     cut: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class ReadLimits:
-    """The limits that shape the reads.
-
-    Args:
-        read_bytes: The size that a read stays within, unless one chunk alone is larger. A store
-            without alignment is asked for ranges that end where parts of this size do.
-        alignment: Offsets and sizes become multiples of this, where the allowance permits.
-    """
-
-    read_bytes: int
-    alignment: int
-
-    @property
-    def buffer_bytes(self) -> int:
-        """The memory that any read fits into."""
-        return max(self.read_bytes, CHUNK_BYTES + 2 * self.alignment)
+def least_read_bytes(alignment: int) -> int:
+    """The least size of reads: one chunk fits into it wherever it lies, both ends aligned."""
+    return CHUNK_BYTES + 2 * alignment
 
 
 @dataclass(slots=True)
@@ -154,34 +140,34 @@ class _Span:
 
 
 def plan_reads(
-    data: EntryTable, needs: Iterable[Need], limits: ReadLimits, lanes: int = 1
+    data: EntryTable, needs: Iterable[Need], read_bytes: int, alignment: int, lanes: int = 1
 ) -> tuple[ReadChunks, list[Read]]:
     """Plan the reads that bring what is needed, by file and offset.
 
     Args:
         data: Where the entries are.
         needs: What is needed, in any order; needs may overlap, and empty ones are left out.
-        limits: What shapes the reads.
+        read_bytes: The size that a read stays within, unless one chunk alone is larger. A store
+            without alignment is asked for ranges that end where parts of this size do.
+        alignment: Offsets and sizes become multiples of this, where the allowance permits.
         lanes: How many threads take the reads.
     """
     spans = list(_joined(_spans(data, needs)))
     chunks = _chunks(data, spans)
     left = sum(span.end - span.begin for span in spans)
     # Where reads are to be aligned there is a disk, which all lanes share to the end.
-    in_parts = limits.alignment == 1 and limits.read_bytes >= 2 * CHUNK_BYTES
+    in_parts = alignment == 1 and read_bytes >= 2 * CHUNK_BYTES
     reads: list[Read] = []
     stop = 0
     for span in spans:
         first, stop = stop, stop + span.chunk_count
         at, end = chunks.at[first:stop], chunks.end[first:stop]
         if in_parts:
-            cuts = _cuts_at_parts(span, limits.read_bytes, left, lanes)
+            cuts = _cuts_at_parts(span, read_bytes, left, lanes)
         else:
-            cuts = _cuts_at_chunks(at, end, limits)
-        alignment = limits.alignment
-        if 2 * alignment * (len(cuts) - 1) > span.spare:
-            alignment = 1
-        reads += _reads(span.file, first, at, end, cuts, alignment, data.files[span.file].size)
+            cuts = _cuts_at_chunks(at, end, read_bytes - 2 * (alignment - 1))
+        step = alignment if 2 * alignment * (len(cuts) - 1) <= span.spare else 1
+        reads += _reads(span.file, first, at, end, cuts, step, data.files[span.file].size)
         left -= span.end - span.begin
     return chunks, reads
 
@@ -271,9 +257,8 @@ def _chunks(data: EntryTable, spans: Iterable[_Span]) -> ReadChunks:
     return ReadChunks(entry, lo, begins + lo, begins + np.minimum(lo + CHUNK_BYTES, last), checksum)
 
 
-def _cuts_at_chunks(at: Column, end: Column, limits: ReadLimits) -> list[int]:
-    """The ends of reads that are packed greedily, with room for both ends to be aligned."""
-    room = limits.read_bytes - 2 * (limits.alignment - 1)
+def _cuts_at_chunks(at: Column, end: Column, room: int) -> list[int]:
+    """The ends of reads that are packed greedily, within a room that aligning both ends leaves."""
     cuts, number = [int(at[0])], 0
     while end[-1] > cuts[-1] + room:
         # A chunk that is larger than the room is read by itself.

@@ -42,7 +42,7 @@ from ckpipe.format.manifest import FileRow, ManifestDocument
 from ckpipe.format.names import data_file_key
 from ckpipe.interpreter import available_cpus, gc_paused
 from ckpipe.loading.fill import Destination, RawBytes
-from ckpipe.loading.read_plan import Need, Read, ReadChunks, ReadLimits, batched, plan_reads
+from ckpipe.loading.read_plan import Need, Read, ReadChunks, batched, least_read_bytes, plan_reads
 from ckpipe.memory.arena import Arena
 from ckpipe.memory.native import address_of, copy_bytes, verify_copy_each
 from ckpipe.store.retry import locate_damage, warn_of_damaged_transfer
@@ -83,15 +83,8 @@ longer than they read.
 """
 
 
-class _Source(NamedTuple):
-    """A read, and where the store has it in memory: in a range that begins at a place of the file.
-
-    ``file_offset`` is that place.
-    """
-
-    read: Read
-    cached: CachedRange | None = None
-    file_offset: int = 0
+_Source = tuple[Read, CachedRange | None, int]
+"""A read, the range in which the store has it in memory, and where that begins in the file."""
 
 
 @dataclass(eq=False, slots=True)
@@ -168,8 +161,8 @@ class Reader:
     ) -> None:
         self._backend, self._id, self._data, self._buffers = backend, id, data, buffers
         smallest = min(len(buffer) for buffer in buffers)
-        self._limits = ReadLimits(smallest, backend.limits.alignment)
-        assert self._limits.read_bytes == self._limits.buffer_bytes, "a lane's buffer is too small"
+        self._read_bytes, self._alignment = smallest, backend.limits.alignment
+        assert smallest >= least_read_bytes(self._alignment), "a lane's buffer is too small"
         self.tally = ReadTally() if tally is None else tally
         self._lock = threading.Lock()
         self._partial: dict[int, _PartialChunk] = {}
@@ -214,7 +207,9 @@ class Reader:
         self, needs: Sequence[Need], destinations: Destinations
     ) -> tuple[_Pieces, list[Read]]:
         with gc_paused():
-            chunks, reads = plan_reads(self._data, needs, self._limits, len(self._buffers))
+            chunks, reads = plan_reads(
+                self._data, needs, self._read_bytes, self._alignment, len(self._buffers)
+            )
             return _pieces(chunks, destinations), reads
 
     async def _sources(self, reads: Sequence[Read]) -> tuple[list[_Source], list[_Source]]:
@@ -228,10 +223,10 @@ class Reader:
                 size = last.offset + last.size - first.offset
                 cached = await self._backend.cached(key, first.offset, size)
             if cached is None:
-                waiting += map(_Source, group)
+                waiting += [(read, None, 0) for read in group]
             else:
                 self.tally.reads += 1
-                in_memory += [_Source(read, cached, first.offset) for read in group]
+                in_memory += [(read, cached, first.offset) for read in group]
         return waiting, in_memory
 
     def _deliver(self, pieces: _Pieces, source: _Source, buffer: memoryview) -> None:
@@ -396,7 +391,7 @@ class Reader:
     def _header_sum(self, row: FileRow, rank: int, key: str) -> int:
         found = at = 0
         while at < row.header_bytes:
-            size = min(self._limits.read_bytes, row.header_bytes - at)
+            size = min(self._read_bytes, row.header_bytes - at)
             found = crc32c(self._filled(rank, key, at, self._buffers[0][:size]), found)
             at += size
         return found
@@ -408,7 +403,7 @@ def lane_buffers(arena: Arena, backend: Backend, lanes: int) -> Iterator[list[me
 
     Must be entered and left on the thread that uses the arena.
     """
-    least = ReadLimits(0, max(backend.limits.alignment, mmap.PAGESIZE)).buffer_bytes
+    least = least_read_bytes(max(backend.limits.alignment, mmap.PAGESIZE))
     if arena.block_bytes < least:
         yield [memoryview(mmap.mmap(-1, least)) for _ in range(lanes)]
         return
