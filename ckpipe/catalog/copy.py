@@ -132,9 +132,9 @@ async def copy_checkpoint(
             file = _File(source, target, id, data, number, settings)
             copied = await file.bring()
             report.files += 1
-            report.bytes += file.check.size
+            report.bytes += file.size
             report.copied_files += copied
-            report.copied_bytes += file.check.size * copied
+            report.copied_bytes += file.size * copied
     await _copy_metadata(source, target, id, settings)
     await _create(target, index_key(id), index)
     await write_sidecar_of(target, bundle)
@@ -189,15 +189,13 @@ class _File:
         self._source, self._target, self._settings = source, target, settings
         self._id, self._data, self._number = id, data, number
         self._rank = data.ranks[number]
-        self.check = FileCheck(data, number)
-        self._key = data_file_key(id, data.files[number].name)
-        size = self.check.size
-        self._block_bytes = block_bytes_for(size, settings.block_bytes, target.limits)
+        self._key, self.size = data_file_key(id, data.files[number].name), data.files[number].size
+        self._block_bytes = block_bytes_for(self.size, settings.block_bytes, target.limits)
 
     async def bring(self) -> bool:
         """Make the target have the file; return whether it had to be copied."""
         there = await self._size_there()
-        if there == self.check.size and await self._is_whole():
+        if there == self.size and await self._is_whole():
             return False
         try:
             await self._copy(there)
@@ -220,7 +218,7 @@ class _File:
 
         with _located(self._id, self._rank, self._key):
             upload = await self._target.open_upload(
-                self._key, size=self.check.size, block_bytes=self._block_bytes
+                self._key, size=self.size, block_bytes=self._block_bytes
             )
         try:
             await self._blocks(self._source, check, send)
@@ -254,26 +252,26 @@ class _File:
             return False
         if check.fault() is not None:
             return False
-        self._settings.on_bytes(check.size)
+        self._settings.on_bytes(self.size)
         return True
 
     async def _blocks(
         self, backend: Backend, check: FileCheck, use: UseBlock | None = None
     ) -> None:
         """Read the file in lanes; every block is summed up and used, in any order."""
-        offsets = iter(range(0, check.size, self._block_bytes))
+        offsets = iter(range(0, self.size, self._block_bytes))
 
         async def lane() -> None:
-            buffer = memoryview(mmap.mmap(-1, min(self._block_bytes, check.size)))
+            buffer = memoryview(mmap.mmap(-1, min(self._block_bytes, self.size)))
             for offset in offsets:
-                block = buffer[: min(self._block_bytes, check.size - offset)]
+                block = buffer[: min(self._block_bytes, self.size - offset)]
                 with _located(self._id, self._rank, self._key):
                     await backend.read_into(self._key, offset, block)
                 check.add(*await anyio.to_thread.run_sync(check.sums_of, offset, block))
                 if use is not None:
                     await use(offset, block)
 
-        blocks = -(-check.size // self._block_bytes)
+        blocks = -(-self.size // self._block_bytes)
         await run_lanes(min(self._settings.lanes, blocks), lane)
 
     async def _complete(self, upload: Upload) -> None:
@@ -281,7 +279,7 @@ class _File:
             await upload.complete()
         except CkpipeError:
             # The answer may have been lost, or another process copies the same: the store tells.
-            if await self._size_there() != self.check.size or not await self._is_whole():
+            if await self._size_there() != self.size or not await self._is_whole():
                 raise
 
 
@@ -332,11 +330,6 @@ class FileCheck:
         ]
         self._table = SumTable(self._sizes)
         self._sums = ChunkSums(self._table)
-
-    @property
-    def size(self) -> int:
-        """The size of the file in bytes."""
-        return self._row.size
 
     def sums_of(self, offset: int, block: memoryview) -> tuple[BlockCuts, list[int]]:
         """Compute the checksums of a block; changes nothing, so any thread may call it.

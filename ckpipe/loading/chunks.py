@@ -296,10 +296,7 @@ class StoredTensors:
             parts, holes = index.cover(region.box)
             missing += holes
             shift = [low - at for low, at in zip(region.box[0], region.at, strict=True)]
-            if any(shift):
-                found += [(candidates[n], part, moved(part, shift)) for n, part in parts]
-            else:
-                found += [(candidates[n], part, part) for n, part in parts]
+            found += [(candidates[n], part, moved(part, shift)) for n, part in parts]
         return found, missing
 
     def _copies(
@@ -311,12 +308,9 @@ class StoredTensors:
         for (number, chunk), part, target in found:
             box = chunk.box or everything
             shape = tuple(map(sub, box[1], box[0]))
-            if part is not box and part != box:
-                inside = moved(part, box[0])
-                copies.append(self._copy(stored, number, chunk, shape, inside, target))
-            else:
-                fills = None if target == everything else target
-                copies.append(self._copy(stored, number, chunk, shape, None, fills))
+            inside = None if part == box else moved(part, box[0])
+            fills = None if inside is None and target == everything else target
+            copies.append(self._copy(stored, number, chunk, shape, inside, fills))
         return tuple(copies)
 
     def _copy(
@@ -354,11 +348,8 @@ class StoredTensors:
         Raises:
             NeedsFullIndex: If another rank's part, which is not here, says where it is.
         """
-        rows = self._held_by(part).by_tensor.get(tensor, ())
-        if len(rows) == 1 and (chunk := rows[0]).owner is None:
-            return [(part, chunk)]
         found: list[ChunkRef] = []
-        for chunk in rows:
+        for chunk in self._held_by(part).by_tensor.get(tensor, ()):
             if chunk.owner is None:
                 found.append((part, chunk))
             else:

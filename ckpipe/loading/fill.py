@@ -46,14 +46,9 @@ class RawBytes(NamedTuple):
 
     def put(self, source: int, lo: int, hi: int) -> None:
         """Take the bytes ``[lo, hi)`` of the entry from an address, as far as they concern it."""
-        start, stop, address = self
-        if start <= lo and hi <= stop:  # nearly always, and min and max take as long as a copy
-            first, nbytes = lo, hi - lo
-        else:
-            first = max(lo, start)
-            nbytes = min(hi, stop) - first
-        if nbytes > 0:
-            copy_bytes(address + first - start, source + first - lo, nbytes)
+        first, last = max(lo, self.start), min(hi, self.stop)
+        if first < last:
+            copy_bytes(self.address + first - self.start, source + first - lo, last - first)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,9 +103,9 @@ def _bytes_at(address: int, nbytes: int) -> torch.Tensor:
     return tensor.clone() if address % MAX_ITEM else tensor
 
 
-def boxed(tensor: torch.Tensor, box: Box) -> torch.Tensor:
-    """The part of a tensor that a box cuts out."""
-    for dim, (low, high) in enumerate(zip(*box, strict=True)):
+def boxed(tensor: torch.Tensor, box: Box | None) -> torch.Tensor:
+    """The part of a tensor that a box cuts out; all of it for None."""
+    for dim, (low, high) in enumerate(zip(*(box or ()), strict=True)):
         if high - low != tensor.shape[dim]:
             tensor = tensor.narrow(dim, low, high - low)
     return tensor
@@ -174,8 +169,7 @@ def is_image(copied: ChunkCopy, stored: StoredTensor) -> bool:
 
 
 def copy_from_image(target: torch.Tensor, image: torch.Tensor, copied: ChunkCopy) -> None:
-    part = target if copied.target is None else boxed(target, copied.target)
-    part.copy_(image if copied.inside is None else boxed(image, copied.inside))
+    boxed(target, copied.target).copy_(boxed(image, copied.inside))
 
 
 def destination_of(copied: ChunkCopy, dtype: torch.dtype, target: torch.Tensor) -> Destination:
@@ -190,7 +184,7 @@ def destination_of(copied: ChunkCopy, dtype: torch.dtype, target: torch.Tensor) 
         raw = _raw_bytes(copied, tuple(target.shape), dtype.itemsize, target.data_ptr())
         if raw is not None:
             return raw
-    part = target if copied.target is None else boxed(target, copied.target)
+    part = boxed(target, copied.target)
     shape, inside = copied.shape, copied.inside
     if inside is None:
         if part.is_contiguous():

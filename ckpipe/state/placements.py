@@ -224,9 +224,6 @@ def _shard(held: list[Interval], index: int, count: int, split_factor: int) -> l
 
 
 def _chunks(lo: int, hi: int, count: int) -> Iterator[Interval]:
-    if count == 1:
-        yield lo, hi
-        return
     step = -(-(hi - lo) // count)
     while lo < hi:
         yield lo, min(lo + step, hi)
