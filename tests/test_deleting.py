@@ -113,11 +113,11 @@ async def test_deletions_are_remembered_for_as_long_as_their_marks_stay(
     finished: set[CheckpointId] = set()
     another: set[CheckpointId] = set()
     for _ in range(2):
-        await prune(backend, rule, {}, MetadataCache(), finished, sweep_after=DAY, now=NOW)
+        await prune(backend, rule, {}, MetadataCache(deleted=finished), sweep_after=DAY, now=NOW)
         assert finished == {each.key for each in gone}
     who = another if by_another else finished
-    await prune(backend, rule, {}, MetadataCache(), who, sweep_after=DAY, now=LATER)
-    await prune(backend, rule, {}, MetadataCache(), finished, sweep_after=DAY, now=LATER)
+    await prune(backend, rule, {}, MetadataCache(deleted=who), sweep_after=DAY, now=LATER)
+    await prune(backend, rule, {}, MetadataCache(deleted=finished), sweep_after=DAY, now=LATER)
     assert finished == set()
 
 
@@ -127,9 +127,9 @@ async def test_what_others_have_removed_is_forgotten(store: Stores, how: str) ->
     backend, facts = store.memory, MetadataCache()
     await decide_on(backend, KeepLast(1), {}, facts, now=NOW)
     assert facts.names() == {newest.id, *(each.id for each in gone)}
-    await prune(backend, KeepLast(1), {}, MetadataCache(), set(), sweep_after=DAY, now=NOW)
+    await prune(backend, KeepLast(1), {}, MetadataCache(), sweep_after=DAY, now=NOW)
     if how == "prune":
-        await prune(backend, KeepLast(1), {}, facts, set(), sweep_after=DAY, now=NOW)
+        await prune(backend, KeepLast(1), {}, facts, sweep_after=DAY, now=NOW)
     elif how == "decide":
         await decide_on(backend, KeepLast(1), {}, facts, now=NOW)
     else:

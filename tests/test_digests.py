@@ -254,7 +254,7 @@ async def test_nothing_is_deleted_on_the_word_of_a_digest(
     now = datetime.now(UTC)
     truth = await decide_on(untold, rule, kept, MetadataCache(), now=now)
     planned = await decide_on(told, rule, kept, MetadataCache(), now=now)
-    done = await prune(told, rule, kept, MetadataCache(), set(), sweep_after=DAY)
+    done = await prune(told, rule, kept, MetadataCache(), sweep_after=DAY)
     assert (done.keep, done.remove) == (planned.keep, planned.remove), "as the dry run said"
     assert set(done.remove) <= set(truth.remove)
     again = await decide_on(told, rule, kept, MetadataCache(), now=now)
@@ -288,9 +288,7 @@ async def test_what_a_running_launch_keeps_is_known_for_sure() -> None:
             await told.put(index_key(id), data, PutMode.CREATE)
             for key in sidecar_keys(id, sidecar_of(index)):
                 await told.put(key, b"{}", PutMode.CREATE)
-    decision = await prune(
-        told, KeepLast(1), {"a": "lives"}, MetadataCache(), set(), sweep_after=DAY
-    )
+    decision = await prune(told, KeepLast(1), {"a": "lives"}, MetadataCache(), sweep_after=DAY)
     kept = [(each.attempt, each.step) for each in map(CheckpointId.parse, decision.keep) if each]
     # The newest of the first cannot be read, which leaves the one before to be its newest.
     assert sorted(kept) == [(launches[0], 1), (launches[0], 2), (launches[1], 2)]
@@ -318,5 +316,5 @@ async def test_what_takes_the_place_of_another_in_a_stretch_can_be_read() -> Non
         await told.put(index_key(id), data, PutMode.CREATE)
         for key in sidecar_keys(id, sidecar_of(index)):
             await told.put(key, b"{}", PutMode.CREATE)
-    decision = await prune(told, KeepEvery(steps=1), {}, MetadataCache(), set(), sweep_after=DAY)
+    decision = await prune(told, KeepEvery(steps=1), {}, MetadataCache(), sweep_after=DAY)
     assert decision.remove == ()

@@ -273,9 +273,7 @@ async def test_two_that_prune_while_one_reads_leave_what_is_read(store: Stores) 
 
     async def prune_once() -> None:
         protected = {first.removesuffix(".json"): "leased"}
-        await prune(
-            backend, KeepLast(1), protected, MetadataCache(), set(), sweep_after=timedelta(days=1)
-        )
+        await prune(backend, KeepLast(1), protected, MetadataCache(), sweep_after=timedelta(days=1))
 
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(prune_once)

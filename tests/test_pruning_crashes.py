@@ -59,14 +59,14 @@ async def crash_everywhere(losses: list[float], rule: Rule, leased: int, landing
         backend.fail(Crash(), number, landing)
         crashed = False
         try:
-            await prune(backend, rule, protected, known(facts), set(), sweep_after=DAY)
+            await prune(backend, rule, protected, known(facts), sweep_after=DAY)
         except Crash:
             crashed = True
         backend.heal()
         assert set(planned.keep) <= await complete(backend), "whenever it crashes"
-        await prune(backend, rule, protected, known(facts), set(), sweep_after=DAY)
+        await prune(backend, rule, protected, known(facts), sweep_after=DAY)
         assert await complete(backend) == set(planned.keep), "what was planned is what happens"
-        again = await prune(backend, rule, protected, known(facts), set(), sweep_after=DAY)
+        again = await prune(backend, rule, protected, known(facts), sweep_after=DAY)
         assert again.remove == ()
         left = {each.key.partition("/")[0] async for each in backend.inner.list("")}
         assert not left & set(planned.remove), "no data of a deleted one is left"

@@ -26,7 +26,7 @@ from ckpipe.format.manifest import ManifestDocument
 from ckpipe.format.metrics_sidecar import MetricsSidecar, sidecar_of
 from ckpipe.retention import Candidate
 from ckpipe.threads import all_of
-from ckpipe.types import CheckpointInfo
+from ckpipe.types import CheckpointId, CheckpointInfo
 
 logger = logging.getLogger("ckpipe")
 
@@ -66,11 +66,15 @@ class MetadataCache:
         known: What indexes say, or said when they were written.
         told: What digests say of others.
         trusting: Whether digests are believed: none has contradicted its index yet.
+        deleted: Deletions that are known to be through.
+        retired: Complete checkpoints that retention has removed in this process.
     """
 
     known: dict[str, MetadataSummary] = field(default_factory=dict)
     told: dict[str, MetricsSidecar] = field(default_factory=dict)
     trusting: bool = True
+    deleted: set[CheckpointId] = field(default_factory=set)
+    retired: set[CheckpointId] = field(default_factory=set)
 
     def learn(self, name: str, found: MetadataSummary) -> None:
         """Note what an index says; what was told of it counts no longer."""

@@ -220,11 +220,9 @@ async def prune(
     rule: Rule | None,
     protected: Mapping[str, str],
     facts: MetadataCache,
-    finished: set[CheckpointId],
     *,
     sweep_after: timedelta,
     now: datetime | None = None,
-    retired: set[CheckpointId] | None = None,
 ) -> Decision:
     """Delete what a rule does not keep; running it twice is as good as once.
 
@@ -233,10 +231,8 @@ async def prune(
         rule: What to keep; None keeps all.
         protected: As for :func:`decide_on`.
         facts: What is known of checkpoints already; added to, and rid of those that are gone.
-        finished: Deletions known to be through; see :func:`finish_deletions`.
         sweep_after: How long tombstones stay.
         now: The time by the store's own clock; None asks for it.
-        retired: What was removed so in this process; see :func:`finish_deletions`. Added to.
 
     Returns:
         What was decided, and has been done.
@@ -246,10 +242,9 @@ async def prune(
     """
     now = await store_time(backend) if now is None else now
     listing = await listed(backend, facts)
-    retired = set() if retired is None else retired
     await finish_deletions(
-        backend, finished, forget_before=now - sweep_after, listing=listing,
-        retired=retired, now=now,
+        backend, facts.deleted, forget_before=now - sweep_after, listing=listing,
+        retired=facts.retired, now=now,
     )  # fmt: skip
     decision = await decide_on(backend, rule, protected, facts, now=now, listing=listing)
     # All at once: who prunes at the same time forgets what it has removed.
@@ -264,8 +259,8 @@ async def prune(
             stayed[name] = f"{BEHIND_LINK}: {error}"
             continue
         if removal is Removal.GONE:
-            finished.add(id)
-            retired.add(id)
+            facts.deleted.add(id)
+            facts.retired.add(id)
             facts.forget(name)
         elif removal is Removal.PINNED:
             stayed[name] = PINNED

@@ -104,9 +104,7 @@ def prune_(
                 decision = await decide_on(backend, chosen, kept, facts, now=now)
             else:
                 after = settings.retention.sweep_after
-                decision = await prune(
-                    backend, chosen, kept, facts, set(), sweep_after=after, now=now
-                )
+                decision = await prune(backend, chosen, kept, facts, sweep_after=after, now=now)
         keep = {name: decision.reasons[name] for name in decision.keep}
         remove = {name: decision.reasons[name] for name in decision.remove}
         data = {

@@ -58,8 +58,6 @@ class StoreContext:
             seconds; None leaves it alone.
         resumed_from: The checkpoint that this run resumed from, which is kept.
         facts: Metadata of checkpoints that was read already.
-        deleted: Deletions that are known to be finished.
-        retired: Checkpoints that retention has removed in this process.
         loading: How many loads and copies read each checkpoint just now.
         limiter: Admits writes of blocks, of all saves together.
         told: Warnings that are given once, and were given.
@@ -84,8 +82,6 @@ class StoreContext:
     switch_interval: float | None = None
     resumed_from: str | None = None
     facts: MetadataCache = field(default_factory=MetadataCache)
-    deleted: set[CheckpointId] = field(default_factory=set)
-    retired: set[CheckpointId] = field(default_factory=set)
     loading: Counter[str] = field(default_factory=Counter)
     limiter: AimdLimiter = field(default_factory=AimdLimiter)
     told: set[str] = field(default_factory=set)

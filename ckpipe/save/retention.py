@@ -96,8 +96,8 @@ async def prune(context: StoreContext, launch: str, after: CheckpointId | None =
     now = await _time(context, after)
     protected = await _protected_by_all(context, now, launch)
     decision = await prune_store(
-        context.patient, context.rule, protected, context.facts, context.deleted,
-        sweep_after=context.sweep_after, now=now, retired=context.retired,
+        context.patient, context.rule, protected, context.facts,
+        sweep_after=context.sweep_after, now=now,
     )  # fmt: skip
     context.kept, context.unpruned = len(decision.keep), max(0, context.unpruned - waiting)
     for name in decision.keep:  # also what should go and cannot be deleted through a link
