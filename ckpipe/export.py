@@ -34,7 +34,6 @@ from ckpipe.events import CheckpointExported
 from ckpipe.format.checksum import crc32c
 from ckpipe.format.data_file import encode_header
 from ckpipe.format.dtypes import DTYPES, stored_dtype
-from ckpipe.format.keys import LabelFilter
 from ckpipe.format.manifest import ManifestDocument, TensorRow
 from ckpipe.loading.load import LoadRequest, read_all, read_tensors
 from ckpipe.memory.arena import Arena
@@ -154,10 +153,7 @@ class _Exporting:
         return Exported(self.folder, (*names, INDEX), self.written + len(body))
 
     async def _state(self) -> Any:
-        request = LoadRequest(
-            None, LabelFilter(), strict=True, cast=False, pickling=self.settings.pickle == "allow",
-            per_rank="rank0",
-        )  # fmt: skip
+        request = LoadRequest(pickling=self.settings.pickle == "allow", per_rank="rank0")
         ready = await read_all(
             self.backend, self.bundle, request, self.arena, lanes=self.settings.load.lanes
         )

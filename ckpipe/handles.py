@@ -16,7 +16,6 @@ import torch
 
 from ckpipe.errors import UnsupportedTopology
 from ckpipe.format.data_file import file_rows
-from ckpipe.format.keys import LabelFilter
 from ckpipe.format.manifest import ManifestDocument
 from ckpipe.format.tree import shared_containers
 from ckpipe.loading.chunks import StoredTensor, StoredTensors
@@ -114,17 +113,8 @@ def lent_state(save: Save, held: Sequence[StagedBlock]) -> Any:
     targets = _LentTargets(stored, held)
     attributes = (row.attributes for row in rows if row.attributes)
     definitions = shared_containers([captured.tree, *attributes])
-    matching = Matching(
-        saved,
-        targets,
-        definitions,
-        select=LabelFilter(),
-        strict=True,
-        pickling=True,
-        distributed=False,
-    )
     with torch.no_grad():
-        return matching.plan(captured.tree, "")()
+        return Matching(saved, targets, definitions, pickling=True).plan(captured.tree, "")()
 
 
 T = TypeVar("T")

@@ -62,11 +62,11 @@ class LoadRequest:
         began: When ``load`` was called, by :func:`time.perf_counter`.
     """
 
-    into: Any | None
-    select: LabelFilter
-    strict: bool
-    cast: bool
-    pickling: bool
+    into: Any | None = None
+    select: LabelFilter = field(default_factory=LabelFilter)
+    strict: bool = True
+    cast: bool = False
+    pickling: bool = False
     per_rank: PerRankPolicy = "raise"
     hold: LoadHold | None = None
     caller: Caller | None = None
@@ -337,9 +337,7 @@ async def read_tensors(
     """
     flat = replace(bundle, structures=tuple(_flat(each, labels) for each in bundle.structures))
     # Not strict, since that would be taken to need all that was saved.
-    request = LoadRequest(
-        None, LabelFilter(), strict=False, cast=False, pickling=False, per_rank="rank0"
-    )
+    request = LoadRequest(strict=False, per_rank="rank0")
     place = (0, 1) if rank is None else (rank, bundle.world_size)
     ready = await read_all(
         backend, flat, request, arena, lanes=lanes, rank=place[0], world_size=place[1]

@@ -114,9 +114,9 @@ class Matching:
         saved: The saved state.
         targets: Where tensors come from, and are noted to be filled.
         definitions: The containers that references in the tree point to, by number.
-        select: What of the target is to be loaded.
-        strict: Whether plain containers must have the keys that were saved, and no others.
         pickling: Whether pickled objects may be made.
+        select: What of the target is to be loaded; None for all.
+        strict: Whether plain containers must have the keys that were saved, and no others.
         distributed: Whether other processes load other parts of the same tensors.
         looks: What was found out of the target's objects so far; None for nothing.
 
@@ -134,18 +134,18 @@ class Matching:
         targets: Targets,
         definitions: Mapping[int, Node],
         *,
-        select: LabelFilter,
-        strict: bool,
         pickling: bool,
-        distributed: bool,
+        select: LabelFilter | None = None,
+        strict: bool = True,
+        distributed: bool = False,
         looks: Looks | None = None,
     ) -> None:
         self._values, self._per_rank, self._common = saved.values, saved.per_rank, saved.common
         self._foreign, self._same_world = saved.foreign, saved.same_world
         self._targets, self._definitions = targets, definitions
-        self._select, self._strict = select, strict
+        self._select, self._strict = select or LabelFilter(), strict
         self._pickling, self._distributed = pickling, distributed
-        self._looks = Looks() if looks is None else looks
+        self._looks = looks or Looks()
         self.missing: list[str] = []
         self.unexpected: list[str] = []
         self.kept: list[str] = []
