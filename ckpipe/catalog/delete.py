@@ -41,7 +41,7 @@ from ckpipe.backend import Backend, ObjectInfo, PutMode
 from ckpipe.catalog.find import Listing, list_root, owned_sidecars, stat_or_none
 from ckpipe.catalog.leases import leased
 from ckpipe.errors import LinkRefused, ObjectExists, StoreFull
-from ckpipe.format.names import index_key, is_own, pin_key, prefix, tombstone_id, tombstone_key
+from ckpipe.format.names import index_key, is_own, pin_key, prefix, tombstone_key
 from ckpipe.types import CheckpointId
 
 logger = logging.getLogger("ckpipe")
@@ -208,7 +208,7 @@ async def finish_deletions(
         StoreError: If the store failed.
     """
     listing = await list_root(backend) if listing is None else listing
-    tombs = {tombstone_id(each.key): each for each in listing.tombstones.objects}
+    tombs = listing.tombstones
     # One that came since the list goes too, and is only looked at once more.
     finished.intersection_update(tombs)
     old = {id for id, tomb in tombs.items() if tomb.modified < forget_before}
@@ -217,7 +217,7 @@ async def finish_deletions(
         early = {id for id in retired if tombs[id].modified < now - RETIRED_LIFE}
         old |= early if len(early) >= _TOGETHER else set()
     # Old ones once more before the tombstone goes: a straggler may have written since.
-    pending = [id for id in tombs if id is not None and (id in old or id not in finished)]
+    pending = [id for id in tombs if id in old or id not in finished]
     digests: dict[CheckpointId, list[ObjectInfo]] = await owned_sidecars(backend) if pending else {}
     left = listing.named()
     forgotten = []

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import partial
@@ -58,48 +58,43 @@ _LOOKS = 8
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """The names at the top of a root, listed at the same time.
+    """The checkpoints of a root, by names that were listed at the same time.
 
     Args:
-        root: Indexes, and prefixes of checkpoints.
-        tombstones: The marks of deleted checkpoints.
-        pins: The marks of pinned ones.
+        found: Those that have an index or a prefix, with the time of the index; None without one.
+        tombstones: The marks of deleted ones.
+        pinned: Those that are pinned.
     """
 
-    root: Children
-    tombstones: Children
-    pins: Children
+    found: Mapping[CheckpointId, datetime | None]
+    tombstones: Mapping[CheckpointId, ObjectInfo]
+    pinned: Set[CheckpointId]
 
     def infos(self) -> list[CheckpointInfo]:
         """All checkpoints, complete or not, the newest first."""
-        deleted = {tombstone_id(each.key) for each in self.tombstones.objects}
-        pinned = {pin_id(each.key) for each in self.pins.objects}
-        indexes = _indexes(self.root)
-        found = []
-        for id in sorted(_ids(self.root, indexes), reverse=True):
-            reason = DELETING if id in deleted else "" if id in indexes else NO_INDEX
-            found.append(_info(id, reason, pinned=id in pinned, saved_at=indexes.get(id)))
-        return found
+        return [
+            _info(id, self.found[id], deleted=id in self.tombstones, pinned=id in self.pinned)
+            for id in sorted(self.found, reverse=True)
+        ]
 
     def named(self) -> set[CheckpointId]:
         """The checkpoints of which there is anything but a tombstone."""
-        pins = {pin_id(each.key) for each in self.pins.objects}
-        return _ids(self.root, _indexes(self.root)) | {each for each in pins if each is not None}
+        return {*self.found, *self.pinned}
 
 
-def _indexes(root: Children) -> dict[CheckpointId, datetime]:
-    found = ((index_id(each.key), each.modified) for each in root.objects)
-    return {id: modified for id, modified in found if id is not None}
-
-
-def _ids(root: Children, indexes: Iterable[CheckpointId]) -> set[CheckpointId]:
-    prefixes = (CheckpointId.parse(prefix.rstrip("/")) for prefix in root.prefixes)
-    return {each for each in prefixes if each is not None} | set(indexes)
+def _found(root: Children) -> dict[CheckpointId, datetime | None]:
+    names = (CheckpointId.parse(prefix.rstrip("/")) for prefix in root.prefixes)
+    found: dict[CheckpointId, datetime | None] = {id: None for id in names if id is not None}
+    for each in root.objects:
+        if (id := index_id(each.key)) is not None:
+            found[id] = each.modified
+    return found
 
 
 def _info(
-    id: CheckpointId, reason: str, *, pinned: bool, saved_at: datetime | None
+    id: CheckpointId, saved_at: datetime | None, *, deleted: bool = False, pinned: bool = False
 ) -> CheckpointInfo:
+    reason = DELETING if deleted else NO_INDEX if saved_at is None else ""
     return CheckpointInfo(
         str(id), id.step, id.attempt, id.count, complete=not reason, reason=reason,
         pinned=pinned, saved_at=saved_at,
@@ -116,7 +111,12 @@ async def list_root(backend: Backend) -> Listing:
         StoreError: If the store failed.
     """
     lists = [partial(backend.children, prefix) for prefix in ("", DELETED, PINS)]
-    return Listing(*await all_of(lists))
+    root, deleted, pins = await all_of(lists)
+    return Listing(
+        _found(root),
+        {id: each for each in deleted.objects if (id := tombstone_id(each.key)) is not None},
+        {id for each in pins.objects if (id := pin_id(each.key)) is not None},
+    )
 
 
 async def discover(backend: Backend) -> list[CheckpointInfo]:
@@ -136,12 +136,9 @@ async def top(backend: Backend) -> CheckpointInfo | None:
     Raises:
         StoreError: If the store failed.
     """
-    root = await backend.children("")
-    indexes = _indexes(root)
-    id = max(_ids(root, indexes), default=None)
-    if id is None:
-        return None
-    return _info(id, "" if id in indexes else NO_INDEX, pinned=False, saved_at=indexes.get(id))
+    found = _found(await backend.children(""))
+    id = max(found, default=None)
+    return None if id is None else _info(id, found[id])
 
 
 async def newest_first(backend: Backend) -> AsyncGenerator[CheckpointInfo, None]:
@@ -154,14 +151,12 @@ async def newest_first(backend: Backend) -> AsyncGenerator[CheckpointInfo, None]
     Raises:
         StoreError: If the store failed.
     """
-    root = await backend.children("")
-    indexes = _indexes(root)
-    ids = sorted(_ids(root, indexes), reverse=True)
+    found = _found(await backend.children(""))
+    ids = sorted(found, reverse=True)
     for id in ids[:_LOOKS]:
         keys = (tombstone_key(id), pin_key(id))
         deleted, pinned = await all_of([partial(stat_or_none, backend, key) for key in keys])
-        reason = DELETING if deleted else "" if id in indexes else NO_INDEX
-        yield _info(id, reason, pinned=pinned is not None, saved_at=indexes.get(id))
+        yield _info(id, found[id], deleted=deleted is not None, pinned=pinned is not None)
     if len(ids) > _LOOKS:
         seen = set(map(str, ids[:_LOOKS]))
         for info in await discover(backend):
@@ -236,7 +231,7 @@ async def look_up(backend: Backend, id: CheckpointId) -> CheckpointInfo | None:
     index, deleted, pinned = await all_of([partial(stat_or_none, backend, key) for key in keys])
     if index is None or deleted is not None:
         return None
-    return _info(id, "", pinned=pinned is not None, saved_at=index.modified)
+    return _info(id, index.modified, pinned=pinned is not None)
 
 
 async def stat_or_none(backend: Backend, key: str) -> ObjectInfo | None:

@@ -22,7 +22,7 @@ from datetime import UTC, datetime, timedelta
 from ckpipe.backend import Backend, ObjectInfo
 from ckpipe.catalog.complete import repair
 from ckpipe.catalog.delete import delete, finish_deletions, has_own
-from ckpipe.catalog.find import NO_INDEX, discover, owned_sidecars
+from ckpipe.catalog.find import NO_INDEX, list_root, owned_sidecars
 from ckpipe.catalog.leases import (
     LEASE_LIFE,
     live_subjects,
@@ -34,12 +34,10 @@ from ckpipe.errors import StoreError, UnsupportedVersion
 from ckpipe.format.names import (
     ATTEMPTS,
     BENCH,
-    DELETED,
     LEASES,
     is_own,
     launch_id,
     prefix,
-    tombstone_id,
 )
 from ckpipe.types import CheckpointId, CheckpointInfo
 
@@ -192,12 +190,8 @@ async def look_around(backend: Backend) -> Leftovers:
     Raises:
         StoreError: If the store failed.
     """
-    infos = await discover(backend)
-    tombstones = {
-        id: each
-        for each in (await backend.children(DELETED)).objects
-        if (id := tombstone_id(each.key)) is not None
-    }
+    listing = await list_root(backend)
+    infos = listing.infos()
     incomplete = []
     active: dict[str, datetime] = {}
     for info in infos:
@@ -220,13 +214,13 @@ async def look_around(backend: Backend) -> Leftovers:
             first, last = claims.get(launch, (each.modified, each.modified))
             claims[launch] = min(first, each.modified), max(last, each.modified)
     leases = await read_leases(backend)
-    unfinished = [str(id) for id in tombstones if await has_own(backend, id)]
+    unfinished = [str(id) for id in listing.tombstones if await has_own(backend, id)]
     scratch = [each async for each in backend.list(BENCH)]
     there = {info.key for info in infos if info.saved_at is not None}
     owned = await owned_sidecars(backend)
     # Of checkpoints that are gone: one is left whose writer came after the deletion.
     digests = [each for id, keys in owned.items() if id not in there for each in keys]
-    marks = list(tombstones.values())
+    marks = list(listing.tombstones.values())
     return Leftovers(
         incomplete, active, leases, marks, unfinished, scratch, agreed, claims, digests
     )
