@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from operator import attrgetter
 from typing import Any
@@ -83,40 +83,33 @@ def owned_facts(tensors: Iterable[torch.Tensor], objects: Sequence[Any]) -> list
     return [_memory_of(each) if n is None else n for each, n in zip(tensors, known, strict=True)]
 
 
-class OwnedMemory:
-    """The bytes that lie in the owned tensors.
+def ownership_test(tensors: Iterable[torch.Tensor]) -> Callable[[TensorLeaf], bool]:
+    """Return a test of whether all bytes of a leaf are owned; of several tensors, all between too.
 
     Args:
-        tensors: The tensors; those that are not strided memory are passed over.
+        tensors: The owned tensors; those that are not strided memory are passed over.
     """
+    windows: set[tuple[str, int, int]] = set()
+    views: set[_Memory] = set()
+    for memory in filter(None, map(_memory_of, tensors)):
+        device, address, shape, stride, item = memory
+        if is_dense(shape, stride):
+            windows.add((device, address, math.prod(shape) * item))
+        else:
+            views.add(memory)
+    ranges = _joined(windows)
 
-    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
-        self._exact: set[tuple[str, int, int]] = set()
-        self._views: set[_Memory] = set()
-        for memory in filter(None, map(_memory_of, tensors)):
-            device, address, shape, stride, item = memory
-            if is_dense(shape, stride):
-                self._exact.add((device, address, math.prod(shape) * item))
-            else:
-                self._views.add(memory)
-        self._ranges = _joined(self._exact)
-
-    def covers(self, leaf: TensorLeaf) -> bool:
-        """Tell whether all bytes of a leaf are owned; if they are of several tensors, all
-        between too.
-        """
-        if (leaf.device, leaf.address, leaf.window) in self._exact:
+    def is_owned(leaf: TensorLeaf) -> bool:
+        if (leaf.device, leaf.address, leaf.shape, leaf.stride, leaf.itemsize) in views:
             return True
-        item = leaf.itemsize
-        if (leaf.device, leaf.address, leaf.shape, leaf.stride, item) in self._views:
-            return True
-        ranges = self._ranges
         place = bisect_right(ranges, (leaf.device, leaf.address, _END)) - 1
         if place < 0 or not leaf.window:
             return False
         device, low, high = ranges[place]
         inside = low <= leaf.address and leaf.address + leaf.window <= high
         return device == leaf.device and inside
+
+    return is_owned
 
 
 _END = 1 << 64
@@ -141,8 +134,8 @@ def owned_leaves(leaves: Sequence[TensorLeaf], tensors: Iterable[torch.Tensor]) 
         leaves: The tensors of a captured state, alive.
         tensors: What the optimizers own; see :func:`owned_tensors`.
     """
-    memory = OwnedMemory(tensors)
-    owned = {number for number, leaf in enumerate(leaves) if memory.covers(leaf)}
+    is_owned = ownership_test(tensors)
+    owned = {number for number, leaf in enumerate(leaves) if is_owned(leaf)}
     holed = {n for n in owned if not is_dense(leaves[n].shape, leaves[n].stride)}
     if holed:
         # What overlaps others is copied with all that lies between its elements.
