@@ -210,7 +210,7 @@ class _File:
 
     async def _copy(self, there: int | None) -> None:
         """Copy the file; what is on the target is replaced once the source was found whole."""
-        check, policy = FileCheck(self._data, self._number), self._settings.policy
+        policy = self._settings.policy
 
         async def send(offset: int, block: memoryview) -> None:
             await retrying(policy, lambda: upload.write(offset, block))
@@ -221,8 +221,7 @@ class _File:
                 self._key, size=self.size, block_bytes=self._block_bytes
             )
         try:
-            await self._blocks(self._source, check, send)
-            fault = check.fault()
+            fault = await self._fault(self._source, send)
             if fault is not None:
                 raise ChecksumMismatch(
                     f"The source is damaged: {fault:.200} is not what was saved",
@@ -245,20 +244,17 @@ class _File:
 
     async def _is_whole(self) -> bool:
         """Read the file on the target, which is as long, and compare it with the checksums."""
-        check = FileCheck(self._data, self._number)
         try:
-            await self._blocks(self._target, check)
+            if await self._fault(self._target) is not None:
+                return False
         except (MissingObject, TruncatedObject):
-            return False
-        if check.fault() is not None:
             return False
         self._settings.on_bytes(self.size)
         return True
 
-    async def _blocks(
-        self, backend: Backend, check: FileCheck, use: UseBlock | None = None
-    ) -> None:
-        """Read the file in lanes; every block is summed up and used, in any order."""
+    async def _fault(self, backend: Backend, use: UseBlock | None = None) -> str | None:
+        """Read the file in lanes, use each block, in any order, and return the first difference."""
+        check = FileCheck(self._data, self._number)
         offsets = iter(range(0, self.size, self._block_bytes))
 
         async def lane() -> None:
@@ -273,6 +269,7 @@ class _File:
 
         blocks = -(-self.size // self._block_bytes)
         await run_lanes(min(self._settings.lanes, blocks), lane)
+        return check.fault()
 
     async def _complete(self, upload: Upload) -> None:
         try:
