@@ -32,8 +32,7 @@ from ckpipe.catalog.leases import EXPORTING, under_lease
 from ckpipe.errors import CommitConflict, ObjectExists, UnsupportedState, UsageError
 from ckpipe.events import CheckpointExported
 from ckpipe.format.checksum import crc32c
-from ckpipe.format.data_file import encode_header
-from ckpipe.format.dtypes import DTYPES, stored_dtype
+from ckpipe.format.data_file import encode_header, item_bytes, stored_dtype
 from ckpipe.format.manifest import ManifestDocument, TensorRow
 from ckpipe.loading.load import LoadRequest, read_all, read_tensors
 from ckpipe.memory.arena import Arena
@@ -284,7 +283,7 @@ def named_tensors(bundle: ManifestDocument, part: str | None) -> list[_Named]:
     ]
     if not found:
         raise _no_part(part)
-    return sorted(found, key=lambda each: -DTYPES[each[1].dtype].itemsize)
+    return sorted(found, key=lambda each: -(item_bytes(each[1].dtype) or 0))
 
 
 def _model_of(labels: Iterable[str]) -> str:
@@ -323,7 +322,7 @@ def batches(
 
 
 def _dtype(row: TensorRow) -> str:
-    name = stored_dtype(DTYPES[row.dtype])
+    name = stored_dtype(row.dtype)
     if name is None:
         raise UnsupportedState(
             f"safetensors has no dtype {row.dtype}", key=row.label, hint='Use final_format="torch"'

@@ -15,8 +15,7 @@ from ckpipe.backend import Backend
 from ckpipe.format.boxes import Box
 from ckpipe.format.checksum import CHUNK_BYTES, crc32c
 from ckpipe.format.codec import decode_bundle, encode_bundle
-from ckpipe.format.data_file import encode_header
-from ckpipe.format.dtypes import DTYPES, stored_dtype
+from ckpipe.format.data_file import encode_header, stored_dtype
 from ckpipe.format.keys import LabelFilter
 from ckpipe.format.manifest import (
     Chunk,
@@ -113,7 +112,7 @@ def _rank(
                 continue
             piece = tensor if box is None else boxed(tensor, box)
             content = piece.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-            dtype = stored_dtype(DTYPES[row.dtype])
+            dtype = stored_dtype(row.dtype)
             shape = tuple(piece.shape) if dtype else (len(content),)
             name = row.label if box is None else f"{row.label}@{_bounds(box)}"
             own.append(Chunk(number, len(entries), box=box))

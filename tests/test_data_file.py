@@ -26,8 +26,9 @@ from ckpipe.format.data_file import (
     entry_size_bound,
     header_size_bound,
     item_bytes,
+    stored_dtype,
 )
-from ckpipe.format.dtypes import DTYPES, stored_dtype
+from ckpipe.format.dtypes import DTYPES, NAMES
 from ckpipe.plan.plan import LocalPlanner
 from ckpipe.state.flatten import capture
 
@@ -70,7 +71,8 @@ def test_safetensors_reads_what_is_written(rows: list[Row]) -> None:
     total = sum(row[4] for row in rows)
     found = safetensors.torch.load(encode_header(rows) + b"\0" * total)
     assert {
-        name: (stored_dtype(tensor.dtype), tuple(tensor.shape)) for name, tensor in found.items()
+        name: (stored_dtype(NAMES[tensor.dtype]), tuple(tensor.shape))
+        for name, tensor in found.items()
     } == {name: (dtype, shape) for name, dtype, shape, _, _ in rows}
 
 

@@ -20,21 +20,29 @@ from ckpipe.errors import OversizedMetadata
 from ckpipe.format.checksum import BlockCuts, SumTable, crc32c
 from ckpipe.format.manifest import FileRow, Layout
 
-STORED_ITEM_BYTES = {
-    "F64": 8, "I64": 8, "U64": 8,
-    "F32": 4, "I32": 4, "U32": 4,
-    "F16": 2, "BF16": 2, "I16": 2, "U16": 2,
-    "I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1,
+_DTYPES: dict[str, tuple[str | None, int]] = {
+    "float64": ("F64", 8), "int64": ("I64", 8), "uint64": ("U64", 8),
+    "float32": ("F32", 4), "int32": ("I32", 4), "uint32": ("U32", 4),
+    "float16": ("F16", 2), "int16": ("I16", 2), "uint16": ("U16", 2), "bfloat16": ("BF16", 2),
+    "int8": ("I8", 1), "uint8": ("U8", 1), "bool": ("BOOL", 1),
+    "float8_e4m3fn": ("F8_E4M3", 1), "float8_e5m2": ("F8_E5M2", 1),
+    "complex128": (None, 16), "complex64": (None, 8), "complex32": (None, 4),
 }  # fmt: skip
+"""By torch name: the safetensors name, if the format has one, and the bytes of one element.
+
+The names are those of the README above, which is what the oldest readers in use understand.
+"""
+
+STORED_ITEM_BYTES = {stored: nbytes for stored, nbytes in _DTYPES.values() if stored}
 """Bytes of one element, by safetensors name."""
 
-_ITEM_BYTES = {
-    "complex128": 16,
-    "float64": 8, "int64": 8, "uint64": 8, "complex64": 8,
-    "float32": 4, "int32": 4, "uint32": 4, "complex32": 4,
-    "float16": 2, "bfloat16": 2, "int16": 2, "uint16": 2,
-    "int8": 1, "uint8": 1, "bool": 1, "float8_e4m3fn": 1, "float8_e5m2": 1,
-}  # fmt: skip
+
+def stored_dtype(dtype: str) -> str | None:
+    """The safetensors name of a torch dtype, by its name without ``torch.``; None without one.
+
+    The elements of a dtype that has none are stored as bytes (``U8``).
+    """
+    return _DTYPES.get(dtype, (None, 0))[0]
 
 
 def item_bytes(dtype: str) -> int | None:
@@ -42,13 +50,12 @@ def item_bytes(dtype: str) -> int | None:
 
     Asks torch about a name that is in no table here: each of its versions has more.
     """
-    known = _ITEM_BYTES.get(dtype)
-    if known is None:
-        from ckpipe.format.dtypes import DTYPES
+    if dtype in _DTYPES:
+        return _DTYPES[dtype][1]
+    from ckpipe.format.dtypes import DTYPES
 
-        found = DTYPES.get(dtype)
-        return None if found is None else found.itemsize
-    return known
+    found = DTYPES.get(dtype)
+    return None if found is None else found.itemsize
 
 
 ALIGNMENT = 4096

@@ -17,8 +17,7 @@ from ckpipe.errors import UnsupportedState
 from ckpipe.format import data_file
 from ckpipe.format.boxes import Box, box_shape
 from ckpipe.format.checksum import chunk_count
-from ckpipe.format.data_file import DataFile
-from ckpipe.format.dtypes import DTYPES, stored_dtype
+from ckpipe.format.data_file import DataFile, stored_dtype
 from ckpipe.format.keys import LabelFilter
 from ckpipe.format.manifest import Chunk, Entry, Layout
 from ckpipe.format.names import data_file_name
@@ -310,7 +309,7 @@ def _draft_entry(leaves: list[TensorLeaf], unit: Unit, piece: Piece) -> _EntryDr
     shape = box_shape(held.box)
     lower, upper = (",".join(map(str, corner)) for corner in held.box)
     part = None if shape == leaf.shape else held.local
-    source = Source(number, 0, None, math.prod(shape) * DTYPES[leaf.dtype].itemsize, part)
+    source = Source(number, 0, None, math.prod(shape) * leaf.itemsize, part)
     members = tuple(Chunk(each, None, box=held.box) for each in unit.members)
     return _logical(f"{leaf.label}@{lower}:{upper}", leaf, shape, members, source)
 
@@ -322,11 +321,10 @@ def _fresh_stride(leaf: TensorLeaf) -> tuple[int, ...] | None:
 def _logical(
     name: str, leaf: TensorLeaf, shape: tuple[int, ...], members: tuple[Chunk, ...], source: Source
 ) -> _EntryDraft:
-    dtype = DTYPES[leaf.dtype]
-    stored = stored_dtype(dtype)
+    stored = stored_dtype(leaf.dtype)
     stored_shape = shape if stored else (source.nbytes,)
     return _EntryDraft(
-        name, stored or "U8", stored_shape, source.nbytes, dtype.itemsize, members, (source,)
+        name, stored or "U8", stored_shape, source.nbytes, leaf.itemsize, members, (source,)
     )
 
 
