@@ -40,7 +40,6 @@ from ckpipe.format.manifest import (
     PerRank,
     RankManifest,
     Structure,
-    make_rows,
     number_lists,
     structure_form,
 )
@@ -387,7 +386,7 @@ def _decode_parts(document: Mapping[str, Json]) -> tuple[RankManifest, ...]:
         if cells and max(cells) >= len(items):
             raise InvalidManifest(f"A part points to {name} that are not there")
         columns[names.index(name)] = [items[number] for number in cells]
-    return make_rows(RankManifest, names, columns)
+    return tuple(map(RankManifest, *columns))
 
 
 def _decode_group(document: Mapping[str, Json]) -> tuple[int, int]:
