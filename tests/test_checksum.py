@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from ckpipe.format import checksum
 from ckpipe.format.checksum import (
     ChunkSums,
-    Parts,
     SumTable,
     chunk_spans,
     combine,
@@ -82,7 +81,7 @@ def test_sums_of_blocks_are_those_of_their_pieces(data: st.DataObject) -> None:
                 if lo < hi:
                     spans.append((entry, lo - begin, hi - begin, lo - offset))
             cuts = table.cuts(data.draw(st.permutations(spans)))
-            sums.add_block(cuts, *crc32c_of_each([Parts(block, cuts.begins, cuts.ends)]))
+            sums.add_block(cuts, *crc32c_of_each([(block, cuts.begins, cuts.ends)]))
         whole = [image[begin:end] for begin, end in itertools.pairwise(begins)]
         assert sums.finished() == [
             crc32c(each[lo : lo + 16]) for each in whole for lo in range(0, len(each), 16)
@@ -106,16 +105,16 @@ def test_many_parts_in_one_call_have_the_sums_that_each_has(
             begins.append(at + gap)
             ends.append(at := at + gap + nbytes)
         image = memoryview(random.Random(seed).randbytes(at))  # not a byte behind the last part
-        blocks.append(Parts(image, begins, ends))
+        blocks.append((image, begins, ends))
         expected.append([crc32c(image[lo:hi]) for lo, hi in zip(begins, ends, strict=True)])
     assert crc32c_of_each(blocks) == expected
-    backwards = [Parts(each.data, each.begins[::-1], each.ends[::-1]) for each in blocks[::-1]]
+    backwards = [(image, begins[::-1], ends[::-1]) for image, begins, ends in blocks[::-1]]
     assert crc32c_of_each(backwards) == [sums[::-1] for sums in expected[::-1]]
 
 
 def test_every_bit_of_a_large_part_counts() -> None:
     image = bytearray(random.Random(7).randbytes(200_000))
-    whole = [Parts(memoryview(image), [0], [len(image)])]
+    whole = [(memoryview(image), [0], [len(image)])]
     before = crc32c_of_each(whole)
     for at in [*range(0, len(image), 997), len(image) - 1]:
         image[at] ^= 1 << at % 8
@@ -128,7 +127,7 @@ def test_every_bit_of_a_large_part_counts() -> None:
 )
 def test_parts_that_are_not_in_the_data_are_refused(begins: list[int], ends: list[int]) -> None:
     with pytest.raises(ValueError, match="parts"):
-        Parts(memoryview(bytes(100)), begins, ends)
+        crc32c_of_each([(memoryview(bytes(100)), begins, ends)])
 
 
 def test_missing_piece_is_noticed() -> None:

@@ -39,7 +39,6 @@ from ckpipe.format.checksum import (
     CHUNK_BYTES,
     BlockCuts,
     ChunkSums,
-    Parts,
     SumTable,
     chunk_count,
     combine,
@@ -336,7 +335,7 @@ class FileCheck:
             block: Its bytes.
         """
         cuts = self._table.cuts(self._spans(offset, offset + len(block)))
-        (sums,) = crc32c_of_each([Parts(block, cuts.begins, cuts.ends)])
+        (sums,) = crc32c_of_each([(block, cuts.begins, cuts.ends)])
         return cuts, sums
 
     def _spans(self, begin: int, end: int) -> Iterator[tuple[int, int, int, int]]:

@@ -42,45 +42,31 @@ def crc32c(data: bytes | memoryview, previous: int = 0) -> int:
     return value
 
 
-@dataclass(frozen=True, slots=True)
-class Parts:
-    """Parts of a piece of memory.
+def crc32c_of_each(
+    blocks: Sequence[tuple[memoryview, Sequence[int], Sequence[int]]],
+) -> list[list[int]]:
+    """Compute the CRC-32C of each part of each block, in one call.
 
     Args:
-        data: Flat bytes.
-        begins: Where each part begins.
-        ends: Where each ends.
+        blocks: Flat bytes, with where each part of them begins and where it ends.
 
     Raises:
-        ValueError: If a part is not within the data.
+        ValueError: If a part is not within its bytes.
     """
-
-    data: memoryview
-    begins: Sequence[int]
-    ends: Sequence[int]
-
-    def __post_init__(self) -> None:
-        import numpy as np
-
-        begins, ends = np.asarray(self.begins, np.int64), np.asarray(self.ends, np.int64)
-        if len(begins) != len(ends) or (begins > ends).any():
-            raise ValueError("parts that end before they begin have no checksum")
-        if begins.min(initial=0) < 0 or ends.max(initial=0) > len(self.data):
-            raise ValueError(f"parts reach out of the {len(self.data)} bytes that there are")
-
-
-def crc32c_of_each(blocks: Sequence[Parts]) -> list[list[int]]:
-    """Compute the CRC-32C of each part of each block, in one call."""
     import numpy as np
 
     sources, sizes = array("q"), array("q")
-    for each in blocks:
-        begins, ends = np.asarray(each.begins, np.int64), np.asarray(each.ends, np.int64)
-        base = address_of(each.data) if len(each.data) else 0
+    for data, *bounds in blocks:
+        begins, ends = (np.asarray(each, np.int64) for each in bounds)
+        if len(begins) != len(ends) or (begins > ends).any():
+            raise ValueError("parts that end before they begin have no checksum")
+        if begins.min(initial=0) < 0 or ends.max(initial=0) > len(data):
+            raise ValueError(f"parts reach out of the {len(data)} bytes that there are")
+        base = address_of(data) if len(data) else 0
         sources.frombytes((begins + base).tobytes())
         sizes.frombytes((ends - begins).tobytes())
     sums = crc32c_each(sources, sizes).tolist()
-    at = list(accumulate((len(block.begins) for block in blocks), initial=0))
+    at = list(accumulate((len(begins) for _, begins, _ in blocks), initial=0))
     return [sums[first:last] for first, last in pairwise(at)]
 
 

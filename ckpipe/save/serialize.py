@@ -16,7 +16,7 @@ import anyio
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
 from ckpipe import threads
-from ckpipe.format.checksum import ChunkSums, Parts, crc32c_of_each
+from ckpipe.format.checksum import ChunkSums, crc32c_of_each
 from ckpipe.format.data_file import DataFiles
 from ckpipe.save.record import UNKNOWN, FilledBlock, SaveRecord
 
@@ -72,7 +72,7 @@ def _sum_up(
         for each in unknown:
             cuts, wanted = files.cuts(each.plan), (each.sums == UNKNOWN).nonzero()[0].tolist()
             begins, ends = ([column[n] for n in wanted] for column in (cuts.begins, cuts.ends))
-            parts.append(Parts(each.data, begins, ends))
+            parts.append((each.data, begins, ends))
         for each, values in zip(unknown, crc32c_of_each(parts), strict=True):
             each.sums[each.sums == UNKNOWN] = values
     for each in batch:
