@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
@@ -101,16 +101,15 @@ class BlockCuts:
     Args:
         begins: Where each piece begins in the block, in bytes.
         ends: Where it ends.
-        runs: Pieces that are whole chunks and stand behind each other: where the first stands, its
-            number among the pieces, and how many they are.
-        parts: All other pieces: the number, where the sum of the chunk stands, the size of the
-            chunk, and where they begin and end in the entry.
+        slots: The number, among those of all entries, of the checksum of the chunk it is of.
+        parts: Pieces that are no whole chunks, by their numbers: the size of the chunk, and where
+            they begin and end in the entry.
     """
 
     begins: Sequence[int]
     ends: Sequence[int]
-    runs: tuple[tuple[int, int, int], ...]
-    parts: tuple[tuple[int, int, int, int, int], ...]
+    slots: Sequence[int]
+    parts: Mapping[int, tuple[int, int, int]]
 
 
 class SumTable:
@@ -136,22 +135,17 @@ class SumTable:
             spans: The parts of entries in it: the entry, where they begin and end in that, and
                 where they begin in the block.
         """
-        begins, ends = array("q"), array("q")
-        runs: list[tuple[int, int, int]] = []
-        parts: list[tuple[int, int, int, int, int]] = []
+        begins, ends, slots = array("q"), array("q"), array("q")
+        parts: dict[int, tuple[int, int, int]] = {}
         for entry, first, last, at in spans:
             for chunk, lo, hi in chunk_spans(first, last):
-                number, slot = len(begins), self._first[entry] + chunk
-                begins.append(at + lo - first)
-                ends.append(at + hi - first)
                 size = min(CHUNK_BYTES, self.sizes[entry] - chunk * CHUNK_BYTES)
                 if hi - lo < size:
-                    parts.append((number, slot, size, lo, hi))
-                elif runs and slot - runs[-1][0] == number - runs[-1][1] == runs[-1][2]:
-                    runs[-1] = (*runs[-1][:2], runs[-1][2] + 1)
-                else:
-                    runs.append((slot, number, 1))
-        return BlockCuts(begins, ends, tuple(runs), tuple(parts))
+                    parts[len(slots)] = (size, lo, hi)
+                begins.append(at + lo - first)
+                ends.append(at + hi - first)
+                slots.append(self._first[entry] + chunk)
+        return BlockCuts(begins, ends, slots, parts)
 
 
 class ChunkSums:
@@ -176,15 +170,17 @@ class ChunkSums:
         """
         if len(values) != len(cuts.begins):  # no assert: this must hold under python -O too
             raise AssertionError("a block has other pieces than were checksummed")
-        for slot, at, count in cuts.runs:
-            self._sums[slot : slot + count] = values[at : at + count]
-        for at, slot, size, lo, hi in cuts.parts:
+        for number, (slot, value) in enumerate(zip(cuts.slots, values, strict=True)):
+            if number not in cuts.parts:
+                self._sums[slot] = value
+                continue
+            size, lo, hi = cuts.parts[number]
             pieces = self._partial.setdefault(slot, {})
-            pieces[lo] = (hi, values[at])
+            pieces[lo] = (hi, value)
             if sum(piece_end - begin for begin, (piece_end, _) in pieces.items()) == size:
                 total = 0
-                for begin, (end, value) in sorted(pieces.items()):
-                    total = combine(total, value, end - begin)
+                for begin, (end, part) in sorted(pieces.items()):
+                    total = combine(total, part, end - begin)
                 self._sums[slot] = total
                 del self._partial[slot]
 
