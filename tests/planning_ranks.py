@@ -16,7 +16,7 @@ import torch
 from ckpipe import GlobalPlanner
 from ckpipe.format.boxes import Box
 from ckpipe.plan.assignment import assign, describe
-from ckpipe.plan.global_plan import PlanRounds, divide, shared_plan
+from ckpipe.plan.global_plan import PlanRounds, SharedPlan, divide
 from ckpipe.planning import Captured, LocalPlanner, RankPlan, assemble
 from ckpipe.state.placements import Mesh, Placement, Sharding, sharding
 from ckpipe.state.tensors import TensorLeaf
@@ -219,10 +219,11 @@ def jointly(
         for rank, each in enumerate(states)
     ]
     plans = []
-    answers = assign([each.offer for each in described])
+    answers = assign([each.offer for each in described], [each.private for each in described])
     for rank in range(size) if ranks is None else ranks:
         own = described[rank]
-        shared = shared_plan(1, 0, "", own.offer.shares, answers[rank])
+        pairs = zip(own.offer, answers[rank], strict=True)
+        shared = SharedPlan(1, 0, "", {each.name: (each, cuts) for each, cuts in pairs})
         units = divide(shared, states[rank].tensors, own.shares, rank=rank)
         plans.append(assemble(states[rank], units, rank=rank, world_size=size))
     return plans

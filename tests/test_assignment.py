@@ -97,7 +97,7 @@ def _held(spread: Sharding | None, rank: int, shape: tuple[int, ...]) -> list[in
 def test_offers_are_read_as_they_were_made(world: list[list[Tensor]]) -> None:
     for rank, state in enumerate(states_of(world)):
         own = describe(state.tensors, state.replicated, rank=rank, world_size=WORLD)
-        assert decode_description(own.data) == own.offer.shares
+        assert decode_description(own.data) == own.offer
 
 
 def test_offers_of_another_version_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

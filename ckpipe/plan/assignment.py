@@ -24,11 +24,13 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
+from typing import NamedTuple
 
 from ckpipe.errors import SaveError, UnsupportedState
 from ckpipe.format.box_cover import BoxIndex
 from ckpipe.format.boxes import Box, box_shape, box_volume, whole
 from ckpipe.format.dtypes import DTYPES
+from ckpipe.format.keys import Numbering
 from ckpipe.plan.division import MIN_PIECE_BYTES, Share, cut_dimension, shares
 from ckpipe.state.placements import Mesh, Placement, Sharding, sharding
 from ckpipe.state.tensors import TensorLeaf
@@ -36,8 +38,7 @@ from ckpipe.state.tensors import TensorLeaf
 _VERSION = 1
 
 
-@dataclass(frozen=True, slots=True)
-class TensorSpec:
+class TensorSpec(NamedTuple):
     """One name of an offered tensor: what must be the same wherever it is held.
 
     Args:
@@ -73,31 +74,20 @@ class Offered:
 
 
 @dataclass(frozen=True, slots=True)
-class RankDescription:
-    """The tensors that one rank offers.
-
-    Args:
-        shares: What others may hold too, in the order of the walk.
-        private: Bytes of what is the rank's own.
-    """
-
-    shares: tuple[Offered, ...]
-    private: int
-
-
-@dataclass(frozen=True, slots=True)
 class DescribedState:
     """A rank's state, divided, and what of it the rank tells others.
 
     Args:
         shares: All its shares, each with what is offered of it; None if it is private.
-        offer: What others may hold too.
+        offer: What others may hold too, in the order of the walk.
+        private: Bytes of what is the rank's own.
         data: The offer as other ranks get it; the same for equal offers.
         digest: A short text that tells it from others.
     """
 
     shares: list[tuple[Share, Offered | None]]
-    offer: RankDescription
+    offer: tuple[Offered, ...]
+    private: int
     data: bytes
     digest: str
 
@@ -140,9 +130,9 @@ def describe(
             share.name, tuple(specs), first.sharding, alike, share.overlapping, window
         )
         found.append((share, offered))
-    offer = RankDescription(tuple(each for _, each in found if each is not None), private)
-    data = _encode(offer.shares, elsewhere)
-    return DescribedState(found, offer, data, sha256(data).hexdigest()[:32])
+    offer = tuple(each for _, each in found if each is not None)
+    data = _encode(offer, elsewhere)
+    return DescribedState(found, offer, private, data, sha256(data).hexdigest()[:32])
 
 
 def _encode(offered: Sequence[Offered], elsewhere: Sequence[TensorLeaf]) -> bytes:
@@ -152,24 +142,17 @@ def _encode(offered: Sequence[Offered], elsewhere: Sequence[TensorLeaf]) -> byte
     rank that has nothing of a tensor tells, too, that plans no longer fit.
     """
     # A sharding stands in a list once, however many tensors lie so.
-    spreads = [each.sharding for each in offered] + [leaf.sharding for leaf in elsewhere]
-    distinct = list({id(spread): spread for spread in spreads if spread is not None}.values())
-    row_of = {id(spread): row for row, spread in enumerate(distinct)}
+    spreads = Numbering()
+
+    def row_of(spread: Sharding | None) -> int | None:
+        return None if spread is None else spreads.number(spread, id)
+
     content = {
         "version": _VERSION,
-        "shardings": [
-            (
-                spread.mesh.shape,
-                spread.mesh.ranks,
-                [(cut.dim, cut.split_factor) for cut in spread.placements],
-                spread.shape,
-            )
-            for spread in distinct
-        ],
         "shares": [
             (
-                [(spec.label, spec.dtype, spec.shape) for spec in each.specs],
-                None if each.sharding is None else row_of[id(each.sharding)],
+                each.specs,
+                row_of(each.sharding),
                 int(each.replicated),
                 int(each.overlapping),
                 each.window,
@@ -177,8 +160,16 @@ def _encode(offered: Sequence[Offered], elsewhere: Sequence[TensorLeaf]) -> byte
             for each in offered
         ],
         "elsewhere": [
-            (leaf.label, leaf.dtype, leaf.full_shape, row_of[id(leaf.sharding)])
-            for leaf in elsewhere
+            (leaf.label, leaf.dtype, leaf.full_shape, row_of(leaf.sharding)) for leaf in elsewhere
+        ],
+        "shardings": [
+            (
+                spread.mesh.shape,
+                spread.mesh.ranks,
+                [(cut.dim, cut.split_factor) for cut in spread.placements],
+                spread.shape,
+            )
+            for spread in spreads.items
         ],
     }
     return zlib.compress(json.dumps(content).encode(), 1)
@@ -217,8 +208,7 @@ def decode_description(data: bytes) -> tuple[Offered, ...]:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Cut:
+class Cut(NamedTuple):
     """The division of a box between ranks.
 
     Args:
@@ -234,11 +224,12 @@ Answer = tuple[tuple[Cut | None, ...], ...]
 """For each share of an offer, for each box of it: how it is divided; None if one rank has it."""
 
 
-def assign(offers: Sequence[RankDescription]) -> list[Answer]:
+def assign(offers: Sequence[Sequence[Offered]], private: Sequence[int]) -> list[Answer]:
     """Decide who writes what of all that ranks offer.
 
     Args:
         offers: Those of all ranks, in their order.
+        private: How many bytes of its own each rank has to write besides.
 
     Returns:
         For each rank the answer to its offer.
@@ -247,11 +238,11 @@ def assign(offers: Sequence[RankDescription]) -> list[Answer]:
         UnsupportedState: If ranks contradict each other, or no rank offers some element of a
             tensor; names the tensor and a rank.
     """
-    load = [offer.private for offer in offers]
+    load = list(private)
     boxes = _Boxes()
     held: dict[str, _Holders] = defaultdict(dict)
     for rank, offer in enumerate(offers):
-        for share in offer.shares:
+        for share in offer:
             held[share.name][rank] = share
     places: list[dict[str, list[_Part | None]]] = [{} for _ in offers]
     parts: list[_Part] = []
@@ -265,7 +256,7 @@ def assign(offers: Sequence[RankDescription]) -> list[Answer]:
     return [
         tuple(
             tuple(None if part is None else part.cut for part in places[rank][share.name])
-            for share in offer.shares
+            for share in offer
         )
         for rank, offer in enumerate(offers)
     ]

@@ -51,7 +51,6 @@ from ckpipe.plan.assignment import (
     Cut,
     DescribedState,
     Offered,
-    RankDescription,
     assign,
     decode_description,
     describe,
@@ -272,13 +271,13 @@ class PlanRounds:
         return way.decode()
 
     def _plan_anew(self, save: str, own: DescribedState) -> SharedPlan:
-        self._offers[own.digest] = own.offer.shares
+        self._offers[own.digest] = own.offer
         while len(self._offers) > _PLANS_KEPT:
             self._offers.popitem(last=False)
         if self._rank == 0:
             self._post(f"{save}/offer/0", b"")
             return self._plan_for_all(save, own)
-        head = json.dumps({"digest": own.digest, "private": own.offer.private}).encode()
+        head = json.dumps({"digest": own.digest, "private": own.private}).encode()
         self._post(f"{save}/offer/{self._rank}", head + b"\n" + own.data)
         if not self._awaited(save, [f"{save}/answer"]):
             raise self._late(self._absent(save) or [0])
@@ -295,8 +294,8 @@ class PlanRounds:
     def _plan_for_all(self, save: str, own: DescribedState) -> SharedPlan:
         try:
             wish = self._store.add("wishes", 0)
-            offers, digests = self._collect(save, own)
-            answers = assign(offers)
+            offers, private, digests = self._collect(save, own)
+            answers = assign(offers, private)
         except CkpipeError as error:
             kind = type(error).__name__
             told = {
@@ -311,31 +310,35 @@ class PlanRounds:
         number = self._count = self._count + 1
         self._publish(number, wish, digests, answers)
         self._store.set(f"{save}/answer", json.dumps({"plan": number}))
-        return self._remember(number, wish, own.digest, own.offer.shares, answers[0])
+        return self._remember(number, wish, own.digest, own.offer, answers[0])
 
-    def _collect(self, save: str, own: DescribedState) -> tuple[list[RankDescription], list[str]]:
-        """Return the offers of all ranks; equal ones are one object, and so fast to compare."""
+    def _collect(
+        self, save: str, own: DescribedState
+    ) -> tuple[list[tuple[Offered, ...]], list[int], list[str]]:
+        """Return the offers of all ranks, their private bytes and the digests of the offers.
+
+        Equal offers are one object, and so fast to compare.
+        """
         keys = [f"{save}/offer/{rank}" for rank in range(1, self._world_size)]
         if not self._awaited(save, keys):
             raise self._late(self._absent(save))
-        known = {own.digest: own.offer.shares}
-        offers, digests = [own.offer], [own.digest]
+        known = {own.digest: own.offer}
+        private, digests = [own.private], [own.digest]
         for key in keys:
             head, _, data = self._get(key).partition(b"\n")
             told = json.loads(head)
             if told["digest"] not in known:
                 known[told["digest"]] = decode_description(data)
-            offers.append(RankDescription(known[told["digest"]], told["private"]))
+            private.append(told["private"])
             digests.append(told["digest"])
-        return offers, digests
+        return [known[digest] for digest in digests], private, digests
 
     def _publish(
         self, number: int, wish: int, digests: Sequence[str], answers: Sequence[Answer]
     ) -> None:
         keys: dict[str, str] = {}
         for rank, (digest, answer) in enumerate(zip(digests, answers, strict=True)):
-            rows = [[cut and (cut.dim, cut.stops) for cut in cuts] for cuts in answer]
-            body = json.dumps(rows, separators=(",", ":"))
+            body = json.dumps(answer, separators=(",", ":"))
             key = keys.get(body)
             if key is None:
                 key = keys[body] = f"plans/{number}/body/{len(keys)}"
@@ -366,17 +369,15 @@ class PlanRounds:
             )
         rows = json.loads(zlib.decompress(self._get(header["body"])))
         answer = tuple(
-            tuple(
-                cut and Cut(tuple((owner, stop) for owner, stop in cut[1]), cut[0]) for cut in cuts
-            )
-            for cuts in rows
+            tuple(cut and Cut(tuple(map(tuple, cut[0])), cut[1]) for cut in cuts) for cuts in rows
         )
         return self._remember(number, header["wish"], header["offer"], offered, answer)
 
     def _remember(
         self, number: int, wish: int, digest: str, offered: Sequence[Offered], answer: Answer
     ) -> SharedPlan:
-        plan = shared_plan(number, wish, digest, offered, answer)
+        pairs = zip(offered, answer, strict=True)
+        plan = SharedPlan(number, wish, digest, {each.name: (each, cuts) for each, cuts in pairs})
         with self._changing:
             self._plans[number] = plan
             while len(self._plans) > _PLANS_KEPT:
@@ -484,14 +485,6 @@ class SharedPlan:
     wish: int
     digest: str
     answers: dict[str, tuple[Offered, tuple[Cut | None, ...]]]
-
-
-def shared_plan(
-    number: int, wish: int, digest: str, offered: Sequence[Offered], answer: Answer
-) -> SharedPlan:
-    """Return a rank's part of a shared plan."""
-    pairs = zip(offered, answer, strict=True)
-    return SharedPlan(number, wish, digest, {each.name: (each, cuts) for each, cuts in pairs})
 
 
 def fits(plan: SharedPlan, found: Sequence[tuple[Share, Offered | None]], *, rank: int) -> bool:
