@@ -7,10 +7,10 @@ does not matter which is first.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from hashlib import blake2b
-from typing import Any, NamedTuple
+from typing import Any
 
 from ckpipe.errors import InvalidManifest, WrongWorldSize
 from ckpipe.format.check import check_ranks, facts_of
@@ -70,19 +70,18 @@ def _joined(
     if any(each.world_size != first.world_size for each in found):
         raise WrongWorldSize("Manifests do not agree on the world size", step=first.id.step)
     structures, layouts, values = Numbering(), Numbering(), Numbering()
-    labels_of: dict[int, _Labels] = {}
+    keys: dict[int, Callable[[Layout], bytes]] = {}
     parts = []
     pairs = [(part, source) for source in found for part in source.parts]
     if group is None and kind == "group":
         pairs = list({part.rank: (part, source) for part, source in pairs}.values())
     for part, source in sorted(pairs, key=lambda pair: pair[0].rank):
         own = source.structures[part.structure]
-        if id(own) not in labels_of:
-            labels_of[id(own)] = _labels_of(own)
-        labels = labels_of[id(own)]
+        if id(own) not in keys:
+            keys[id(own)] = _layout_key(own)
         structure = structures.number(own, lambda each: canonical(structure_form(each)))
         # The same names, places and boxes again are the same layout.
-        layout = layouts.number(source.layouts[part.layout], labels.key_of)
+        layout = layouts.number(source.layouts[part.layout], keys[id(own)])
         shared = values.items[values.number(part.values)]
         parts.append(replace(part, structure=structure, layout=layout, values=shared))
     return ManifestDocument(
@@ -91,22 +90,12 @@ def _joined(
     )  # fmt: skip
 
 
-class _Labels(NamedTuple):
-    """The labels of a structure, in order, with their numbers, and what tells them from others."""
-
-    texts: tuple[str, ...]
-    numbers: dict[str, int]
-    digest: bytes
-
-    def key_of(self, layout: Layout) -> bytes:
-        """Return what tells a layout of tensors with these labels from others."""
-        return self.digest + _digest(layout_text(layout, self.numbers, self.texts))
-
-
-def _labels_of(structure: Structure) -> _Labels:
-    texts = tuple(row.label for row in structure.tensors)
-    numbers = {label: number for number, label in enumerate(texts)}
-    return _Labels(texts, numbers, _digest(*texts))
+def _layout_key(structure: Structure) -> Callable[[Layout], bytes]:
+    """Return a function that tells layouts of tensors apart, also those of other structures."""
+    labels = tuple(row.label for row in structure.tensors)
+    numbers = {label: number for number, label in enumerate(labels)}
+    digest = _digest(*labels)
+    return lambda layout: digest + _digest(layout_text(layout, numbers, labels))
 
 
 def _digest(*texts: str) -> bytes:
