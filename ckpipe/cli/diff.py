@@ -20,7 +20,7 @@ from ckpipe.cli.screen import Meter, Screen, one_line, table
 from ckpipe.export import batches
 from ckpipe.format.keys import LabelFilter, label_filter, unique_label
 from ckpipe.format.manifest import ManifestDocument, TensorRow
-from ckpipe.format.tree import Node, children_of
+from ckpipe.format.tree import SETS, walk
 from ckpipe.loading.load import read_tensors
 from ckpipe.memory.arena import Arena
 from ckpipe.settings import Settings
@@ -315,25 +315,13 @@ def _texts(bundle: ManifestDocument) -> dict[str, str]:
     """Write tensors and inline values of a checkpoint as text, of all ranks where they differ."""
     found: dict[str, list[str]] = {}
     for part in bundle.parts:
-        for label, node in _leaves(bundle.structures[part.structure].tree):
-            value = part.values[node[1]] if node[0] == "value" else node
-            found.setdefault(label, []).append(json.dumps(value))
+        taken: set[str] = set()
+        for node, label in walk(bundle.structures[part.structure].tree):
+            if node[0] in ("value", *SETS):
+                value = part.values[node[1]] if node[0] == "value" else node
+                found.setdefault(unique_label(label, taken), []).append(json.dumps(value))
     tensors = {label: f"{row.dtype}{list(row.shape)}" for label, row in _tensors(bundle).items()}
     return tensors | {
         label: texts[0] if len(set(texts)) == 1 else " | ".join(texts)
         for label, texts in found.items()
     }
-
-
-def _leaves(tree: Node) -> Iterator[tuple[str, Node]]:
-    pending: list[tuple[Node, str]] = [(tree, "")]
-    taken: set[str] = set()
-    while pending:
-        node, label = pending.pop()
-        if node[0] in ("value", "set", "frozenset"):
-            yield unique_label(label, taken), node
-        elif node[0] in ("shared", "registered", "stateful"):
-            pending.append((node[-1], label))
-        else:
-            inner = [(child, where) for _, child, where in children_of(node, label)]
-            pending += reversed(inner)

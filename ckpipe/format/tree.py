@@ -80,11 +80,13 @@ def with_items(node: Node, keys: list[Any], nodes: list[Node]) -> Node:
 
 def walk(node: Node, label: str = "") -> Iterator[tuple[Node, str]]:
     """Every node of a tree with its label; references are not followed."""
-    yield node, label
-    if node[0] in _WRAPPERS:
-        yield from walk(node[-1], label)
-    for _, child, where in children_of(node, label):
-        yield from walk(child, where)
+    pending = [(node, label)]
+    while pending:
+        node, label = pending.pop()
+        yield node, label
+        if node[0] in _WRAPPERS:
+            pending.append((node[-1], label))
+        pending += [(child, where) for _, child, where in reversed(children_of(node, label))]
 
 
 def leaf_labels(node: Node, label: str) -> list[str]:
