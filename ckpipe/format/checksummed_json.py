@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import math
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from json import JSONDecodeError
 from typing import Any
 
@@ -76,11 +76,36 @@ def encode_json(document: dict[str, Any], max_bytes: int | None = None) -> bytes
         ValueError: If it holds a float that is not finite.
         RecursionError: If it is nested too deeply.
     """
-    packed = _Packed(max_bytes)
-    for piece in _pieces(document):
-        packed.add(piece.encode("ascii"))
-    packed.add(b"%s%08x%s" % (_MARK, packed.crc, _END))
-    return packed.finished()
+    size, signs, stored, stream = 0, 0, list[bytes](), None
+    for piece in _summed(_pieces(document)):
+        size += len(piece)
+        signs += _signs(piece)
+        if max_bytes is not None and size > max_bytes:
+            raise OversizedMetadata(
+                f"The metadata of the checkpoint has more than {max_bytes} bytes",
+                hint="Save fewer tensors, or from fewer ranks",
+            )
+        if stream is None and size > PLAIN_BYTES:
+            stream = zlib.compressobj(_LEVEL)
+            stored = [stream.compress(each) for each in stored]
+        stored.append(piece if stream is None else stream.compress(piece))
+    if stream is None:
+        return b"".join(stored)
+    stored.append(stream.flush(zlib.Z_FULL_FLUSH))
+    lacking = _least_stored(size, signs) - sum(map(len, stored))
+    padding = _EMPTY_BLOCK * -(-lacking // len(_EMPTY_BLOCK))
+    packed = b"".join([*stored, padding, stream.flush()])
+    return packed + crc32c(packed).to_bytes(_SUM_BYTES, "big")
+
+
+def _summed(pieces: Iterable[str]) -> Iterator[bytes]:
+    """Yield pieces of a text as bytes, and behind them the member with their checksum."""
+    crc = 0
+    for text in pieces:
+        piece = text.encode("ascii")
+        crc = crc32c(piece, crc)
+        yield piece
+    yield b"%s%08x%s" % (_MARK, crc, _END)
 
 
 def _pieces(document: dict[str, Any]) -> Iterator[str]:
@@ -97,44 +122,6 @@ def _pieces(document: dict[str, Any]) -> Iterator[str]:
                 comma = ","
             yield "[]" if comma == "[" else "]"
         head = ","
-
-
-class _Packed:
-    """Collects pieces of a text, and compresses them once there are many."""
-
-    def __init__(self, max_bytes: int | None) -> None:
-        self._max_bytes = max_bytes
-        self._plain: list[bytes] = []
-        self._stream: Any = None
-        self._packed: list[bytes] = []
-        self.size = self.signs = self.crc = 0
-
-    def add(self, piece: bytes) -> None:
-        self.crc = crc32c(piece, self.crc)
-        self.size += len(piece)
-        self.signs += _signs(piece)
-        if self._max_bytes is not None and self.size > self._max_bytes:
-            raise OversizedMetadata(
-                f"The metadata of the checkpoint has more than {self._max_bytes} bytes",
-                hint="Save fewer tensors, or from fewer ranks",
-            )
-        if self._stream is not None:
-            self._packed.append(self._stream.compress(piece))
-            return
-        self._plain.append(piece)
-        if self.size > PLAIN_BYTES:
-            self._stream = zlib.compressobj(_LEVEL)
-            self._packed = [self._stream.compress(each) for each in self._plain]
-            self._plain = []
-
-    def finished(self) -> bytes:
-        if self._stream is None:
-            return b"".join(self._plain)
-        self._packed.append(self._stream.flush(zlib.Z_FULL_FLUSH))
-        lacking = _least_stored(self.size, self.signs) - sum(map(len, self._packed))
-        padding = _EMPTY_BLOCK * -(-lacking // len(_EMPTY_BLOCK))
-        stream = b"".join([*self._packed, padding, self._stream.flush()])
-        return stream + crc32c(stream).to_bytes(_SUM_BYTES, "big")
 
 
 def _least_stored(size: int, signs: int) -> int:
