@@ -38,21 +38,13 @@ class BoxIndex:
 
     def meeting(self, region: Box) -> list[tuple[int, Box]]:
         """The numbers of the boxes that meet a region, in order, and what they have of it."""
-        if self._bounds is not None:
-            return self._meeting(self._bounds, region)[0]
-        found = []
-        for number, box in enumerate(self._boxes):
-            common = intersection(region, box)
-            if common is not None:
-                found.append((number, common))
-        return found
-
-    def _meeting(self, bounds: _Bounds, region: Box) -> tuple[list[tuple[int, Box]], _Bounds]:
-        """The same, and what they have of it as an array."""
+        if self._bounds is None:
+            parts = ((number, intersection(region, box)) for number, box in enumerate(self._boxes))
+            return [(number, part) for number, part in parts if part is not None]
         stop = self._lowers.searchsorted(region[1][self._axis], "left")
         start = self._reach.searchsorted(region[0][self._axis], "right")
         numbers = np.sort(self._order[start:stop])
-        near = bounds[numbers]
+        near = self._bounds[numbers]
         common = near.copy()
         np.maximum(near[:, 0], region[0], out=common[:, 0])
         np.minimum(near[:, 1], region[1], out=common[:, 1])
@@ -64,7 +56,7 @@ class BoxIndex:
         ):
             box = self._boxes[number] if within else (tuple(lower), tuple(upper))
             found.append((number, box))
-        return found, common[meets]
+        return found
 
     def cover(self, region: Box) -> tuple[list[tuple[int, Box]], list[Box]]:
         """Put a region together from parts of the boxes, no element twice.
@@ -81,14 +73,7 @@ class BoxIndex:
         if not volume:
             return [], []
         parts: dict[Box, int] = {}
-        if self._bounds is None:
-            found = self.meeting(region)
-        else:
-            found, bounds = self._meeting(self._bounds, region)
-            sizes = bounds[:, 1] - bounds[:, 0]
-            if int(sizes.prod(1).sum()) == volume and _slabs(bounds):
-                return found, []
-        for number, common in found:
+        for number, common in self.meeting(region):
             if common == region:
                 return [(number, common)], []
             parts.setdefault(common, number)
@@ -139,8 +124,6 @@ def disjoint(boxes: Sequence[Box]) -> bool:
     """
     if len(boxes) < 2:
         return True
-    if len(boxes) > _FEW and boxes[0][0] and _slabs(_as_array(boxes)):
-        return True
     for axis in range(len(boxes[0][0])):
         groups = _shadows(boxes, axis)
         if len(groups) > 1:
@@ -154,16 +137,6 @@ def _as_array(boxes: Sequence[Box]) -> _Bounds:
     dims = len(boxes[0][0])
     count = len(boxes) * 2 * dims
     return np.fromiter(flat, np.int64, count).reshape(len(boxes), 2, dims)
-
-
-def _slabs(bounds: _Bounds) -> bool:
-    """Tell whether boxes lie one behind the other along an axis, as those of one cut do."""
-    for axis in range(bounds.shape[2]):
-        lower, upper = bounds[:, 0, axis], bounds[:, 1, axis]
-        order = np.argsort(lower)
-        if (upper[order[:-1]] <= lower[order[1:]]).all():
-            return True
-    return False
 
 
 def _shadows(boxes: Sequence[Box], axis: int) -> list[list[Box]]:
@@ -184,14 +157,7 @@ def _any_overlap(boxes: list[Box]) -> bool:
     still_open: list[Box] = []
     for box in sorted(boxes):
         still_open = [other for other in still_open if other[1][0] > box[0][0]]
-        if any(_overlap(box, other) for other in still_open):
+        if any(intersection(box, other) for other in still_open):
             return True
         still_open.append(box)
     return False
-
-
-def _overlap(a: Box, b: Box) -> bool:
-    return all(
-        max(low_a, low_b) < min(high_a, high_b)
-        for low_a, high_a, low_b, high_b in zip(*a, *b, strict=True)
-    )
