@@ -394,33 +394,23 @@ async def exported(context: SaveContext, save: Save) -> AsyncIterator[None]:
         TimeoutError: If the other ranks do not commit within ``incomplete_after_seconds``.
         CkpipeError: Whatever :func:`ckpipe.export.export` raises.
     """
-    form = context.settings.final_format
+    form, policy = context.settings.final_format, logging_policy(context.settings.upload)
     if form == "ckpipe" or context.rank != 0 or not save.request.final:
         yield
         return
-    async with _protected(context, save.name):
-        yield
-        with save.clock.timing("export"):
-            done = await _export(context, save, form)
-    context.events.emit(CheckpointExported(*save.where, done.folder, done.files, done.bytes))
-
-
-@asynccontextmanager
-async def _protected(context: SaveContext, name: str) -> AsyncIterator[None]:
-    """Keep retention away from a checkpoint that may not be there yet."""
-    context.loading[name] += 1  # also where no lease can be written
+    context.loading[save.name] += 1  # also where no lease can be written
     try:
-        async with under_lease(context.patient, name + EXPORTING):
+        async with under_lease(context.patient, save.name + EXPORTING):
             yield
+            with save.clock.timing("export"):
+                info = save.committed.result()
+                if not info.complete:
+                    seconds = context.settings.incomplete_after_seconds
+                    info = await until_complete(context, info, seconds)
+                async with context.reading(info.key) as bundle:
+                    done = await export(
+                        context.patient, bundle, context.arena, context.settings, form, policy
+                    )
     finally:
-        context.loading[name] -= 1
-
-
-async def _export(context: SaveContext, save: Save, form: Literal["torch", "hf"]) -> Exported:
-    info = save.committed.result()
-    if not info.complete:
-        info = await until_complete(context, info, context.settings.incomplete_after_seconds)
-
-    async with context.reading(info.key) as bundle:
-        policy = logging_policy(context.settings.upload)
-        return await export(context.patient, bundle, context.arena, context.settings, form, policy)
+        context.loading[save.name] -= 1
+    context.events.emit(CheckpointExported(*save.where, done.folder, done.files, done.bytes))
