@@ -193,10 +193,11 @@ def hurried(seconds: float, present: Sequence[int]) -> Iterator[None]:
         finally:
             rounds._seconds = patient
 
-    def awaited_once_met(rounds: PlanRounds, save: str, keys: Sequence[str]) -> bool:
+    def awaited_once_met(rounds: PlanRounds, keys: Sequence[str]) -> bool:
+        save = keys[0].partition("/")[0]
         while not rounds._store.check([f"{save}/offer/{rank}" for rank in present]):
             os.sched_yield()
-        return awaited(rounds, save, keys)
+        return awaited(rounds, keys)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(PlanRounds, "_agree", agree_soon)

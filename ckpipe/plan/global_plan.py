@@ -253,7 +253,11 @@ class PlanRounds:
             self._store.add("wishes", 1)
 
     def _agree(self, save: str, own: DescribedState) -> SharedPlan:
-        way = self._decide(save, own.digest)
+        wish = self._store.add("wishes", 0)
+        plans = list(self._plans.values())
+        fit = [each.number for each in plans if each.digest == own.digest and each.wish >= wish]
+        proposal = f"keep {max(fit)}" if fit else "new"
+        way: str = self._store.compare_set(f"{save}/way", "", proposal).decode()
         try:
             if way == "new":
                 return self._plan_anew(save, own)
@@ -261,14 +265,6 @@ class PlanRounds:
             return self._plans.get(number) or self._fetch(number)
         finally:
             self._leave(save, way)
-
-    def _decide(self, save: str, digest: str) -> str:
-        wish = self._store.add("wishes", 0)
-        plans = list(self._plans.values())
-        fit = [each.number for each in plans if each.digest == digest and each.wish >= wish]
-        proposal = f"keep {max(fit)}" if fit else "new"
-        way: bytes = self._store.compare_set(f"{save}/way", "", proposal)
-        return way.decode()
 
     def _plan_anew(self, save: str, own: DescribedState) -> SharedPlan:
         self._offers[own.digest] = own.offer
@@ -279,7 +275,7 @@ class PlanRounds:
             return self._plan_for_all(save, own)
         head = json.dumps({"digest": own.digest, "private": own.private}).encode()
         self._post(f"{save}/offer/{self._rank}", head + b"\n" + own.data)
-        if not self._awaited(save, [f"{save}/answer"]):
+        if not self._awaited([f"{save}/answer"]):
             raise self._late(self._absent(save) or [0])
         answer = json.loads(self._store.get(f"{save}/answer"))
         if "plan" not in answer:
@@ -294,8 +290,21 @@ class PlanRounds:
     def _plan_for_all(self, save: str, own: DescribedState) -> SharedPlan:
         try:
             wish = self._store.add("wishes", 0)
-            offers, private, digests = self._collect(save, own)
-            answers = assign(offers, private)
+            keys = [f"{save}/offer/{rank}" for rank in range(1, self._world_size)]
+            if not self._awaited(keys):
+                raise self._late(self._absent(save))
+            private, digests = [own.private], [own.digest]
+            # Equal offers are one object, and so fast to compare.
+            offers = {own.digest: own.offer}
+            for key in keys:
+                head, _, data = self._get(key).partition(b"\n")
+                told = json.loads(head)
+                digest = told["digest"]
+                if digest not in offers:
+                    offers[digest] = decode_description(data)
+                private.append(told["private"])
+                digests.append(digest)
+            answers = assign([offers[digest] for digest in digests], private)
         except CkpipeError as error:
             kind = type(error).__name__
             told = {
@@ -311,27 +320,6 @@ class PlanRounds:
         self._publish(number, wish, digests, answers)
         self._store.set(f"{save}/answer", json.dumps({"plan": number}))
         return self._remember(number, wish, own.digest, own.offer, answers[0])
-
-    def _collect(
-        self, save: str, own: DescribedState
-    ) -> tuple[list[tuple[Offered, ...]], list[int], list[str]]:
-        """Return the offers of all ranks, their private bytes and the digests of the offers.
-
-        Equal offers are one object, and so fast to compare.
-        """
-        keys = [f"{save}/offer/{rank}" for rank in range(1, self._world_size)]
-        if not self._awaited(save, keys):
-            raise self._late(self._absent(save))
-        known = {own.digest: own.offer}
-        private, digests = [own.private], [own.digest]
-        for key in keys:
-            head, _, data = self._get(key).partition(b"\n")
-            told = json.loads(head)
-            if told["digest"] not in known:
-                known[told["digest"]] = decode_description(data)
-            private.append(told["private"])
-            digests.append(told["digest"])
-        return [known[digest] for digest in digests], private, digests
 
     def _publish(
         self, number: int, wish: int, digests: Sequence[str], answers: Sequence[Answer]
@@ -384,7 +372,7 @@ class PlanRounds:
                 del self._plans[min(self._plans)]
         return plan
 
-    def _awaited(self, save: str, keys: Sequence[str]) -> bool:
+    def _awaited(self, keys: Sequence[str]) -> bool:
         """Wait until all keys are there; False if they are not in time."""
         until = time.monotonic() + self._seconds
         pause = _FIRST_PAUSE_SECONDS
