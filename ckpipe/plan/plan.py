@@ -168,7 +168,7 @@ def assemble(
         UnsupportedState: If tensors overlap in a way that cannot be saved, or one fits no file.
     """
     leaves = captured.tensors
-    drafts: list[_EntryDraft] = []
+    drafts: list[_Draft] = []
     chunks: list[list[Chunk]] = [[] for _ in leaves]
     for unit in divided:
         for piece in unit.pieces:
@@ -181,10 +181,10 @@ def assemble(
                 whole = box is None and not unit.overlapping
                 stride = _fresh_stride(leaves[number]) if whole else None
                 chunks[number].append(Chunk(number, None, 0, None, stride, box, piece.owner))
-    drafts.sort(key=lambda draft: -draft.item)
-    files, entries = _lay_out(drafts, rank, max_file_bytes)
-    for number, each in enumerate(drafts):
-        for member in each.members:
+    drafts.sort(key=lambda draft: -draft[1])  # the widest items first, so that all are aligned
+    files, entries = _lay_out([entry for entry, *_ in drafts], rank, max_file_bytes)
+    for number, (_, _, members, _) in enumerate(drafts):
+        for member in members:
             chunks[member.tensor].append(member._replace(entry=number))
     for rows in chunks:
         rows.sort(key=lambda row: row.box or ())
@@ -193,7 +193,7 @@ def assemble(
         world_size,
         fingerprint(captured),
         Layout(entries, chain.from_iterable(chunks)),
-        tuple(draft.sources for draft in drafts),
+        tuple(sources for *_, sources in drafts),
         tuple(files),
     )
 
@@ -203,7 +203,7 @@ Replicated = Literal["auto", "none"] | Sequence[str]
 
 
 def _lay_out(
-    drafts: list[_EntryDraft], rank: int, max_file_bytes: int | None
+    drafts: list[Entry], rank: int, max_file_bytes: int | None
 ) -> tuple[list[DataFile], list[Entry]]:
     """Files as large as header and store allow: a file that is full is followed by another."""
     files: list[DataFile] = []
@@ -226,9 +226,7 @@ def _lay_out(
                 hint=f"Raise staging.block_bytes at least {-(-size // max_file_bytes)}-fold",
             )
         header += bound
-        entries.append(
-            Entry(draft.name, draft.dtype, draft.shape, len(files), offset, draft.nbytes)
-        )
+        entries.append(draft._replace(file=len(files), offset=offset))
         offset += draft.nbytes
     if drafts:
         files.append(_file(entries, first, offset, rank, len(files)))
@@ -268,30 +266,11 @@ class Source:
     part: Box | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class _EntryDraft:
-    """An entry that has no place yet, so that its chunks have no number of an entry.
-
-    Args:
-        name: Its name.
-        dtype: The safetensors name of its dtype.
-        shape: Its shape.
-        nbytes: Its size.
-        item: The alignment that it needs, in bytes.
-        members: The chunks of the tensors in it.
-        sources: What fills it.
-    """
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    nbytes: int
-    item: int
-    members: tuple[Chunk, ...]
-    sources: tuple[Source, ...]
+_Draft = tuple[Entry, int, tuple[Chunk, ...], tuple[Source, ...]]
+"""An entry without its place, its alignment in bytes, the chunks in it, and what fills it."""
 
 
-def _draft_entry(leaves: list[TensorLeaf], unit: Unit, piece: Piece) -> _EntryDraft:
+def _draft_entry(leaves: list[TensorLeaf], unit: Unit, piece: Piece) -> _Draft:
     """Return the entry of a piece that this rank writes.
 
     Raises:
@@ -320,15 +299,14 @@ def _fresh_stride(leaf: TensorLeaf) -> tuple[int, ...] | None:
 
 def _logical(
     name: str, leaf: TensorLeaf, shape: tuple[int, ...], members: tuple[Chunk, ...], source: Source
-) -> _EntryDraft:
+) -> _Draft:
     stored = stored_dtype(leaf.dtype)
     stored_shape = shape if stored else (source.nbytes,)
-    return _EntryDraft(
-        name, stored or "U8", stored_shape, source.nbytes, leaf.itemsize, members, (source,)
-    )
+    entry = Entry(name, stored or "U8", stored_shape, 0, 0, source.nbytes)
+    return entry, leaf.itemsize, members, (source,)
 
 
-def _shared(leaves: list[TensorLeaf], group: list[int]) -> _EntryDraft:
+def _shared(leaves: list[TensorLeaf], group: list[int]) -> _Draft:
     """Return the entry of overlapping tensors: the one that covers all, or a window of bytes."""
     low = min(leaves[number].address for number in group)
     high = max(leaves[number].address + leaves[number].window for number in group)
@@ -357,7 +335,7 @@ def _shared(leaves: list[TensorLeaf], group: list[int]) -> _EntryDraft:
         return _logical(view.label, view, view.shape, tuple(members), source)
     name, size = f"{leaves[group[0]].label}~window", high - start
     sources = _windows(leaves, group, start)
-    return _EntryDraft(name, "U8", (size,), size, 1, tuple(members), sources)
+    return Entry(name, "U8", (size,), 0, 0, size), 1, tuple(members), sources
 
 
 def _windows(leaves: list[TensorLeaf], group: list[int], start: int) -> tuple[Source, ...]:
