@@ -28,7 +28,7 @@ from itertools import pairwise
 
 from ckpipe.errors import UnsupportedState, UnsupportedTopology
 from ckpipe.format.boxes import box_shape, whole
-from ckpipe.state.placements import HeldBox, Mesh, Sharding
+from ckpipe.state.placements import HeldBox, Mesh
 from ckpipe.state.tensors import TensorLeaf, alias_groups, overlaps_itself
 
 MIN_PIECE_BYTES = 128 << 10
@@ -127,8 +127,7 @@ def shares(
 
     Arguments and errors are those of :func:`units`.
     """
-    holdings = _Holdings(rank, world_size)
-    held = [holdings.of(leaf, number in replicated) for number, leaf in enumerate(leaves)]
+    held = _holdings(leaves, replicated, rank, world_size)
     groups = {group[0]: group for group in alias_groups(leaves)}
     grouped = {number for group in groups.values() for number in group}
     for number, leaf in enumerate(leaves):
@@ -138,50 +137,48 @@ def shares(
             yield Share(leaf.label, (number,), held[number])
 
 
-class _Holdings:
-    """The parts of tensors that a rank holds, looked up once for each sharding."""
-
-    def __init__(self, rank: int, world_size: int) -> None:
-        self._rank, self._world_size = rank, world_size
-        self._private, self._everywhere = Replicas((rank,)), Replicas(tuple(range(world_size)))
-        self._replicas: dict[tuple[Mesh, tuple[bool, ...]], tuple[int, ...]] = {}
-        self._known: dict[int, tuple[tuple[int, ...] | None, Replicas]] = {}
-
-    def of(self, leaf: TensorLeaf, replicated: bool) -> Replicas:
+def _holdings(
+    leaves: list[TensorLeaf], replicated: Collection[int], rank: int, world_size: int
+) -> list[Replicas]:
+    """Return what a rank holds of each tensor, looked up once for each sharding."""
+    private, everywhere = Replicas((rank,)), Replicas(tuple(range(world_size)))
+    replicas: dict[tuple[Mesh, tuple[bool, ...]], tuple[int, ...]] = {}
+    known: dict[int, tuple[tuple[int, ...] | None, Replicas]] = {}
+    found = []
+    for number, leaf in enumerate(leaves):
         spread = leaf.sharding
         if spread is None:
-            return self._everywhere if replicated else self._private
+            found.append(everywhere if number in replicated else private)
+            continue
         # Leaves keep their shardings alive, so that ids name them here.
-        if id(spread) not in self._known:
-            self._known[id(spread)] = self._look_up(spread, leaf.label)
-        local_shape, holding = self._known[id(spread)]
+        if id(spread) not in known:
+            if spread.mesh.top >= world_size:
+                raise UnsupportedTopology(
+                    f"This DTensor lies on a mesh with rank {spread.mesh.top}, and {world_size} "
+                    "ranks save",
+                    rank=rank,
+                    key=leaf.label,
+                    hint="Let all ranks of the mesh save",
+                )
+            # All tensors that are cut alike have the same replicas, which may be many thousand.
+            cut = tuple(each.dim is None or 0 in spread.shape for each in spread.placements)
+            if (spread.mesh, cut) not in replicas:
+                replicas[spread.mesh, cut] = tuple(sorted(spread.replicas(rank)))
+            boxes = spread.held(rank)
+            all_of_it = [held.box for held in boxes] == [whole(spread.shape)]
+            holding = Replicas(replicas[spread.mesh, cut], None if all_of_it else boxes)
+            known[id(spread)] = (spread.local_shape(rank), holding)
+        local_shape, holding = known[id(spread)]
         if local_shape is not None and local_shape != leaf.shape:
             raise UnsupportedState(
                 f"The local part of this DTensor has the shape {list(leaf.shape)}, and its "
                 f"placements give this rank {list(local_shape)}",
                 key=leaf.label,
-                rank=self._rank,
+                rank=rank,
                 hint="Lay it out with distribute_tensor, or give from_local the true global shape",
             )
-        return holding
-
-    def _look_up(self, spread: Sharding, label: str) -> tuple[tuple[int, ...] | None, Replicas]:
-        top = spread.mesh.top
-        if top >= self._world_size:
-            raise UnsupportedTopology(
-                f"This DTensor lies on a mesh with rank {top}, and {self._world_size} ranks save",
-                rank=self._rank,
-                key=label,
-                hint="Let all ranks of the mesh save",
-            )
-        # All tensors that are cut alike have the same replicas, which may be many thousand.
-        cut = tuple(each.dim is None or 0 in spread.shape for each in spread.placements)
-        if (spread.mesh, cut) not in self._replicas:
-            self._replicas[spread.mesh, cut] = tuple(sorted(spread.replicas(self._rank)))
-        boxes = spread.held(self._rank)
-        all_of_it = [held.box for held in boxes] == [whole(spread.shape)]
-        holding = Replicas(self._replicas[spread.mesh, cut], None if all_of_it else boxes)
-        return spread.local_shape(self._rank), holding
+        found.append(holding)
+    return found
 
 
 def _of_group(
