@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpipe.format.box_cover import BoxIndex, disjoint
+from ckpipe.format.box_cover import BoxIndex
 from ckpipe.format.boxes import (
     Box,
     box_shape,
@@ -65,23 +67,28 @@ def test_the_index_finds_all_boxes_that_meet_a_region(region: Box, boxes: list[B
             assert (mask(found[number]) == common).all()
 
 
-@given(st.lists(boxes_in().filter(lambda box: 0 not in box_shape(box)), max_size=8))
-def test_disjoint_means_that_no_element_is_in_two(boxes: list[Box]) -> None:
-    count = sum((mask(box) for box in boxes), np.zeros(SHAPE, dtype=np.int64))
-    assert disjoint(boxes) == bool((count <= 1).all())
+@given(st.data())
+def test_boxes_of_a_grid_cover_it_whole_in_any_order(data: st.DataObject) -> None:
+    cuts = [
+        sorted({0, n, *data.draw(st.sets(st.integers(1, n - 1), max_size=n - 1))}) for n in SHAPE
+    ]
+    rows = itertools.product(*map(itertools.pairwise, cuts))
+    grid = [(tuple(lo for lo, _ in row), tuple(hi for _, hi in row)) for row in rows]
+    boxes = data.draw(st.permutations(grid))
+    parts, missing = BoxIndex(boxes).cover(((0, 0, 0), SHAPE))
+    assert parts == list(enumerate(boxes))
+    assert missing == []
 
 
-def test_boxes_without_dimensions_overlap() -> None:
-    assert disjoint([((), ())])
-    assert not disjoint([((), ()), ((), ())])
+def test_boxes_without_dimensions_are_given_once() -> None:
+    assert BoxIndex([((), ()), ((), ())]).cover(((), ())) == ([(0, ((), ()))], [])
 
 
-def test_a_pinwheel_that_no_axis_divides_is_disjoint() -> None:
+def test_a_pinwheel_that_no_axis_divides_covers_a_square() -> None:
     wheel = [
         ((0, 0), (2, 1)), ((2, 0), (3, 2)), ((1, 2), (3, 3)), ((0, 1), (1, 3)), ((1, 1), (2, 2)),
     ]  # fmt: skip
-    assert disjoint(wheel)
-    assert BoxIndex(wheel).cover(((0, 0), (3, 3)))[1] == []
+    assert BoxIndex(wheel).cover(((0, 0), (3, 3))) == (list(enumerate(wheel)), [])
 
 
 def test_one_box_that_has_everything_is_preferred_to_pieces() -> None:

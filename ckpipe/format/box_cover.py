@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any
 
@@ -77,27 +77,30 @@ class BoxIndex:
             if common == region:
                 return [(number, common)], []
             parts.setdefault(common, number)
-        if sum(map(box_volume, parts)) == volume and disjoint(list(parts)):
+        # Parts as large as the region that leave nothing of it out have no element twice. Sorted,
+        # those of a mesh leave few holes on the way.
+        if sum(map(box_volume, parts)) == volume and not _chosen(region, sorted(parts))[1]:
             return [(number, part) for part, number in parts.items()], []
-        return _chosen(region, parts)
+        chosen, left = _chosen(region, parts)
+        return [(parts[part], common) for part, common in chosen], left
 
 
 _Bounds = np.ndarray[Any, np.dtype[np.int64]]
 _FEW = 12
 
 
-def _chosen(region: Box, parts: Mapping[Box, int]) -> tuple[list[tuple[int, Box]], list[Box]]:
-    """The same for parts that overlap or leave something out, which is rare."""
-    chosen: list[tuple[int, Box]] = []
+def _chosen(region: Box, parts: Iterable[Box]) -> tuple[list[tuple[Box, Box]], list[Box]]:
+    """What each of some parts has of a region that those before it lack, and what all lack."""
+    chosen: list[tuple[Box, Box]] = []
     left = [region]
-    for part, number in parts.items():
+    for part in parts:
         rest = []
         for hole in left:
             common = intersection(hole, part)
             if common is None:
                 rest.append(hole)
             else:
-                chosen.append((number, common))
+                chosen.append((part, common))
                 rest += _without(hole, common)
         left = rest
         if not left:
@@ -116,48 +119,9 @@ def _without(box: Box, part: Box) -> Iterator[Box]:
         lower[axis], upper[axis] = low, high
 
 
-def disjoint(boxes: Sequence[Box]) -> bool:
-    """Tell whether no element is in two of some boxes that are not empty.
-
-    Boxes whose shadows on one axis fall into several groups are looked at group by group, which
-    takes those of any mesh apart; a group that no axis divides is compared pair by pair.
-    """
-    if len(boxes) < 2:
-        return True
-    for axis in range(len(boxes[0][0])):
-        groups = _shadows(boxes, axis)
-        if len(groups) > 1:
-            return all(disjoint(group) for group in groups if len(group) > 1)
-    return not _any_overlap(list(boxes))
-
-
 def _as_array(boxes: Sequence[Box]) -> _Bounds:
     """Boxes of one number of dimensions as an array: by box, corner and dimension."""
     flat = chain.from_iterable(chain.from_iterable(boxes))
     dims = len(boxes[0][0])
     count = len(boxes) * 2 * dims
     return np.fromiter(flat, np.int64, count).reshape(len(boxes), 2, dims)
-
-
-def _shadows(boxes: Sequence[Box], axis: int) -> list[list[Box]]:
-    groups: list[list[Box]] = []
-    end = -1
-    for box in sorted(boxes, key=lambda each: each[0][axis]):
-        if box[0][axis] >= end:
-            groups.append([])
-        groups[-1].append(box)
-        end = max(end, box[1][axis])
-    return groups
-
-
-def _any_overlap(boxes: list[Box]) -> bool:
-    """Sweep along the first dimension and compare only the boxes that are open together."""
-    if len(boxes) < 2 or not boxes[0][0]:
-        return len(boxes) > 1
-    still_open: list[Box] = []
-    for box in sorted(boxes):
-        still_open = [other for other in still_open if other[1][0] > box[0][0]]
-        if any(intersection(box, other) for other in still_open):
-            return True
-        still_open.append(box)
-    return False
