@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,6 @@ import torch
 from ranks import ranks
 
 import ckpipe
-from ckpipe.event_lines import JsonLines
 
 GIVEN: dict[str, Any] = {"metrics": {"loss": 0.5}, "metadata": {"tokens": [1, 2]}}
 
@@ -62,16 +60,6 @@ def test_what_is_not_known_is_not_made_up(tmp_path: Path) -> None:
     with ckpipe.SyncPipeline(tmp_path, read_only=True) as pipeline:
         assert said(pipeline.latest()) == (None, None, None, None)
         assert said(pipeline.steps(metadata=True)[0]) == (None, None, None, None)
-
-
-def test_events_tell_metrics_that_are_not_finite(tmp_path: Path) -> None:
-    lines = tmp_path / "events.jsonl"
-    with JsonLines(lines) as listener, ckpipe.SyncPipeline(tmp_path / "run") as pipeline:
-        pipeline.events.add(listener)
-        pipeline.save({"w": 1}, 1, metrics={"loss": float("nan"), "best": 0.5}).wait()
-    told = [json.loads(line, parse_constant=pytest.fail) for line in lines.read_text().splitlines()]
-    (info,) = [each["info"] for each in told if each["event"] == "Completed"]
-    assert info["metrics"] == {"loss": "nan", "best": 0.5}
 
 
 async def test_a_handle_gives_equal_infos_however_it_is_awaited(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import io
 import json
+import math
 import os
 import re
 import subprocess
@@ -112,16 +113,23 @@ def test_every_save_ends_once_whatever_becomes_of_it(store: Stores) -> None:
     assert pipeline.statistics().saves == {"skipped": 1, "cancelled": 1, "committed": 1}
 
 
+def decode(line: str) -> dict[str, Any]:
+    """Decode a line as a program does that takes JSON by its standard, which has no NaN."""
+    found: dict[str, Any] = json.loads(line, parse_constant=pytest.fail)
+    return found
+
+
 def test_lines_of_json_tell_every_event(store: Stores, tmp_path: Path) -> None:
     file = tmp_path / "events.jsonl"
     file.write_text('{"event": "before"}\n')
     with JsonLines(file) as lines, ckpipe.SyncPipeline(store.url, **QUICK, keep_last=1) as pipeline:
         pipeline.events.add(lines)
         store.faulty.fail(StoreUnavailable("It broke"), "write")
-        pipeline.save(STATE, step=1, until="committed")
+        metrics = {"loss": math.nan, "best": 0.5}
+        pipeline.save(STATE, step=1, metrics=metrics, until="committed")
         settle(pipeline)  # else it may prune itself, when the next one is complete
         pipeline.save(STATE, step=2, until="committed")
-    before, *found = [json.loads(line) for line in file.read_text().splitlines()]
+    before, *found = map(decode, file.read_text().splitlines())
     assert before == {"event": "before"}
     names = [each["event"] for each in found if each["step"] == 1]
     assert sorted(names) == [
@@ -135,6 +143,8 @@ def test_lines_of_json_tell_every_event(store: Stores, tmp_path: Path) -> None:
     assert ended["status"] == "committed"
     assert ended["report"]["stages"]["upload"]["bytes"] == ended["report"]["bytes"]
     assert "blocks" not in ended["report"]
+    (completed,) = [e for e in found if e["event"] == "Completed" and e["step"] == 1]
+    assert completed["info"]["metrics"] == {"loss": "nan", "best": 0.5}
 
 
 def test_the_schema_knows_every_event_and_all_of_its_fields() -> None:
@@ -152,12 +162,19 @@ def test_the_schema_knows_every_event_and_all_of_its_fields() -> None:
     assert schema["properties"]["event"]["enum"] == sorted(every)
 
 
-def test_blocks_are_written_if_they_are_wanted_and_a_stream_stays_open(store: Stores) -> None:
+def test_progress_is_written_if_it_is_wanted_and_a_stream_stays_open(store: Stores) -> None:
     out = io.StringIO()
     with JsonLines(out, skip=()) as lines, ckpipe.SyncPipeline(store.url, **QUICK) as pipeline:
         pipeline.events.add(lines)
         pipeline.save(STATE, step=1, until="committed")
+        pipeline.load()
+        lines(events.LoadProgress("id", 1, 0, 5, 7))
     found = [json.loads(line) for line in out.getvalue().splitlines()]
+    schema = json.loads(SCHEMA.read_text())
+    for each in found:
+        jsonschema.validate(each, schema)
+    loading = [each["event"] for each in found if each["event"].startswith("Load")]
+    assert loading == ["LoadStarted", "Loaded", "LoadProgress"]
     blocks = [each for each in found if each["event"] == "BlockUploaded"]
     assert blocks[-1]["bytes_done"] == blocks[-1]["bytes_total"] > 400_000
 
