@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from typing import Any, TypeVar
 
+import pytest
 import torch
 from bundles import manifest_of
 from hypothesis import given
@@ -102,8 +103,8 @@ class World:
         self.complete |= {each.id for each in found if each.complete}
         await self.check()
 
-    async def prune(self, rule: Rule, crash: tuple[int, Landing] | None) -> None:
-        """Prunes, and dies in the middle or tells what it has done."""
+    async def prune(self, rule: Rule, crash: tuple[int, Landing] | None) -> bool:
+        """Prune, and die in the middle or tell what was done; return whether it came through."""
         faulty = FaultyBackend(self.store)
         protected = dict.fromkeys(await leased(self.store), "leased")
         planned = await decide_on(
@@ -111,7 +112,7 @@ class World:
         )
         if crash is not None:
             faulty.fail(Crash(), crash[0], crash[1])
-        facts = MetadataCache()
+        facts, through = MetadataCache(), False
         try:
             done = await prune(faulty, rule, protected, facts, sweep_after=DAY)
             assert (done.keep, done.remove) == (planned.keep, planned.remove), "as the dry run said"
@@ -120,6 +121,7 @@ class World:
             )
             assert again.remove == (), "twice is as good as once"
             assert set(again.keep) == set(planned.keep)
+            through = True
         except* Crash:  # in a task of its own or not
             pass
         now = {each.id for each in await discover(self.store) if each.complete}
@@ -129,11 +131,21 @@ class World:
         assert now >= self.leases.keys() & self.complete
         self.deleted |= self.complete - now
         self.complete = now
+        return through
+
+    async def lease(self, name: str) -> None:
+        self.leases[name] = Lease(self.store, name)
+        await self.leases[name].renew()
 
     async def check(self) -> None:
         now = {each.id for each in await discover(self.store) if each.complete}
         assert now == self.complete
         assert not now & self.deleted, "what was deleted does not come back"
+
+    async def check_deleted(self) -> None:
+        keys = [each.key async for each in self.store.list("")]
+        left = {key.partition("/")[0].removesuffix(".json") for key in keys}
+        assert not left & self.deleted, "no file of a deleted one is left"
 
     async def choose(self, number: int) -> str | None:
         names = sorted(self.complete)
@@ -172,8 +184,7 @@ async def act(world: World, action: Action) -> None:
             await unpin(world.store, id)
             world.pinned.discard(name)
         elif kind == "lease" and name not in world.leases:
-            world.leases[name] = Lease(world.store, name)
-            await world.leases[name].renew()
+            await world.lease(name)
         elif kind == "release" and name in world.leases:
             await world.leases.pop(name).release()
 
@@ -187,9 +198,35 @@ async def test_any_history_keeps_what_it_should(actions: list[Action]) -> None:
     await world.heal()
     await world.prune(KeepLast(1), None)
     await world.heal()
-    keys = [each.key async for each in world.store.list("")]
-    left = {key.partition("/")[0].removesuffix(".json") for key in keys}
-    assert not left & world.deleted, "no file of a deleted one is left"
+    await world.check_deleted()
+
+
+LASTING = [KeepLast(1), KeepEvery(steps=2) | KeepBest("loss"), KeepLast(2) | KeepBest("loss", n=2)]
+"""Rules that keep the same of what is left when some of the others are gone."""
+
+
+@pytest.mark.parametrize("landing", list(Landing))
+@hypothesis_settings(max_examples=4)
+@given(st.data())
+async def test_a_crash_of_a_prune_at_any_operation_is_made_good(
+    landing: Landing, data: st.DataObject
+) -> None:
+    losses = data.draw(st.lists(LOSSES, min_size=2, max_size=5))
+    leased, rule = data.draw(st.integers(0, len(losses) - 1)), data.draw(st.sampled_from(LASTING))
+    for number in range(1, 200):
+        world = World()
+        for step, loss in enumerate(losses):
+            await world.save(step, loss, 3)
+        await world.lease(sorted(world.complete)[leased])
+        protected = dict.fromkeys(world.leases, "leased")
+        planned = await decide_on(world.store, rule, protected, MetadataCache(), now=NOW)
+        through = await world.prune(rule, (number, landing))
+        await world.prune(rule, None)
+        assert world.complete == set(planned.keep), "what was planned is what happens"
+        await world.check_deleted()
+        if through:
+            return
+    raise AssertionError("it never got through")
 
 
 class Stepped(WrappedBackend):
