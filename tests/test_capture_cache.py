@@ -28,6 +28,7 @@ from ckpipe.format.keys import LabelFilter
 from ckpipe.planning import Captured, fingerprint
 from ckpipe.state.capture_cache import CaptureCache, capture_cache_of
 from ckpipe.state.flatten import OpenedState, capture, flatten
+from ckpipe.state.kinds import live_state_dict
 from ckpipe.state.tensors import TensorLeaf
 
 ALL = LabelFilter()
@@ -409,6 +410,136 @@ def test_a_type_that_is_registered_meanwhile_is_seen() -> None:
         assert followed(cache, [state]) is not None
         ckpipe.register_type(type(state), to_state=str, from_state=type(state))
         assert followed(cache, [state]) is None
+
+
+# ---- modules, which are saved as their state_dict() says, though the walk does not ask it ----
+
+
+class Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.norm = nn.BatchNorm1d(3)
+        self.buffer = nn.Buffer(torch.ones(2))
+        self.register_buffer("passing", torch.ones(1), persistent=False)
+
+
+class Saying(Layers):
+    def get_extra_state(self) -> Any:
+        return {"tensor": self.one.bias}
+
+    def set_extra_state(self, state: Any) -> None:
+        raise NotImplementedError
+
+
+class Asked(Holder):
+    """A module, asked for its state by anybody's object."""
+
+    def state_dict(self) -> Any:
+        return self.inside.state_dict()
+
+
+FIXED = torch.zeros(5), torch.ones(1, 3)
+
+
+def unchanged(model: Any) -> None:
+    """Leave a model as it is."""
+
+
+def tied(model: Any) -> None:
+    model.two.weight = model.one.weight
+
+
+def overlapping(model: Any) -> None:
+    model.two.bias = nn.Parameter(model.one.weight.data[0])
+
+
+def frozen(model: Any) -> None:
+    model.one.requires_grad_(False)
+
+
+def marked(model: Any) -> None:
+    model.one.weight.mark = torch.ones(1)
+
+
+def tagged(model: Any) -> None:
+    model.buffer = torch.ones(2).as_subclass(Tagged)
+
+
+def replaced(model: Any) -> None:
+    model.one.weight.data = torch.ones(3, 3).t()
+
+
+def hooked(model: Any) -> None:
+    def swap(module: nn.Module, state: Any, prefix: str, metadata: Any) -> None:
+        state[prefix + "weight"] = FIXED[0]
+
+    model.one._register_state_dict_hook(swap)
+
+
+def asked_before(model: Any) -> None:
+    def look(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        if not keep_vars:
+            model.one.weight.data = FIXED[1]
+
+    model.one.register_state_dict_pre_hook(look)
+
+
+def overridden(model: Any) -> None:
+    state = {"all": torch.ones(2), "weight": model.one.weight}
+    model.state_dict = lambda *args, **kwargs: state
+
+
+def without_a_part(model: Any) -> None:
+    model.norm = None
+
+
+MODULE_CHANGES: list[Callable[[Layers], None]] = [
+    unchanged, tied, overlapping, frozen, marked, tagged, replaced, hooked, asked_before,
+    overridden, without_a_part,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", [Layers, Saying])
+@pytest.mark.parametrize("change", MODULE_CHANGES)
+def test_a_module_is_what_its_state_dict_says(
+    kind: type[Layers], change: Callable[[Layers], None]
+) -> None:
+    model = kind()
+    change(model)
+    assert_alike(capture({"model": model}), {"model": Asked(model)})
+
+
+@pytest.mark.parametrize("before", MODULE_CHANGES)
+@pytest.mark.parametrize("after", MODULE_CHANGES)
+def test_the_cache_of_a_module_finds_what_a_walk_would(
+    before: Callable[[Layers], None], after: Callable[[Layers], None]
+) -> None:
+    model = Layers()
+    before(model)
+    state = {"model": model, "one": model.one.weight}
+    if before is marked:  # a tensor in the state itself has an attribute
+        assert capture_cache_of(flatten(OpenedState(state), ALL, pickling=False)) is None
+        return
+    selections = [ALL, LabelFilter(exclude=["*.two.*"])]
+    caches = [cache_of(state, select) for select in selections]
+    after(model)
+    for cache, select in zip(caches, selections, strict=True):
+        found = followed(cache, state, select)
+        assert found is not None or after is not unchanged
+        if found is not None:
+            assert_alike(found, state, select)
+
+
+@pytest.mark.parametrize("change", [hooked, asked_before, overridden])
+def test_what_decides_for_itself_is_not_asked_for_its_own_tensors(
+    change: Callable[[Layers], None],
+) -> None:
+    model = Layers()
+    assert live_state_dict(model) is not None
+    change(model)
+    assert live_state_dict(model) is None
+    assert live_state_dict(Saying()) is None
 
 
 # ---- anything that may become anything ----
