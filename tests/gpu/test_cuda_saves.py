@@ -1,6 +1,6 @@
 """Saves of tensors on a GPU: what is copied, when, through which memory, and who waits for it.
 
-Skipped without CUDA; the same logic runs on the CPU in ``test_deferred_captures.py``, with a
+Skipped without CUDA; the same logic runs on the CPU in ``test_late_copies.py``, with a
 device that is made up.
 """
 
