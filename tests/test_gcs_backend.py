@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import aiohttp
 import anyio
 import gcs_servers
 import pytest
@@ -26,7 +27,6 @@ from gcs_store import Store, Stored
 from ckpipe import errors
 from ckpipe.backend import Backend, PutMode
 from ckpipe_gcs import GcsBackend
-from ckpipe_gcs.access import Tokens
 
 BLOCK = 1 << 19
 
@@ -399,11 +399,14 @@ async def test_no_credentials(
             pass
 
 
-async def test_a_metadata_server_that_does_not_answer_for_a_moment(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("over", ["its time is over", "the store refuses it"])
+async def test_a_token_is_used_while_the_metadata_server_does_not_answer(
+    guarded: GcsServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, over: str
 ) -> None:
     async def grant(_: web.Request) -> web.Response:
-        return web.json_response({"access_token": "good", "expires_in": 3600})
+        form = {"refresh_token": "good"}
+        async with aiohttp.request("POST", f"{guarded.url}/token", data=form) as answer:
+            return web.json_response(await answer.json() | {"expires_in": 3600})
 
     app = web.Application()
     app.router.add_get("/token", grant)
@@ -413,18 +416,17 @@ async def test_a_metadata_server_that_does_not_answer_for_a_moment(
     monkeypatch.setattr(token, "GCE_ENDPOINT_TOKEN", str(server.make_url("/token")))
     now = 100.0
     monkeypatch.setattr("ckpipe_gcs.access.time", SimpleNamespace(monotonic=lambda: now))
-    async with token.Token() as source:
-        tokens = Tokens(source)
-        assert await tokens.get() == "good"
+    async with with_tokens(guarded, await make_bucket(guarded)) as backend:
+        await backend.put("a", b"1", PutMode.CREATE)
         await server.close()
         now += 3500  # so it is to be renewed, and good for some time yet
-        assert await tokens.get() == "good"
-        now += 200
+        assert await backend.get("a", max_bytes=1) == b"1"
+        if over == "its time is over":
+            now += 200
+        else:
+            await anyio.to_thread.run_sync(guarded.ask, "DELETE", "/emulator/tokens")
         with pytest.raises(errors.StoreUnavailable, match="access token"):
-            await tokens.get()
-        tokens.forget("good")
-        with pytest.raises(errors.StoreUnavailable, match="access token"):
-            await tokens.get()
+            await backend.get("a", max_bytes=1)
 
 
 async def test_anonymous_requests_are_refused_where_a_token_is_wanted(guarded: GcsServer) -> None:
