@@ -38,9 +38,9 @@ class Tensor:
     tied: str | None = None
 
 
-def mesh(*shape: int) -> Mesh:
-    """A mesh of all ranks from 0 on."""
-    return Mesh(shape, tuple(range(math.prod(shape))))
+def mesh(*shape: int, ranks: Sequence[int] | None = None) -> Mesh:
+    """A mesh of ranks in an order, or of all from 0 on."""
+    return Mesh(shape, tuple(range(math.prod(shape)) if ranks is None else ranks))
 
 
 def on(where: Mesh, shape: tuple[int, ...], *dims: int | None) -> Sharding:
