@@ -1,20 +1,36 @@
-"""Plans of saves: every byte once, without holes, in a fixed order, under a fitting fingerprint."""
+"""Plans of saves: every byte once, without holes, in a fixed order, under a fitting fingerprint.
+
+And the headers of their files, which say what is in them to safetensors, too.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import subprocess
+import sys
 from itertools import pairwise
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tensor_states import SPECS, Spec, build
 
-from ckpipe.errors import UnsupportedState
+from ckpipe.errors import OversizedMetadata, UnsupportedState
 from ckpipe.format import data_file
+from ckpipe.format.data_file import (
+    ALIGNMENT,
+    STORED_ITEM_BYTES,
+    encode_header,
+    entry_size_bound,
+    header_size_bound,
+    item_bytes,
+    stored_dtype,
+)
+from ckpipe.format.dtypes import DTYPES, NAMES
 from ckpipe.planning import Captured, LocalPlanner, RankPlan, fingerprint
 from ckpipe.state.flatten import capture
 from ckpipe.state.tensors import TensorLeaf, alias_groups
@@ -103,7 +119,7 @@ def test_entries_leave_no_holes_and_the_largest_items_come_first(spec: Spec) -> 
         header = json.loads(file.header[8:])
         del header["__metadata__"]
         rows = [plan.layout.entries[number] for number in file.entries]
-        assert len(file.header) % data_file.ALIGNMENT == 0
+        assert len(file.header) % ALIGNMENT == 0
         assert header == {
             row.name: {
                 "dtype": row.dtype,
@@ -243,3 +259,82 @@ def test_a_tensor_that_fits_no_file_is_refused() -> None:
 def test_state_without_tensors_has_no_file() -> None:
     _, plan = planned({"a": 1})
     assert (plan.files, plan.size, plan.checksums) == ((), 0, 0)
+
+
+# ---- headers ----
+
+Row = tuple[str, str, tuple[int, ...], int, int]
+
+names = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=40).filter(
+    lambda name: name != "__metadata__"
+)
+shapes = st.lists(st.integers(0, 5), max_size=4).map(tuple)
+
+
+@st.composite
+def tables(draw: st.DrawFn) -> list[Row]:
+    rows: list[Row] = []
+    offset = 0
+    for name in draw(st.lists(names, unique=True, max_size=8)):
+        dtype, shape = draw(st.sampled_from(sorted(STORED_ITEM_BYTES))), draw(shapes)
+        nbytes = torch.Size(shape).numel() * STORED_ITEM_BYTES[dtype]
+        rows.append((name, dtype, shape, offset, nbytes))
+        offset += nbytes
+    return rows
+
+
+@given(tables())
+def test_header_says_what_the_entries_are(rows: list[Row]) -> None:
+    header = encode_header(rows)
+    assert len(header) % ALIGNMENT == 0
+    assert len(header) <= header_size_bound((row[0], row[2]) for row in rows)
+    assert int.from_bytes(header[:8], "little") == len(header) - 8
+    found = json.loads(header[8:])
+    assert found.pop("__metadata__") == {"format": "pt", "ckpipe": "1"}
+    assert found == {
+        name: {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, offset + nbytes]}
+        for name, dtype, shape, offset, nbytes in rows
+    }
+
+
+@given(tables())
+def test_safetensors_reads_what_is_written(rows: list[Row]) -> None:
+    total = sum(row[4] for row in rows)
+    found = safetensors.torch.load(encode_header(rows) + b"\0" * total)
+    assert {
+        name: (stored_dtype(NAMES[tensor.dtype]), tuple(tensor.shape))
+        for name, tensor in found.items()
+    } == {name: (dtype, shape) for name, dtype, shape, _, _ in rows}
+
+
+def test_no_entries_make_one_page() -> None:
+    header = encode_header([])
+    assert len(header) == ALIGNMENT
+    assert safetensors.torch.load(header) == {}
+
+
+def test_planner_can_keep_below_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    name, shape = "x" * 100, (1, 2, 3)
+    monkeypatch.setattr(data_file, "MAX_HEADER_BYTES", 5 * ALIGNMENT)
+    empty, each = header_size_bound(()), entry_size_bound(name, shape)
+    fitting = (5 * ALIGNMENT - empty) // each
+    rows = [(f"{n:0100}", "F32", shape, n * 24, 24) for n in range(200)]
+    assert len(encode_header(rows[:fitting])) <= 5 * ALIGNMENT
+    with pytest.raises(OversizedMetadata):
+        encode_header(rows)
+
+
+def test_sizes_are_those_of_torch() -> None:
+    assert {name: item_bytes(name) for name in DTYPES} == {
+        name: dtype.itemsize for name, dtype in DTYPES.items()
+    }
+    assert item_bytes("float3") is None
+
+
+def test_common_dtypes_need_no_torch() -> None:
+    code = (
+        "import sys; from ckpipe.format.data_file import item_bytes; "
+        "assert item_bytes('bfloat16') == 2; assert 'torch' not in sys.modules; "
+        "assert item_bytes('float4_e2m1fn_x2') == 1; assert 'torch' in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
