@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from lock_actors import PATIENCE, DaemonThreads, is_free, until
-from pipelines import Stores, stores
+from pipelines import Stores
 from torch import nn
 
 import ckpipe
@@ -19,12 +19,6 @@ from ckpipe.lock.late_copies import MANY_TENSORS
 from ckpipe.save.stage import BlockCopiers
 
 BLOCK = 1 << 16
-
-
-@pytest.fixture
-def store() -> Any:
-    with stores() as made:
-        yield made
 
 
 PATIENT: dict[str, Any] = {"lock": {"max_step_wait_seconds": PATIENCE}}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,12 +18,6 @@ from ckpipe.errors import PermissionDenied, StoreUnavailable
 from ckpipe.testing import Landing
 
 CHUNK_BYTES = 1 << 20
-
-
-@pytest.fixture
-def memory() -> Iterator[Stores]:
-    with stores() as made:
-        yield made
 
 
 def files(root: Path) -> dict[str, bytes]:
@@ -47,14 +40,14 @@ def test_a_copy_is_the_same_to_the_byte(call: Commands, tmp_path: Path) -> None:
 
 
 def test_copies_go_to_another_kind_of_store_and_back(
-    call: Commands, tmp_path: Path, memory: Stores
+    call: Commands, tmp_path: Path, store: Stores
 ) -> None:
     save_steps(tmp_path / "a", 1)
-    assert call("cp", tmp_path / "a", memory.url).code == 0
-    assert call("verify", memory.url).code == 0
-    assert call("cp", memory.url, tmp_path / "b").code == 0
+    assert call("cp", tmp_path / "a", store.url).code == 0
+    assert call("verify", store.url).code == 0
+    assert call("cp", store.url, tmp_path / "b").code == 0
     assert files(tmp_path / "b") == files(tmp_path / "a")
-    with ckpipe.SyncPipeline(tmp_path / "a") as a, ckpipe.SyncPipeline(memory.url) as b:
+    with ckpipe.SyncPipeline(tmp_path / "a") as a, ckpipe.SyncPipeline(store.url) as b:
         assert same(saved_bytes(a, 1), saved_bytes(b, 1))
 
 
@@ -135,22 +128,22 @@ def test_a_damaged_file_of_the_target_is_replaced(call: Commands, tmp_path: Path
 
 @pytest.mark.parametrize("leased", [True, False])
 def test_what_is_pruned_meanwhile_is_left_out_and_the_rest_is_copied(
-    call: Commands, tmp_path: Path, memory: Stores, leased: bool
+    call: Commands, tmp_path: Path, store: Stores, leased: bool
 ) -> None:
-    one, two, three = save_steps(memory.url, 1, 2, 3)
+    one, two, three = save_steps(store.url, 1, 2, 3)
     if not leased:
-        memory.faulty.fail(PermissionDenied("read only"), "put", times=None)
+        store.faulty.fail(PermissionDenied("read only"), "put", times=None)
 
     def prune(_: object) -> None:
-        store = memory.memory._store
-        store.create(f".ckpipe/deleted/{two}", b"{}")
-        store.objects.pop(f"{two}/rank-00000.safetensors")
+        inside = store.memory._store
+        inside.create(f".ckpipe/deleted/{two}", b"{}")
+        inside.objects.pop(f"{two}/rank-00000.safetensors")
 
-    memory.faulty.call(prune, lambda each: each.key == f"{one if leased else two}.json")
-    done = call("cp", "--all", memory.url, tmp_path / "b", "--json")
+    store.faulty.call(prune, lambda each: each.key == f"{one if leased else two}.json")
+    done = call("cp", "--all", store.url, tmp_path / "b", "--json")
     assert (done.code, [each["id"] for each in done.data["copied"]]) == (0, [one, three])
     assert done.err == f"{two} was deleted meanwhile and is left out\n"
-    assert call("cp", memory.url, tmp_path / "b", two).code == 2
+    assert call("cp", store.url, tmp_path / "b", two).code == 2
 
 
 def test_other_metadata_under_the_name_is_a_conflict(call: Commands, tmp_path: Path) -> None:

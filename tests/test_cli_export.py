@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -12,17 +11,11 @@ import pytest
 import safetensors.torch
 import torch
 from commands import Commands, save_steps
-from pipelines import Stores, same, small_state, stores
+from pipelines import Stores, same, small_state
 
 import ckpipe
 from ckpipe.catalog import inspect
 from ckpipe.export import INDEX, TORCH_FILE
-
-
-@pytest.fixture
-def memory() -> Iterator[Stores]:
-    with stores() as made:
-        yield made
 
 
 def model_of(root: Path, id: str) -> dict[str, torch.Tensor]:
@@ -92,9 +85,9 @@ def test_elsewhere_again_and_after_it_was_cut_short(call: Commands, tmp_path: Pa
     assert same(shards_of(folder), model_of(root, two))
 
 
-def test_from_one_kind_of_store_to_another(call: Commands, memory: Stores, tmp_path: Path) -> None:
-    (id,) = save_steps(memory.url, 1)
-    done = call("export", memory.url, "--format", "torch", "--to", tmp_path, "--part", "model")
+def test_from_one_kind_of_store_to_another(call: Commands, store: Stores, tmp_path: Path) -> None:
+    (id,) = save_steps(store.url, 1)
+    done = call("export", store.url, "--format", "torch", "--to", tmp_path, "--part", "model")
     assert done.code == 0
     assert "exported step 1: " in done.out
     found = torch.load(tmp_path / f"{id}.torch" / TORCH_FILE, weights_only=True)

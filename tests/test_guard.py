@@ -20,11 +20,6 @@ from ckpipe.lock.guard import guard
 from ckpipe.lock.state_lock import StateLock
 
 
-@pytest.fixture
-def lock() -> StateLock:
-    return StateLock()
-
-
 class Watched(SGD):
     """SGD that lets a test look, or raise, in the middle of its step."""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import anyio
 import pytest
 import torch
-from pipelines import Stores, stores
+from pipelines import Stores
 
 import ckpipe
 from ckpipe import errors
@@ -31,12 +30,6 @@ from ckpipe_local import LocalBackend
 
 STATE: dict[str, Any] = {"a": torch.ones(1000)}
 LONG_AGO = datetime.min.replace(tzinfo=UTC)
-
-
-@pytest.fixture
-def store() -> Iterator[Stores]:
-    with stores() as made:
-        yield made
 
 
 async def keys(backend: ckpipe.Backend, prefix: str = "") -> list[str]:

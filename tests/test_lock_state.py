@@ -288,11 +288,6 @@ def test_waiting_behind_oneself_is_seen() -> None:
 # ---- holds of loads ----
 
 
-@pytest.fixture
-def lock() -> StateLock:
-    return StateLock()
-
-
 def test_a_load_outlives_the_thread_that_asked_for_it(
     lock: StateLock, threads: DaemonThreads
 ) -> None:

@@ -13,16 +13,10 @@ from typing import Any
 import pytest
 import safetensors
 import torch
-from pipelines import Stores, same, small_state, stores
+from pipelines import Stores, same, small_state
 
 import ckpipe
 from ckpipe import errors, events
-
-
-@pytest.fixture
-def store() -> Any:
-    with stores() as made:
-        yield made
 
 
 async def test_saves_and_loads_the_same_bits(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 import anyio
 import pytest
 import torch
-from pipelines import Stores, stores
+from pipelines import Stores
 from ranks import settle
 
 import ckpipe
@@ -52,12 +52,6 @@ class Shifted(WrappedBackend):
     async def children(self, prefix: str = "") -> Children:
         found = await super().children(prefix)
         return replace(found, objects=tuple(map(self._seen, found.objects)))
-
-
-@pytest.fixture
-def store() -> Iterator[Stores]:
-    with stores() as made:
-        yield made
 
 
 @pytest.fixture(params=[-10, 10], ids=["behind", "ahead"])
