@@ -77,10 +77,13 @@ class BoxIndex:
             if common == region:
                 return [(number, common)], []
             parts.setdefault(common, number)
-        # Parts as large as the region that leave nothing of it out have no element twice. Sorted,
-        # those of a mesh leave few holes on the way.
-        if sum(map(box_volume, parts)) == volume and not _chosen(region, sorted(parts))[1]:
-            return [(number, part) for part, number in parts.items()], []
+        given = sum(map(box_volume, parts))
+        if given <= volume:
+            # Sorted, the parts of a mesh leave few holes on the way. Those that are as large as all
+            # that they fill have no element twice.
+            _, left = _chosen(region, sorted(parts))
+            if given + sum(map(box_volume, left)) == volume:
+                return [(number, part) for part, number in parts.items()], left
         chosen, left = _chosen(region, parts)
         return [(parts[part], common) for part, common in chosen], left
 
