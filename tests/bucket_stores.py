@@ -11,7 +11,7 @@ import anyio
 from botocore.exceptions import ClientError
 from fault_proxy import Fault, FaultProxy, GcsDialect, Request, S3Dialect, fault_proxy
 from gcs_servers import GcsServer
-from pipelines import same
+from pipelines import loaded_state, same
 from s3_servers import S3Server
 
 import ckpipe
@@ -150,6 +150,4 @@ class Store(Root):
             assert bool(found) is (state is not None)
             if state is not None:
                 opened.verify(1)
-                loaded = opened.load()
-                assert loaded is not None
-                assert same(loaded.state, state)
+                assert same(loaded_state(opened), state)

@@ -73,8 +73,10 @@ def stores() -> Iterator[Stores]:
     yield made
 
 
-def saved_bytes(pipeline: ckpipe.SyncPipeline, step: int) -> Any:
-    """A checkpoint as a fresh state."""
+def loaded_state(
+    pipeline: ckpipe.SyncPipeline, step: int | str | ckpipe.CheckpointInfo | None = None
+) -> Any:
+    """Load a checkpoint that is there, or the newest, as a fresh state."""
     result = pipeline.load(step=step)
     assert result is not None
     return result.state

@@ -27,7 +27,7 @@ import torch
 from bucket_stores import BLOCK, Seen, Store, behind_proxy
 from fault_proxy import Fault, GcsDialect, Request, S3Dialect, fault_proxy
 from gcs_servers import GcsServer
-from pipelines import same
+from pipelines import loaded_state, same
 from s3_servers import SECRET, S3Server, weed
 from sampling import EVERY, sample
 from server_processes import free_ports
@@ -84,9 +84,8 @@ class Faulty(Store):
     def load(self, **fields: Any) -> None:
         """Load what was saved, and check it."""
         with self.pipeline(**fields) as opened:
-            loaded = opened.load()
-        assert loaded is not None
-        assert same(loaded.state, state())
+            loaded = loaded_state(opened)
+        assert same(loaded, state())
 
     def look(self, *, complete: bool) -> None:
         """Look what is left: the checkpoint complete and right, or none; and nothing beside it."""
@@ -445,9 +444,8 @@ def test_a_copy_reads_a_flipped_bit_again(
         target = tmp_path / str(turn)
         assert run(["cp", store.url, str(target)]) == 0
         with ckpipe.SyncPipeline(target) as opened:
-            loaded = opened.load()
-        assert loaded is not None
-        assert same(loaded.state, state())
+            loaded = loaded_state(opened)
+        assert same(loaded, state())
 
     every_get(store, look)
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from lock_actors import PATIENCE, DaemonThreads, is_free, until
-from pipelines import Stores
+from pipelines import Stores, loaded_state
 from torch import nn
 
 import ckpipe
@@ -97,9 +97,7 @@ def saved_numbers(state: Any) -> set[float]:
 
 
 def load(pipeline: ckpipe.SyncPipeline, step: int) -> Any:
-    result = pipeline.load(step=step)
-    assert result is not None
-    return result.state
+    return loaded_state(pipeline, step)
 
 
 def test_returns_before_what_the_optimizer_owns_is_copied(store: Stores, slow: SlowCopies) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from commands import Commands, interrupted, program, save_steps
-from pipelines import Stores, same, saved_bytes, stores
+from pipelines import Stores, loaded_state, same, stores
 from ranks import ranks
 from stored_files import data_file_key, entries_of, flip
 
@@ -48,7 +48,7 @@ def test_copies_go_to_another_kind_of_store_and_back(
     assert call("cp", store.url, tmp_path / "b").code == 0
     assert files(tmp_path / "b") == files(tmp_path / "a")
     with ckpipe.SyncPipeline(tmp_path / "a") as a, ckpipe.SyncPipeline(store.url) as b:
-        assert same(saved_bytes(a, 1), saved_bytes(b, 1))
+        assert same(loaded_state(a, 1), loaded_state(b, 1))
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import pytest
 import safetensors.torch
 import torch
 from commands import Commands, save_steps
-from pipelines import Stores, same, small_state
+from pipelines import Stores, loaded_state, same, small_state
 
 import ckpipe
 from ckpipe.catalog import inspect
@@ -20,9 +20,8 @@ from ckpipe.export import INDEX, TORCH_FILE
 
 def model_of(root: Path, id: str) -> dict[str, torch.Tensor]:
     with ckpipe.SyncPipeline(root, read_only=True) as pipeline:
-        result = pipeline.load(step=id)
-    assert result is not None
-    return dict(sorted(result.state["model"].items()))
+        loaded = loaded_state(pipeline, id)
+    return dict(sorted(loaded["model"].items()))
 
 
 def shards_of(folder: Path) -> dict[str, torch.Tensor]:

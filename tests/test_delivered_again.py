@@ -14,7 +14,7 @@ import pytest
 import torch
 from gcs_servers import GcsServer
 from lock_actors import PATIENCE
-from pipelines import same
+from pipelines import loaded_state, same
 from ranks import settle
 from s3_servers import S3Server
 from sampling import EVERY
@@ -120,9 +120,7 @@ def check(root: str | Path, state: dict[str, Any], **fields: Any) -> None:
     with ckpipe.SyncPipeline(root, worker="thread", **fields) as pipeline:
         assert [info.step for info in pipeline.steps() if info.complete][-2:] == [1, 2]
         pipeline.verify(2)
-        loaded = pipeline.load()
-        assert loaded is not None
-        assert same(loaded.state, state)
+        assert same(loaded_state(pipeline), state)
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
@@ -218,9 +216,7 @@ def test_saves_commit_whenever_their_workers_are_killed(tmp_path: Path) -> None:
             pipeline.save(state, step=step).wait(PATIENCE)
             settle(pipeline)
             pipeline.verify(step)
-            loaded = pipeline.load(step=step)
-            assert loaded is not None
-            assert same(loaded.state, state)
+            assert same(loaded_state(pipeline, step), state)
 
 
 def test_a_save_whose_blocks_were_used_again_dies_with_its_worker(tmp_path: Path) -> None:

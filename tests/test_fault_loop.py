@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from pipelines import Stores, same, stores
+from pipelines import Stores, loaded_state, same, stores
 from sampling import EVERY, SEED
 from stored_files import document_of, sealed
 
@@ -101,9 +101,7 @@ def check_store(store: Stores, run: Run, *, orphans: int = 0) -> None:
         complete = [info for info in pipeline.steps() if info.complete]
         for info in complete:
             pipeline.verify(info)
-            result = pipeline.load(step=info)
-            assert result is not None
-            assert same(result.state, content(info.step))
+            assert same(loaded_state(pipeline, info), content(info.step))
         if run.committed:
             newest = pipeline.latest()
             assert newest is not None
@@ -182,9 +180,7 @@ def test_a_pipeline_goes_on_after_any_failed_save(cases: Cases) -> None:
                 pipeline._engine.saves.take_failures()
                 store.faulty.heal()
                 pipeline.save(content(2), step=2, until="committed")
-                result = pipeline.load()
-                assert result is not None
-                assert same(result.state, content(2))
+                assert same(loaded_state(pipeline), content(2))
 
 
 def test_a_cancellation_at_any_operation_leaves_nothing_half_done(cases: Cases) -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from commands import Commands
 from mounts import mounted
-from pipelines import Stores, same
+from pipelines import Stores, loaded_state, same
 from ranks import ranks, settle
 from stored_files import DELETED, LEASES, index_key
 
@@ -285,9 +285,7 @@ def test_a_store_without_room_is_loaded_from(tmp_path: Path) -> None:
 
 def _load(root: Path, *, read_only: bool) -> None:
     with ckpipe.SyncPipeline(root, read_only=read_only) as pipeline:
-        result = pipeline.load()
-        assert result is not None
-        assert same(result.state, STATE)
+        assert same(loaded_state(pipeline), STATE)
 
 
 def test_commands_make_room(call: Commands, tmp_path: Path) -> None:

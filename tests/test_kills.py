@@ -11,7 +11,7 @@ import mortal_runs
 import pytest
 from forks import Forks, forks
 from mortal_runs import SAVES, notes, state_of
-from pipelines import same
+from pipelines import loaded_state, same
 from sampling import EVERY, SEED
 
 import ckpipe
@@ -44,9 +44,7 @@ def check(root: Path) -> None:
         complete = [info for info in pipeline.steps() if info.complete]
         for info in complete:
             pipeline.verify(info)
-            result = pipeline.load(step=info)
-            assert result is not None
-            assert same(result.state, state_of(info.step))
+            assert same(loaded_state(pipeline, info), state_of(info.step))
         if reported:
             assert complete[-1].step >= reported[-1]
         for info in pipeline.steps():

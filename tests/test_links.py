@@ -12,7 +12,7 @@ from typing import Any
 import anyio
 import pytest
 import torch
-from pipelines import Stores, saved_bytes
+from pipelines import Stores, loaded_state
 
 import ckpipe
 from ckpipe import errors
@@ -59,7 +59,7 @@ def test_retention_deletes_nothing_through_a_link_and_the_run_goes_on(
         decision = pipeline.prune()
         assert f"{root / first.id} is a link to {place}" in decision.reasons[first.id]
         assert [info.step for info in pipeline.steps() if info.complete] == [1, 5]
-        assert torch.equal(saved_bytes(pipeline, 1)["a"], STATE["a"])
+        assert torch.equal(loaded_state(pipeline, 1)["a"], STATE["a"])
         pipeline.sweep()
     assert files_below(place) == before
     if worker == "thread":
@@ -228,7 +228,7 @@ def test_a_linked_internal_directory_is_not_written_through(tmp_path: Path) -> N
     ):
         pipeline.save(STATE, step=2).wait()
     with ckpipe.SyncPipeline(root, read_only=True) as pipeline:
-        assert torch.equal(saved_bytes(pipeline, 1)["a"], STATE["a"])
+        assert torch.equal(loaded_state(pipeline, 1)["a"], STATE["a"])
         assert [info.step for info in pipeline.steps()] == [1]
     assert files_below(place) == before
 

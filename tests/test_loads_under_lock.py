@@ -12,6 +12,7 @@ import anyio.to_thread
 import pytest
 import torch
 from lock_actors import PATIENCE, DaemonThreads, Held, is_free, until
+from pipelines import loaded_state
 
 import ckpipe
 from ckpipe.errors import LockMisuse, PipelineClosed
@@ -63,9 +64,7 @@ def numbers(state: Any) -> set[float]:
 
 
 def saved(pipeline: ckpipe.SyncPipeline, step: int) -> set[float]:
-    result = pipeline.load(step=step)
-    assert result is not None
-    return numbers(result.state)
+    return numbers(loaded_state(pipeline, step))
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from pipelines import saved_bytes
+from pipelines import loaded_state
 
 import ckpipe
 from ckpipe import errors
@@ -62,7 +62,7 @@ def test_a_rule_that_raises_deletes_nothing_and_is_heard_of(tmp_path: Path, on_e
             saved(tmp_path, 1, 2, **settings)
     assert 1 in complete(tmp_path)
     with ckpipe.SyncPipeline(tmp_path) as pipeline:
-        assert torch.equal(saved_bytes(pipeline, 1)["a"], STATE["a"])
+        assert torch.equal(loaded_state(pipeline, 1)["a"], STATE["a"])
 
 
 def test_two_runs_with_rules_of_their_own_leave_the_newest_of_each(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from gang import Gang, told
 from odd_states import FULL, ODD
+from pipelines import loaded_state
 from safetensors import safe_open
 from sampling import EVERY, SEED
 
@@ -31,10 +32,9 @@ def test_odd_meshes_load_into_each_other(world: Gang, tmp_path: Path) -> None:
     root = tmp_path / "run"
     assert world.run("odd_ranks:layouts", root, 4, pairs=pairs) == [0] * 4
     with ckpipe.SyncPipeline(f"{root}-local", solo=True) as pipeline:
-        result = pipeline.load()
-        assert result is not None
-        assert torch.equal(result.state["w"], FULL)
-        assert result.state["scalar"] == 5
+        result = loaded_state(pipeline)
+        assert torch.equal(result["w"], FULL)
+        assert result["scalar"] == 5
 
 
 def test_meshes_within_meshes_load_into_each_other_and_outlive_their_group(
@@ -149,8 +149,6 @@ def test_tied_weights_stay_tied_over_any_number_of_ranks(world: Gang, tmp_path: 
     assert len(losses) == 5
     assert all(each == pytest.approx(losses[0], rel=1e-5) for each in losses)
     with ckpipe.SyncPipeline(root, solo=True) as pipeline:
-        result = pipeline.load()
-        assert result is not None
-        model = result.state["training"]["model"]
+        model = loaded_state(pipeline)["training"]["model"]
         assert model["embedding.weight"].shape == (9, 4)
         assert model["embedding.weight"].data_ptr() == model["head.weight"].data_ptr()

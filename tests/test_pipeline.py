@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import safetensors
 import torch
-from pipelines import Stores, same, small_state
+from pipelines import Stores, loaded_state, same, small_state
 
 import ckpipe
 from ckpipe import errors, events
@@ -52,9 +52,7 @@ def test_state_may_change_as_soon_as_save_returns(store: Stores) -> None:
         assert handle.status == "uploading"
         store.slow.release()
         handle.wait()
-        loaded = p.load()
-        assert loaded is not None
-        assert torch.equal(loaded.state["weight"], torch.zeros(100_000))
+        assert torch.equal(loaded_state(p)["weight"], torch.zeros(100_000))
 
 
 def test_steps_count_on_from_the_last(tmp_path: Path) -> None:
@@ -74,11 +72,9 @@ def test_same_step_twice_makes_two_checkpoints(tmp_path: Path) -> None:
         first = pipeline.save({"a": 1}, step=5, until="committed")
         second = pipeline.save({"a": 2}, step=5, until="committed")
         assert first.id != second.id
-        newest = pipeline.load(step=5)
-        older = pipeline.load(step=first.id)
-        assert newest is not None
-        assert older is not None
-        assert (newest.state, older.state) == ({"a": 2}, {"a": 1})
+        newest = loaded_state(pipeline, 5)
+        older = loaded_state(pipeline, first.id)
+        assert (newest, older) == ({"a": 2}, {"a": 1})
 
 
 async def test_empty_root_loads_nothing_and_named_step_raises(tmp_path: Path) -> None:
@@ -199,9 +195,7 @@ def test_state_larger_than_the_budget_streams_through_it(tmp_path: Path, overlap
         for step in range(3):
             pipeline.save(state, step=step, until="committed")
             assert pipeline._engine.context.arena.blocks <= 4
-        result = pipeline.load()
-        assert result is not None
-        assert same(result.state, state)
+        assert same(loaded_state(pipeline), state)
 
 
 def test_one_pipeline_follows_a_state_that_changes_its_shape(tmp_path: Path) -> None:
@@ -220,22 +214,17 @@ def test_one_pipeline_follows_a_state_that_changes_its_shape(tmp_path: Path) -> 
             handle = pipeline.save(state, step=step, until="committed")
             planned.append(handle.report.planned)
         for step, state in enumerate(states):
-            result = pipeline.load(step=step)
-            assert result is not None
-            assert same(result.state, state)
+            assert same(loaded_state(pipeline, step), state)
         assert planned == [True, False, True, True, True, True, True]
-        last = pipeline.load(step=6)
-        assert last is not None
-        assert last.state["a"].data_ptr() == last.state["b"].data_ptr()
+        last = loaded_state(pipeline, 6)
+        assert last["a"].data_ptr() == last["b"].data_ptr()
 
 
 def test_include_and_exclude_select_by_label(tmp_path: Path) -> None:
     state = {"model": {"a": torch.ones(2), "b": torch.ones(3)}, "opt": [1, 2], "epoch": 3}
     with ckpipe.SyncPipeline(tmp_path) as pipeline:
         pipeline.save(state, step=0, include=["model", "epoch"], exclude=["*.b"], until="committed")
-        result = pipeline.load()
-        assert result is not None
-        assert same(result.state, {"model": {"a": torch.ones(2)}, "epoch": 3})
+        assert same(loaded_state(pipeline), {"model": {"a": torch.ones(2)}, "epoch": 3})
 
 
 def test_settings_and_topology_are_checked_before_anything_runs(tmp_path: Path) -> None:
@@ -481,9 +470,7 @@ def test_saves_of_one_new_structure_at_once_have_the_memory_they_need(store: Sto
             pipeline.save({"w": large, "o": prompt}, step=2)
             late.go_on.set()
             waiting.result(30).wait()
-        result = pipeline.load(step=1)
-        assert result is not None
-        assert torch.equal(result.state["w"], large)
+        assert torch.equal(loaded_state(pipeline, 1)["w"], large)
 
 
 async def test_saves_of_different_structures_at_once_do_not_disturb_each_other(

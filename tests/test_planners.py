@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from pipelines import loaded_state
 from planning_ranks import written
 from ranks import ranks
 from stored_files import document_of, index_key
@@ -70,10 +71,9 @@ def test_planner_of_a_user_divides_as_it_likes(tmp_path: Path) -> None:
     # What a checkpoint holds does not depend on who wrote what.
     with ranks(str(tmp_path), 2, attempt_id="later") as opened:
         for rank, pipeline in enumerate(opened):
-            result = pipeline.load()
-            assert result is not None
+            loaded = loaded_state(pipeline)
             for name, tensor in state_of(rank).items():
-                assert torch.equal(result.state[name], tensor)
+                assert torch.equal(loaded[name], tensor)
 
 
 def test_planner_is_a_setting(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -249,9 +249,8 @@ def test_right_plans_of_every_shape_pass(tmp_path: Path) -> None:
 
     with ckpipe.SyncPipeline(tmp_path, plan=Own()) as pipeline:
         pipeline.save(state, step=1).wait()
-        result = pipeline.load()
-        assert result is not None
-        assert all(torch.equal(result.state[name], tensor) for name, tensor in state.items())
+        loaded = loaded_state(pipeline)
+        assert all(torch.equal(loaded[name], tensor) for name, tensor in state.items())
 
 
 # plan="global" through pipelines
@@ -289,10 +288,9 @@ def test_ranks_plan_together_and_later_alone(tmp_path: Path) -> None:
         assert newest.step == 2
         assert planners_of(opened[0], tmp_path) == {"GlobalPlanner"}
         opened[0].verify(newest)
-        result = opened[1].load()
-        assert result is not None
+        loaded = loaded_state(opened[1])
         for name, tensor in state_of(1).items():
-            assert torch.equal(result.state[name], tensor)
+            assert torch.equal(loaded[name], tensor)
     names = [path.stat().st_size for path in tmp_path.rglob("rank-*.safetensors")]
     assert len(names) == 4
     # Nothing but the counter and the last plan is left of a run.

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from pipelines import Stores
+from pipelines import Stores, loaded_state
 from ranks import open_rank, ranks, settle
 
 import ckpipe
@@ -35,8 +35,7 @@ def test_a_restart_finds_what_was_saved_after_going_back(tmp_path: Path) -> None
         (_, good, abandoned) = saved(pipeline, 0, 5, 10)
     with ckpipe.SyncPipeline(tmp_path) as pipeline:
         saved(pipeline, 3, 5, 10)
-        loaded = pipeline.load(step=5)
-        assert loaded is not None
+        loaded_state(pipeline, 5)
         (six,) = saved(pipeline, 6)
         newest = pipeline.latest()
         assert newest is not None

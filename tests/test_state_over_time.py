@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from pipelines import Stores, saved_bytes
+from pipelines import Stores, loaded_state
 from ranks import settle
 from torch.utils.data import DataLoader, Dataset
 from usage import MOST_WORKERS, check_that_nothing_grows
@@ -145,7 +145,7 @@ def test_every_save_sees_the_state_as_it_is_now(until: Any, store: Stores) -> No
                 lents += 1
             except UsageError:
                 pass  # it streamed through cold memory, or a smaller state let memory go since
-            found = saved_bytes(pipeline, step)
+            found = loaded_state(pipeline, step)
             check(found, wanted)
             assert all(strides(found[name]) == strides(each) for name, each in wanted.items())
             assert overlaps(found) == shared
@@ -219,5 +219,5 @@ def test_forked_loaders_have_no_part_of_the_staging_memory(tmp_path: Path) -> No
         for handle in handles:
             handle.wait()
         for step in range(5):
-            found = saved_bytes(pipeline, step)["weight"]
+            found = loaded_state(pipeline, step)["weight"]
             assert torch.equal(found, torch.arange(100_000.0) + max(0, step - 1))

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pipelines import Stores, saved_bytes
+from pipelines import Stores, loaded_state
 from ranks import settle
 
 import ckpipe
@@ -38,7 +38,7 @@ def test_memory_of_a_save_is_kept_until_it_is_given_back(tmp_path: Path) -> None
         assert resident() <= kept - SIZE // 2
         assert pipeline.trim() == 0, "nothing is left"
         pipeline.save(state(), step=2, until="committed")
-        assert torch.equal(saved_bytes(pipeline, 2)["w"], state()["w"])
+        assert torch.equal(loaded_state(pipeline, 2)["w"], state()["w"])
 
 
 def test_memory_that_is_in_use_is_not_given_back(store: Stores) -> None:
@@ -48,4 +48,4 @@ def test_memory_that_is_in_use_is_not_given_back(store: Stores) -> None:
         pipeline.trim()
         store.slow.release()
         handle.wait()
-        assert torch.equal(saved_bytes(pipeline, 0)["w"], state()["w"])
+        assert torch.equal(loaded_state(pipeline, 0)["w"], state()["w"])

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from commands import Commands
-from pipelines import same
+from pipelines import loaded_state, same
 
 import ckpipe
 from ckpipe.backend import Upload, UploadLimits
@@ -63,9 +63,8 @@ def test_a_rank_writes_as_many_files_as_its_store_needs(url: str, block_kib: int
         assert len(files) == (4 if block_kib == 64 else 3)
         assert all(size <= 3 * 128 * KIB for size in files.values())
         pipeline.verify(2)
-        loaded = pipeline.load()
-    assert loaded is not None
-    assert same(loaded.state, state)
+        loaded = loaded_state(pipeline)
+    assert same(loaded, state)
 
 
 def test_a_tensor_that_no_upload_holds_is_refused_before_anything_is_written(url: str) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from pipelines import same, small_state, stores
+from pipelines import loaded_state, same, small_state, stores
 from ranks import settle
 from sampling import EVERY
 from test_worker_surroundings import customize
@@ -60,9 +60,7 @@ def recorded(root: Path, worker: str) -> tuple[list[Event], ckpipe.SaveReport]:
     result = settled.report
     assert settled.status == "committed"
     with ckpipe.SyncPipeline(root) as opened:
-        loaded = opened.load()
-        assert loaded is not None
-        assert same(loaded.state, small_state())
+        assert same(loaded_state(opened), small_state())
     return heard, result
 
 

@@ -17,7 +17,7 @@ import held_store
 import pytest
 import torch.distributed as dist
 from gang import Gang, tell, told
-from pipelines import same
+from pipelines import loaded_state, same
 from sampling import EVERY
 from stored_files import LEASES
 from worker_runs import SETTINGS, Trainers, await_end, state_of, trainers, worker_of
@@ -55,9 +55,7 @@ def test_what_was_staged_is_committed_and_old_ones_pruned(
     with ckpipe.SyncPipeline(root) as pipeline:
         assert [info.step for info in pipeline.steps() if info.complete] == [2]
         pipeline.verify(2)
-        result = pipeline.load()
-        assert result is not None
-        assert same(result.state, state_of(2))
+        assert same(loaded_state(pipeline), state_of(2))
     # It was stopped until the trainer's death let it go on, of which it may hear a little later.
     assert "is gone" in log_of(root)
     assert leases_of(root) == []

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from pipelines import Stores
+from pipelines import Stores, loaded_state
 from torch import nn
 
 import ckpipe
@@ -63,9 +63,8 @@ def opened(store: Stores, training: Training, **fields: Any) -> ckpipe.SyncPipel
 
 def numbers(pipeline: ckpipe.SyncPipeline, step: int) -> set[float]:
     """What the tensors of a checkpoint hold."""
-    result = pipeline.load(step=step)
-    assert result is not None
-    tensors = [*result.state["parameters"], result.state["average"]]
+    loaded = loaded_state(pipeline, step)
+    tensors = [*loaded["parameters"], loaded["average"]]
     return {value for each in tensors for value in each.unique().tolist()}
 
 
@@ -129,9 +128,8 @@ def test_a_step_is_queued_while_copies_are_still_to_come(store: Stores) -> None:
         training.optimizer.step()
         assert not done.query()  # type: ignore[no-untyped-call]
         handle.wait()
-        result = pipeline.load(step=3)
-    assert result is not None
-    assert {each.unique().item() for each in result.state["parameters"]} == {0.0}
+        loaded = loaded_state(pipeline, 3)
+    assert {each.unique().item() for each in loaded["parameters"]} == {0.0}
     assert {float(each.detach().mean()) for each in training.parameters} == {1.0}
 
 
