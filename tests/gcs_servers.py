@@ -7,11 +7,12 @@ import json
 import os
 import sys
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from server_processes import free_ports, running
 
@@ -55,6 +56,11 @@ class GcsServer:
         found = self.ask("GET", "/emulator")["objects"]
         whole = f"{bucket}/{prefix}"
         return sorted(name.split("/", 1)[1] for name in found if name.startswith(whole))
+
+    def delete(self, bucket: str, names: Iterable[str]) -> None:
+        """Delete objects; blocks."""
+        for name in names:
+            self.ask("DELETE", f"/storage/v1/b/{bucket}/o/{quote(name, safe='')}")
 
     def sessions(self, bucket: str) -> list[tuple[str, int]]:
         """The upload sessions that are open on the strict emulator, and what they hold; blocks."""

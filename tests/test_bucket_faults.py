@@ -16,7 +16,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +30,11 @@ from pipelines import loaded_state, same
 from s3_servers import SECRET, S3Server, weed
 from sampling import EVERY, sample
 from server_processes import free_ports
+from stored_files import ATTEMPTS
 
 import ckpipe
 from ckpipe import errors
 from ckpipe.backend import PutMode
-from ckpipe.catalog import sweep
 from ckpipe.cli.app import run
 
 BUCKET = "faults"
@@ -315,13 +314,13 @@ def test_a_run_without_the_right_to_delete(store: Faulty) -> None:
 
 @ON_GCS
 def test_temporary_objects_that_may_not_be_deleted_are_left_for_a_sweep(
-    store: Faulty, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    store: Faulty, caplog: pytest.LogCaptureFixture
 ) -> None:
     store.proxy.rule = Once("Delete", Fault.FORBIDDEN, times=10_000)
     assert store.save() is None
     assert "were left behind" in caplog.text
-    # By then the launch began long ago.
-    monkeypatch.setattr(sweep, "LEASE_LIFE", timedelta(seconds=-1))
+    # As if the launch had begun so long ago that its claim is no sign of life.
+    store.server.delete(BUCKET, store.server.names(BUCKET, f"{store.root}/{ATTEMPTS}"))
     with store.pipeline(store.server.url, retention={"sweep_after_seconds": 0}) as opened:
         assert opened.sweep().uploads == 1
     store.look(complete=True)

@@ -6,7 +6,6 @@ import itertools
 import random
 from collections import Counter
 from collections.abc import Iterator
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +14,9 @@ from gang import Gang, gang, told
 from gcs_servers import GcsServer
 from s3_servers import S3Server
 from sampling import EVERY, SEED
+from stored_files import ATTEMPTS
 
 import ckpipe
-from ckpipe.catalog import sweep
 
 BUCKET = "ranks"
 RANKS = 4
@@ -89,7 +88,6 @@ def test_one_of_four_is_killed_and_two_go_on(
     server: Server,
     case: dict[str, Any],
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
     when: str,
 ) -> None:
     root = tmp_path / "run"
@@ -106,8 +104,8 @@ def test_one_of_four_is_killed_and_two_go_on(
     }
     killed = f"{below(case)}/step-000000000002."
     assert server.names(BUCKET, killed)
-    # By then the launch began long ago.
-    monkeypatch.setattr(sweep, "LEASE_LIFE", timedelta(seconds=-1))
+    # As if the launches had begun so long ago that their claims are no sign of life.
+    server.delete(BUCKET, server.names(BUCKET, f"{below(case)}/{ATTEMPTS}"))
     with opened(case, retention={"sweep_after_seconds": 0}) as pipeline:
         pipeline.sweep()
         assert [info.step for info in whole(pipeline)] == [1, 3]
