@@ -297,6 +297,10 @@ def reset(writer: asyncio.StreamWriter) -> None:
     writer.transport.abort()
 
 
+_used_ports: set[int] = set()
+"""Ports of earlier proxies: backends remember by its address whether a store honours conditions."""
+
+
 @contextlib.contextmanager
 def fault_proxy(
     port: int, dialect: Dialect | None = None, *, tls: ssl.SSLContext | None = None
@@ -313,8 +317,13 @@ def fault_proxy(
     loop = asyncio.new_event_loop()
 
     async def main() -> None:
-        server = await asyncio.start_server(proxy.serve, "127.0.0.1", 0, limit=1 << 20, ssl=tls)
-        proxy.port = server.sockets[0].getsockname()[1]
+        while True:
+            server = await asyncio.start_server(proxy.serve, "127.0.0.1", 0, limit=1 << 20, ssl=tls)
+            proxy.port = server.sockets[0].getsockname()[1]
+            if proxy.port not in _used_ports:
+                break
+            server.close()
+        _used_ports.add(proxy.port)
         ready.set()
         await stop.wait()
         server.close()
