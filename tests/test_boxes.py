@@ -99,6 +99,27 @@ def test_a_pinwheel_that_no_axis_divides_covers_a_square() -> None:
     assert BoxIndex(wheel).cover(((0, 0), (3, 3))) == (list(enumerate(wheel)), [])
 
 
+def test_columns_with_row_cuts_of_their_own_cover_a_tensor() -> None:
+    # Ranks that replicate a column write unequal shares of it, by what else each of them has. All
+    # columns are open together, so that comparing each part with what is left would take minutes.
+    columns, rows = 2048, 8192
+    cuts = [[0, *(1 + n % 7 + 2000 * k for k in range(1, 4)), rows] for n in range(columns)]
+    boxes = [
+        ((low, n), (high, n + 1))
+        for n, each in enumerate(cuts)
+        for low, high in itertools.pairwise(each)
+    ]
+    parts, missing = BoxIndex(boxes).cover(((0, 0), (rows, columns)))
+    assert parts == list(enumerate(boxes))
+    assert missing == []
+
+
+def test_a_gap_among_many_boxes_is_found() -> None:
+    grid = [((row, column), (row + 1, column + 1)) for row in range(64) for column in range(64)]
+    gap = grid.pop(1000)
+    assert BoxIndex(grid).cover(((0, 0), (64, 64))) == (list(enumerate(grid)), [gap])
+
+
 def test_one_box_that_has_everything_is_preferred_to_pieces() -> None:
     boxes = [((0,), (2,)), ((2,), (4,)), ((0,), (9,))]
     assert BoxIndex(boxes).cover(((0,), (4,))) == ([(2, ((0,), (4,)))], [])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -78,32 +78,37 @@ class BoxIndex:
                 return [(number, common)], []
             parts.setdefault(common, number)
         given = sum(map(box_volume, parts))
-        if given <= volume:
-            # Sorted, the parts of a mesh leave few holes on the way. Those that are as large as all
-            # that they fill have no element twice.
-            _, left = _chosen(region, sorted(parts))
-            if given + sum(map(box_volume, left)) == volume:
-                return [(number, part) for part, number in parts.items()], left
-        chosen, left = _chosen(region, parts)
-        return [(parts[part], common) for part, common in chosen], left
+        if given <= volume and _are_disjoint(list(parts)):
+            # Cut out in the order of their places, the parts of a mesh leave few holes on the way.
+            left = [] if given == volume else _cut_out(region, dict.fromkeys(sorted(parts), 0))[1]
+            return [(number, part) for part, number in parts.items()], left
+        return _cut_out(region, parts)
 
 
 _Bounds = np.ndarray[Any, np.dtype[np.int64]]
 _FEW = 12
 
 
-def _chosen(region: Box, parts: Iterable[Box]) -> tuple[list[tuple[Box, Box]], list[Box]]:
-    """What each of some parts has of a region that those before it lack, and what all lack."""
-    chosen: list[tuple[Box, Box]] = []
+def _cut_out(region: Box, parts: Mapping[Box, int]) -> tuple[list[tuple[int, Box]], list[Box]]:
+    """Cut parts out of a region one after the other.
+
+    Args:
+        region: The region.
+        parts: Parts of it, with numbers.
+
+    Returns:
+        The pieces that each part has and none before it, with its number; and the rest.
+    """
+    chosen: list[tuple[int, Box]] = []
     left = [region]
-    for part in parts:
+    for part, number in parts.items():
         rest = []
         for hole in left:
             common = intersection(hole, part)
             if common is None:
                 rest.append(hole)
             else:
-                chosen.append((part, common))
+                chosen.append((number, common))
                 rest += _without(hole, common)
         left = rest
         if not left:
@@ -122,9 +127,48 @@ def _without(box: Box, part: Box) -> Iterator[Box]:
         lower[axis], upper[axis] = low, high
 
 
+def _are_disjoint(boxes: Sequence[Box]) -> bool:
+    """Tell whether no element is in two of some boxes that are not empty.
+
+    Boxes whose shadows on one axis fall into several groups are looked at group by group, which
+    takes those of any mesh apart; a group that no axis divides is compared pair by pair.
+    """
+    if len(boxes) < 2:
+        return True
+    for axis in range(len(boxes[0][0])):
+        groups = _shadows(boxes, axis)
+        if len(groups) > 1:
+            return all(_are_disjoint(group) for group in groups if len(group) > 1)
+    return not _any_overlap(list(boxes))
+
+
 def _as_array(boxes: Sequence[Box]) -> _Bounds:
     """Boxes of one number of dimensions as an array: by box, corner and dimension."""
     flat = chain.from_iterable(chain.from_iterable(boxes))
     dims = len(boxes[0][0])
     count = len(boxes) * 2 * dims
     return np.fromiter(flat, np.int64, count).reshape(len(boxes), 2, dims)
+
+
+def _shadows(boxes: Sequence[Box], axis: int) -> list[list[Box]]:
+    groups: list[list[Box]] = []
+    end = -1
+    for box in sorted(boxes, key=lambda each: each[0][axis]):
+        if box[0][axis] >= end:
+            groups.append([])
+        groups[-1].append(box)
+        end = max(end, box[1][axis])
+    return groups
+
+
+def _any_overlap(boxes: list[Box]) -> bool:
+    """Sweep along the first dimension and compare only the boxes that are open together."""
+    if len(boxes) < 2 or not boxes[0][0]:
+        return len(boxes) > 1
+    still_open: list[Box] = []
+    for box in sorted(boxes):
+        still_open = [other for other in still_open if other[1][0] > box[0][0]]
+        if any(intersection(box, other) for other in still_open):
+            return True
+        still_open.append(box)
+    return False
