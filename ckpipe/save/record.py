@@ -215,15 +215,14 @@ class StageTimings:
         self._share("uploaded", plans, began, ended, lane=lane)
 
     def _share(
-        self, way: str, plans: Sequence[BlockRange], began: float, ended: float, **by: int
+        self, field: str, plans: Sequence[BlockRange], began: float, ended: float, **by: int
     ) -> None:
         """Note for each of blocks that were handled together its part of the time, by its size."""
         pace = (ended - began) / max(1, sum(plan.nbytes for plan in plans))
         for plan in plans:
             ended = began + plan.nbytes * pace
             span = began - self._zero, ended - self._zero
-            block = self._blocks.setdefault((plan.file, plan.offset), {})
-            block.update({"bytes": plan.nbytes, way: span, **by})
+            self._note((plan.file, plan.offset), {"bytes": plan.nbytes, field: span, **by})
             began = ended
 
     def stages(self) -> dict[str, StageReport]:
@@ -253,4 +252,8 @@ class StageTimings:
         self.copied_bytes = other.copied_bytes
         self._stages |= other._stages
         for place, found in other._blocks.items():
-            self._blocks.setdefault(place, {}).update(found)
+            self._note(place, found)
+
+    def _note(self, place: tuple[int, int], found: dict[str, Any]) -> None:
+        # Replaced as a whole: another thread may be making a report.
+        self._blocks[place] = self._blocks.get(place, {}) | found
