@@ -12,6 +12,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -606,6 +607,14 @@ def test_structured_array_is_refused_with_what_works(tmp_path: Path) -> None:
     assert load_one(tmp_path).state["table"].view(table.dtype).tolist() == table.tolist()
 
 
+@dataclass
+class Box:
+    inner: Any
+
+
+ckpipe.register_type(Box, to_state=lambda box: {"inner": box.inner}, from_state=lambda s: Box(**s))
+
+
 @pytest.mark.parametrize(
     "filters", [{"include": ["w", "counts.a"]}, {"exclude": ["*.a"]}], ids=["include", "exclude"]
 )
@@ -623,6 +632,16 @@ def test_a_part_of_an_object_of_a_registered_type_is_refused(
     assert raised.value.key == "counts"
     assert target["counts"] == Counter(a=9, b=9)
     assert same(target["w"], torch.zeros(2))
+    # The same, where it was left out of a dict that stands elsewhere too.
+    shared = {"u": 1, "v": 2}
+    state = {"a": shared, "box": Box(shared)}
+    with pytest.raises(errors.UsageError, match=r"leave a part of .*Select all") as raised:
+        save_one(tmp_path / "shared", state, exclude=["a.v"])
+    assert raised.value.key == "box"
+    save_one(tmp_path / "shared", state)
+    with pytest.raises(errors.UsageError, match=r"leave a part of .*Select all") as raised:
+        load_one(tmp_path / "shared", exclude=["a.v"])
+    assert raised.value.key == "box"
     for whole in ({"include": ["counts"]}, {"include": ["counts.*"]}, {"exclude": ["w"]}):
         load_one(tmp_path, target, **whole)
         assert target["counts"] == Counter(a=1, b=2)

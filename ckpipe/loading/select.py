@@ -114,6 +114,7 @@ def pruned(
         return tree, definitions
     shared: dict[int, Node] = {}
     left_out: list[str] = []
+    partial: set[int] = set()
 
     def left_of(node: Node, label: str) -> Node | None:
         """The part of a node that is left; None if nothing is."""
@@ -134,9 +135,14 @@ def pruned(
         if tag in ("shared", "ref"):
             number = node[1]
             if number in shared:
+                if number in partial:
+                    left_out.append(label)
                 return ["ref", number]
             shared[number] = list(ABSENT)
+            before = len(left_out)
             inner = left_of(definitions[number], label)
+            if len(left_out) > before:
+                partial.add(number)
             if inner is None:
                 del shared[number]
                 return None

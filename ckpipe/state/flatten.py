@@ -318,6 +318,7 @@ class Flattened:
     _nodes: dict[int, Node] = field(default_factory=dict)
     _numbers: dict[int, int] = field(default_factory=dict)
     _referenced: dict[int, int] = field(default_factory=dict)
+    _partial: set[int] = field(default_factory=set)
 
     @property
     def is_emptied(self) -> bool:
@@ -443,12 +444,17 @@ class Flattened:
         """Return the node of a container; where it stands again, a reference to it."""
         key = id(opened)
         if key in self._nodes:
+            self.omitted |= key in self._partial
             return ["ref", self._referenced.setdefault(key, len(self._referenced))]
         node: Node = []
         self._nodes[key] = node
         if opened.is_replicated is not None:
             self._claims.append((label, opened.is_replicated, self.asked.setdefault(key, [])))
+        before, self.omitted = self.omitted, False
         filled = self._filled(opened, label)
+        if self.omitted:
+            self._partial.add(key)
+        self.omitted |= before
         if opened.is_replicated is not None:
             self._claims.pop()
         if filled is None and key not in self._referenced:
@@ -466,11 +472,9 @@ class Flattened:
             self.omitted = True
             return None
         if kind in _WRAPPERS:
-            omitted, self.omitted = self.omitted, False
             node = self.child(opened, 0, label)
             if kind == "registered" and node is not None and self.omitted:
                 raise part_of_registered(label)
-            self.omitted |= omitted
             return node and ([kind, node] if head is None else [kind, head, node])
         names = range(len(children)) if keys is None else keys
         encoded = [each if type(each) is str else encode_key(each, label) for each in names]
