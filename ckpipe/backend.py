@@ -504,7 +504,7 @@ async def for_each(
         What the calls returned, in the order of the items.
 
     Raises:
-        StoreError: What the first one to fail raised; the others are cancelled.
+        Exception: The first failure of a call, as it is; the other calls are cancelled.
     """
     return await all_of([partial(work, item) for item in items], at_once)
 

@@ -27,13 +27,12 @@ from ckpipe.loop_thread import wait_for
 from ckpipe.save.context import Loan
 from ckpipe.save.memory import lend_blocks, take_back
 from ckpipe.save.save import Save, StagedBlock
+from ckpipe.state.tensors import MAX_ITEM
 from ckpipe.types import CheckpointInfo, SaveReport, SaveStatus
 
 if TYPE_CHECKING:
     from ckpipe.running.base import PipelineBase
     from ckpipe.running.pipeline import Pipeline, SyncPipeline
-
-_MAX_ITEM = 16
 
 
 class _LentTargets(Targets):
@@ -76,7 +75,7 @@ class _LentTargets(Targets):
                 done += pieces[-1].numel()
             none = torch.empty(0, dtype=torch.uint8, device="cpu")
             entry = pieces[0] if len(pieces) == 1 else torch.cat(pieces or [none])
-            if aligned and entry.data_ptr() % _MAX_ITEM:
+            if aligned and entry.data_ptr() % MAX_ITEM:
                 entry = entry.clone()  # it may be of bytes, and hold tensors of larger items
             self._entries[number] = entry
         return entry

@@ -423,7 +423,7 @@ class Table(Generic[Row]):
     Args:
         name: What to call the table in an error.
         columns: The columns, the first of them required.
-        row: The class of a row, whose fields the columns are, in order.
+        row: Makes a row of its cells, in the order of the columns.
     """
 
     name: str

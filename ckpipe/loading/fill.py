@@ -34,7 +34,7 @@ from ckpipe.format.boxes import (
 )
 from ckpipe.loading.chunks import ChunkCopy, StoredTensor
 from ckpipe.memory.native import copy_bytes
-from ckpipe.state.tensors import overlaps_itself
+from ckpipe.state.tensors import MAX_ITEM, overlaps_itself
 
 
 class RawBytes(NamedTuple):
@@ -90,10 +90,6 @@ class Elements:
 
 Destination = RawBytes | Elements
 """Takes bytes of one entry."""
-
-
-MAX_ITEM = 16
-"""The largest alignment of an element, in bytes."""
 
 
 def _bytes_at(address: int, nbytes: int) -> torch.Tensor:

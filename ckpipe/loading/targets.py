@@ -21,7 +21,6 @@ import torch
 from ckpipe.errors import InvalidExtent, SharingConflict
 from ckpipe.loading.chunks import ChunkCopy, Regions, StoredTensor, StoredTensors
 from ckpipe.loading.fill import (
-    MAX_ITEM,
     Destination,
     RawBytes,
     allocate,
@@ -36,7 +35,7 @@ from ckpipe.loading.fill import (
 )
 from ckpipe.loading.live_tensors import is_placed, regions_of, writable_view
 from ckpipe.loading.read_plan import Need
-from ckpipe.state.tensors import Shardings, lazy_bits, overlapping, window_bytes
+from ckpipe.state.tensors import MAX_ITEM, Shardings, lazy_bits, overlapping, window_bytes
 
 
 class LiveTensor(NamedTuple):

@@ -23,7 +23,7 @@ from ckpipe.format.manifest import Chunk, Entry, Layout
 from ckpipe.format.names import data_file_name
 from ckpipe.plan.division import Piece, Unit, units
 from ckpipe.state.flatten import Captured
-from ckpipe.state.tensors import TensorLeaf, alias_groups
+from ckpipe.state.tensors import MAX_ITEM, TensorLeaf, alias_groups
 from ckpipe.types import JointPlanner as JointPlanner
 from ckpipe.types import Planner as Planner
 
@@ -75,16 +75,13 @@ def _fingerprint(captured: Captured) -> Hashable:
         low = min(leaves[number].address for number in group)
         # Alignment within a window depends on its address modulo the largest item.
         groups.append(
-            (low % _MAX_ITEM, tuple((number, leaves[number].address - low) for number in group))
+            (low % MAX_ITEM, tuple((number, leaves[number].address - low) for number in group))
         )
     return (captured.described(_layouts), tuple(groups), captured.replicated)
 
 
 def _layouts(captured: Captured) -> tuple[Hashable, ...]:
     return tuple(leaf.layout() for leaf in captured.tensors)
-
-
-_MAX_ITEM = 16
 
 
 class LocalPlanner:

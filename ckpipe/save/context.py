@@ -148,7 +148,9 @@ class Loan:
     thread: int | None = None
     blocks: list[StagedBlock] | None = None
 
-    def __len__(self) -> int:
+    @property
+    def count(self) -> int:
+        """How many blocks are lent."""
         return len(self.blocks or ())
 
 

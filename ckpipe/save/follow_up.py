@@ -112,8 +112,8 @@ async def until_complete(
     """Look again and again, with growing pauses, until a checkpoint is complete.
 
     Args:
-        context: Where it was saved.
-        info: The checkpoint, which this rank has committed.
+        context: Where it was saved, by as many ranks.
+        info: The checkpoint.
         timeout: Seconds to look; None looks for as long as it takes.
 
     Raises:

@@ -51,7 +51,7 @@ async def reserve(
         save.ration.close()
         save.ration = None
     size, budget = context.arena.block_bytes, context.budget
-    wanted = size * (blocks + sum(map(len, context.lent.values())))
+    wanted = size * (blocks + sum(each.count for each in context.lent.values()))
     if context.settings.staging.bytes is None and wanted > budget.capacity:
         # Without a bound of the user's the budget grows to what is wanted, up to a point.
         available = await threads.run_sync(available_bytes)
@@ -133,7 +133,7 @@ def _refuse_deadlock(save: Save, context: SaveContext, amount: int) -> None:
             "called, as preemption=True does",
         )
     loans = context.lent.values()
-    own = sum(len(each) for each in loans if each.thread == save.request.thread)
+    own = sum(each.count for each in loans if each.thread == save.request.thread)
     if own and own * context.arena.block_bytes + amount > context.budget.capacity:
         raise UsageError(
             "This thread has been lent the staging memory that its save would wait for",

@@ -164,6 +164,9 @@ def is_freed(tensor: torch.Tensor) -> bool:
     return not tensor.data_ptr() and not tensor.is_meta and tensor.numel() > 0
 
 
+MAX_ITEM = 16
+"""The largest size of an element, to a multiple of which memory is aligned, in bytes."""
+
 PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 
 
