@@ -267,3 +267,32 @@ def test_leaving_ends_a_load_that_waits_for_other_ranks(store: Stores, fallback:
         pipeline.close()
         with pytest.raises(errors.PipelineClosed, match="other ranks"):
             loading.result(timeout=60)
+
+
+def is_claim_of_the_second(operation: Operation) -> bool:
+    """Whether rank 1 claims the launch."""
+    return operation.verb == "put" and operation.key.endswith("claim-00001")
+
+
+@pytest.mark.parametrize("goes_back", [False, True])
+def test_a_first_save_that_fails_on_one_rank_counts_on_it_too(
+    store: Stores, *, goes_back: bool
+) -> None:
+    """Else its next save of the step, or after going back, has the name of another's first one."""
+    earlier = saved_earlier(store.url)
+    with ranks(store.url, 2, on_error="warn", upload={"retries": 0}) as world:
+        store.faulty.fail(errors.StoreUnavailable("away"), is_claim_of_the_second)
+        first, failed_one = [each.save(STATE, step=8) for each in world]
+        first.wait()
+        with pytest.raises(errors.StoreUnavailable):
+            failed_one.wait()
+        for pipeline in world if goes_back else ():
+            pipeline.load(step=1)
+        later = {"a": torch.zeros(100)}
+        for handle in [each.save(later, step=5 if goes_back else 8) for each in world]:
+            handle.wait()
+        newest = world[0].latest()
+        assert newest is not None
+        assert newest.id != earlier
+        for pipeline in world:
+            assert not loaded_state(pipeline, newest.id)["a"].any()

@@ -436,22 +436,17 @@ class CheckpointNames:
     """Gives the checkpoints of a launch their names.
 
     Args:
-        attempt: The name of the launch.
+        attempt: The name of the launch, which may change until it is claimed.
     """
 
     def __init__(self, attempt: str) -> None:
-        self._attempt = attempt
+        self.attempt = attempt
         self._counts: dict[int, int] = {}
         self._furthest = -1
         self.rollbacks = 0
         """How often the run has gone back."""
         self.has_loaded = False
         """Whether something was loaded since the last save began."""
-
-    @property
-    def has_saved(self) -> bool:
-        """Tell whether a save has begun."""
-        return self.rollbacks > 0 or self._furthest >= 0
 
     def lies_back(self, step: int) -> bool:
         """Tell whether a step lies before one that was saved since the run began or last went
@@ -461,8 +456,8 @@ class CheckpointNames:
 
     def go_back(self) -> None:
         """Make what is saved from now on newer than all that was saved before."""
-        started, launch = attempt_parts(self._attempt)
-        self._attempt = attempt_name(started + timedelta(milliseconds=1), launch)
+        started, launch = attempt_parts(self.attempt)
+        self.attempt = attempt_name(started + timedelta(milliseconds=1), launch)
         self._counts.clear()
         self._furthest = -1
         self.rollbacks += 1
@@ -471,13 +466,9 @@ class CheckpointNames:
         """Count the saves of a step since the run began or last went back."""
         return self._counts.get(step, 0)
 
-    def draft(self, step: int) -> CheckpointId:
-        """The name that the next save of a step would get."""
-        return CheckpointId(self._attempt, step, self.count(step))
-
     def name(self, step: int) -> CheckpointId:
         """The name of a save that begins now."""
-        id = self.draft(step)
+        id = CheckpointId(self.attempt, step, self.count(step))
         self._counts[step] = id.count + 1
         self._furthest = max(self._furthest, step)
         self.has_loaded = False

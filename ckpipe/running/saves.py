@@ -43,6 +43,7 @@ class Saves:
     Attributes:
         unseen: Failures that no call has reported yet; may be changed on any thread.
         accepted: How many saves there were.
+        have_begun: Whether a save has claimed the launch.
         saved_final: Whether one of them was final.
         schedule: Told at which steps there were saves and loads.
         agreement: Told at which steps there were saves.
@@ -62,15 +63,11 @@ class Saves:
         self._follower = Follower(context)
         self._active: dict[Save, anyio.Event] = {}
         self._next_step = 0
+        self.have_begun = False
         self.saved_final = False
         self._warming, self._beginning = anyio.Lock(), anyio.Lock()
         self.unseen: list[Exception] = []
         self.accepted = 0
-
-    @property
-    def have_begun(self) -> bool:
-        """Tell whether a save has got its name, and with it the launch."""
-        return self._names.has_saved
 
     async def begin(self, request: SaveRequest) -> Save:
         """Accept a save and start it; the first claims the launch before it looks at the state.
@@ -83,7 +80,8 @@ class Saves:
         async with self._beginning:
             step = self._next_step if request.step is None else request.step
             failure = None if self.have_begun else await self._claim(step)
-            id = self._names.draft(step) if failure else await self._next_name(step)
+            # One that failed counts too, as the same save does on the other ranks.
+            id = self._names.name(step) if failure else await self._next_name(step)
             save = Save(id, context.rank, request)
             self.accepted += 1
             self._next_step = step + 1
@@ -142,8 +140,8 @@ class Saves:
     async def _claim(self, step: int) -> StoreError | None:
         """Claim the launch; return why it failed if the user asked for warnings."""
         try:
-            self._context.attempt = await self._launch.claim()
-            self._names = CheckpointNames(self._context.attempt)
+            self._context.attempt = self._names.attempt = await self._launch.claim()
+            self.have_begun = True
         except CkpipeError as error:
             error.located(step=step, rank=self._context.rank)
             if self._context.settings.on_error == "raise" or not isinstance(error, StoreError):
