@@ -1,4 +1,4 @@
-"""Makes every step of an optimizer hold the mutating side of a state lock, through step hooks."""
+"""Hold the mutating side of a state lock during every optimizer step, through step hooks."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from torch.utils.hooks import RemovableHandle
 from ckpipe.errors import UsageError
 from ckpipe.lock.state_lock import FrameMark, StateLock, callers
 
-# The function that torch wraps around the step of every optimizer class, and that calls the hooks.
+# torch wraps this function around the step of every optimizer class; it calls the hooks.
 _WRAPPER = "Optimizer.profile_hook_step.<locals>.wrapper"
 
 Guarded = Optimizer | Iterable[Optimizer] | None
-"""One optimizer that is to be guarded, or several, or none."""
+"""One optimizer to guard, or several, or none."""
 
 _ends_of_holds: weakref.WeakSet[Any] = weakref.WeakSet()
-"""The hooks of all guards behind the step."""
+"""The post-step hooks of all guards."""
 
 _at_hooks: set[tuple[int, int]] = set()
-"""Threads that are in a hook of some guard, each with the optimizer that it steps."""
+"""Threads inside a hook of some guard, each with the id of the optimizer that it steps."""
 
 
 class StepGuard:
@@ -51,10 +51,10 @@ class StepGuard:
         return tuple(hooks.optimizer for hooks in self._hooks)
 
     def remove(self) -> None:
-        """Take the hooks off: steps that begin from now on do not lock. Never waits.
+        """Remove the hooks: steps that begin from now on do not lock. Never waits.
 
         A step in progress, or one that waits to begin, finishes as it would have. May be called
-        from any thread and again.
+        from any thread, and again.
         """
         with self._removing:
             hooks, self._hooks = self._hooks, []
@@ -67,23 +67,23 @@ class StepGuard:
 
 
 def guard(lock: StateLock, *optimizers: Optimizer) -> StepGuard:
-    """Let every ``step()`` of these optimizers run inside the mutating side of a lock.
+    """Hold the mutating side of a lock during every ``step()`` of these optimizers.
 
     It is enough to guard the optimizer: gradient scalers and schedulers call its ``step``, and
-    compiled functions run the hooks outside of the compiled code. The closure of a step runs
-    inside, and so do a step within a step and the optimizer's other step hooks, which may change
-    the state as well. A step that raises leaves nothing held. On a thread that is capturing the
-    state the hooks do nothing.
+    compiled functions run the hooks outside of the compiled code. The hold covers the closure of a
+    step, a step within a step and the optimizer's other step hooks, which may change the state as
+    well. A step that raises leaves nothing held. On a thread that is capturing the state the hooks
+    do nothing.
 
     Args:
         lock: The lock that captures of the same state take.
-        optimizers: What to guard.
+        optimizers: The optimizers to guard.
 
     Returns:
-        What takes the hooks off again.
+        The guard, which can remove the hooks again.
 
     Raises:
-        UsageError: If no optimizer is given, or something that takes no step hooks. Nothing is
+        UsageError: If no optimizer is given, or an object that takes no step hooks. Nothing is
             guarded then.
     """
     if not optimizers:
@@ -93,10 +93,10 @@ def guard(lock: StateLock, *optimizers: Optimizer) -> StepGuard:
 
 
 def optimizers_of(guarded: Guarded) -> tuple[Optimizer, ...]:
-    """The optimizers that are to be guarded.
+    """Return the optimizers to guard.
 
     Raises:
-        UsageError: If one is no optimizer.
+        UsageError: If one of them is no optimizer.
     """
     if guarded is None:
         return ()
@@ -119,7 +119,7 @@ def _check(optimizers: Iterable[object]) -> None:
 
 
 class _StepHooks:
-    """The two hooks on one optimizer; itself the key of its steps at the lock."""
+    """The two hooks of one optimizer. The object is also the key of the optimizer's steps."""
 
     def __init__(self, lock: StateLock, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
@@ -144,7 +144,7 @@ class _StepHooks:
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if os.getpid() != self._process:
-            # A fork copied the lock as it was, perhaps held, by threads that it has not got.
+            # The fork copied the lock, perhaps held by threads that this process does not have.
             return
         with self._at_hook():
             if self._active and not self._lock.captures_here():
@@ -163,7 +163,7 @@ class _StepHooks:
 
     @contextmanager
     def _at_hook(self) -> Iterator[None]:
-        """Say that torch is iterating over the optimizer's hooks."""
+        """Note that torch is iterating over the optimizer's hooks."""
         here = (threading.get_ident(), id(self.optimizer))
         _at_hooks.add(here)
         try:
@@ -172,7 +172,7 @@ class _StepHooks:
             _at_hooks.discard(here)
 
     def _end_last(self) -> None:
-        """Put the hook behind the step behind all that others have registered since."""
+        """Move the post-step hook behind all hooks that others have registered since."""
         mine: int = self._handles[1].id
         hooks: Any = self._handles[1].hooks_dict_ref() or {}
         behind = list(itertools.takewhile(lambda each: each != mine, reversed(hooks)))
@@ -182,7 +182,7 @@ class _StepHooks:
     def remove(self) -> None:
         self._active = False
         # While a step is in progress torch may be iterating over the hooks, and would fail if
-        # one were taken out. The hooks then stay, without effect, until that step is over.
+        # one were removed. The hooks then stay, without effect, until that step is over.
         iterating = any(each == id(self.optimizer) for _, each in tuple(_at_hooks))
         if iterating or self._lock.step_in_progress(self):
             return
@@ -190,7 +190,7 @@ class _StepHooks:
             handle.remove()
 
     def _blank(self) -> None:
-        """Put functions that know nothing in the hooks' places, which disturbs no iteration."""
+        """Replace the hooks by a no-op, which does not disturb an iteration over them."""
         for handle in self._handles:
             registered: MutableMapping[int, Any] | None = handle.hooks_dict_ref()
             if registered is not None and handle.id in registered:
@@ -198,14 +198,14 @@ class _StepHooks:
 
 
 def _nothing(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """The hook that is left of one that was removed in the middle of a step."""
+    """Stand in for a hook that was removed during a step."""
 
 
 def _step_frame(hook_caller: FrameType) -> FrameType:
-    """The frame that runs for as long as the step does.
+    """Return the frame that runs for as long as the step does.
 
-    That is where torch calls the hooks. An optimizer that calls its hooks by itself does so from
-    its ``step``; failing that, the caller of the hook has to do.
+    torch calls the hooks from that frame. An optimizer that calls its hooks by itself does so from
+    its ``step``. If neither is found, the caller of the hook is used.
     """
     outer = [frame for frame in callers(hook_caller) if not _belongs_to_compiler(frame)]
     for frame in outer:

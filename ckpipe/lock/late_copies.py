@@ -1,15 +1,15 @@
-"""Decide which tensors may be copied late, and notice that tensors were changed in place.
+"""Decide which tensors may be copied late, and detect in-place changes of tensors.
 
-Tensors that only the steps of guarded optimizers change may be copied later, while forward and
-backward run. The rule errs to one side: what is copied at once is always right, what is copied
-later is right only if every byte of it belongs to an optimizer. A buffer that overlaps a parameter
-without lying inside of it is therefore not owned, nor is a hyperparameter that is a tensor, since
-schedulers write to it between steps.
+Tensors that only steps of guarded optimizers change may be copied later, while forward and backward
+run. The rule is conservative: an early copy is always right, a late copy only if every byte of the
+tensor belongs to an optimizer. So a buffer that overlaps a parameter without lying inside it is not
+owned. A hyperparameter that is a tensor is not owned either, since schedulers write to it between
+steps.
 
-torch counts the changes that are made through a tensor and its views, every one of them. It does
-not count what is written through ``.data``, NumPy or DLPack, or by a fused step that is not
-guarded. So some bytes of each tensor in host memory are compared as well: a swap of weights, a
-mask or a norm changes most of a tensor, and thereby its sample.
+torch counts every change that is made through a tensor or its views. It does not count writes
+through ``.data``, NumPy or DLPack, nor those of a fused step that is not guarded. So some bytes of
+each tensor in host memory are compared as well: a swap of weights, a mask or a norm changes most of
+a tensor, and thereby its sample.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from ckpipe.state.tensors import (
 
 
 def owned_tensors(optimizers: Iterable[Optimizer]) -> list[torch.Tensor]:
-    """The parameters of optimizers and the tensors of their state."""
+    """Return the parameters of optimizers and the tensors of their state."""
     found: list[Any] = []
     for optimizer in optimizers:
         for group in optimizer.param_groups:
@@ -53,7 +53,7 @@ def owned_tensors(optimizers: Iterable[Optimizer]) -> list[torch.Tensor]:
 
 
 def _memory_of(tensor: torch.Tensor) -> _Memory | None:
-    """Return the memory of a tensor, of one that is sharded this rank's part; None without any."""
+    """Return the memory of a tensor, of a DTensor its local shard's; None if it has none."""
     if type(tensor) is dtensor_type():
         tensor = local_part(tensor)
     elif type(tensor) not in PLAIN_TYPES and (
@@ -71,12 +71,12 @@ _Memory = tuple[str, int, tuple[int, ...], tuple[int, ...], int]
 
 
 def owned_facts(tensors: Iterable[torch.Tensor], objects: Sequence[Any]) -> list[Any]:
-    """Return facts of owned tensors: while these and the leaves are the same, so are owned leaves.
+    """Return a fingerprint of owned tensors: with equal leaves, it decides which leaves are owned.
 
     Args:
         tensors: The owned tensors.
-        objects: The tensors of the leaves. One that is owned need not be looked at, as its leaf
-            has been compared.
+        objects: The tensors of the leaves. An owned tensor among them is noted by its number
+            alone, as its leaf has been compared.
     """
     numbers = dict(zip(map(id, objects), range(len(objects)), strict=True))
     known = map(numbers.get, map(id, tensors))
@@ -84,10 +84,12 @@ def owned_facts(tensors: Iterable[torch.Tensor], objects: Sequence[Any]) -> list
 
 
 def ownership_test(tensors: Iterable[torch.Tensor]) -> Callable[[TensorLeaf], bool]:
-    """Return a test of whether all bytes of a leaf are owned; of several tensors, all between too.
+    """Return a predicate: whether all bytes of a leaf are owned.
+
+    A leaf may span several owned tensors; then they have to cover all bytes between its ends.
 
     Args:
-        tensors: The owned tensors; those that are not strided memory are passed over.
+        tensors: The owned tensors; those that are not strided memory are skipped.
     """
     windows: set[tuple[str, int, int]] = set()
     views: set[_Memory] = set()
@@ -116,7 +118,7 @@ _END = 1 << 64
 
 
 def _joined(windows: Iterable[tuple[str, int, int]]) -> list[tuple[str, int, int]]:
-    """Join windows of bytes, each given by address and size, to ranges from low to high."""
+    """Merge windows of bytes (device, address, size) into sorted ranges (device, low, high)."""
     joined: list[tuple[str, int, int]] = []
     for device, low, nbytes in sorted(windows):
         high = low + nbytes
@@ -128,34 +130,34 @@ def _joined(windows: Iterable[tuple[str, int, int]]) -> list[tuple[str, int, int
 
 
 def owned_leaves(leaves: Sequence[TensorLeaf], tensors: Iterable[torch.Tensor]) -> set[int]:
-    """The numbers of the leaves that only steps of guarded optimizers change.
+    """Return the numbers of the leaves that only steps of guarded optimizers change.
 
     Args:
         leaves: The tensors of a captured state, alive.
-        tensors: What the optimizers own; see :func:`owned_tensors`.
+        tensors: The tensors that the optimizers own; see :func:`owned_tensors`.
     """
     is_owned = ownership_test(tensors)
     owned = {number for number, leaf in enumerate(leaves) if is_owned(leaf)}
     holed = {n for n in owned if not is_dense(leaves[n].shape, leaves[n].stride)}
     if holed:
-        # What overlaps others is copied with all that lies between its elements.
+        # A leaf that overlaps others is copied with all bytes between its elements.
         owned -= holed.intersection(chain.from_iterable(alias_groups(leaves)))
     return owned
 
 
 SAMPLE_BYTES = 64
-"""How much of a tensor is compared, from its middle: one line of the processor's cache."""
+"""Bytes of a tensor that are compared, from its middle: one cache line."""
 
 MANY_TENSORS = 2_000
-"""How many tensors are watched whatever their size: it takes a few milliseconds."""
+"""Number of tensors that are watched whatever their size: it takes a few milliseconds."""
 
 LEAST_MEAN_BYTES = 8 << 10
-"""What more of them must have on average. To watch one and copy it late costs a trainer more than a
-microsecond, in which a processor copies 16 KiB."""
+"""Least mean size of more tensors than that, in bytes. To watch a tensor and copy it late costs a
+trainer more than a microsecond; a processor copies 16 KiB in that time."""
 
 
 def worth_watching(leaves: Sequence[TensorLeaf]) -> bool:
-    """Tell whether copying tensors would keep a trainer waiting longer than watching them takes.
+    """Tell whether copying the tensors would block a trainer for longer than watching them does.
 
     Args:
         leaves: The tensors that could be copied late.
@@ -166,12 +168,12 @@ def worth_watching(leaves: Sequence[TensorLeaf]) -> bool:
 
 
 class ByteSample:
-    """Some bytes of each of several tensors, which can be read again and again.
+    """A sample of the bytes of each of several tensors, which can be read again and again.
 
     Args:
         leaves: The tensors of a state.
-        numbers: Which of them; those are passed over that are on a device or have holes, in which
-            any code may write.
+        numbers: The numbers of the sampled tensors. Tensors on a device are skipped, and so are
+            tensors with holes, since any code may write to a hole.
     """
 
     def __init__(self, leaves: Sequence[TensorLeaf], numbers: Iterable[int]) -> None:
@@ -186,14 +188,14 @@ class ByteSample:
         self._places = self._ends - np.frombuffer(self._sizes, np.int64)
 
     def read(self) -> bytes:
-        """Read the bytes as they are now; the tensors' memory must be alive."""
+        """Read the current bytes; the tensors' memory must be alive."""
         found = np.empty(self._nbytes, np.uint8)
         targets = array("q", (self._places + found.ctypes.data).tobytes())
         copy_each(targets, self._addresses, self._sizes, release_gil=False)
         return found.tobytes()
 
     def first_difference(self, before: bytes, now: bytes) -> int | None:
-        """The number of the first tensor that has another sample; None if none has."""
+        """Return the number of the first tensor whose sample differs; None if none does."""
         if before == now:
             return None
         at = next(n for n, (one, other) in enumerate(zip(before, now, strict=True)) if one != other)
@@ -206,12 +208,12 @@ def _can_be_sampled(leaf: TensorLeaf) -> bool:
 
 
 class MutationDetector:
-    """Detects changes of tensors of a captured state that must not change for a while.
+    """Detect changes of tensors of a captured state that must not change for a while.
 
     Args:
         state: The state, its memory alive.
-        numbers: Which of its tensors.
-        samples: Of which some bytes are compared, too.
+        numbers: The numbers of the watched tensors.
+        samples: Samples whose bytes are compared as well.
     """
 
     def __init__(
@@ -222,7 +224,7 @@ class MutationDetector:
         self._seen = {id(sample): sample.read() for sample in samples}
 
     def changed(self) -> TensorLeaf | None:
-        """The first of which torch has counted a change since; None if there is none."""
+        """Return the first tensor for which torch has counted a change since; None without one."""
         now = self._versions_now()
         if now == self._versions:
             return None
@@ -230,7 +232,7 @@ class MutationDetector:
         return next(self._state.tensors[n] for n, before, after in pairs if before != after)
 
     def changed_in(self, sample: ByteSample) -> TensorLeaf | None:
-        """The first of which a sample is another now; the memory of all must be alive."""
+        """Return the first tensor whose sample has changed; the memory of all must be alive."""
         number = sample.first_difference(self._seen[id(sample)], sample.read())
         return None if number is None else self._state.tensors[number]
 
@@ -238,5 +240,5 @@ class MutationDetector:
         watched: list[torch.Tensor] = [self._state.memory[number] for number in self._numbers]
         try:
             return list(map(attrgetter("_version"), watched))
-        except RuntimeError:  # it is not counted for inference tensors
+        except RuntimeError:  # torch counts no changes of inference tensors
             return [-1 if each.is_inference() else each._version for each in watched]

@@ -1,29 +1,29 @@
 """The readers-writer lock that keeps trainers' threads and captures of the state apart.
 
 :class:`LockState` decides who may hold the lock, and knows neither threads nor waiting.
-:class:`StateLock` waits: one condition guards that state, and each waiter looks at it again after
-each change. There is no polling, with one exception. A hold can be left behind by a thread that
-ended, or by an optimizer step that raised, since hooks after the step do not run then. Nothing
-announces either, so a waiter looks every :data:`LOOK_SECONDS` while there is a mutation.
+:class:`StateLock` waits: one condition variable guards that state, and each waiter checks it again
+after each change. There is no polling, with one exception. A thread that ended, or an optimizer
+step that raised, can leave a hold behind, since post-step hooks do not run then. Nothing announces
+either event, so a waiter checks every :data:`LOOK_SECONDS` while there is a mutation.
 
-A *deferred* capture reads on while the trainer is in its forward and backward pass. What is left
-of it is what only a holder of the mutating side changes, so only such a holder waits, and not for
-ever: after the capture's grace it takes the lock, and the capture is worthless.
+A *deferred* capture reads on while the trainer is in its forward and backward pass. Only a holder
+of the mutating side changes the tensors that it has yet to read, so only such a holder waits, and
+not for ever: after the capture's grace it preempts the capture, which is worthless then.
 
-A load writes from many threads and ends on a loop, so its hold belongs to no thread. Only if its
-caller is changing the state already is it part of that. It waits for as long as it takes, also for
-deferred captures, which it does not break: a load can wait, where a step cannot.
+A load writes from many threads and ends on an event loop, so its hold belongs to no thread. It is
+part of a mutation only if its caller is changing the state already. It waits for as long as it
+takes, also for deferred captures, which it does not preempt: a load can wait, where a step cannot.
 
-The theory of :class:`FrameMark`. A frame cannot be referred to weakly, and a strong reference
-would keep its locals, and those of all its callers, alive. So a frame is remembered by its address
-and its code. An address is given out again once its frame is gone, and walking a stack allocates
-frame objects itself, so the address alone would sooner or later be found again in a frame that has
-nothing to do with the old one. Together with the code it can only be confused with another run of
-the same function at the same address, which passes as soon as that run ends.
+The theory of :class:`FrameMark`. A frame cannot be referenced weakly, and a strong reference would
+keep its locals, and those of all its callers, alive. So a frame is remembered by its address and
+its code. An address is reused once its frame is gone, and walking a stack allocates frame objects
+itself, so the address alone would sooner or later match an unrelated frame. Address and code
+together can match only another run of the same function at the same address; that mistake passes
+as soon as that run ends.
 
-The walk looks at a thread that goes on running. What it starts from is the top of the stack at one
-instant; a function that returns in the meantime keeps its link to the caller, so the walk still
-meets everything below. Only a generator drops that link when it yields. A walk that ends in the
+The walk reads the stack of a thread that goes on running. It starts from the top of the stack at
+one instant. A function that returns in the meantime keeps its link to the caller, so the walk still
+meets all frames below. Only a generator drops that link when it yields. A walk that ends in the
 frame of a generator has therefore proved nothing.
 """
 
@@ -60,13 +60,13 @@ if TYPE_CHECKING:
     from ckpipe.memory.cuda import StreamFence
 
 LOOK_SECONDS = 0.05
-"""How often one who waits looks for holds that were left behind."""
+"""Seconds between two checks of a waiter for holds that were left behind."""
 
 PATIENCE = 16
-"""How many mutations may be granted over the head of a waiting capture."""
+"""Number of mutations that may be granted ahead of a waiting capture."""
 
 _FENCE_SECONDS = 0.001
-"""How often a load that waits for devices asks them."""
+"""Seconds between two queries of the devices by a load that waits for them."""
 
 _BRACKET = "disallow_state_dict_read()"
 
@@ -78,7 +78,7 @@ class Side(enum.Enum):
     """The side of the lock that a request is for."""
 
     MUTATING = "mutating"
-    """To change the state; excludes everybody else."""
+    """To change the state; excludes all other owners."""
 
     CAPTURING = "capturing"
     """To read the state; shared with other captures."""
@@ -86,15 +86,15 @@ class Side(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class LockUse:
-    """One holder of a state lock, or one who waits for it, as plain data.
+    """One holder of a state lock, or one waiter for it, as plain data.
 
     Args:
         side: ``"mutating"`` or ``"capturing"``.
         thread: The name of the thread that asked for it; of a capture, the saver's thread; of a
             load, its caller's.
         ident: That thread's identifier.
-        purpose: What the thread called.
-        seconds: For how long it has held the lock, or waited.
+        purpose: The call that the thread made.
+        seconds: Seconds since it got the lock, or since it began to wait.
     """
 
     side: str
@@ -120,18 +120,18 @@ _SUSPENDABLE = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GE
 
 @dataclass(frozen=True, slots=True)
 class FrameMark:
-    """Recognizes one frame without keeping it alive."""
+    """A mark by which one frame is recognized without being kept alive."""
 
     address: int
     code: CodeType
 
     @classmethod
     def of(cls, frame: FrameType) -> FrameMark:
-        """The mark of a frame that is running now."""
+        """Return the mark of a frame that is running now."""
         return cls(id(frame), frame.f_code)
 
     def is_gone(self, top: FrameType | None) -> bool:
-        """Tell whether the frame is proved to be off a stack.
+        """Tell whether the frame has provably left a stack.
 
         Args:
             top: The innermost frame of the stack; None for a thread that runs no Python.
@@ -144,7 +144,7 @@ class FrameMark:
 
 
 def callers(frame: FrameType | None) -> Iterator[FrameType]:
-    """A frame and the frames that called it, innermost first."""
+    """Yield a frame and the frames that called it, innermost first."""
     while frame is not None:
         yield frame
         frame = frame.f_back
@@ -155,28 +155,29 @@ class Hold:
     """One request for the lock, from its arrival to its end.
 
     Args:
-        side: What it is for.
-        purpose: What was called, for messages.
-        thread: The thread concerned, None where it is not known to Python's threading.
+        side: The requested side of the lock.
+        purpose: The call that requests it, for messages.
+        thread: The thread concerned; None if Python's threading does not know it.
         ident: Its identifier.
-        owner: Who holds the lock once it is granted, and may hold a side repeatedly; None for
-            the request alone.
+        owner: The owner of the granted request, which may hold a side repeatedly; None: the
+            request itself.
         saver: The thread that asked for it and may be waiting for its end, if that is not the
             owner; of a load, only if it waits without an event loop.
         home: Of a capture or a load, the thread without which it cannot be released.
-        awaited: Of a capture, whether the saver does nothing else until it is granted. The others
-            are coroutines, whose thread goes on and ends what it is at.
-        within: Of a load, the owner of a mutation that it is part of. It may outlive that one, and
-            then its owner waits for it like any other.
-        mark: Of an optimizer step, the frame that holds on while it runs.
+        awaited: Of a capture, whether the saver does nothing else until it is granted. If not, the
+            saver is the thread of a coroutine, which goes on with its work and finishes it.
+        within: Of a load, the owner of the mutation that contains it. The load may outlive that
+            mutation; the owner then waits for the load like any other.
+        mark: Of an optimizer step, its frame; the hold lasts while that runs.
         key: Of an optimizer step, the hook that brackets it.
-        serve: Of a load or a capture, does what it wants of ``thread``, where that waits itself.
+        serve: Of a load or a capture, runs its pending work on ``thread`` while that thread itself
+            waits for the lock.
         wake: Wakes the task that waits for it.
-        since: When it came, or was granted, by the monotonic clock.
-        grace: Of a deferred capture, for how many seconds a trainer waits for it.
-        deferred_at: When it was deferred, by the monotonic clock.
-        readers: Of a deferred capture, how many threads are reading just now.
-        revoked: Whether a trainer has taken the lock from it, or is about to.
+        since: Time of its arrival, or of its grant, by the monotonic clock.
+        grace: Of a deferred capture, the seconds that a trainer waits for it.
+        deferred_at: Time of its deferral, by the monotonic clock.
+        readers: Of a deferred capture, the number of threads that are reading now.
+        revoked: Whether a trainer has preempted it, or is about to.
     """
 
     side: Side
@@ -204,12 +205,12 @@ class Hold:
 
     @property
     def name(self) -> str:
-        """The thread's name for messages."""
+        """The thread's name, for messages."""
         return self.thread.name if self.thread is not None else f"thread {self.ident}"
 
     @property
     def deferred(self) -> bool:
-        """Tell whether a trainer may take the lock from it."""
+        """Whether a trainer may preempt it."""
         return self.grace < math.inf
 
     def is_over(self) -> bool:
@@ -219,15 +220,15 @@ class Hold:
             return False
         if not keeper.is_alive():
             return True
-        # The frame goes straight into the call: kept in a variable here it could close a cycle.
+        # No variable for the frame: it could close a reference cycle.
         return self.mark is not None and self.mark.is_gone(sys._current_frames().get(self.ident))
 
     def grace_left(self, trainer: Hold) -> float:
-        """For how many more seconds a trainer waits for this deferred capture."""
+        """Return how many more seconds a trainer waits for this deferred capture."""
         return max(self.deferred_at, trainer.since) + self.grace - time.monotonic()
 
     def use(self) -> LockUse:
-        """Plain data about it, as of now."""
+        """Return plain data about it, as of now."""
         seconds = time.monotonic() - self.since
         return LockUse(self.side.value, self.name, self.ident, self.purpose, seconds)
 
@@ -235,34 +236,33 @@ class Hold:
 class LockState:
     """Decide who may hold the lock: a state machine without threads and waiting.
 
-    A request arrives, is granted at once or later, and leaves. It leaves in the same way whether
-    it was released, timed out or was cancelled, so that none of these can leave something behind
-    that another would not. Who may hold what:
+    A request arrives, is granted at once or later, and leaves. It leaves in the same way after a
+    release, a timeout or a cancellation, so none of these can leave more behind than another. The
+    rules:
 
-    * Any number of captures, or any number of mutations of one owner and of loads within them,
-      never both.
+    * The holders are any number of captures, or any number of mutations of one owner and of loads
+      within them, never both.
     * A waiting mutation goes before every capture that is not granted yet, so that a step waits
-      for the captures that are already running and for no other.
-    * Mutations are granted in the order in which they came.
-    * An owner who holds a side gets it again at once, before all waiters, since those who wait
-      cannot be served before that owner is done. So does a capture for which a thread waits that
-      itself captures, or lets go of a capture.
-    * Where several trainers hand the lock to each other without a gap, a capture would wait for
-      ever; after :data:`PATIENCE` of them have gone first, the waiting captures go once.
-    * A trainer that has waited for *deferred* captures for too long may take the lock from them,
-      but only if that lets the trainer in: where another capture holds on, nothing is won by
-      breaking these.
-    * The thread that is the *home* of a load may not wait for the lock while such a load holds it
-      or waits for it.
+      only for captures that are already running.
+    * Mutations are granted in the order of their arrival.
+    * An owner that holds a side gets it again at once, before all waiters, since the waiters
+      cannot be served before that owner is done. The same holds for a capture if the thread that
+      waits for it itself captures, or releases a capture.
+    * Several trainers that pass the lock to each other without a gap would starve a capture. After
+      :data:`PATIENCE` of them have gone first, the waiting captures go once.
+    * A trainer that has waited for *deferred* captures for too long may preempt them, but only if
+      that lets the trainer in: while another capture holds the lock, preemption gains nothing.
+    * The *home* thread of a load may not wait for the lock while such a load holds it or waits for
+      it.
     """
 
     def __init__(self) -> None:
         self.holding: list[Hold] = []
         """The granted requests, oldest first; all of one side."""
         self.waiting: list[Hold] = []
-        """The other requests, in the order in which they came."""
+        """The other requests, in the order of their arrival."""
         self.passed = 0
-        """How many mutations were granted while a capture waited, since one was granted."""
+        """Number of mutations granted ahead of a waiting capture since the last granted one."""
 
     @property
     def everyone(self) -> list[Hold]:
@@ -276,11 +276,11 @@ class LockState:
         return first.owner if first is not None and first.side is Side.MUTATING else None
 
     def waiting_for(self, side: Side) -> list[Hold]:
-        """The requests that wait for one side, in the order in which they came."""
+        """Return the requests that wait for one side, in the order of their arrival."""
         return [each for each in self.waiting if each.side is side]
 
     def arrive(self, hold: Hold) -> None:
-        """Take a request in, which must cause no deadlock: grant it if possible, else it waits."""
+        """Grant a request if possible, else let it wait; it must cause no deadlock."""
         if self._enters_again(hold):
             self._grant([hold])
         else:
@@ -288,17 +288,18 @@ class LockState:
             self._settle()
 
     def leave(self, hold: Hold) -> None:
-        """End a request; does nothing if it is not known (any more)."""
+        """End a request; does nothing if it is unknown or has ended."""
         for requests in (self.holding, self.waiting):
             if hold in requests:
                 requests.remove(hold)
         self._settle()
 
     def deadlock(self, hold: Hold) -> LockMisuse | None:
-        """Return what to raise if a new request would wait for a thread that waits for it.
+        """Return the error to raise if a new request would wait for a thread that waits for it.
 
-        It may stop the thread without which a load cannot end, stand behind a mutation that its
-        own thread, interrupted, waits for, or wait for a hold of its own.
+        There are three cases. The request blocks the thread without which a load cannot end. It
+        queues behind a mutation for which its own thread, interrupted, waits. Or it waits for a
+        hold of its own thread.
         """
         if self._enters_again(hold):
             return None
@@ -316,7 +317,7 @@ class LockState:
         if mutating and any(each.owner in threads for each in trainers):
             return LockMisuse(
                 f"Thread {hold.name!r} cannot wait for the state lock ({hold.purpose}) while it "
-                "waits to change the state already: its turn would come after its own",
+                "waits to change the state already: each would wait for the other",
                 hint="Have the signal handler set a flag, and do it after the step or mutating()",
             )
         if mutating:
@@ -336,10 +337,10 @@ class LockState:
         return None
 
     def revocable(self) -> list[Hold]:
-        """The captures that a trainer would have to take the lock from to be let in.
+        """Return the captures that the waiting trainer has to preempt to be let in.
 
         Returns:
-            All that hold the lock; none if trainers hold it, no trainer waits, or one of the
+            All holders of the lock; none if trainers hold it, no trainer waits, or one of the
             captures is not deferred.
         """
         hurried = self.waiting_for(Side.MUTATING) and all(each.deferred for each in self.holding)
@@ -353,8 +354,8 @@ class LockState:
         return any(held.owner in waits or held.home == hold.owner for held in again)
 
     def _settle(self) -> None:
-        """Grant all requests that may be granted now. One look is enough: letting one side in bars
-        the other."""
+        """Grant all requests that may be granted now; one pass is enough, as a grant to one side
+        excludes the other."""
         trainers, captures = self.waiting_for(Side.MUTATING), self.waiting_for(Side.CAPTURING)
         if not captures:
             self.passed = 0
@@ -386,12 +387,12 @@ def _changes_while_capturing(hold: Hold) -> LockMisuse:
 class StateLock:
     """A readers-writer lock: trainers change the state, captures read it, never at the same time.
 
-    Several captures share the lock. A waiting trainer goes before new captures, those that run
-    finish first; a capture that many trainers in turn have overtaken goes once before them.
-    Trainers are served in the order in which they came. A load into a state counts as a trainer
-    from its first look at it to its end. A thread that ends, or an optimizer step
-    that raises, leaves nothing held. Any number of pipelines and other readers may share one
-    lock. All methods may be called from any thread.
+    Several captures share the lock. A waiting trainer goes before new captures; running captures
+    finish first. A capture that many trainers have overtaken goes once before them. Trainers are
+    served in the order of their arrival. A load into a state counts as a trainer from its first
+    look at the state to its end. A thread that ends, or an optimizer step that raises, leaves
+    nothing held. Any number of pipelines and other readers may share one lock. All methods may be
+    called from any thread.
     """
 
     def __init__(self) -> None:
@@ -404,15 +405,15 @@ class StateLock:
         self._here = threading.local()
         self._fences: list[StreamFence] = []
 
-    # ---- the trainer's side ----
+    # ---- mutations ----
 
     @contextmanager
     def mutating(self, timeout: float | None = None) -> Iterator[None]:
-        """Hold captures off while the calling thread changes the state.
+        """Exclude captures while the calling thread changes the state.
 
-        Re-entrant on the same thread. The hold belongs to the thread: what other threads do in
-        the meantime, also on behalf of this one, is not covered by it, but for loads that this
-        thread asks for.
+        Re-entrant on the same thread. The hold belongs to the thread: it does not cover changes by
+        other threads in the meantime, also on behalf of this one, except loads that this thread
+        asks for.
 
         Args:
             timeout: Seconds to wait for captures and other trainers; None waits for them all.
@@ -423,7 +424,7 @@ class StateLock:
         """
         hold = self._mutation("mutating()")
         try:
-            self._acquire(hold, timeout)  # inside: an interrupt may come the moment it returns
+            self._acquire(hold, timeout)  # inside: an interrupt may come as soon as it returns
             yield
         finally:
             self._leave(hold)
@@ -432,8 +433,8 @@ class StateLock:
         """Take the mutating side for the calling thread, until it allows reading again.
 
         For loops that bracket their own mutation. Does nothing if this thread has disallowed
-        reading already. Each thread has its own bracket, and reading is possible when all are
-        open; a bracket also ends with its thread.
+        reading already. Each thread has its own bracket; captures wait until all have ended. A
+        bracket also ends with its thread.
 
         Args:
             timeout: Seconds to wait for captures and other trainers; None waits for them all.
@@ -447,22 +448,22 @@ class StateLock:
             self._acquire(self._mutation(_BRACKET), timeout)
 
     def allow_state_dict_read(self) -> None:
-        """End what :meth:`disallow_state_dict_read` began on the calling thread, if it did."""
+        """End the calling thread's :meth:`disallow_state_dict_read`, if there is one."""
         hold = self._bracket()
         if hold is not None:
             self._leave(hold)
 
     @property
     def state_dict_read_allowed(self) -> bool:
-        """Tell whether the calling thread allows reading: it has no bracket of its own open."""
+        """Whether the calling thread allows reading: it has no open bracket of its own."""
         return self._bracket() is None
 
     def _bracket(self) -> Hold | None:
-        """The calling thread's bracket: the hold itself is the only record of it."""
+        """Return the calling thread's bracket; the hold is the only record of it."""
         return next((each for each in self._mine() if each.purpose == _BRACKET), None)
 
     def _mine(self) -> list[Hold]:
-        """The requests that concern the calling thread."""
+        """Return the requests that concern the calling thread."""
         me = threading.current_thread()
         with self._changed:
             return [each for each in self._state.everyone if each.thread is me]
@@ -471,23 +472,24 @@ class StateLock:
 
     @contextmanager
     def capturing(self, timeout: float | None = None) -> Iterator[None]:
-        """Hold trainers off while the calling thread reads the state.
+        """Exclude trainers while the calling thread reads the state.
 
-        Where a load calls it, in a ``state_dict`` of the state, the load holds them off already.
+        Within a load, in a ``state_dict`` of the state, it takes nothing: the load excludes
+        trainers already.
 
         Args:
             timeout: Seconds to wait for trainers; None waits for as long as it takes.
 
         Raises:
             LockMisuse: If this thread is changing the state itself.
-            StateLockTimeout: If the timeout has passed; says who holds the lock since when.
+            StateLockTimeout: If the timeout has passed; the message names the holders.
         """
         if self._works_for(Side.MUTATING) is not None:
             yield
             return
         hold = self._thread_capture(None)
         try:
-            self._acquire(hold, timeout)  # inside: an interrupt may come the moment it returns
+            self._acquire(hold, timeout)  # inside: an interrupt may come as soon as it returns
             yield
         finally:
             self._leave(hold)
@@ -501,11 +503,11 @@ class StateLock:
                 it. None: the calling thread, which then counts as capturing itself.
 
         Returns:
-            What ends the capture, from any thread.
+            The capture; any thread may end it with :meth:`release_capture`.
 
         Raises:
             LockMisuse: If the thread concerned is changing the state.
-            StateLockTimeout: If the timeout has passed; says who holds the lock since when.
+            StateLockTimeout: If the timeout has passed; the message names the holders.
         """
         hold = self._thread_capture(thread)
         self._acquire(hold, timeout)
@@ -519,27 +521,27 @@ class StateLock:
         awaited: bool = True,
         serve: Callable[[], object] | None = None,
     ) -> Hold:
-        """Begin a capture, and wait for it without a thread.
+        """Begin a capture, and wait for it without blocking a thread.
 
-        A call that is cancelled holds nothing and waits for nothing afterwards. The capture
-        belongs to no thread; the thread of the running asyncio loop may not change the state
-        meanwhile, as the loop could not go on to release it.
+        A cancelled call holds nothing and waits for nothing afterwards. The capture belongs to no
+        thread. The thread of the running asyncio loop may not change the state meanwhile, as the
+        loop could not go on to release the capture.
 
         Args:
             timeout: Seconds to wait for trainers; None waits for as long as it takes.
             thread: The identifier of the thread that asked for the save; None: this thread.
-            awaited: Whether that thread does nothing else meanwhile. What a coroutine has asked
-                for waits for what its thread is at, such as a step of another task.
-            serve: Does what the capture wants of that thread, which calls it when it comes to wait
-                for the lock itself.
+            awaited: Whether that thread does nothing else meanwhile. A capture for a coroutine
+                waits for the current work of its thread, such as a step of another task.
+            serve: Runs the pending work of the capture on that thread, which calls it whenever it
+                waits for the lock itself.
 
         Returns:
-            What ends the capture, from any thread.
+            The capture; any thread may end it with :meth:`release_capture`.
 
         Raises:
-            LockMisuse: If the thread concerned, while it waits, or the loop's thread is changing
-                the state.
-            StateLockTimeout: If the timeout has passed; says who holds the lock since when.
+            LockMisuse: If the loop's thread is changing the state, or the thread concerned is and
+                waits for the capture.
+            StateLockTimeout: If the timeout has passed; the message names the holders.
         """
         here = threading.current_thread()
         hold = self._capture(thread, home=here, awaited=awaited, serve=serve)
@@ -550,7 +552,7 @@ class StateLock:
     async def capturing_async(
         self, timeout: float | None = None, *, thread: int | None = None
     ) -> AsyncIterator[Hold]:
-        """Hold trainers off while a task reads the state; see :meth:`acquire_capture_async`."""
+        """Exclude trainers while a task reads the state; see :meth:`acquire_capture_async`."""
         hold = await self.acquire_capture_async(timeout, thread=thread)
         try:
             yield hold
@@ -562,8 +564,8 @@ class StateLock:
 
         Args:
             hold: The capture.
-            fences: Reads that devices have not done yet. Trainers are let in at once, and their
-                devices wait for these.
+            fences: Reads that devices have not finished yet. Trainers are let in at once; their
+                devices wait for these reads.
         """
         with self._changed:
             if hold in self._state.holding:
@@ -571,7 +573,7 @@ class StateLock:
                 self._leave(hold)
 
     def check_capture_allowed(self, thread: int | None = None) -> None:
-        """Raise if a thread could not wait for a capture now because it would wait for itself.
+        """Raise if a thread that waits for a capture now would wait for itself.
 
         Args:
             thread: The identifier of the thread; None: the calling one.
@@ -589,15 +591,15 @@ class StateLock:
         """Take the mutating side for as long as a frame of the calling thread runs.
 
         Args:
-            key: Names the kind of step; the same for :meth:`leave_step`.
+            key: Identifies the kind of step; the same for :meth:`leave_step`.
             mark: The frame of the step. The hold ends with it even if it is not released.
-            purpose: What the step is, for messages.
+            purpose: A description of the step, for messages.
 
         Raises:
             LockMisuse: If the loop of this thread holds a capture.
         """
         for each in self._mine():
-            # A frame begins its step once; a known mark is that of a dead frame at the same
+            # A frame begins its step once, so a known mark belongs to a dead frame at the same
             # address.
             if each.key is key and each.mark == mark:
                 self._leave(each)
@@ -625,10 +627,10 @@ class StateLock:
             held = (held for held in self._state.holding if held.side is Side.CAPTURING)
             return any(each.owner in owners for each in held)
 
-    # ---- what a person can see ----
+    # ---- statistics ----
 
     def statistics(self) -> LockStatistics:
-        """The holders of the lock and the waiters for it, as plain data."""
+        """Return the holders of the lock and the waiters for it, as plain data."""
         with self._changed:
             holders = tuple(each.use() for each in self._state.holding)
             return LockStatistics(holders, tuple(each.use() for each in self._state.waiting))
@@ -655,7 +657,7 @@ class StateLock:
         return hold
 
     def _capture(self, ident: int | None, **fields: Any) -> Hold:
-        """A capture that belongs to no thread; ``ident`` asked for it, None for this thread."""
+        """Make a capture that belongs to no thread, for the thread ``ident`` or this thread."""
         here, threads = threading.current_thread(), threading.enumerate()
         saver = here if ident is None else next((t for t in threads if t.ident == ident), None)
         waits = self._works_for(Side.MUTATING) if ident is None else None
@@ -668,13 +670,13 @@ class StateLock:
         )
 
     def _works_for(self, side: Side) -> Hashable | None:
-        """The owner of the hold, begun elsewhere, that the calling thread does the work of."""
+        """Return the owner of the hold, begun elsewhere, for which the calling thread works."""
         holds: list[Hold] = getattr(self._here, "holds", [])
         return next((each.owner for each in reversed(holds) if each.side is side), None)
 
     @contextmanager
     def _working_for(self, hold: Hold) -> Iterator[None]:
-        """Say that the calling thread does the work of a hold that was begun elsewhere."""
+        """Let the calling thread work for a hold that was begun elsewhere."""
         holds: list[Hold] = self._here.__dict__.setdefault("holds", [])
         holds.append(hold)
         try:
@@ -690,7 +692,7 @@ class StateLock:
             if error is not None:
                 raise error
         finally:
-            del error  # else its traceback, this frame and it keep all that the caller holds
+            del error  # else the cycle of error, traceback and frame keeps the caller's objects
 
     # ---- waiting ----
 
@@ -710,7 +712,7 @@ class StateLock:
             raise
 
     def _waited(self, hold: Hold, timeout: float | None) -> bool:
-        """Wait for a change; returns whether the request was granted."""
+        """Wait for a change; return whether the request is granted."""
         with self._changed:
             seconds = self._look(hold, timeout)
             if seconds is not None:
@@ -722,7 +724,7 @@ class StateLock:
         return [each.serve for each in self._mine() if each.serve is not None]
 
     async def _acquire_async(self, hold: Hold, timeout: float | None) -> None:
-        """Wait without a thread; a call that is cancelled waits for nothing afterwards."""
+        """Wait without blocking a thread; a cancelled call waits for nothing afterwards."""
         wake, loop = asyncio.Event(), asyncio.get_running_loop()
         try:
             self._enter(hold)
@@ -745,10 +747,10 @@ class StateLock:
             self._tell_all()
 
     def _look(self, hold: Hold, timeout: float | None) -> float | None:
-        """For how many seconds to wait before the next look; None once the request is granted.
+        """Return the seconds to wait before the next check; None once the request is granted.
 
         Raises:
-            StateLockTimeout: If the time is over.
+            StateLockTimeout: If the timeout has passed.
         """
         grace_left = math.inf
         with self._changed:
@@ -766,13 +768,13 @@ class StateLock:
             return min(look, grace_left, left)
 
     def _preempt(self, trainer: Hold) -> float:
-        """Take the lock from deferred captures that a trainer has waited for long enough.
+        """Preempt deferred captures for which a trainer has waited long enough.
 
-        Threads that are reading for them finish the piece they are at: what they read might be
-        freed otherwise.
+        Threads that read for them finish their current read first: its memory might be freed
+        otherwise.
 
         Returns:
-            For how many seconds to wait before that may be done; infinite if it need not.
+            Seconds to wait until preemption is allowed; infinite if it is not needed.
         """
         captures = self._state.revocable()
         left = max((capture.grace_left(trainer) for capture in captures), default=math.inf)
@@ -789,7 +791,7 @@ class StateLock:
             f"thread {use.thread!r} has been {use.side} for {use.seconds:.1f} s ({use.purpose})"
             for use in self.statistics().holders
         )
-        who = held or "nobody holds it, and others wait in front"
+        who = held or "no thread holds it, but others wait in front"
         if hold.side is Side.CAPTURING:
             hint = (
                 "End the mutation sooner (leave mutating(), finish the step or call "
@@ -803,13 +805,13 @@ class StateLock:
         )
 
     def _fences_passed(self) -> bool:
-        """Tell whether devices have done all reads that were left to them."""
+        """Tell whether devices have finished all reads that captures left to them."""
         with self._changed:
             self._fences = [fence for fence in self._fences if not fence.passed()]
             return not self._fences
 
     def _collect(self) -> None:
-        """Let go of what was left behind by threads that ended and by steps that raised."""
+        """Release the holds of threads that ended and of steps that raised."""
         if self._state.mutator is not None:
             for held in [each for each in self._state.holding if each.is_over()]:
                 self._leave(held)
@@ -821,8 +823,8 @@ class StateLock:
                 self._tell_all()
 
     def _tell_all(self) -> None:
-        """Has all look again, not only those who were let in: one who waits for captures must
-        begin to look for dead holds once a trainer has taken their place.
+        """Wake all waiters, not only the granted ones: a waiter for captures must begin to look for
+        dead holds once a trainer has replaced them.
         """
         self._changed.notify_all()
         for hold in self._state.everyone:
@@ -830,8 +832,8 @@ class StateLock:
                 if hold.wake is not None:
                     hold.wake()
             except RuntimeError:
-                # The loop of one who waits was closed. That must not fail the one who lets go,
-                # and nothing may be granted to a task that will never run again.
+                # The loop of a waiter was closed. That must not fail the releasing thread, and
+                # nothing may be granted to a task that will never run again.
                 hold.wake = None
                 self._leave(hold)
 
@@ -840,7 +842,7 @@ _locks: weakref.WeakSet[StateLock] = weakref.WeakSet()
 
 
 def _begin_in_child() -> None:
-    """Free all locks in a child that was forked: it has none of the threads that used them."""
+    """Free all locks in a forked child: it has none of the threads that used them."""
     for lock in _locks:
         lock._begin()
 
@@ -852,12 +854,12 @@ os.register_at_fork(after_in_child=_begin_in_child)
 
 
 class LockHold:
-    """One hold of the state lock, from the walk to the last copy or to a change of mind.
+    """One save's hold of the state lock, from the walk to the last copy or until it is given up.
 
-    Once released it holds no thread off, while a plan is made or memory is waited for; but the hold
-    of the next save begins only once it has ended.
+    A released hold excludes no thread, while a plan is made or memory is waited for. But the hold
+    of the next save begins only after this one has ended.
 
-    To be made on the event loop that ends it.
+    Create it on the event loop that ends it.
 
     Args:
         lock: The lock.
@@ -894,12 +896,12 @@ class LockHold:
             return False
 
     async def wait(self, timeout: float, grace: float, serve: Callable[[], object]) -> None:
-        """Wait for the lock and keep it for a walk that another thread has still to begin.
+        """Wait for the lock and keep it for a walk that another thread has yet to begin.
 
         Args:
             timeout: Seconds to wait.
-            grace: Seconds that a trainer waits for the walk to begin; it takes the lock then.
-            serve: Begins the walk, if the thread that is to walk waits for the lock itself.
+            grace: Seconds that a trainer waits for the walk to begin; then it takes the lock.
+            serve: Begins the walk, if the walking thread waits for the lock itself.
 
         Raises:
             StateLockTimeout: If trainers held the lock for too long.
@@ -910,7 +912,7 @@ class LockHold:
         self.defer(grace)
 
     def release(self, fences: Iterable[StreamFence] = ()) -> None:
-        """Let trainers go on, their devices after these fences, as no thread reads the state.
+        """Let trainers go on, as no thread reads the state; their devices wait for the fences.
 
         May be called from any thread, and again.
         """
@@ -928,7 +930,7 @@ class LockHold:
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """Keep the hold although its end may come: a worker thread is at the state."""
+        """Postpone the end of the hold while a worker thread uses the state."""
         self._users += 1
         try:
             yield
@@ -938,10 +940,10 @@ class LockHold:
                 self.end()
 
     def defer(self, grace: float) -> None:
-        """Read from now on only what does not change without the lock.
+        """Defer the capture: from now on it reads only tensors that cannot change without the lock.
 
-        A trainer that has waited for it for the grace takes the lock from it, unless another
-        capture would keep the trainer waiting all the same. Does nothing if it has ended.
+        A trainer that has waited for the grace preempts it, unless another capture would keep the
+        trainer waiting all the same. Does nothing if it has ended.
 
         Args:
             grace: Seconds that a trainer waits from now on.
@@ -953,7 +955,7 @@ class LockHold:
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Read a piece of a state that was deferred; trainers wait for its end.
+        """Protect one read of a deferred state; trainers wait for its end.
 
         Raises:
             CaptureTooSlow: If a trainer has taken the lock from the capture, or it has ended.
@@ -963,8 +965,8 @@ class LockHold:
             if hold is None or hold not in lock._state.holding or hold.revoked:
                 grace = math.inf if hold is None else hold.grace
                 raise CaptureTooSlow(
-                    f"A step waited {grace:g} s for the copy of what it changes, and went on "
-                    "without it",
+                    f"A step waited {grace:g} s for the copy of the tensors that it changes, and "
+                    "went on without it",
                     hint='Save with until="staged", raise lock.max_step_wait_seconds, or save '
                     "less often",
                 )
@@ -978,9 +980,9 @@ class LockHold:
                     lock._leave(hold)
 
     def here(self) -> AbstractContextManager[None]:
-        """Say that the calling thread does the work of the capture.
+        """Let the calling thread work for the capture.
 
-        What the state's own methods do on this thread then counts as part of it: guarded
+        Calls of the state's own methods on this thread then count as part of it: guarded
         optimizers do not lock, further captures are granted at once, and
         :meth:`StateLock.mutating` raises instead of waiting for ever.
         """
@@ -989,11 +991,11 @@ class LockHold:
 
 
 class LoadHold:
-    """The hold of one load that fills a state; to be made on its caller's thread.
+    """The hold of one load that fills a state. Create it on the thread of the load's caller.
 
     Args:
         lock: The lock of the state.
-        caller: Runs user code on that thread; None if another does.
+        caller: Runs user code on that thread; None if it runs elsewhere.
 
     Raises:
         LockMisuse: If the load would wait for that thread, which is capturing the state.
@@ -1026,14 +1028,14 @@ class LoadHold:
 
     @property
     def is_pending(self) -> bool:
-        """True until it is taken, and after it has ended."""
+        """Whether it is not taken yet, or has ended."""
         return self._hold is None
 
     async def take(self) -> None:
         """Wait until no other thread changes or reads the state; may be called again.
 
-        A call that is cancelled holds nothing and waits for nothing afterwards. What devices
-        still read of the state is waited for as well.
+        A cancelled call holds nothing and waits for nothing afterwards. Unfinished reads of the
+        state by devices are waited for as well.
 
         Raises:
             LockMisuse: If the lock would wait for the caller.
@@ -1053,9 +1055,9 @@ class LoadHold:
         self._hold = hold
 
     def here(self) -> AbstractContextManager[None]:
-        """Say that the calling thread does the work of the load, whose hold is taken.
+        """Let the calling thread work for the load, whose hold is taken.
 
-        What the state's own methods do on this thread is then part of the load: guarded
+        Calls of the state's own methods on this thread are then part of the load: guarded
         optimizers, :meth:`StateLock.mutating` and :meth:`StateLock.capturing` do not wait for
         it, and saves raise.
         """
@@ -1063,18 +1065,18 @@ class LoadHold:
         return self._lock._working_for(self._hold)
 
     def end(self) -> None:
-        """Let trainers and capture go on; may be called twice, and if it was never taken."""
+        """Let trainers and captures go on; may be called twice, also if it was never taken."""
         hold, self._hold = self._hold, None
         if hold is not None:
             self._lock._leave(hold)
 
 
 def lock_of(state_lock: StateLock | None, fields: Mapping[str, Any]) -> StateLock:
-    """The lock of a pipeline: the one that it was given, or a new one.
+    """Return the lock of a pipeline: the given one, or a new one.
 
     Raises:
-        UsageError: If it is something else.
-        SettingsError: If it was given in the place of the settings of locks.
+        UsageError: If it is no lock.
+        SettingsError: If a lock was passed as the setting ``lock``.
     """
     if isinstance(fields.get("lock"), StateLock):
         raise SettingsError(
