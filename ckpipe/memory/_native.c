@@ -1,17 +1,17 @@
-/* Copies and CRC-32C of many pieces of memory in one call, which Python makes without the GIL.
+/* Copy and checksum (CRC-32C) many ranges of memory in one call. Python calls it without the GIL.
 
    Theory. An ordinary store first fetches the cache line that it writes to, so a copy moves three
    bytes over the bus for each byte copied; with non-temporal stores it moves two. The C library
    uses them only above a size that on servers is larger than any block here.
 
-   A copy waits for memory, so the CRC of the bytes that pass through its registers costs little,
-   and it is right even if another thread writes to the source meanwhile. Carry-less multiplication
-   moves 16 bytes of the polynomial ahead by any distance in two products, which are added to the
-   bytes that are there (V. Gopal et al., "Fast CRC Computation for Generic Polynomials Using
-   PCLMULQDQ Instruction", Intel, 2009). Eight lanes of 16 bytes are folded side by side, then into
-   one, and the processor's CRC instruction reduces that.
+   A copy waits for memory, so the CRC of the bytes in its registers costs little. That CRC is right
+   even if another thread writes to the source meanwhile. Carry-less multiplication moves 16 bytes
+   of the polynomial ahead by any distance in two products, which are added to the bytes there
+   (V. Gopal et al., "Fast CRC Computation for Generic Polynomials Using PCLMULQDQ Instruction",
+   Intel, 2009). Eight lanes of 16 bytes are folded in parallel, then into one, and the processor's
+   CRC instruction reduces that.
 
-   The library asks the processor what it has when it is loaded. */
+   The library detects the processor's features when it is loaded. */
 
 #include <stddef.h>
 #include <stdint.h>
@@ -61,7 +61,7 @@ static uint32_t sum_portable(uint8_t *to, const uint8_t *from, size_t n) {
 #if defined(__x86_64__)
 #include <immintrin.h>
 #ifdef __clang__
-#define FEATURES "sse4.2,pclmul,crc32" /* which GCC counts among sse4.2 */
+#define FEATURES "sse4.2,pclmul,crc32" /* sse4.2 includes crc32 in GCC */
 #else
 #define FEATURES "sse4.2,pclmul"
 #endif
@@ -98,7 +98,7 @@ CRC static inline uint32_t by_words(uint32_t crc, uint8_t *to, const uint8_t *fr
 #define POWERS(low, high) _mm_set_epi64x(0x##high##00000000, 0x##low##00000000)
 #define BY_128_BYTES POWERS(6577b245, 7417153f) /* x^1087 and x^1023 */
 #define BY_16_BYTES POWERS(3743f7bd, 3171d430)  /* x^191 and x^127 */
-#define BACK POWERS(ef027556, 0) /* x^-961 undoes that the first lane is moved by 128 bytes */
+#define BACK POWERS(ef027556, 0) /* x^-961 undoes the move of the first lane by 128 bytes */
 
 CRC static inline __m128i moved(__m128i lane, __m128i by) {
     return _mm_xor_si128(_mm_clmulepi64_si128(lane, by, 0x00), _mm_clmulepi64_si128(lane, by, 0x11));
@@ -115,8 +115,8 @@ CRC static inline uint32_t reduced(const __m128i lanes[8]) {
     return (uint32_t)_mm_crc32_u64(crc, (uint64_t)_mm_extract_epi64(all, 1));
 }
 
-/* The lines between `first` and `last` differ in the width of their registers only. All loads of a
-   round come before its stores: in turns, they take half as long again. */
+/* sum_sse and sum_avx differ in the width of their registers. All loads of an iteration come before
+   its stores: alternating loads and stores take half as long again. */
 CRC static uint32_t sum_sse(uint8_t *to, const uint8_t *from, size_t n) {
     uint32_t crc = ~0u;
     if (n >= 256) {
@@ -186,7 +186,7 @@ static void copy(uint8_t *to, const uint8_t *from, size_t n) {
     memcpy(to, from, n);
 }
 
-/* Has other processors see what was streamed before what is stored later. */
+/* Make streamed stores visible to other processors before later stores. */
 static void settle(void) { _mm_sfence(); }
 
 static Sum *best_sum(void) {
@@ -232,7 +232,7 @@ EXPORT void copy_crc32c_each(
     settle();
 }
 
-/* Copies pieces up to the first whose CRC is not the given one, and returns its number. A piece
+/* Copies ranges up to the first whose CRC is not the given one, and returns its number. A range
    without a target is only verified. */
 EXPORT size_t verify_copy_each(
     uint8_t **to, uint8_t **from, const size_t *sizes, const uint32_t *sums, size_t count

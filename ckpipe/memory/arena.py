@@ -1,10 +1,10 @@
-"""Host memory for staging: a pool of blocks that saves map their files onto, reused for ever.
+"""Host memory for staging: a pool of blocks in which saves build their files; it is reused.
 
-Fresh memory costs many times a copy into memory that was touched before, so blocks are kept
-between saves and handed out most recently used first: while an upload keeps up with the copy, even
-the first save touches few of them. A block belongs to one save from :meth:`Arena.take` to
-:meth:`Arena.give`; nothing is remembered about what it held. Blocks are registered with CUDA, so
-that copies from a device run at full speed.
+Touching fresh memory costs many times a copy into touched memory. So the pool keeps blocks between
+saves and hands out the most recently used first (LIFO): while an upload keeps up with the copy,
+even the first save touches few of them. A block belongs to one save from :meth:`Arena.take` to
+:meth:`Arena.give`; the pool does not remember its content. Blocks are registered with CUDA, so that
+copies from a device run at full speed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ logger = logging.getLogger("ckpipe")
 
 @functools.cache
 def _mention() -> None:
-    """Log it once in a process, however many pipelines are opened."""
+    """Log once in a process, however many pipelines are opened."""
     logger.debug(
         "This program does not use CUDA yet, so saves are copied into ordinary host memory"
     )
@@ -45,16 +45,16 @@ _madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class Block:
-    """A page-aligned piece of host memory.
+    """A page-aligned block of host memory.
 
     Args:
         view: Its bytes.
         tensor: The same bytes as a tensor of uint8.
-        address: Where they begin.
-        segment: What it is a part of.
+        address: The address of its first byte.
+        segment: The segment to which it belongs.
         touched: Whether its pages are backed with memory.
-        joined: Whether small pages were joined to huge ones, where that is of use.
-        uses: How often it was handed out; what it held before the last time is gone.
+        joined: Whether small pages were collapsed to huge ones, where that is of use.
+        uses: The number of times it was handed out; content from before the last time is gone.
     """
 
     view: memoryview
@@ -67,14 +67,14 @@ class Block:
 
     @property
     def at(self) -> int:
-        """The offset at which it begins in its segment, in bytes."""
+        """Its offset in its segment, in bytes."""
         return self.address - self.segment.tensor.data_ptr()
 
     def join_pages(self) -> None:
-        """Has the system join small pages to huge ones; blocking, for a worker thread.
+        """Collapse small pages to huge ones; blocking, for a worker thread.
 
-        The kernel gives private memory huge pages by itself, shared memory only when it is asked
-        to, and a disk takes bytes from small pages at half the speed. The block may be in use.
+        The kernel gives huge pages to private memory by itself, to shared memory only on request. A
+        disk takes bytes from small pages at half the speed. The block may be in use.
         """
         begin, end = self.segment.bounds
         low = max(begin, self.address - HUGE_PAGE_BYTES)  # a huge page may reach over the edges
@@ -83,9 +83,9 @@ class Block:
         self.joined = True
 
     def touch(self) -> None:
-        """Has the system back every page with memory; blocking, for a worker thread.
+        """Back every page with memory; blocking, for a worker thread.
 
-        What the block holds does not change, so it may be in use meanwhile.
+        The content of the block does not change, so it may be in use meanwhile.
         """
         _madvise(self.address, len(self.view), _MADV_POPULATE_WRITE)
         self.touched = True
@@ -98,10 +98,10 @@ class Segment:
     Args:
         memory: The mapping.
         tensor: Its bytes.
-        blocks: How many blocks it is cut into.
-        number: Its number, which no other segment of the arena has had.
-        descriptor: By which another process can map it; None if it is this process's own.
-        offset: Where in the descriptor's file the mapping begins, in bytes.
+        blocks: The number of its blocks.
+        number: Its number, unique among all segments that the arena ever had.
+        descriptor: The file descriptor by which another process can map it; None if it is private.
+        offset: The offset of the mapping in the descriptor's file, in bytes.
         pinned: Whether it is registered with CUDA.
     """
 
@@ -115,7 +115,7 @@ class Segment:
 
     @property
     def bounds(self) -> tuple[int, int]:
-        """The addresses of its first byte and behind its last."""
+        """The address of its first byte, and the address behind its last byte."""
         return self.tensor.data_ptr(), self.tensor.data_ptr() + len(self.memory)
 
 
@@ -135,9 +135,9 @@ class Arena:
         self._segments: list[Segment] = []
         self._numbers = itertools.count()
         self.on_drop: Callable[[Segment], None] = lambda segment: None
-        """Called with each segment that is given back to the system."""
+        """Called with each segment that is returned to the system."""
         self._free: list[Block] = []
-        """Blocks that were never touched, then the others; the last is taken first."""
+        """The untouched blocks, then the touched ones; the last is taken first."""
 
     @property
     def blocks(self) -> int:
@@ -151,9 +151,7 @@ class Arena:
 
     @property
     def touched_blocks(self) -> int:
-        """The number of free blocks that were used before, so that writing to them costs no
-        page.
-        """
+        """The number of free blocks that are touched: a write to them causes no page fault."""
         return len(self._free) - self._untouched_blocks
 
     @property
@@ -162,13 +160,13 @@ class Arena:
 
     @property
     def next_untouched(self) -> Block | None:
-        """The free block to touch ahead of time; None if all are touched."""
+        """The next free block to touch ahead of time; None if all are touched."""
         untouched = self._untouched_blocks
         return self._free[untouched - 1] if untouched else None
 
     @property
     def next_scattered(self) -> Block | None:
-        """A free block of shared memory whose pages are still to be joined; None if all are."""
+        """A free block of shared memory whose small pages are not collapsed; None without one."""
         if not self._shared or self.block_bytes < HUGE_PAGE_BYTES:
             return None
         return next((block for block in self._free if block.touched and not block.joined), None)
@@ -184,7 +182,7 @@ class Arena:
             self._grow(missing)
 
     def take(self) -> Block:
-        """Hand out a free block, one with touched pages before one without; grow if none is."""
+        """Hand out a free block, touched blocks first; grow if there is none."""
         if not self._free:
             self._grow(1)
         block = self._free.pop()
@@ -192,7 +190,7 @@ class Arena:
         return block
 
     def take_back(self, block: Block) -> bool:
-        """Hand out a certain free block with what it held; False if it is not free."""
+        """Hand out a certain free block with its old content; return False if it is not free."""
         if block not in self._free:
             return False
         self._free.remove(block)
@@ -245,7 +243,7 @@ class Arena:
         self._free[:0] = reversed(new)
 
     def _register(self, segment: Segment) -> None:
-        """Register a segment with CUDA; pageable memory serves where that fails."""
+        """Register a segment with CUDA; if that fails, the memory stays pageable."""
         if not cuda.in_use():
             _mention()
             return
@@ -275,7 +273,7 @@ def _map_private(size: int) -> tuple[mmap.mmap, None, int]:
 
 
 def _map_shared(size: int) -> tuple[mmap.mmap, int, int]:
-    """Map a new file in memory, so that huge pages of the file are huge in the mapping too."""
+    """Map a new in-memory file, aligned so that its huge pages are huge in the mapping too."""
     descriptor = keep_private(os.memfd_create("ckpipe", os.MFD_CLOEXEC))
     try:
         os.ftruncate(descriptor, size + HUGE_PAGE_BYTES)  # holes cost nothing
@@ -291,5 +289,5 @@ def _advise(memory: mmap.mmap, name: str) -> None:
     if advice is not None:
         try:
             memory.madvise(advice)
-        except OSError:  # the kernel was built without it; the memory serves all the same
+        except OSError:  # the kernel was built without it; the memory works all the same
             return

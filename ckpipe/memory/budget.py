@@ -1,8 +1,8 @@
 """The bound on staging memory: a budget in bytes that saves share, and one save's ration of it.
 
-anyio limits the number of tasks, not a weighted sum, and wakes waiters in no promised order when
-they ask for different amounts; hence a small budget of our own. It hands out in the order of
-arrival: a large request at the head is not overtaken by small ones behind it, so it cannot starve.
+anyio limits the number of tasks, not a weighted sum, and wakes waiters with different amounts in no
+promised order; hence a small budget of our own. It serves requests in the order of their arrival
+(FIFO): small requests do not overtake a large one at the head, so it cannot starve.
 """
 
 from __future__ import annotations
@@ -15,36 +15,36 @@ import anyio
 from ckpipe.memory.arena import Arena, Block
 
 COLD_BLOCK_PATIENCE_SECONDS = 0.01
-"""How long to wait for a used block before touching fresh memory: about what touching costs."""
+"""Seconds to wait for a touched block before fresh memory is used: about the cost of touching."""
 
 
 class ByteBudget:
     """A number of bytes to hand out, first come, first served.
 
     Args:
-        capacity: How many there are; may be raised later.
+        capacity: The number of bytes; may be raised later.
     """
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self.used = 0
         self._waiters: deque[tuple[int, anyio.Event]] = deque()
-        """The requests that wait: how much each wants, and what tells it that it has that."""
+        """The waiting requests: the amount of each, and the event that tells of its grant."""
 
     @property
     def waiting(self) -> int:
-        """The number of requests that wait."""
+        """The number of waiting requests."""
         return len(self._waiters)
 
     def acquire_nowait(self, amount: int, *, first: bool = False) -> None:
         """Take bytes at once.
 
         Args:
-            amount: How many.
-            first: Whether to go before those who wait.
+            amount: The number of bytes.
+            first: Whether to go before the waiting requests.
 
         Raises:
-            ValueError: If the amount is larger than the capacity, so that waiting is in vain.
+            ValueError: If the amount exceeds the capacity, so that waiting is in vain.
             anyio.WouldBlock: If it would have to wait.
         """
         if amount > self.capacity:
@@ -54,10 +54,10 @@ class ByteBudget:
         self.used += amount
 
     async def acquire(self, amount: int) -> None:
-        """Take bytes, waiting for those who came before. Cancelled, it has taken none.
+        """Take bytes after all earlier requests. A cancelled call has taken none.
 
         Raises:
-            ValueError: If the amount is larger than the capacity.
+            ValueError: If the amount exceeds the capacity.
         """
         try:
             self.acquire_nowait(amount)
@@ -77,7 +77,7 @@ class ByteBudget:
             raise
 
     def release(self, amount: int) -> None:
-        """Give bytes back, and wake whom they serve."""
+        """Give bytes back, and wake the requests that can be served now."""
         self.used -= amount
         self._grant()
 
@@ -94,14 +94,14 @@ class ByteBudget:
 
 
 class Ration:
-    """The blocks of one save: a part of the budget, drawn and given back block by block.
+    """The blocks that one save may hold, drawn and given back block by block.
 
-    A save that needs more blocks than its ration reuses them as its uploads finish; what it will
-    not need again goes back to the budget at once.
+    A save that needs more blocks than its ration reuses them as its uploads finish. Blocks that it
+    will not need again go back to the budget at once.
 
     Args:
-        budget: What the ration was taken from; the caller has acquired ``reserved`` blocks.
-        arena: Where blocks come from.
+        budget: The budget; the caller has acquired ``reserved`` blocks from it.
+        arena: The pool of the blocks.
         reserved: Blocks that the save may hold at a time.
         needed: Blocks that it will take in all.
     """
@@ -115,7 +115,7 @@ class Ration:
 
     @property
     def needed(self) -> int:
-        """Blocks that it is still to hand out."""
+        """Blocks that it has yet to hand out."""
         return self._needed
 
     @property
@@ -125,17 +125,17 @@ class Ration:
 
     @property
     def short(self) -> bool:
-        """Tell whether the next block is best had by another being given back."""
+        """Whether to wait until a block is given back, as the fastest way to the next block."""
         return len(self._held) >= self._reserved or not self._arena.touched_blocks
 
     @property
     def waits(self) -> bool:
-        """Tell whether the copy goes faster when blocks are given back while it goes on."""
+        """Whether the copy is faster if blocks are given back during it."""
         return not self.is_whole or self._arena.touched_blocks < self._needed
 
     @property
     def is_whole(self) -> bool:
-        """Tell whether the save may hold all its blocks at the same time."""
+        """Whether the save may hold all its blocks at the same time."""
         return self._reserved >= len(self._held) + self._needed
 
     def take_all(self) -> list[Block]:
@@ -144,10 +144,10 @@ class Ration:
         return self._draw(self._needed)
 
     async def take(self, at_most: int) -> list[Block]:
-        """Take at least one block and at most as many as are there without waiting."""
+        """Wait for one block; take more, up to a limit, only if they are there without waiting."""
         patient = True
         while True:
-            # Others may take blocks during each wait, so every turn looks afresh.
+            # Other saves may take blocks during each wait, so each iteration checks anew.
             room = self._reserved - len(self._held)
             touched = self._arena.touched_blocks
             if room <= 0:
@@ -166,13 +166,13 @@ class Ration:
         return blocks
 
     def take_back(self, block: Block, *, first: bool = False) -> bool:
-        """Take a block again that was given back, with what it held; False if that cannot be.
+        """Take a given-back block again with its old content; return False if that is impossible.
 
         It counts towards the budget again, and :meth:`give` returns it.
 
         Args:
             block: The block.
-            first: Whether the save goes before those that wait for memory, as it came before them.
+            first: Whether the save goes before the requests that wait for memory, as it is older.
         """
         size = self._arena.block_bytes
         try:
@@ -187,7 +187,7 @@ class Ration:
         return True
 
     def give(self, block: Block) -> None:
-        """Take a block back of which every byte has been written out."""
+        """Return a block to the pool after all its bytes are written to the store."""
         self._held.remove(block)
         self._arena.give(block)
         self._shrink()
@@ -195,10 +195,10 @@ class Ration:
         self._given = anyio.Event()
 
     def close(self, *, keep: Container[Block] = ()) -> None:
-        """Give all that is left back. No thread may use a block of it any more.
+        """Give all remaining blocks back. No thread may use them any more.
 
         Args:
-            keep: Blocks that are still looked at, and that :meth:`give` will get later.
+            keep: Blocks that are still read; :meth:`give` gets them later.
         """
         for block in [each for each in self._held if each not in keep]:
             self._held.remove(block)

@@ -1,7 +1,8 @@
-"""CUDA as far as ckpipe uses it, and only once the program itself has initialised it.
+"""The CUDA calls of ckpipe, made only once the program itself has initialised CUDA.
 
-Copies from a device are queued only where a fence orders them: after the kernels that the trainer
-has queued, and before those that change their source. Devices other than CUDA are copied blocking.
+Copies from a device are asynchronous only where fences order them: after the kernels that the
+trainer has queued, and before those that change their source. Copies from devices other than CUDA
+block.
 """
 
 from __future__ import annotations
@@ -19,18 +20,18 @@ def in_use() -> bool:
 
 
 FENCED = {"cuda"}
-"""The types of devices from which copies are queued. Others are copied blocking, until the streams
-and events of ``torch.accelerator`` serve them all."""
+"""The types of devices from which copies are asynchronous. Copies from other devices block, until
+the streams and events of ``torch.accelerator`` serve them all."""
 
 
 def events_behind(devices: Iterable[str]) -> list[Any]:
-    """Record events behind what this thread has queued on devices; wait for those without fences.
+    """Record events behind this thread's queued work; synchronize devices that have no fences.
 
-    To be called by the thread that has looked at the state, after that: ``state_dict`` itself may
-    have queued kernels.
+    Call it on the thread that has walked the state, after the walk: ``state_dict`` itself may have
+    queued kernels.
 
     Args:
-        devices: The devices that the state is on.
+        devices: The devices of the state's tensors.
     """
     found = []
     for device in sorted(devices):
@@ -54,7 +55,7 @@ class StreamFence:
         return bool(self._event.query())
 
     def hold_back(self) -> None:
-        """Have the calling thread's current stream wait for them on the device."""
+        """Let the calling thread's current stream wait for them on the device."""
         torch.get_device_module(self._device).current_stream(self._device).wait_event(self._event)
 
     def wait(self) -> None:
@@ -63,10 +64,10 @@ class StreamFence:
 
 
 class SideStreams:
-    """Copies from devices beside the program's own work, and after the events given.
+    """Side streams for copies that run beside the program's own kernels, after given events.
 
     Args:
-        after: Events behind the work that the copies must come after.
+        after: Events behind the work that must be done before the copies.
     """
 
     def __init__(self, after: Sequence[Any]) -> None:
@@ -74,7 +75,7 @@ class SideStreams:
         self._streams: dict[str, Any] = {}
 
     def serves(self, device: str) -> bool:
-        """Tell whether tensors on a device are copied by it."""
+        """Tell whether it copies tensors of a device."""
         return device.partition(":")[0] in FENCED
 
     def launch(self, devices: Iterable[str], copy: Callable[[], object]) -> list[StreamFence]:
@@ -82,7 +83,7 @@ class SideStreams:
 
         Args:
             devices: The devices that the copies read from.
-            copy: What queues them, on the current streams of the devices.
+            copy: Queues them, on the current streams of the devices.
         """
         ordered = sorted(devices)
         with contextlib.ExitStack() as entered:
@@ -101,7 +102,7 @@ class SideStreams:
 
 
 def register(memory: torch.Tensor) -> str:
-    """Register the memory of a host tensor; return what CUDA says if it will not, else nothing.
+    """Register (pin) the memory of a host tensor; return CUDA's error, or an empty text.
 
     Source: CUDA Runtime API, "Memory Management", ``cudaHostRegister``.
     """
@@ -111,5 +112,5 @@ def register(memory: torch.Tensor) -> str:
 
 
 def unregister(memory: torch.Tensor) -> None:
-    """Give the registration of a host tensor's memory back."""
+    """Undo :func:`register`."""
     torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())  # type: ignore[no-untyped-call]

@@ -1,8 +1,8 @@
-"""Map files in memory where their huge pages can be huge, and keep descriptors from children.
+"""Map files at addresses where their huge pages stay huge, and close descriptors on fork.
 
-A child that is started as another program has none of these descriptors anyway, but one that only
-forks, as the workers of a DataLoader do, has all: it would keep a socket's other end from seeing
-that this process is gone, and memory in use that it has given back.
+A child process that executes another program inherits none of these descriptors. A child that only
+forks, such as a worker of a DataLoader, inherits all of them. It would hide the end of this process
+from a socket's other end, and keep returned memory in use.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ _ours: set[int] = set()
 
 
 def keep_private(descriptor: int) -> int:
-    """Has children that are forked from now on close a descriptor.
+    """Close a descriptor in children that are forked from now on.
 
     Returns:
-        The descriptor, or the one that has taken its place if it was 0, 1 or 2: where a program has
-        closed its standard streams, what prints would write to it, and no child could inherit it.
+        The descriptor, or its duplicate if it was 0, 1 or 2. Such a number comes up where a program
+        has closed its standard streams: prints would write to it, and no child could inherit it.
     """
     if descriptor < _FIRST:
         low, descriptor = descriptor, fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, _FIRST)
@@ -32,7 +32,7 @@ def keep_private(descriptor: int) -> int:
 
 
 def forget(descriptor: int) -> None:
-    """End what :func:`keep_private` began; to be called before the descriptor is closed."""
+    """Undo :func:`keep_private`; call it before the descriptor is closed."""
     _ours.discard(descriptor)
 
 
@@ -64,17 +64,17 @@ _FAILED = ctypes.c_void_p(-1).value
 
 
 def map_to_read(descriptor: int, nbytes: int, offset: int) -> memoryview:
-    """Map a range of a file to be read; it is unmapped when the last view of it is gone.
+    """Map a range of a file for reading; it is unmapped when the last view of it is gone.
 
-    The kernel uses huge pages of a file as such only where address and offset are alike modulo
-    their size, and chooses an address with no regard to that. So room is reserved in which such
-    an address is sure to be, and the file is mapped over it: the end of the reservation ends the
-    mapping. The file must not be shortened while it is mapped.
+    The kernel maps huge pages of a file as huge pages only where address and offset are equal
+    modulo their size, and it chooses an address without regard to that. So an address range is
+    reserved that is sure to contain such an address, and the file is mapped over it. The end of the
+    reservation ends the mapping. The file must not be shortened while it is mapped.
 
     Args:
         descriptor: The file, open for reading; may be closed afterwards.
-        nbytes: How many bytes to map, at least one.
-        offset: Where in the file they begin, a multiple of the page size.
+        nbytes: Bytes to map, at least one.
+        offset: The offset of the first byte in the file, a multiple of the page size.
 
     Raises:
         OSError: If the system does not map it.
@@ -87,17 +87,17 @@ def map_to_read(descriptor: int, nbytes: int, offset: int) -> memoryview:
 
 
 def map_to_write(descriptor: int, nbytes: int) -> tuple[mmap.mmap, int]:
-    """Map a range of a file to be read and written, where its huge pages can be huge.
+    """Map a range of a file for reading and writing, where its huge pages stay huge.
 
-    Python would keep another descriptor of a file that it maps itself, which children that are
-    forked would inherit, and all of its memory with it.
+    Python's own mmap would keep another descriptor of the file. Forked children would inherit it,
+    and all of the file's memory with it.
 
     Args:
         descriptor: The file, of at least so many bytes and a huge page more; may be closed.
-        nbytes: How many bytes to map, at least one.
+        nbytes: Bytes to map, at least one.
 
     Returns:
-        The mapping, which ends with its last view, and where in the file it begins.
+        The mapping, which ends with its last view, and its offset in the file.
 
     Raises:
         OSError: If the system does not map it.

@@ -1,11 +1,11 @@
-"""Copies and CRC-32C of many pieces of host memory in one call, which releases the GIL once.
+"""Copy and checksum many ranges of host memory in one call, which releases the GIL once.
 
-A call for each piece acquires the GIL a thousand times for a gibibyte, and beside a loop of Python
-each time waits for the switch interval. So C does the work (``_native.c``, compiled when ckpipe is
-installed). Where the library is missing, or with ``CKPIPE_NATIVE=0``, ``memmove`` and the CRC-32C
-of the AWS common runtime do the same, piece by piece.
+With a call for each range, a gibibyte acquires the GIL a thousand times. Beside a Python loop, each
+acquisition waits for the switch interval. So C does the work (``_native.c``, compiled when ckpipe
+is installed). Where the library is missing, or with ``CKPIPE_NATIVE=0``, ``memmove`` and the
+CRC-32C of the AWS common runtime do the same, range by range.
 
-Pieces are given by addresses and sizes, in arrays of one length. The caller keeps their memory
+Ranges are given by addresses and sizes, in arrays of one length. The caller keeps their memory
 alive. Targets overlap neither sources nor each other.
 """
 
@@ -28,11 +28,11 @@ _TESTED, _CRC_OF_TESTED = bytes(range(256)) * 5, 0x23B62C98
 
 
 def open_library(path: Path = _PATH) -> tuple[ctypes.CDLL, ctypes.CDLL]:
-    """Open the compiled library; its calls release the GIL in the first form, not in the second.
+    """Open the compiled library twice: calls of the first release the GIL, of the second keep it.
 
     Raises:
-        OSError: If it is missing, for another machine, compiled from another source than the one
-            beside it, or wrong.
+        OSError: If it is missing, is for another machine, was compiled from another source than
+            the one beside it, or computes a wrong result.
     """
     if os.environ.get("CKPIPE_NATIVE") == "0":
         raise OSError("CKPIPE_NATIVE is 0")
@@ -41,7 +41,9 @@ def open_library(path: Path = _PATH) -> tuple[ctypes.CDLL, ctypes.CDLL]:
     if source.exists():
         compiled = (ctypes.c_char * 64).in_dll(free, "source_hash").raw.decode()
         if compiled != hashlib.sha256(source.read_bytes()).hexdigest():
-            raise OSError(f"{path} is not of {source}; python hatch_build.py compiles it again")
+            raise OSError(
+                f"{path} was not compiled from {source}; python hatch_build.py compiles it again"
+            )
     for name, count in _PARAMETERS.items():
         for library in (free, held):
             function = getattr(library, name)
@@ -59,9 +61,10 @@ _free: ctypes.CDLL | None
 _held: ctypes.CDLL | None
 try:
     _free, _held = open_library()
-except (OSError, ValueError, AttributeError) as error:  # the others: it lacks a name
+except (OSError, ValueError, AttributeError) as error:  # not OSError: the library lacks a name
     logger.debug(
-        "Python copies and sums up piece by piece, without the compiled library: %s", error
+        "Python copies and computes checksums range by range, without the compiled library: %s",
+        error,
     )
     _free = _held = None
 
@@ -71,14 +74,14 @@ for _move in (_move_held, _move_free):
     _move.restype = None
 
 _LEAST_FREE = 64 << 10
-"""Fewer bytes are moved in less time than it takes to acquire the GIL again."""
+"""Bytes below which a copy keeps the GIL: it takes less time than to acquire the GIL again."""
 
 _MEMORY = memoryview((ctypes.c_char * sys.maxsize).from_address(0))
 """All of memory, so that addresses are indices."""
 
 
 def address_of(data: memoryview) -> int:
-    """Give the address of the first of some flat bytes, of which there is at least one."""
+    """Return the address of a flat buffer of at least one byte."""
     # Imported late, since it takes a while and most commands need none.
     import numpy as np
 
@@ -87,21 +90,21 @@ def address_of(data: memoryview) -> int:
 
 
 def copy_bytes(target: int, source: int, nbytes: int) -> None:
-    """Copy bytes from address to address; many release the GIL, few keep it."""
+    """Copy bytes from address to address; only a large copy releases the GIL."""
     (_move_held if nbytes < _LEAST_FREE else _move_free)(target, source, nbytes)
 
 
 def copy_each(
     targets: array[int], sources: array[int], sizes: array[int], *, release_gil: bool
 ) -> None:
-    """Copy pieces past the processor's cache.
+    """Copy ranges with non-temporal stores, past the processor's cache.
 
     Args:
-        targets: The address that each goes to.
-        sources: The address of each.
-        sizes: Bytes of each.
-        release_gil: Whether other threads may run meanwhile. A few bytes take less time than
-            acquiring the GIL again does.
+        targets: The address to which each range is copied.
+        sources: The address of each range.
+        sizes: The bytes of each range.
+        release_gil: Whether other threads may run meanwhile. To copy a few bytes takes less time
+            than to acquire the GIL again.
 
     Raises:
         ValueError: If the arrays differ in length.
@@ -116,7 +119,7 @@ def copy_each(
 
 
 def crc32c_each(sources: array[int], sizes: array[int]) -> array[int]:
-    """Compute the CRC-32C of each piece.
+    """Compute the CRC-32C of each range.
 
     Raises:
         ValueError: If the arrays differ in length.
@@ -130,7 +133,7 @@ def crc32c_each(sources: array[int], sizes: array[int]) -> array[int]:
 
 
 def copy_crc32c_each(targets: array[int], sources: array[int], sizes: array[int]) -> array[int]:
-    """Copy pieces past the processor's cache, and compute the CRC-32C of what was written.
+    """Copy ranges past the processor's cache, and compute the CRC-32C of the written bytes.
 
     Raises:
         ValueError: If the arrays differ in length.
@@ -147,16 +150,16 @@ def copy_crc32c_each(targets: array[int], sources: array[int], sizes: array[int]
 def verify_copy_each(
     targets: array[int], sources: array[int], sizes: array[int], sums: array[int]
 ) -> int:
-    """Copy pieces, each once it is verified, up to the first that is damaged.
+    """Verify ranges and copy each, up to the first damaged one.
 
     Args:
-        targets: The address that each goes to; 0 for one that is only verified.
-        sources: The address of each.
-        sizes: Bytes of each.
-        sums: The CRC-32C that each must have, as unsigned ints of 32 bits.
+        targets: The address to which each range is copied; 0 for one that is only verified.
+        sources: The address of each range.
+        sizes: The bytes of each range.
+        sums: The expected CRC-32C of each range, as unsigned ints of 32 bits.
 
     Returns:
-        The number of the first damaged piece; how many there are if none is.
+        The number of the first damaged range; the number of ranges if none is.
 
     Raises:
         ValueError: If the arrays differ in length.
@@ -178,7 +181,7 @@ def verify_copy_each(
 
 def _check_lengths(*columns: array[int]) -> None:
     if len(set(map(len, columns))) > 1:
-        raise ValueError("arrays of pieces differ in length")
+        raise ValueError("arrays of ranges differ in length")
 
 
 def _items(column: array[int]) -> int:
