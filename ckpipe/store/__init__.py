@@ -1,1 +1,1 @@
-"""Find and open the store of a URL, and try its requests again."""
+"""Find and open the store of a URL, and retry its requests."""

@@ -1,4 +1,4 @@
-"""Find the backend of a URL, registered in this process or installed, and open its store."""
+"""Find the backend of a URL, registered in this process or installed, and open the store."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from ckpipe.settings import Settings
 
 BackendFactory = Callable[..., Backend]
-"""Makes a backend: called as ``factory(url, **options)``, most often a class."""
+"""A callable that makes a backend as ``factory(url, **options)``, most often a class."""
 
 ENTRY_POINT_GROUP = "ckpipe.backends"
-"""The group of entry points under which installed packages offer backends; names are schemes."""
+"""The group of entry points in which installed packages offer backends; names are schemes."""
 
 _EXTRAS = {"s3": "s3", "gs": "gcs"}
 _SCHEME = re.compile(r"[a-z][a-z0-9+.-]*")
@@ -39,14 +39,14 @@ _lock = threading.Lock()
 def register_backend(scheme: str, factory: BackendFactory) -> None:
     """Make URLs of a scheme use a backend, in this process and from now on.
 
-    It goes before an installed entry point of the same scheme.
+    It takes precedence over an installed entry point of the same scheme.
 
     Args:
         scheme: The text before ``://``; letters, digits, ``+``, ``.`` and ``-``.
         factory: Called as ``factory(url, **options)`` with the whole URL; returns the backend.
 
     Raises:
-        UsageError: If it is no scheme, or is registered in this process already.
+        UsageError: If ``scheme`` is not valid, or is registered in this process already.
     """
     if not _SCHEME.fullmatch(scheme.lower()):
         message = f"{scheme!r} cannot be the scheme of a URL"
@@ -59,14 +59,14 @@ def register_backend(scheme: str, factory: BackendFactory) -> None:
 
 
 def scheme_of(url: str) -> str:
-    """Read the scheme of a URL, in lower case; a plain path has ``file``."""
+    """Return the scheme of a URL, in lower case; ``file`` for a plain path."""
     scheme, separator, _ = url.partition("://")
     lowered = scheme.lower()
     return lowered if separator and _SCHEME.fullmatch(lowered) else "file"
 
 
 def is_registered_here(url: str) -> bool:
-    """Tell whether the URL's backend was registered by hand, so that no other process has it."""
+    """Tell whether the URL's backend is registered in this process, so that no other has it."""
     with _lock:
         return scheme_of(url) in _registered
 
@@ -74,22 +74,22 @@ def is_registered_here(url: str) -> bool:
 def create_backend(
     url: str, options: Mapping[str, Any] | None = None, *, read_only: bool = False
 ) -> Backend:
-    """Make the backend for a URL, not opened yet.
+    """Make the backend for a URL, without opening it.
 
-    Blocks while it looks for installed packages and imports the backend's: on an event loop,
-    call it in a worker thread.
+    Blocks while it looks up installed packages and imports the backend: on an event loop, call it
+    in a worker thread.
 
     Args:
-        url: The URL, handed to the backend as it is; a plain path means ``file``.
+        url: The URL, passed to the backend as it is; a plain path means ``file``.
         options: The backend's own options.
-        read_only: Whether the caller only looks. Opening a backend may write: it makes its root, or
-            tries what the store can do. One that can do without has the option ``access``, and is
-            given ``access="read"`` then.
+        read_only: Whether the caller only reads. Opening a backend may write: it makes its root, or
+            probes the features of the store. A backend that can open without writes has the option
+            ``access``, and gets ``access="read"`` then.
 
     Raises:
         BackendNotFound: If no backend is known for the scheme, or it cannot be imported.
-        SettingsError: If the backend has no such option, or lacks one.
-        UsageError: If the URL is not one that the backend understands, or is a checkpoint's.
+        SettingsError: If the backend does not have a given option, or lacks a required one.
+        UsageError: If the backend does not understand the URL, or it is the URL of a checkpoint.
     """
     _refuse_slip(url)
     _refuse_checkpoint(url)
@@ -113,7 +113,7 @@ def _refuse_slip(url: str) -> None:
 
 
 def _refuse_checkpoint(url: str) -> None:
-    """Refuse a checkpoint in place of its root, where nothing would be found."""
+    """Refuse the URL of a checkpoint in place of its root, where nothing would be found."""
     root, _, name = url.rstrip("/").rpartition("/")
     id = CheckpointId.parse(name.removesuffix(".json"))
     if id is not None:
@@ -177,26 +177,26 @@ class Access(enum.Enum):
     """The use that a caller is about to make of a store."""
 
     READ = "read"
-    """Look only, so that a read-only root will do; nothing is written but leases, where they may
-    be (see ``access`` in :class:`ckpipe.backend.Backend`)."""
+    """Read only, so that a read-only root is enough; only leases are written, where they may be
+    (see ``access`` in :class:`ckpipe.backend.Backend`)."""
 
     CHANGE = "change"
-    """Change what is there: a root that does not exist is an error, and is not made."""
+    """Change existing objects: a root that does not exist is an error, and is not made."""
 
     CREATE = "create"
-    """Write, and make the root if the store has such a thing and it is missing."""
+    """Write, and make the root if it is missing and the store has roots to make."""
 
 
 @asynccontextmanager
 async def open_store(
     url: str, settings: Settings, access: Access, on_read: OnRead | None = None
 ) -> AsyncIterator[Backend]:
-    """Open the store of a URL without a pipeline; its requests are tried again.
+    """Open the store of a URL without a pipeline; its requests are retried.
 
     Args:
         url: A URL, or a plain path.
-        settings: Options of backends, and how often to try.
-        access: The use that is about to be made of it.
+        settings: The options of backends, and the retry settings.
+        access: The use that the caller is about to make of the store.
         on_read: Called as bytes are read.
 
     Raises:
@@ -207,7 +207,8 @@ async def open_store(
     options = settings.backends.get(scheme_of(url), {})
     policy = logging_policy(settings.upload)
     if access is not Access.CREATE:
-        # Opening for writing might make the root, so whether it is there is seen first.
+        # Opening for writing might make the root, so opening for reading checks first that it
+        # exists.
         reader = await to_thread.run_sync(partial(create_backend, url, options, read_only=True))
         async with reader:
             if access is Access.READ:

@@ -1,10 +1,10 @@
-"""Try requests again: exponential backoff with full jitter, and fewer at a time when throttled.
+"""Retry requests with exponential backoff and full jitter, and limit concurrency when throttled.
 
-Source of the backoff: "Exponential Backoff And Jitter", AWS Architecture Blog, 2015. A store that
-throttles is sent fewer requests at a time by additive increase and multiplicative decrease (AIMD):
-of the simple rules it is the one by which senders that know nothing of each other come to fair
-shares (D.-M. Chiu and R. Jain, "Analysis of the increase and decrease algorithms for congestion
-avoidance in computer networks", 1989).
+Source of the backoff: "Exponential Backoff And Jitter", AWS Architecture Blog, 2015. If a store
+throttles, additive increase and multiplicative decrease (AIMD) bound the number of concurrent
+requests. Of the simple rules, only AIMD leads independent senders to fair shares (D.-M. Chiu and
+R. Jain, "Analysis of the increase and decrease algorithms for congestion avoidance in computer
+networks", 1989).
 """
 
 from __future__ import annotations
@@ -45,24 +45,25 @@ Corrupt = TypeVar("Corrupt", bound=CorruptCheckpoint)
 _QUIET_SECONDS = 600.0
 
 OnRead = Callable[[int], None]
-"""Called with how many more bytes of large objects were read."""
+"""Called with the number of bytes that one read of a large object added."""
 
 _CHANGES = ("put", "open_upload", "delete", "remove_stale_uploads")
 
-# A generator of its own: the random numbers of training must not depend on answers of a store.
+# A separate generator: the random numbers of training must not depend on answers of a store.
 _jitter = random.Random()
 
 _LOOK = "Look at the network, at the disk's connection and at this machine's memory"
 
 
 class AimdLimiter:
-    """Bound how many requests are under way at a time, once a store throttles.
+    """Bound the number of concurrent requests by AIMD, once a store throttles.
 
-    There is no bound until then. After a refusal it is half of what was under way. Each round of
-    successes raises it by one, until it is what was under way when the store first refused; then
-    there is none again. Refusals of requests that were under way together count once, so a request
-    knows its *era*: how often the bound had been halved when it began. Times are seconds on any one
-    clock. All requests that share a limiter slow down together, on one event loop.
+    There is no bound until then. A refusal sets it to half the number of requests under way. Each
+    round of successes raises it by one, until it reaches the number of requests under way at the
+    store's first refusal; then it is lifted. Refusals of requests that were under way together
+    count once. For this, a request knows its *era*: how often the bound had been halved when it
+    began. Times are seconds on any one clock. All requests that share a limiter slow down together,
+    on one event loop.
     """
 
     def __init__(self) -> None:
@@ -91,16 +92,16 @@ class AimdLimiter:
             self.bound = math.inf
 
     def failed(self) -> None:
-        """End a request that says nothing of the store's load."""
+        """End a request whose outcome says nothing about the store's load."""
         self.under_way -= 1
 
     def throttled(self, era: int, now: float, retry_after: float | None = None) -> None:
-        """End a request that the store refused since there were too many.
+        """End a request that the store refused because of too many requests.
 
         Args:
             era: Its era.
             now: The time.
-            retry_after: Seconds in which the store wants no more requests, if it said so.
+            retry_after: Seconds for which the store wants no more requests, if it said so.
         """
         if era == self._era:
             before = self.bound
@@ -115,9 +116,9 @@ class AimdLimiter:
 
     @asynccontextmanager
     async def admitted(self) -> AsyncIterator[None]:
-        """Wait until a request may be sent, and learn from how it ends.
+        """Wait until a request may be sent, and adapt the bound to its outcome.
 
-        The request must not be one that waits for the same limiter.
+        The request itself must not wait for the same limiter.
         """
         while not self.may_begin(time.monotonic()):
             if self._ended.is_set():
@@ -142,17 +143,17 @@ class AimdLimiter:
 
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
-    """The bounds on trying an operation again.
+    """The bounds on the retries of an operation.
 
     Args:
-        retries: How many times an operation is tried again.
-        backoff_seconds: The longest wait before the first of them; it doubles each time.
-        backoff_max_seconds: The longest wait before any of them.
-        attempt_timeout_seconds: How long one try may take.
-        deadline_seconds: How long all tries may take together; None for as long as they do.
-        on_retry: Called with each error that is tried again, and the seconds until then.
-        limiter: Admits each try, so that a store that throttles gets fewer at a time; None for
-            those that are few anyway.
+        retries: The number of retries of an operation.
+        backoff_seconds: The longest wait before the first retry; it doubles each time.
+        backoff_max_seconds: The longest wait before any retry.
+        attempt_timeout_seconds: The time limit of one try.
+        deadline_seconds: The time limit of all tries together; None for no limit.
+        on_retry: Called with each retried error and the seconds until the retry.
+        limiter: Admits each try, so that a store that throttles gets fewer requests at a time;
+            None for operations that are few anyway.
     """
 
     retries: int
@@ -164,17 +165,17 @@ class RetryPolicy:
     limiter: AimdLimiter | None = None
 
     def pause(self, failures: int, error: CkpipeError) -> float:
-        """Draw the seconds to wait after so many failures, at least those the store asked for."""
+        """Draw the seconds to wait after so many failures, at least as many as the store asked."""
         longest = min(self.backoff_max_seconds, self.backoff_seconds * 2 ** (failures - 1))
         asked = error.retry_after if isinstance(error, Throttled) else None
         return max(_jitter.uniform(0, longest), asked or 0.0)
 
 
 class Tries:
-    """The tries of one operation: how many there were, and since when.
+    """The tries of one operation: their number, and the time since the first.
 
     Args:
-        policy: How often and how long to try.
+        policy: The bounds on retries.
     """
 
     def __init__(self, policy: RetryPolicy) -> None:
@@ -183,7 +184,7 @@ class Tries:
         self._failures = 0
 
     async def once(self, operation: Callable[[], Awaitable[T]]) -> T:
-        """Run an operation once, when it is admitted, for as long as one try may take.
+        """Run an operation once it is admitted, within the time limit of one try.
 
         Raises:
             StoreUnavailable: If it took too long.
@@ -218,7 +219,7 @@ class Tries:
 
 
 async def retrying(policy: RetryPolicy, operation: Callable[[], Awaitable[T]]) -> T:
-    """Run an operation, again and again while it fails with an error that may pass.
+    """Run an operation, and retry it while it fails with a transient error.
 
     Raises:
         StoreUnavailable: If a try took too long, and no tries are left.
@@ -233,7 +234,7 @@ async def retrying(policy: RetryPolicy, operation: Callable[[], Awaitable[T]]) -
 
 
 def telling(policy: RetryPolicy, events: EventBus, id: CheckpointId, rank: int) -> RetryPolicy:
-    """Make a policy whose retries are events of a save."""
+    """Return the policy with its retries emitted as events of a save."""
 
     def report(error: CkpipeError, seconds: float) -> None:
         said = f"{type(error).__name__}: {error}"
@@ -243,7 +244,7 @@ def telling(policy: RetryPolicy, events: EventBus, id: CheckpointId, rank: int) 
 
 
 def logging_policy(settings: UploadSettings) -> RetryPolicy:
-    """Make the policy of a user's settings, with its retries logged."""
+    """Return the policy of a user's settings, with its retries logged."""
     return RetryPolicy(
         settings.retries,
         settings.backoff_seconds,
@@ -255,13 +256,13 @@ def logging_policy(settings: UploadSettings) -> RetryPolicy:
 
 
 class RetryLog:
-    """Warn of the first retry, and once in ten minutes of more, with how many there were."""
+    """Warn of the first retry, then at most once in ten minutes, with the number since."""
 
     def __init__(self) -> None:
         self._quiet_until, self._unsaid = -math.inf, 0
 
     def __call__(self, error: CkpipeError, seconds: float) -> None:
-        """Log that an operation is tried again."""
+        """Log that an operation is retried."""
         now = time.monotonic()
         level = logging.DEBUG if now < self._quiet_until else logging.WARNING
         more = f" ({self._unsaid} retries since the last warning)" if self._unsaid else ""
@@ -276,18 +277,19 @@ class RetryLog:
 
 
 class RetryingBackend(WrappedBackend):
-    """Try the requests to another backend again; for all but a save's own upload and commit.
+    """Retry the requests to another backend; for all but a save's own upload and commit.
 
-    A request whose answer was lost may have taken effect before it is tried again. So a
-    create-only put may meet its own object and raise :class:`~ckpipe.errors.ObjectExists`; a caller
-    that must know reads back what is there. An upload that was opened belongs to its caller, which
-    has retries of its own. Reads of large objects are fewer at a time while the store throttles.
+    A request with a lost answer may have taken effect before its retry. So a create-only put may
+    meet its own object and raise :class:`~ckpipe.errors.ObjectExists`; a caller that must know
+    reads the object back. An opened upload belongs to its caller, which has retries of its own.
+    Reads of large objects are fewer at a time while the store throttles.
 
     Args:
         inner: The backend that does the work; its owner opens and closes it.
-        policy: How often and how long to try.
+        policy: The bounds on retries.
         read_only: Whether to refuse every change, with ``PermissionDenied``.
-        on_read: Called on the event loop with how many more bytes of large objects were read.
+        on_read: Called on the event loop with the number of bytes that a read of a large object
+            added.
     """
 
     def __init__(
@@ -308,7 +310,7 @@ class RetryingBackend(WrappedBackend):
     async def around(self, operation: Operation, call: Callable[[], Awaitable[Result]]) -> Result:
         if self._read_only and operation.verb in _CHANGES:
             if operation.verb == "delete" and not operation.key:
-                return await call()  # of nothing
+                return await call()  # it deletes nothing
             raise PermissionDenied(
                 "The pipeline was opened to read only",
                 key=operation.key,
@@ -334,14 +336,14 @@ class RetryingBackend(WrappedBackend):
             return self.inner.read_here(key, offset, buffer)
         except StoreError as error:
             if error.transient:
-                return False  # and so it is tried again as other requests are
+                return False  # the caller then uses an ordinary request, which is retried
             raise
 
 
 async def read_decoded(
     backend: Backend, key: str, max_bytes: int, decode: Callable[[bytes], T]
 ) -> T:
-    """Read a small object and decode it; read it once more if it comes damaged.
+    """Read a small object and decode it; read it once more if it is damaged.
 
     Args:
         backend: The store.
@@ -350,7 +352,7 @@ async def read_decoded(
         decode: Checks and decodes the object, in a worker thread.
 
     Raises:
-        CorruptCheckpoint: The error of ``decode`` for both readings, by :func:`locate_damage`.
+        CorruptCheckpoint: The error of ``decode`` for both reads, by :func:`locate_damage`.
         ObjectNotFound: If no object has the key.
         StoreError: If the store failed.
     """
@@ -370,11 +372,11 @@ async def read_decoded(
 
 
 def locate_damage(error: Corrupt, *, same: bool) -> Corrupt:
-    """Say in an error where bytes are damaged that came damaged twice.
+    """Add to the error of two damaged reads whether the store or the transfer damages the bytes.
 
     Args:
-        error: The error of one of the readings.
-        same: Whether both readings brought the same bytes.
+        error: The error of one of the reads.
+        same: Whether both reads returned the same bytes.
     """
     if same:
         error.message += "; it was read twice and came the same, so the store has it like this"
@@ -385,5 +387,5 @@ def locate_damage(error: Corrupt, *, same: bool) -> Corrupt:
 
 
 def warn_of_damaged_transfer(what: str) -> None:
-    """Log that bytes were damaged on the way and right when they were read again."""
+    """Log that bytes were damaged in a transfer and right in the second read."""
     logger.warning("%s came damaged and was right when it was read again. %s", what, _LOOK)

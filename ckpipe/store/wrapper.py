@@ -22,8 +22,8 @@ class Operation:
         verb: The method: ``enter``, ``exit``, ``put``, ``open_upload``, ``write``, ``complete``,
             ``landed``, ``abort``, ``get``, ``read_into``, ``cached``, ``list``, ``children``,
             ``stat``, ``delete`` or ``remove_stale_uploads``.
-        key: The key or prefix; of ``delete`` the keys joined by spaces; of the first two nothing.
-        size: How many bytes the caller sends or asks for, as far as it is known beforehand.
+        key: The key or prefix; of ``delete`` the keys joined by spaces; of the first two empty.
+        size: Bytes that the caller sends or asks for, as far as they are known beforehand.
     """
 
     verb: str
@@ -32,7 +32,7 @@ class Operation:
 
 
 class WrappedBackend(Backend, abc.ABC):
-    """Hand every operation on a backend and its uploads on to another one, through :meth:`around`.
+    """Forward every operation on a backend and its uploads to another one via :meth:`around`.
 
     Args:
         inner: The backend that does the work.
@@ -44,7 +44,7 @@ class WrappedBackend(Backend, abc.ABC):
 
     @abc.abstractmethod
     async def around(self, operation: Operation, call: Callable[[], Awaitable[Result]]) -> Result:
-        """Do an operation by awaiting ``call()``, with more before, after or instead of it."""
+        """Do an operation by awaiting ``call()``, with code before, after or instead of it."""
 
     async def __aenter__(self) -> Self:
         await self.around(Operation("enter", ""), self.inner.__aenter__)
@@ -114,7 +114,7 @@ class WrappedBackend(Backend, abc.ABC):
 
 
 class WrappedUpload(Upload):
-    """Hand every operation on to another upload, through the ``around`` of its backend."""
+    """Forward every operation to another upload, through the ``around`` of its backend."""
 
     def __init__(self, backend: WrappedBackend, key: str, inner: Upload) -> None:
         self._backend, self._key, self._inner = backend, key, inner
