@@ -140,5 +140,5 @@ def test_missing_piece_is_noticed() -> None:
 
 def test_sums_of_another_block_are_noticed() -> None:
     table = SumTable([2 << 20])
-    with pytest.raises(AssertionError, match="other pieces"):
+    with pytest.raises(AssertionError, match="other ranges"):
         ChunkSums(table).add_block(table.cuts([(0, 0, 2 << 20, 0)]), [1])

@@ -1,1 +1,1 @@
-"""The objects on a store as ``docs/format.md`` fixes them: names, headers and manifests. Pure."""
+"""The objects on a store as ``docs/format.md`` defines them: names, headers, manifests. Pure."""

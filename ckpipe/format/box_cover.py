@@ -1,4 +1,4 @@
-"""Putting regions together from boxes: which boxes, and the proof that nothing is left out."""
+"""Cover regions by boxes: select the boxes, and find the elements that no box has."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from ckpipe.format.boxes import Box, box_volume, intersection
 
 
 class BoxIndex:
-    """Finds which of many boxes meet a region.
+    """An index that finds the boxes which intersect a region.
 
-    Theory. Few boxes are looked at one by one. Many are sorted by where they begin in the
-    dimension that tells them apart best; beside each stands how far any box up to it reaches.
-    These numbers only grow, so two binary searches bound the boxes that can meet a region, and
-    those are intersected together, as arrays. The boxes of any mesh of devices form rows and
-    columns, and little is looked at in vain.
+    Theory. A few boxes are checked one by one. Many boxes are sorted by their lower bounds in the
+    dimension with the most distinct ones; beside each is the running maximum of the upper bounds.
+    Both sequences only grow, so two binary searches bound the boxes that can intersect a region.
+    Those are intersected together, as arrays. The boxes of any mesh of devices form rows and
+    columns, so few boxes are checked in vain.
 
     Args:
-        boxes: The boxes, all of as many dimensions.
+        boxes: The boxes, all with the same number of dimensions.
     """
 
     def __init__(self, boxes: Sequence[Box]) -> None:
@@ -37,7 +37,7 @@ class BoxIndex:
             self._reach = np.maximum.accumulate(bounds[order, 1, axis])
 
     def meeting(self, region: Box) -> list[tuple[int, Box]]:
-        """The numbers of the boxes that meet a region, in order, and what they have of it."""
+        """Return the numbers of the boxes that intersect a region, in order, and intersections."""
         if self._bounds is None:
             parts = ((number, intersection(region, box)) for number, box in enumerate(self._boxes))
             return [(number, part) for number, part in parts if part is not None]
@@ -59,14 +59,14 @@ class BoxIndex:
         return found
 
     def cover(self, region: Box) -> tuple[list[tuple[int, Box]], list[Box]]:
-        """Put a region together from parts of the boxes, no element twice.
+        """Cover a region by disjoint parts of the boxes.
 
         Args:
             region: A box.
 
         Returns:
-            Numbers of boxes, each with the part of the region that it is to give; and the parts
-            of the region that no box has. Where boxes overlap, one that has all of the region is
+            Numbers of boxes, each with the part of the region to take from it; and the parts of
+            the region that no box has. Among overlapping boxes, one that has all of the region is
             preferred, then the earlier ones.
         """
         volume = box_volume(region)
@@ -79,7 +79,7 @@ class BoxIndex:
             parts.setdefault(common, number)
         given = sum(map(box_volume, parts))
         if given <= volume and _are_disjoint(list(parts)):
-            # Cut out in the order of their places, the parts of a mesh leave few holes on the way.
+            # Cut out in sorted order, the parts of a mesh leave few intermediate holes.
             left = [] if given == volume else _cut_out(region, dict.fromkeys(sorted(parts), 0))[1]
             return [(number, part) for part, number in parts.items()], left
         return _cut_out(region, parts)
@@ -97,7 +97,7 @@ def _cut_out(region: Box, parts: Mapping[Box, int]) -> tuple[list[tuple[int, Box
         parts: Parts of it, with numbers.
 
     Returns:
-        The pieces that each part has and none before it, with its number; and the rest.
+        Of each part the boxes that no earlier part has, with its number; and the rest.
     """
     chosen: list[tuple[int, Box]] = []
     left = [region]
@@ -117,7 +117,7 @@ def _cut_out(region: Box, parts: Mapping[Box, int]) -> tuple[list[tuple[int, Box
 
 
 def _without(box: Box, part: Box) -> Iterator[Box]:
-    """Cut a part out of a box; returns the rest as boxes."""
+    """Cut a part out of a box; yield the rest as boxes."""
     lower, upper = list(box[0]), list(box[1])
     for axis, (low, high) in enumerate(zip(*part, strict=True)):
         if lower[axis] < low:
@@ -128,10 +128,11 @@ def _without(box: Box, part: Box) -> Iterator[Box]:
 
 
 def _are_disjoint(boxes: Sequence[Box]) -> bool:
-    """Tell whether no element is in two of some boxes that are not empty.
+    """Tell whether boxes, none of them empty, are disjoint.
 
-    Boxes whose shadows on one axis fall into several groups are looked at group by group, which
-    takes those of any mesh apart; a group that no axis divides is compared pair by pair.
+    If the projections of the boxes on one axis fall into several groups, each group is checked by
+    itself, which separates the boxes of any mesh. A group that no axis divides is compared pair by
+    pair.
     """
     if len(boxes) < 2:
         return True
@@ -143,7 +144,7 @@ def _are_disjoint(boxes: Sequence[Box]) -> bool:
 
 
 def _as_array(boxes: Sequence[Box]) -> _Bounds:
-    """Boxes of one number of dimensions as an array: by box, corner and dimension."""
+    """Return boxes of one number of dimensions as an array: by box, corner and dimension."""
     flat = chain.from_iterable(chain.from_iterable(boxes))
     dims = len(boxes[0][0])
     count = len(boxes) * 2 * dims

@@ -1,4 +1,4 @@
-"""Boxes: rectangular parts of a shape, and how they lie in its row-major order."""
+"""Boxes: rectangular parts of a shape, and their places in its row-major order."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from operator import lt, sub
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
-"""Lower and upper bounds, one of each for every dimension."""
+"""Lower and upper bounds: one of each for every dimension, the upper ones exclusive."""
 
 
 def flat_range_boxes(
@@ -15,16 +15,17 @@ def flat_range_boxes(
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
     """Cut a range of a shape's row-major order into boxes.
 
-    A range begins in the middle of a row, goes on over whole rows and ends in the middle of one,
-    and so on inside of these rows: at most two boxes for each dimension, and one.
+    A range begins within a row, goes on over whole rows and ends within a row; the ranges within
+    those two rows are cut in the same way. So there are at most two boxes for each dimension, and
+    one more.
 
     Args:
         shape: The shape.
         lo: The first element of the range.
-        hi: Behind its last element; at most the number of elements of the shape.
+        hi: The end of the range, exclusive; at most the number of elements of the shape.
 
     Yields:
-        Starts and sizes of boxes that, flattened one behind the other, are exactly the range.
+        Starts and sizes of boxes that are exactly the range if flattened one after the other.
     """
     if lo >= hi:
         return
@@ -54,41 +55,41 @@ def _in_row(
 
 
 def box_shape(box: Box) -> tuple[int, ...]:
-    """The shape of a box."""
+    """Return the shape of a box."""
     return tuple(map(sub, box[1], box[0]))
 
 
 def box_volume(box: Box) -> int:
-    """The number of elements of a box."""
+    """Return the number of elements of a box."""
     return math.prod(map(sub, box[1], box[0]))
 
 
 def intersection(a: Box, b: Box) -> Box | None:
-    """The intersection of two boxes; None if it is empty."""
+    """Return the intersection of two boxes; None if it is empty."""
     lower = tuple(map(max, a[0], b[0]))
     upper = tuple(map(min, a[1], b[1]))
     return (lower, upper) if all(map(lt, lower, upper)) else None
 
 
 def moved(box: Box, origin: Sequence[int]) -> Box:
-    """A box as it is seen from another origin."""
+    """Return a box relative to another origin."""
     return tuple(map(sub, box[0], origin)), tuple(map(sub, box[1], origin))
 
 
 def whole(shape: Sequence[int]) -> Box:
-    """The box that is all of a shape."""
+    """Return the box that covers a whole shape."""
     return (0,) * len(shape), tuple(shape)
 
 
 def flat_start(shape: Sequence[int], box: Box) -> int | None:
-    """The start of a box in a shape's row-major order, if its elements follow one another there.
+    """Return the start of a box in a shape's row-major order; None if it is not contiguous there.
 
-    They do if every dimension outside of the first one that is cut has a single index.
+    It is contiguous if it has a single index in every dimension before the last one that it cuts.
     """
     lower, upper = box
     rows = shape[1:]
     if shape and upper[1:] == rows and not any(lower[1:]):
-        # A block of rows, which it nearly always is.
+        # Whole rows, which is nearly always the case.
         return lower[0] * math.prod(rows)
     start, step, cut = 0, 1, False
     for n, low, high in zip(reversed(shape), reversed(lower), reversed(upper), strict=True):
@@ -101,17 +102,17 @@ def flat_start(shape: Sequence[int], box: Box) -> int | None:
 
 
 def flat_ranges(shape: Sequence[int], box: Box, most: int) -> Iterator[tuple[int, int]]:
-    """Ranges of a shape's row-major order that hold a box.
+    """Yield the ranges of a shape's row-major order that contain a box.
 
-    Rows that begin at most ``most`` elements apart are taken together with what lies between.
+    Rows whose starts are at most ``most`` elements apart form one range with the elements between.
 
     Args:
         shape: The shape.
         box: A box in it that is not empty.
-        most: How far apart, in elements.
+        most: The largest distance of joined rows, in elements.
 
     Yields:
-        The first element of each range and behind the last, in their order.
+        Start and end of each range, in their order; the end is exclusive.
     """
     start = flat_start(shape, box)
     if start is not None:
@@ -130,7 +131,7 @@ def flat_ranges(shape: Sequence[int], box: Box, most: int) -> Iterator[tuple[int
 
 
 def flat_index(shape: Sequence[int], at: Sequence[int]) -> int:
-    """The index of an element in a shape's row-major order."""
+    """Return the index of an element in a shape's row-major order."""
     found = 0
     for n, index in zip(shape, at, strict=True):
         found = found * n + index

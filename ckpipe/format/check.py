@@ -1,6 +1,6 @@
-"""Check that the numbers of a bundle from a store fit together.
+"""Check that the numbers of a bundle from a store are consistent.
 
-Types have been checked when the bundle was read. Code that works with a bundle may rely on both.
+Types are checked when the bundle is read. Code that uses a bundle may rely on both checks.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ def check_bundle(bundle: ManifestDocument) -> None:
 
     Raises:
         UnsafePath: If a file's name is not the one that the format gives it.
-        InvalidExtent: If extents overlap, leave holes or lie outside of what holds them.
+        InvalidExtent: If extents overlap, leave holes or exceed their entry, file or shape.
         DuplicateName: If labels, names or keys stand twice.
         WrongWorldSize: If its ranks are not those of its kind and world size.
-        InvalidManifest: If anything else contradicts itself.
+        InvalidManifest: If there is another contradiction.
     """
     check_ranks(bundle)
     for structure in bundle.structures:
@@ -66,7 +66,7 @@ def _facts_of(bundle: ManifestDocument, structure: int, layout: int) -> LayoutFa
 
 
 def check_ranks(bundle: ManifestDocument) -> None:
-    """Check that a bundle holds all ranks that its kind asks for, in order, and no other.
+    """Check that a bundle holds exactly the ranks of its kind, in order.
 
     Raises:
         WrongWorldSize: If it does not.
@@ -78,7 +78,7 @@ def check_ranks(bundle: ManifestDocument) -> None:
         expected = range(bundle.world_size)
     else:
         expected = group_ranks(*(bundle.group or (0, 0)), bundle.world_size)
-    # Lengths first: a world size that somebody made up must not become a list.
+    # Lengths first: a made-up world size must not become a list.
     fits = len(ranks) == len(expected) > 0 and ranks == list(expected)
     if not fits or expected.stop > bundle.world_size:
         raise WrongWorldSize(
@@ -103,10 +103,10 @@ def _check_tensors(structure: Structure) -> None:
 
 
 def check_dtypes(rows: Sequence[TensorRow]) -> dict[str, int]:
-    """Check that tensors have dtypes that are known; return the bytes of an element of each.
+    """Check that the dtypes of tensors are known; return the bytes of an element of each dtype.
 
     Raises:
-        InvalidManifest: If one has not.
+        InvalidManifest: If a dtype is unknown.
     """
     sizes = {dtype: item_bytes(dtype) for dtype in {row.dtype for row in rows}}
     unknown = [dtype for dtype, size in sizes.items() if not size]
@@ -150,14 +150,14 @@ def _check_part(bundle: ManifestDocument, part: RankManifest) -> None:
 
 
 def _check_foreign(bundle: ManifestDocument) -> None:
-    """Check that what ranks say of the entries of others is so, as far as those are here."""
+    """Check the chunks of each rank against the entries of their owners in this bundle."""
     place_of = {part.rank: (part.structure, part.layout) for part in bundle.parts}
     for structure, layout in dict.fromkeys(place_of.values()):
         foreign = _facts_of(bundle, structure, layout).foreign
         if foreign.owner and max(foreign.owner) >= bundle.world_size:
             raise WrongWorldSize("A chunk is owned by a rank outside the world")
         for owner, entry, end, tensor, _ in zip(*foreign, strict=True):
-            # What a rank of another group wrote is checked when that group is read.
+            # Entries of a rank of another group are checked when that group is read.
             place = place_of.get(owner)
             if entry >= 0 and place is not None:
                 label = bundle.structures[structure].tensors[tensor].label
@@ -165,16 +165,16 @@ def _check_foreign(bundle: ManifestDocument) -> None:
 
 
 def check_owners(bundle: ManifestDocument) -> None:
-    """Check that ranks have written what others, which do not know where, leave to them.
+    """Check that owners have written the chunks that other ranks leave to them without a place.
 
-    Of ranks that are not in the bundle nothing is asked.
+    Owners outside the bundle are not checked.
 
     Args:
-        bundle: The bundle, checked but for this.
+        bundle: The bundle, with all other checks done.
 
     Raises:
-        InvalidManifest: If a rank has not. Ranks that hold the same shard have then disagreed
-            about its name, dtype or shape, or about what is replicated.
+        InvalidManifest: If an owner has not written such a chunk. Ranks that hold the same shard
+            have then disagreed about its name, dtype or shape, or about what is replicated.
     """
     place_of = {part.rank: (part.structure, part.layout) for part in bundle.parts}
     left: dict[int, list[tuple[array[int], array[int], int]]] = {}
@@ -209,8 +209,8 @@ def check_owners(bundle: ManifestDocument) -> None:
                     step=bundle.id.step,
                     rank=owner,
                     key=label[:200],
-                    hint="Ranks must agree on names, shapes, dtypes and what is replicated; what "
-                    'only some of them have alike needs plan="global"',
+                    hint="Ranks must agree on names, shapes, dtypes and replicated tensors; a "
+                    'tensor that only some ranks hold alike needs plan="global"',
                 )
 
 
@@ -218,23 +218,23 @@ def _check_per_rank(bundle: ManifestDocument) -> None:
     if bundle.kind != "index":
         return
     if len(bundle.per_rank) != len(bundle.structures):
-        raise InvalidManifest("What differs between ranks is not told for each structure")
+        raise InvalidManifest("The member per_rank has not one element for each structure")
     for each, structure in zip(bundle.per_rank, bundle.structures, strict=True):
         too_large = max(each.tensors, default=-1) >= len(structure.tensors)
         if too_large or max(each.values, default=-1) >= structure.values:
-            raise InvalidManifest("What differs between ranks names what is not there")
+            raise InvalidManifest("The member per_rank names a tensor or value that is not there")
 
 
 def facts_of(layout: Layout, tensors: Sequence[TensorRow]) -> LayoutFacts:
     """Check that a layout agrees with itself and with the tensors of a structure, once.
 
-    What lies in the entries of another rank is not looked for there. The layouts of a large index
-    have a million chunks, so they are checked as columns, without a row being made of them.
+    Chunks in the entries of another rank are not checked against those entries. The layouts of a
+    large index have a million chunks, so they are checked as columns, without making rows.
 
     Raises:
-        InvalidExtent: If extents overlap, leave holes or lie outside of what holds them.
+        InvalidExtent: If extents overlap, leave holes or exceed their entry, file or shape.
         DuplicateName: If a name stands twice in a data file.
-        InvalidManifest: If anything else contradicts itself.
+        InvalidManifest: If there is another contradiction.
     """
     if layout.checked is not None:
         known, facts = layout.checked
@@ -252,16 +252,16 @@ def facts_of(layout: Layout, tensors: Sequence[TensorRow]) -> LayoutFacts:
 
 
 def _identity_of(tensor: TensorRow, box: Box | None) -> int:
-    """By this a rank finds among another's chunks what it holds too: label, dtype, shape and box.
+    """Return the identity of a chunk: equal for the same chunk of two ranks.
 
-    It is a hash, valid in this process. Two things may have the same, which lets a contradiction
-    pass that a load then refuses.
+    It is a hash of label, dtype, shape and box, valid in this process. A collision lets a
+    contradiction pass, which a load then refuses.
     """
     return hash((tensor.label, tensor.dtype, tensor.shape, box))
 
 
 def _own_identities(chunks: Chunks, tensors: Sequence[TensorRow]) -> array[int]:
-    """The identities of the chunks that the rank wrote itself."""
+    """Return the identities of the chunks that the rank wrote itself."""
     rows = zip(chunks.tensor, chunks.box, chunks.owner, strict=True)
     return array(
         "q",
@@ -270,7 +270,7 @@ def _own_identities(chunks: Chunks, tensors: Sequence[TensorRow]) -> array[int]:
 
 
 def _check_entries(entries: Entries) -> tuple[int, ...]:
-    """Check that the entries fill their files one after another; return the files' data bytes."""
+    """Check that the entries fill their files without holes; return the files' data bytes."""
     ends: list[int] = []
     names: set[str] = set()
     last, end = -1, 0
@@ -304,7 +304,7 @@ def _check_chunks(chunks: Chunks, sizes: Sequence[int], tensors: Sequence[Tensor
         if box is None and original is None and stride is None and not offset:
             end = wholes[tensor]
             if owner is None and entry is not None and entry < entries and end <= sizes[entry]:
-                continue  # All of a tensor in an entry of its own, as nearly all are.
+                continue  # a whole tensor in an entry of its own, as nearly all are
         else:
             row = tensors[tensor]
             shape = row.shape if box is None else _box_shape(box, row)
@@ -330,11 +330,11 @@ def _check_chunks(chunks: Chunks, sizes: Sequence[int], tensors: Sequence[Tensor
 
 
 def _check_in_entry(entry: int, end: int, sizes: Sequence[int], label: str) -> None:
-    """Check that a chunk which ends at a byte of an entry lies in it.
+    """Check that a chunk which ends at byte ``end`` lies in its entry.
 
     Raises:
         InvalidManifest: If there is no such entry.
-        InvalidExtent: If it ends before.
+        InvalidExtent: If the entry ends before.
     """
     if entry >= len(sizes):
         raise InvalidManifest(f"A chunk of {label!r:.200} is in an entry that is not there")
@@ -349,7 +349,7 @@ def _end(
     shape: tuple[int, ...],
     tensor: TensorRow,
 ) -> int:
-    """Behind the last byte of its entry that a chunk touches."""
+    """Return the end of a chunk in its entry, in bytes; exclusive."""
     item = item_bytes(tensor.dtype) or 1
     if offset % item or (original is not None and len(original) != len(shape)):
         raise InvalidExtent(f"The offset or strides of a chunk of {tensor.label!r:.200} do not fit")

@@ -1,9 +1,9 @@
-"""CRC-32C (Castagnoli, RFC 3720 appendix B.4), of bytes and of the chunks of an entry.
+"""CRC-32C (Castagnoli, RFC 3720 appendix B.4) of bytes and of the chunks of an entry.
 
-The sum of one piece is computed by the AWS common runtime, which uses carry-less multiplication
-where the processor has it and does not hold the interpreter's lock on large buffers. It is imported
-at first use, since importing it costs as much as the rest of ckpipe. Those of many pieces are
-computed in one call (:mod:`ckpipe.memory.native`).
+The AWS common runtime computes single checksums. It uses carry-less multiplication where the
+processor has it, and releases the GIL for large buffers. It is imported at first use, since its
+import costs as much as the rest of ckpipe. Many checksums are computed in one call
+(:mod:`ckpipe.memory.native`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from itertools import accumulate, pairwise
 from ckpipe.memory.native import address_of, crc32c_each
 
 CHUNK_BYTES = 1 << 20
-"""Every entry has one checksum for each mebibyte, counted from the entry's own start."""
+"""Bytes of a chunk: an entry has one checksum for each mebibyte, counted from its own start."""
 
 
 @functools.cache
@@ -28,16 +28,16 @@ def _runtime() -> tuple[Callable[..., int], Callable[..., int]]:
 
 
 def prepare() -> None:
-    """Import what computes the sums, if that has not happened yet.
+    """Import the AWS common runtime, unless it is imported already.
 
-    A thread that is in the middle of an import when the program forks leaves the child with a
-    lock that is never given back, and every sum there would wait for it.
+    If the program forks during a thread's import, the child inherits an import lock that is never
+    released, and every checksum there would wait for it.
     """
     _runtime()
 
 
 def crc32c(data: bytes | memoryview, previous: int = 0) -> int:
-    """The CRC-32C of ``data``, going on from ``previous``."""
+    """Compute the CRC-32C of ``data``, continued from ``previous``."""
     value: int = _runtime()[0](data, previous)
     return value
 
@@ -45,13 +45,13 @@ def crc32c(data: bytes | memoryview, previous: int = 0) -> int:
 def crc32c_of_each(
     blocks: Sequence[tuple[memoryview, Sequence[int], Sequence[int]]],
 ) -> list[list[int]]:
-    """Compute the CRC-32C of each part of each block, in one call.
+    """Compute the CRC-32C of each range of each block, in one call.
 
     Args:
-        blocks: Flat bytes, with where each part of them begins and where it ends.
+        blocks: Flat bytes, with the starts and the ends of the ranges in them.
 
     Raises:
-        ValueError: If a part is not within its bytes.
+        ValueError: If a range is not within its bytes.
     """
     import numpy as np
 
@@ -59,9 +59,9 @@ def crc32c_of_each(
     for data, *bounds in blocks:
         begins, ends = (np.asarray(each, np.int64) for each in bounds)
         if len(begins) != len(ends) or (begins > ends).any():
-            raise ValueError("parts that end before they begin have no checksum")
+            raise ValueError("ranges that end before they begin have no checksum")
         if begins.min(initial=0) < 0 or ends.max(initial=0) > len(data):
-            raise ValueError(f"parts reach out of the {len(data)} bytes that there are")
+            raise ValueError(f"ranges exceed the {len(data)} bytes of their block")
         base = address_of(data) if len(data) else 0
         sources.frombytes((begins + base).tobytes())
         sizes.frombytes((ends - begins).tobytes())
@@ -71,13 +71,13 @@ def crc32c_of_each(
 
 
 def combine(first: int, second: int, second_bytes: int) -> int:
-    """The CRC-32C of two pieces joined, from the sums of both and the length of the second."""
+    """Compute the CRC-32C of two byte strings joined, from both sums and the second's length."""
     value: int = _runtime()[1](first, second, second_bytes)
     return value
 
 
 def chunk_count(nbytes: int) -> int:
-    """The number of checksums that an entry of ``nbytes`` has."""
+    """Return the number of checksums of an entry of ``nbytes``."""
     return -(-nbytes // CHUNK_BYTES)
 
 
@@ -85,7 +85,7 @@ def chunk_spans(lo: int, hi: int) -> Iterator[tuple[int, int, int]]:
     """Cut the byte range ``[lo, hi)`` of an entry at its chunk boundaries.
 
     Yields:
-        The number of the chunk, and the start and end of the piece in the entry.
+        The number of the chunk, and the start and end of its range in the entry.
     """
     while lo < hi:
         chunk = lo // CHUNK_BYTES
@@ -96,14 +96,14 @@ def chunk_spans(lo: int, hi: int) -> Iterator[tuple[int, int, int]]:
 
 @dataclass(frozen=True, slots=True)
 class BlockCuts:
-    """The checksums to compute of a block, and their places among those of all entries.
+    """The ranges of a block to checksum, and the places of their checksums in the table of all.
 
     Args:
-        begins: Where each piece begins in the block, in bytes.
-        ends: Where it ends.
-        slots: The number, among those of all entries, of the checksum of the chunk it is of.
-        parts: Pieces that are no whole chunks, by their numbers: the size of the chunk, and where
-            they begin and end in the entry.
+        begins: The start of each range in the block, in bytes.
+        ends: The end of each range in the block, in bytes.
+        slots: For each range, the number of its chunk's checksum in the table of all entries.
+        parts: Ranges that are no whole chunks, by their numbers: the size of the chunk, and the
+            start and end of the range in the entry.
     """
 
     begins: Sequence[int]
@@ -113,9 +113,9 @@ class BlockCuts:
 
 
 class SumTable:
-    """The places of the checksums of each entry in the list of all.
+    """The places of each entry's checksums in the list of all checksums.
 
-    It follows from the sizes of the entries alone, so that saves of one structure share it.
+    The table depends on the sizes of the entries alone, so that saves of one structure share it.
 
     Args:
         sizes: Bytes of each entry.
@@ -129,11 +129,11 @@ class SumTable:
         return self._first[-1]
 
     def cuts(self, spans: Iterable[tuple[int, int, int, int]]) -> BlockCuts:
-        """The cuts by which a block is checksummed.
+        """Cut a block into ranges to checksum.
 
         Args:
-            spans: The parts of entries in it: the entry, where they begin and end in that, and
-                where they begin in the block.
+            spans: The ranges of entries in it: number of the entry, start and end in the entry,
+                and start in the block.
         """
         begins, ends, slots = array("q"), array("q"), array("q")
         parts: dict[int, tuple[int, int, int]] = {}
@@ -149,13 +149,13 @@ class SumTable:
 
 
 class ChunkSums:
-    """The checksums of one rank's entries, put together from pieces in any order.
+    """The checksums of one rank's entries, collected block by block in any order.
 
-    A chunk that straddles two blocks arrives as two pieces, perhaps the second first; the sums
-    of the pieces are combined once both are there.
+    A chunk that straddles two blocks arrives as two ranges, perhaps the second first. Their sums
+    are combined once both are there.
 
     Args:
-        table: Where they stand.
+        table: The places of the checksums.
     """
 
     def __init__(self, table: SumTable) -> None:
@@ -163,13 +163,13 @@ class ChunkSums:
         self._partial: dict[int, dict[int, tuple[int, int]]] = {}
 
     def add_block(self, cuts: BlockCuts, values: Sequence[int]) -> None:
-        """Take the sums of a block's pieces, in their order.
+        """Add the checksums of a block's ranges, in their order.
 
         Raises:
-            AssertionError: If they are not as many.
+            AssertionError: If their number is not that of the ranges.
         """
         if len(values) != len(cuts.begins):  # no assert: this must hold under python -O too
-            raise AssertionError("a block has other pieces than were checksummed")
+            raise AssertionError("a block has other ranges than were checksummed")
         for number, (slot, value) in enumerate(zip(cuts.slots, values, strict=True)):
             if number not in cuts.parts:
                 self._sums[slot] = value
@@ -185,10 +185,10 @@ class ChunkSums:
                 del self._partial[slot]
 
     def finished(self) -> list[int]:
-        """All sums, entry by entry.
+        """Return all checksums, entry by entry.
 
         Raises:
-            AssertionError: If a piece never came.
+            AssertionError: If the checksum of a range is missing.
         """
         if _ABSENT in self._sums:  # no assert: this must hold under python -O too
             raise AssertionError("a chunk of the data file was never checksummed")
@@ -196,4 +196,4 @@ class ChunkSums:
 
 
 _ABSENT = -1
-"""Stands where there is no checksum yet."""
+"""Marks a checksum that is not there yet."""

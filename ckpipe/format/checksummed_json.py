@@ -1,12 +1,13 @@
 """JSON objects that carry their own checksum, and are compressed if they are large.
 
-Every bit of an encoded object is covered. The plain form ends with a member that holds the CRC-32C
-of all bytes before it and whose own spelling is fixed. A zlib stream has padding bits that its own
-checksum does not see, so the compressed form ends with the CRC-32C of the stream.
+The checksum covers every bit of an encoded object. The plain form ends with a member that holds the
+CRC-32C of all bytes before it; the member's own spelling is fixed. A zlib stream has padding bits
+that its own checksum does not cover, so the compressed form ends with the CRC-32C of the stream.
 
 Deflate packs up to a thousand to one, and a JSON value of two characters takes 64 bytes once
-parsed. So text and values are counted while they are unpacked, before any is kept, and both are
-bounded by the stored size. A writer whose object packs better stores empty deflate blocks with it.
+parsed. So a reader counts text and values while it unpacks them, before it keeps any, and bounds
+both by the stored size. If an object packs better, its writer pads the stream with empty deflate
+blocks.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from ckpipe.format.checksum import crc32c
 from ckpipe.format.keys import Json, canonical
 
 PLAIN_BYTES = 64 << 10
-"""An object whose JSON is longer than this is compressed."""
+"""Bytes of JSON above which an object is compressed."""
 
 _MARK = b',"crc32c":"'
 _END = b'"}'
@@ -47,16 +48,16 @@ SIGNS_PER_BYTE = 16
 
 ALWAYS_TEXT_BYTES = 8 << 20
 ALWAYS_SIGNS = 1 << 19
-"""As much an object of any stored size may unpack to."""
+"""Bytes of text, and signs, that an object of any stored size may unpack to."""
 
 _SIGNS = b",:[{"
-"""In front of every value but the first stands one of these."""
+"""Signs of which one precedes every value but the first; they count the values."""
 
 _EMPTY_BLOCK = b"\x00\x00\x00\xff\xff"
-"""A deflate block of no bytes, as it stands behind a full flush."""
+"""A deflate block of no bytes, in the form that follows a full flush."""
 
 _SLICE_BYTES = 4 << 10
-"""Stored bytes that are unpacked at once: at most 4 MiB come of them."""
+"""Stored bytes that are unpacked at once, to at most 4 MiB."""
 
 
 def _signs(text: bytes) -> int:
@@ -64,12 +65,12 @@ def _signs(text: bytes) -> int:
 
 
 def encode_json(document: dict[str, Any], max_bytes: int | None = None) -> bytes:
-    """The stored form of a JSON object that is not empty.
+    """Encode a JSON object that is not empty in its stored form.
 
     Args:
         document: The object. A member may be an iterator over the JSON texts of an array's
             elements, which are then never in memory together.
-        max_bytes: The longest JSON that may be made; None for any.
+        max_bytes: Bytes of the longest JSON that may be made; None for any.
 
     Raises:
         OversizedMetadata: If it is longer.
@@ -99,7 +100,7 @@ def encode_json(document: dict[str, Any], max_bytes: int | None = None) -> bytes
 
 
 def _summed(pieces: Iterable[str]) -> Iterator[bytes]:
-    """Yield pieces of a text as bytes, and behind them the member with their checksum."""
+    """Yield the pieces of a text as bytes, then the member with their checksum."""
     crc = 0
     for text in pieces:
         piece = text.encode("ascii")
@@ -125,33 +126,34 @@ def _pieces(document: dict[str, Any]) -> Iterator[str]:
 
 
 def _least_stored(size: int, signs: int) -> int:
-    """The least size of a stream that may hold a text of this size and so many signs."""
+    """Return the least size of a stream that may hold a text of this size with so many signs."""
     for_text = -(-size // TEXT_BYTES_PER_BYTE) if size > ALWAYS_TEXT_BYTES else 0
     for_signs = -(-signs // SIGNS_PER_BYTE) if signs > ALWAYS_SIGNS else 0
     return max(for_text, for_signs)
 
 
 Element = Callable[[Json, str], Any]
-"""What an element of an array becomes, by its value and its text, as soon as it was read."""
+"""A function that converts an element of an array, by its value and its text, once it is read."""
 
 
 def decode_json(
     data: bytes, max_bytes: int, elements: Mapping[str, Element] | None = None
 ) -> dict[str, Any]:
-    """Decode and check a JSON object; its checksum is left out.
+    """Decode and check a JSON object; the result lacks its checksum.
 
     Args:
-        data: What the store gave.
+        data: The stored form.
         max_bytes: The most bytes of JSON to accept, decompressed.
-        elements: For members that are arrays, what their elements become. They do so in their
-            order in the text, one by one, so that all of them are never in memory as JSON.
+        elements: For members that are arrays, functions that convert their elements. They are
+            called in the order of the text, one by one, so that the elements are never in memory
+            as JSON together.
 
     Raises:
         TruncatedObject: If it is empty or ends before its checksum.
-        ChecksumMismatch: If a bit differs from what was encoded.
-        OversizedMetadata: If it is larger than ``max_bytes``, or more than its stored size allows.
+        ChecksumMismatch: If a bit differs from the encoded object.
+        OversizedMetadata: If it is larger than ``max_bytes`` or than its stored size allows.
         DuplicateName: If a JSON object in it has a name twice.
-        InvalidManifest: If it is not a JSON object that was encoded so.
+        InvalidManifest: If it is not an encoded JSON object.
     """
     plain = json_text(data, max_bytes)
     if not plain.endswith(_END) or plain[-_TAIL_BYTES : len(_MARK) - _TAIL_BYTES] != _MARK:
@@ -176,7 +178,7 @@ def decode_json(
 
 
 def _parsed(text: str, elements: Mapping[str, Element]) -> dict[str, Any]:
-    """Read an object member by member; the text is known to end with its checksum."""
+    """Parse an object member by member; the text is known to end with its checksum."""
     found: dict[str, Any] = {}
     at = _after(text, 0, "{")
     while True:
@@ -215,7 +217,7 @@ def _array(text: str, at: int, element: Element) -> tuple[list[Any], int]:
 
 
 def _after(text: str, at: int, sign: str) -> int:
-    """Behind a sign that must come next, and behind the white space that follows it."""
+    """Return the position behind a sign, which must come next, and the white space after it."""
     at = _skipped(text, at)
     if not text.startswith(sign, at):
         raise JSONDecodeError(f"Expecting {sign!r}", text, at)
@@ -229,12 +231,12 @@ def _skipped(text: str, at: int) -> int:
 
 
 def json_text(data: bytes, max_bytes: int) -> bytes:
-    """Decompress the JSON text of an encoded object; its own checksum is not looked at.
+    """Decompress the JSON text of an encoded object, without a check of the text's own checksum.
 
     Raises:
         TruncatedObject: If it is empty, or the stream ends early.
-        ChecksumMismatch: If the compressed bytes differ from what was encoded.
-        OversizedMetadata: If the text is longer than ``max_bytes``, or more than the stored size
+        ChecksumMismatch: If the compressed bytes differ from the encoded ones.
+        OversizedMetadata: If the text is longer than ``max_bytes``, or longer than the stored size
             allows.
         InvalidManifest: If it is neither JSON nor a zlib stream.
     """
@@ -274,8 +276,8 @@ def _check_amount(size: int, signs: int, stored: int, max_bytes: int) -> None:
         raise OversizedMetadata(f"The object has more than {max_bytes} bytes once decompressed")
     if _least_stored(size, signs) > stored:
         raise OversizedMetadata(
-            f"The object has {stored} bytes and unpacks to more text or values than any of its "
-            "size that ckpipe wrote"
+            f"The object has {stored} bytes and unpacks to more text or values than ckpipe writes "
+            "in an object of this size"
         )
 
 

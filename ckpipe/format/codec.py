@@ -1,6 +1,6 @@
-"""Write and read bundles as ``docs/format.md`` says.
+"""Write and read bundles as ``docs/format.md`` defines them.
 
-What several ranks have in common is written once: structures and layouts, which a bundle numbers
+Values that several ranks share are written once: structures and layouts, which a bundle numbers
 anyway, and lists of inline values, writers, metadata and metrics, which are numbered here. Two
 such values are the same if their JSON is the same text; Python's ``==`` would take True for 1.
 """
@@ -46,23 +46,23 @@ from ckpipe.format.manifest import (
 from ckpipe.types import CheckpointId
 
 MAX_STORED_BYTES = 1 << 30
-"""The longest stored form of a bundle that a reader needs to accept, and the longest JSON."""
+"""Bytes of the longest stored form, and of the longest JSON, that a reader needs to accept."""
 
 FORMAT_NAME = "ckpipe"
 _WINDOW = "~window"
 
 MOST_ROWS = 1 << 18
-"""So many chunks of a bundle are kept as columns; the other layouts are kept as text."""
+"""Number of chunks of a bundle that are kept as columns; further layouts are kept as text."""
 
 
 def encode_bundle(bundle: ManifestDocument) -> bytes:
-    """The stored form of a bundle: equal bundles make equal bytes.
+    """Encode a bundle in its stored form; equal bundles give equal bytes.
 
     Args:
         bundle: The bundle.
 
     Raises:
-        OversizedMetadata: If it is more than a reader accepts.
+        OversizedMetadata: If it is larger than a reader accepts.
         UnsupportedState: If the tree is nested too deeply to be written.
         ValueError: If metadata holds a float that is not finite.
     """
@@ -77,7 +77,7 @@ def encode_bundle(bundle: ManifestDocument) -> bytes:
     }
     if bundle.group is not None:
         document["group"] = bundle.group
-    # One by one, so that their texts are never in memory together.
+    # As iterators, so that their texts are never in memory together.
     document["structures"] = (canonical(structure_form(each)) for each in bundle.structures)
     document["layouts"] = _layout_texts(bundle)
     try:
@@ -98,7 +98,7 @@ def encode_bundle(bundle: ManifestDocument) -> bytes:
 
 
 def _layout_texts(bundle: ManifestDocument) -> Iterator[str]:
-    """The JSON of its layouts, in order, each with the number of its structure."""
+    """Yield the JSON of the layouts, in order, each with the number of its structure."""
     structure_of: dict[int, int] = {}
     for part in bundle.parts:
         structure_of.setdefault(part.layout, part.structure)
@@ -116,7 +116,7 @@ def _structure_head(structure: int) -> str:
 
 
 def layout_text(layout: Layout, numbers: Mapping[str, int], labels: tuple[str, ...]) -> str:
-    """The JSON of a layout from behind the number of its structure on.
+    """Return the JSON of a layout behind the number of its structure.
 
     Args:
         layout: The layout.
@@ -146,7 +146,7 @@ def _encode_parts(parts: tuple[RankManifest, ...]) -> dict[str, Json]:
     data: dict[str, Json] = {}
     for name in SHARED:
         table.pop(name, None)
-        if len(parts) == 1:  # it shares with nobody
+        if len(parts) == 1:  # no other part to share with
             data[name] = [getattr(parts[0], name)]
             continue
         numbering = Numbering()
@@ -171,23 +171,23 @@ def decode_bundle(
     """Read and validate a bundle, which may be hostile.
 
     Args:
-        data: What the store gave for ``key``.
+        data: The content of ``key``.
         key: The key, which errors name.
-        id: The checkpoint it must be of.
-        kind: What it must be.
+        id: The expected checkpoint.
+        kind: The expected kind.
         max_bytes: The most bytes of JSON to accept, decompressed.
-        most_rows: So many chunks are kept as columns; the other layouts are kept as text.
+        most_rows: Number of chunks to keep as columns; further layouts are kept as text.
 
     Raises:
         UnsupportedVersion: If it was written in a newer format.
         TruncatedObject: If it is cut off.
         ChecksumMismatch: If a bit of it was changed.
         UnsafePath: If a file's name is not the one that the format gives it.
-        InvalidExtent: If extents overlap or lie outside of what holds them.
+        InvalidExtent: If extents overlap, leave holes or exceed their entry, file or shape.
         DuplicateName: If a name stands twice.
         OversizedMetadata: If it is larger than ``max_bytes``.
         WrongWorldSize: If its ranks are not those of its kind and world size.
-        InvalidManifest: If anything else about it is wrong.
+        InvalidManifest: If it is malformed in another way.
     """
     reading = _Reading(most_rows)
     try:
@@ -205,7 +205,7 @@ def decode_bundle(
             _decode_parts(document),
             _decode_group(document) if kind == "group" else None,
             _decode_per_rank(document, len(structures)) if kind == "index" else (),
-            # As it is: what only tells of the past must not keep a checkpoint from loading.
+            # Not validated: a report of the past must not keep a checkpoint from loading.
             report if isinstance(report, dict) else None,
         )
         check_bundle(bundle)
@@ -216,15 +216,14 @@ def decode_bundle(
 
 
 class _TextLayout(Layout):
-    """A checked layout of a large bundle, kept as it stood there; its columns are read each time.
+    """A checked layout of a large bundle, kept as its JSON text; each access parses its columns.
 
-    Merging needs no more, and the text is a tenth of their size.
+    Merging needs no more than the text, which is a tenth of the columns' size.
 
     Args:
         layout: The layout, checked.
-        text: Its JSON from behind the number of its structure on, which other bundles count
-            otherwise.
-        labels: The labels of the structure, which the names of its entries stand for.
+        text: Its JSON behind the number of its structure, which differs between bundles.
+        labels: The labels of the structure, to which the names of its entries refer.
     """
 
     def __init__(self, layout: Layout, text: str, labels: tuple[str, ...]) -> None:
@@ -245,7 +244,7 @@ class _TextLayout(Layout):
 
 
 def _read_entries(data: Json) -> list[list[Any]]:
-    """The columns of a table of entries, with their sizes; names are still as they were written.
+    """Read the columns of a table of entries, with their sizes; names stay as they were written.
 
     Raises:
         InvalidManifest: If it is no such table.
@@ -264,10 +263,10 @@ def _read_entries(data: Json) -> list[list[Any]]:
 
 
 def _with_names(columns: list[list[Any]], labels: Sequence[str]) -> Entries:
-    """The columns with their names in full.
+    """Return entries of these columns with their full names.
 
     Raises:
-        InvalidManifest: If a name is of a tensor that is not there.
+        InvalidManifest: If a name refers to a tensor that is not there.
     """
     names, *others = columns
     found = []
@@ -285,9 +284,10 @@ def _with_names(columns: list[list[Any]], labels: Sequence[str]) -> Entries:
 
 
 class _Reading:
-    """Structures and layouts while a bundle is read: each is taken in as soon as it has come.
+    """The structures and layouts of a bundle, decoded one by one while the bundle is read.
 
-    What is wrong with them is kept for later, since in a newer format they may be anything.
+    Errors in them are raised later, after the check of the version: in a newer format they may have
+    any form.
     """
 
     def __init__(self, most_rows: int) -> None:
@@ -336,7 +336,7 @@ class _Reading:
         return layout
 
     def layouts(self, found: list[Any]) -> tuple[Layout, ...]:
-        """The layouts, now that all structures are known.
+        """Return the layouts, once all structures are known.
 
         Raises:
             CorruptCheckpoint: If a structure or a layout was malformed.
@@ -392,7 +392,7 @@ def _decode_parts(document: Mapping[str, Json]) -> tuple[RankManifest, ...]:
 def _decode_group(document: Mapping[str, Json]) -> tuple[int, int]:
     found = document.get("group")
     if not isinstance(found, list) or list(map(type, found)) != [int, int]:
-        raise InvalidManifest("The group object does not say which group it is of")
+        raise InvalidManifest("The group object does not name its group")
     return found[0], found[1]
 
 
@@ -406,7 +406,7 @@ def _decode_per_rank(document: Mapping[str, Json], structures: int) -> tuple[Per
             for each in _list(document, "per_rank")
         )
     except ValueError as error:
-        raise InvalidManifest(f"What differs between ranks is malformed: {error}") from None
+        raise InvalidManifest(f"The member per_rank is malformed: {error}") from None
 
 
 def _list(document: Mapping[str, Json], name: str) -> list[Any]:

@@ -1,12 +1,12 @@
-"""Data files: the header, the blocks that a file is cut into, and the size of elements.
+"""Data files: the header, the blocks into which a file is cut, and the size of elements.
 
 A data file is 8 bytes with the length of the header (little-endian), the header (JSON, padded with
 spaces so that the data begins on a page) and the data. It follows the README of the safetensors
 repository (revision 0.5), which also demands that entries leave no holes and that nothing follows
 the last one.
 
-A process that brings checkpoints to a store sees files and blocks, and never a tensor; importing
-torch for the sizes of its dtypes would cost more memory than all the rest of it.
+This module does not import torch: the worker process handles files and blocks, never a tensor. The
+import would cost it more memory than all the rest, only for the sizes of dtypes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _DTYPES: dict[str, tuple[str | None, int]] = {
 }  # fmt: skip
 """By torch name: the safetensors name, if the format has one, and the bytes of one element.
 
-The names are those of the README above, which is what the oldest readers in use understand.
+The names are those of the README above, which the oldest readers in use understand.
 """
 
 STORED_ITEM_BYTES = {stored: nbytes for stored, nbytes in _DTYPES.values() if stored}
@@ -38,17 +38,18 @@ STORED_ITEM_BYTES = {stored: nbytes for stored, nbytes in _DTYPES.values() if st
 
 
 def stored_dtype(dtype: str) -> str | None:
-    """The safetensors name of a torch dtype, by its name without ``torch.``; None without one.
+    """Return the safetensors name of a torch dtype, by its name without ``torch.``; None if none.
 
-    The elements of a dtype that has none are stored as bytes (``U8``).
+    Elements of a dtype without such a name are stored as bytes (``U8``).
     """
     return _DTYPES.get(dtype, (None, 0))[0]
 
 
 def item_bytes(dtype: str) -> int | None:
-    """Bytes of one element of a torch dtype, by its name without ``torch.``; None if there is none.
+    """Return the bytes of one element of a torch dtype, by its name without ``torch.``.
 
-    Asks torch about a name that is in no table here: each of its versions has more.
+    None if there is no such dtype. Names outside the table are looked up in torch, since each of
+    its versions has more.
     """
     if dtype in _DTYPES:
         return _DTYPES[dtype][1]
@@ -59,10 +60,10 @@ def item_bytes(dtype: str) -> int | None:
 
 
 ALIGNMENT = 4096
-"""The data of a file begins at a multiple of this many bytes."""
+"""Alignment of the start of a file's data, in bytes."""
 
 MAX_HEADER_BYTES = 64 << 20
-"""The longest header that is written or read, with its length and padding."""
+"""Bytes of the longest header that is written or read, with its length field and padding."""
 
 LENGTH_BYTES = 8
 _METADATA = '{"__metadata__":{"format":"pt","ckpipe":"1"}'
@@ -75,13 +76,13 @@ _quoted: Callable[[str], str] = encode_basestring_ascii
 def encode_header(
     entries: Sequence[tuple[str, str, tuple[int, ...], int, int]],
 ) -> bytes:
-    """The first bytes of a data file, up to where its data begins.
+    """Encode the header of a data file: all bytes before its data.
 
     Args:
         entries: Name, dtype, shape, offset and size of each entry, in bytes, without holes.
 
     Returns:
-        A multiple of ``ALIGNMENT`` bytes that depends on nothing but the entries.
+        A multiple of ``ALIGNMENT`` bytes that depends only on the entries.
 
     Raises:
         OversizedMetadata: If it would be longer than ``MAX_HEADER_BYTES``.
@@ -104,15 +105,15 @@ def encode_header(
 
 
 def entry_size_bound(name: str, shape: Sequence[int]) -> int:
-    """The most bytes that one entry adds to a header, whatever its dtype and offset."""
+    """Return the most bytes that one entry adds to a header, whatever its dtype and offset."""
     dims = sum(len(str(n)) + 1 for n in shape)
     return len(_quoted(name)) + dims + len(str(_MAX_BYTES)) * 2 + 60
 
 
 def header_size_bound(entries: Iterable[tuple[str, Sequence[int]]]) -> int:
-    """The most bytes that a header of entries with these names and shapes has, padding included.
+    """Return the most bytes of a header of entries with these names and shapes, with padding.
 
-    A planner opens another data file before this would pass ``MAX_HEADER_BYTES``.
+    A planner opens another data file before this would exceed ``MAX_HEADER_BYTES``.
     """
     return _FIXED_BYTES + sum(entry_size_bound(name, shape) for name, shape in entries)
 
@@ -123,8 +124,8 @@ class DataFile:
 
     Args:
         name: Its name below the checkpoint's prefix.
-        header: The bytes that come before its data.
-        entries: The first and behind the last of its entries.
+        header: The bytes before its data.
+        entries: The numbers of its entries.
         size: Its size in bytes.
     """
 
@@ -136,13 +137,13 @@ class DataFile:
 
 @dataclass(frozen=True, slots=True)
 class EntryRange:
-    """A part of an entry that lies in a block.
+    """A range of an entry's bytes in a block.
 
     Args:
         entry: The number of the entry.
-        lo: Its first byte, from the entry's start.
-        hi: Behind its last byte.
-        at: Where it is in the block, in bytes.
+        lo: Its start in the entry, in bytes.
+        hi: Its end in the entry, in bytes; exclusive.
+        at: Its start in the block, in bytes.
     """
 
     entry: int
@@ -153,13 +154,13 @@ class EntryRange:
 
 @dataclass(frozen=True, slots=True)
 class BlockRange:
-    """The place of one block.
+    """The place of one block in its file.
 
     Args:
         file: The number of the file.
-        offset: Where the block begins in the file, in bytes.
-        nbytes: Its size; the last of a file may be smaller than the others.
-        spans: The parts of entries in it, to be checksummed.
+        offset: The start of the block in the file, in bytes.
+        nbytes: Its size; the last block of a file may be smaller than the others.
+        spans: The ranges of entries in it, to be checksummed.
     """
 
     file: int
@@ -170,14 +171,14 @@ class BlockRange:
 
 @dataclass(frozen=True)
 class DataFiles:
-    """All that one rank stores in a save; the same for every save of one structure.
+    """All data files that one rank stores in a save; the same for every save of one structure.
 
-    What follows from it alone is worked out once, and kept for as long as this object lives.
+    Derived values are computed once, and kept for as long as this object lives.
 
     Args:
         files: The data files.
-        layout: Where tensors lie in them.
-        blocks: What they are cut into.
+        layout: The places of tensors in them.
+        blocks: Their blocks.
     """
 
     files: tuple[DataFile, ...]
@@ -191,7 +192,7 @@ class DataFiles:
 
     @cached_property
     def header_sums(self) -> list[int]:
-        """CRC-32C of each file's header."""
+        """The CRC-32C of each file's header."""
         return [crc32c(file.header) for file in self.files]
 
     @cached_property
@@ -204,7 +205,7 @@ class DataFiles:
         return {}
 
     def cuts(self, block: BlockRange) -> BlockCuts:
-        """Describe how one of its blocks is checksummed; for any thread."""
+        """Return the ranges of one block to checksum; may be called from any thread."""
         known = self._cuts.get((block.file, block.offset))
         if known is None:
             spans = ((span.entry, span.lo, span.hi, span.at) for span in block.spans)
@@ -213,7 +214,7 @@ class DataFiles:
 
 
 def file_rows(files: Sequence[DataFile], header_sums: list[int]) -> tuple[FileRow, ...]:
-    """Data files as their manifest has them."""
+    """Return the rows of data files for their manifest."""
     return tuple(
         FileRow(file.name, file.size, len(file.header), value)
         for file, value in zip(files, header_sums, strict=True)

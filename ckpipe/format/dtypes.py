@@ -11,7 +11,7 @@ DTYPES: dict[str, torch.dtype] = {
     for value in vars(torch).values()
     if isinstance(value, torch.dtype) and value not in _QUANTIZED
 }
-"""Every dtype a tensor may have, by the name torch prints without ``torch.``."""
+"""All dtypes that a tensor may have, by torch's name without ``torch.``."""
 
 NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
-"""The name of every dtype a tensor may have."""
+"""The names of these dtypes."""

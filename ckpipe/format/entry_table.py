@@ -1,4 +1,4 @@
-"""The entries of data files as columns, by numbers of one table's own."""
+"""The entries of data files as columns, under the numbers of one table."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from ckpipe.format.manifest import Entries, Entry, FileRow, ManifestDocument
 class EntryTable:
     """Entries of data files and their checksums, of one part or of several.
 
-    The entries of a part get their numbers when the first is asked for: a load of one rank touches
-    few of the parts, so nothing is done for the rest.
+    The entries of a part get their numbers at the first access to one of them: a load of one rank
+    touches few of the parts, so the others cost nothing.
 
     Args:
         bundle: The bundle that has the parts.
@@ -21,9 +21,9 @@ class EntryTable:
     Attributes:
         files: The data files.
         ranks: For each file, the rank that wrote it.
-        sizes: For each entry, how many bytes it has.
+        sizes: For each entry, its size in bytes.
         entry_files: For each entry, the number of its file.
-        begins: For each entry, where it begins in its file, in bytes.
+        begins: For each entry, its start in the file, in bytes.
         checksums: CRC-32C of every mebibyte of every entry.
         first_sums: For each entry, the number of its first checksum; a last one for the end.
     """
@@ -42,16 +42,16 @@ class EntryTable:
         self._rows: list[Entries] = []
 
     def number(self, part: int, entry: int) -> int:
-        """The number in the table of an entry of a part, which exists."""
+        """Return the table's number of an entry of a part; the entry must exist."""
         return self.join(part) + entry
 
     def entry(self, number: int) -> Entry:
-        """The row of an entry as its part lists it, by its number in the table."""
+        """Return the row of an entry as its part lists it, by the table's number."""
         part = bisect_right(self._firsts, number) - 1
         return self._rows[part][number - self._firsts[part]]
 
     def join(self, part: int) -> int:
-        """Take in the entries of a part, once; returns the number of the first."""
+        """Add the entries of a part, once; return the number of the first."""
         base = self._bases.get(part)
         if base is not None:
             return base

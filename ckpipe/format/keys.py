@@ -1,8 +1,8 @@
 """Keys and JSON values of a state: their exact form in a manifest, and labels for people.
 
 A label names a tensor for people and for other readers of the data file. It is the path of keys
-joined by dots and need not tell ``{1: …}`` from ``{"1": …}``; the manifest does that. JSON values
-are told apart by their canonical text: Python's ``==`` would take True for 1, and 0.0 for -0.0.
+joined by dots. It need not distinguish ``{1: …}`` from ``{"1": …}``; the manifest does. JSON values
+are compared by their canonical text: Python's ``==`` would take True for 1, and 0.0 for -0.0.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from typing import Any
 from ckpipe.errors import InvalidManifest, UnsupportedState, UsageError
 
 Json = Any
-"""What the json module reads and writes."""
+"""A value that the json module reads and writes."""
 
 _SPECIAL = re.compile(r"[~@\ud800-\udfff]")
 MAX_SAFE_INT = 2**53
-"""Integers beyond this are written as text, since many JSON readers hold them as doubles."""
+"""The bound beyond which integers are written as text, since many JSON readers use doubles."""
 
 MAX_DIGITS = 4300
-"""Integers with more are not written: Python reads none that are longer, unless it is told to."""
+"""Most digits of an integer that is written; Python's default limit for reading integers."""
 
 BEYOND_DIGITS: int = 10**MAX_DIGITS
-"""The first integer that has more."""
+"""The smallest integer with more digits."""
 
 
 def encode_key(key: object, label: str = "") -> Json:
-    """The JSON form of a dict key: strings, bools, None and small ints as they are.
+    """Return the JSON form of a dict key: strings, bools, None and small ints as they are.
 
     Raises:
         UnsupportedState: If the key is not a str, int, bool, float, None or a tuple of them.
@@ -61,7 +61,7 @@ def encode_key(key: object, label: str = "") -> Json:
 
 
 def decode_key(data: Json) -> Any:
-    """The key that :func:`encode_key` encoded.
+    """Decode a key of :func:`encode_key`.
 
     Raises:
         InvalidManifest: If it is not such a form.
@@ -80,12 +80,12 @@ def decode_key(data: Json) -> Any:
 
 
 def encode_float(value: float) -> float | str:
-    """A finite float as it is, any other as ``"nan"``, ``"inf"`` or ``"-inf"``."""
+    """Return a finite float as it is, any other as ``"nan"``, ``"inf"`` or ``"-inf"``."""
     return value if math.isfinite(value) else repr(value)
 
 
 def decode_float(data: Json) -> float:
-    """The float that :func:`encode_float` encoded."""
+    """Decode a float of :func:`encode_float`."""
     if type(data) in (float, int) or data in ("nan", "inf", "-inf"):
         with contextlib.suppress(OverflowError):  # a whole number may be too large for a float
             return float(data)
@@ -93,16 +93,16 @@ def decode_float(data: Json) -> float:
 
 
 def decode_int(text: str) -> int:
-    """An integer written as decimal text; long ones are allowed up to ``MAX_DIGITS`` digits."""
+    """Decode an integer written as decimal text, of at most ``MAX_DIGITS`` digits."""
     if not re.fullmatch(rf"-?[0-9]{{1,{MAX_DIGITS}}}", text):
         raise InvalidManifest(f"This is not an integer: {text!r:.100}")
     return int(text)
 
 
 def label_part(key: object) -> str:
-    """One key as it stands in a label: ``~`` becomes ``~0``, ``@`` becomes ``~1``.
+    """Escape one key for a label: ``~`` becomes ``~0``, ``@`` becomes ``~1``.
 
-    ``@`` is kept free for the bounds of shards. A lone surrogate, which is not valid in UTF-8,
+    ``@`` is reserved for the bounds of shards. A lone surrogate, which is not valid in UTF-8,
     becomes ``~u`` and its four hex digits.
     """
     return _escaped(key if isinstance(key, str) else repr(key))
@@ -119,18 +119,18 @@ def _escape(match: re.Match[str]) -> str:
 
 
 def join(prefix: str, key: object) -> str:
-    """The label of what lies under ``key`` in the container labelled ``prefix``."""
+    """Return the label of the item under ``key`` in the container labelled ``prefix``."""
     return f"{prefix}.{label_part(key)}" if prefix else label_part(key)
 
 
 def joined(prefix: str, keys: Iterable[object]) -> list[str]:
-    """The label of what lies under each of some keys in one container."""
+    """Return the labels of the items under some keys in one container."""
     parts = [_escaped(key) if type(key) is str else label_part(key) for key in keys]
     return [f"{prefix}.{part}" for part in parts] if prefix else parts
 
 
 def unique_label(label: str, taken: set[str]) -> str:
-    """A label that is not taken yet and may stand in a safetensors header; it is taken then.
+    """Return a label that is not taken and is allowed in a safetensors header, and take it.
 
     ``{1: a, "1": b}`` and ``{"a.b": x, "a": {"b": y}}`` make the same label twice: the second
     gets ``~2``, which no key can spell since keys have their tildes escaped.
@@ -147,7 +147,7 @@ def unique_label(label: str, taken: set[str]) -> str:
 
 
 class LabelFilter:
-    """Selects labels by globs: a pattern matches a label, or everything below one.
+    """A filter of labels by globs: a pattern matches a label, and all labels below it.
 
     Args:
         include: Patterns of which one must match; None for all.
@@ -169,7 +169,7 @@ class LabelFilter:
 def label_filter(
     include: Sequence[str] | None = None, exclude: Sequence[str] | None = None
 ) -> LabelFilter:
-    """The filter that ``include`` and ``exclude`` of a call ask for.
+    """Make the filter for ``include`` and ``exclude`` of a call.
 
     Raises:
         UsageError: If one of them is no list of texts. A string would be a glob for each letter.
@@ -199,21 +199,21 @@ def _matches(label: str, pattern: str) -> bool:
 
 
 def canonical(data: Json) -> str:
-    """A text that is the same for two JSON values only if they are the same in type and order."""
+    """Return a text that is equal for two JSON values only if they are equal in type and order."""
     return json.dumps(data, separators=(",", ":"), allow_nan=False, check_circular=False)
 
 
 class Numbering:
-    """Gives numbers to things by a key; the same thing again has the same number."""
+    """Consecutive numbers for objects: objects with an equal key have the same number."""
 
     def __init__(self) -> None:
         self.items: list[Any] = []
         self._by_key: dict[object, int] = {}
-        # The thing is kept with its number, since its id would be used again otherwise.
+        # The object is kept with its number, since its id could be reused otherwise.
         self._by_id: dict[int, tuple[Any, int]] = {}
 
     def number(self, item: Any, key: Callable[[Any], object] = canonical) -> int:
-        """The number of a thing: that of the first with an equal key, by default its JSON."""
+        """Return the number of an object; the key is by default its JSON."""
         known = self._by_id.get(id(item))
         if known is None:
             number = self._by_key.setdefault(key(item), len(self.items))

@@ -1,12 +1,12 @@
 """Manifests, group objects and indexes as data, and the tables in which they are written.
 
 All three are a *bundle*: tables that its parts share, and one part for each rank. A manifest has
-one part, a group object those of its group, an index all. ``docs/format.md`` is the authority on
-how a bundle is written and explains every column; :mod:`ckpipe.format.codec` writes, reads and
+one part, a group object the parts of its group, an index all parts. ``docs/format.md`` defines the
+written form of a bundle and explains every column; :mod:`ckpipe.format.codec` writes, reads and
 validates it.
 
 A table is a JSON object with one array for each column. A column in which every row has the
-default is left out, so that what is rare costs nothing. All checks of types happen here, over
+default is left out, so that rare features cost nothing. All checks of types happen here, over
 whole columns, before a row is made.
 """
 
@@ -42,7 +42,7 @@ class TensorRow:
         shape: Its global shape.
         device: The device it was on, without an index: ``cpu``, ``cuda``.
         kind: ``tensor``, ``parameter``, ``buffer``, ``subclass`` or ``numpy``.
-        detail: What the kind needs besides: class, numpy dtype, whether a buffer persists.
+        detail: Further data of the kind: class, numpy dtype, whether a buffer persists.
         requires_grad: Whether it collects gradients.
         lazy: Its lazy bits: any of ``c`` (conjugate) and ``n`` (negative).
         attributes: The node of the attributes set on it.
@@ -66,7 +66,7 @@ class Structure:
     Args:
         tree: The root node; see :mod:`ckpipe.state.flatten`.
         tensors: The tensor table that the tree's numbers point into.
-        values: How many inline values the tree points to.
+        values: The number of inline values that the tree points to.
     """
 
     tree: list[Any]
@@ -81,9 +81,9 @@ class Entry(NamedTuple):
         name: Its name in the safetensors header.
         dtype: Its safetensors dtype.
         shape: Its shape.
-        file: Which of the part's files it is in.
-        offset: Where it begins, in bytes from the start of the file's data.
-        nbytes: Its size, which dtype and shape give.
+        file: The number of its file in the part.
+        offset: Its start in the file's data, in bytes.
+        nbytes: Its size in bytes, which follows from dtype and shape.
     """
 
     name: str
@@ -99,13 +99,13 @@ class Chunk(NamedTuple):
 
     Args:
         tensor: The number of the tensor.
-        entry: The number of the entry, in the owner's entries. None where another rank wrote it
-            and this one cannot know the number: the owner's own chunk of the same label and the
-            same box tells it, with offset and strides.
-        offset: Where it begins in the entry, in bytes.
+        entry: The number of the entry, in the owner's entries. None if another rank wrote it and
+            this one cannot know the number: the owner's own chunk with the same label and box has
+            it, with offset and strides.
+        offset: Its start in the entry, in bytes.
         stride: None if the entry holds the box row by row (``offset`` may then cut out a part);
             else strides in elements of a window of memory that several tensors share.
-        original_stride: Strides in elements that a fresh tensor gets; None for contiguous.
+        original_stride: Strides in elements for a fresh tensor; None for contiguous.
         box: Lower and upper bounds in the global shape; None for all of it.
         owner: The rank whose data file holds it; None for the part's own rank.
     """
@@ -123,7 +123,7 @@ Row = TypeVar("Row")
 
 
 class Columns(Sequence[Row]):
-    """Rows of one kind as columns, which are attributes; a row is made when it is asked for."""
+    """Rows of one kind as columns, which are attributes; rows are made on access."""
 
     __slots__ = ()
     _names: tuple[str, ...]
@@ -196,18 +196,19 @@ class Chunks(Columns[Chunk]):
 
 
 Place = tuple[tuple[Any, ...], slice]
-"""How a tensor lies in its entry, and which of its part's checksums are those of the entry."""
+"""The dtype, shape, offset and strides of a tensor in its entry, and the slice of its part's
+checksums that are the entry's."""
 
 
 class Layout:
-    """The places of the bytes of a rank's tensors: what it wrote, and what it holds.
+    """The places of the bytes of a rank's tensors: the entries it wrote, the chunks it holds.
 
     Args:
-        entries: What the rank wrote, in the order of files and offsets.
-        chunks: The chunks that the rank holds, from whatever writer.
+        entries: The entries that the rank wrote, in the order of files and offsets.
+        chunks: The chunks that the rank holds, whichever rank wrote them.
 
     Attributes:
-        checked: The tensors with which the layout was checked last, and what was found.
+        checked: The tensors of the layout's last check, and the result.
     """
 
     def __init__(self, entries: Iterable[Entry], chunks: Iterable[Chunk]) -> None:
@@ -254,11 +255,11 @@ class Foreign(NamedTuple):
     """The chunks of a layout that other ranks wrote, column by column.
 
     Args:
-        owner: Who wrote it.
-        entry: The entry there; -1 if this rank cannot know it.
-        end: Behind the last byte of the entry that it touches.
+        owner: The rank that wrote it.
+        entry: The number of the owner's entry; -1 if this rank cannot know it.
+        end: Its end in the entry, in bytes; exclusive.
         tensor: The number of the tensor.
-        identity: What tells it from other chunks: a hash of label, dtype, shape and box.
+        identity: A hash of label, dtype, shape and box, which identifies it.
     """
 
     owner: array[int]
@@ -270,14 +271,14 @@ class Foreign(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LayoutFacts:
-    """The facts of a layout that checking a bundle needs.
+    """The facts of a layout that the check of a bundle needs.
 
     Args:
         sizes: Bytes of each entry.
         data_bytes: Bytes of each data file behind its header.
-        checksums: How many checksums the entries have.
+        checksums: The number of checksums of the entries.
         foreign: The chunks that other ranks wrote.
-        own: The identities of those that this one wrote; None if it wrote all.
+        own: The identities of the chunks that this rank wrote; None if it wrote all.
     """
 
     sizes: array[int]
@@ -294,7 +295,7 @@ class FileRow:
     Args:
         name: Its name below the checkpoint's prefix, ``rank-00000.safetensors``.
         size: Its size in bytes.
-        header_bytes: Where its data begins.
+        header_bytes: The size of its header: the offset of its data.
         header_crc32c: The CRC-32C of its first ``header_bytes`` bytes.
     """
 
@@ -315,11 +316,11 @@ class RankManifest:
         values: Its inline values, encoded.
         files: Its data files.
         checksums: CRC-32C of every mebibyte of every entry, counted from the entry's start.
-        token: A random text by which the writer knows its own manifest again.
-        started: When its save began, ISO 8601 in UTC.
+        token: A random text by which the writer recognizes its own manifest.
+        started: The start time of its save, ISO 8601 in UTC.
         writer: Versions of ckpipe, torch and Python, and the class of the planner.
-        metadata: What the user gave to ``save``.
-        metrics: What the user gave to ``save``; non-finite floats encoded.
+        metadata: The metadata that the user passed to ``save``.
+        metrics: The metrics that the user passed to ``save``; non-finite floats encoded.
         resumed_from: Id of the checkpoint that the run had loaded.
         final: Whether it was saved with ``final=True``.
     """
@@ -357,15 +358,15 @@ class ManifestDocument:
     """A manifest, group object or index.
 
     Args:
-        kind: Which of them.
+        kind: Its kind.
         id: The checkpoint.
-        world_size: How many ranks the checkpoint has.
+        world_size: The number of ranks of the checkpoint.
         structures: The distinct structures of its parts.
         layouts: The distinct layouts of its parts.
         parts: One for each rank, in the order of ranks.
         group: Level and number of a group object; None for others.
-        per_rank: In an index, for each structure what is not common to its ranks.
-        report: In what a single rank wrote, how its save spent its time, if that is kept: as
+        per_rank: In an index, the differences between the ranks of each structure.
+        report: In the manifest or index of a single rank, the report of its save, if it is kept: as
             :meth:`ckpipe.types.SaveReport.to_data` makes it, and not validated.
     """
 
@@ -381,11 +382,11 @@ class ManifestDocument:
 
     @property
     def whole(self) -> bool:
-        """True if it has the parts of all ranks."""
+        """Whether it has the parts of all ranks."""
         return len(self.parts) == self.world_size
 
     def number_of(self, rank: int) -> int | None:
-        """The number of a rank's part; None if it is not here."""
+        """Return the number of a rank's part; None if it is not here."""
         if self.whole:
             return rank if 0 <= rank < self.world_size else None
         number = bisect_left(self.parts, rank, key=lambda part: part.rank)
@@ -396,7 +397,7 @@ MAX_NUMBER = 1 << 62
 MAX_DIMENSIONS = 256
 
 Reader = Callable[[list[Any]], list[Any]]
-"""Checks a column that was read and converts its cells; raises ValueError if it is malformed."""
+"""A function that checks a read column and converts its cells; ValueError if it is malformed."""
 
 REQUIRED: Any = object()
 
@@ -407,8 +408,8 @@ class Column:
 
     Args:
         name: Its name, in JSON and as an attribute of a row.
-        read: What checks and converts it.
-        default: What its cells are if it is left out; ``REQUIRED`` if it may not be.
+        read: Checks and converts it.
+        default: The value of its cells if it is left out; ``REQUIRED`` if it must be there.
     """
 
     name: str
@@ -421,7 +422,7 @@ class Table(Generic[Row]):
     """The columns in which rows of one kind are written.
 
     Args:
-        name: What to call the table in an error.
+        name: The table's name in errors.
         columns: The columns, the first of them required.
         row: Makes a row of its cells, in the order of the columns.
     """
@@ -431,7 +432,7 @@ class Table(Generic[Row]):
     row: Callable[..., Row]
 
     def encode(self, rows: Sequence[Any]) -> dict[str, Json]:
-        """The JSON form of rows."""
+        """Return the JSON form of rows."""
         data = {}
         for column in self.columns:
             cells = _cells(rows, column.name)
@@ -440,7 +441,7 @@ class Table(Generic[Row]):
         return data
 
     def columns_of(self, data: Json) -> list[list[Any]]:
-        """The checked and converted columns of a table that was read, all of one length.
+        """Return the checked and converted columns of a read table, all of one length.
 
         Raises:
             InvalidManifest: If it is no such table.
@@ -451,7 +452,7 @@ class Table(Generic[Row]):
         return [self._column(column, data, len(first)) for column in self.columns]
 
     def decode(self, data: Json) -> tuple[Row, ...]:
-        """The rows of a table that was read.
+        """Return the rows of a read table.
 
         Raises:
             InvalidManifest: If it is no such table.
@@ -470,7 +471,7 @@ class Table(Generic[Row]):
             return column.read(cells)
         except ValueError as error:
             raise InvalidManifest(
-                f"The column {column.name} of the {self.name} holds what it may not: {error}"
+                f"The column {column.name} of the {self.name} is malformed: {error}"
             ) from None
 
 
@@ -480,22 +481,22 @@ def _cells(rows: Sequence[Any], name: str) -> list[Any]:
 
 
 def texts(cells: list[Any]) -> list[Any]:
-    """Cells that are texts."""
+    """Read cells that are texts."""
     return _all(cells, str)
 
 
 def flags(cells: list[Any]) -> list[Any]:
-    """Cells that are true or false."""
+    """Read cells that are true or false."""
     return _all(cells, bool)
 
 
 def nodes(cells: list[Any]) -> list[Any]:
-    """Cells that are arrays of anything."""
+    """Read cells that are arrays of any values."""
     return _all(cells, list)
 
 
 def numbers(cells: list[Any]) -> list[Any]:
-    """Cells that are integers from 0 to ``MAX_NUMBER``."""
+    """Read cells that are integers from 0 to ``MAX_NUMBER``."""
     _all(cells, int)
     if cells and not (min(cells) >= 0 and max(cells) <= MAX_NUMBER):
         raise ValueError("a number is out of range")
@@ -503,16 +504,16 @@ def numbers(cells: list[Any]) -> list[Any]:
 
 
 def number_lists(cells: list[Any]) -> list[Any]:
-    """Cells that are lists of integers from 0 to ``MAX_NUMBER``; read as tuples."""
+    """Read cells that are lists of integers from 0 to ``MAX_NUMBER`` as tuples."""
     numbers(list(chain.from_iterable(_all(cells, list))))
     tuples = list(map(tuple, cells))
-    # Most shapes of a state are equal; keeping one tuple of each spares memory.
+    # Most shapes of a state are equal; keeping one tuple of each saves memory.
     one_of_each: dict[tuple[int, ...], tuple[int, ...]] = {}
     return list(map(one_of_each.setdefault, tuples, tuples))
 
 
 def sizes(cells: list[Any]) -> list[Any]:
-    """Cells that are shapes or strides; read as tuples."""
+    """Read cells that are shapes or strides as tuples."""
     shapes = number_lists(cells)
     if max(map(len, shapes), default=0) > MAX_DIMENSIONS:
         raise ValueError(f"there are more than {MAX_DIMENSIONS} dimensions")
@@ -520,7 +521,7 @@ def sizes(cells: list[Any]) -> list[Any]:
 
 
 def boxes(cells: list[Any]) -> list[Any]:
-    """Cells that are pairs of a lower and an upper corner; read as tuples of tuples."""
+    """Read cells that are pairs of a lower and an upper corner as tuples of tuples."""
     if not set(map(len, _all(cells, list))) <= {2}:
         raise ValueError("a box has not two corners")
     corners = iter(sizes(list(chain.from_iterable(cells))))
@@ -528,7 +529,7 @@ def boxes(cells: list[Any]) -> list[Any]:
 
 
 def optional(read: Reader) -> Reader:
-    """Cells that are null or what another reader reads."""
+    """Return a reader of cells that are null or cells of another reader."""
 
     def read_optional(cells: list[Any]) -> list[Any]:
         present = [cell for cell in cells if cell is not None]
@@ -621,11 +622,11 @@ PARTS = Table(
 )
 
 SHARED = ("values", "writer", "metadata", "metrics")
-"""The members of a part that are written once for all parts that have the same."""
+"""The members of a part that are written once for all parts with equal values."""
 
 
 def structure_form(structure: Structure) -> dict[str, Json]:
-    """The JSON form of a structure."""
+    """Return the JSON form of a structure."""
     return {
         "tree": structure.tree,
         "values": structure.values,

@@ -1,8 +1,8 @@
-"""Merging manifests into group objects, and those into the index.
+"""Merge manifests into group objects, and group objects into the index.
 
-The result depends on the manifests alone: not on the order in which they came, and not on how
-they were grouped on the way. So all that merge the same manifests write the same object, and it
-does not matter which is first.
+The result depends on the manifests alone: neither on their order, nor on the groups in between. So
+all ranks that merge the same manifests write the same object, and it does not matter which is
+first.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from ckpipe.format.manifest import (
 def merge(
     bundles: Iterable[ManifestDocument], kind: BundleKind, group: tuple[int, int] | None = None
 ) -> ManifestDocument:
-    """The group object or index of manifests, or of group objects, of one checkpoint.
+    """Merge manifests, or group objects, of one checkpoint into a group object or the index.
 
     Args:
         bundles: At least one, in any order; together they hold each rank once.
-        kind: What to make; ``index`` of one manifest is what a world of one rank writes.
+        kind: The kind of the result; a world of one rank writes the ``index`` of one manifest.
         group: Level and number of a group object.
 
     Raises:
-        WrongWorldSize: If they do not agree on the world size, or are not the ranks that the
-            result must have.
+        WrongWorldSize: If they do not agree on the world size, or their ranks are not those of the
+            result.
         InvalidManifest: If they are not of one checkpoint.
     """
     merged = _joined(list(bundles), kind, group)
@@ -49,7 +49,9 @@ def merge(
 
 
 def gathered(bundles: Iterable[ManifestDocument]) -> ManifestDocument:
-    """The parts of some ranks of one checkpoint, each once, as a bundle that has no place in it.
+    """Collect the parts of some ranks of one checkpoint in a bundle outside the merge tree.
+
+    The bundle has each rank once.
 
     Args:
         bundles: At least one; a rank may be in several.
@@ -80,7 +82,7 @@ def _joined(
         if id(own) not in keys:
             keys[id(own)] = _layout_key(own)
         structure = structures.number(own, lambda each: canonical(structure_form(each)))
-        # The same names, places and boxes again are the same layout.
+        # Layouts with the same names, offsets and boxes are the same layout.
         layout = layouts.number(source.layouts[part.layout], keys[id(own)])
         shared = values.items[values.number(part.values)]
         parts.append(replace(part, structure=structure, layout=layout, values=shared))
@@ -91,7 +93,7 @@ def _joined(
 
 
 def _layout_key(structure: Structure) -> Callable[[Layout], bytes]:
-    """Return a function that tells layouts of tensors apart, also those of other structures."""
+    """Return a function that maps a layout to a key; layouts of other structures get other keys."""
     labels = tuple(row.label for row in structure.tensors)
     numbers = {label: number for number, label in enumerate(labels)}
     digest = _digest(*labels)
@@ -99,7 +101,7 @@ def _layout_key(structure: Structure) -> Callable[[Layout], bytes]:
 
 
 def _digest(*texts: str) -> bytes:
-    """Hash texts to tell them apart safely in few bytes."""
+    """Hash texts; distinct texts get distinct hashes for all practical purposes."""
     state = blake2b(digest_size=16)
     for text in texts:
         state.update(len(text).to_bytes(8, "big"))
@@ -148,11 +150,11 @@ def _differing_tensors(
 
 
 def differ_privately(bundle: ManifestDocument, holders: Sequence[tuple[int, int]]) -> bool:
-    """Tell whether parts hold a tensor of one label each for itself, and not alike.
+    """Tell whether parts hold different private tensors under one label.
 
     Args:
         bundle: An index.
-        holders: Parts, of structures of their own, with the number of the tensor in each.
+        holders: Numbers of parts with different structures, each with the number of the tensor.
     """
     if len(holders) < 2:
         return False

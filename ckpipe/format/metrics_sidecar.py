@@ -1,17 +1,17 @@
-"""Metrics sidecars: the few facts of a checkpoint that retention and lists ask for, in names.
+"""Metrics sidecars (*digests*): facts of a checkpoint for retention and lists, in object names.
 
-Theory. One list of a root tells which checkpoints there are, and nothing of what they measured: for
-that every index had to be read. A digest says it in the *name* of a small object, so that one more
-list tells it of all. It is advice. A checkpoint may have none, and code that acts on one reads the
-index of what it acts on first (:mod:`ckpipe.catalog.metadata_cache`).
+Theory. One list of a root names its checkpoints but not their sizes and metrics; those would need
+every index. A digest holds them in the *name* of a small object, so that one more list returns them
+for all checkpoints. It is advisory. A checkpoint may have no digest, and code that acts on a digest
+first reads the index (:mod:`ckpipe.catalog.metadata_cache`).
 
 The text of a digest is JSON without white space, ``[1,bytes,ranks,final,{metric:value,…}]``, and is
 the same for every writer. If ranks have written the same bytes several times, their number follows
-as a sixth element. It is cut into at most eight pieces that fit names of 255 bytes, the shortest
-limit of common file systems. Each piece carries the CRC-32C of the checkpoint's id, its place and
-itself, so that a name that was cut off, changed or given to another checkpoint counts as none.
+as a sixth element. The text is cut into at most eight pieces that fit names of 255 bytes, the
+shortest limit of common file systems. Each piece carries the CRC-32C of the checkpoint's id, its
+place and itself. So a name that was cut off, changed or given to another checkpoint does not count.
 
-Bytes that several ranks have written alike: how much of a checkpoint is copies of the rest.
+This module also counts the bytes that several ranks have written alike (:func:`copied_bytes`).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from ckpipe.format.names import DIGESTS, LONGEST_NAME
 from ckpipe.types import CheckpointId
 
 MOST_PIECES = 8
-"""A digest that needs more objects is not written, and the index is read instead."""
+"""Most pieces of a digest; a longer digest is not written, and the index is read instead."""
 
 _VERSION = 1
 _LARGEST = 1 << 62
@@ -48,11 +48,11 @@ class MetricsSidecar:
 
     Args:
         bytes: Size of its data files.
-        world_size: How many ranks wrote it.
-        final: Whether it was to be the last of its run.
-        metrics: What ``save`` was given as metrics.
-        copied_bytes: How many bytes would not be there if what all ranks hold alike were written
-            once; see :func:`ckpipe.format.metrics_sidecar.copied_bytes`.
+        world_size: The number of ranks that wrote it.
+        final: Whether it was saved with ``final=True``.
+        metrics: The metrics that were passed to ``save``.
+        copied_bytes: Bytes that several ranks have written alike, without the first copy; see
+            :func:`ckpipe.format.metrics_sidecar.copied_bytes`.
     """
 
     bytes: int
@@ -63,19 +63,19 @@ class MetricsSidecar:
 
     @property
     def is_wasteful(self) -> bool:
-        """True if a quarter of the checkpoint or more is copies of the rest."""
+        """Whether a quarter of the checkpoint or more is copies of the rest."""
         return 0 < self.bytes <= 4 * self.copied_bytes
 
     @property
     def text(self) -> str:
-        """Its JSON; the same for two digests only if they say the same, NaN and -0.0 told apart."""
+        """Its JSON; equal for two digests only if their values are; NaN and -0.0 are told apart."""
         metrics = {name: encode_float(value) for name, value in self.metrics.items()}
         copied = [self.copied_bytes] if self.copied_bytes else []
         return canonical([_VERSION, self.bytes, self.world_size, self.final, metrics, *copied])
 
 
 def sidecar_of(bundle: ManifestDocument) -> MetricsSidecar:
-    """The digest of an index.
+    """Return the digest of an index.
 
     Raises:
         InvalidManifest: If its metrics are not numbers.
@@ -90,7 +90,7 @@ def sidecar_of(bundle: ManifestDocument) -> MetricsSidecar:
 
 
 def sidecar_keys(id: CheckpointId, digest: MetricsSidecar) -> tuple[str, ...]:
-    """The keys that say a digest; none if it is too long for that."""
+    """Return the keys that hold a digest; none if it is too long for that."""
     text = digest.text.encode("ascii")
     room = (LONGEST_NAME - len(f"{id}.11.")) * 3 // 4 - _SUM_BYTES
     pieces = [text[at : at + room] for at in range(0, len(text), room)]
@@ -104,13 +104,13 @@ def sidecar_keys(id: CheckpointId, digest: MetricsSidecar) -> tuple[str, ...]:
 
 
 def sidecar_owner(key: str) -> CheckpointId | None:
-    """The checkpoint that a key says something of, damaged or not; None if it is no digest."""
+    """Return the checkpoint of a digest's key, damaged or not; None for other keys."""
     match = _match(key)
     return None if match is None else CheckpointId.parse(match[1])
 
 
 def read_sidecars(keys: Iterable[str]) -> dict[CheckpointId, MetricsSidecar]:
-    """Decode listed keys, in any order; whatever is damaged or twofold is left out.
+    """Decode listed keys, in any order; skip digests that are damaged or ambiguous.
 
     Work and memory are bounded by the length of the keys.
     """
@@ -138,7 +138,7 @@ def _match(key: str) -> re.Match[str] | None:
 
 
 def _piece(match: re.Match[str]) -> bytes | None:
-    """Decode one name; None if it is damaged."""
+    """Decode one name; return None if it is damaged."""
     sealed = _unspelled(match[4])
     place = f"{match[1]}.{match[2]}{match[3]}."
     if sealed is None or not place.isascii():
@@ -148,7 +148,7 @@ def _piece(match: re.Match[str]) -> bytes | None:
 
 
 def _joined(pieces: Mapping[int, tuple[int, bytes]]) -> MetricsSidecar | None:
-    """The digest of all its pieces, if they are there and belong together."""
+    """Join the pieces of a digest; return None if they are incomplete or do not fit together."""
     count = len(pieces)
     if sorted(pieces) != list(range(1, count + 1)) or {of for of, _ in pieces.values()} != {count}:
         return None
@@ -156,7 +156,7 @@ def _joined(pieces: Mapping[int, tuple[int, bytes]]) -> MetricsSidecar | None:
     try:
         data = json.loads(text)
         digest = _decoded(data)
-        # Only one spelling counts, so that no name says anything twice or in a hidden way.
+        # Only the canonical spelling counts, so that no name hides or repeats data.
         return digest if digest.text.encode() == text else None
     except (InvalidManifest, RecursionError, ValueError):
         return None
@@ -195,13 +195,13 @@ REMEDY = (
     "Save ckpipe.distributed.training_state(model, optimizer), or name what all ranks hold alike, "
     'such as plan={"replicated": ["model.*"]}, so that each byte is written once'
 )
-"""How to write the bytes once, as a sentence without its full stop."""
+"""A hint on how to write the bytes once: a sentence without its full stop."""
 
 
 def copied_bytes(index: ManifestDocument) -> int:
-    """Count the bytes that would not be there if equal tensors of all ranks were written once.
+    """Count the bytes of equal tensors that all ranks have written, without one copy of each.
 
-    Counted are tensors that every rank of a structure holds whole and has written itself, and whose
+    A tensor counts if every rank of a structure holds it whole and has written it itself, and its
     checksums are equal on all of them.
 
     Args:

@@ -1,11 +1,11 @@
-"""Names of the objects below a root, as ``docs/format.md`` fixes them, and the merge tree.
+"""Names of the objects below a root, as ``docs/format.md`` defines them, and the merge tree.
 
-All names are relative to the root and use ``/``. None is ever overwritten.
+All names are relative to the root and use ``/``. No object is ever overwritten.
 
-The merge tree: level 0 holds the manifests, a hundred to a directory. When a directory is full,
-its members are merged into one object of the next level, unless it is the only one of its level:
-then they are merged into the index. So no rank ever lists more than a hundred names at a time, or
-more than a few directories in a save.
+The merge tree: level 0 holds the manifests, a hundred in a directory. When a directory is full, its
+members are merged into one object of the next level. If the directory is the only one of its level,
+they are merged into the index. So no rank ever lists more than a hundred names at a time, or more
+than a few directories in a save.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from collections.abc import Collection
 from ckpipe.types import CheckpointId
 
 GROUP_SIZE = 100
-"""How many objects of one level of ``m/`` share a directory and are merged into one object."""
+"""Number of objects of one level of ``m/`` that share a directory and are merged into one."""
 
 INTERNAL = ".ckpipe/"
-"""Below this lies what ckpipe keeps besides checkpoints."""
+"""The prefix of ckpipe's objects other than checkpoints."""
 
 ATTEMPTS, DELETED = f"{INTERNAL}attempts/", f"{INTERNAL}deleted/"
 LEASES, PINS = f"{INTERNAL}leases/", f"{INTERNAL}pins/"
 
 DIGESTS = f"{INTERNAL}digests/"
-"""Below this lie objects whose names say what checkpoints measured; their content is nothing."""
+"""The prefix of the digests: empty objects whose names hold facts of checkpoints."""
 
 BENCH = f"{INTERNAL}bench/"
-"""Below this lies what a measurement of the store writes, and removes when it ends."""
+"""The prefix of the objects that a benchmark of the store writes, and removes when it ends."""
 
 _OWN = re.compile(
     r"rank-(?:\d{5}|[1-9]\d{5,})(?:\.[1-9]\d*)?\.safetensors"
@@ -38,120 +38,120 @@ _OWN = re.compile(
 )
 
 LONGEST_NAME = 255
-"""The most bytes that a part of a key has which ckpipe makes as long as it may be."""
+"""The most bytes of one name in a key: the shortest limit of common file systems."""
 
 
 def index_key(id: CheckpointId) -> str:
-    """The index: while it is there and no tombstone is, the checkpoint is complete."""
+    """Return the index key: a checkpoint with an index and without a tombstone is complete."""
     return f"{id}.json"
 
 
 def prefix(id: CheckpointId) -> str:
-    """The prefix of all other objects of a checkpoint."""
+    """Return the prefix of all other objects of a checkpoint."""
     return f"{id}/"
 
 
 def data_file_name(rank: int, number: int) -> str:
-    """The name of a rank's data file below the checkpoint's prefix; ``number`` from 0."""
+    """Return the name of a rank's data file below the checkpoint's prefix; ``number`` from 0."""
     tail = f".{number}" if number else ""
     return f"rank-{rank:05d}{tail}.safetensors"
 
 
 def data_file_key(id: CheckpointId, name: str) -> str:
-    """The key of a data file whose name :func:`data_file_name` made."""
+    """Return the key of a data file whose name :func:`data_file_name` made."""
     return prefix(id) + name
 
 
 def directory(id: CheckpointId, level: int, number: int) -> str:
-    """The prefix that the members of one group share: the place to list to see if it is full."""
+    """Return the prefix that the members of one group share; a list of it tells if it is full."""
     return f"{prefix(id)}m/{level}/{number:03d}/"
 
 
 def manifest_key(id: CheckpointId, rank: int) -> str:
-    """The manifest of a rank: its commit."""
+    """Return the key of a rank's manifest, which commits the rank's save."""
     return f"{directory(id, 0, rank // GROUP_SIZE)}rank-{rank:05d}.json"
 
 
 def group_key(id: CheckpointId, level: int, number: int) -> str:
-    """A group object; the groups of manifests have level 1."""
+    """Return the key of a group object; the groups of manifests have level 1."""
     return f"{directory(id, level, number // GROUP_SIZE)}group-{number:05d}.json"
 
 
 def member_key(id: CheckpointId, level: int, number: int) -> str:
-    """A manifest at level 0, a group object above."""
+    """Return the key of a manifest at level 0, of a group object above."""
     return group_key(id, level, number) if level else manifest_key(id, number)
 
 
 def is_own(id: CheckpointId, key: str) -> bool:
-    """Tell whether a key below a checkpoint's prefix is one that these rules make."""
+    """Tell whether these rules can make a key below a checkpoint's prefix."""
     return _OWN.fullmatch(key.removeprefix(prefix(id))) is not None
 
 
 def tombstone_key(id: CheckpointId) -> str:
-    """The object that makes a checkpoint deleted."""
+    """Return the key of a checkpoint's tombstone, which makes it deleted."""
     return f"{DELETED}{id}"
 
 
 def pin_key(id: CheckpointId) -> str:
-    """The object that protects a checkpoint from retention."""
+    """Return the key of a checkpoint's pin, which protects it from retention."""
     return f"{PINS}{id}"
 
 
 def claim_key(attempt_id: str, rank: int) -> str:
-    """The object that a rank creates before its first save, so that no id is used twice."""
+    """Return the key of a rank's claim: created before its first save, so no id is used twice."""
     return f"{ATTEMPTS}{attempt_id}/claim-{rank:05d}"
 
 
 def attempt_start_key(attempt_id: str) -> str:
-    """The object that fixes the start time of an attempt for all of its ranks."""
+    """Return the key of the object that fixes the start time of an attempt for all its ranks."""
     return f"{ATTEMPTS}{attempt_id}/start"
 
 
 def agreement_key(attempt: str, question: str) -> str:
-    """The object with the decision of an attempt's ranks on a question.
+    """Return the key of the object with the decision of an attempt's ranks on a question.
 
     Args:
         attempt: The name of the attempt, which begins with its start.
-        question: What it is about, of letters, digits, ``.``, ``_`` and ``-``.
+        question: The name of the question, of letters, digits, ``.``, ``_`` and ``-``.
     """
     return f"{ATTEMPTS}{launch_id(attempt)}/agreed/{question}"
 
 
 def votes_prefix(attempt: str, question: str) -> str:
-    """The prefix of the votes of an attempt's ranks on a question."""
+    """Return the prefix of the votes of an attempt's ranks on a question."""
     return f"{agreement_key(attempt, question)}.votes/"
 
 
 def launch_id(attempt: str) -> str:
-    """The id of the launch in the name of an attempt."""
+    """Return the id of the launch in the name of an attempt."""
     return attempt.partition("Z-")[2]
 
 
 def lease_key(subject: CheckpointId | str, holder: str, renewal: int = 0) -> str:
-    """A lease on a checkpoint or an attempt; each renewal is another object.
+    """Return the key of a lease on a checkpoint or an attempt; each renewal is another object.
 
     Args:
         subject: The checkpoint that is being read, or the id of the attempt that is running.
-        holder: A random id of who holds it, of letters, digits, ``_`` and ``-``.
-        renewal: How often it was renewed before.
+        holder: The random id of the lease's holder, of letters, digits, ``_`` and ``-``.
+        renewal: The number of earlier renewals.
     """
     return f"{LEASES}{subject}/{holder}.{renewal}"
 
 
 def index_id(key: str) -> CheckpointId | None:
-    """The checkpoint whose index has this key; None if it is no index."""
+    """Return the checkpoint whose index has this key; None if it is no index."""
     stem = key.removesuffix(".json")
     return None if stem == key else _parse(stem)
 
 
 def tombstone_id(key: str) -> CheckpointId | None:
-    """The checkpoint whose tombstone has this key; None if it is no tombstone."""
+    """Return the checkpoint whose tombstone has this key; None if it is no tombstone."""
     stem = key.removeprefix(DELETED)
     return None if stem == key else _parse(stem)
 
 
 def pin_id(key: str) -> CheckpointId | None:
-    """The checkpoint whose pin has this key; None if it is no pin."""
+    """Return the checkpoint whose pin has this key; None if it is no pin."""
     stem = key.removeprefix(PINS)
     return None if stem == key else _parse(stem)
 
@@ -161,7 +161,7 @@ def _parse(name: str) -> CheckpointId | None:
 
 
 def level_sizes(world_size: int) -> tuple[int, ...]:
-    """The sizes of the levels when full; the last one fits into one directory."""
+    """Return the sizes of the levels when full; the last level fits into one directory."""
     sizes = [world_size]
     while sizes[-1] > GROUP_SIZE:
         sizes.append(-(-sizes[-1] // GROUP_SIZE))
@@ -169,13 +169,13 @@ def level_sizes(world_size: int) -> tuple[int, ...]:
 
 
 def members(level: int, directory: int, world_size: int) -> range:
-    """The numbers of the objects that a directory holds when it is full; at level 0, the ranks."""
+    """Return the numbers of the objects of a full directory; at level 0, the ranks."""
     size = level_sizes(world_size)[level]
     return range(directory * GROUP_SIZE, min((directory + 1) * GROUP_SIZE, size))
 
 
 def merged_into(level: int, directory: int, world_size: int) -> tuple[int, int] | None:
-    """The object that a full directory is merged into.
+    """Return the object that a full directory is merged into.
 
     Returns:
         Level and number of a group object, whose own directory is ``number // GROUP_SIZE``;
@@ -186,7 +186,7 @@ def merged_into(level: int, directory: int, world_size: int) -> tuple[int, int] 
 
 
 def group_ranks(level: int, number: int, world_size: int) -> range:
-    """The ranks whose manifests a group object holds; empty if there is no such group."""
+    """Return the ranks whose manifests a group object holds; empty if there is no such group."""
     sizes = level_sizes(world_size)
     if not 0 < level < len(sizes) or not 0 <= number < sizes[level]:
         return range(0)
@@ -197,14 +197,14 @@ def group_ranks(level: int, number: int, world_size: int) -> range:
 def absent_members(
     id: CheckpointId, level: int, directory: int, world_size: int, keys: Collection[str]
 ) -> list[int]:
-    """The numbers of the objects that a directory lacks, by a list of its keys.
+    """Return the numbers of the objects that a directory lacks, by a list of its keys.
 
     Args:
         id: The checkpoint.
         level: The level of the directory.
         directory: Its number.
-        world_size: How many ranks there are.
-        keys: What was listed; other names are left alone.
+        world_size: The number of ranks.
+        keys: The listed keys; unknown names are ignored.
     """
     everyone = members(level, directory, world_size)
     return [number for number in everyone if member_key(id, level, number) not in keys]

@@ -1,8 +1,8 @@
-"""Saved trees as data: what lies in a node, and the checks of a tree from a store.
+"""Saved trees as data: access to the content of nodes, and the checks of a tree from a store.
 
-Anyone may have written the tree of a manifest, so its form is checked when that is decoded. The
+The tree of a manifest may be hostile, so its form is checked when the manifest is decoded. The
 check keeps its own stack, so that no nesting can exhaust Python's, and visits every node once.
-:mod:`ckpipe.state.flatten` says what the nodes mean.
+:mod:`ckpipe.state.flatten` defines the meaning of the nodes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ckpipe.format.keys import Json, decode_key, joined
 from ckpipe.format.manifest import Structure
 
 Node = list[Any]
-"""A node of a tree: a list whose first item says what it is."""
+"""A node of a tree: a list whose first item is its kind."""
 
 MAPPINGS = ("dict", "ordered_dict", "default_dict")
 SEQUENCES = ("list", "tuple", "deque")
@@ -28,12 +28,13 @@ _CHILDREN = {
     **dict.fromkeys(SEQUENCES, 1),
     **dict.fromkeys(RECORDS, 3),
 }
-"""Which item of a container's node lists the nodes inside; its keys, if any, come before."""
+"""For each kind of container, the item of the node that lists the nodes inside; its keys, if any,
+come before."""
 _KINDS = {*_LEAVES, *_WRAPPERS, *_CHILDREN}
 
 
 def shared_containers(trees: Iterable[Node]) -> dict[int, Node]:
-    """The containers of trees that references point to, by number."""
+    """Return the containers of trees that references point to, by number."""
     found: dict[int, Node] = {}
     pending = list(trees)
     while pending:
@@ -46,7 +47,7 @@ def shared_containers(trees: Iterable[Node]) -> dict[int, Node]:
 
 
 def children_of(node: Node, label: str) -> list[tuple[Any, Node, str]]:
-    """The keys, nodes and labels of what a container node holds; nothing for other nodes."""
+    """Return the keys, nodes and labels inside a container node; an empty list for other nodes."""
     at = _CHILDREN.get(node[0])
     if at is None:
         return []
@@ -57,7 +58,7 @@ def children_of(node: Node, label: str) -> list[tuple[Any, Node, str]]:
 
 
 def nodes_of(node: Node) -> list[Node]:
-    """The nodes directly inside a node, without keys and attributes."""
+    """Return the nodes directly inside a node, without keys and attributes."""
     at = _CHILDREN.get(node[0])
     if at is not None:
         return node[at]  # type: ignore[no-any-return]
@@ -65,7 +66,7 @@ def nodes_of(node: Node) -> list[Node]:
 
 
 def with_nodes(node: Node, nodes: Iterable[Node]) -> Node:
-    """A copy of a node with others inside, as many as it has."""
+    """Return a copy of a node with other nodes inside, as many as it has."""
     at = _CHILDREN.get(node[0])
     if at is not None:
         return [*node[:at], list(nodes), *node[at + 1 :]]
@@ -73,13 +74,13 @@ def with_nodes(node: Node, nodes: Iterable[Node]) -> Node:
 
 
 def with_items(node: Node, keys: list[Any], nodes: list[Node]) -> Node:
-    """A copy of the node of a mapping or a record with other keys and nodes."""
+    """Return a copy of the node of a mapping or a record with other keys and nodes."""
     at = _CHILDREN[node[0]]
     return [*node[: at - 1], keys, nodes, *node[at + 1 :]]
 
 
 def walk(node: Node, label: str = "") -> Iterator[tuple[Node, str]]:
-    """Every node of a tree with its label; references are not followed."""
+    """Yield every node of a tree with its label; references are not followed."""
     pending = [(node, label)]
     while pending:
         node, label = pending.pop()
@@ -90,7 +91,7 @@ def walk(node: Node, label: str = "") -> Iterator[tuple[Node, str]]:
 
 
 def leaf_labels(node: Node, label: str) -> list[str]:
-    """The labels of the tensors, values, sets and references of a tree."""
+    """Return the labels of the tensors, values, sets and references of a tree."""
     return [at for each, at in walk(node, label) if each[0] in _LEAVES and each[0] != "absent"]
 
 
@@ -99,7 +100,8 @@ def check_tree(structure: Structure) -> None:
 
     Raises:
         DuplicateName: If a container has a key twice.
-        InvalidManifest: If a node is malformed or points to what is not there.
+        InvalidManifest: If a node is malformed, or points to a row, value or container that does
+            not exist.
     """
     limits = {"tensor": len(structure.tensors), "value": structure.values}
     shared: set[int] = set()
@@ -113,7 +115,7 @@ def check_tree(structure: Structure) -> None:
         if not _is_node(node) or node[0] not in _KINDS:
             raise InvalidManifest(f"This is not a node of a tree: {_brief(node)}")
         kind = node[0]
-        if kind in limits:  # as most are
+        if kind in limits:  # most nodes are leaves
             number = node[1] if len(node) == 2 else None
             if type(number) is not int or not 0 <= number < limits[kind]:
                 raise InvalidManifest(f"A node of the tree points to a {kind} that is not there")
@@ -155,7 +157,9 @@ def check_tree(structure: Structure) -> None:
                 raise InvalidManifest(f"A node of the kind {kind!r} is malformed")
     missing = references - shared
     if missing:
-        raise InvalidManifest(f"A node refers to the shared container {min(missing)}, of none")
+        raise InvalidManifest(
+            f"A node refers to the shared container {min(missing)}, which is not there"
+        )
 
 
 def _check_attributes(node: Any) -> None:
