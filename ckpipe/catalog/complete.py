@@ -1,15 +1,16 @@
 """Complete a checkpoint of many ranks without a coordinator.
 
-Theory. Every object here is created or not, never changed, and lists show every object whose write
+Theory. Every object here is created once and never changed, and lists show every object whose write
 has returned. A rank lists its directory after its own commit, so the last rank of a directory to
-commit sees all of them. A rank that sees a directory full writes the merged object and goes on one
-level up; a rank that sees the last directory full writes the index. What is written depends on the
+commit sees all of them. A rank that sees a full directory writes the merged object and goes on one
+level up; a rank that sees the last directory full writes the index. The written bytes depend on the
 manifests alone: a second writer finds the same object there already. No rank waits for another.
 
-A rank that died on this way has left full directories that are not merged. Descending from the top
-finds them, and the ranks that never committed, with lists of those directories only that lack
-something. Opening a root, listing it or looking for something to load completes such checkpoints.
-One whose manifests are damaged, or that this process may not write to, stays as it is.
+A rank that dies on this way leaves full directories that are not merged. A descent from the top
+finds them, and the ranks that never committed; it lists only directories that lack members. A
+process that opens a root, lists it or searches it for a checkpoint to load completes such
+checkpoints. A checkpoint with damaged manifests, or one that this process may not write to, stays
+as it is.
 """
 
 from __future__ import annotations
@@ -70,18 +71,18 @@ Member = tuple[int, int]
 """Level and number of a manifest or group object."""
 
 _READS = 8
-"""Members that are read at the same time."""
+"""Number of members that are read at the same time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The outcome of trying to complete a checkpoint.
+    """The outcome of an attempt to complete a checkpoint.
 
     Args:
         complete: Whether it is complete now.
         index: The index, if this call created it.
-        deleted: Whether a tombstone says that it must not be completed.
-        absent: Ranks that were found not to have committed; not always all of them.
+        deleted: Whether it has a tombstone, so that it must not be completed.
+        absent: Ranks that are known not to have committed; not always all of them.
     """
 
     complete: bool
@@ -94,7 +95,7 @@ _DELETED = Outcome(complete=False, deleted=True)
 
 
 async def publish_up(backend: Backend, id: CheckpointId, rank: int, world_size: int) -> Outcome:
-    """Complete a checkpoint as far as this rank's commit made that possible.
+    """Complete a checkpoint as far as this rank's commit makes that possible.
 
     Costs one list unless the rank's directory is full.
 
@@ -102,7 +103,7 @@ async def publish_up(backend: Backend, id: CheckpointId, rank: int, world_size: 
         backend: The store.
         id: The checkpoint.
         rank: The rank that has committed.
-        world_size: How many ranks there are.
+        world_size: The number of ranks.
 
     Raises:
         CorruptCheckpoint: If a member of a full directory is damaged.
@@ -121,13 +122,13 @@ async def publish_up(backend: Backend, id: CheckpointId, rank: int, world_size: 
 async def complete_from_top(
     backend: Backend, id: CheckpointId, world_size: int, *, most_holes: int = 1
 ) -> Outcome:
-    """Complete a checkpoint from the top of its merge tree, or find out which ranks are absent.
+    """Complete a checkpoint from the top of its merge tree, or find the absent ranks.
 
     Args:
         backend: The store.
         id: The checkpoint.
-        world_size: How many ranks there are.
-        most_holes: After so many directories that lack ranks no other is looked into.
+        world_size: The number of ranks.
+        most_holes: The number of directories with absent ranks after which the search ends.
 
     Raises:
         CorruptCheckpoint: If a member of a full directory is damaged.
@@ -137,7 +138,7 @@ async def complete_from_top(
     absent: list[list[int]] = []
 
     async def fill(level: int, directory: int) -> bool:
-        """Make a directory full if all ranks below it have committed; else note which have not."""
+        """Fill a directory if all ranks below it have committed; else note the absent ones."""
         missing = await _absent(backend, id, level, directory, world_size)
         if not missing:
             return True
@@ -192,7 +193,7 @@ async def _write_index(backend: Backend, id: CheckpointId, level: int, world_siz
     index, data = merged
     created = await _create(backend, key, data)
     if await stat_or_none(backend, tombstone):
-        # Deleted since the first look: an index must not outlive the tombstone.
+        # Deleted since the first check: an index must not outlive the tombstone.
         await backend.delete([key])
         return _DELETED
     return Outcome(complete=True, index=index if created else None)
@@ -206,7 +207,7 @@ async def _merge(
     world_size: int,
     group: tuple[int, int] | None,
 ) -> tuple[ManifestDocument, bytes] | None:
-    """Merge a full directory into a group or the index; None if the checkpoint is being deleted."""
+    """Merge a full directory into a group or the index; None if the checkpoint is deleted."""
     wanted = [(level, number) for number in members(level, directory, world_size)]
     try:
         bundles = await read_members(backend, id, wanted, world_size)
@@ -229,7 +230,7 @@ async def _merge(
 async def read_members(
     backend: Backend, id: CheckpointId, wanted: Sequence[Member], world_size: int
 ) -> list[ManifestDocument]:
-    """Read several members at the same time, as :func:`read_member` does; in the order asked for.
+    """Read several members at the same time, as :func:`read_member` does; in the given order.
 
     Raises:
         As :func:`read_member` does.
@@ -244,7 +245,7 @@ async def read_member(
     """Read and validate a manifest, which is a member of level 0, or a group object.
 
     Returns:
-        It, and its size on the store in bytes.
+        The bundle, and its size on the store in bytes.
 
     Raises:
         MissingObject: If it is not there.
@@ -281,11 +282,11 @@ async def _create(backend: Backend, key: str, data: bytes) -> bool:
 logger = logging.getLogger("ckpipe")
 
 _AT_ONCE = 8
-"""Incomplete checkpoints that are looked into at the same time."""
+"""Number of incomplete checkpoints that are repaired at the same time."""
 
 
 async def repaired(backend: Backend, infos: Iterable[CheckpointInfo]) -> list[CheckpointInfo]:
-    """The same checkpoints in the same order, those completed that could be, several at once.
+    """Complete the checkpoints that can be, several at a time; return all in the same order.
 
     Costs one list for each incomplete one that has no manifests, and a few requests more for one
     that has some.
@@ -297,17 +298,17 @@ async def repaired(backend: Backend, infos: Iterable[CheckpointInfo]) -> list[Ch
 
 
 async def repair(backend: Backend, info: CheckpointInfo, *, sure: bool = False) -> CheckpointInfo:
-    """Complete a checkpoint if nothing but its index lacks, and describe it.
+    """Complete a checkpoint if it lacks only its index, and describe it.
 
     Args:
         backend: The store.
         info: The checkpoint.
-        sure: Whether one that it describes as incomplete has to be so for good, as before a
-            deletion: what may pass is raised then, and else only logged.
+        sure: Whether the description "incomplete" must be final, as before a deletion. Errors that
+            may pass are raised then, and else only logged.
 
     Raises:
-        StoreError: If the store failed to list; of one that is to be sure, if it failed in any way.
-        UnsupportedVersion: If it is to be sure, and the checkpoint is of a newer format.
+        StoreError: If the store failed to list; with ``sure``, if it failed in any way.
+        UnsupportedVersion: With ``sure``, if the checkpoint is of a newer format.
     """
     id = info.key
     if info.complete or info.reason != NO_INDEX:
@@ -327,7 +328,7 @@ async def repair(backend: Backend, info: CheckpointInfo, *, sure: bool = False) 
 
 
 def _left(info: CheckpointInfo, error: CkpipeError, sure: bool) -> CheckpointInfo:
-    """Log why a checkpoint stays incomplete; raise it if it may pass and one has to be sure."""
+    """Log why a checkpoint stays incomplete; with ``sure``, raise an error that may pass."""
     if sure and not isinstance(error, CorruptCheckpoint):
         raise error
     logger.warning("%s cannot be completed: %s", info.id, error)
@@ -335,11 +336,10 @@ def _left(info: CheckpointInfo, error: CkpipeError, sure: bool) -> CheckpointInf
 
 
 async def newest_likely(backend: Backend) -> CheckpointInfo | None:
-    """Find what :func:`newest_repaired` finds, or one that is being deleted just now, a look
-    earlier.
+    """Find the checkpoint of :func:`newest_repaired` with fewer requests, without its tombstone.
 
-    For who takes a lease on it and looks for its tombstone then anyway. Whether it is pinned is
-    not looked up.
+    The checkpoint may be in deletion: the caller takes a lease on it and then looks for its
+    tombstone anyway. Its pin is not looked up either.
 
     Raises:
         StoreError: If the store failed.
@@ -349,10 +349,9 @@ async def newest_likely(backend: Backend) -> CheckpointInfo | None:
 
 
 async def newest_repaired(backend: Backend) -> CheckpointInfo | None:
-    """The newest complete checkpoint of a root, or None; newer ones are completed if possible.
+    """Find the newest complete checkpoint of a root, or None; complete newer ones if possible.
 
-    Costs one delimited list and two looks, and a few requests for each that is newer and has no
-    index.
+    Costs one delimited list and two stats, and a few requests for each newer one without an index.
 
     Raises:
         StoreError: If the store failed.
@@ -366,10 +365,10 @@ async def newest_repaired(backend: Backend) -> CheckpointInfo | None:
 
 
 async def find_repaired(backend: Backend, which: int | str) -> CheckpointInfo:
-    """Find what :func:`ckpipe.catalog.find.find` finds, completed first if that is possible.
+    """Find a checkpoint as :func:`ckpipe.catalog.find.find` does, but complete it if possible.
 
-    An exact id of one that is complete costs three looks, anything else what
-    :func:`discover_repaired` costs.
+    An exact id of a complete one costs three stats; other searches cost as much as
+    :func:`discover_repaired`.
 
     Raises:
         CheckpointIncomplete: If there is only an incomplete one.
@@ -382,11 +381,10 @@ async def find_repaired(backend: Backend, which: int | str) -> CheckpointInfo:
 
 
 async def discover_repaired(backend: Backend, which: int | str) -> list[CheckpointInfo]:
-    """All checkpoints of a root, the newest first; of a step or id the newest completed, if
-    that is possible.
+    """List all checkpoints of a root, the newest first; complete the newest of a step or id.
 
-    Costs the three lists of :func:`ckpipe.catalog.find.discover`, and more only if the newest that
-    is named is incomplete.
+    Costs the three lists of :func:`ckpipe.catalog.find.discover`, and more only if the newest
+    checkpoint of the step or id is incomplete.
 
     Raises:
         StoreError: If the store failed.

@@ -1,14 +1,14 @@
 """Copy a whole checkpoint from one store to another, of the same kind or not.
 
-Theory. The copy has the name, the bytes and the life of the original: data first, then manifests
-and group objects, the index last, so that it is complete or absent wherever it breaks off. Every
-byte is compared with the checksums of the index on its way, and a file only becomes visible once
-all of its bytes were right. A copy that was interrupted is taken up again by copying again: a file
-that is there already is read through, and stays if it is what was saved.
+Theory. The copy has the name and the bytes of the original and is written in the same order: data
+first, then manifests and group objects, the index last. So it is complete or absent wherever it
+breaks off. Every byte is compared with the checksums of the index on its way, and a file becomes
+visible only once all its bytes are verified. Another copy resumes an interrupted one: a file that
+is there already is read and verified, and stays if it is right.
 
-The header of a data file has one checksum and every entry one for each mebibyte, counted from its
-own start, so blocks of a file cut through what the checksums cover. Each block is cut at the same
-places, and the sums are joined, in whatever order blocks come.
+The header of a data file has one checksum, and every entry has one for each mebibyte, counted from
+its own start. So a block of a file may contain only a part of a checksum's range. Each block is cut
+at the boundaries of these ranges, and the checksums are combined, in whatever order blocks arrive.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ from ckpipe.types import CheckpointId
 _PAGE = 4096
 
 UseBlock = Callable[[int, memoryview], Awaitable[None]]
-"""Uses a block of a file, given where it begins."""
+"""A function that uses a block of a file, given the block's offset."""
 
 
 @dataclass(slots=True)
@@ -64,10 +64,10 @@ class CopyReport:
 
     Args:
         id: Exact name of the checkpoint, the same on both stores.
-        files: How many data files it has.
-        bytes: Their size.
-        copied_files: How many of them were copied; the others were there.
-        copied_bytes: The size of those.
+        files: The number of its data files.
+        bytes: Their size in bytes.
+        copied_files: The number of copied files; the others were there.
+        copied_bytes: Their size in bytes.
     """
 
     id: str
@@ -82,10 +82,10 @@ class CopySettings:
     """The settings of a copy.
 
     Args:
-        policy: How often writes of blocks are tried again.
+        policy: The retry policy for writes of blocks.
         lanes: Blocks on their way at the same time.
-        block_bytes: The size of a block in bytes; grown to what the target asks for.
-        on_bytes: Told of bytes that are known to be good on the target, as they come.
+        block_bytes: The size of a block in bytes; raised to the least that the target accepts.
+        on_bytes: Called with the number of verified bytes that the target got, as they arrive.
     """
 
     policy: RetryPolicy
@@ -97,29 +97,29 @@ class CopySettings:
 async def copy_checkpoint(
     source: Backend, target: Backend, id: CheckpointId, settings: CopySettings
 ) -> CopyReport:
-    """Copy a complete checkpoint, verified; doing it again goes on where it stopped.
+    """Copy a complete checkpoint, verified; another call goes on where this one stopped.
 
-    On the target a data file that is damaged is replaced, once the source's bytes were found to
-    be right. Nothing else there is ever overwritten.
+    A damaged data file on the target is replaced, once the source's bytes are verified. No other
+    object there is ever overwritten.
 
     Args:
-        source: Where the checkpoint is; only read.
-        target: Where it goes.
+        source: The store of the checkpoint; only read.
+        target: The store of the copy.
         id: The checkpoint.
-        settings: How to copy.
+        settings: The settings of the copy.
 
     Raises:
         UsageError: If the target has a tombstone of this checkpoint.
         CommitConflict: If the target has other metadata under the checkpoint's name.
-        CorruptCheckpoint: If the source is not what was saved; the target stays incomplete.
+        CorruptCheckpoint: If the source is damaged; the target stays incomplete.
         StoreError: If a store failed; the target stays incomplete.
     """
     bundle, index = await read_document(source, id, index_key(id), "index")
     if await stat_or_none(target, tombstone_key(id)) is not None:
         raise UsageError(
-            "The checkpoint was deleted on the target, whose mark of that is still there",
+            "The checkpoint was deleted on the target, and its tombstone is still there",
             step=id.step,
-            hint="Sweep the target once the mark is old enough, or copy elsewhere",
+            hint="Sweep the target once the tombstone is old enough, or copy elsewhere",
         )
     with suppress(ObjectNotFound):
         await _same(target, index_key(id), index)
@@ -143,7 +143,7 @@ async def copy_checkpoint(
 async def _copy_metadata(
     source: Backend, target: Backend, id: CheckpointId, settings: CopySettings
 ) -> None:
-    """Copy manifests, then group objects: the index could be made anew from either."""
+    """Copy manifests, then group objects: the index could be rebuilt from either."""
     below = f"{prefix(id)}m/"
     keys = sorted([each.key async for each in source.list(below) if is_own(id, each.key)])
 
@@ -167,14 +167,14 @@ async def _create(target: Backend, key: str, data: bytes) -> None:
 async def _same(target: Backend, key: str, data: bytes) -> None:
     if await target.get(key, max_bytes=MAX_STORED_BYTES) != data:
         raise CommitConflict(
-            "The target has something else under the name of this checkpoint",
+            "The target has different metadata under the name of this checkpoint",
             key=key,
-            hint="Look which of the two is the right one, and delete the other",
+            hint="Find out which of the two is the right one, and delete the other",
         )
 
 
 class _File:
-    """One data file on its way."""
+    """One data file that is being copied."""
 
     def __init__(
         self,
@@ -192,7 +192,7 @@ class _File:
         self._block_bytes = block_bytes_for(self.size, settings.block_bytes, target.limits)
 
     async def bring(self) -> bool:
-        """Make the target have the file; return whether it had to be copied."""
+        """Ensure that the target has the file; return whether it had to be copied."""
         there = await self._size_there()
         if there == self.size and await self._is_whole():
             return False
@@ -204,11 +204,11 @@ class _File:
             except ChecksumMismatch as error:
                 error.message += "; it was read twice"
                 raise
-            warn_of_damaged_transfer(f"A part of {self._key}")
+            warn_of_damaged_transfer(f"A block of {self._key}")
         return True
 
     async def _copy(self, there: int | None) -> None:
-        """Copy the file; what is on the target is replaced once the source was found whole."""
+        """Copy the file; replace the target's file once the source is verified."""
         policy = self._settings.policy
 
         async def send(offset: int, block: memoryview) -> None:
@@ -242,7 +242,7 @@ class _File:
         return None if there is None else there.size
 
     async def _is_whole(self) -> bool:
-        """Read the file on the target, which is as long, and compare it with the checksums."""
+        """Read the target's file, which has the right size, and compare it with the checksums."""
         try:
             if await self._fault(self._target) is not None:
                 return False
@@ -252,7 +252,7 @@ class _File:
         return True
 
     async def _fault(self, backend: Backend, use: UseBlock | None = None) -> str | None:
-        """Read the file in lanes, use each block, in any order, and return the first difference."""
+        """Read the file in lanes, use each block, in any order; return the first difference."""
         check = FileCheck(self._data, self._number)
         offsets = iter(range(0, self.size, self._block_bytes))
 
@@ -274,18 +274,18 @@ class _File:
         try:
             await upload.complete()
         except CkpipeError:
-            # The answer may have been lost, or another process copies the same: the store tells.
+            # The answer may have been lost, or another process copies the same: check the store.
             if await self._size_there() != self.size or not await self._is_whole():
                 raise
 
 
 def block_bytes_for(size: int, wanted: int, limits: UploadLimits) -> int:
-    """The size of the blocks of an upload: what is wanted, unless the store asks for more.
+    """Return the size of an upload's blocks: the wanted size, unless the store requires more.
 
     Args:
         size: Bytes of the object.
-        wanted: Bytes of a block.
-        limits: What the store asks for.
+        wanted: The wanted bytes of a block.
+        limits: The limits of the store.
     """
     least = limits.min_block_bytes
     if limits.max_blocks is not None:
@@ -307,10 +307,10 @@ def _located(id: CheckpointId, rank: int, key: str) -> Iterator[None]:
 
 
 class FileCheck:
-    """Compares the blocks of a data file with the checksums of its checkpoint.
+    """A comparison of a data file's blocks with the checksums of its checkpoint.
 
     Args:
-        data: What the checkpoint says of its rank's files.
+        data: The entries and checksums of the rank's files.
         file: The number of the file.
     """
 
@@ -331,7 +331,7 @@ class FileCheck:
         """Compute the checksums of a block; changes nothing, so any thread may call it.
 
         Args:
-            offset: Where the block begins in the file.
+            offset: The start of the block in the file.
             block: Its bytes.
         """
         cuts = self._table.cuts(self._spans(offset, offset + len(block)))
@@ -339,23 +339,23 @@ class FileCheck:
         return cuts, sums
 
     def _spans(self, begin: int, end: int) -> Iterator[tuple[int, int, int, int]]:
-        """The header, as 0, and the entries that lie in a range of the file."""
+        """Yield the ranges of the header, as entry 0, and of the entries in a range of the file."""
         at = begin
         while at < end:
             member = bisect_right(self._begins, at) - 1
             start = self._begins[member]
             stop = min(end, start + self._sizes[member])
             if stop <= at:
-                return  # behind the last entry: the size of the file tells of such bytes
+                return  # behind the last entry: the check of the file's size finds such bytes
             yield member, at - start, stop - start, at - begin
             at = stop
 
     def add(self, cuts: BlockCuts, sums: Sequence[int]) -> None:
-        """Take the checksums of a block; each byte of the file once."""
+        """Add the checksums of a block; each byte of the file once."""
         self._sums.add_block(cuts, sums)
 
     def fault(self) -> str | None:
-        """The first difference to the checksums once every block was taken; None without one."""
+        """Return the first difference to the checksums, after every block was added; else None."""
         found = self._sums.finished()
         headers = chunk_count(self._row.header_bytes)
         header = 0

@@ -1,32 +1,32 @@
-"""Deletion of one checkpoint, and of what earlier deletions have left.
+"""Delete one checkpoint, and finish earlier deletions.
 
-Theory. A tombstone is created first, and from then on the checkpoint does not count as complete for
-any process, whatever is still there. Then the index goes, then manifests, then data, until a list
-shows none of ckpipe's names. Other names below the prefix are left alone, and so is all that is
-reached through a link. A crash anywhere leaves a tombstone, by which the next prune finds what is
-left. The tombstone itself stays for a while, so that a straggling writer of the same checkpoint
-cannot bring it back to life. An hour is enough for one that was complete: all its ranks had
-committed, and only a process that was about to write its index then, and has stood still ever
-since, could still do so. A run that saves every minute so leaves about a hundred tombstones, and
-not those of a whole day.
+Theory. A tombstone is created first. From then on the checkpoint does not count as complete for any
+process, whatever objects remain. Then the index is deleted, then manifests, then data, until a list
+shows none of ckpipe's names. Other names below the prefix are left alone, and so are all objects
+behind a link. A crash at any point leaves the tombstone, by which the next prune finds the
+remaining objects. The tombstone itself stays for a while, so that a straggling writer of the same
+checkpoint cannot revive it. An hour is enough for a checkpoint that was complete: all its ranks had
+committed, and only a process that was about to write its index then, and has been stalled ever
+since, could still do so. So a run that saves every minute leaves about a hundred tombstones, not
+those of a whole day.
 
-A full store has no room for a tombstone, and must not stay full for that: then the checkpoint goes
-first, in the same order, and the tombstone follows into the room that it leaves. A crash between
-the two leaves what a crashed save leaves, or a checkpoint that is whole but for its index and is
-completed again. Only a reader whose lease had no room either may find its files gone.
+A full store has no room for a tombstone, and must not stay full because of that. Then the
+checkpoint is deleted first, in the same order, and the tombstone follows into the freed room. A
+crash between the two leaves the remains of a crashed save, or a checkpoint that lacks only its
+index and is completed again. Only a reader whose lease had no room either may find its files gone.
 
-Who loads a checkpoint holds a lease on it. A leased one is not chosen for removal; should a lease
-appear at the last moment, the tombstone stays and the data waits for the lease to end
+A load holds a lease on its checkpoint. A leased checkpoint is not chosen for removal. If a lease
+appears at the last moment, the tombstone stays and the data waits for the lease to end
 (:mod:`ckpipe.catalog.leases` says why this has no gap).
 
-**Why no pin is lost.** Who pins holds a lease, creates the pin, and then looks for a tombstone:
-with one, the pin is taken back and was none. Who removes looks for leases once the tombstone is
-there, and then for a pin. A pin without a live lease was there before the tombstone. Every process
-that would remove that checkpoint sees it, and none has begun to; so the tombstone is taken back.
-Where who pinned died before the look, the lease has kept others off for its life, and a removal
-that had begun before is through or has crashed; as the index goes first, what a crash leaves counts
-for nothing without the tombstone either, unless all of its manifests and so all of its data are
-there.
+**Why no pin is lost.** A process that pins holds a lease, creates the pin, and then looks for a
+tombstone; if there is one, it takes the pin back, and the pin never counted. A process that removes
+creates the tombstone, then looks for leases, and then for a pin. A pin without a live lease was
+there before the tombstone. Every process that would remove that checkpoint sees the pin, and none
+has begun to remove it; so the tombstone is taken back. If the pinning process died before it looked
+for a tombstone, its lease has kept other processes away for its life, and a removal that had begun
+before is finished or has crashed. The index is deleted first, so the remains of a crashed removal
+do not count without the tombstone either, unless all manifests and thus all data are there.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ from ckpipe.types import CheckpointId
 logger = logging.getLogger("ckpipe")
 
 RETIRED_LIFE = timedelta(hours=1)
-"""How long the tombstone stays of a complete checkpoint that retention has removed."""
+"""Life of the tombstone of a complete checkpoint that retention has removed."""
 
 _TOGETHER = 32
-"""So many of these tombstones are removed together, for each time costs two requests."""
+"""Least number of these tombstones to remove together, since each removal costs two requests."""
 
 _SHOWN = 5
-"""So many names that ckpipe did not write are told of a deleted checkpoint."""
+"""Most names that a warning lists of files that ckpipe did not write."""
 
 
 class Removal(Enum):
@@ -62,9 +62,9 @@ class Removal(Enum):
     GONE = auto()
     """Its data is gone."""
     WAITS = auto()
-    """No reader finds it any more; its data goes once the leases on it have ended."""
+    """No reader finds it any more; its data is removed once the leases on it have ended."""
     PINNED = auto()
-    """It is pinned, and it is as it was."""
+    """It is pinned, and unchanged."""
 
 
 async def delete(
@@ -80,20 +80,20 @@ async def delete(
         backend: The store.
         id: The checkpoint.
         digests: Keys of its digest, if the caller knows them; None costs a list.
-        force: Whether it goes even if it is pinned or a lease is held on it.
+        force: Whether to delete it even if it is pinned or leased.
 
     Returns:
-        What has become of it. :func:`finish_deletions` removes what waits.
+        The outcome. :func:`finish_deletions` removes data that waits.
 
     Raises:
-        LinkRefused: If its directory is a link; it is as it was then.
-        StoreError: If the store failed; deleting again goes on where it stopped.
+        LinkRefused: If its directory is a link; the checkpoint is unchanged then.
+        StoreError: If the store failed; another call goes on where this one stopped.
     """
     if digests is None:
         digests = [each.key for each in (await owned_sidecars(backend)).get(id, [])]
     there = await _keys(backend, id)
     if force and await stat_or_none(backend, pin_key(id)):
-        await backend.delete([pin_key(id)])  # by which others would call the deletion off
+        await backend.delete([pin_key(id)])  # other processes would cancel the deletion by it
     remove = _remove if force else _remove_unless_held
     try:
         await _mark(backend, id)
@@ -107,7 +107,7 @@ async def delete(
 
 
 async def has_own(backend: Backend, id: CheckpointId) -> bool:
-    """Tell whether anything of a checkpoint lies below its prefix that deleting it would remove.
+    """Tell whether a deletion of a checkpoint would remove objects below its prefix.
 
     Raises:
         StoreError: If the store failed.
@@ -133,7 +133,7 @@ async def _remove_unless_held(
     if await leased(backend, str(id)):
         return Removal.WAITS
     if await stat_or_none(backend, pin_key(id)):
-        # It may be of a process that has come since and will take it back.
+        # The pin may be newer than the tombstone; its process will then take it back.
         if await leased(backend, str(id)) or not await stat_or_none(backend, pin_key(id)):
             return Removal.WAITS
         await backend.delete([tombstone_key(id)])
@@ -144,20 +144,20 @@ async def _remove_unless_held(
 async def _remove(
     backend: Backend, id: CheckpointId, digests: Iterable[str], there: Sequence[str] = ()
 ) -> Removal:
-    """Remove all that is a checkpoint's own.
+    """Remove all objects of a checkpoint that ckpipe wrote.
 
     Args:
         backend: The store.
         id: The checkpoint.
         digests: Keys of its digest.
-        there: What a list has shown below its prefix, if one was made.
+        there: The listed keys below its prefix, if there was a list.
     """
     await backend.delete([index_key(id)])
     removed = False
     try:
         while True:
             own = [key for key in there if is_own(id, key)]
-            # What vouches for data goes before the data.
+            # Manifests vouch for data, so they are deleted before the data.
             manifests = [key for key in own if key.startswith(f"{prefix(id)}m/")]
             data = [key for key in own if not key.startswith(f"{prefix(id)}m/")]
             for each in filter(None, (manifests, data)):
@@ -167,7 +167,7 @@ async def _remove(
             if not any(is_own(id, key) for key in there):
                 break
     except LinkRefused as error:
-        logger.warning("%s is deleted, but not what lies behind a link: %s", id, error)
+        logger.warning("%s is deleted, but not the files behind a link: %s", id, error)
     else:
         if removed and there:
             more = f" and {len(there) - _SHOWN} more" if len(there) > _SHOWN else ""
@@ -188,35 +188,36 @@ async def finish_deletions(
     retired: set[CheckpointId] | None = None,
     now: datetime | None = None,
 ) -> None:
-    """Go on with deletions that a crash or a reader held up, and forget old tombstones.
+    """Finish deletions that a crash or a reader delayed, and remove old tombstones.
 
-    Those of pinned checkpoints are called off.
+    Deletions of pinned checkpoints are cancelled.
 
-    Deletions of which nothing is left cost no request of their own, however many there are.
+    Deletions without remaining objects cost no request of their own, however many there are.
 
     Args:
         backend: The store.
-        finished: Deletions known to be through; added to, and rid of those whose tombstone is
-            gone, which no later prune asks for.
+        finished: Deletions known to be finished; new ones are added, and those whose tombstone is
+            gone are dropped, since no later prune asks for them.
         forget_before: Tombstones older than this are removed, by the store's own clock.
         listing: The names of the root, if the caller has listed them since it asked for the time.
         retired: Complete checkpoints that :func:`delete` has removed in this process, whose
-            tombstones go after :data:`RETIRED_LIFE`; rid of those whose tombstone is gone.
-        now: The time by the store's own clock, for these.
+            tombstones are removed after :data:`RETIRED_LIFE`; those whose tombstone is gone are
+            dropped.
+        now: The time by the store's own clock, for the retired ones.
 
     Raises:
         StoreError: If the store failed.
     """
     listing = await list_root(backend) if listing is None else listing
     tombs = listing.tombstones
-    # One that came since the list goes too, and is only looked at once more.
+    # This also drops a tombstone that is newer than the list; it is then only checked once more.
     finished.intersection_update(tombs)
     old = {id for id, tomb in tombs.items() if tomb.modified < forget_before}
     if retired and now is not None:
         retired.intersection_update(tombs)
         early = {id for id in retired if tombs[id].modified < now - RETIRED_LIFE}
         old |= early if len(early) >= _TOGETHER else set()
-    # Old ones once more before the tombstone goes: a straggler may have written since.
+    # Old ones are checked again before the tombstone goes: a straggler may have written since.
     pending = [id for id in tombs if id in old or id not in finished]
     digests: dict[CheckpointId, list[ObjectInfo]] = await owned_sidecars(backend) if pending else {}
     left = listing.named()

@@ -1,7 +1,7 @@
 """List the checkpoints of a root, and read their indexes and metrics sidecars.
 
-Metrics sidecars (:mod:`ckpipe.format.metrics_sidecar`) are advice. One that could not be written
-costs later readers an index, and never a save.
+Metrics sidecars (:mod:`ckpipe.format.metrics_sidecar`) are advisory. If one cannot be written,
+later readers read an index instead; the save does not fail.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ NO_INDEX = "it has no index: its save did not finish, or is not finished yet"
 
 
 _LOOKS = 8
-"""So many checkpoints are looked at one by one before tombstones and pins are listed."""
+"""Number of checkpoints that are looked up one by one before tombstones and pins are listed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +61,9 @@ class Listing:
     """The checkpoints of a root, by names that were listed at the same time.
 
     Args:
-        found: Those that have an index or a prefix, with the time of the index; None without one.
-        tombstones: The marks of deleted ones.
-        pinned: Those that are pinned.
+        found: Those with an index or a prefix, with the time of the index; None without one.
+        tombstones: The tombstones of deleted ones.
+        pinned: The pinned ones.
     """
 
     found: Mapping[CheckpointId, datetime | None]
@@ -71,14 +71,14 @@ class Listing:
     pinned: Set[CheckpointId]
 
     def infos(self) -> list[CheckpointInfo]:
-        """All checkpoints, complete or not, the newest first."""
+        """Return all checkpoints, complete or not, the newest first."""
         return [
             _info(id, self.found[id], deleted=id in self.tombstones, pinned=id in self.pinned)
             for id in sorted(self.found, reverse=True)
         ]
 
     def named(self) -> set[CheckpointId]:
-        """The checkpoints of which there is anything but a tombstone."""
+        """Return the checkpoints that have more than a tombstone."""
         return {*self.found, *self.pinned}
 
 
@@ -102,10 +102,10 @@ def _info(
 
 
 async def list_root(backend: Backend) -> Listing:
-    """The names at the top of a root: three delimited lists, at the same time.
+    """List the names at the top of a root: three delimited lists, at the same time.
 
-    So a checkpoint that is deleted meanwhile may look complete, or incomplete for want of an
-    index; who uses or completes it looks for its tombstone again.
+    So a checkpoint that is deleted meanwhile may look complete, or incomplete for want of an index.
+    A caller that uses or completes it looks for its tombstone again.
 
     Raises:
         StoreError: If the store failed.
@@ -120,9 +120,9 @@ async def list_root(backend: Backend) -> Listing:
 
 
 async def discover(backend: Backend) -> list[CheckpointInfo]:
-    """All checkpoints of a root, complete or not, the newest first.
+    """List all checkpoints of a root, complete or not, the newest first.
 
-    Costs the three lists of :func:`list_root` and no more, however many there are.
+    Costs the three lists of :func:`list_root`, however many checkpoints there are.
 
     Raises:
         StoreError: If the store failed.
@@ -131,7 +131,7 @@ async def discover(backend: Backend) -> list[CheckpointInfo]:
 
 
 async def top(backend: Backend) -> CheckpointInfo | None:
-    """The newest checkpoint by one delimited list, whether or not it has a tombstone or a pin.
+    """Find the newest checkpoint by one delimited list, whether or not it has a tombstone or a pin.
 
     Raises:
         StoreError: If the store failed.
@@ -142,11 +142,11 @@ async def top(backend: Backend) -> CheckpointInfo | None:
 
 
 async def newest_first(backend: Backend) -> AsyncGenerator[CheckpointInfo, None]:
-    """The same as :func:`discover`, for who needs only the first few.
+    """Yield the checkpoints of :func:`discover`, for callers that need only the first few.
 
-    Costs one delimited list, and two looks at the same time for each that is asked for: so none
-    of the tombstones and pins of a root is listed, which may be many more than its checkpoints.
-    After a few it is cheaper to list them all the same.
+    Costs one delimited list, and two concurrent stats for each yielded checkpoint. So it does not
+    list tombstones and pins, which may be many more than the checkpoints. After a few checkpoints
+    a list of them is cheaper after all.
 
     Raises:
         StoreError: If the store failed.
@@ -165,7 +165,7 @@ async def newest_first(backend: Backend) -> AsyncGenerator[CheckpointInfo, None]
 
 
 async def find(backend: Backend, which: int | str) -> CheckpointInfo:
-    """The newest complete checkpoint of a step, or the one of an exact id.
+    """Find the newest complete checkpoint of a step, or the one of an exact id.
 
     Raises:
         CheckpointIncomplete: If there is only an incomplete one.
@@ -176,7 +176,7 @@ async def find(backend: Backend, which: int | str) -> CheckpointInfo:
 
 
 def pick(everything: Sequence[CheckpointInfo], which: int | str) -> CheckpointInfo:
-    """Of the checkpoints of a root, the newest first, what :func:`find` finds.
+    """Pick the checkpoint of :func:`find` from those of a root, which are the newest first.
 
     Raises:
         CheckpointIncomplete: If there is only an incomplete one.
@@ -208,7 +208,7 @@ def pick(everything: Sequence[CheckpointInfo], which: int | str) -> CheckpointIn
 
 
 async def recheck(backend: Backend, info: CheckpointInfo) -> CheckpointInfo:
-    """Describe again a checkpoint that was incomplete, by its index and its tombstone.
+    """Update the description of an incomplete checkpoint, by its index and its tombstone.
 
     Raises:
         StoreError: If the store failed.
@@ -222,7 +222,7 @@ async def recheck(backend: Backend, info: CheckpointInfo) -> CheckpointInfo:
 
 
 async def look_up(backend: Backend, id: CheckpointId) -> CheckpointInfo | None:
-    """A checkpoint by its exact name if it is complete, else None; three looks at the same time.
+    """Look up a complete checkpoint by its exact name, else None; costs three concurrent stats.
 
     Raises:
         StoreError: If the store failed.
@@ -235,7 +235,7 @@ async def look_up(backend: Backend, id: CheckpointId) -> CheckpointInfo | None:
 
 
 async def stat_or_none(backend: Backend, key: str) -> ObjectInfo | None:
-    """Describe an object; None if there is none.
+    """Return the facts of an object; None if there is no such object.
 
     Raises:
         StoreError: If the store failed.
@@ -258,10 +258,10 @@ async def check_not_deleted(backend: Backend, id: CheckpointId) -> None:
 
 
 async def check_still_there(backend: Backend, id: CheckpointId) -> None:
-    """Look again at a checkpoint that was listed as complete, before it is called damaged.
+    """Check a checkpoint that was listed as complete again, before it is reported as damaged.
 
-    Its deletion may have gone past a lease that could not be written, and a sweep may have removed
-    the tombstone since. The index is the first to go, and never comes back.
+    Its lease may not have been written, so a deletion may have gone on, and a sweep may have
+    removed the tombstone since. The index is deleted first, and never comes back.
 
     Raises:
         CheckpointIncomplete: If it has a tombstone or no index.
@@ -299,12 +299,12 @@ async def read_document(
     """Read and validate an index, a group object or a manifest.
 
     Returns:
-        It, and its bytes on the store.
+        The document, and its bytes on the store.
 
     Raises:
         As :func:`read_index` does.
     """
-    # Layouts of manifests are merged as they stand, so that no columns are needed.
+    # Layouts of manifests are merged as text, so no columns are needed.
     most_rows = MOST_ROWS if kind == "index" else 0
 
     def decode(data: bytes) -> tuple[ManifestDocument, bytes]:
@@ -314,7 +314,7 @@ async def read_document(
     try:
         return await read_decoded(backend, key, MAX_STORED_BYTES, decode)
     except ObjectNotFound as error:
-        gone = "The index is gone" if kind == "index" else "A part of the checkpoint is gone"
+        gone = "The index is gone" if kind == "index" else "An object of the checkpoint is gone"
         raise MissingObject(gone, step=id.step, key=key) from error
 
 
@@ -322,20 +322,20 @@ logger = logging.getLogger("ckpipe")
 
 
 async def write_sidecar(backend: Backend, id: CheckpointId, digest: MetricsSidecar) -> None:
-    """Create the digest of a checkpoint whose index is there; never raises if the store fails.
+    """Create the digest of a checkpoint that has an index; never raises if the store fails.
 
-    Costs one small create-only put, and one more for every hundred bytes or so beyond.
+    Costs one small create-only put, and another for about every further hundred bytes.
     """
     try:
         for key in sidecar_keys(id, digest):
             with contextlib.suppress(ObjectExists):
                 await backend.put_volatile(key, b"{}")
     except CkpipeError as error:
-        logger.info("%s goes without a digest, its index tells as well: %s", id, error)
+        logger.info("%s has no digest; readers use its index instead: %s", id, error)
 
 
 async def write_sidecar_of(backend: Backend, index: ManifestDocument | None) -> None:
-    """The same for an index that was created just now; None if another process has created it."""
+    """Create the digest of an index that was just created; None if another process created it."""
     if index is None:
         return
     try:
@@ -361,7 +361,7 @@ def _read(objects: Iterable[ObjectInfo]) -> dict[CheckpointId, MetricsSidecar]:
 
 
 async def owned_sidecars(backend: Backend) -> dict[CheckpointId, list[ObjectInfo]]:
-    """The objects that say something of checkpoints, damaged ones too; costs one delimited list.
+    """List the objects of digests by checkpoint, damaged ones too; costs one delimited list.
 
     Raises:
         StoreError: If the store failed.
@@ -374,7 +374,7 @@ async def owned_sidecars(backend: Backend) -> dict[CheckpointId, list[ObjectInfo
 
 
 async def said_of_foreign(backend: Backend) -> str | None:
-    """Say what a root without checkpoints is, if it is a folder that another program wrote.
+    """Describe a root without checkpoints, if it is a folder that another program wrote.
 
     Raises:
         StoreError: If the store failed.

@@ -1,6 +1,6 @@
 """Describe an index for display: names, shapes, sizes, sharing, ranks and inline values.
 
-Pure: it reads bundles that were validated, and no bytes of tensors.
+Pure: it uses validated bundles, and no bytes of tensors.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ class TensorDescription:
         kind: ``tensor``, ``parameter``, ``buffer``, ``subclass`` or ``numpy``.
         device: Type of the device it was on.
         requires_grad: Whether it collects gradients.
-        also: Other labels under which the very same tensor stands in the state.
-        shares_with: Labels of other tensors that have bytes of memory in common with it.
+        also: Other labels of the very same tensor in the state.
+        shares_with: Labels of other tensors that share bytes of memory with it.
         ranks: The ranks that hold all or part of it.
-        boxes: Into how many boxes its ranks have cut it; 1 for a whole tensor.
+        boxes: The number of boxes into which its ranks have cut it; 1 for a whole tensor.
         differs: Whether ranks hold it whole and with different bytes.
     """
 
@@ -65,7 +65,7 @@ class ValueDescription:
         label: Its label.
         value: The value as JSON text, cut off if it is long.
         ranks: The ranks that have it.
-        differs: Whether ranks have different values; ``value`` is that of the lowest then.
+        differs: Whether ranks have different values; ``value`` is then that of the lowest rank.
     """
 
     label: str
@@ -81,15 +81,15 @@ class Description:
     Args:
         id: Exact name of the checkpoint.
         step: Its step.
-        world_size: How many ranks wrote it.
-        files: How many data files it has.
+        world_size: The number of ranks that wrote it.
+        files: The number of its data files.
         bytes: Size of its data files.
-        started: When its save began on the lowest rank, ISO 8601 in UTC.
-        final: Whether it was to be the last of its run.
+        started: The start time of its save on the lowest rank, ISO 8601 in UTC.
+        final: Whether it was saved with ``final=True``.
         resumed_from: The checkpoint that its run had loaded, if any.
         writer: Versions of ckpipe, torch and Python.
-        metadata: What ``save`` was given as metadata.
-        metrics: What ``save`` was given as metrics; non-finite numbers as text.
+        metadata: The metadata that was passed to ``save``.
+        metrics: The metrics that were passed to ``save``; non-finite numbers as text.
         tensors: Its tensors, in the order of the state.
         values: Its inline values, in the order of the state.
     """
@@ -114,7 +114,7 @@ def describe(bundle: ManifestDocument, select: LabelFilter | None = None) -> Des
 
     Args:
         bundle: The index, validated.
-        select: Which tensors and values to name; None for all.
+        select: Selects the tensors and values to include; None for all.
     """
     first = bundle.parts[0]
     wanted = select or LabelFilter()
@@ -136,17 +136,17 @@ def describe(bundle: ManifestDocument, select: LabelFilter | None = None) -> Des
 
 
 def data_bytes(bundle: ManifestDocument) -> int:
-    """The size of all data files of a bundle's parts."""
+    """Return the size of all data files of a bundle's parts."""
     return sum(file.size for part in bundle.parts for file in part.files)
 
 
 def tensor_bytes(row: TensorRow) -> int:
-    """The bytes of all elements of a tensor; 0 if its dtype is unknown."""
+    """Return the bytes of all elements of a tensor; 0 if its dtype is unknown."""
     return math.prod(row.shape) * (item_bytes(row.dtype) or 0)
 
 
 _EXPANSION, _ALWAYS_BYTES = 4, 1 << 30
-"""How often stored bytes may be written out or compared, and how many bytes always may."""
+"""Largest ratio of bytes to write out or compare to stored bytes; bytes that are always allowed."""
 
 
 def check_expansion(
@@ -154,14 +154,14 @@ def check_expansion(
 ) -> None:
     """Refuse work on far more bytes than checkpoints store.
 
-    The elements of a tensor that ``expand`` has made lie in one place, on the store too; a file of
-    it, or a comparison, takes each of them.
+    The elements of a tensor that ``expand`` has made share one place, on the store too. A file of
+    the tensor, or a comparison, takes each of them.
 
     Args:
-        work: What would be done.
+        work: The name of the work, for the error.
         bundles: The indexes of the checkpoints.
-        nbytes: How many bytes it takes.
-        sizes: The bytes of the tensors that it takes, by their labels.
+        nbytes: The bytes that the work takes.
+        sizes: The bytes of its tensors, by their labels.
 
     Raises:
         UsageError: If these are far more bytes than the checkpoints store.
@@ -217,7 +217,7 @@ def _other_labels(bundle: ManifestDocument) -> defaultdict[str, dict[str, None]]
 
 
 def _sharing(layout: Layout, labels: list[str]) -> Iterator[list[str]]:
-    """The labels of tensors that lie in one entry of their own rank, group by group."""
+    """Yield the labels of tensors that share an entry of their own rank, group by group."""
     groups: defaultdict[Json, dict[str, None]] = defaultdict(dict)
     for chunk in layout.chunks:
         if chunk.owner is None:
@@ -226,7 +226,7 @@ def _sharing(layout: Layout, labels: list[str]) -> Iterator[list[str]]:
 
 
 def labels_per_rank(bundle: ManifestDocument) -> set[str]:
-    """The labels of tensors that each rank holds whole and for itself, not alike."""
+    """Return the labels of private tensors that differ between ranks."""
     found = {
         bundle.structures[number].tensors[tensor].label
         for number, each in enumerate(bundle.per_rank)
@@ -235,7 +235,7 @@ def labels_per_rank(bundle: ManifestDocument) -> set[str]:
     }
     if len(bundle.structures) == 1:
         return found
-    # That tells of ranks with one structure, which are like their first; now of those among them.
+    # per_rank compares the ranks of one structure. Now compare structures, by their first ranks.
     firsts: dict[int, int] = {}
     for number, part in enumerate(bundle.parts):
         firsts.setdefault(part.structure, number)
@@ -264,14 +264,14 @@ def _values(bundle: ManifestDocument) -> Iterator[ValueDescription]:
 
 
 def leaf_labels(tree: Node, kind: Literal["tensor", "value"]) -> Iterator[tuple[str, int]]:
-    """The labels of a tree's tensors or inline values, each with its number; none stands twice."""
+    """Yield the labels of a tree's tensors or inline values, each once, with their numbers."""
     return ((label, number) for label, _, number in _leaves(tree, kind))
 
 
 def key_paths(bundle: ManifestDocument) -> dict[str, tuple[str, ...]]:
-    """The keys that the label of each tensor and value is made of, which may have dots themselves.
+    """Return the keys in the label of each tensor and value; a key may itself contain dots.
 
-    Where a tensor and a value have one label, the keys are those of the value.
+    If a tensor and a value have the same label, the keys are those of the value.
     """
     return {
         label: path
@@ -290,7 +290,7 @@ def _leaves(
         node, label, path = pending.pop()
         if node[0] == kind:
             unique = unique_label(label, taken)
-            # What makes a label unique stands at its end.
+            # The suffix that makes a label unique belongs to the last key.
             last = (unique[len(label) - len(path[-1]) :],) if path else (unique,)
             yield unique, (*path[:-1], *last), node[1]
         elif node[0] in ("shared", "registered", "stateful"):

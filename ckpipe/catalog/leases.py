@@ -1,13 +1,13 @@
-"""Leases: a process says that it is using a checkpoint, or that its launch is running.
+"""Leases: a process declares that it uses a checkpoint, or that its launch is running.
 
 A lease is a small object below ``.ckpipe/leases/<subject>/`` that its holder renews by creating
-further ones. It is live while the newest of them is young, by the store's own clock, so that it
-ends by itself after a crash.
+further ones. It is live while the newest of them is young, by the store's own clock. So it ends by
+itself after a crash.
 
 **Why nothing is deleted under a reader.** A reader creates its lease and then looks for a
-tombstone; who deletes creates the tombstone and then looks for leases. Lists are consistent, so at
-least one of the two sees the other: the reader takes another checkpoint, or the data stays until
-the lease has ended.
+tombstone. A process that deletes creates the tombstone and then looks for leases. Lists are
+consistent, so at least one of the two sees the other: the reader takes another checkpoint, or the
+data stays until the lease has ended.
 """
 
 from __future__ import annotations
@@ -33,28 +33,29 @@ from ckpipe.types import CheckpointId
 logger = logging.getLogger("ckpipe")
 
 LEASE_LIFE = timedelta(minutes=15)
-"""How old the newest object of a live lease is at most."""
+"""Greatest age of the newest object of a live lease."""
 
 EXPORTING = ".export"
-"""Behind the id of a checkpoint, the subject of who will export it once it is complete. It keeps
-retention away like the id itself, but no load waits for such a checkpoint to become complete."""
+"""Suffix that a checkpoint's id has in the lease of a process that will export it once it is
+complete. The lease keeps retention away like one on the id itself, but no load waits for such a
+checkpoint to become complete."""
 
 RENEW_EVERY = LEASE_LIFE / 5
-"""How long a holder waits before it renews its lease: several renewals may fail in a row."""
+"""Time between two renewals of a lease: several renewals in a row may fail."""
 
 REMOVE_SECONDS = 5.0
-"""How long removing the object that told the time may outlast a cancellation, in seconds."""
+"""Seconds that the removal of the object in :func:`store_time` may outlast a cancellation."""
 
 
 def live_subjects(
     leases: Iterable[ObjectInfo], now: datetime, life: timedelta = LEASE_LIFE
 ) -> set[str]:
-    """The checkpoints and launches under a live lease.
+    """Return the checkpoints and launches under a live lease.
 
     Args:
-        leases: What lies below ``.ckpipe/leases/``.
+        leases: The objects below ``.ckpipe/leases/``.
         now: The time, by the store's own clock.
-        life: How old a live lease is at most.
+        life: The greatest age of a live lease.
     """
     live = set()
     for each in leases:
@@ -65,12 +66,12 @@ def live_subjects(
 
 
 def protected_subjects(live: Iterable[str]) -> set[str]:
-    """The checkpoints and launches that retention must leave alone, of all that is leased."""
+    """Return the checkpoints and launches that retention must leave alone, given those leased."""
     return {each.removesuffix(EXPORTING) for each in live}
 
 
 async def read_leases(backend: Backend) -> list[ObjectInfo]:
-    """All leases of a root, live or not.
+    """List all leases of a root, live or not.
 
     Raises:
         StoreError: If the store failed.
@@ -79,10 +80,10 @@ async def read_leases(backend: Backend) -> list[ObjectInfo]:
 
 
 async def store_time(backend: Backend) -> datetime:
-    """The time by the store's own clock: that of a lease which is made and removed again.
+    """Return the time by the store's own clock: that of a lease which is made and removed again.
 
-    A store without room for a lease is asked by who would make room, and so it is told by this
-    machine's clock then.
+    A full store has no room for the lease. Its caller is about to make room, so the time is that of
+    this machine's clock then.
 
     Raises:
         StoreError: If the store failed otherwise.
@@ -99,13 +100,13 @@ async def store_time(backend: Backend) -> datetime:
 
 
 async def _write(backend: Backend, key: str) -> None:
-    """Write a lease; one that is there is this one, written by a try whose answer was lost."""
+    """Write a lease; if it exists, an earlier try with a lost answer has written it."""
     with contextlib.suppress(ObjectExists):
         await backend.put_volatile(key, b"{}")
 
 
 async def time_now(backend: Backend) -> datetime:
-    """The time by the store's own clock, or by this machine's where nothing may be written.
+    """Return the time by the store's own clock, or by this machine's if nothing may be written.
 
     Raises:
         StoreError: If the store failed otherwise.
@@ -117,13 +118,13 @@ async def time_now(backend: Backend) -> datetime:
 
 
 async def leased(backend: Backend, subject: str | None = None) -> set[str]:
-    """The checkpoints and launches under a live lease, by the store's own clock.
+    """Return the checkpoints and launches under a live lease, by the store's own clock.
 
     Costs one list, and three requests more if there are leases at all.
 
     Args:
         backend: The store.
-        subject: The only one to look at; None looks at all.
+        subject: The only subject to look at; None for all.
 
     Raises:
         StoreError: If the store failed.
@@ -134,9 +135,9 @@ async def leased(backend: Backend, subject: str | None = None) -> set[str]:
 
 
 class Lease:
-    """One holder's lease, which is there from :meth:`renew` to :meth:`release`.
+    """One holder's lease, which lasts from :meth:`renew` to :meth:`release`.
 
-    Neither raises if the store fails: reading goes before being protected while reading.
+    Neither raises if the store fails: a read without protection is better than none.
 
     Args:
         backend: The store.
@@ -149,17 +150,17 @@ class Lease:
         self._written: list[str] = []
 
     async def renew(self) -> None:
-        """Take the lease, or take it again for another :data:`LEASE_LIFE`."""
+        """Take the lease, or extend it to :data:`LEASE_LIFE` from now."""
         key = lease_key(self.subject, self._holder, self._renewals)
         self._renewals += 1
-        # Noted first, since an answer that is lost leaves the object behind.
+        # Noted first, since a write with a lost answer leaves the object behind.
         older, self._written = self._written, [*self._written, key]
         try:
             await _write(self._backend, key)
             if older:
                 await self._backend.delete(older)
         except PermissionDenied:
-            # Who may not write may still read; then there is just no protection.
+            # A process that may not write may still read, without protection.
             logger.info("A lease on %s may not be written", self.subject)
             return
         except StoreError as error:
@@ -168,13 +169,13 @@ class Lease:
         self._written = [key]
 
     async def keep(self, every: timedelta = RENEW_EVERY) -> None:
-        """Renew the lease now and then until it is cancelled."""
+        """Renew the lease at an interval until the task is cancelled."""
         while True:
             await anyio.sleep(every.total_seconds())
             await self.renew()
 
     async def release(self) -> None:
-        """End the lease; without it the lease ends by its age."""
+        """End the lease; a lease that is not released ends by its age."""
         if not self._written:
             return
         try:
@@ -189,14 +190,14 @@ class Lease:
 async def under_lease(
     backend: Backend, subject: str, *, every: timedelta = RENEW_EVERY
 ) -> AsyncIterator[None]:
-    """Hold a lease over a block, so that no process deletes its subject meanwhile.
+    """Hold a lease during a block, so that no process deletes its subject meanwhile.
 
-    What the block raises comes as it is, without a group.
+    Errors of the block are raised as they are, not in a group.
 
     Args:
         backend: The store.
         subject: The checkpoint that is being read.
-        every: How often the lease is renewed.
+        every: The time between two renewals.
     """
     lease = Lease(backend, subject)
     try:
@@ -216,10 +217,10 @@ async def reading(
     *,
     read_only: bool = False,
 ) -> AsyncIterator[ManifestDocument]:
-    """Hold a checkpoint over a block, so that no process deletes it meanwhile.
+    """Hold a lease on a checkpoint during a block, so that no process deletes it meanwhile.
 
-    The block gets the index, which is read beside the requests for the lease: it is whole or
-    absent and never changes. What the block raises comes as it is, without a group.
+    The block gets the index. It is read concurrently with the requests for the lease, since it is
+    whole or absent and never changes. Errors of the block are raised as they are, not in a group.
 
     Args:
         backend: The store.
@@ -228,7 +229,7 @@ async def reading(
         read_only: Whether no lease may be written, so that the checkpoint is not protected.
 
     Raises:
-        CheckpointIncomplete: If it is being deleted already, whatever reading the index raised.
+        CheckpointIncomplete: If it is being deleted already, whatever error the index raised.
         CorruptCheckpoint: If the index is damaged.
         StoreError: If the store failed.
     """

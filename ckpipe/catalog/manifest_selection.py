@@ -1,10 +1,10 @@
 """Select and read the manifests that one rank of many needs, instead of the whole index.
 
-Theory. A rank that loads what it saved needs its own manifest and those of the ranks that wrote
-what it shares with them, be there 64 ranks or 16,384. These can be had one by one, or in a group
-object, or in the index. Each object costs a request, and each rank in it costs bytes and the time
-to check them. The objects form a tree, and the cheapest choice for a node is the cheaper of the
-node itself and the cheapest choices for what is below it.
+Theory. A rank that loads its own save needs its own manifest and those of the ranks that wrote the
+chunks it shares with them, whether there are 64 ranks or 16,384. It can read these manifests one by
+one, in a group object, or in the index. Each object costs a request, and each rank in it costs
+bytes and the time to check them. The objects form a tree. The cheapest choice for a node is the
+cheaper of the node itself and the cheapest choices for its children.
 """
 
 from __future__ import annotations
@@ -23,24 +23,25 @@ from ckpipe.interpreter import gc_paused
 from ckpipe.types import CheckpointId
 
 FEWEST_RANKS = 17
-"""With fewer ranks the index is small, and one request is the least there can be."""
+"""Least number of ranks for a selection: fewer ranks have a small index, which is one request."""
 
 REQUEST_BYTES = 64 << 10
-"""How many bytes of metadata cost as much as a request: 30 ms, at 2 MB/s to check and use them."""
+"""Bytes of metadata that cost as much as a request: 30 ms, at 2 MB/s to check and use them."""
 
 _MERGED_SHARE = 8
-"""How much smaller a part is in a merged object: structures are written once, and compressed."""
+"""Ratio of a part's size in a manifest and in a merged object, which writes structures once and is
+compressed."""
 
 
 def nearest(
     world_size: int, ranks: Collection[int], manifest_bytes: int
 ) -> tuple[Member, ...] | None:
-    """The objects from which the parts of some ranks are had at the least cost.
+    """Return the objects that provide the parts of some ranks at the least cost.
 
     Args:
-        world_size: How many ranks the checkpoint has.
+        world_size: The number of ranks of the checkpoint.
         ranks: The ranks whose parts are needed.
-        manifest_bytes: The size of a manifest; merged objects are taken to have their part of it.
+        manifest_bytes: The size of a manifest; the sizes of merged objects are estimated from it.
 
     Returns:
         Manifests and group objects, in the order of ranks; None for the index.
@@ -74,14 +75,14 @@ def _together(
 
 
 def _merged(ranks: int, manifest_bytes: int) -> int:
-    """The cost of reading a merged object of so many ranks."""
+    """Return the cost of a read of a merged object with so many ranks."""
     return REQUEST_BYTES + manifest_bytes + ranks * manifest_bytes // _MERGED_SHARE
 
 
 async def read_near(
     backend: Backend, id: CheckpointId, rank: int, world_size: int
 ) -> ManifestDocument | None:
-    """The part of a rank in a complete checkpoint, with those of the ranks that it leans on.
+    """Read the part of a rank in a complete checkpoint, and the parts of owners of its chunks.
 
     Rank 0 is always among them, since its metadata and metrics are those of the checkpoint.
 
@@ -89,11 +90,11 @@ async def read_near(
         backend: The store.
         id: The checkpoint, which is complete.
         rank: The rank that loads.
-        world_size: How many ranks load.
+        world_size: The number of ranks that load.
 
     Returns:
-        A bundle of these parts; None if the index serves better, because it costs no more, or the
-        checkpoint is of another world size, or one of the parts cannot be used.
+        A bundle of these parts. None if the caller should read the index instead: it costs no
+        more, or the checkpoint has another world size, or one of the parts cannot be used.
 
     Raises:
         StoreError: If the store failed.
@@ -108,7 +109,7 @@ async def read_near(
         others = await read_members(backend, id, members, world_size)
         return await threads.run_sync(_gathered, [own, *others])
     except (CorruptCheckpoint, UnsupportedVersion):
-        # The index is whole, or says better what is wrong.
+        # The index is intact, or its error is more helpful.
         return None
 
 

@@ -1,12 +1,12 @@
-"""Cache and query what retention and ``best`` know of checkpoints.
+"""Cache and query the facts of checkpoints that retention and ``best`` need.
 
-Theory. What an index says is known for good. What a digest says
-(:mod:`ckpipe.format.metrics_sidecar`) is taken for a first answer, and then whatever decides that
-answer is looked up in its index: for ``best`` the winner, for a decision of what to delete see
-:func:`ckpipe.catalog.prune.decide_on`. If an index cannot be read, its checkpoint is out, as it was
-before there were digests; if an index says something else than the digest, no digest of this root
-is believed any more, and all indexes are read. Then it is decided again. Every round knows more
-than the one before, so it ends.
+Theory. The facts of an index are final. The facts of a digest
+(:mod:`ckpipe.format.metrics_sidecar`) give a first answer. Then the indexes of the checkpoints that
+decide this answer are read: for ``best`` the winner's; for a decision on deletions see
+:func:`ckpipe.catalog.prune.decide_on`. If an index cannot be read, its checkpoint is left out, as
+it was before there were digests. If an index contradicts its digest, no digest of this root is
+trusted any more, and all indexes are read. Then the decision is made again. Every round knows more
+than the one before, so the loop ends.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from ckpipe.types import CheckpointId, CheckpointInfo
 logger = logging.getLogger("ckpipe")
 
 _AT_ONCE = 16
-"""Indexes that are read at the same time."""
+"""Number of indexes that are read at the same time."""
 
 
 class MetadataSummary(NamedTuple):
@@ -40,7 +40,7 @@ class MetadataSummary(NamedTuple):
     Args:
         digest: Its metrics, whether it is a run's final checkpoint, and its size.
         resumed_from: Id of the checkpoint that its run had loaded.
-        metadata: What ``save`` was given as metadata.
+        metadata: The metadata that was passed to ``save``.
     """
 
     digest: MetricsSidecar
@@ -60,13 +60,13 @@ def summary_of(index: ManifestDocument) -> MetadataSummary:
 
 @dataclass(slots=True)
 class MetadataCache:
-    """The summaries that one process has read of the checkpoints of a root, by id.
+    """The facts that one process knows of the checkpoints of a root, by id.
 
     Args:
-        known: What indexes say, or said when they were written.
-        told: What digests say of others.
-        trusting: Whether digests are believed: none has contradicted its index yet.
-        deleted: Deletions that are known to be through.
+        known: Summaries of indexes that were read or written.
+        told: Digests of other checkpoints.
+        trusting: Whether digests are trusted: none has contradicted its index yet.
+        deleted: Checkpoints whose deletion is known to be finished.
         retired: Complete checkpoints that retention has removed in this process.
     """
 
@@ -77,41 +77,41 @@ class MetadataCache:
     retired: set[CheckpointId] = field(default_factory=set)
 
     def learn(self, name: str, found: MetadataSummary) -> None:
-        """Note what an index says; what was told of it counts no longer."""
+        """Note the summary of an index; it replaces the digest."""
         self.known[name] = found
         told = self.told.pop(name, None)
-        # A digest from before copies were counted says nothing of them.
+        # An older digest, from before copies were counted, lacks their number.
         if (
             told is not None
             and told.text != replace(found.digest, copied_bytes=told.copied_bytes).text
         ):
-            logger.warning("The digest of %s is not what its index says: all are left out", name)
+            logger.warning("The digest of %s contradicts its index: all digests are ignored", name)
             self.trusting = False
             self.told.clear()
 
     def forget(self, name: str) -> None:
-        """Drop what is known of a checkpoint that is no more."""
+        """Drop the facts of a checkpoint that is gone."""
         self.known.pop(name, None)
         self.told.pop(name, None)
 
     def names(self) -> set[str]:
-        """The checkpoints of which something is known or told."""
+        """Return the checkpoints with a summary or a digest."""
         return {*self.known, *self.told}
 
     def __contains__(self, name: str) -> bool:
         return name in self.known or name in self.told
 
     def digests(self) -> list[MetricsSidecar]:
-        """All that is known or told of checkpoints."""
+        """Return the digests of all checkpoints, from their summaries where those are known."""
         return [*(each.digest for each in list(self.known.values())), *self.told.values()]
 
     def digest(self, name: str) -> MetricsSidecar:
-        """The summary of a checkpoint if it was read, else its sidecar."""
+        """Return the digest of a checkpoint, from its summary if that is known."""
         return self.known[name].digest if name in self.known else self.told[name]
 
 
 def described(info: CheckpointInfo, facts: MetadataCache) -> CheckpointInfo:
-    """Fill in what is known of what was saved in a complete checkpoint."""
+    """Fill in the known facts of a complete checkpoint."""
     if not info.complete or info.id not in facts:
         return info
     digest, known = facts.digest(info.id), facts.known.get(info.id)
@@ -127,7 +127,7 @@ def described(info: CheckpointInfo, facts: MetadataCache) -> CheckpointInfo:
 async def inspected(
     backend: Backend, infos: Sequence[CheckpointInfo], facts: MetadataCache
 ) -> list[CheckpointInfo]:
-    """Fill in what the indexes of complete checkpoints say, each of which is read once.
+    """Fill in the facts of complete checkpoints from their indexes; each index is read once.
 
     Raises:
         StoreError: If the store failed.
@@ -138,13 +138,13 @@ async def inspected(
 
 
 class MetadataQuery:
-    """One question about the complete checkpoints of a root.
+    """One query about the complete checkpoints of a root.
 
     Args:
         backend: The store.
         complete: The checkpoints, the newest first.
-        facts: What is known of them already; added to.
-        few: So many indexes are read rather than asking for digests.
+        facts: The facts that are known already; new ones are added.
+        few: Number of unknown checkpoints up to which digests are not listed, but indexes read.
     """
 
     def __init__(
@@ -160,7 +160,7 @@ class MetadataQuery:
         self._unread: set[str] = set()
 
     async def candidates(self) -> list[Candidate]:
-        """Those of which something is known or told, in the same order.
+        """Return the checkpoints with a summary or a digest, in the same order.
 
         Raises:
             StoreError: If the store failed.
@@ -171,7 +171,7 @@ class MetadataQuery:
         return [_candidate(each, self._facts) for each in self._complete if each.id in self._facts]
 
     async def hear(self) -> None:
-        """Ask digests of what is not known, by one delimited list.
+        """Read the digests of unknown checkpoints by one delimited list.
 
         Raises:
             StoreError: If the store failed.
@@ -182,9 +182,9 @@ class MetadataQuery:
             self._facts.told.update({name: each for name, each in told.items() if each})
 
     async def is_sure(self, names: Collection[str]) -> bool:
-        """Read the indexes of those whose sidecar was used; True if no answer can change by it.
+        """Read the indexes of those known by a digest only; return True if there were none.
 
-        If it is True, no other task ran meanwhile that could forget what is gone.
+        If it returns True, no other task ran meanwhile that could forget a deleted checkpoint.
 
         Raises:
             StoreError: If the store failed.
@@ -196,7 +196,7 @@ class MetadataQuery:
         return not doubtful
 
     def _open(self) -> list[CheckpointInfo]:
-        """The ids of which neither index nor sidecar is known, as far as this process can tell."""
+        """Return the checkpoints without a summary or a digest whose index may be readable."""
         return [
             each
             for each in self._complete
@@ -204,7 +204,7 @@ class MetadataQuery:
         ]
 
     async def _read(self, infos: Iterable[CheckpointInfo]) -> None:
-        """Read the indexes of checkpoints, several at once."""
+        """Read the indexes of checkpoints, several at a time."""
 
         async def read(info: CheckpointInfo) -> None:
             try:

@@ -1,22 +1,22 @@
 """Decide which checkpoints of a root stay and which go, and which is the best.
 
-With many ranks, the one that commits last prunes: it sees all commits, whichever rank writes the
-index, and there is always such a rank and seldom more. Ranks that prune at the same time create
-one tombstone and delete what others may have deleted already.
+With many ranks, the rank that commits last prunes: it sees all commits, whichever rank writes the
+index. There is always such a rank and seldom more than one. Ranks that prune at the same time
+create one tombstone; a deletion of objects that are gone is no error.
 
-A load holds a lease on its checkpoint. A leased one is not chosen for removal; should a lease
-appear at the last moment, the tombstone stays and the data waits for the lease to end
-(:mod:`ckpipe.catalog.leases` says why this has no gap). One that is pinned at the last moment
-stays (:mod:`ckpipe.catalog.delete` says why). What other launches resumed from stays too, as
-far as the store itself tells; a pipeline knows more of its own.
+A load holds a lease on its checkpoint. A leased checkpoint is not chosen for removal. If a lease
+appears at the last moment, the tombstone stays and the data waits for the lease to end
+(:mod:`ckpipe.catalog.leases` says why this has no gap). A checkpoint that is pinned at the last
+moment stays (:mod:`ckpipe.catalog.delete` says why). Checkpoints that other launches resumed from
+stay too, as far as the store shows them; a pipeline knows more of its own.
 
-**Why no wrong sidecar deletes anything.** Before anything is deleted, the indexes are read of what
-goes, of what is kept in its place (:meth:`ckpipe.retention.Rule.rivals`), and of what always
-stays: the newest, of all and of each launch that runs. Let *R* be what goes and *V* the rivals,
-all of them known for sure then. Nothing of *R* is kept among *V* and *R*. A rule that keeps a
-checkpoint among many keeps it among fewer (:mod:`ckpipe.retention`), so it keeps nothing of *R*
-among all either, whatever is true of the others. All that a sidecar can still do wrong is that
-something stays which might go.
+**Why no wrong sidecar deletes anything.** Before a deletion, the indexes of three groups are read:
+the checkpoints to remove, those kept in their place (:meth:`ckpipe.retention.Rule.rivals`), and
+those that always stay: the newest of all and of each running launch. Let *R* be the checkpoints to
+remove and *V* the rivals; the facts of both are certain then. No checkpoint of *R* is kept among
+*V* and *R*. A rule that keeps a checkpoint among many keeps it among fewer
+(:mod:`ckpipe.retention`), so it keeps none of *R* among all either, whatever is true of the others.
+A wrong sidecar can only keep a checkpoint that might be removed.
 """
 
 from __future__ import annotations
@@ -68,7 +68,8 @@ BEHIND_LINK = "it can only be deleted by hand"
 UNREAD = "its index cannot be read, so nothing is known of it"
 
 _FEW = 4
-"""So many indexes are read rather than asking for digests, which a running pipeline never needs."""
+"""Number of unknown checkpoints up to which digests are not listed, but indexes read. So a running
+pipeline never lists digests."""
 
 
 async def decide_on(
@@ -82,21 +83,21 @@ async def decide_on(
 ) -> Decision:
     """Decide which checkpoints of a root stay, and change nothing.
 
-    Besides what is protected, pinned checkpoints stay and the one that the run of the newest
-    resumed from, for every caller. If several launches run on one root, rules count the checkpoints
-    of all of them together; so of each that is known to be running the newest stays too. Those
-    whose index cannot be read stay as well, and take no other's place: rules, and the newest that
-    always stays, are found among the others.
+    Besides the protected ones, pinned checkpoints stay, and so does the checkpoint from which the
+    newest one's run resumed, for every caller. If several launches run on one root, rules count the
+    checkpoints of all of them together. So the newest checkpoint of each launch that is known to be
+    running stays too. Checkpoints whose index cannot be read stay as well, and take no other's
+    place: rules, and the newest that always stays, apply to the others.
 
-    What is not known yet costs a list of digests, the indexes of checkpoints without one, and
-    those of what goes and of what stays instead.
+    Unknown facts cost a list of digests, the indexes of checkpoints without a digest, the indexes
+    of checkpoints to remove, and those of checkpoints that stay in their place.
 
     Args:
         backend: The store.
-        rule: What to keep; None keeps all.
+        rule: The retention rule; None keeps all.
         protected: Ids that must stay, each with its reason, and ids of launches that are running.
-        facts: What is known of checkpoints already; added to, and rid of those that are gone.
-        now: The time by the store's own clock, which also tells when checkpoints were written.
+        facts: The known facts of checkpoints; new ones are added, those of deleted ones dropped.
+        now: The time by the store's own clock, which also dates the checkpoints.
         listing: The names of the root, if the caller has just listed them.
 
     Raises:
@@ -114,7 +115,7 @@ async def decide_on(
         if newest is not None and newest.resumed_from:
             kept[newest.resumed_from] = RESUMED
         decision = decide(candidates, rule, now=now, protected=kept | keep)
-        # The indexes of these must be read before anything is deleted or reported.
+        # The indexes of these must be read before a checkpoint is deleted or reported.
         deciding = {each.id for each in candidates[:1]}
         deciding.update(newest_of_launches(candidates, protected))
         if rule is not None and decision.remove:
@@ -133,7 +134,7 @@ async def decide_on(
 
 
 def missing_text(metric: str, facts: MetadataCache) -> str:
-    """Say that a rule removes nothing for want of a metric, and which metrics there are."""
+    """Return the message that a rule lacks a metric and removes nothing; names other metrics."""
     known = sorted({name for each in facts.digests() for name in each.metrics} - {metric})
     there = ", ".join(known) or "none"
     return (
@@ -145,7 +146,7 @@ def missing_text(metric: str, facts: MetadataCache) -> str:
 def newest_of_launches(
     checkpoints: Iterable[Candidate | CheckpointInfo], launches: Container[str]
 ) -> list[str]:
-    """The first checkpoint of each of some launches.
+    """Return the newest checkpoint of each of some launches.
 
     Args:
         checkpoints: Checkpoints, the newest first.
@@ -162,17 +163,17 @@ def newest_of_launches(
 async def best(
     backend: Backend, metric: str, mode: Literal["min", "max"], facts: MetadataCache
 ) -> CheckpointInfo | None:
-    """The complete checkpoint with the best value of a metric.
+    """Find the complete checkpoint with the best value of a metric.
 
-    Costs the three lists of :func:`ckpipe.catalog.find.list_root`; if more than one is not
-    known yet, a list of digests and the index of the winner; and the index of each that has no
-    digest, once. NaN never wins, and of equals the newest does.
+    Costs the three lists of :func:`ckpipe.catalog.find.list_root`. If more than one checkpoint is
+    unknown, costs also a list of digests, the index of the winner, and once the index of each
+    checkpoint without a digest. NaN never wins; among equals the newest wins.
 
     Args:
         backend: The store.
         metric: The name of the metric.
         mode: Whether the least or the greatest value is the best.
-        facts: What is known of checkpoints already; added to, and rid of those that are gone.
+        facts: The known facts of checkpoints; new ones are added, those of deleted ones dropped.
 
     Returns:
         The checkpoint; None if no checkpoint is complete.
@@ -186,7 +187,7 @@ async def best(
     while True:
         candidates = await inquiry.candidates()
         winner = next(iter(KeepBest(metric, mode, 1).winners(candidates)), None)
-        # That none has the metric is not to be believed unseen either.
+        # One index must confirm even that no checkpoint has the metric.
         deciding = winner or next((each.id for each in candidates), None)
         if deciding is None or await inquiry.is_sure([deciding]):
             break
@@ -196,7 +197,7 @@ async def best(
 
 
 def _without_metric(metric: str, candidates: Sequence[Candidate]) -> CheckpointNotFound:
-    """The error where no complete checkpoint has a number for a metric."""
+    """Return the error to raise if no complete checkpoint has a number for a metric."""
     if not candidates:
         return CheckpointNotFound(
             f"No index can be read, so no checkpoint has the metric {metric!r}",
@@ -224,21 +225,21 @@ async def prune(
     sweep_after: timedelta,
     now: datetime | None = None,
 ) -> Decision:
-    """Delete what a rule does not keep; running it twice is as good as once.
+    """Delete the checkpoints that a rule does not keep; idempotent.
 
     Args:
         backend: The store.
-        rule: What to keep; None keeps all.
+        rule: The retention rule; None keeps all.
         protected: As for :func:`decide_on`.
-        facts: What is known of checkpoints already; added to, and rid of those that are gone.
-        sweep_after: How long tombstones stay.
+        facts: The known facts of checkpoints; new ones are added, those of deleted ones dropped.
+        sweep_after: The age at which tombstones are removed.
         now: The time by the store's own clock; None asks for it.
 
     Returns:
-        What was decided, and has been done.
+        The decision as it was carried out.
 
     Raises:
-        StoreError: If the store failed; pruning again goes on where it stopped.
+        StoreError: If the store failed; another prune goes on where this one stopped.
     """
     now = await store_time(backend) if now is None else now
     listing = await listed(backend, facts)
@@ -247,7 +248,7 @@ async def prune(
         retired=facts.retired, now=now,
     )  # fmt: skip
     decision = await decide_on(backend, rule, protected, facts, now=now, listing=listing)
-    # All at once: who prunes at the same time forgets what it has removed.
+    # Copied first: a prune at the same time drops the facts of checkpoints that it removes.
     digests = {name: facts.digest(name) for name in decision.remove}
     stayed: dict[str, str] = {}
     for name, digest in digests.items():
@@ -276,8 +277,8 @@ async def prune(
 
 
 async def listed(backend: Backend, facts: MetadataCache) -> Listing:
-    """The names of a root; forgets what is known of checkpoints that others have removed."""
-    # What is learned meanwhile may be of a checkpoint that is newer than the list.
+    """List the names of a root; drop the facts of checkpoints that other processes have removed."""
+    # Facts that are added meanwhile may be of a checkpoint that is newer than the list.
     before = facts.names()
     listing = await list_root(backend)
     for name in before.difference(map(str, listing.named())):
@@ -288,7 +289,7 @@ async def listed(backend: Backend, facts: MetadataCache) -> Listing:
 async def pin(backend: Backend, id: CheckpointId) -> None:
     """Protect a checkpoint from retention until it is unpinned.
 
-    :mod:`ckpipe.catalog.delete` says why a pruning under way cannot miss it.
+    :mod:`ckpipe.catalog.delete` says why a prune in progress cannot miss the pin.
 
     Raises:
         CheckpointIncomplete: If its deletion has begun.
@@ -313,7 +314,7 @@ async def unpin(backend: Backend, id: CheckpointId) -> None:
     await backend.delete([pin_key(id)])
 
 
-IN_USE = "somebody holds a lease on it: it is being loaded or written"
+IN_USE = "a process holds a lease on it: it is being loaded or written"
 RUNNING = "its launch is running and may still write it"
 NEWEST = "it is the newest complete checkpoint"
 
@@ -321,9 +322,9 @@ NEWEST = "it is the newest complete checkpoint"
 async def in_use(
     backend: Backend, infos: Sequence[CheckpointInfo], now: datetime
 ) -> dict[str, str]:
-    """Checkpoints under a live lease, and those that running launches need.
+    """Return the checkpoints under a live lease, and those that running launches need.
 
-    The latter are those that are incomplete, and of each launch the newest complete one.
+    A running launch needs its incomplete checkpoints and its newest complete one.
 
     Args:
         backend: The store.
@@ -359,19 +360,19 @@ async def remove(
     Args:
         backend: The store.
         which: A step, or an exact id, which may also name an incomplete checkpoint.
-        protected: Ids that must stay besides, each with its reason.
-        force: Whether to delete a pinned one, the newest, or one that others lean on.
+        protected: Further ids that must stay, each with its reason.
+        force: Whether to delete it even if it is pinned, the newest, or needed by a launch or load.
 
     Returns:
-        What it was.
+        The former state of the checkpoint.
 
     Raises:
         CheckpointNotFound: If there is none.
         UsageError: If it is protected.
-        StoreError: If the store failed; removing it again goes on where it stopped.
+        StoreError: If the store failed; another call goes on where this one stopped.
 
-    Should a load begin at this very moment, it is deleted for all others, and its data goes with
-    the next prune or sweep.
+    If a load begins at this very moment, the checkpoint is deleted for all others, and the next
+    prune or sweep removes its data.
     """
     infos = await discover(backend)
     info = next((each for each in infos if each.id == which), None)

@@ -1,14 +1,14 @@
-"""Removing what crashed runs left: pieces of checkpoints, uploads, old marks and leases.
+"""Remove the remains of crashed runs: incomplete checkpoints, uploads, old tombstones and leases.
 
-Theory. It cannot be seen from outside whether a run that has written half a checkpoint is dead or
-slow. So a launch counts as running while there is a live lease on it or on the checkpoint, while
-its claim is as young as a live lease, since it takes its first lease later, and while anything that
-it wrote is younger than a threshold, by the store's own clock. What is left of a launch that counts
-as dead is completed if nothing but its index lacks, and else deleted like any checkpoint, with a
-tombstone first: if it was merely slow, it finds the tombstone and does not complete what is half
-gone. Where the store fails to tell or to take the index, it stays.
+Theory. From outside, a run that has written half a checkpoint may be dead or slow. So a launch
+counts as running in three cases: there is a live lease on it or on the checkpoint; its claim is as
+young as a live lease, since it takes its first lease later; or one of its objects is younger than a
+threshold, by the store's own clock. An incomplete checkpoint of a dead launch is completed if it
+lacks only its index. Else it is deleted like any checkpoint, with a tombstone first: if the launch
+was merely slow, it finds the tombstone and does not complete a half-deleted checkpoint. If the
+store fails meanwhile, such as for want of room for the index, the checkpoint stays.
 
-Only names that ckpipe writes are looked at. Complete checkpoints are the business of retention.
+Only names that ckpipe writes are considered. Retention handles complete checkpoints.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ class Leftovers:
 
     Args:
         incomplete: Checkpoints without an index or a tombstone.
-        active: When each launch last wrote something that is still there, by its id.
+        active: For each launch by its id, the time of its newest object.
         leases: All leases.
-        tombstones: The marks of deleted checkpoints.
-        unfinished: Deleted checkpoints of which something is left.
-        scratch: What measurements have written.
-        agreed: Keys of what the ranks of each launch have agreed on, by its id.
-        claims: When the first and the last rank of each launch claimed it, by its id.
-        digests: Digests of checkpoints that have no index.
+        tombstones: The tombstones of deleted checkpoints.
+        unfinished: Deleted checkpoints with remaining objects.
+        scratch: Objects of benchmarks.
+        agreed: For each launch by its id, the keys of its ranks' decisions.
+        claims: For each launch by its id, the times of its ranks' first and last claim.
+        digests: Digests of checkpoints without an index.
     """
 
     incomplete: Sequence[CheckpointInfo]
@@ -76,15 +76,15 @@ class SweepReport:
     """The result of a sweep: removed and left objects.
 
     Args:
-        remove: Incomplete checkpoints that go, each with the reason.
+        remove: Incomplete checkpoints that are removed, each with the reason.
         keep: Incomplete checkpoints that stay, each with the reason.
-        unfinished: Deleted checkpoints whose deletion was cut short, and is finished.
-        tombstones: Keys of old marks of deletions that go.
-        leases: Keys of old leases that go.
-        scratch: Keys of old objects of measurements that go.
-        agreements: Keys of what the ranks of old launches had agreed on, which go.
-        digests: Keys of old digests whose checkpoint is gone, which go.
-        uploads: How many stale uploads were removed; None in a dry run, which cannot count them.
+        unfinished: Deleted checkpoints whose interrupted deletion is finished.
+        tombstones: Keys of old tombstones that are removed.
+        leases: Keys of old leases that are removed.
+        scratch: Keys of old benchmark objects that are removed.
+        agreements: Keys of the decisions of old launches' ranks, which are removed.
+        digests: Keys of old digests of deleted checkpoints, which are removed.
+        uploads: Number of stale uploads removed; None in a dry run, which cannot count them.
     """
 
     remove: Mapping[str, str]
@@ -101,12 +101,12 @@ class SweepReport:
 def plan_sweep(
     found: Leftovers, now: datetime, sweep_after: timedelta, running: Collection[str] = ()
 ) -> SweepReport:
-    """Decide what a sweep removes: pure.
+    """Decide which objects a sweep removes: pure.
 
     Args:
-        found: What lies on the root.
+        found: The objects of the root.
         now: The time by the store's own clock.
-        sweep_after: How old leftovers are that may go.
+        sweep_after: The age from which leftovers may be removed.
         running: Names of attempts that are known to be running.
     """
     live, own = live_subjects(found.leases, now), {launch_id(each) for each in running}
@@ -118,7 +118,7 @@ def plan_sweep(
         if launch in own:
             keep[info.id] = "its launch is running"
         elif not live.isdisjoint((info.id, info.attempt, launch)):
-            keep[info.id] = "somebody holds a lease on it or its launch"
+            keep[info.id] = "a process holds a lease on it or its launch"
         elif launch in young:
             keep[info.id] = f"its launch began {_ago(found.claims[launch][1], now)}"
         elif last is None or now - last < sweep_after:
@@ -151,12 +151,12 @@ def plan_sweep(
 def uploads_before(
     found: Leftovers, now: datetime, sweep_after: timedelta, running: Collection[str] = ()
 ) -> datetime:
-    """Before which time uploads were begun that may go: before any launch opened that may run.
+    """Return the time before which stale uploads began: before any launch that may run opened.
 
     Args:
-        found: What lies on the root.
+        found: The objects of the root.
         now: The time by the store's own clock.
-        sweep_after: How old uploads are that may go.
+        sweep_after: The age from which uploads may be removed.
         running: Names of attempts that are known to be running.
     """
     alive = _just_opened(found, now) | {launch_id(each) for each in running}
@@ -168,13 +168,13 @@ def uploads_before(
 
 
 def _just_opened(found: Leftovers, now: datetime) -> set[str]:
-    """Launches that may not have taken their first lease yet."""
+    """Return the launches that may not have taken their first lease yet."""
     return {launch for launch, (_, last) in found.claims.items() if now - last <= LEASE_LIFE}
 
 
 def _ago(last: datetime | None, now: datetime) -> str:
     if last is None:
-        return "at a time that nothing tells"
+        return "at an unknown time"
     seconds = max(0, int((now - last).total_seconds()))
     for size, unit in ((86_400, "days"), (3600, "hours"), (60, "minutes")):
         if seconds >= 2 * size:
@@ -185,7 +185,7 @@ def _ago(last: datetime | None, now: datetime) -> str:
 async def look_around(backend: Backend) -> Leftovers:
     """List the objects of a root besides complete checkpoints; changes nothing.
 
-    Costs a list of the root, one for each incomplete checkpoint and a few of what is internal.
+    Costs a list of the root, one for each incomplete checkpoint and a few of internal objects.
 
     Raises:
         StoreError: If the store failed.
@@ -201,7 +201,7 @@ async def look_around(backend: Backend) -> Leftovers:
             below = [each async for each in backend.list(prefix(info.key))]
             own = [each.modified for each in below if is_own(info.key, each.key)]
             _note(active, launch_id(info.attempt), own)
-            if own:  # else files of another program lie where a deleted one was
+            if own:  # else other programs' files are in the place of a deleted checkpoint
                 incomplete.append(info)
     agreed: defaultdict[str, list[str]] = defaultdict(list)
     claims: dict[str, tuple[datetime, datetime]] = {}
@@ -218,7 +218,7 @@ async def look_around(backend: Backend) -> Leftovers:
     scratch = [each async for each in backend.list(BENCH)]
     there = {info.key for info in infos if info.saved_at is not None}
     owned = await owned_sidecars(backend)
-    # Of checkpoints that are gone: one is left whose writer came after the deletion.
+    # Digests of deleted checkpoints remain if they were written after the deletion.
     digests = [each for id, keys in owned.items() if id not in there for each in keys]
     marks = list(listing.tombstones.values())
     return Leftovers(
@@ -238,20 +238,20 @@ async def sweep(
     running: Collection[str] = (),
     dry_run: bool = False,
 ) -> SweepReport:
-    """Remove what crashed runs left; running it twice is as good as once.
+    """Remove the remains of crashed runs; idempotent.
 
-    A checkpoint that lacks nothing but its index is completed instead. If that fails for now, such
-    as for want of room, it stays for a later sweep.
+    A checkpoint that lacks only its index is completed instead. If that fails for now, such as for
+    want of room, it stays for a later sweep.
 
     Args:
         backend: The store.
-        sweep_after: How old leftovers are that may go, by the store's own clock.
+        sweep_after: The age from which leftovers may be removed, by the store's own clock.
         running: Names of attempts that are known to be running.
-        dry_run: Whether to say only what would be done. Nothing is written then, so that the
-            clock is this machine's, and nothing is completed.
+        dry_run: Whether to report only what would be done. Nothing is written then, so the clock
+            is this machine's, and no checkpoint is completed.
 
     Raises:
-        StoreError: If the store failed; sweeping again goes on where it stopped.
+        StoreError: If the store failed; another sweep goes on where this one stopped.
     """
     if dry_run:
         return plan_sweep(await look_around(backend), datetime.now(UTC), sweep_after, running)
@@ -265,7 +265,7 @@ async def sweep(
         try:
             known = await repair(backend, info, sure=True)
         except (StoreError, UnsupportedVersion) as error:
-            # All of its data may be there: a full disk ends a save just before its index.
+            # All its data may be there: a full disk ends a save just before its index.
             del remove[info.id]
             keep[info.id] = f"it may lack nothing but its index: {error}"
             continue
