@@ -1,3 +1,3 @@
-"""Load a checkpoint into a state: plan, read, verify, put together."""
+"""Load a checkpoint into a state: match, plan reads, read, verify, apply."""
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Find the elements of a tensor in the chunks of all parts of a checkpoint.
 
-Theory. What a rank wrote stands in its own part as chunks without an owner. All of these together
-are everything that the checkpoint holds of a tensor, so a rank that loads finds any element by
-label, shape and dtype among them. Chunks with an owner say which of these a rank shares; they are
-followed first, since a rank that loads what it saved needs nothing else then, and no other part is
-looked at.
+Theory. A rank's own part lists the chunks that the rank wrote, as chunks without an owner. Together
+these are all elements of a tensor in the checkpoint, so a rank that loads finds any element by
+label, shape and dtype among them. A chunk with an owner refers to a chunk that another rank wrote
+and this rank shares. These references are followed first: a rank that loads its own save then needs
+no other part.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from ckpipe.state.placements import HeldBox
 from ckpipe.state.tensors import overlaps_itself
 
 ChunkRef = tuple[int, Chunk]
-"""The number of the part whose entries a chunk points into, and the chunk."""
+"""A chunk, and the number of the part into whose entries it points."""
 
 _Key = tuple[str, tuple[int, ...], str]
 
 
 class NeedsFullIndex(Exception):
-    """Raised if what is looked for may be in parts that were not read: the index has all."""
+    """Raised if parts that were not read may be needed: the index has all."""
 
 
 class RankChunks:
@@ -47,9 +47,9 @@ class RankChunks:
         layout: The layout.
 
     Attributes:
-        entry_count: How many entries the layout has.
+        entry_count: The number of the layout's entries.
         shared: The layout's own entries that are memory of several tensors, or of one with strides.
-        by_tensor: The chunks of each tensor that has some.
+        by_tensor: The chunks by tensor.
     """
 
     def __init__(self, layout: Layout) -> None:
@@ -66,7 +66,7 @@ class RankChunks:
 
 
 def chunk_box(chunk: Chunk, shape: Sequence[int]) -> Box:
-    """The box of a tensor that a chunk is."""
+    """Return the box of a chunk in its tensor."""
     return whole(shape) if chunk.box is None else chunk.box
 
 
@@ -83,14 +83,14 @@ class ChunkCopy(NamedTuple):
 
     Args:
         entry: The number of the entry in the table of entries.
-        start: The first byte of the chunk, from the entry's start.
-        stop: Behind the last byte of the chunk.
-        stride: The chunk's strides in elements; None if it lies row by row.
+        start: The start of the chunk in the entry, in bytes.
+        stop: Its end in the entry, in bytes; exclusive.
+        stride: The chunk's strides in elements; None if it is stored row by row.
         shape: The chunk's shape.
-        inside: Which part of the chunk; None for all of it.
-        target: Which part of the tensor that is filled; None for all of it.
-        shared: Whether the entry is memory that several tensors shared, so that its bytes are
-            those of the tensors as they lay, lazy bits unresolved.
+        inside: The part of the chunk to copy; None for all of it.
+        target: The part of the tensor to fill; None for all of it.
+        shared: Whether the entry is memory that several tensors shared: an image of that memory,
+            with lazy bits unresolved.
     """
 
     entry: int
@@ -103,7 +103,7 @@ class ChunkCopy(NamedTuple):
     shared: bool
 
     def needs(self, itemsize: int) -> Iterator[Need]:
-        """Its bytes. Rows that share a chunk of the checksums anyway are one need."""
+        """Yield its needs; rows that share a checksum chunk anyway are one need."""
         if self.inside is None or self.stride is not None:
             yield Need(self.entry, self.start, self.stop)
             return
@@ -117,11 +117,11 @@ class StoredTensor:
 
     Args:
         number: Its number in the saved state.
-        row: What the structure says of it.
+        row: Its row in the structure.
         dtype: Its dtype.
-        fresh_stride: The strides that a fresh tensor gets; None for contiguous.
-        near: The chunks that the part lists which the load begins from.
-        copies: What regions of it are put together from, as far as that is known.
+        fresh_stride: The strides of a fresh tensor; None for contiguous.
+        near: The chunks that the load's first part lists.
+        copies: The chunks of its regions, as far as they are known.
     """
 
     number: int
@@ -143,13 +143,13 @@ class StoredTensor:
 
 
 class StoredTensors:
-    """The tensors of a saved state, looked up and proved covered when they are asked for.
+    """The tensors of a saved state, looked up and proved covered on access.
 
     Args:
         bundle: The checkpoint, or some of its parts. In an index, a part's number is its rank.
-        rows: What the state says of its tensors.
+        rows: The rows of the state's tensors.
         homes: For each of them, a part that lists it, and its number there.
-        first_wins: Whether the lowest rank's is taken of a part that ranks saved differently.
+        first_wins: Whether the lowest rank's values are taken where ranks saved different ones.
 
     Attributes:
         data: The entries of its data files.
@@ -172,7 +172,7 @@ class StoredTensors:
         self._everything: dict[_Key, list[ChunkRef]] | None = None
 
     def __getitem__(self, number: int) -> StoredTensor:
-        """The tensor of a number.
+        """Return the tensor of a number.
 
         Raises:
             InvalidManifest: If there is no such tensor.
@@ -187,7 +187,7 @@ class StoredTensors:
         return known
 
     def of_part(self, part: int, number: int) -> StoredTensor:
-        """The tensor as one part has it, under its number there.
+        """Return the tensor as one part has it, under its number there.
 
         Raises:
             As subscription does.
@@ -201,7 +201,7 @@ class StoredTensors:
         near = self._listed(part, inner)
         if len(near) != 1 or near[0][1].box is not None:
             return StoredTensor(number, row, dtype, None, near)
-        # The common case, for which a load does no more than it must.
+        # The common case, which must cost little.
         ((owner, chunk),) = near
         stride = chunk.original_stride
         if stride is not None and (
@@ -213,13 +213,13 @@ class StoredTensors:
         return stored
 
     def copies(self, stored: StoredTensor, regions: Regions = None) -> tuple[ChunkCopy, ...]:
-        """The chunks that regions of a tensor are put together from, each element once.
+        """Return the chunks from which regions of a tensor are assembled, each element once.
 
         Raises:
             InvalidManifest: If an element is nowhere in the checkpoint.
             InvalidExtent: If bytes do not lie in their entry.
-            PerRankValue: If more is needed than the part that the load begins from has, and other
-                parts differ in what they have of it.
+            PerRankValue: If the load's first part lacks elements, and other parts have different
+                values of them.
         """
         found = stored.copies.get(regions)
         if found is None:
@@ -228,7 +228,7 @@ class StoredTensors:
         return found
 
     def is_whole(self, stored: StoredTensor) -> bool:
-        """Tell whether the part that the load begins from holds all of a tensor."""
+        """Tell whether the load's first part holds all of a tensor."""
         return not self._covered(stored, stored.near, (_all_of(stored.shape),))[1]
 
     def _find(self, stored: StoredTensor, regions: tuple[HeldBox, ...]) -> tuple[ChunkCopy, ...]:
@@ -250,9 +250,9 @@ class StoredTensors:
         return self._copies(stored, found)
 
     def _check_copies(self, stored: StoredTensor, candidates: list[ChunkRef]) -> None:
-        """Prove that parts which several ranks wrote, each for itself, are the same.
+        """Prove that chunks of one box that several ranks wrote have the same values.
 
-        One name on several meshes may mean copies of one tensor, or a tensor of each mesh's own.
+        One name on several meshes may mean copies of one tensor, or a separate tensor of each mesh.
         """
         first: dict[Box | None, ChunkRef] = {}
         for candidate in candidates:
@@ -268,7 +268,7 @@ class StoredTensors:
                     )
 
     def _differ(self, *candidates: ChunkRef) -> bool:
-        """Tell whether chunks that fill entries of their own are known to have different bytes."""
+        """Tell whether chunks are known to have different bytes: each must fill its own entry."""
         contents = []
         for part, chunk in candidates:
             entry, held = chunk.entry, self._held_by(part)
@@ -283,7 +283,7 @@ class StoredTensors:
     def _covered(
         self, stored: StoredTensor, candidates: list[ChunkRef], regions: tuple[HeldBox, ...]
     ) -> tuple[list[tuple[ChunkRef, Box, Box]], list[Box]]:
-        """Chunks with the part of each that is wanted, and where it goes; and what is missing."""
+        """Return chunks, each with its wanted part and target box; and the missing boxes."""
         dims = len(stored.shape)
         everything = whole(stored.shape)
         boxes = [chunk.box or everything for _, chunk in candidates]
@@ -302,7 +302,7 @@ class StoredTensors:
     def _copies(
         self, stored: StoredTensor, found: list[tuple[ChunkRef, Box, Box]]
     ) -> tuple[ChunkCopy, ...]:
-        """Copies of parts of chunks, by their bounds in the global and in the own tensor."""
+        """Return copies of parts of chunks, by their boxes in the global and the local tensor."""
         everything = whole(stored.row.shape)
         copies = []
         for (number, chunk), part, target in found:
@@ -337,16 +337,16 @@ class StoredTensors:
     # Chunks by tensor
 
     def _listed(self, part: int, tensor: int) -> list[ChunkRef]:
-        """The chunks that a part lists of a tensor, each where it was written.
+        """Return the chunks that a part lists of a tensor, with references followed to owners.
 
-        What cannot be followed is left out, so that the elements are missing.
+        References that cannot be followed are skipped, so that their elements are missing.
 
         Args:
             part: The number of the part.
             tensor: The number of the tensor in its structure.
 
         Raises:
-            NeedsFullIndex: If another rank's part, which is not here, says where it is.
+            NeedsFullIndex: If a reference leads to another rank's part, which is not here.
         """
         found: list[ChunkRef] = []
         for chunk in self._held_by(part).by_tensor.get(tensor, ()):
@@ -357,7 +357,7 @@ class StoredTensors:
         return found
 
     def _everywhere(self, row: TensorRow) -> list[ChunkRef]:
-        """All chunks that any rank wrote of the tensor of a label, shape and dtype.
+        """Return the chunks of all ranks of the tensor with a label, shape and dtype.
 
         Raises:
             NeedsFullIndex: If not all parts are here.
@@ -369,7 +369,7 @@ class StoredTensors:
         return self._everything.get(_key(row), [])
 
     def _held_by(self, part: int) -> RankChunks:
-        """The chunks of a part, by tensor."""
+        """Return the chunks of a part, by tensor."""
         layout = self._bundle.parts[part].layout
         found = self._held.get(layout)
         if found is None:
@@ -377,11 +377,11 @@ class StoredTensors:
         return found
 
     def _row(self, part: int, tensor: int) -> TensorRow:
-        """The row of a tensor in a part's structure."""
+        """Return the row of a tensor in a part's structure."""
         return self._bundle.structures[self._bundle.parts[part].structure].tensors[tensor]
 
     def _written(self, owner: int, chunk: Chunk, row: TensorRow) -> list[ChunkRef]:
-        """The chunk of the owner that another rank's chunk stands for."""
+        """Return the owner's chunk to which another rank's chunk refers, if there is one."""
         part = self._bundle.number_of(owner)
         if part is None:
             if self._bundle.whole:
@@ -412,14 +412,14 @@ class StoredTensors:
                     by_tensor[chunk.tensor].append((number, chunk))
                 elif chunk.entry is not None and chunk.owner < len(self._bundle.parts):
                     told.append((by_tensor[chunk.tensor].append, (chunk.owner, chunk)))
-        # Behind what the ranks say of themselves, and nearly always the same once more.
+        # Behind the ranks' own chunks, of which they are nearly always duplicates.
         for append, candidate in told:
             append(candidate)
         return found
 
 
 def _reach(shape: tuple[int, ...], stride: tuple[int, ...], stored: StoredTensor) -> int:
-    """The number of elements between the first and behind the last."""
+    """Return the number of elements of memory from the first to the last element."""
     if len(stride) != len(shape) or min(stride, default=0) < 0:
         raise InvalidExtent(f"No tensor of this shape has the strides {stride}", key=stored.label)
     return 0 if 0 in shape else 1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True))

@@ -1,14 +1,14 @@
-"""Bring verified bytes from chunks of entries into tensors, live ones and fresh ones.
+"""Copy verified bytes from chunks of entries into tensors, live ones and fresh ones.
 
-Theory. A destination takes a range of an entry's bytes, in any order of ranges. An unshared tensor
-lies in its entry row by row, so a range of bytes is a flat range of its elements: one copy of
-bytes where the target is contiguous host memory of the same dtype, else a copy of elements box by
-box. An entry that several tensors share is an image of their memory: fresh tensors are views of
-one buffer that takes the whole image, so they share bytes again, and a live tensor that lies
-otherwise is copied from such a fresh one once everything is verified.
+Theory. A destination takes ranges of an entry's bytes, in any order. An unshared tensor lies in its
+entry row by row, so a range of bytes is a flat range of its elements. It is one copy of bytes if
+the target is contiguous host memory of the same dtype, else a copy of elements box by box. An entry
+that several tensors share is an image of their memory. Fresh tensors are views of one buffer that
+takes the whole image, so they share bytes again. A live tensor with another layout is copied from
+such a fresh one once all bytes are verified.
 
-A tensor that was cut into boxes is put together from parts of them, straight in the target. A part
-that is a run of its entry and of the target is still one copy of bytes.
+A tensor that was cut into boxes is assembled from parts of them, directly in the target. A part
+that is contiguous in its entry and in the target is still one copy of bytes.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from ckpipe.state.tensors import MAX_ITEM, overlaps_itself
 
 
 class RawBytes(NamedTuple):
-    """Host memory that the bytes ``[start, stop)`` of an entry are copied to as they are."""
+    """Host memory that takes the bytes ``[start, stop)`` of an entry as they are."""
 
     start: int
     stop: int
     address: int
 
     def put(self, source: int, lo: int, hi: int) -> None:
-        """Take the bytes ``[lo, hi)`` of the entry from an address, as far as they concern it."""
+        """Copy its share of the entry's bytes ``[lo, hi)`` from the address ``source``."""
         first, last = max(lo, self.start), min(hi, self.stop)
         if first < last:
             copy_bytes(self.address + first - self.start, source + first - lo, last - first)
@@ -56,10 +56,10 @@ class Elements:
     """A tensor that takes a box of the chunk at ``[start, stop)`` of an entry, in its own dtype.
 
     Args:
-        start: The first byte of the chunk, from the entry's start.
-        stop: Behind its last byte.
+        start: The start of the chunk in the entry, in bytes.
+        stop: Its end in the entry, in bytes; exclusive.
         dtype: The dtype of its elements.
-        shape: Its shape; it lies row by row.
+        shape: Its shape; it is stored row by row.
         inside: The box of it that is taken.
         tensor: The tensor, of the shape of the box.
     """
@@ -72,7 +72,7 @@ class Elements:
     tensor: torch.Tensor
 
     def put(self, source: int, lo: int, hi: int) -> None:
-        """Take the bytes ``[lo, hi)`` of the entry from an address, as far as they concern it."""
+        """Copy its share of the entry's bytes ``[lo, hi)`` from the address ``source``."""
         first, last = max(lo, self.start), min(hi, self.stop)
         if first >= last:
             return
@@ -89,18 +89,18 @@ class Elements:
 
 
 Destination = RawBytes | Elements
-"""Takes bytes of one entry."""
+"""An object that takes bytes of one entry."""
 
 
 def _bytes_at(address: int, nbytes: int) -> torch.Tensor:
-    """View memory as a tensor of uint8 that is only read; a copy of it if it is not aligned."""
+    """View memory as a tensor of uint8 that is only read; copy it if it is not aligned."""
     memory = (ctypes.c_uint8 * nbytes).from_address(address)
     tensor = torch.frombuffer(memory, dtype=torch.uint8)
     return tensor.clone() if address % MAX_ITEM else tensor
 
 
 def boxed(tensor: torch.Tensor, box: Box | None) -> torch.Tensor:
-    """The part of a tensor that a box cuts out; all of it for None."""
+    """Return the part of a tensor in a box; all of it for None."""
     for dim, (low, high) in enumerate(zip(*(box or ()), strict=True)):
         if high - low != tensor.shape[dim]:
             tensor = tensor.narrow(dim, low, high - low)
@@ -108,12 +108,12 @@ def boxed(tensor: torch.Tensor, box: Box | None) -> torch.Tensor:
 
 
 def normal_tensors() -> AbstractContextManager[object]:
-    """Make normal tensors where the caller is in inference mode: other threads write to them."""
+    """Leave inference mode, so that new tensors are normal: other threads write to them."""
     return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
 
 
 def _takes_bytes(target: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Tell whether the row-major bytes of a dtype can be copied to where a tensor lies."""
+    """Tell whether row-major bytes of a dtype can be copied to a tensor's memory."""
     return (
         target.dtype == dtype
         and target.is_cpu
@@ -124,20 +124,20 @@ def _takes_bytes(target: torch.Tensor, dtype: torch.dtype) -> bool:
 
 
 def with_lazy_bits(tensor: torch.Tensor, lazy: str) -> torch.Tensor:
-    """The tensor seen with lazy bits over the bytes that it has."""
+    """Return a view of the tensor with lazy bits set; its bytes do not change."""
     if "c" in lazy:
         tensor = tensor.conj()
     return torch._neg_view(tensor) if "n" in lazy else tensor
 
 
 def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The strides of a row-major layout without holes."""
+    """Return the strides of a row-major layout without holes."""
     steps = accumulate((max(n, 1) for n in shape[:0:-1]), mul, initial=1)
     return tuple(steps)[::-1][: len(shape)]
 
 
 def memory_overlaps(tensor: torch.Tensor) -> bool:
-    """Tell whether elements of one tensor lie on the same bytes."""
+    """Tell whether elements of one tensor share bytes."""
     if tensor.is_contiguous():
         return False
     return overlaps_itself(tuple(tensor.shape), tensor.stride())
@@ -146,8 +146,8 @@ def memory_overlaps(tensor: torch.Tensor) -> bool:
 def write(target: torch.Tensor, value: torch.Tensor) -> None:
     """Copy values into a tensor, also into one whose own elements overlap.
 
-    torch refuses the latter; where the values agree, which was checked before, any order of
-    copying the rows gives the same bytes.
+    torch refuses the latter. The values agree, which was checked before, so the rows can be copied
+    in any order.
     """
     if not memory_overlaps(target):
         target.copy_(value)
@@ -159,7 +159,7 @@ def write(target: torch.Tensor, value: torch.Tensor) -> None:
 
 
 def is_image(copied: ChunkCopy, stored: StoredTensor) -> bool:
-    """Tell whether a chunk of shared memory is something else than elements row by row."""
+    """Tell whether a chunk of shared memory is more than its elements row by row."""
     lies_otherwise = copied.stride is not None or copied.start % stored.dtype.itemsize != 0
     return lies_otherwise or bool(stored.row.lazy)
 
@@ -169,11 +169,11 @@ def copy_from_image(target: torch.Tensor, image: torch.Tensor, copied: ChunkCopy
 
 
 def destination_of(copied: ChunkCopy, dtype: torch.dtype, target: torch.Tensor) -> Destination:
-    """The destination of a chunk in a plain tensor: a copy of bytes if both lie in one run.
+    """Return the destination of a chunk in a plain tensor: raw bytes if both are contiguous.
 
     Args:
         copied: The part of the chunk, and the part of the target.
-        dtype: The dtype that was saved.
+        dtype: The saved dtype.
         target: The tensor.
     """
     if _takes_bytes(target, dtype):

@@ -1,4 +1,4 @@
-"""Tensors and arrays of the target, DTensors too: which can be filled in place, and with what."""
+"""Tensors, DTensors and arrays of the target: which stored tensors can be loaded into them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def is_placed(obj: Any) -> bool:
 
 
 def why_unplaceable(obj: Any) -> str:
-    """The reason why a DTensor cannot be loaded into; empty without one."""
+    """Return the reason why a DTensor cannot be loaded into; empty if it can."""
     for placement in obj.placements:
         if placement.is_partial():
             return f"has the placement {placement}, whose values are the sum of several"
@@ -43,18 +43,17 @@ def why_unplaceable(obj: Any) -> str:
 
 
 def regions_of(obj: Any, shardings: Shardings, label: str) -> tuple[HeldBox, ...]:
-    """The regions of the global tensor that a DTensor's local tensor holds, and their places in
-    it.
+    """Return the regions of the global tensor in a DTensor's local tensor, and their places in it.
 
     Args:
         obj: The DTensor; none of its placements is unplaceable.
-        shardings: Remembers what was found out of others.
+        shardings: A cache of the shardings of other DTensors.
         label: Its name in the state, for errors.
 
     Raises:
         ShapeMismatch: If its local tensor has another shape than its placements give this rank:
-            what is read would go beyond its memory.
-        UnsupportedTopology: If its mesh cannot tell its ranks any more.
+            a load would write beyond its memory.
+        UnsupportedTopology: If the ranks of its mesh are no longer known.
     """
     mesh = obj.device_mesh
     place = mesh.get_coordinate()
@@ -74,20 +73,20 @@ def regions_of(obj: Any, shardings: Shardings, label: str) -> tuple[HeldBox, ...
 
 
 def _rank_on(mesh: Any, place: Sequence[int]) -> int:
-    """This process's rank; by its place on the mesh where the process group is gone already.
+    """Return this process's rank; by its place on the mesh if the process group is gone.
 
-    Torch may hand out a mesh that equals the one asked for and was made when this process had
-    another rank, so the place is not asked first.
+    torch may return an equal mesh that was made when this process had another rank, so the place
+    on the mesh is not used first.
     """
     return dist.get_rank() if dist.is_initialized() else int(mesh.mesh[tuple(place)])
 
 
 FILLABLE = (torch.Tensor, np.ndarray)
-"""What a tensor can be loaded into; named, since a union would be made anew for every tensor."""
+"""The types that a tensor can be loaded into; a constant, as a union would be made for each one."""
 
 
 def writable_view(obj: torch.Tensor | np.ndarray[Any, Any]) -> torch.Tensor | None:
-    """The memory of a tensor or array as a plain tensor; None if it cannot be written so."""
+    """Return the memory of a tensor or array as a plain tensor; None if that is impossible."""
     if isinstance(obj, np.ndarray):
         return _array_view(obj)
     kind = type(obj)
@@ -121,7 +120,7 @@ def _array_view(array: np.ndarray[Any, Any]) -> torch.Tensor | None:
     try:
         return torch.from_numpy(array)
     except (TypeError, ValueError):
-        # A dtype that torch lacks: its bytes, which numpy shows only of contiguous arrays.
+        # torch lacks the dtype: view the bytes, which numpy allows only for contiguous arrays.
         if array.dtype.hasobject or not array.flags.c_contiguous or not array.size:
             return None
         raw = array.reshape(-1).view(np.uint8)
@@ -131,7 +130,7 @@ def _array_view(array: np.ndarray[Any, Any]) -> torch.Tensor | None:
 def misfit(
     stored: StoredTensor, live: torch.Tensor | np.ndarray[Any, Any], *, cast: bool
 ) -> CkpipeError | None:
-    """The reason why a stored tensor cannot be loaded into a live one; None if it can.
+    """Return the reason why a stored tensor cannot be loaded into a live one; None if it can.
 
     Args:
         stored: The stored tensor.
@@ -142,12 +141,12 @@ def misfit(
         return StructureMismatch(f"The target {FREED}", key=stored.label, hint=WHILE_IT_HAS_MEMORY)
     plain = type(live) in PLAIN_TYPES and live.dtype is stored.dtype
     if plain and live.shape == stored.row.shape and not live.is_meta:  # type: ignore[union-attr]
-        return None  # Nearly always, and quickly said.
+        return None  # The fast path, which nearly all tensors take.
     convertible, shape, dtype = True, stored.shape, stored.dtype
     if isinstance(live, np.ndarray):
         convertible, shape, dtype = _array_form(stored)
         if live.dtype != dtype and convertible:
-            # Of an array whose dtype torch lacks, the view is its bytes, and no value.
+            # The view of an array whose dtype torch lacks has its bytes, not its values.
             view = _array_view(live)
             convertible = view is None or view.shape == live.shape
     if isinstance(live, torch.Tensor) and live.is_meta:
@@ -178,7 +177,7 @@ def misfit(
 
 
 def _array_form(stored: StoredTensor) -> tuple[bool, tuple[int, ...], Any]:
-    """The convertibility of its values, its shape, and its dtype or None, as numpy sees them."""
+    """Return whether its values can be converted, its shape, and its dtype or None, for numpy."""
     if stored.row.kind != NUMPY or stored.row.detail is None:
         try:
             dtype = torch.empty(0, dtype=stored.dtype, device="cpu").numpy().dtype

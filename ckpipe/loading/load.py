@@ -1,8 +1,8 @@
 """Load a checkpoint into a state.
 
 A load has three steps. *Match* walks the target and the saved tree together, proves that they fit
-and that every element has bytes, and changes nothing. *Read* brings the bytes, each chunk verified
-before it reaches a tensor. *Apply* puts everything else in place.
+and that every element has bytes, and changes nothing. *Read* reads the bytes and verifies each
+chunk before it copies it to a tensor. *Apply* puts all other values in place.
 """
 
 from __future__ import annotations
@@ -45,21 +45,21 @@ _MOST_NAMED = 10
 
 @dataclass(frozen=True, slots=True)
 class LoadRequest:
-    """The request of a caller of ``load``.
+    """The arguments of a call of ``load``.
 
     Args:
         into: The target; None for a fresh state.
-        select: Which labels to load.
-        strict: Whether plain containers must have the keys that were saved, and no others.
+        select: Selects the labels to load.
+        strict: Whether plain containers must have exactly the saved keys.
         cast: Whether values may be converted to the dtype of a target tensor.
         pickling: Whether pickled objects may be made.
-        per_rank: What becomes of values that were different on each rank, if the number of ranks
-            is another now.
-        hold: Taken by the load before it looks at the target, and ended by its caller; None for a
+        per_rank: The policy for values that were different on each rank, if the number of ranks
+            has changed.
+        hold: Taken by the load before it reads the target, and ended by its caller; None for a
             target that no other code knows.
-        caller: Runs user code on the thread that called; None if another is to do it.
+        caller: Runs user code on the calling thread; None to use another thread.
         switch_interval: The switch interval of the GIL meanwhile, in seconds; None leaves it alone.
-        began: When ``load`` was called, by :func:`time.perf_counter`.
+        began: The time of the call of ``load``, by :func:`time.perf_counter`.
     """
 
     into: Any | None = None
@@ -74,24 +74,24 @@ class LoadRequest:
     began: float = field(default_factory=time.perf_counter)
 
     def holding(self) -> AbstractContextManager[None]:
-        """Mark the calling thread as one that works for the load, whose hold is taken."""
+        """Let the calling thread work for the load, whose hold is taken."""
         return nullcontext() if self.hold is None else self.hold.here()
 
 
 @dataclass(slots=True)
 class MatchedLoad:
-    """A load that was found to fit: where bytes go, and what to do once they are there.
+    """A load whose target fits: the destinations of bytes, and the function to apply the rest.
 
     Args:
         bundle: The checkpoint's index.
-        request: What was asked for.
+        request: The arguments of the load.
         rank: The rank that loads.
-        targets: What the bytes go to.
-        make: Puts everything else in place.
+        targets: The tensors to fill.
+        make: Puts all other values in place.
         missing: Labels that the target has and the checkpoint has not.
         unexpected: Labels that the checkpoint has and the target has not.
-        stages: Reports of what was done.
-        tally: What was read.
+        stages: Reports of the finished stages.
+        tally: The count of reads.
     """
 
     bundle: ManifestDocument
@@ -105,7 +105,7 @@ class MatchedLoad:
     tally: ReadTally = field(default_factory=ReadTally)
 
     async def apply(self) -> LoadResult:
-        """Put everything else in place: objects get their state, and values are replaced.
+        """Put all other values in place: objects get their state, and values are replaced.
 
         Raises:
             CkpipeError: If an object refuses its state.
@@ -145,32 +145,31 @@ async def read_all(
     world_size: int = 1,
     tally: ReadTally | None = None,
 ) -> MatchedLoad:
-    """Find out whether a checkpoint of any number of ranks fits, and read all that is needed.
+    """Match a checkpoint of any number of ranks with the target, and read all needed bytes.
 
-    Of the target nothing is changed before all of it was found to fit, and no byte reaches it
-    unverified.
+    The target is not changed before all of it fits, and no unverified byte reaches it.
 
     Args:
         backend: The store.
         bundle: The checkpoint's index, validated; or some of its parts, with that of the rank. If
             they do not suffice, the index is read.
-        request: What to load, and into what.
-        arena: Lends the blocks that are read into; used on the caller's thread only.
-        lanes: How many reads run at once.
+        request: The arguments of the load.
+        arena: Lends the read buffers; used on the caller's thread only.
+        lanes: The number of concurrent reads.
         rank: The rank that loads.
-        world_size: How many ranks load.
-        tally: Counts what is read, for progress.
+        world_size: The number of ranks that load.
+        tally: Counts the reads, for progress.
 
     Returns:
         A load whose bytes are all read and verified: tensors in place are filled.
 
     Raises:
         TargetMismatch: If the target does not fit.
-        PerRankValue: If the target wants what each rank had for itself, and the number of ranks
-            is another now.
+        PerRankValue: If the target has a value that each rank had for itself, and the number of
+            ranks has changed.
         UnsupportedState: If the checkpoint holds pickled objects and these are refused.
-        CorruptCheckpoint: If the checkpoint is not what was saved; ``target_touched`` says
-            whether parts had been loaded by then.
+        CorruptCheckpoint: If the checkpoint is damaged; ``target_touched`` tells whether parts of
+            the target were filled by then.
         SharingConflict: If tensors of the target share memory, and the checkpoint has different
             values for them.
         StoreError: If the store failed.
@@ -222,7 +221,7 @@ def _located(step: int, rank: int) -> Iterator[None]:
 def _match(
     bundle: ManifestDocument, request: LoadRequest, rank: int, world_size: int, looks: Looks
 ) -> MatchedLoad | None:
-    """Match the target with a checkpoint; None if the parts that are here may not suffice."""
+    """Match the target with a checkpoint; return None if the given parts may not suffice."""
     try:
         with gc_paused(), request.holding():
             return match_all(bundle, request, rank, world_size, looks)
@@ -230,7 +229,7 @@ def _match(
         return None
     except CkpipeError:
         if not bundle.whole:
-            return None  # The parts of all ranks may fit, or tell what is wrong.
+            return None  # The parts of all ranks may fit, or give a better error.
         raise
     except RecursionError:
         raise UsageError(
@@ -242,7 +241,7 @@ def _match(
 def match_all(
     bundle: ManifestDocument, request: LoadRequest, rank: int, world_size: int, looks: Looks
 ) -> MatchedLoad:
-    """Find out whether the target fits, and what goes where; nothing is read or changed.
+    """Check that the target fits, and plan the load; nothing is read or changed.
 
     Raises:
         NeedsFullIndex: If parts of the checkpoint that are not here are needed.
@@ -287,10 +286,10 @@ def match_all(
 
 
 def _named_in_vain(bundle: ManifestDocument, request: LoadRequest) -> list[str]:
-    """The names of ``include`` that no rank has saved, if the request is not strict.
+    """Return the names of ``include`` that no rank has saved, if the request is not strict.
 
     Raises:
-        StructureMismatch: If there is such a thing and the request is strict.
+        StructureMismatch: If there is such a name and the request is strict.
     """
     trees = [each.tree for each in bundle.structures]
     absent = unmatched(request.select, trees)
@@ -321,22 +320,22 @@ async def read_tensors(
     Args:
         backend: The store.
         bundle: The checkpoint's index, validated.
-        labels: Labels of tensors; those that the checkpoint has not are left out.
-        arena: Lends the blocks that are read into; used on the caller's thread only.
-        lanes: How many reads run at once.
-        rank: Whose tensors to read, where ranks hold them whole and not alike; None assembles
-            tensors of all ranks, and takes what each has for itself from the lowest.
+        labels: Labels of tensors; labels that the checkpoint lacks are skipped.
+        arena: Lends the read buffers; used on the caller's thread only.
+        lanes: The number of concurrent reads.
+        rank: The rank whose tensors to read, if ranks hold different ones; None assembles tensors
+            of all ranks, and takes private ones from the lowest rank.
 
     Returns:
         The tensors by label. Tensors that shared memory when they were saved do so again.
 
     Raises:
         UnsupportedTopology: If ranks saved states of different structure.
-        CorruptCheckpoint: If the checkpoint is not what was saved.
+        CorruptCheckpoint: If the checkpoint is damaged.
         StoreError: If the store failed.
     """
     flat = replace(bundle, structures=tuple(_flat(each, labels) for each in bundle.structures))
-    # Not strict, since that would be taken to need all that was saved.
+    # Not strict: a strict load would need every saved label.
     request = LoadRequest(strict=False, per_rank="rank0")
     place = (0, 1) if rank is None else (rank, bundle.world_size)
     ready = await read_all(
@@ -347,7 +346,7 @@ async def read_tensors(
 
 
 def _flat(structure: Structure, labels: Collection[str]) -> Structure:
-    """A structure whose state is one dict of plain tensors by label."""
+    """Return a structure whose state is one dict of plain tensors by label."""
     rows = tuple(
         replace(row, kind="tensor", detail=None, requires_grad=False, attributes=None)
         for row in structure.tensors

@@ -1,20 +1,20 @@
-"""Walk the saved tree side by side with the target: check that they fit, and plan what to make.
+"""Walk the saved tree and the target in parallel: check that they fit, and plan the objects.
 
-Theory. Each node becomes a function that makes its object once the bytes are there. Planning looks
-up every class, decodes every value and gives every tensor its memory, so that whatever is wrong
-shows before a byte is read; it changes nothing and runs no constructor.
+Theory. Each node becomes a factory, a function that makes its object once the bytes are read. The
+plan looks up every class, decodes every value and allocates every tensor, so that each error shows
+before a byte is read; it changes nothing and runs no constructor.
 
 A node may have a live counterpart. Containers of the target are used *in place*: they must be of
-the saved kind, and what is made for them is the container itself, refilled. An object that stays
-the very same is not assigned again, so that a program that looks at assignments sees those alone
-that change something. The containers that an object's ``state_dict`` returned are only looked
-into: ``load_state_dict`` gets new ones, with the object's own tensors in them, filled.
+the saved kind, and their factory refills and returns the container itself. An object that stays the
+very same is not assigned again, so a program that observes assignments sees only those that change
+something. The containers in an object's ``state_dict`` are only read: ``load_state_dict`` gets new
+ones, with the object's own tensors in them, filled.
 
-Cycles. A container that can be changed is registered before it is filled, so references inside it
-find it. An immutable one exists only once its elements do; a reference to it from inside raises
-:class:`_Unfinished`, which the nearest changeable container around the reference answers by
-leaving the place open and filling it when the missing one is there. Every cycle goes through a
-changeable container, as Python cannot make another.
+Cycles. A mutable container is registered before it is filled, so references inside it find it. An
+immutable container exists only once its elements do. A reference to it from inside raises
+:class:`_Unfinished`; the nearest mutable container around the reference catches it, and fills the
+open place when the missing container is there. Every cycle goes through a mutable container, as
+Python cannot make another.
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ Factory = Callable[[], Any]
 class Use(Enum):
     """The use of the live counterpart of a node.
 
-    ``IN_PLACE``: it is of the target; containers must be of the saved kind, and are refilled.
-    ``NAMED``: it is of a module's state; tensors must fit and are filled, containers are made.
-    ``FITTING``: the same, of an object whose state may have more names once it is loaded.
+    ``IN_PLACE``: it belongs to the target; containers must be of the saved kind, and are refilled.
+    ``NAMED``: it belongs to a module's state; tensors must fit and are filled, containers are made.
+    ``FITTING``: the same, for an object whose state may have more names after the load.
     ``OFFERED``: the same, but a tensor that does not fit is made anew.
     """
 
@@ -77,12 +77,12 @@ class Use(Enum):
 
 
 NOTHING = object()
-"""Stands for the counterpart of a node that has none."""
+"""Marks a node without a live counterpart."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Refilled:
-    """Make a container in two steps, between which it can be referred to.
+    """Make a container in two steps; references to it are possible in between.
 
     Args:
         shell: Makes the empty container, or returns the live one.
@@ -112,20 +112,21 @@ class Matching:
 
     Args:
         saved: The saved state.
-        targets: Where tensors come from, and are noted to be filled.
+        targets: Makes fresh tensors, and collects the tensors to fill.
         definitions: The containers that references in the tree point to, by number.
         pickling: Whether pickled objects may be made.
-        select: What of the target is to be loaded; None for all.
-        strict: Whether plain containers must have the keys that were saved, and no others.
+        select: Selects the labels to load; None for all.
+        strict: Whether plain containers must have exactly the saved keys.
         distributed: Whether other processes load other parts of the same tensors.
-        looks: What was found out of the target's objects so far; None for nothing.
+        looks: The memo of facts of the target's objects; None for a new one.
 
     Attributes:
         missing: Labels that the target has and the checkpoint has not.
         unexpected: Labels that the checkpoint has and the target has not.
-        kept: Labels of what objects have and the checkpoint has not; their own strictness applies.
+        kept: Labels that objects have and the checkpoint has not; the objects' own strictness
+            applies.
         left: Labels that the checkpoint has and objects do without, which is no error.
-        objects_have_more: Whether an object of the target holds what was not saved of it.
+        objects_have_more: Whether an object of the target has labels that were not saved of it.
     """
 
     def __init__(
@@ -156,7 +157,7 @@ class Matching:
         self._built: dict[_Key, Any] = {}
         self._building: set[_Key] = set()
         self._late: defaultdict[_Key, list[Factory]] = defaultdict(list)
-        # What is known by its identity must not die before the walk ends.
+        # Objects that are known by their id must not die before the walk ends.
         self._alive: list[Any] = []
         self._objects: dict[int, tuple[Any, Use, Callable[[Any], object]]] = {}
 
@@ -164,7 +165,7 @@ class Matching:
         """Check a target against a tree.
 
         Returns:
-            What puts the loaded values in place, and returns the state.
+            A factory that puts the loaded values in place, and returns the state.
 
         Raises:
             TargetMismatch: If they do not fit; the target is untouched.
@@ -180,16 +181,16 @@ class Matching:
         return make
 
     def plan(self, node: Node, label: str, live: Any = NOTHING, use: Use | None = None) -> Factory:
-        """Check everything about a node that can be checked now.
+        """Make all checks of a node that are possible before the bytes are read.
 
         Args:
             node: The node.
-            label: Where it stands in the state.
+            label: Its label in the state.
             live: Its live counterpart.
-            use: How that is used.
+            use: The use of the counterpart.
 
         Returns:
-            What makes its object, once the bytes of all tensors are there.
+            A factory that makes its object, once the bytes of all tensors are read.
 
         Raises:
             StructureMismatch: If the counterpart is of another kind, or a class is needed that
@@ -201,7 +202,7 @@ class Matching:
         """
         tag = node[0]
         if live is None and use is Use.IN_PLACE and tag != "absent":
-            # None holds a place for anything, such as a state that is made at the first step.
+            # None is a placeholder for any object, such as a state made at the first step.
             live = NOTHING
         if live is NOTHING:
             use = None
@@ -228,7 +229,7 @@ class Matching:
             raise _wrong_kind("a tensor", live, label)
         if number in self._per_rank.tensors:
             return self._combined(number, live, label)
-        # A parameter of a lazy module gets its shape from what is loaded.
+        # A parameter of a lazy module gets its shape from the loaded tensor.
         if fillable and not is_lazy(live):
             stored, must = self._targets.stored[number], use is not Use.OFFERED
             error = misfit(stored, live, cast=must and self._targets.cast)
@@ -250,7 +251,7 @@ class Matching:
         row = stored.row
         if self._distributed and not self._targets.stored.is_whole(stored):
             raise StructureMismatch(
-                "Its parts were on several ranks, and the target has no tensor that says which "
+                "Its shards were on several ranks, and the target has no tensor that tells which "
                 "of them this rank is to hold",
                 key=row.label,
                 hint="Load into a state with distributed tensors in it, such as that of "
@@ -272,7 +273,7 @@ class Matching:
         return self._tensors[number]
 
     def _combined(self, number: int, live: Any, label: str) -> Factory:
-        """Combine a tensor of which each rank had its own, by a function of the caller's."""
+        """Combine the copies of a tensor that belongs to a rank by the caller's function."""
         combine, stored = self._per_rank.combine, self._targets.stored
         parts = self._per_rank.tensors[number]
         if combine is None or not parts:
@@ -286,7 +287,7 @@ class Matching:
             made = combine(label, copies)
             if view is None or not isinstance(made, torch.Tensor) or made.shape != view.shape:
                 return made
-            with torch.inference_mode(view.is_inference()):  # it may be written nowhere else
+            with torch.inference_mode(view.is_inference()):  # its tensors are writable only in it
                 view.copy_(made.detach())
             return live
 
@@ -381,11 +382,11 @@ class Matching:
     def _is_elsewhere(
         self, child: Node, label: str, where: str, live: Any, use: Use | None
     ) -> bool:
-        """Tell whether what a mapping has no key for is left to other ranks, as only some had it.
+        """Tell whether a key that a mapping lacks is left to other ranks, as only some had it.
 
-        The program gives plain containers and modules their keys, and so says which ranks have
-        what. Other objects may be fresh and take their keys from what they load: they get what
-        their own rank had, and all of a container that it did not have.
+        The program gives plain containers and modules their keys, and so decides which ranks have
+        which keys. Other objects may be fresh and take their keys from the loaded state: they get
+        the keys that their own rank had, and all keys of a container that it did not have.
         """
         assert self._common is not None
         if where in self._common:
@@ -398,11 +399,11 @@ class Matching:
             return theirs
         if fresh or not theirs:
             return False
-        self.left += leaf_labels(child, where)  # Nobody can tell whose it is to be.
+        self.left += leaf_labels(child, where)  # It is unknown which rank is to have it.
         return True
 
     def _derived(self, derive: Callable[[Any], Any], node: Node, label: str) -> Factory:
-        """Random generators, of which this rank gets derived ones."""
+        """Plan random generators that are derived for this rank."""
         per_rank, self._per_rank = self._per_rank, PerRankItems()
         try:
             make = self._mapping(node, label, NOTHING, None)
@@ -426,7 +427,7 @@ class Matching:
             if len(made) != len(makers):
                 made.clear()
                 made.extend([None] * len(makers))
-            # A live deque may be too short for all, and keeps the last ones.
+            # A live deque may be too short for all elements, and keeps the last ones.
             for index, make in enumerate(makers[len(makers) - len(made) :]):
                 self._put(partial(_set_index, made, index), make)
 
@@ -438,7 +439,7 @@ class Matching:
         if use is not Use.IN_PLACE:
             self.objects_have_more |= len(held) > len(children)
         elif len(children) != len(held) and _is_plain(held, children):
-            held = ()  # A history of losses, say, whose length is itself a value.
+            held = ()  # Such as a history of losses, whose length is itself a value.
             use = None
         makers = [
             self.plan(child, where, own, use)
@@ -485,7 +486,7 @@ class Matching:
                 (name, self.plan(child, where, getattr(live, name, NOTHING), use))
                 for name, child, where in children
             ]
-            # No constructor runs: the attributes are what it, and all that came after it, left.
+            # No constructor runs: the saved attributes hold its effects and all later ones.
             shell = partial(object.__new__, cls)
             return _Refilled(shell, partial(self._set_attributes, made, object.__setattr__))
         if not dataclasses.is_dataclass(live) or isinstance(live, type):
@@ -520,7 +521,7 @@ class Matching:
             raise StructureMismatch(
                 f"The checkpoint holds an object of the registered type {node[1]!r:.200}",
                 key=label or None,
-                hint="Call ckpipe.register_type as the program did that saved it",
+                hint="Call ckpipe.register_type as the program that saved it did",
             )
         inner = self.plan(node[2], label)
 
@@ -535,16 +536,16 @@ class Matching:
     def _object(self, node: Node, label: str, target: Any) -> Factory:
         inner = node[1] if node[0] == "stateful" else node
         if not is_stateful(target):
-            # Saved as an object, loaded into the plain dict that its state_dict had returned.
+            # It was saved as an object and is loaded into a plain dict, such as its state_dict.
             return self.plan(inner, label, target, Use.IN_PLACE)
         if id(target) not in self._objects:
             self._alive.append(target)
             self._objects[id(target)] = self._opened(target, inner, label)
         state, use, load = self._objects[id(target)]
         noted = len(self.missing), len(self.unexpected)
-        # Of an object that was saved as several, all are planned: their tensors must agree.
+        # If one object was saved as several, all are planned: their tensors must agree.
         make = self.plan(inner, label, state, use)
-        del self.missing[noted[0] :], self.unexpected[noted[1] :]  # it says so itself
+        del self.missing[noted[0] :], self.unexpected[noted[1] :]  # the object reports them itself
         key = None, id(target)
         if key not in self._planned:
             once = partial(_load_object, target, load, make, label)
@@ -554,7 +555,7 @@ class Matching:
     def _opened(
         self, target: Any, node: Node, label: str
     ) -> tuple[Any, Use, Callable[[Any], object]]:
-        """The state that an object holds, how it is used, and what loads it."""
+        """Return the live state of an object, its use, and the function that loads it."""
         if hasattr(type(target), "__ckpipe_targets__"):
             state = self._described(node, label)
             saved = SavedObject(
@@ -582,7 +583,7 @@ class Matching:
         return live, use, target.load_state_dict
 
     def _described(self, node: Node, label: str) -> Any:
-        """A saved tree as objects, with a description in the place of each tensor."""
+        """Return a saved tree as objects, with a description in place of each tensor."""
         tag = node[0]
         if tag == "tensor":
             stored = self._targets.stored[node[1]]
@@ -603,7 +604,7 @@ class Matching:
         values = [value for _, value in children]
         return tuple(values) if tag == "tuple" else values
 
-    # Containers that stand in several places
+    # Shared containers
 
     def _shared(self, node: Node, label: str, live: Any, use: Use | None) -> Factory:
         number = node[1]
@@ -667,7 +668,7 @@ _PLANS: dict[str, _Plan] = {
 
 
 def _never() -> Any:
-    raise InvalidManifest("The tree has a container that is nothing but itself")
+    raise InvalidManifest("The tree has a shared container that refers only to itself")
 
 
 def _same(obj: Any) -> Any:
@@ -682,7 +683,7 @@ def _stays(make: Factory, obj: Any) -> bool:
 
 
 def _tensor_object(row: TensorRow, plain: torch.Tensor) -> Any:
-    """Make what stands in a state for a tensor: a parameter, say, or an array over its memory."""
+    """Make the object of a tensor in a state, such as a parameter, or an array over its memory."""
     try:
         with normal_tensors():
             if row.kind == NUMPY:
@@ -708,7 +709,7 @@ def _unpickled(data: list[Any], label: str, *, allowed: bool) -> Any:
         raise UnsupportedState(
             "The checkpoint holds a pickled object, which could run any code when it is loaded",
             key=label or None,
-            hint='Pass pickle="allow" if you trust who wrote it, or leave it out with exclude',
+            hint='Pass pickle="allow" if you trust its writer, or leave it out with exclude',
         )
     try:
         return pickle.loads(base64.b64decode(data[1], validate=True))
@@ -757,7 +758,7 @@ def _check_attributes(cls: Any, names: list[str], label: str) -> None:
 
 
 def _exact(key: Any) -> Any:
-    """A form of a key in which 1, 1.0 and True stay apart, and nan is equal to itself."""
+    """Return a form of a key that distinguishes 1, 1.0 and True, and in which nan equals nan."""
     return key if type(key) in (str, int) else (repr(encode_key(key)),)
 
 
@@ -817,7 +818,7 @@ def _set_attribute(
 
 
 def _refill(live: set[Any] | Counter[Any], make: Factory) -> Any:
-    """Give a set or a Counter the members and attributes that are made, in their order."""
+    """Replace the members and attributes of a set or a Counter by the made ones, in order."""
     made = make()
     live.clear()
     live.update(made)
@@ -827,7 +828,7 @@ def _refill(live: set[Any] | Counter[Any], make: Factory) -> Any:
 
 
 def _remake_frozen(live: Any, found: list[tuple[str, Factory]]) -> Any:
-    """A copy of a frozen dataclass with what is made; the target itself if it has the very same."""
+    """Return a copy of a frozen dataclass with the made values; itself if no value changes."""
     changed = {name: make() for name, make in found}
     if all(new is getattr(live, name) for name, new in changed.items()):
         return live

@@ -1,25 +1,25 @@
-"""Plan which ranges of which data files a load reads: pure, the same for a load and a ``verify``.
+"""Plan the ranges of data files that a load reads: pure, the same for a load and a ``verify``.
 
-Theory. Bytes can be checked only by whole chunks, so every need is widened to the chunks it lies
-in, and no read cuts through one. Needs that touch, or nearly do, are read together. Widening, gaps
-and alignment read bytes that are not needed; all three draw on one allowance: a tenth of a
-contiguous need of 20 MiB or more, 2 MiB for a smaller one. Chunks cost at most 2 MiB less two
-bytes of it for each contiguous need, so the allowance is never overdrawn; gaps and alignment take
-what is left. Widened needs are merged first, so that no entry's bytes are read twice but for the
-pages at which two aligned reads meet.
+Theory. Bytes can be verified only by whole chunks, so every need is widened to its chunks, and no
+read cuts through a chunk. Needs that touch, or nearly do, are read together. Widening, gaps and
+alignment read bytes that are not needed. All three draw on one allowance: a tenth of a contiguous
+need of 20 MiB or more, 2 MiB for a smaller one. Chunks cost at most 2 MiB less two bytes of it for
+each contiguous need, so the allowance is never overdrawn; gaps and alignment take the rest. Widened
+needs are merged first, so that no entry's bytes are read twice, except the pages at which two
+aligned reads meet.
 
-Stores that are asked in ranges. A large object was sent in parts, and stores keep parts apart: a
-range across an edge has the store open two of them. So ranges of the size of parts begin and end
-where parts do, as Amazon advises ("Performance design patterns for Amazon S3", byte-range
-fetches); on SeaweedFS ranges that lay 4 KiB beside the edges took a fourth longer. Chunks do not
-end there, so a chunk across an edge comes in several reads, and is put together before it is
-verified.
+Stores that are read by range requests. A large object was sent in parts (multipart upload), and
+stores keep the parts apart: for a range across a boundary the store opens two of them. So ranges of
+the size of parts begin and end at the boundaries of parts, as Amazon advises ("Performance design
+patterns for Amazon S3", byte-range fetches); on SeaweedFS ranges that were 4 KiB off the boundaries
+took a fourth longer. Chunks do not end at these boundaries, so a chunk across a boundary arrives in
+several reads, and is assembled before it is verified.
 
-Lanes take reads in turn, so that when none is left each has between nothing and a whole read to
-go, and the last one alone at what one connection brings. A read that is no more than twice a
-lane's share of what is left keeps the difference small ("guided self-scheduling", Polychronopoulos
-and Kuck, IEEE Transactions on Computers, 1987). Requests cost time too, 5 ms of processors on both
-ends together where that was measured, so there is a least size.
+Lanes take the next read when they are free. So when none is left, each lane still has between
+nothing and a whole read to do, and the last one goes on alone at the rate of one connection. A read
+of at most twice a lane's share of the remaining bytes keeps the difference small ("guided
+self-scheduling", Polychronopoulos and Kuck, IEEE Transactions on Computers, 1987). Requests cost
+time too, 5 ms of CPU at both ends together in a measurement, so reads have a least size.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from ckpipe.format.checksum import CHUNK_BYTES
 from ckpipe.format.entry_table import EntryTable
 
 ALLOWANCE_BYTES = 2 * CHUNK_BYTES
-"""How much more than a contiguous need may be read, unless a tenth of it is more."""
+"""Bytes that may be read beyond a contiguous need, unless a tenth of the need is more."""
 
 GAP_BYTES = 256 << 10
-"""Gaps up to this size are read over rather than skipped with another request."""
+"""Bytes of the largest gap that is read rather than skipped with another request."""
 
 LEAST_BYTES = 8 << 20
-"""Reads are not made smaller than about half of this to keep lanes busy at the end."""
+"""Bytes of which about half is the least size of reads that keep lanes busy at the end."""
 
 
 class Need(NamedTuple):
@@ -49,8 +49,8 @@ class Need(NamedTuple):
 
     Args:
         entry: The number of the entry.
-        lo: The first byte, from the entry's start.
-        hi: Behind the last byte.
+        lo: Their start in the entry, in bytes.
+        hi: Their end in the entry, in bytes; exclusive.
     """
 
     entry: int
@@ -62,14 +62,14 @@ Column = np.ndarray[Any, np.dtype[np.int64]]
 
 
 class ReadChunks(NamedTuple):
-    """The chunks of entries that reads bring, by file and position, as columns.
+    """The chunks of entries to read, by file and position, as columns.
 
     Args:
         entry: The number of the entry.
-        lo: Where it begins in its entry, in bytes.
-        at: Where it begins in its file.
-        end: Where it ends there.
-        checksum: The CRC-32C that it must have.
+        lo: Its start in the entry, in bytes.
+        at: Its start in the file, in bytes.
+        end: Its end in the file, in bytes.
+        checksum: Its expected CRC-32C.
     """
 
     entry: Column
@@ -84,11 +84,11 @@ class Read(NamedTuple):
 
     Args:
         file: The number of the file.
-        offset: Where the range begins in the file, in bytes.
+        offset: The start of the range in the file, in bytes.
         size: Its length in bytes.
-        first: The first chunk that is whole in it, by number.
-        stop: Behind the last one.
-        cut: The chunks that lie across its ends, whose rest other reads bring.
+        first: The number of the first whole chunk in it.
+        stop: The number behind the last one.
+        cut: The chunks across its ends; other reads have the rest of them.
     """
 
     file: int
@@ -100,13 +100,13 @@ class Read(NamedTuple):
 
 
 def least_read_bytes(alignment: int) -> int:
-    """The least size of reads: one chunk fits into it wherever it lies, both ends aligned."""
+    """Return the least size of reads: any chunk fits into it, with both ends aligned."""
     return CHUNK_BYTES + 2 * alignment
 
 
 @dataclass(slots=True)
 class _Span:
-    """Chunks that lie one behind the other in a file, with what is needed of them."""
+    """Consecutive chunks of a file, and the needed bytes in them."""
 
     file: int
     begin: int
@@ -123,7 +123,7 @@ class _Span:
 
     @property
     def spare(self) -> int:
-        """The bytes that may still be read without need."""
+        """The bytes that may still be read beyond the needs."""
         allowance = max(ALLOWANCE_BYTES * self.needs, self.needed // 10)
         return allowance - (self.end - self.begin - self.needed)
 
@@ -142,20 +142,20 @@ class _Span:
 def plan_reads(
     data: EntryTable, needs: Iterable[Need], read_bytes: int, alignment: int, lanes: int = 1
 ) -> tuple[ReadChunks, list[Read]]:
-    """Plan the reads that bring what is needed, by file and offset.
+    """Plan the reads for some needs, by file and offset.
 
     Args:
-        data: Where the entries are.
-        needs: What is needed, in any order; needs may overlap, and empty ones are left out.
-        read_bytes: The size that a read stays within, unless one chunk alone is larger. A store
-            without alignment is asked for ranges that end where parts of this size do.
+        data: The table of the entries.
+        needs: The needed bytes, in any order; needs may overlap, and empty ones are skipped.
+        read_bytes: The largest size of a read, unless one chunk alone is larger. If the store has
+            no alignment, reads end at the boundaries of parts of this size.
         alignment: Offsets and sizes become multiples of this, where the allowance permits.
-        lanes: How many threads take the reads.
+        lanes: The number of threads that take the reads.
     """
     spans = list(_joined(_spans(data, needs)))
     chunks = _chunks(data, spans)
     left = sum(span.end - span.begin for span in spans)
-    # Where reads are to be aligned there is a disk, which all lanes share to the end.
+    # A store with alignment is a disk, whose bandwidth all lanes share to the end.
     in_parts = alignment == 1 and read_bytes >= 2 * CHUNK_BYTES
     reads: list[Read] = []
     stop = 0
@@ -175,11 +175,12 @@ def plan_reads(
 def batched(reads: Iterable[Read], nbytes: int) -> Iterator[list[Read]]:
     """Group reads that follow one another without a gap.
 
-    What a store has in memory is looked at a group at a time, since no buffer limits its size.
+    A store is asked for a group at a time whether it has the bytes in memory, since no buffer
+    limits the size of this query.
 
     Args:
         reads: The reads, by file and offset.
-        nbytes: How many bytes a group has at the most, unless one read alone has more.
+        nbytes: The most bytes of a group, unless one read alone has more.
     """
     batch: list[Read] = []
     for read in reads:
@@ -258,7 +259,7 @@ def _chunks(data: EntryTable, spans: Iterable[_Span]) -> ReadChunks:
 
 
 def _cuts_at_chunks(at: Column, end: Column, room: int) -> list[int]:
-    """The ends of reads that are packed greedily, within a room that aligning both ends leaves."""
+    """Return the bounds of greedily packed reads, each within the room that alignment leaves."""
     cuts, number = [int(at[0])], 0
     while end[-1] > cuts[-1] + room:
         # A chunk that is larger than the room is read by itself.
@@ -270,17 +271,17 @@ def _cuts_at_chunks(at: Column, end: Column, room: int) -> list[int]:
 
 
 def _cuts_at_parts(span: _Span, part_bytes: int, left: int, lanes: int) -> list[int]:
-    """The ends of reads that end where parts do, and are no larger than a lane's share.
+    """Return the bounds of reads that end at parts' boundaries and fit a lane's share.
 
     Args:
-        span: What is cut.
-        part_bytes: Parts end at the multiples of this.
+        span: The span to cut.
+        part_bytes: The size of parts; they end at its multiples.
         left: The bytes of this span and of those behind it.
-        lanes: How many threads take the reads.
+        lanes: The number of threads that take the reads.
     """
     if span.end - span.begin <= min(part_bytes, max(LEAST_BYTES, 2 * left // lanes)):
-        return [span.begin, span.end]  # One request across an edge is cheaper than two.
-    # An edge that hardly anything is behind is none.
+        return [span.begin, span.end]  # One request across a boundary is cheaper than two.
+    # A boundary with less than a chunk behind it is ignored.
     first_edge = (span.begin // part_bytes + 1) * part_bytes
     edges = range(first_edge, span.end - CHUNK_BYTES, part_bytes)
     cuts = [span.begin]
@@ -303,15 +304,15 @@ def _reads(
     alignment: int,
     size: int,
 ) -> Iterator[Read]:
-    """The reads of what lies between cuts, without those that would bring nothing.
+    """Yield the reads between cuts, without empty ones.
 
     Args:
         file: The number of the file.
         base: The number of the first chunk of the span.
-        at: Where each of its chunks begins.
-        end: Where each ends.
-        cuts: The ends of the reads.
-        alignment: What offsets and sizes are multiples of.
+        at: The start of each of its chunks in the file, in bytes.
+        end: The end of each of its chunks in the file, in bytes.
+        cuts: The bounds of the reads.
+        alignment: Offsets and sizes become multiples of this.
         size: The size of the file.
     """
     first = 0

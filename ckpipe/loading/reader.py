@@ -1,12 +1,12 @@
 """Carry out planned reads: each thread takes a read, reads it, verifies it and copies it.
 
-A thread has a buffer of its own, so their number bounds the memory. While some of them wait for
-the store, others verify and copy. A range that the store has in memory already is read in pieces of
-four mebibytes, which stay in the processor's cache. The bytes of a chunk reach nothing before its
-checksum was found right, and the bytes that are copied then are those that were checked. A chunk
-that arrives in several reads is put together before it is verified.
+A thread has a buffer of its own, so the number of threads bounds the memory. While some of them
+wait for the store, others verify and copy. A range that the store has in memory already is read
+four mebibytes at a time, which stay in the processor's cache. No byte of a chunk is copied before
+its checksum is verified, and exactly the verified bytes are copied. A chunk that arrives in several
+reads is assembled before it is verified.
 
-A store that threads cannot read themselves is asked on the event loop; the thread waits.
+If threads cannot read a store themselves, the event loop reads it and the thread waits.
 """
 
 from __future__ import annotations
@@ -50,18 +50,18 @@ from ckpipe.threads import in_threads, on_loop
 from ckpipe.types import CheckpointId, VerifyResult
 
 Destinations = Mapping[int, Sequence[Destination]]
-"""For each entry that is asked for, by number, who takes its bytes."""
+"""For each needed entry, by number, the destinations of its bytes."""
 
 
 @dataclass(slots=True)
 class ReadTally:
-    """The count of bytes read so far, and whether anything was delivered.
+    """The count of bytes read so far, and whether any were delivered.
 
     Args:
         bytes: Bytes read.
         planned: Bytes that will have been read at the end, as far as is known.
         reads: Requests made.
-        began: When reading began, by :func:`time.perf_counter`; 0 until then.
+        began: Start time of the reads, by :func:`time.perf_counter`; 0 until then.
         delivered: Whether verified bytes have left the buffers.
     """
 
@@ -73,35 +73,35 @@ class ReadTally:
 
 
 _CACHED_BYTES = 128 << 20
-"""Of how many bytes together the store is asked whether it has them in memory."""
+"""Bytes of one query whether the store has a range in memory."""
 
 _CACHED_PIECE_BYTES = 4 * CHUNK_BYTES
-"""How much is read from the store's memory at once.
+"""Bytes that are read from the store's memory at once.
 
-It stays in the processor's last cache until it is copied. With less, two threads wait for the GIL
-longer than they read.
+They stay in the processor's last-level cache until they are copied. With fewer bytes, two threads
+wait for the GIL longer than they read.
 """
 
 
 _Source = tuple[Read, CachedRange | None, int]
-"""A read, the range in which the store has it in memory, and where that begins in the file."""
+"""A read, the range that the store has in memory, and the range's start in the file."""
 
 
 @dataclass(eq=False, slots=True)
 class _PartialChunk:
-    """A chunk that several reads bring, and how many of its bytes are missing."""
+    """A chunk that arrives in several reads, and the number of missing bytes."""
 
     memory: memoryview
     missing: int
 
 
 class _Pieces(NamedTuple):
-    """The chunks of a plan as the native call takes them.
+    """The chunks of a plan as arguments of the native call.
 
     Args:
         chunks: The chunks.
-        destinations: Who takes the bytes of each entry.
-        targets: The address that each goes to as it is; 0 for none.
+        destinations: The destinations of each entry's bytes.
+        targets: The address to which each chunk is copied as it is; 0 for none.
         sizes: The bytes of each.
         sums: The CRC-32C of each.
         others: Whether any other destination takes bytes of it.
@@ -143,12 +143,12 @@ class Reader:
     Args:
         backend: The store.
         id: The checkpoint.
-        data: Where its entries are.
-        buffers: Where bytes are read into; as many threads read.
-        tally: Counts what is read; None for one of its own.
+        data: The table of its entries.
+        buffers: The read buffers; one thread reads into each.
+        tally: Counts the reads; None for a new one.
 
     Attributes:
-        tally: What was read.
+        tally: The count of reads.
     """
 
     def __init__(
@@ -168,14 +168,14 @@ class Reader:
         self._partial: dict[int, _PartialChunk] = {}
 
     async def read(self, needs: Sequence[Need], destinations: Destinations) -> None:
-        """Read what is needed, verify every chunk and hand it to its destinations.
+        """Read the needed bytes, verify every chunk and copy it to its destinations.
 
         Args:
-            needs: The bytes that are needed.
-            destinations: Who takes the bytes of each entry.
+            needs: The needed bytes.
+            destinations: The destinations of each entry's bytes.
 
         Raises:
-            ChecksumMismatch: If bytes differ from those that were saved.
+            ChecksumMismatch: If bytes differ from the saved ones.
             TruncatedObject: If a data file is too short.
             MissingObject: If one is gone.
             StoreError: If the store failed.
@@ -186,7 +186,7 @@ class Reader:
         self.tally.planned = self.tally.bytes + sum(read.size for read in reads)
         waiting, in_memory = await self._sources(reads)
         if not waiting:
-            # None of them waits, so more than processors push each other's bytes out of the cache.
+            # No thread waits, so more threads than CPUs would evict each other's bytes from cache.
             lanes = min(lanes, available_cpus())
         sources = deque([*waiting, *in_memory])
         buffers = list(self._buffers)
@@ -213,7 +213,7 @@ class Reader:
             return _pieces(chunks, destinations), reads
 
     async def _sources(self, reads: Sequence[Read]) -> tuple[list[_Source], list[_Source]]:
-        """Find out which reads the store must be waited for, and which it has in memory."""
+        """Split the reads into those that wait for the store and those that it has in memory."""
         waiting: list[_Source] = []
         in_memory: list[_Source] = []
         for group in batched(reads, _CACHED_BYTES):
@@ -230,10 +230,10 @@ class Reader:
         return waiting, in_memory
 
     def _deliver(self, pieces: _Pieces, source: _Source, buffer: memoryview) -> None:
-        """Read a range, verify its chunks and hand each on; to be called in a thread.
+        """Read a range, verify its chunks and deliver each; call it in a thread.
 
         Raises:
-            ChecksumMismatch: If a chunk is damaged; nothing behind it is delivered.
+            ChecksumMismatch: If a chunk is damaged; no chunk behind it is delivered.
         """
         read, cached, base = source
         rank, key = self._file(read.file)
@@ -245,7 +245,7 @@ class Reader:
             most = max(1, _CACHED_PIECE_BYTES * most // read.size)
 
         def fetch(begin: int, end: int) -> memoryview:
-            """Bring the bytes between two places of the file, until it is called again."""
+            """Return a range of the file's bytes, valid until the next call."""
             if cached is None:
                 return whole[begin - read.offset : end - read.offset]
             part = buffer[: end - begin]
@@ -255,7 +255,7 @@ class Reader:
                 self.tally.bytes += len(part)
             return part
 
-        # No gradients, and tensors that were made in inference mode may be written nowhere else.
+        # No gradients; tensors that were made in inference mode can be written only in it.
         with torch.inference_mode():
             for first in range(read.first, read.stop, most):
                 stop = min(first + most, read.stop)
@@ -270,7 +270,7 @@ class Reader:
     def _assemble(
         self, pieces: _Pieces, number: int, begin: int, found: memoryview
     ) -> memoryview | None:
-        """Put a part of a chunk where it begins in it; returns the chunk once it is complete."""
+        """Copy a range of a chunk to its place in it; return the chunk once it is complete."""
         size = pieces.sizes[number]
         with self._lock:
             partial = self._partial.get(number)
@@ -286,18 +286,18 @@ class Reader:
         return partial.memory
 
     def _take(self, pieces: _Pieces, first: int, stop: int, found: memoryview) -> None:
-        """Verify chunks and hand them on; one that is damaged is read again.
+        """Verify chunks and deliver them; a damaged one is read again.
 
         Args:
             pieces: All chunks.
-            first: The first of these, by number.
-            stop: Behind the last.
-            found: Their bytes, from the first of the first chunk on.
+            first: The number of the first chunk to take.
+            stop: The number behind the last one.
+            found: Their bytes, from the start of the first chunk on.
         """
         entry, lo, at, end, _ = pieces.chunks
         begin, address = int(at[first]), address_of(found) - at[first]
         if end[stop - 1] - begin > len(found):
-            raise AssertionError("chunks reach out of the bytes that were read")
+            raise AssertionError("chunks exceed the bytes that were read")
         while first < stop:
             rows = slice(first, stop)
             targets, sources = pieces.targets[rows], _longs(at[rows] + address)
@@ -307,7 +307,7 @@ class Reader:
                 low, raw = int(lo[first + number]), targets[number] != 0
                 for destination in pieces.destinations[int(entry[first + number])]:
                     if raw and type(destination) is RawBytes:
-                        raw = False  # It has its bytes already.
+                        raw = False  # The native call has copied these bytes.
                         continue
                     self.tally.delivered = True
                     destination.put(sources[number], low, low + pieces.sizes[first + number])
@@ -318,10 +318,10 @@ class Reader:
                 first += 1
 
     def _read_again(self, pieces: _Pieces, number: int, damaged: memoryview) -> memoryview:
-        """Read a chunk that came damaged once more.
+        """Read a damaged chunk once more.
 
         Raises:
-            ChecksumMismatch: If it comes damaged again.
+            ChecksumMismatch: If it is damaged again.
         """
         data = self._data
         entry, lo, at, end, checksum = (int(each[number]) for each in pieces.chunks)
@@ -340,13 +340,13 @@ class Reader:
         return again
 
     def _filled(self, rank: int, key: str, offset: int, buffer: memoryview) -> memoryview:
-        """Return the buffer, filled with a range of a file; to be called in a thread."""
+        """Fill the buffer with a range of a file and return it; call it in a thread."""
         with _translated(self._id.step, rank, key):
             if not self._backend.read_here(key, offset, buffer):
                 try:
                     on_loop(self._backend.read_into, key, offset, buffer)
                 except CancelledError as error:
-                    raise StoreError("The store gave up a read by itself", key=key) from error
+                    raise StoreError("The store cancelled a read by itself", key=key) from error
         with self._lock:
             self.tally.reads += 1
             self.tally.bytes += len(buffer)
@@ -401,7 +401,7 @@ class Reader:
 def lane_buffers(arena: Arena, backend: Backend, lanes: int) -> Iterator[list[memoryview]]:
     """Lend a buffer for each lane: blocks of the arena, unless these are too small for a chunk.
 
-    Must be entered and left on the thread that uses the arena.
+    Enter and leave it on the thread that uses the arena.
     """
     least = least_read_bytes(max(backend.limits.alignment, mmap.PAGESIZE))
     if arena.block_bytes < least:
@@ -418,7 +418,7 @@ def lane_buffers(arena: Arena, backend: Backend, lanes: int) -> Iterator[list[me
 
 @contextmanager
 def _translated(step: int, rank: int, key: str) -> Iterator[None]:
-    """Add to a store's errors which checkpoint they concern; a lost file is a missing object."""
+    """Add the checkpoint and rank to a store's errors; turn a lost file into a missing object."""
     try:
         yield
     except ObjectNotFound as error:
@@ -438,11 +438,11 @@ async def verify(
     Args:
         backend: The store.
         bundle: The checkpoint's index or manifest, validated.
-        arena: Lends the blocks that are read into; used on the caller's thread only.
-        lanes: How many reads run at once.
+        arena: Lends the read buffers; used on the caller's thread only.
+        lanes: The number of concurrent reads.
 
     Raises:
-        ChecksumMismatch: If bytes differ from those that were saved, or a file is too long.
+        ChecksumMismatch: If bytes differ from the saved ones, or a file is too long.
         TruncatedObject: If a data file is too short.
         MissingObject: If one is gone.
         StoreError: If the store failed.

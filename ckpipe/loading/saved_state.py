@@ -1,17 +1,17 @@
 """Find the state that a rank loads from a checkpoint of several ranks.
 
-With as many ranks as saved, each gets what it saved itself. With another number, it gets what all
-of them have alike, in the structure that they share; what each rank had for itself needs a word
-from the caller.
+If the number of ranks is unchanged, each rank loads its own save. Else it loads the values that all
+ranks have alike, in the structure that they share; for values that each rank had for itself, the
+caller must pass a policy.
 
-The ranks of a pipeline or of experts have some names each. Merged, their trees are the state of
-the whole run: containers have the keys of all, a tensor is the same wherever it has the same
-label, and what stands in several trees in forms that cannot be brought together belongs to a rank.
+The ranks of pipeline or expert parallelism save different labels. Their merged trees are the state
+of the whole run: containers have the keys of all, and tensors with the same label are the same
+tensor. Nodes of several trees that cannot be merged belong to a rank.
 
 Random generators. Two ranks with the same generator draw the same dropout masks and the same
 samples, and nothing fails. So a saved :class:`~ckpipe.RngState` belongs to the rank that saved it,
-even where all ranks saved the same: another rank is refused, or gets a state that is derived from
-the saved one and from its rank.
+even if all ranks saved the same: another rank is refused, or gets a state that is derived from the
+saved one and from its rank.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ class SavedState:
         rows: Its tensors.
         homes: For each tensor, a part that lists it, and its number there.
         values: Its inline values, encoded.
-        per_rank: What of it belongs to a rank.
+        per_rank: Its tensors and values that belong to a rank.
         common: The labels that all ranks had, if not all had the same ones.
         foreign: The labels that the loading rank did not have itself; in a world of another size,
             where no rank is the same, those that not all ranks had.
-        same_world: Whether as many ranks load as had saved.
+        same_world: Whether the number of ranks is unchanged.
     """
 
     tree: Node
@@ -59,7 +59,7 @@ class SavedState:
 
 
 def state_of_part(bundle: ManifestDocument, number: int) -> SavedState:
-    """The state that one rank saved."""
+    """Return the state that one rank saved."""
     part = bundle.parts[number]
     structure = bundle.structures[part.structure]
     homes = [(number, tensor) for tensor in range(len(structure.tensors))]
@@ -74,15 +74,15 @@ def state_for(
     *,
     fresh: bool = True,
 ) -> SavedState:
-    """The state that a rank of a world loads.
+    """Return the state that a rank of a world loads.
 
     Args:
-        bundle: The checkpoint's index; or, for as many ranks as saved, some of its parts with that
-            of the rank, whose state is then what the rank itself has saved.
+        bundle: The checkpoint's index. If the number of ranks is unchanged, some of its parts with
+            that of the rank are enough; the state is then the rank's own save.
         rank: The rank that loads.
-        world_size: How many ranks load.
-        policy: What becomes of values that belong to one rank each.
-        fresh: Whether there is no target, which could have names that other ranks had.
+        world_size: The number of ranks that load.
+        policy: The policy for values that belong to one rank each.
+        fresh: Whether there is no target, which could have labels of other ranks.
     """
     same = world_size == bundle.world_size
     if not bundle.whole:
@@ -106,12 +106,12 @@ def state_for(
 
 
 def _merged_state(bundle: ManifestDocument, base: int, policy: PerRankPolicy | None) -> SavedState:
-    """The state of ranks of different structures.
+    """Return the merged state of ranks with different structures.
 
     Args:
         bundle: The checkpoint's index.
-        base: The part that goes before the others.
-        policy: What becomes of values that belong to one rank each; None if they are the base's.
+        base: The part that takes precedence over the others.
+        policy: The policy for values that belong to one rank each; None takes those of the base.
     """
     members = {bundle.parts[base].structure: base}
     for number, part in enumerate(bundle.parts):
@@ -135,7 +135,7 @@ def _merged_state(bundle: ManifestDocument, base: int, policy: PerRankPolicy | N
 def _differing(
     bundle: ManifestDocument, merged: _MergedTree
 ) -> tuple[dict[int, list[Origin]], dict[int, list[Json]]]:
-    """The tensors and values of a merged tree that belong to one rank each, with all of them."""
+    """Return the tensors and values of a merged tree that differ between ranks, with all copies."""
     ranks = defaultdict(list)
     for number, part in enumerate(bundle.parts):
         ranks[part.structure].append(number)
@@ -162,15 +162,15 @@ def _differing(
 def keep_generators_apart(
     saved: SavedState, bundle: ManifestDocument, rank: int, world_size: int, policy: PerRankPolicy
 ) -> SavedState:
-    """Mark the random generators of a saved state that another rank may get as well.
+    """Mark the random generators of a saved state that another rank may load as well.
 
     Args:
         saved: The state that the rank loads.
-        bundle: The checkpoint that it is from.
+        bundle: The checkpoint of the state.
         rank: The rank that loads.
-        world_size: How many ranks load.
-        policy: What becomes of values that belong to one rank each. A function is not asked
-            about generators: they are derived, as with ``"derive"``.
+        world_size: The number of ranks that load.
+        policy: The policy for values that belong to one rank each. A function is not called for
+            generators: they are derived, as with ``"derive"``.
     """
     same_world = world_size == bundle.world_size
     if (same_world and saved.common is None) or (world_size == 1 and policy == "rank0"):
@@ -202,7 +202,7 @@ def keep_generators_apart(
 
 
 def is_generators(node: Node) -> bool:
-    """Tell whether a node is what ``state_dict`` of an ``RngState`` returned."""
+    """Tell whether a node is the ``state_dict`` of an ``RngState``."""
     if node[0] not in MAPPINGS or "python" not in node[1]:
         return False
     python = node[2][node[1].index("python")]
@@ -225,7 +225,7 @@ def _derived(rank: int, state: Any) -> Any:
 
 
 def labels_of(saved: SavedState) -> frozenset[str]:
-    """The labels of what belongs to a rank."""
+    """Return the labels of the tensors, values and generators that belong to a rank."""
     items = saved.per_rank
     own = {"tensor": items.tensors, "value": items.values}
     leaves = [(node, label) for node, label in walk(saved.tree) if node[0] in own]
@@ -233,7 +233,7 @@ def labels_of(saved: SavedState) -> frozenset[str]:
 
 
 def exclude_labels(select: LabelFilter, labels: frozenset[str]) -> LabelFilter:
-    """A filter that leaves out some labels as well."""
+    """Return a filter that also excludes some labels."""
     return _ExcludingLabels(select, labels) if labels else select
 
 
@@ -260,20 +260,20 @@ Origin = tuple[int, int]
 
 
 class _MergedTree:
-    """Merge the trees of some parts; what the first says of a thing in several of them holds.
+    """Merge the trees of some parts; a node of several parts is taken from the first.
 
     Args:
         bundle: The checkpoint's index.
         members: The numbers of the parts, each of a structure of its own.
-        first_wins: Whether that is also so where they contradict each other.
+        first_wins: Whether the first part is also right where parts contradict each other.
 
     Attributes:
         tree: The root node.
         rows: The tensors, each label once.
-        tensor_origins: For each tensor, where it was found.
+        tensor_origins: For each tensor, its parts and its numbers there.
         values: The inline values.
-        value_origins: For each value, where it was found.
-        conflicts: The values that stand for what could not be merged, or differs.
+        value_origins: For each value, its parts and its numbers there.
+        conflicts: The values that differ, and placeholders of nodes that could not be merged.
     """
 
     def __init__(
@@ -293,7 +293,7 @@ class _MergedTree:
             self.tree = self._merged(self.tree, self._structure.tree)
 
     def _adopted(self, node: Node) -> Node:
-        """A node of the member with the numbers of the merged tables."""
+        """Return a node of the member with the numbers of the merged tables."""
         tag = node[0]
         if tag == "tensor":
             return ["tensor", self._tensor(node[1])]
@@ -387,7 +387,7 @@ class _MergedTree:
 
 
 def _alike(ours: Node, theirs: Node) -> bool:
-    """Tell whether two containers differ in nothing but what is in them."""
+    """Tell whether two containers differ only in their items."""
     if ours[0] != theirs[0] or not 0 < len(nodes_of(ours)) == len(nodes_of(theirs)):
         return False
     return with_nodes(ours, []) == with_nodes(theirs, [])

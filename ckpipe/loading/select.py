@@ -1,7 +1,7 @@
 """Apply ``include`` and ``exclude`` to a saved tree and a target; refuse values of single ranks.
 
-Values that were different on each rank cannot be loaded by another number of ranks, unless the
-caller says how.
+Another number of ranks cannot load values that were different on each rank, unless the caller
+passes a policy.
 """
 
 from __future__ import annotations
@@ -32,9 +32,7 @@ _MOST_LABELS = 10_000_000
 
 
 def any_selected(obj: Any, label: str, select: LabelFilter) -> bool:
-    """Tell whether the filter selects something of a live object, which is not looked into
-    deeply.
-    """
+    """Tell whether the filter selects a label of a live object or of an item inside it."""
     return select.selects_all or any(map(select, _live_labels(obj, label, set())))
 
 
@@ -64,9 +62,10 @@ def _live_children(obj: Any) -> list[tuple[Any, Any]] | None:
 
 
 def unmatched(select: LabelFilter, trees: Iterable[Node]) -> list[str]:
-    """The globs of ``include`` that name nothing in any of some saved trees.
+    """Return the globs of ``include`` that match nothing in any of some saved trees.
 
-    Of trees with more labels than real ones have, which only references make possible, none is.
+    If a tree has more labels than real ones have, which only references make possible, the result
+    is empty.
     """
     left = list(select.patterns[0] or ())
     for tree in trees if left else ():
@@ -81,7 +80,7 @@ def unmatched(select: LabelFilter, trees: Iterable[Node]) -> list[str]:
 def _saved_labels(
     node: Node, label: str, known: Mapping[int, Node], above: frozenset[int]
 ) -> Iterator[str]:
-    """The labels of a saved node and of all that is in it, except what was left out."""
+    """Yield the labels of a saved node and of all nodes inside, except absent ones."""
     tag = node[0]
     if tag != "absent":
         yield label
@@ -97,7 +96,7 @@ def _saved_labels(
 def pruned(
     tree: Node, select: LabelFilter, definitions: Mapping[int, Node]
 ) -> tuple[Node, Mapping[int, Node]]:
-    """The tree as it would be, had it been saved with a filter; a tree of nothing is absent.
+    """Return the tree as if it had been saved with a filter; an empty result is absent.
 
     Args:
         tree: The saved tree.
@@ -105,7 +104,7 @@ def pruned(
         definitions: The containers that references in it point to.
 
     Returns:
-        What is left of the tree, and of the definitions.
+        The pruned tree, and its definitions.
 
     Raises:
         UsageError: If the filter selects a part of a registered object.
@@ -117,7 +116,7 @@ def pruned(
     partial: set[int] = set()
 
     def left_of(node: Node, label: str) -> Node | None:
-        """The part of a node that is left; None if nothing is."""
+        """Return a node without its unselected items; None if no item is left."""
         tag = node[0]
         if tag == "absent":
             return None
@@ -163,22 +162,22 @@ def pruned(
 
 
 Combine = Callable[[str, Sequence[Any]], Any]
-"""Makes one value of those of all ranks: gets the label and the values in the order of ranks."""
+"""A function that combines the values of all ranks; gets the label and the values by rank."""
 
 PerRankPolicy = Literal["raise", "drop", "rank0", "derive"] | Combine
 
 
 @dataclass(frozen=True, slots=True)
 class PerRankItems:
-    """The tensors and values of a saved state that belong to a rank, where no rank fits.
+    """The tensors and values of a saved state that belong to a rank, if no rank fits.
 
     Args:
-        combine: Makes one of them; None refuses.
-        tensors: For the number of a tensor, the parts that have one, and its number there; none
+        combine: Combines the copies of all ranks; None refuses.
+        tensors: For the number of a tensor, the parts that have a copy, and its number there; empty
+            for one of a random generator.
+        values: For the number of an inline value, the copies of all parts, encoded; empty for one
             of a random generator.
-        values: For the number of an inline value, those of all parts, encoded; none of a random
-            generator.
-        derive: Makes the state of generators of the rank's own from a saved one; None refuses.
+        derive: Derives the state of the rank's own generators from a saved one; None refuses.
         generators: The labels of these generators.
     """
 
@@ -189,7 +188,7 @@ class PerRankItems:
     generators: frozenset[str] = frozenset()
 
     def refused(self, label: str, copies: Sequence[Any]) -> PerRankValue:
-        """The error for what the caller did not say how to combine."""
+        """Return the error for a tensor or value that the caller's policy does not cover."""
         if not copies:
             return PerRankValue(
                 "These random generators were saved by another rank, or by another number of "
@@ -199,7 +198,7 @@ class PerRankItems:
                 "those of the target, or leave them out with exclude",
             )
         return PerRankValue(
-            "Each rank saved a value of its own here, and the number of ranks is another now",
+            "Each rank saved a value of its own here, and the number of ranks has changed",
             key=label or None,
             hint='Pass per_rank="rank0", "drop" or a function that combines them, leave it out '
             "with exclude, or load with as many ranks as saved",

@@ -1,18 +1,17 @@
-"""Objects with ``load_state_dict``: what they hold now, and what must fit before they are touched.
+"""Objects with ``load_state_dict``: read their live state, and check them before they are changed.
 
 ``load_state_dict`` of a module or optimizer can fail half way, with parts of the object already
-changed. What can be foreseen is therefore checked before: shapes, dtypes, the keys of modules that
-load as torch does by default, the groups of optimizers. The tensors that an object's own
-``state_dict`` holds now are filled and used instead of new ones, so that ``load_state_dict`` finds
-its own.
+changed. So foreseeable errors are checked first: shapes, dtypes, the keys of modules that load as
+torch does by default, the groups of optimizers. The load fills the tensors of the object's current
+``state_dict`` instead of new ones, so that ``load_state_dict`` gets the object's own tensors.
 
-An object that can do better than ``load_state_dict`` says so by a method::
+An object that can do better than ``load_state_dict`` has a method::
 
     def __ckpipe_targets__(self, saved: SavedObject) -> LoadTargets: ...
 
-It is asked what is to be filled, before a byte is read: it finds out whether all fits, makes what
-tensors it needs, and touches nothing. Once all bytes are there and verified, ``attach`` of its
-answer is called, and ``load_state_dict`` is not.
+It is called before a byte is read and returns the tensors to fill: it checks that the saved object
+fits, makes the tensors that it needs, and changes nothing. Once all bytes are read and verified,
+``attach`` of the returned object is called instead of ``load_state_dict``.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ class SavedTensor:
 
     Args:
         dtype: Its dtype.
-        shape: Its shape; of a sharded tensor that of all shards together.
+        shape: Its shape; of a sharded tensor the global shape.
     """
 
     dtype: torch.dtype
@@ -47,19 +46,19 @@ _Found = TypeVar("_Found")
 
 
 class Looks:
-    """Remember what was found out of live objects, for a load that is matched several times.
+    """A memo of the facts of live objects, for a load that is matched several times.
 
-    Looking may call a collective, as with FSDP1, and then all ranks must do so equally often. How
-    often they match is up to each.
+    To read such a fact may call a collective, as with FSDP1. Then all ranks must read it equally
+    often, while the number of matches differs between ranks.
     """
 
     def __init__(self) -> None:
         self._found: dict[int, tuple[object, Any]] = {}
 
     def once(self, obj: object, look: Callable[[], _Found]) -> _Found:
-        """What a look at an object finds, or has found before."""
+        """Return the result of ``look`` for an object, computed at the first call."""
         if id(obj) not in self._found:
-            self._found[id(obj)] = obj, look()  # with the object, as its identity must not go
+            self._found[id(obj)] = obj, look()  # keep the object, so that its id is not reused
         found: _Found = self._found[id(obj)][1]
         return found
 
@@ -69,13 +68,13 @@ class SavedObject:
     """An object of a checkpoint before its tensors are read.
 
     Args:
-        state: What its ``state_dict`` returned, with a :class:`SavedTensor` for each tensor, and
-            without what ``include`` and ``exclude`` leave out.
-        label: Where it stands in the state.
-        select: Which labels are to be loaded.
+        state: Its saved ``state_dict``, with a :class:`SavedTensor` for each tensor, and without
+            the labels that ``include`` and ``exclude`` leave out.
+        label: Its label in the state.
+        select: Selects the labels to load.
         common: The labels that all ranks had, if not all had the same ones.
         cast: Whether values may be converted to the dtype of a target tensor.
-        looks: What was found out of objects so far.
+        looks: The memo of facts of live objects.
     """
 
     state: Any
@@ -86,27 +85,27 @@ class SavedObject:
     looks: Looks = field(default_factory=Looks)
 
     def at(self, *path: Any) -> str:
-        """The label of a part."""
+        """Return the label of an item, by its path of keys."""
         return reduce(join, path, self.label)
 
     def selects(self, *path: Any) -> bool:
-        """Tell whether a part is to be loaded."""
+        """Tell whether an item is to be loaded, by its path of keys."""
         return self.select.selects_all or self.select(self.at(*path))
 
     def is_everywhere(self, label: str) -> bool:
-        """Tell whether all ranks that saved had something of a label."""
+        """Tell whether all ranks that saved had a label."""
         return self.common is None or label in self.common
 
 
 @dataclass(slots=True)
 class LoadTargets:
-    """The parts of an object that a load is to fill.
+    """The tensors of an object that a load fills.
 
     Args:
-        tree: Containers like those of the saved state, with a tensor in each place that is to be
-            filled, and None for what is made anew. What it has no key for is left in the store.
-        attach: Puts what was loaded in place. By then all of ``tree`` is filled, each None
-            replaced.
+        tree: Containers like those of the saved state. Each item is a tensor to fill, or None for
+            an object that the load makes. Saved items without a key here are not read.
+        attach: Puts the loaded items in place. It is called after all of ``tree`` is filled and
+            each None replaced.
         missing: Labels that the object has and the checkpoint has not.
         unexpected: Labels that the checkpoint has and the object does without.
     """
@@ -118,10 +117,10 @@ class LoadTargets:
 
 
 def live_state(obj: Any) -> Any:
-    """The contents of an object's ``state_dict``, with a module's own parameters in it.
+    """Return an object's ``state_dict``, with a module's own parameters in it.
 
-    ``load_state_dict`` of a module copies what it is given onto its parameters, which costs
-    nothing where they are the same objects.
+    ``load_state_dict`` of a module copies the given tensors onto its parameters, which costs
+    nothing if they are the same objects.
     """
     if isinstance(obj, torch.nn.Module):
         try:
@@ -131,7 +130,7 @@ def live_state(obj: Any) -> Any:
     return obj.state_dict()
 
 
-# They add a counter that checkpoints of old versions lack, and refuse one that is not theirs.
+# They add a counter that old checkpoints lack, and refuse a counter that they do not have.
 _NORMALIZATIONS = ("torch.nn.modules.batchnorm", "torch.nn.modules.instancenorm")
 
 
@@ -155,10 +154,10 @@ def check_module(
     """Refuse keys that do not fit those of a module that loads as torch does.
 
     Args:
-        live: The state that it holds.
-        node: What was saved.
-        label: Where it stands in the state.
-        select: What of it is to be loaded.
+        live: The current ``state_dict`` of the module.
+        node: The saved node.
+        label: Its label in the state.
+        select: Selects the labels to load.
         common: The labels that all ranks had, if not all had the same ones.
 
     Raises:
@@ -183,9 +182,10 @@ def check_module(
 def check_optimizer(obj: torch.optim.Optimizer, node: Node, label: str, *, options: bool) -> None:
     """Refuse groups that do not fit those of an optimizer.
 
-    ``load_state_dict`` takes groups that lack what the optimizer's step needs, those of another
-    kind of optimizer, as they are, and the first step fails, or works without its state. Options
-    that torch has added since, an optimizer's own ``__setstate__`` adds too; it is asked on a copy.
+    ``load_state_dict`` accepts the groups of another kind of optimizer, although they lack options
+    that the optimizer's step needs. The first step then fails, or works without its state. If torch
+    has added options since the save, the optimizer's ``__setstate__`` adds them; it is called on a
+    copy to find out.
     """
     kind = type(obj)
     groups = next((n for key, n, _ in children_of(node, label) if key == "param_groups"), None)
@@ -195,7 +195,7 @@ def check_optimizer(obj: torch.optim.Optimizer, node: Node, label: str, *, optio
         {key: child for key, child, _ in children_of(_inside(group), "")}
         for _, group, _ in children_of(_inside(groups), "")
     ]
-    # A group without parameters is one whose parameters were not selected.
+    # The parameters of a group without "params" were not selected.
     counts = [
         len(children_of(_inside(group["params"]), "")) if "params" in group else None
         for group in saved
@@ -214,7 +214,7 @@ def check_optimizer(obj: torch.optim.Optimizer, node: Node, label: str, *, optio
     try:
         copy = object.__new__(kind)
         copy.__setstate__({"defaults": dict(obj.defaults), "state": {}, "param_groups": bare})
-    except Exception:  # an optimizer of the user's that wants more, and says so itself
+    except Exception:  # a custom optimizer that needs more, and raises its own error in the load
         return
     needed = obj.defaults.keys() - _WAYS_TO_STEP
     lacks = sorted({key for key in needed for group in bare if key not in group})
@@ -227,7 +227,7 @@ def check_optimizer(obj: torch.optim.Optimizer, node: Node, label: str, *, optio
         )
 
 
-# Torch adds one of them to the defaults of any optimizer once it has loaded a state.
+# torch adds one of them to the defaults of any optimizer that has loaded a state.
 _WAYS_TO_STEP = {"foreach", "fused", "capturable", "differentiable"}
 
 
@@ -239,13 +239,13 @@ def _inside(node: Node) -> Node:
 def mismatch(
     missing: list[str], unexpected: list[str], label: str = "", *, hint: str
 ) -> StructureMismatch:
-    """The error for labels that only one side has."""
+    """Return the error for labels that only the checkpoint or only the target has."""
     bare = {_unwrapped(each) for each in missing} & {_unwrapped(each) for each in unexpected}
     if bare:
         hint = (
-            "The names on one side have a prefix of a wrapper, such as DDP or torch.compile: save "
-            "and load ckpipe.distributed.training_state(model, optimizer), which has the names of "
-            "the bare model"
+            "The names in the checkpoint or in the target have a prefix of a wrapper, such as DDP "
+            "or torch.compile: save and load ckpipe.distributed.training_state(model, optimizer), "
+            "which has the names of the bare model"
         )
     parts = [
         f"{title}: {_some(labels)}"
@@ -264,7 +264,7 @@ _WRAPPER_NAMES = ("module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wr
 
 
 def _unwrapped(label: str) -> str:
-    """A label without the names under which wrappers hold a module."""
+    """Return a label without the names under which wrappers hold a module."""
     return ".".join([part for part in label.split(".") if part not in _WRAPPER_NAMES])
 
 

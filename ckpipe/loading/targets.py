@@ -1,10 +1,10 @@
-"""The tensors that a load fills: live ones of the target and fresh ones, and in which order.
+"""The tensors that a load fills: live ones of the target and fresh ones, and their order.
 
-Live tensors that overlap in the target and lay likewise when they were saved agree by
-construction, because the shared bytes were saved once. For others the checkpoint may hold
-different bytes: the values are read into fresh tensors first, written to a canvas in the shape of
-the target's memory, and read back; if one has changed then, another wrote different bytes to the
-same place.
+Live tensors that overlap in the target in the same way as when they were saved agree by
+construction, because the shared bytes were saved once. For other overlapping tensors the checkpoint
+may hold different bytes. Their values are read into fresh tensors first, written to a canvas in the
+shape of the target's memory, and read back. If a value has changed, another tensor wrote different
+bytes to the same place.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ from ckpipe.state.tensors import MAX_ITEM, Shardings, lazy_bits, overlapping, wi
 
 
 class LiveTensor(NamedTuple):
-    """A tensor of the target that a stored one is to be loaded into.
+    """A tensor of the target into which a stored one is loaded.
 
     Args:
         stored: The stored tensor.
-        label: Where the target stands in the state.
+        label: The label of the target in the state.
         tensor: Its memory, as a plain detached tensor.
-        owner: The object that stands in the state.
-        regions: Which parts of the stored tensor that memory holds; None for the whole.
-        copies: The chunks that it is put together from.
+        owner: The object in the state.
+        regions: The parts of the stored tensor that the memory holds; None for the whole.
+        copies: The chunks from which it is assembled.
     """
 
     stored: StoredTensor
@@ -60,7 +60,7 @@ class LiveTensor(NamedTuple):
 
 @dataclass(slots=True)
 class Round:
-    """A round of reads: the bytes that are needed, and who takes those of each entry."""
+    """A round of reads: the needed bytes, and the destinations of each entry's bytes."""
 
     needs: list[Need] = field(default_factory=list)
     destinations: defaultdict[int, list[Destination]] = field(
@@ -69,16 +69,16 @@ class Round:
 
 
 class Targets:
-    """Collect the tensors to fill, live and fresh, then say what to read.
+    """Collect the tensors to fill, live and fresh, and then the reads that they need.
 
     Args:
         stored: The tensors of the checkpoint.
         cast: Whether values may be converted to the dtype of a live tensor.
 
     Attributes:
-        rounds: The rounds of reads: mostly one. Where live tensors overlap that may be given
-            different bytes, the first fills fresh tensors only, which are compared, and the second
-            live ones.
+        rounds: The rounds of reads: mostly one. There are two if overlapping live tensors may get
+            different bytes. The first then fills only fresh tensors, which are compared; the
+            second fills live ones.
     """
 
     def __init__(self, stored: StoredTensors, *, cast: bool) -> None:
@@ -93,7 +93,7 @@ class Targets:
         self._buffers: dict[int, torch.Tensor] = {}
         self._finishers: list[Callable[[], object]] = []
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
-        # Destinations know addresses only; this keeps alive what lies there.
+        # Destinations have only addresses; this keeps the tensors there alive.
         self._alive: list[torch.Tensor] = []
 
     # Live tensors
@@ -104,10 +104,10 @@ class Targets:
         """Note that a live tensor is to be filled with a stored one that fits it.
 
         Returns:
-            False if its memory cannot be written, so that a fresh one has to serve.
+            False if its memory cannot be written, so that a fresh one is needed.
 
         Raises:
-            ShapeMismatch: If it is distributed, and its local part is not what its placements say.
+            ShapeMismatch: If it is distributed, and its local part contradicts its placements.
         """
         view = writable_view(live)
         if view is None:
@@ -118,7 +118,7 @@ class Targets:
         return True
 
     def settle(self) -> None:
-        """Give every live tensor its place in a round; call it once all are known."""
+        """Assign every live tensor to a round; call it once all are noted."""
         lives = _distinct(self._noted)
         self._disputed = [group for group in _overlapping(lives) if not _lay_likewise(group)]
         disputed = {id(live) for group in self._disputed for live in group}
@@ -137,18 +137,18 @@ class Targets:
         self.rounds = [self._into_live]
 
     def check_disputed(self) -> None:
-        """Prove that live tensors which overlap are given the same bytes.
+        """Prove that overlapping live tensors get the same bytes.
 
         Raises:
-            SharingConflict: If they are not.
+            SharingConflict: If they do not.
         """
         self._resolve_fresh()
         for group in self._disputed:
             _check_agreement(group, [self._fresh_for(live) for live in group])
 
     def finish(self) -> None:
-        """Complete the tensors once all bytes are there, and tell autograd of the change."""
-        with torch.inference_mode():  # without gradients, and into tensors made in it
+        """Complete the tensors once all bytes are read, and tell autograd of the change."""
+        with torch.inference_mode():  # no gradients; also writes to tensors made in this mode
             self._resolve_fresh()
             copies, self._copies = self._copies, []
             for target, value in copies:
@@ -167,9 +167,9 @@ class Targets:
     # Fresh tensors
 
     def fresh(self, stored: StoredTensor) -> torch.Tensor:
-        """A new tensor on the CPU for a stored one; always the same one.
+        """Return a new tensor on the CPU for a stored one; always the same one.
 
-        Its elements are valid once the bytes are there and :meth:`finish` has run.
+        Its elements are valid once the bytes are read and :meth:`finish` has run.
 
         Raises:
             InvalidManifest: If the checkpoint contradicts itself about it.
@@ -191,7 +191,7 @@ class Targets:
             elif not any(copied.shared for copied in copies):
                 tensor = self._alone(stored, copies, shape)
             else:
-                # Tensors cut alike from the same shared bytes share them again.
+                # Tensors with the same copies from shared bytes share memory again.
                 key = (copies, shape, stored.dtype, stored.row.lazy)
                 if key not in self._sharing:
                     self._sharing[key] = self._alone(stored, copies, shape)
@@ -226,7 +226,7 @@ class Targets:
         target: torch.Tensor,
         round: Round,
     ) -> None:
-        """Fill a tensor with chunks, none of which is an image."""
+        """Plan to fill a tensor with chunks, none of which is an image."""
         self._alive.append(target)
         for copied in copies:
             if copied.start < copied.stop:
@@ -235,7 +235,7 @@ class Targets:
                 round.needs += copied.needs(stored.dtype.itemsize)
 
     def _window(self, stored: StoredTensor, copied: ChunkCopy) -> torch.Tensor:
-        """A chunk as a view of its entry's memory."""
+        """Return a chunk as a view of its entry's memory."""
         offset, rest = divmod(copied.start, stored.dtype.itemsize)
         if rest:
             raise InvalidExtent(
@@ -261,7 +261,7 @@ class Targets:
 
 
 def _distinct(lives: Sequence[LiveTensor]) -> list[LiveTensor]:
-    """The same without those that fill the same memory with the same tensor once more."""
+    """Drop duplicates: live tensors that fill the same memory with the same stored tensor."""
     found = {
         (id(live.stored), live.tensor.data_ptr(), live.tensor.stride(), live.tensor.device): live
         for live in reversed(lives)
@@ -270,7 +270,7 @@ def _distinct(lives: Sequence[LiveTensor]) -> list[LiveTensor]:
 
 
 def _overlapping(lives: Sequence[LiveTensor]) -> list[list[LiveTensor]]:
-    """The connected components of overlapping windows, and tensors that overlap themselves."""
+    """Return the connected components of overlapping windows, and self-overlapping tensors."""
     tensors = [live.tensor for live in lives]
     windows = (
         ("cpu" if each.is_cpu else str(each.device), each.data_ptr(), window_bytes(each))
@@ -289,11 +289,11 @@ def _lay_likewise(group: Sequence[LiveTensor]) -> bool:
 
 
 def _place(live: LiveTensor) -> Hashable:
-    """Equal for tensors that get the same bytes at the same addresses by construction.
+    """Return a key that is equal for tensors that get the same bytes at the same addresses.
 
-    That is where the entry's first byte would lie, if the tensor lies in the entry as in memory;
-    or, if it is put together from several chunks, these and where it lies. None if neither can be
-    said.
+    If the tensor has the same layout in its entry as in memory, the key is the address of the
+    entry's first byte. If it is assembled from several chunks, the key is these chunks with its
+    address and strides. None if neither is the case.
     """
     stored, tensor = live.stored, live.tensor
     if tensor.dtype != stored.dtype or not live.copies:
@@ -312,14 +312,14 @@ def _place(live: LiveTensor) -> Hashable:
 
 
 def _check_agreement(group: Sequence[LiveTensor], values: Sequence[torch.Tensor]) -> None:
-    """Prove that overlapping tensors are given the same bytes where they overlap.
+    """Prove that overlapping tensors get the same bytes where they overlap.
 
     Args:
-        group: The live tensors; they are not touched.
-        values: What each of them is to be filled with.
+        group: The live tensors; they are not changed.
+        values: The value of each of them.
 
     Raises:
-        SharingConflict: If they are not.
+        SharingConflict: If they do not.
     """
     low = min(live.tensor.data_ptr() for live in group)
     low -= low % MAX_ITEM
@@ -334,7 +334,7 @@ def _check_agreement(group: Sequence[LiveTensor], values: Sequence[torch.Tensor]
             labels = sorted({repr(other.label) for other in group})
             among = f"between {', '.join(labels)}" if len(labels) > 1 else f"within {labels[0]}"
             raise SharingConflict(
-                f"The target shares bytes {among}, for which the checkpoint holds different values",
+                f"The target shares bytes {among}, but the checkpoint holds different values there",
                 key=live.label,
                 hint="Load into tensors that do not share memory, such as clones, or leave one "
                 "out with exclude",
