@@ -196,7 +196,7 @@ class MetadataQuery:
         return not doubtful
 
     def _open(self) -> list[CheckpointInfo]:
-        """Return the checkpoints without a summary or a digest whose index may be readable."""
+        """Return the checkpoints without summary and digest, except those with unreadable index."""
         return [
             each
             for each in self._complete

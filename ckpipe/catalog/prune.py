@@ -201,7 +201,7 @@ def _without_metric(metric: str, candidates: Sequence[Candidate]) -> CheckpointN
     if not candidates:
         return CheckpointNotFound(
             f"No index can be read, so no checkpoint has the metric {metric!r}",
-            hint="verify() says what is wrong with a checkpoint",
+            hint="verify() reports the damage of a checkpoint",
         )
     known = sorted({name for each in candidates for name in each.metrics})
     if metric in known:

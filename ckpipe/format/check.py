@@ -174,7 +174,7 @@ def check_owners(bundle: ManifestDocument) -> None:
 
     Raises:
         InvalidManifest: If an owner has not written such a chunk. Ranks that hold the same shard
-            have then disagreed about its name, dtype or shape, or about what is replicated.
+            have then disagreed about its name, dtype, shape or replication.
     """
     place_of = {part.rank: (part.structure, part.layout) for part in bundle.parts}
     left: dict[int, list[tuple[array[int], array[int], int]]] = {}

@@ -100,7 +100,7 @@ def encode_json(document: dict[str, Any], max_bytes: int | None = None) -> bytes
 
 
 def _summed(pieces: Iterable[str]) -> Iterator[bytes]:
-    """Yield the pieces of a text as bytes, then the member with their checksum."""
+    """Yield parts of a text as bytes, then the member with their checksum."""
     crc = 0
     for text in pieces:
         piece = text.encode("ascii")

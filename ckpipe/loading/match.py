@@ -176,7 +176,8 @@ class Matching:
             raise mismatch(
                 self.missing,
                 self.unexpected,
-                hint="Pass strict=False to load what both have, or choose with include and exclude",
+                hint="Pass strict=False to load the labels that both have, or choose with include "
+                "and exclude",
             )
         return make
 

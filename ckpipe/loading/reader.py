@@ -418,7 +418,7 @@ def lane_buffers(arena: Arena, backend: Backend, lanes: int) -> Iterator[list[me
 
 @contextmanager
 def _translated(step: int, rank: int, key: str) -> Iterator[None]:
-    """Add the checkpoint and rank to a store's errors; turn a lost file into a missing object."""
+    """Add step and rank to a store's errors; raise MissingObject for a lost data file."""
     try:
         yield
     except ObjectNotFound as error:

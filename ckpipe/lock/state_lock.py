@@ -71,7 +71,7 @@ _FENCE_SECONDS = 0.001
 _BRACKET = "disallow_state_dict_read()"
 
 
-# ---- who holds the lock, and who waits ----
+# ---- requests and the state machine ----
 
 
 class Side(enum.Enum):
