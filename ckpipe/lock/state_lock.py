@@ -482,7 +482,7 @@ class StateLock:
 
         Raises:
             LockMisuse: If this thread is changing the state itself.
-            StateLockTimeout: If the timeout has passed; the message names the holders.
+            StateLockTimeout: If the timeout has passed; the message names the holders and times.
         """
         if self._works_for(Side.MUTATING) is not None:
             yield
@@ -507,7 +507,7 @@ class StateLock:
 
         Raises:
             LockMisuse: If the thread concerned is changing the state.
-            StateLockTimeout: If the timeout has passed; the message names the holders.
+            StateLockTimeout: If the timeout has passed; the message names the holders and times.
         """
         hold = self._thread_capture(thread)
         self._acquire(hold, timeout)
@@ -541,7 +541,7 @@ class StateLock:
         Raises:
             LockMisuse: If the loop's thread is changing the state, or the thread concerned is and
                 waits for the capture.
-            StateLockTimeout: If the timeout has passed; the message names the holders.
+            StateLockTimeout: If the timeout has passed; the message names the holders and times.
         """
         here = threading.current_thread()
         hold = self._capture(thread, home=here, awaited=awaited, serve=serve)

@@ -61,7 +61,7 @@ _free: ctypes.CDLL | None
 _held: ctypes.CDLL | None
 try:
     _free, _held = open_library()
-except (OSError, ValueError, AttributeError) as error:  # not OSError: the library lacks a name
+except (OSError, ValueError, AttributeError) as error:  # the last two: it lacks a symbol
     logger.debug(
         "Python copies and computes checksums range by range, without the compiled library: %s",
         error,
