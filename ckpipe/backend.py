@@ -1,4 +1,4 @@
-"""The contract of a store, which every backend, ours or a third party's, implements."""
+"""The contract of a store. Every backend implements it, ckpipe's own and third-party ones."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ class PutMode(enum.Enum):
     """The precondition of :meth:`Backend.put`."""
 
     CREATE = "create"
-    """Succeed only if no object has the key; of any number of racers exactly one wins."""
+    """Succeed only if no object has the key; exactly one of any number of racing writers wins."""
 
     OVERWRITE = "overwrite"
-    """Replace whatever has the key, atomically."""
+    """Write the object atomically, and replace one that has the key."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class ObjectInfo:
     Args:
         key: The object's key, relative to the backend's root, parts joined by ``/``.
         size: Its size in bytes.
-        modified: When it was last written, by the store's own clock, in UTC.
+        modified: Time of the last write, by the store's own clock, in UTC.
     """
 
     key: str
@@ -76,7 +76,7 @@ class UploadLimits:
     Args:
         min_block_bytes: The smallest size of a block that is not the last.
         max_blocks: The largest number of blocks in one upload.
-        alignment: Offsets and lengths of reads that are multiples of this are the fastest.
+        alignment: Reads are the fastest if offset and length are multiples of this many bytes.
     """
 
     min_block_bytes: int = 1
@@ -91,8 +91,8 @@ class Upload(abc.ABC):
     ``get``, ``stat`` and ``list`` behave as if it did not exist. Once it has returned, the
     object is whole and durable: it survives a crash of this process and, as far as the store
     can promise it, a loss of power. An upload that is aborted, or abandoned by a crash, never
-    becomes visible; what it leaves behind costs space only, and is removed by
-    :meth:`Backend.remove_stale_uploads`.
+    becomes visible; its remains cost space only, and :meth:`Backend.remove_stale_uploads` removes
+    them.
 
     An upload is used by several tasks of one event loop at once. After :meth:`complete` has
     returned, or after :meth:`abort`, no other method may be called.
@@ -108,13 +108,13 @@ class Upload(abc.ABC):
     async def write(self, offset: int, data: memoryview) -> None:
         """Write one block.
 
-        Calls for different blocks may run at the same time. The same block may be written
-        again with the same bytes, which is how a failed write is retried. ``data`` is read
-        until the call returns and never kept.
+        Calls for different blocks may run at the same time. A retry of a failed write writes the
+        same block again with the same bytes. ``data`` is read until the call returns and never
+        kept.
 
         Args:
-            offset: Where the block begins, in bytes; a multiple of the ``block_bytes`` that the
-                upload was opened with.
+            offset: Offset of the block in the object, in bytes; a multiple of the ``block_bytes``
+                that the upload was opened with.
             data: The block, flat bytes; ``block_bytes`` long, the last one 1 to ``block_bytes``.
 
         Raises:
@@ -125,8 +125,8 @@ class Upload(abc.ABC):
     async def write_summed(self, offset: int, data: memoryview, checksum: int) -> None:
         """Write one block whose checksum is known already.
 
-        An optional speed-up of :meth:`write` for stores that are told the checksum of a block,
-        so that it is computed once for them and for the manifest. The default does without.
+        An optional speed-up of :meth:`write` for stores that take the checksum of a block: it is
+        computed once for them and for the manifest. The default calls :meth:`write`.
 
         Args:
             offset: As in :meth:`write`.
@@ -139,7 +139,7 @@ class Upload(abc.ABC):
         await self.write(offset, data)
 
     async def write_all(self, blocks: Sequence[tuple[int, memoryview]]) -> None:
-        """Write some blocks, in one call.
+        """Write several blocks in one call.
 
         An optional speed-up of :meth:`write` for stores where a call costs the program more than
         the store: while blocks wait, a lane takes up to :attr:`most_blocks` of them together. If it
@@ -178,9 +178,9 @@ class Upload(abc.ABC):
         what it still holds when the object is its own.
 
         Returns:
-            Whether the object is there and this upload has made it. None, the default, if it
-            cannot tell: then an object of the right size counts as its own, unless the first call
-            of :meth:`complete` has already found the key taken.
+            True if the object is there and this upload has made it, else False. None, the default,
+            if it cannot tell: then an object of the right size counts as its own, unless the first
+            call of :meth:`complete` has already found the key taken.
 
         Raises:
             StoreError: If the store failed.
@@ -189,7 +189,7 @@ class Upload(abc.ABC):
 
     @abc.abstractmethod
     async def abort(self) -> None:
-        """Give the upload up and free what it holds. Do nothing after a failed complete
+        """Give the upload up and free its resources. Do nothing after a failed complete
         that did land. Never raise for an upload that is already gone."""
 
 
@@ -197,10 +197,10 @@ class CachedRange(Protocol):
     """A range of an object that its store has in memory; several threads read it at a time."""
 
     def read_into(self, at: int, buffer: memoryview) -> None:
-        """Fill a buffer with what begins somewhere in the range; blocks the calling thread.
+        """Fill a buffer with bytes of the range; block the calling thread.
 
         Args:
-            at: Where to begin, in bytes from the beginning of the range.
+            at: Offset of the first byte, from the beginning of the range.
             buffer: Writable flat bytes; all of it is filled.
 
         Raises:
@@ -217,10 +217,10 @@ class Backend(abc.ABC):
     exactly one of any number of racing writers succeeds, in any process on any machine, and
     every other gets :class:`~ckpipe.errors.ObjectExists`. **Consistency.** A :meth:`list` that
     begins after a write returned sees that write; lists come in no particular order.
-    **Errors.** Whatever the store's own client raises is translated to a
-    :class:`~ckpipe.errors.StoreError`; a call whose answer was lost may have succeeded, which
-    callers find out by reading back. **Cancellation.** Every method may be cancelled; what it
-    was doing has then happened or not, but is never half done.
+    **Errors.** Errors of the store's own client are translated to a
+    :class:`~ckpipe.errors.StoreError`. A call whose answer was lost may have succeeded; callers
+    read back to find out. **Cancellation.** Every method may be cancelled; its effect has then
+    happened as a whole or not at all.
 
     Keys are non-empty parts joined by ``/``, relative to the root; a part is never ``.`` or
     ``..``. A backend is an async context manager, is created and used on one event loop only,
@@ -229,10 +229,10 @@ class Backend(abc.ABC):
     Implementers register a subclass under the URL's scheme, through the entry-point group
     ``ckpipe.backends`` or :func:`ckpipe.register_backend`; it is called as
     ``cls(url, **options)``. If opening writes anything, such as the root or a probe, it should
-    have an option ``access``. It is ``"read"`` for a caller that only looks: opening then makes
+    have an option ``access``. It is ``"read"`` for a caller that only reads: opening then creates
     and changes nothing, and finds a root that is missing or foreign. :meth:`put` and
-    :meth:`delete` work as ever, since a reader holds a lease, and raise
-    :class:`~ckpipe.errors.PermissionDenied` where nothing may be written.
+    :meth:`delete` still work, since a reader holds a lease, and raise
+    :class:`~ckpipe.errors.PermissionDenied` if the caller may not write.
     :class:`ckpipe.testing.BackendConformance` tests this contract.
     """
 
@@ -244,8 +244,11 @@ class Backend(abc.ABC):
     settings say otherwise."""
 
     def __init_subclass__(cls, **options: object) -> None:
-        """A class with another :meth:`read_into` or :meth:`put` than the one it inherits does not
-        inherit the short way past it."""
+        """Reset an inherited ``read_here`` or ``put_volatile`` that an override would bypass.
+
+        A class that overrides :meth:`read_into` or :meth:`put` gets the default of the fast path
+        beside it, unless it overrides that one too.
+        """
         super().__init_subclass__(**options)
         for usual, short in (("read_into", "read_here"), ("put", "put_volatile")):
             having = next(each for each in cls.__mro__ if {usual, short} & vars(each).keys())
@@ -266,7 +269,7 @@ class Backend(abc.ABC):
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Free what the backend holds."""
+        """Free the resources of the backend."""
         return
 
     @abc.abstractmethod
@@ -280,11 +283,11 @@ class Backend(abc.ABC):
         """
 
     async def put_volatile(self, key: str, data: bytes) -> None:
-        """Create one small object that means nothing any more once its machine has crashed.
+        """Create one small object that need not survive a crash of this machine.
 
         An optional speed-up of :meth:`put` with :attr:`PutMode.CREATE`, for leases and the like:
         a loss of power may leave the object absent or empty. Nothing else is different. The default
-        makes it durable, and is what a class has that overrides only :meth:`put`.
+        makes it durable. A class that overrides only :meth:`put` has the default.
 
         Raises:
             ObjectExists: If the key is taken.
@@ -324,7 +327,7 @@ class Backend(abc.ABC):
 
         Args:
             key: The object's key.
-            offset: Where to begin, in bytes.
+            offset: Offset of the first byte.
             buffer: Writable flat bytes; all of it is filled.
 
         Raises:
@@ -334,15 +337,15 @@ class Backend(abc.ABC):
         """
 
     def read_here(self, key: str, offset: int, buffer: memoryview) -> bool:
-        """Do what :meth:`read_into` does in the thread that calls it, which waits.
+        """Fill ``buffer`` as :meth:`read_into` does, but block the calling thread.
 
-        An optional speed-up of it, for stores that threads can read without the event loop: a
-        disk that is asked for the next range as soon as the last has come is a tenth faster. The
-        default can do nothing of the kind, and is what a class has that overrides only
-        :meth:`read_into`.
+        An optional speed-up for stores that threads can read without the event loop: a disk that
+        gets the next request as soon as the last one is answered is a tenth faster. The default
+        reads nothing. A class that overrides only :meth:`read_into` has the default.
 
         Returns:
-            False, with nothing done, where :meth:`read_into` is the way.
+            True if the buffer is filled. False, with nothing done, if the caller must use
+            :meth:`read_into`.
 
         Raises:
             As :meth:`read_into` does.
@@ -350,14 +353,14 @@ class Backend(abc.ABC):
         return False
 
     async def cached(self, key: str, offset: int, size: int) -> CachedRange | None:
-        """Tell whether a range of an object is in memory already, as in the page cache.
+        """Find a range of an object that is in memory already, as in the page cache.
 
-        An optional speed-up of :meth:`read_into`; the default has nothing to offer. A load reads
-        such a range in small pieces, each into memory that stays in the processor's cache.
+        An optional speed-up of :meth:`read_into`; the default returns None. A load reads such a
+        range in small steps, each into memory that stays in the processor's cache.
 
         Returns:
             The range of ``size`` bytes from ``offset`` on, which can be read as long as it is
-            referenced, or None where :meth:`read_into` is the better way.
+            referenced, or None where :meth:`read_into` is better.
 
         Raises:
             ObjectNotFound: If no object has the key.
@@ -374,8 +377,8 @@ class Backend(abc.ABC):
             prefix: Empty, or whole parts with a ``/`` at the end.
 
         Raises:
-            LinkRefused: If the store has links, and one stands on the way to the prefix: what is
-                listed may be deleted.
+            LinkRefused: If the store has links, and one is in the path of the prefix: callers may
+                delete the objects that are listed.
             StoreError: If the store failed.
         """
 
@@ -415,22 +418,23 @@ class Backend(abc.ABC):
         """Delete objects. A key that no object has is no error; deletions are not atomic together.
 
         Raises:
-            LinkRefused: If the store has links, and one stands on the way to an object.
+            LinkRefused: If the store has links, and one is in the path of an object.
             StoreError: If the store failed; some of the objects may be gone.
         """
 
     async def remove_stale_uploads(self, prefix: str, *, before: datetime) -> int:
-        """Remove what abandoned uploads below ``prefix`` left behind, begun before a time.
+        """Remove the remains of abandoned uploads below ``prefix`` that began before a time.
 
-        What other programs left there stays. A store that can tell it by the key alone takes as
-        its own what lies below ``step-…/``, as checkpoints and their exports do, and ``.ckpipe/``.
+        Remains of other programs stay. A store that can tell them apart by the key alone counts
+        objects below ``step-…/``, where checkpoints and their exports lie, and below ``.ckpipe/``
+        as its own.
 
         Args:
             prefix: Empty, or whole parts with a ``/`` at the end.
-            before: By the store's own clock, in UTC.
+            before: The time, by the store's own clock, in UTC.
 
         Returns:
-            How many were removed. The default has none to remove.
+            The number of removed uploads. The default has none to remove.
 
         Raises:
             StoreError: If the store failed.
@@ -439,7 +443,7 @@ class Backend(abc.ABC):
 
 
 def check_key(key: str) -> str:
-    """Return the key if its form is one that the contract allows.
+    """Return the key if the contract allows its form.
 
     Raises:
         InvalidKey: If a part is empty, ``.`` or ``..``, or holds a NUL.
@@ -453,7 +457,7 @@ def check_prefix(prefix: str) -> str:
     """Return the prefix if it is empty, or whole parts with a ``/`` at the end.
 
     Raises:
-        InvalidKey: If it is something else.
+        InvalidKey: If it has another form.
     """
     if prefix:
         check_key(prefix.removesuffix("/"))
@@ -467,21 +471,21 @@ def truncated(key: str, offset: int, wanted: int, size: int) -> TruncatedObject:
 
     Args:
         key: The object's key.
-        offset: Where the range begins, in bytes.
-        wanted: How many bytes were wanted.
-        size: How many bytes the object has.
+        offset: Offset of the range, in bytes.
+        wanted: Size of the range, in bytes.
+        size: Size of the object, in bytes.
     """
-    message = f"The object has {size} bytes, and {wanted} from byte {offset} on were wanted"
+    message = f"The object has {size} bytes; {wanted} from byte {offset} on were requested"
     return TruncatedObject(message, key=key)
 
 
 async def run_in_thread(function: Callable[[*Args], Result], *args: *Args) -> Result:
     """Run blocking work in a worker thread, and return or raise only once it has ended.
 
-    Also a caller that is cancelled, by anyio or by asyncio, goes on only then: the thread may still
-    read the caller's memory, and what it does is never left behind half done. A pipeline that is
-    open when the program ends is closed by the interpreter on its way out, which may start no
-    thread any more; calls then run in threads that the pipeline has kept for it.
+    A caller that is cancelled, by anyio or by asyncio, goes on only then too: the thread may still
+    read the caller's memory, and its work is never left behind half done. A pipeline that is open
+    when the program ends is closed while the interpreter exits. Python may then refuse to start
+    threads; calls run in threads that the pipeline has kept in reserve.
 
     Args:
         function: The work.
@@ -493,15 +497,15 @@ async def run_in_thread(function: Callable[[*Args], Result], *args: *Args) -> Re
 async def for_each(
     items: Iterable[Item], work: Callable[[Item], Awaitable[Result]], *, at_once: int
 ) -> list[Result]:
-    """Do some work for each item, for a number of them at a time.
+    """Run a call for each item, with at most ``at_once`` calls under way.
 
     Args:
         items: The items.
         work: Called with each.
-        at_once: The number.
+        at_once: The largest number of calls at the same time.
 
     Returns:
-        What the calls returned, in the order of the items.
+        The results of the calls, in the order of the items.
 
     Raises:
         Exception: The first failure of a call, as it is; the other calls are cancelled.
@@ -512,8 +516,8 @@ async def for_each(
 def without_secrets(text: str) -> str:
     """Replace credentials in the URLs of a text by ``***``, for errors and ``repr``.
 
-    These are the part before an ``@`` of the host, and query parameters whose name tells of a
-    key, password, signature or token.
+    Credentials are the text before an ``@`` of the host, and query parameters whose name contains
+    a word such as key, pass, secret, sig or token.
     """
     return _SECRET_PARAMETER.sub(r"\1***", _CREDENTIALS.sub(r"\1***@", text))
 

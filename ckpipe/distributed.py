@@ -1,7 +1,7 @@
 """Models and optimizers of distributed programs as one object of a state.
 
-Names are those of the bare model whatever it is wrapped in: FSDP, DDP, tensor parallel, pipeline
-stages, compiled or nothing. So what one saves, any other loads.
+Names are those of the bare model under any wrapper: FSDP, DDP, tensor parallel, pipeline stages,
+compiled or none. So a state that was saved under one wrapper loads under any other.
 """
 
 from __future__ import annotations
@@ -48,28 +48,28 @@ def training_state(model: nn.Module | Sequence[nn.Module], *optimizers: Optimize
         optimizers: Those that step its parameters, if they are to be saved.
 
     Returns:
-        An object with ``state_dict`` and ``load_state_dict``. They call no collective, but with
+        An object with ``state_dict`` and ``load_state_dict``. They call no collective, except with
         FSDP1, whose flat parameters torch gathers.
     """
     return TrainingState(model, optimizers)
 
 
 class TrainingState:
-    """Holds a model and its optimizers, as :func:`training_state` is given them.
+    """A model and its optimizers; :func:`training_state` makes it.
 
-    Sharded tensors are saved by those who hold them. Of plain tensors, the parameters and what
-    optimizers keep for them count as the same on all ranks, as data-parallel and tensor-parallel
+    Each rank saves the shards that it holds of sharded tensors. Plain parameters and the optimizer
+    state of plain parameters count as the same on all ranks, as data-parallel and tensor-parallel
     training keeps them, and are written once. Buffers count as each rank's own, since a forward
-    pass changes them, and so does plain state of sharded parameters, and all that is plain in a
-    list of stages: values that turn out the same on all ranks load into any number of ranks. A
-    model that keeps different plain parameters under one name on different ranks is not for this
-    class; put its ``state_dict`` into the state itself.
+    pass changes them. So does plain state of sharded parameters, and every plain tensor in a list
+    of stages. Values that are the same on all ranks load into any number of ranks. A model that
+    keeps different plain parameters under one name on different ranks is not for this class; put
+    its ``state_dict`` into the state itself.
 
-    Nothing is made up: an optimizer that has not stepped is saved without state, and is without
-    state after a load. A parameter without saved state, such as one that never had a gradient, has
-    none after the load, and is named in ``missing``. Param groups are matched by the names of
-    their parameters; saved options replace those of the target, except ``foreach``, ``fused``,
-    ``capturable`` and ``differentiable``. State has the dtype that was saved.
+    No state is invented: an optimizer that has not stepped is saved without state, and has no state
+    after a load. A parameter without saved state, such as one that never had a gradient, has none
+    after the load, and is named in ``missing``. Param groups are matched by the names of their
+    parameters; saved options replace those of the target, except ``foreach``, ``fused``,
+    ``capturable`` and ``differentiable``. State keeps the dtype that was saved.
 
     To load the model alone, include its ``model``; to load the optimizers alone, ``optimizer``.
 
@@ -87,15 +87,16 @@ class TrainingState:
         self._own: frozenset[str] = frozenset()
 
     def state_dict(self) -> dict[str, Any]:
-        """Take the state: the model under ``model``, optimizers under ``optimizer``, by name.
+        """Return the state: the model under ``model``, optimizers under ``optimizer``, by name.
 
         Raises:
             UsageError: If two tensors of a list of stages have the same name.
-            UnsupportedState: If an optimizer steps what is not the model's, or keeps sharded state
-                that no other world could take up; and with FSDP1 without a device mesh.
+            UnsupportedState: If an optimizer steps a tensor that is not the model's, or keeps
+                sharded state that no other world size could load; and with FSDP1 without a device
+                mesh.
         """
         model, optimizers = self._look()
-        # Sharded tensors are detached as plain ones are, so that nobody trains through a state.
+        # Sharded tensors are detached as plain ones are, so that no gradient flows through a state.
         tensors = {
             name: value.detach() if isinstance(value, torch.Tensor) else value
             for name, value in model.tensors()
@@ -107,10 +108,10 @@ class TrainingState:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load what :meth:`state_dict` returned, here or under another wrapper.
+        """Load a state that :meth:`state_dict` returned, here or under another wrapper.
 
-        A pipeline's ``load`` reads straight into the model and the optimizers; this is for states
-        that are in memory. Tensors are copied.
+        A pipeline's ``load`` reads straight into the model and the optimizers; this method is for
+        states in memory. Tensors are copied.
 
         Raises:
             TargetMismatch: If it does not fit; nothing is touched.
@@ -146,16 +147,14 @@ class TrainingState:
 
 
 def _place(tensor: torch.Tensor) -> object:
-    """Return a key that tells whether two plain tensors are the same memory; nothing for sharded
-    ones.
-    """
+    """Return a key: equal for plain tensors of the same memory, unique for a sharded tensor."""
     if isinstance(tensor, DTensor) or tensor.is_meta:
         return object()
     return (tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tensor.shape)
 
 
 def _fill_from(obj: Any, state: Any) -> None:
-    """Load a state that is in memory into an object that has ``__ckpipe_targets__``.
+    """Copy a state in memory into an object that has ``__ckpipe_targets__``.
 
     Raises:
         TargetMismatch: If it does not fit; nothing is touched.
@@ -183,10 +182,10 @@ def _described(state: Any) -> Any:
 def _match_in_memory(
     target: Any, value: Any, label: str, copies: list[tuple[torch.Tensor, torch.Tensor]]
 ) -> None:
-    """Note what is to be copied where.
+    """Collect pairs of target and value in ``copies``.
 
     Raises:
-        TargetMismatch: If something does not fit.
+        TargetMismatch: If a value does not fit.
     """
     if isinstance(target, torch.Tensor):
         if not isinstance(value, torch.Tensor):
@@ -212,7 +211,7 @@ def _match_in_memory(
 def _local_copy(
     target: torch.Tensor, value: torch.Tensor, label: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the memory of this process that is copied, of tensors that may be sharded."""
+    """Return the local tensors to copy between, of tensors that may be sharded."""
     if not is_placed(target) and not is_placed(value):
         return target, value
     if is_placed(target) and is_placed(value):
@@ -227,7 +226,7 @@ def _local_copy(
 
 
 def _put_in_memory(target: Any, value: Any) -> None:
-    """Put copies of what is made anew into the containers of the targets."""
+    """Fill the None slots in the containers of the targets with deep copies of the values."""
     if isinstance(target, dict | list):
         keys = list(target) if isinstance(target, dict) else range(len(target))
         for key in keys:

@@ -1,4 +1,4 @@
-"""Every error ckpipe raises, grouped by what the caller does about it.
+"""Every error that ckpipe raises, grouped by the remedy.
 
 ::
 
@@ -34,21 +34,21 @@
     │   ├── SaveSkipped             the settings ask for no checkpoint here
     │   ├── SaveCancelled           the handle was cancelled
     │   ├── PipelineBusy            no room, and on_busy is "fail"
-    │   ├── PlanTimeout             ranks did not come to plan together in time
+    │   ├── PlanTimeout             some ranks did not join the plan in time
     │   ├── StateChanged            the state was changed without the lock
     │   ├── StateLockTimeout        the lock was held for too long
     │   ├── CaptureTooSlow          a step would have waited too long for the copy
     │   ├── DrainTimeout            the pipeline closed before the save was through
     │   ├── WorkerDied              the worker process is gone, and no other can take the save over
     │   ├── CommitConflict          another writer owns the name
-    │   └── CommitUnknown           whether the commit landed could not be found out
+    │   └── CommitUnknown           the commit may have landed or not
     └── StoreError                  look at the store
         ├── ObjectNotFound          no object has this key
         ├── ObjectExists            an object already has this key
         ├── PermissionDenied        the store refuses the operation
         ├── StoreFull               no space or quota is left
         ├── InvalidKey              the store cannot hold this key
-        ├── LinkRefused             a symbolic link stands where something is to be changed
+        ├── LinkRefused             a symbolic link is in the path of a write or delete
         └── StoreUnavailable        try again later (``transient`` is true)
             └── Throttled           try again later, and slower
 
@@ -64,15 +64,15 @@ class CkpipeError(Exception):
     """Base of all errors of ckpipe.
 
     Args:
-        message: What happened, as a sentence without its full stop.
+        message: The failure, as a sentence without its full stop.
         step: The step concerned.
         rank: The rank concerned.
         key: The state key or object key concerned.
-        hint: What to do next, as a sentence without its full stop.
+        hint: The next step for the caller, as a sentence without its full stop.
     """
 
     transient = False
-    """Whether the same operation may succeed when it is tried again."""
+    """True if the same operation may succeed when it is tried again."""
 
     def __init__(
         self,
@@ -96,7 +96,7 @@ class CkpipeError(Exception):
         return (type(self), (self.message,), self.__dict__)
 
     def located(self, *, step: int | None = None, rank: int | None = None) -> CkpipeError:
-        """Fill in the step and rank where they are not known yet, and return itself."""
+        """Set the step and rank if they are unknown, and return the error."""
         self.step = step if self.step is None else self.step
         self.rank = rank if self.rank is None else self.rank
         return self
@@ -170,7 +170,7 @@ class CorruptCheckpoint(CkpipeError):
     """The store has other bytes than were saved. Nothing unverified reached the target."""
 
     target_touched = False
-    """Whether verified parts had reached the target before the fault was found."""
+    """True if verified data had reached the target before the fault was found."""
 
 
 class ChecksumMismatch(CorruptCheckpoint):
@@ -218,7 +218,7 @@ class SaveError(CkpipeError):
 
 
 class SaveSkipped(SaveError):
-    """The save was not begun, as the settings ask; the handle's status is ``skipped``."""
+    """The settings ask for no checkpoint here; the handle's status is ``skipped``."""
 
 
 class SaveCancelled(SaveError):
@@ -234,19 +234,19 @@ class PipelineBusy(SaveError):
 
 
 class PlanTimeout(SaveError):
-    """Ranks did not come to plan together in time; the message names them."""
+    """Some ranks did not join the plan in time; the message names them."""
 
 
 class StateChanged(SaveError):
-    """The state was changed without the lock: its structure, or what was copied beside training."""
+    """The state was changed without the lock: its structure, or a tensor while it was copied."""
 
 
 class StateLockTimeout(SaveError):
-    """The state lock was not free in time; the message says who holds it and since when."""
+    """The state lock was not free in time; the message names its holder and for how long."""
 
 
 class CaptureTooSlow(SaveError):
-    """A step would have waited too long for a copy made beside training, and went on without it."""
+    """A copy beside training would have held a step too long: the save failed, the step went on."""
 
 
 class DrainTimeout(SaveError):
@@ -256,9 +256,9 @@ class DrainTimeout(SaveError):
 class WorkerDied(SaveError):
     """The worker process that brought the save to the store was killed, hung or did not start.
 
-    A save is delivered again by the next worker, or by a thread, so this is raised only where its
-    staging memory holds other bytes by now, or where every worker crashed with it. The message has
-    the exit code and the last lines of the log.
+    The next worker, or a thread, takes a save over. So this is raised only if the staging memory of
+    the save holds other bytes by now, or if every worker crashed with it. The message has the exit
+    code and the last lines of the log.
     """
 
 
@@ -295,7 +295,7 @@ class InvalidKey(StoreError):
 
 
 class LinkRefused(StoreError):
-    """A directory is a symbolic link, through which nothing is written or deleted."""
+    """A directory is a symbolic link; ckpipe writes and deletes nothing through links."""
 
 
 class StoreUnavailable(StoreError):
@@ -308,11 +308,11 @@ class Throttled(StoreUnavailable):
     """The store asks for fewer requests."""
 
     retry_after: float | None = None
-    """Seconds the store asked to wait, if it said so."""
+    """Seconds to wait as the store asked; None if it named no time."""
 
 
 def first_error(error: Exception) -> Exception:
-    """The error that a group of errors is about: of several, one of ckpipe's own if there is."""
+    """Return the error that represents a group: the first of ckpipe's own, else the first."""
     if not isinstance(error, ExceptionGroup):
         return error
     leaves = [first_error(each) for each in error.exceptions]

@@ -24,9 +24,9 @@ logger = logging.getLogger("ckpipe")
 
 
 def event_data(event: Event) -> dict[str, Any]:
-    """An event as plain JSON: its class as ``event``, and its fields.
+    """Return an event as plain JSON: its class as ``event``, and its fields.
 
-    The report of a save comes without its blocks, of which there may be thousands.
+    The report of a save comes without its blocks: there may be thousands.
     """
     fields = {field.name: getattr(event, field.name) for field in dataclasses.fields(event)}
     return {"event": type(event).__name__} | {key: _plain(each) for key, each in fields.items()}
@@ -50,12 +50,13 @@ class JsonLines:
     """Writes every event as a line of JSON, in a thread of its own.
 
     A listener for ``pipeline.events.add`` and a context manager; one may serve several pipelines.
-    Lines come in the order of the events, each at once. Leaving waits until all are written. A
-    target that fails is logged once, and what follows is lost: no save depends on it.
+    Lines come in the order of the events, each without delay. The end of the context waits until
+    all are written. The first failure of the target is logged, and all later events are lost: no
+    save depends on them.
 
     Args:
         target: A file to append to, or a text stream, which is not closed.
-        skip: Events that are not written; by default those of progress.
+        skip: Classes of events that are not written; by default those of progress.
 
     Raises:
         OSError: If the file cannot be opened.
@@ -72,7 +73,7 @@ class JsonLines:
         self._opened = contextlib.ExitStack()
         self._file: TextIO | None = None
         try:
-            # This starts the thread too, for which listeners must not wait.
+            # This starts the thread too, so that no listener waits for that.
             self._thread.submit(self._open, target).result()
         except BaseException:
             self._thread.shutdown()
@@ -86,14 +87,14 @@ class JsonLines:
             self._file = target
 
     def __call__(self, event: Event) -> None:
-        """Have an event written; return at once."""
+        """Queue an event for writing; return at once."""
         if not isinstance(event, self._skip):
             now = datetime.now(UTC).isoformat(timespec="milliseconds")
             data = {"time": now} | event_data(event)
             try:
                 self._thread.submit(self._write, data)
             except RuntimeError:
-                # The program ends, which ends executors first, or the lines were closed.
+                # The program ends, and executors end first; or the lines were closed.
                 self._write(data)
 
     def _write(self, data: dict[str, Any]) -> None:
@@ -103,7 +104,7 @@ class JsonLines:
             self._file.write(json.dumps(data) + "\n")
             self._file.flush()
         except (OSError, ValueError):
-            logger.exception("Events can be written no more")
+            logger.exception("Events can no longer be written")
             self._file = None
 
     def close(self) -> None:

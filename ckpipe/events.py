@@ -23,7 +23,7 @@ class Event:
     Args:
         id: Exact name of the checkpoint.
         step: Its step.
-        rank: The rank it happened on.
+        rank: The rank on which it happened.
     """
 
     id: str
@@ -41,10 +41,10 @@ class SaveStarted(Event):
 
 @dataclass(frozen=True, slots=True)
 class SaveSkipped(Event):
-    """A save was not begun, since earlier ones hold the staging memory.
+    """A save was skipped, since earlier ones hold the staging memory.
 
     Args:
-        reason: Why, as a sentence.
+        reason: The reason, as a sentence.
     """
 
     reason: str
@@ -58,7 +58,7 @@ class Staged(Event):
     """The state has been copied; training may go on.
 
     Args:
-        seconds: Since ``save`` was called.
+        seconds: Seconds since the call of ``save``.
         bytes: Size of the data files.
     """
 
@@ -90,11 +90,11 @@ class BlockUploaded(Event):
 
 @dataclass(frozen=True, slots=True)
 class Retrying(Event):
-    """An operation failed with an error that may pass, and will be tried again.
+    """An operation failed with a transient error, and will be tried again.
 
     Args:
         error: The error.
-        seconds: How long it waits before that.
+        seconds: Seconds until the retry.
     """
 
     error: str
@@ -106,11 +106,11 @@ class Retrying(Event):
 
 @dataclass(frozen=True, slots=True)
 class RankCommitted(Event):
-    """This rank's part is durable.
+    """This rank's files are durable.
 
     Args:
-        seconds: Since ``save`` was called.
-        bytes: What the rank wrote, metadata included.
+        seconds: Seconds since the call of ``save``.
+        bytes: Bytes that the rank wrote, metadata included.
     """
 
     seconds: float
@@ -123,13 +123,13 @@ class RankCommitted(Event):
 
 @dataclass(frozen=True, slots=True)
 class Completed(Event):
-    """The checkpoint is complete: every rank's part is durable.
+    """The checkpoint is complete: every rank's files are durable.
 
-    Of many ranks those say so that found it: at least one, and seldom all.
+    Of many ranks only those emit it that saw the checkpoint complete: at least one, seldom all.
 
     Args:
         info: The checkpoint.
-        seconds: Since ``save`` was called; None if it was found complete later.
+        seconds: Seconds since the call of ``save``; None if it was found complete later.
     """
 
     info: CheckpointInfo
@@ -143,11 +143,11 @@ class Completed(Event):
 
 @dataclass(frozen=True, slots=True)
 class IncompleteCheckpoint(Event):
-    """This rank's part is durable, and some other rank's was not when there was time enough.
+    """This rank has committed, and some other rank has not within ``incomplete_after_seconds``.
 
     Args:
         absent: Ranks that have not committed, in order; of very many only the first hundreds.
-        seconds: Since this rank's commit.
+        seconds: Seconds since this rank's commit.
     """
 
     absent: tuple[int, ...]
@@ -167,7 +167,7 @@ class SaveFailed(Event):
     """A save failed or was cancelled; older checkpoints are intact.
 
     Args:
-        error: What went wrong.
+        error: The error.
     """
 
     error: str
@@ -181,7 +181,7 @@ class CheckpointDamaged(Event):
     """A load found a checkpoint damaged, and goes on to an older one if there is one.
 
     Args:
-        error: What is damaged, and how.
+        error: The damage.
     """
 
     error: str
@@ -203,7 +203,7 @@ class LoadStarted(Event):
 
 @dataclass(frozen=True, slots=True)
 class LoadProgress(Event):
-    """A load that takes longer goes on; five times a second at most.
+    """A load that takes longer makes progress; emitted five times a second at most.
 
     Args:
         bytes_done: Bytes of data files that this rank has read.
@@ -223,7 +223,7 @@ class Loaded(Event):
     """A checkpoint is loaded, and every byte that was read is verified.
 
     Args:
-        seconds: Since ``load`` was called.
+        seconds: Seconds since the call of ``load``.
         bytes: Bytes of data files that this rank has read.
     """
 
@@ -239,7 +239,7 @@ class LoadFailed(Event):
     """The load of a checkpoint failed or was cancelled.
 
     Args:
-        error: What went wrong.
+        error: The error.
     """
 
     error: str
@@ -254,7 +254,7 @@ class Pruned(Event):
 
     Args:
         removed: Exact name of the checkpoint that was removed.
-        reason: Why it was not kept.
+        reason: The reason why no rule keeps it.
     """
 
     removed: str
@@ -266,12 +266,12 @@ class Pruned(Event):
 
 @dataclass(frozen=True, slots=True)
 class CheckpointExported(Event):
-    """A final checkpoint was written in another form besides.
+    """A final checkpoint was also written in another form.
 
     Args:
-        folder: Where it lies, relative to the root.
+        folder: Its folder, relative to the root.
         files: Names of its files.
-        bytes: Their size together.
+        bytes: Their total size.
     """
 
     folder: str
@@ -285,11 +285,11 @@ class CheckpointExported(Event):
 
 @dataclass(frozen=True, slots=True)
 class SaveEnded(Event):
-    """Nothing more happens to a save, whatever became of it; every save ends once.
+    """A save has ended, with any outcome; every save ends once.
 
     Args:
-        status: What became of it: ``committed``, ``skipped``, ``failed`` or ``cancelled``.
-        report: How it spent its time.
+        status: The outcome: ``committed``, ``skipped``, ``failed`` or ``cancelled``.
+        report: The report of its times.
     """
 
     status: SaveStatus
@@ -306,7 +306,7 @@ class EventBus:
     """Hands every event to the log and to all listeners, on the pipeline's own thread.
 
     Attributes:
-        place: Where the checkpoints lie, as lines of the log show it; empty if it is not known.
+        place: The URL of the checkpoints, as lines of the log show it; empty if it is unknown.
     """
 
     def __init__(self) -> None:
@@ -315,14 +315,14 @@ class EventBus:
         self._retries: Counter[str] = Counter()
 
     def add(self, listener: Listener) -> None:
-        """Have ``listener`` called with every event from now on. It must not block for long."""
+        """Call ``listener`` with every event from now on. It must not block for long."""
         self._listeners.append(listener)
 
     def remove(self, listener: Listener) -> None:
-        """Call ``listener`` no more; of one that was added twice, once less.
+        """Stop calling ``listener``; a listener that was added twice is then called once.
 
         Raises:
-            UsageError: If it is not there.
+            UsageError: If it was not added.
         """
         if listener not in self._listeners:
             raise UsageError(
@@ -332,7 +332,7 @@ class EventBus:
         self._listeners.remove(listener)
 
     def emit(self, event: Event) -> None:
-        """Log an event and tell the listeners; one that raises is logged and stays."""
+        """Log an event and call the listeners; an error of a listener is logged, and it stays."""
         level = _LEVELS.get(type(event), logging.DEBUG)
         if isinstance(event, Retrying):
             self._retries[event.id] += 1
@@ -357,8 +357,8 @@ class EventBus:
                 logger.exception("A listener failed on %s", event)
 
 
-# Failed saves and loads are raised or warned of, and so is a damaged checkpoint: none is logged
-# besides.
+# Failed saves and loads, and damaged checkpoints, are raised or warned of: the log does not repeat
+# them.
 _LEVELS: dict[type[Event], int] = {
     SaveSkipped: logging.WARNING,
     IncompleteCheckpoint: logging.WARNING,

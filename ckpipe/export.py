@@ -1,11 +1,11 @@
 """Write checkpoints in forms that other programs load: a file of ``torch.save``, or a hub's.
 
 An export lies in a folder ``<id>.torch`` or ``<id>.hf``, beside its checkpoint or on another
-store, that no retention touches. It is made from the checkpoint itself, every byte verified, so
-that tensors are whole however many ranks held them. Files are created and never replaced, and the
-one by which a reader finds the others comes last: an export that was cut short is not seen as one,
-and made again it is the same. A file that is there already is compared byte for byte: names of
-files say nothing of the part of a state, or the version of torch, that they were made from.
+store. Retention never touches it. It is made from the checkpoint itself, every byte verified, so
+tensors are whole no matter how many ranks held them. Files are created and never replaced. The
+file by which a reader finds the others comes last: an interrupted export does not look like one,
+and a second try writes the same bytes. An existing file is compared by its size and checksum: its
+name does not tell from which part of a state, or by which version of torch, it was made.
 
 Source of the sharded form: the files that ``save_pretrained`` of transformers 5 writes, shards
 ``model-00001-of-0000N.safetensors`` and ``model.safetensors.index.json``.
@@ -51,7 +51,7 @@ _Named = tuple[str, TensorRow]
 """A tensor of an export: its name there, and its row in the checkpoint."""
 
 _BATCH_BYTES = 256 << 20
-"""How many bytes of tensors are held in memory, unless a single one is larger."""
+"""Most bytes of tensors in memory at a time, unless a single one is larger."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class Exported:
     Args:
         folder: The folder on the store, relative to the root.
         files: Names of its files.
-        bytes: Their size together.
+        bytes: Their total size.
     """
 
     folder: str
@@ -80,20 +80,22 @@ async def export(
     *,
     expanded: bool = False,
 ) -> Exported:
-    """Write a checkpoint in another form; doing so again changes nothing.
+    """Write a checkpoint in another form; a second call changes nothing.
 
     Args:
-        backend: The store of the checkpoint, whose requests are tried again.
+        backend: The store of the checkpoint, which retries its requests.
         bundle: The checkpoint's index, validated.
         arena: Lends the blocks that are read into; used on the caller's thread only.
-        settings: The settings, which say which part to export and how.
+        settings: The settings; they name the part to export, and the limits.
         form: ``"torch"`` or ``"hf"``.
-        policy: How often to try the writing of blocks.
-        target: Where it goes, whose requests are tried again too; None for beside the checkpoint.
-        expanded: Whether ``"hf"`` may write far more bytes than the checkpoint stores.
+        policy: The retries of writes of blocks.
+        target: The store to write to, which retries its requests too; None writes beside the
+            checkpoint.
+        expanded: True if ``"hf"`` may write far more bytes than the checkpoint stores.
 
     Raises:
-        UsageError: If the part to export is not there, or takes far more than is stored of it.
+        UsageError: If the part to export does not exist, or would take far more bytes than are
+            stored of it.
         UnsupportedState: If a tensor has a dtype that safetensors lacks, or, for ``"torch"``, the
             checkpoint holds pickled objects and these are refused.
         CommitConflict: If a file with other bytes lies there already.
@@ -117,17 +119,17 @@ class _Exporting:
     written: int = 0
 
     async def torch(self) -> Exported:
-        """One file that ``torch.load`` reads."""
+        """Write one file that ``torch.load`` reads."""
         state = await self._state()
         counter = _Sink()
-        # Twice, since the store wants to know the size before the first block.
+        # Twice, since the store needs the size before the first block.
         await threads.run_sync(_save, state, counter)
         async with self._file(TORCH_FILE, counter.size) as file:
             await threads.run_sync(_save, state, _Sink(file))
         return Exported(self.folder, (TORCH_FILE,), self.written)
 
     async def hf(self, *, expanded: bool) -> Exported:
-        """Sharded safetensors with an index."""
+        """Write sharded safetensors with an index."""
         tensors = named_tensors(self.bundle, self.settings.export.part)
         if not expanded:
             sizes = {row.label: tensor_bytes(row) for _, row in tensors}
@@ -182,7 +184,7 @@ class _Exporting:
 
     @asynccontextmanager
     async def _file(self, name: str, size: int) -> AsyncIterator[ExportFile]:
-        """Open a file that becomes visible after the block, or leaves nothing after an error."""
+        """Open a file that becomes visible after the ``with`` block, or is removed on an error."""
         self.written += size
         key, wanted = self.folder + name, self.settings.staging.block_bytes
         block_bytes = block_bytes_for(size, wanted, self.target.limits)
@@ -202,16 +204,16 @@ class _Exporting:
             raise
 
     async def _check(self, key: str, size: int, sum: int, block_bytes: int) -> None:
-        """Compare what is there with what would have been written.
+        """Compare an existing file with the bytes that the export would have written.
 
         Args:
             key: The key of the file.
             size: Its size in bytes.
             sum: Its CRC-32C.
-            block_bytes: How much is read at once.
+            block_bytes: Size of a read.
 
         Raises:
-            CommitConflict: If it is something else.
+            CommitConflict: If the file has other bytes.
             StoreError: If the store failed.
         """
         if (await self.target.stat(key)).size == size:
@@ -223,7 +225,7 @@ class _Exporting:
             if found == sum:
                 return
         raise CommitConflict(
-            "Something else lies where this export belongs",
+            "A file with other bytes exists where this export belongs",
             step=self.bundle.id.step,
             key=key,
             hint="Delete its folder and export again, or export to another place",
@@ -231,17 +233,17 @@ class _Exporting:
 
 
 class _Sink:
-    """Take what ``torch.save`` writes in a worker thread: count it, and write it if to a file.
+    """The file that ``torch.save`` writes to in a worker thread.
 
     Args:
-        file: A file on the loop; None only counts.
+        file: A file on the loop that gets the bytes; None only counts them.
     """
 
     def __init__(self, file: ExportFile | None = None) -> None:
         self._file, self.size = file, 0
 
     def write(self, data: Any) -> int:
-        """Take bytes."""
+        """Count the bytes, and pass them on."""
         view = memoryview(data).cast("B")
         self.size += len(view)
         if self._file is not None:
@@ -249,7 +251,7 @@ class _Sink:
         return len(view)
 
     def flush(self) -> None:
-        """Blocks of a file are flushed as they are full."""
+        """Do nothing: full blocks are flushed by themselves."""
 
 
 def _save(state: Any, file: Any) -> None:
@@ -261,15 +263,15 @@ def _nbytes(tensor: _Named) -> int:
 
 
 def named_tensors(bundle: ManifestDocument, part: str | None) -> list[_Named]:
-    """The tensors to export with their names, those with the widest items first.
+    """Return the tensors to export with their names, those with the widest items first.
 
     Args:
         bundle: The index.
-        part: The label of what holds them; None takes ``model`` if the state has it at its top or
-            one level below, else all of the state.
+        part: The label that holds them; None takes ``model`` if the state has it at its top or one
+            level below, else all of the state.
 
     Raises:
-        UsageError: If there is no such part, or no tensor in it.
+        UsageError: If no tensor is under the label.
     """
     rows: dict[str, TensorRow] = {}
     for structure in bundle.structures:
@@ -307,7 +309,7 @@ def _no_part(part: str | None) -> UsageError:
 def batches(
     items: Iterable[Item], nbytes: Callable[[Item], int], most: int
 ) -> Iterator[list[Item]]:
-    """Group items, in their order, so that a group has at most so many bytes or is one alone."""
+    """Group items in their order; a group has at most ``most`` bytes, or a single larger item."""
     group: list[Item] = []
     filled = 0
     for each in items:
@@ -339,11 +341,11 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
 
 
 class ExportFile:
-    """A file on its way, written from its beginning to its end.
+    """An upload that is written like a file, from its beginning to its end.
 
     Args:
         upload: The upload that was opened for it.
-        policy: How often to try the writing of blocks.
+        policy: The retries of writes of blocks.
         block_bytes: The size of all blocks but the last.
     """
 
@@ -354,7 +356,7 @@ class ExportFile:
         self.sum = 0
 
     async def write(self, data: memoryview) -> None:
-        """Write what comes next.
+        """Append bytes.
 
         Raises:
             StoreError: If the store failed.
@@ -368,7 +370,7 @@ class ExportFile:
                 await self.flush()
 
     async def flush(self) -> None:
-        """Write the block that is being filled, if anything is in it."""
+        """Write the current block if it holds any bytes."""
         if not self._filled:
             return
         block, offset = self._block[: self._filled], self._offset
@@ -380,19 +382,19 @@ class ExportFile:
 
 @asynccontextmanager
 async def exported(context: SaveContext, save: Save) -> AsyncIterator[None]:
-    """Export a save that is made inside, if it is final and the settings ask for that.
+    """Run a save in the block, and export it if it is final and the settings ask for that.
 
-    Of several ranks, the first does. Meanwhile no retention removes the checkpoint, neither that of
-    this process nor, by a lease that is there before the save begins, that of its worker or of
-    another rank.
+    Of several ranks, the first one exports. Meanwhile no retention removes the checkpoint, neither
+    that of this process nor, by a lease that exists before the save begins, that of its worker or
+    of another rank.
 
     Args:
-        context: Where it is saved.
+        context: The context of the save.
         save: The save.
 
     Raises:
         TimeoutError: If the other ranks do not commit within ``incomplete_after_seconds``.
-        CkpipeError: Whatever :func:`ckpipe.export.export` raises.
+        CkpipeError: Any error of :func:`ckpipe.export.export`.
     """
     form, policy = context.settings.final_format, logging_policy(context.settings.upload)
     if form == "ckpipe" or context.rank != 0 or not save.request.final:

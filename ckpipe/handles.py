@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 class _LentTargets(Targets):
-    """Tensors over the blocks of data files, in place of fresh ones."""
+    """Makes tensors over the blocks of data files, instead of fresh ones."""
 
     def __init__(self, stored: StoredTensors, held: Sequence[StagedBlock]) -> None:
         super().__init__(stored, cast=False)
@@ -60,9 +60,9 @@ class _LentTargets(Targets):
         return with_lazy_bits(tensor, stored.row.lazy) if piece.shared else tensor
 
     def _entry(self, number: int, *, aligned: bool) -> torch.Tensor:
-        """The bytes of an entry: a view where it lies in one block, else a copy.
+        """Return the bytes of an entry: a view if it lies in one block, else a copy.
 
-        One and the same for all tensors that share it.
+        All tensors that share the entry get the same object.
         """
         entry = self._entries.get(number)
         if entry is None:
@@ -76,20 +76,20 @@ class _LentTargets(Targets):
             none = torch.empty(0, dtype=torch.uint8, device="cpu")
             entry = pieces[0] if len(pieces) == 1 else torch.cat(pieces or [none])
             if aligned and entry.data_ptr() % MAX_ITEM:
-                entry = entry.clone()  # it may be of bytes, and hold tensors of larger items
+                entry = entry.clone()  # an entry of bytes may hold tensors of larger items
             self._entries[number] = entry
         return entry
 
 
 def lent_state(save: Save, held: Sequence[StagedBlock]) -> Any:
-    """The state of a save over the blocks that hold it.
+    """Return the state of a save as tensors over the blocks that hold it.
 
     Args:
         save: A save that is staged.
-        held: All of its blocks; the state may be used for as long as they are held.
+        held: All of its blocks; the state may be used as long as they are held.
 
     Raises:
-        UnsupportedTopology: If this rank stages a part of the state only.
+        UnsupportedTopology: If this rank stages only a part of a tensor.
     """
     captured, program = save.captured, save.program
     assert captured is not None
@@ -145,7 +145,7 @@ class _Handle:
 
     @contextmanager
     def _seeing(self) -> Iterator[None]:
-        """Note which failure the caller is told of, so that no later call raises it."""
+        """Mark an error that reaches the caller as seen, so that no later call raises it again."""
         try:
             yield
         except Exception as error:
@@ -154,9 +154,9 @@ class _Handle:
             raise
 
     def _give_back(self, held: list[StagedBlock]) -> None:
-        """Give staging memory back that a caller has looked at; blocking."""
+        """Give the staging memory of a loan back; blocking."""
         loop, engine = self._pipeline._loop, self._pipeline._opened
-        if loop is not None and engine is not None:  # else it went with the pipeline
+        if loop is not None and engine is not None:  # else the pipeline has freed it
             loop.submit(take_back, self._save, engine.context, held).result()
 
     def __repr__(self) -> str:
@@ -178,8 +178,8 @@ class SaveHandle(_Handle):
     async def captured(self) -> None:
         """Wait until forward and backward may go on; see :meth:`ckpipe.Pipeline.save`.
 
-        That is when the state has been copied, or, with ``until="captured"``, all of it but what
-        guarded optimizers own.
+        They may once the state has been copied. With ``until="captured"`` the tensors of guarded
+        optimizers may be copied later.
 
         Raises:
             CkpipeError: If the save failed or was cancelled before that.
@@ -195,7 +195,7 @@ class SaveHandle(_Handle):
         await self._wait(self._save.staged)
 
     async def committed(self) -> CheckpointInfo:
-        """Wait until this rank's part is durable.
+        """Wait until this rank's files are durable.
 
         Raises:
             SaveSkipped: If the save was skipped.
@@ -208,7 +208,7 @@ class SaveHandle(_Handle):
             return await wait_for(future)
 
     async def complete(self, timeout: float | None = None) -> CheckpointInfo:
-        """Wait until every rank's part is durable, and ask the store whether it is.
+        """Wait until every rank's files are durable, and ask the store whether they are.
 
         With many ranks, the store is asked again and again, with growing pauses of up to 5 s.
 
@@ -218,7 +218,7 @@ class SaveHandle(_Handle):
         Raises:
             TimeoutError: If it is not complete by then; names ranks that have not committed.
             CheckpointIncomplete: If it was deleted meanwhile.
-            CkpipeError: If this rank's part failed.
+            CkpipeError: If this rank's save failed.
         """
         began = time.monotonic()
         with anyio.fail_after(timeout):
@@ -232,29 +232,29 @@ class SaveHandle(_Handle):
 
     @asynccontextmanager
     async def staged_state(self) -> AsyncIterator[Any]:
-        """Lend the state as it was copied, for checks and uses of your own.
+        """Lend the copied state, for checks and uses of your own.
 
         An async context manager. The tensors lie in the staging memory itself, on the CPU, with
-        all structure and sharing; one that crosses from a block to the next is a copy, and one
-        that shares no bytes lies row by row. They must not be changed, or used after the block
-        is left. The memory counts as in use until then, also beyond the commit: a bounded
-        ``staging_bytes`` must hold it and what is saved meanwhile.
+        all structure and sharing. A tensor that crosses from a block to the next is a copy, and a
+        tensor that shares no bytes is contiguous. They must not be changed, or used after the
+        ``async with`` block. The memory counts as in use until then, also beyond the commit: a
+        bounded ``staging_bytes`` must hold it and the saves of that time.
 
-        It can be had once the save is staged, and until a later save or load uses the memory, or
-        it goes back to the system because states have become smaller. A save that streamed
-        through less memory than it has bytes is never there as a whole: one larger than
-        ``staging_bytes``, and one that found only fresh memory, as the first does, unless it was
-        made with ``until="captured"``.
+        The state is available once the save is staged, and until a later save or load uses the
+        memory, or it goes back to the system because states have become smaller. A save that
+        streams through less memory than it has bytes is never in memory as a whole. That is a save
+        larger than ``staging_bytes``, and a save that finds only fresh memory, as the first does,
+        unless it is made with ``until="captured"``.
 
         Raises:
-            UsageError: If it is not all copied yet, or not all in memory any more.
+            UsageError: If the state is not all copied yet, or not all in memory any more.
         """
         context, loan = self._pipeline._engine.context, Loan()
         try:
             held = await self._pipeline._run(lend_blocks, self._save, context, loan)
             yield await anyio.to_thread.run_sync(lent_state, self._save, held)
         finally:
-            if loan.blocks is not None:  # also if it was cancelled before it heard of them
+            if loan.blocks is not None:  # also after a cancellation before lend_blocks returned
                 with anyio.CancelScope(shield=True):
                     await anyio.to_thread.run_sync(self._give_back, loan.blocks)
 
@@ -294,7 +294,7 @@ class SyncSaveHandle(_Handle):
         self._wait(self._save.staged, timeout)
 
     def wait(self, timeout: float | None = None) -> CheckpointInfo:
-        """Block until this rank's part is durable.
+        """Block until this rank's files are durable.
 
         Args:
             timeout: Seconds to wait; None waits for as long as it takes.
@@ -307,7 +307,7 @@ class SyncSaveHandle(_Handle):
         return self._wait(self._save.committed, timeout)
 
     def wait_complete(self, timeout: float | None = None) -> CheckpointInfo:
-        """Block until every rank's part is durable, and ask the store whether it is.
+        """Block until every rank's files are durable, and ask the store whether they are.
 
         With many ranks, the store is asked again and again, with growing pauses of up to 5 s.
 
@@ -317,7 +317,7 @@ class SyncSaveHandle(_Handle):
         Raises:
             TimeoutError: If it is not complete by then; names ranks that have not committed.
             CheckpointIncomplete: If it was deleted meanwhile.
-            CkpipeError: If this rank's part failed.
+            CkpipeError: If this rank's save failed.
         """
         began = time.monotonic()
         info = self.wait(timeout)
@@ -336,15 +336,15 @@ class SyncSaveHandle(_Handle):
 
     @contextmanager
     def staged_state(self) -> Iterator[Any]:
-        """Lend the state as it was copied; see :meth:`ckpipe.SaveHandle.staged_state`.
+        """Lend the copied state; see :meth:`ckpipe.SaveHandle.staged_state`.
 
         Raises:
-            UsageError: If it is not all copied yet, or not all in memory any more.
+            UsageError: If the state is not all copied yet, or not all in memory any more.
         """
         context, loan = self._pipeline._engine.context, Loan(threading.get_ident())
         try:
             held = self._pipeline._call(lend_blocks, self._save, context, loan)
             yield lent_state(self._save, held)
         finally:
-            if loan.blocks is not None:  # also if it was interrupted before it heard of them
+            if loan.blocks is not None:  # also after an interrupt before lend_blocks returned
                 self._give_back(loan.blocks)

@@ -1,15 +1,16 @@
 """Guards of the interpreter while saves and loads run: garbage collector, switch interval, exits.
 
-Walking a state of many thousand tensors makes several small objects for each. The garbage
-collector wakes up again and again while they pile up, looks at every object of the program and
-finds nothing to free: measured, that doubles the time. So it is paused.
+Garbage collector. The walk of a state of many thousand tensors makes several small objects for
+each. Meanwhile the collector runs again and again, visits every object of the program and finds
+nothing to free, which doubles the time. So it is paused.
 
-A thread that wants the GIL from one that never lets it go has to wait for the switch interval, by
-default 5 ms (``sys.setswitchinterval``). A save takes the GIL more than a hundred times for each
-GiB, most of them one after the other, so that beside a loop of plain Python it lasts a third
-longer than it has to. What the loop loses is the Python that a save runs, which is as much in
-either case. Of a save in a worker process the trainer hears in a few such waits, which took 20 to
-40 ms. The lanes of a load begin beside the match, which is plain Python for 15 to 25 ms.
+Switch interval. A thread that requests the GIL from a thread that never releases it waits for the
+switch interval, by default 5 ms (``sys.setswitchinterval``). A save takes the GIL more than a
+hundred times for each GiB, mostly in sequence, so beside a loop of plain Python it lasts a third
+longer than necessary. A shorter interval costs the loop nothing: it loses the time of the Python
+that a save runs in either case. The messages of a worker process cost the trainer a few such waits,
+20 to 40 ms together. The lanes of a load begin while the match runs, which is plain Python for 15
+to 25 ms.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from ckpipe.errors import UsageError
 
 
 class _Lowered:
-    """A number or flag of the process that is lowered while it is wanted low, then put back.
+    """A number or flag of the process that is lowered while at least one caller wants that.
 
     Args:
         get: Returns it.
@@ -41,7 +42,7 @@ class _Lowered:
 
     @contextmanager
     def to(self, value: float) -> Iterator[None]:
-        """Lower it, unless it is as low already; for any thread."""
+        """Lower it in the block, unless it is as low already; callable on any thread."""
         with self._lock:
             if not self._wanted:
                 self._before = self._get()
@@ -57,12 +58,12 @@ class _Lowered:
 
     def _put_back(self) -> None:
         self._wanted -= 1
-        # Other code may have set it meanwhile, and knows better.
+        # A value that other code has set meanwhile stays.
         if not self._wanted and self._get() == self._lowest:
             self._set(self._before)
 
     def _begin_child(self) -> None:
-        """A forked child has none of the threads that would put it back."""
+        """Put the value back in a forked child, which lacks the threads that would do so."""
         self._lock = threading.Lock()
         if self._wanted:
             self._wanted = 1
@@ -76,41 +77,42 @@ _switch_interval = _Lowered(sys.getswitchinterval, sys.setswitchinterval)
 def gc_paused() -> AbstractContextManager[None]:
     """Pause automatic collections, for all threads, while many objects are made and none dies.
 
-    For work of less than a second. Pauses may overlap; after the last one the collector is what
-    it was before the first.
+    For work of less than a second. Pauses may overlap; after the last one the collector is on or
+    off as before the first.
     """
     return _collects.to(False)
 
 
 SWITCH_SECONDS = 0.001
-"""How long a thread may keep the GIL from others meanwhile."""
+"""Switch interval of the GIL during saves and loads, in seconds."""
 
 
 def short_switch_interval(
     seconds: float | None = SWITCH_SECONDS,
 ) -> AbstractContextManager[None]:
-    """Lower the switch interval of the GIL, unless it is as low already; for any thread.
+    """Lower the switch interval of the GIL, unless it is as low already; callable on any thread.
 
-    The interval of before is back once no thread wants a lower one, unless it was set meanwhile.
+    The former interval is restored once no thread wants a lower one, unless other code has set it
+    meanwhile.
 
     Args:
-        seconds: How long a thread may keep the GIL from others; None leaves the interval alone.
+        seconds: Seconds that a thread may keep the GIL while others wait; None changes nothing.
     """
     return nullcontext() if seconds is None else _switch_interval.to(seconds)
 
 
 def available_cpus(environment: Mapping[str, str] = os.environ) -> int:
-    """Processors that this process may run on, shared fairly with the other ranks of its machine.
+    """Count the processors of this process, divided by the number of ranks on its machine.
 
-    torch's number of threads does not tell: launchers set it to one for each rank, which is right
-    while all of them compute and leaves all processors but one idle while a rank waits for a copy.
+    torch's number of threads is no measure: launchers set it to one for each rank. That is right
+    while all ranks compute, but leaves all processors but one idle while a rank waits for a copy.
 
     Args:
-        environment: Where a launcher says how many ranks there are: ``LOCAL_WORLD_SIZE``, as
-            ``torchrun`` and most others set it.
+        environment: The environment, in which a launcher sets ``LOCAL_WORLD_SIZE``, the number of
+            ranks of the machine, as ``torchrun`` and most others do.
 
     Returns:
-        At least one.
+        The number, at least one.
     """
     try:
         cpus = len(os.sched_getaffinity(0))
@@ -120,13 +122,13 @@ def available_cpus(environment: Mapping[str, str] = os.environ) -> int:
 
 
 def local_ranks(environment: Mapping[str, str] = os.environ) -> int:
-    """Ranks that share this machine, as a launcher says in ``LOCAL_WORLD_SIZE``; at least one."""
+    """Return the number of ranks on this machine from ``LOCAL_WORLD_SIZE``; at least one."""
     told = environment.get("LOCAL_WORLD_SIZE", "")
     return max(1, int(told)) if told.isdecimal() else 1
 
 
 LEAVING = (SystemExit, KeyboardInterrupt)
-"""What is raised to end a program; where a coroutine lets it pass, its event loop ends."""
+"""Exceptions that end a program; one that leaves a coroutine ends the event loop."""
 
 
 class _Thread(threading.local):
@@ -138,7 +140,7 @@ _this = _Thread()
 
 @contextmanager
 def on_calling_thread() -> Iterator[None]:
-    """Have :func:`user_code` let everything pass, as the caller of the pipeline is waiting here."""
+    """Let :func:`user_code` pass all exceptions: the pipeline's caller waits on this thread."""
     before, _this.calls = _this.calls, True
     try:
         yield
@@ -148,18 +150,18 @@ def on_calling_thread() -> Iterator[None]:
 
 @contextmanager
 def user_code(what: str, label: str) -> Iterator[None]:
-    """Let ``SystemExit`` and ``KeyboardInterrupt`` pass only where they reach the program.
+    """Pass ``SystemExit`` and ``KeyboardInterrupt`` only on threads where they reach the program.
 
-    That is the thread that called the pipeline, and the main thread, where signals are handled. On
-    a thread of the pipeline they would only end its event loop, with all its saves. Errors pass
-    anywhere, with a note that says where in the state they come from.
+    These are the thread that called the pipeline, and the main thread, where signals are handled.
+    On a thread of the pipeline they would only end its event loop, with all its saves. Errors pass
+    on any thread, with a note that names the label in the state.
 
     Args:
-        what: What is called.
-        label: Where in the state.
+        what: The name of the code for errors.
+        label: The label in the state; may be empty.
 
     Raises:
-        UsageError: If the code raised what is no error, on a thread of the pipeline.
+        UsageError: If the code raised such an exception on a thread of the pipeline.
     """
     try:
         yield
@@ -174,12 +176,12 @@ def user_code(what: str, label: str) -> Iterator[None]:
 
 
 def refuse_exit(what: str, signal: BaseException, label: str = "") -> UsageError:
-    """The error in place of what would end the program, or in truth the pipeline's loop.
+    """Make the error that replaces an exception which would end the pipeline's loop.
 
     Args:
-        what: What was called.
-        signal: What it raised.
-        label: Where in the state.
+        what: The name of the code that raised it.
+        signal: The exception.
+        label: The label in the state; may be empty.
     """
     return UsageError(
         f"{what} raised {signal!r}, which cannot end the program from here",

@@ -1,4 +1,4 @@
-"""Show how far saves and loads are, in a line on the terminal or below a cell. Needs rich.
+"""Show the progress of saves and loads in a line on the terminal or below a cell. Needs rich.
 
 ckpipe prints nothing by itself: a program that wants the line enters it and adds it to a pipeline.
 """
@@ -42,7 +42,7 @@ _DRAWN_PER_SECOND = 8
 
 @dataclass(slots=True)
 class _Work:
-    """A save or load under way."""
+    """Progress of a save or load."""
 
     step: int
     doing: str
@@ -64,12 +64,12 @@ class LiveLine:
     """One line with the saves and loads under way and the last that ended, while it is entered.
 
     A listener for ``pipeline.events.add`` and a context manager, which may serve several
-    pipelines. On a terminal it stands below what the program prints, and goes at the end. In a
-    notebook it is drawn in place below the cell, and stays. Elsewhere it shows nothing. A thread
-    of its own draws it, so that no save waits for the screen.
+    pipelines. On a terminal it stays below the output of the program, and disappears at the end.
+    In a notebook it is drawn in place below the cell, and stays. Elsewhere it shows nothing. A
+    thread of its own draws it, so no save waits for the screen.
 
     Args:
-        console: Where to show it; by default standard error.
+        console: The console to show it on; by default standard error.
     """
 
     def __init__(self, console: Console | None = None) -> None:
@@ -88,7 +88,7 @@ class LiveLine:
         )
 
     def __call__(self, event: Event) -> None:
-        """Take note of an event; the line shows it when it is drawn next."""
+        """Record an event; the next drawing of the line shows it."""
         save, load = self._saves.get(event.id), self._loads.get(event.id)
         if isinstance(event, SaveStarted):
             self._saves[event.id] = _Work(event.step, "copying")
@@ -155,7 +155,7 @@ class LiveLine:
             self._live.stop()
 
     def _draw_below_the_cell(self) -> threading.Thread:
-        """Start a thread that draws the line in place where it changes; needs no widgets."""
+        """Start a thread that redraws the line in place if it has changed; needs no widgets."""
         from IPython.display import display
 
         width = self._console.width

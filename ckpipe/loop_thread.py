@@ -1,15 +1,15 @@
-"""The event loop of a pipeline in a thread of its own, and user code on the thread that called.
+"""The event loop of a pipeline in a thread of its own, and user code on the calling thread.
 
 Theory. The pipeline runs on a thread of its own, but user code (``state_dict``,
-``load_state_dict``) belongs to the thread that called: that one may hold the user's own locks, and
+``load_state_dict``) belongs to the calling thread: that thread may hold the user's own locks, and
 has the user's current device, default device, autocast and inference mode. So a call of ``save``
 or ``load`` is an executor while it waits. A thread that blocks serves a queue. A coroutine serves
-it in its own task, so that user code runs between two awaits of its event loop, never beside other
-code of that thread. A job that has not begun can be given up at any time; one that has begun is
-waited for.
+it in its own task, so user code runs between two awaits of its event loop, never beside other code
+of that thread. A job that has not begun can be given up at any time; a job that has begun is
+awaited.
 
-``atexit`` comes after all threads that a program has to wait for. A child process of
-multiprocessing that was forked ends without it, but calls the finalizers of multiprocessing.
+``atexit`` runs after all threads that a program has to wait for. A forked child process of
+multiprocessing ends without it, but calls the finalizers of multiprocessing.
 """
 
 from __future__ import annotations
@@ -44,24 +44,24 @@ from ckpipe.threads import (
 Result = TypeVar("Result")
 Args = TypeVarTuple("Args")
 Post = Callable[[Callable[[], object]], object]
-"""Has an event loop call a function soon, from any thread; RuntimeError once it is closed."""
+"""Schedules a function on an event loop, from any thread; RuntimeError once the loop is closed."""
 
 _LOOK_SECONDS = 1.0
-"""How often a job that waits for an event loop looks whether that loop was closed."""
+"""Seconds between checks of a waiting job that the event loop of its caller is still open."""
 
 
 def this_loop() -> Post:
-    """Return how other threads reach the running event loop, of asyncio or trio."""
+    """Return the function that schedules calls on the running event loop, of asyncio or trio."""
     loop: Any = anyio.lowlevel.current_token().native_token
     post: Post = getattr(loop, "run_sync_soon", None) or loop.call_soon_threadsafe
     return post
 
 
 class Caller:
-    """Executor on the calling thread, for the time of one call: a context manager around it.
+    """Executor on the calling thread for the time of one call; a context manager around it.
 
     Args:
-        post: How to wake the event loop of a caller that is a coroutine; None if it blocks.
+        post: Wakes the event loop of a caller that is a coroutine; None if the caller blocks.
     """
 
     def __init__(self, post: Post | None = None) -> None:
@@ -80,26 +80,26 @@ class Caller:
         self.leave()
 
     def leave(self) -> None:
-        """Do no more jobs, and say of those that were interrupted that they are over."""
+        """Accept no more jobs, and end the interrupted ones."""
         with self._offering:
             self._gone = True
-        # Of all jobs, since an interrupt may come between a job and what is said of it.
+        # All jobs: an interrupt may come between the function of a job and its end().
         for job in self._offered:
             job.end()
 
     @property
     def blocks(self) -> bool:
-        """Tell whether the thread does nothing else meanwhile."""
+        """True if the caller blocks its thread, False if it is a coroutine."""
         return self._post is None
 
     def serve_until(self, end: Future[Any]) -> None:
-        """Do what is asked for on the calling thread, until a future is done; blocking."""
+        """Run jobs on the calling thread until a future is done; blocking."""
         end.add_done_callback(lambda _: self._jobs.put(None))
         while (job := self._jobs.get()) is not None:
             job.run()
 
     async def serve(self, end: Future[Any]) -> None:
-        """Do what is asked for in the calling task, until a future is done."""
+        """Run jobs in the calling task until a future is done."""
         end.add_done_callback(lambda _: self._wake())
         while not end.done():
             await self._asked.wait()
@@ -107,7 +107,7 @@ class Caller:
             self.do_pending()
 
     def do_pending(self) -> None:
-        """Do what has been asked for so far; to be called on the caller's thread."""
+        """Run the jobs in the queue; to be called on the caller's thread."""
         while not self._jobs.empty():
             job = self._jobs.get()
             if job is not None:
@@ -116,7 +116,8 @@ class Caller:
     async def run(self, function: Callable[[*Args], Result], *args: *Args) -> Result:
         """Run a function on the caller's thread; to be called on the pipeline's loop.
 
-        Never returns while it runs. One that is cancelled before it has begun never begins.
+        The call never returns while the function runs. A function that is cancelled before it has
+        begun never begins.
 
         Raises:
             UsageError: If the caller's event loop was closed before, or the caller has left.
@@ -124,17 +125,17 @@ class Caller:
         job = self.offer(function, *args)
         if job is not None and await job.ended(self._wake):
             return job.outcome.result()
-        await anyio.lowlevel.checkpoint()  # a call that was left is cancelled
+        await anyio.lowlevel.checkpoint()  # raises if the caller has left: its call is cancelled
         raise UsageError(
-            "The event loop that called ended before state_dict or load_state_dict ran on it",
+            "The caller's event loop ended before state_dict or load_state_dict ran on it",
             hint="Await save() and load() before their event loop ends",
         )
 
     def offer(self, function: Callable[[*Args], Result], *args: *Args) -> Job[Result] | None:
-        """Ask for a call without waiting for it; to be called on the pipeline's loop.
+        """Queue a function without waiting for it; to be called on the pipeline's loop.
 
         Returns:
-            The call; None if the caller has left.
+            The job; None if the caller has left.
         """
         job = Job(partial(function, *args))
         with self._offering:
@@ -150,14 +151,14 @@ class Caller:
         if self._post is None:
             return True
         try:
-            self._post(lambda: self._asked.set())  # of the event that is there by then
+            self._post(lambda: self._asked.set())  # looks the event up at the time of the call
         except RuntimeError:
             return False
-        return self._thread.is_alive()  # the main one is not while the program ends
+        return self._thread.is_alive()  # the main thread is not, while the program ends
 
 
 class Job(Generic[Result]):
-    """One call: run once, or never if it was given up; over without an outcome if interrupted."""
+    """One call: runs once, or never if it was given up; ends without an outcome if interrupted."""
 
     def __init__(self, function: Callable[[], Result]) -> None:
         self._function = function
@@ -166,10 +167,10 @@ class Job(Generic[Result]):
         self.outcome: Future[Result] = Future()
 
     async def ended(self, wake: Callable[[], bool] = bool) -> bool:
-        """Wait until the thread has done it, or will not; return whether it has an outcome.
+        """Wait until the thread has run the job or never will; return True if it has an outcome.
 
         Args:
-            wake: Asks the thread again, and returns False if it will not come any more.
+            wake: Wakes the thread again, and returns False if it serves no more jobs.
         """
         try:
             while not self._over.is_set():
@@ -186,10 +187,10 @@ class Job(Generic[Result]):
         return self.outcome.done() and not self.outcome.cancelled()
 
     def run(self) -> None:
-        """Do it, unless it was given up.
+        """Call the function, unless the job was given up.
 
-        ``SystemExit`` and ``KeyboardInterrupt`` pass. The job is over once the caller has left
-        because of them: its save is given up by then, and does not fail for another reason.
+        ``SystemExit`` and ``KeyboardInterrupt`` pass. The job ends once the caller has left because
+        of them: its save is cancelled by then, and does not fail for another reason.
         """
         if self.outcome.set_running_or_notify_cancel():
             try:
@@ -202,7 +203,7 @@ class Job(Generic[Result]):
             self.end()
 
     def end(self) -> None:
-        """Say that it is over, whether or not it was run; may be called twice."""
+        """Release the waiting task, whether or not the job was run; may be called twice."""
         with contextlib.suppress(RuntimeError):  # the loop has ended, and no task waits
             self._loop.call_soon_threadsafe(self._over.set)
 
@@ -210,7 +211,7 @@ class Job(Generic[Result]):
 async def on_caller(
     caller: Caller | None, function: Callable[[*Args], Result], *args: *Args
 ) -> Result:
-    """Run user code on the thread that called; if that is the pipeline's own, in another."""
+    """Run user code on the calling thread, or in a worker thread without a caller."""
     if caller is None:
         return await in_thread(function, *args)
     return await caller.run(function, *args)
@@ -232,15 +233,15 @@ class LoopThread:
     """
 
     def __init__(self, name: str) -> None:
-        # Not anyio's start_blocking_portal: its context manager also ends the loop when it is
-        # collected, and in a process that was forked from this one it would wait for ever.
+        # Not anyio's start_blocking_portal: its context manager also ends the loop when the garbage
+        # collector finds it, and would wait for ever in a process that was forked from this one.
         ready: Future[tuple[BlockingPortal, asyncio.AbstractEventLoop]] = Future()
         self._thread = Thread(target=_run, args=(ready,), name=name, daemon=True)
         try:
             self._thread.start()
         except RuntimeError as error:
             raise CkpipeError(
-                f"The system starts no thread for the pipeline: {error}", hint=_MORE_THREADS
+                f"The system cannot start a thread for the pipeline: {error}", hint=_MORE_THREADS
             ) from error
         self.portal, self._loop = ready.result()
 
@@ -249,7 +250,7 @@ class LoopThread:
         return self.portal.start_task_soon(partial(function, *args, **kwargs))
 
     def post(self, function: Callable[..., object], *args: Any) -> None:
-        """Have the loop call a function soon, after all that it was asked for before."""
+        """Schedule a function on the loop, after all earlier calls."""
         with contextlib.suppress(RuntimeError):  # the loop has ended
             self._loop.call_soon_threadsafe(function, *args)
 
@@ -260,15 +261,15 @@ class LoopThread:
         caller: Caller | None = None,
         **kwargs: Any,
     ) -> T:
-        """Run a coroutine function on the loop, and await it on any.
+        """Run a coroutine function on the loop, and await it on any other loop.
 
-        Cancelling cancels it, and goes on once it has ended, however often it is asked for.
+        A cancellation cancels it too, and returns only once it has ended, even if it is repeated.
 
         Args:
             function: The function.
-            args: What to call it with.
-            caller: Does what it asks of the calling thread; None if it asks nothing.
-            kwargs: More to call it with.
+            args: Its arguments.
+            caller: Executor for user code on the calling thread; None if it runs none.
+            kwargs: Its keyword arguments.
         """
         if self.is_here:
             return await function(*args, **kwargs)
@@ -301,13 +302,13 @@ class LoopThread:
     ) -> T:
         """Run a coroutine function on the loop; blocking.
 
-        An interrupt cancels it, and is raised once it has ended; a second one does not wait.
+        An interrupt cancels it, and is raised once it has ended; a second interrupt does not wait.
 
         Args:
             function: The function.
-            args: What to call it with.
-            caller: Does what it asks of the calling thread; None if it asks nothing.
-            kwargs: More to call it with.
+            args: Its arguments.
+            caller: Executor for user code on the calling thread; None if it runs none.
+            kwargs: Its keyword arguments.
 
         Raises:
             UsageError: If the caller is on the loop.
@@ -327,10 +328,10 @@ class LoopThread:
             raise
 
     def refuse_here(self) -> None:
-        """Refuse to wait on the loop itself.
+        """Refuse a blocking call on the loop itself.
 
         Raises:
-            UsageError: If the caller does.
+            UsageError: If the caller runs on the loop.
         """
         if self.is_here:
             raise UsageError(
@@ -340,20 +341,21 @@ class LoopThread:
 
     @property
     def is_here(self) -> bool:
-        """Tell whether the caller runs on the loop: a hook does that is a coroutine function."""
+        """True if the caller runs on the loop, as a hook that is a coroutine function does."""
         return current_thread() is self._thread
 
     def close(self, *, cancel: bool = False) -> None:
-        """End the loop and its thread, once all that was submitted is through or cancelled."""
+        """End the loop and its thread, once all submitted calls have ended or are cancelled."""
         with contextlib.suppress(RuntimeError):  # the portal has ended by itself
             self.portal.call(self.portal.stop, cancel)
         self._thread.join()
 
 
 class _Work(Generic[T]):
-    """A result that another thread waits for and may stop waiting for at any moment.
+    """A call on the loop that another thread awaits and may give up at any moment.
 
-    That may be before they hold what names the work, so it is made first.
+    The other thread makes this object before it submits the call, so it can also give up before it
+    has the future.
     """
 
     def __init__(self, function: Callable[[], Awaitable[T]]) -> None:
@@ -363,7 +365,7 @@ class _Work(Generic[T]):
         self._unwanted = False
 
     async def run(self) -> T:
-        """Do it, unless it was given up before."""
+        """Call the function, unless it was given up before."""
         if not self._unwanted:
             self._over = anyio.Event()
             try:
@@ -374,7 +376,7 @@ class _Work(Generic[T]):
         raise asyncio.CancelledError  # no thread waits
 
     async def give_up(self) -> None:
-        """Cancel it, and return once it has ended, or if it has not begun and never will."""
+        """Cancel the call, and return once it has ended or can no longer begin."""
         self._unwanted = True
         if self._scope is not None and self._over is not None:
             self._scope.cancel()
@@ -396,14 +398,14 @@ def _run(ready: Future[tuple[BlockingPortal, asyncio.AbstractEventLoop]]) -> Non
 
 
 async def wait_for(future: Future[T]) -> T:
-    """Wait in a coroutine for something that happens on another thread.
+    """Wait in a coroutine for a future of another thread.
 
-    Cancelling the coroutine does not touch the future.
+    A cancellation of the coroutine does not touch the future.
     """
     post, done = this_loop(), anyio.Event()
 
     def wake(_: Future[T]) -> None:
-        # The loop is closed if the waiter is gone with it.
+        # The loop may have been closed together with the waiting task.
         with contextlib.suppress(RuntimeError):
             post(done.set)
 
@@ -413,13 +415,13 @@ async def wait_for(future: Future[T]) -> T:
 
 
 def call_at_exit(function: Callable[[BaseException | None], None]) -> Callable[[], None]:
-    """Have a function called when the program ends, before those that were registered earlier.
+    """Call a function when the program ends, before functions that were registered earlier.
 
     Args:
         function: Takes the exception that ends the program; None for a normal end.
 
     Returns:
-        A function that takes it off again.
+        A function that unregisters it.
     """
 
     def end() -> None:
@@ -434,8 +436,8 @@ def call_at_exit(function: Callable[[BaseException | None], None]) -> Callable[[
 
 
 def _ending_exception() -> BaseException | None:
-    """The exception that nothing has caught; ``sys.exit`` is a normal end."""
-    error = sys.exc_info()[1]  # multiprocessing ends a child while it is being handled
+    """Return the uncaught exception that ends the program; ``sys.exit`` is a normal end."""
+    error = sys.exc_info()[1]  # multiprocessing ends a child while it handles the exception
     if error is None and not hasattr(sys, "ps1"):  # an interactive session goes on after one
         error = getattr(sys, "last_value", None)
     return None if isinstance(error, SystemExit) else error

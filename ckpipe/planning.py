@@ -1,7 +1,7 @@
-"""The parts that a planner of one's own is made with.
+"""Building blocks for a planner of your own.
 
-A :class:`Planner` gets a state as it was :class:`Captured`, divides its tensors into
-:class:`Unit` and :class:`Piece`, each written by one rank, and lets :func:`assemble` make the
+A :class:`Planner` gets a state as it was :class:`Captured` and divides its tensors into
+:class:`Unit` and :class:`Piece`, each written by one rank. :func:`assemble` makes the
 :class:`RankPlan` of them.
 """
 

@@ -1,16 +1,16 @@
 """Decide which checkpoints stay: rules that compose, and one pure decision.
 
-A rule looks at the complete checkpoints of a root and says which of them it wants. Rules are
-values: ``KeepLast(3) | KeepBest("loss")`` keeps what either keeps, ``&`` what both keep, and all
-of them but :class:`KeepIf` have a plain form for settings files and the environment.
+A rule looks at the complete checkpoints of a root and chooses those to keep. Rules are values:
+``KeepLast(3) | KeepBest("loss")`` keeps the checkpoints that either keeps, ``&`` those that both
+keep. All rules but :class:`KeepIf` have a plain form for settings files and the environment.
 
-**What holds for every rule** (property tests check it). Let ``C(S)`` be what a rule keeps of a set
-``S``. A checkpoint in ``C(S)`` is also in ``C(T)`` for every ``T`` between it and ``S``: who wins
-among many wins among fewer. Therefore deciding again on what was kept removes nothing more, and a
-prune that was interrupted halfway can be decided afresh on what is left without losing anything
-that the first decision kept. For leaf rules and ``|`` the second decision is the same as the
-first; with ``&`` it may keep more, because a checkpoint can move up among the newest once others
-are gone. The order of the input never matters.
+**Property of every rule** (property tests check it). Let ``C(S)`` be the subset that a rule keeps
+of a set ``S``. A checkpoint in ``C(S)`` is also in ``C(T)`` for every ``T`` between it and ``S``: a
+winner among many is a winner among fewer. Therefore a second decision on the kept checkpoints
+removes nothing more. An interrupted prune can be decided afresh on the rest, and loses no
+checkpoint that the first decision kept. For leaf rules and ``|`` the second decision is the same as
+the first; with ``&`` it may keep more, because a checkpoint can move up among the newest once
+others are gone. The order of the input never matters.
 
 Time and clocks: ``created`` and ``now`` are aware datetimes; rules with periods compare the two.
 """
@@ -32,17 +32,17 @@ from ckpipe.interpreter import user_code
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One complete checkpoint, as far as retention looks at it.
+    """The facts of one complete checkpoint that retention decides by.
 
     Args:
         id: Its name on the store.
         step: The training step.
         attempt: The attempt that wrote it; attempts begin with a start time of fixed width, so
             that they sort by time.
-        count: How often this step had been saved before in this attempt.
-        created: When it was written, as an aware datetime.
-        metrics: What the caller measured at that step.
-        final: Whether it was saved with ``final=True``.
+        count: Number of earlier saves of this step in this attempt.
+        created: Time of the write, as an aware datetime.
+        metrics: The metrics that ``save`` was given.
+        final: True if it was saved with ``final=True``.
     """
 
     id: str
@@ -55,7 +55,7 @@ class Candidate:
 
     @property
     def order(self) -> tuple[str, int, int]:
-        """The order of "newer": the attempt comes first, so that a rollback makes a step newer."""
+        """Sort key by age: the attempt comes first, so that a rollback makes a step newer."""
         return (self.attempt, self.step, self.count)
 
 
@@ -67,7 +67,7 @@ class Verdict(NamedTuple):
 
 
 class Rule(abc.ABC):
-    """A retention rule: a value that says of each checkpoint whether it wants it kept.
+    """A retention rule: a value that judges which checkpoints to keep.
 
     Rules are compared by value and combined with ``|`` (either keeps) and ``&`` (both keep).
     """
@@ -89,24 +89,24 @@ class Rule(abc.ABC):
     def rivals(
         self, newest_first: Sequence[Candidate], losers: Collection[str], now: datetime
     ) -> set[str]:
-        """Those because of which others are not kept: it would lose nothing to know no more.
+        """Return the checkpoints because of which the losers are not kept.
 
-        Whoever is not sure of what it knows of checkpoints looks these and the losers up before it
-        deletes the losers. Among any set that holds these, with what is true of them, the losers
-        are not kept either.
+        A caller whose facts may be outdated looks up these and the losers before it deletes the
+        losers. Among any set that holds these, with their true facts, the losers are not kept
+        either: facts of other checkpoints cannot change that.
 
         Args:
             newest_first: All complete checkpoints, the newest first.
-            losers: Ids of those that are not kept.
+            losers: Ids of the checkpoints that are not kept.
             now: The time at which periods end.
 
         Returns:
-            Their ids; all that the rule keeps unless it knows better.
+            Their ids; by default all that the rule keeps.
         """
         return {name for name, verdict in self.judge(newest_first, now).items() if verdict.keep}
 
     def missing_metrics(self, newest_first: Sequence[Candidate]) -> set[str]:
-        """Metrics that the rule judges by and that no checkpoint has; it removes nothing then.
+        """Return metrics of the rule that no checkpoint has; it removes nothing then.
 
         Args:
             newest_first: All complete checkpoints, the newest first.
@@ -115,7 +115,7 @@ class Rule(abc.ABC):
 
     @abc.abstractmethod
     def to_data(self) -> dict[str, Any]:
-        """The rule as plain dicts, lists, strings and numbers; :func:`from_data` reads it back.
+        """Return the rule as dicts, lists, strings and numbers; :func:`from_data` reads it back.
 
         Raises:
             SettingsError: If the rule holds a Python function, which has no such form.
@@ -130,7 +130,7 @@ class Rule(abc.ABC):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class _Combination(Rule):
-    """A rule made of others; its verdict gives the reasons of those that decided."""
+    """A rule made of others; its verdict gives the reasons of the rules that decided."""
 
     rules: tuple[Rule, ...]
     _keep: ClassVar[str]
@@ -154,11 +154,11 @@ class _Combination(Rule):
     def rivals(
         self, newest_first: Sequence[Candidate], losers: Collection[str], now: datetime
     ) -> set[str]:
-        """Those of each of its rules."""
+        """Return the union of the rivals of its rules."""
         return set().union(*(rule.rivals(newest_first, losers, now) for rule in self.rules))
 
     def missing_metrics(self, newest_first: Sequence[Candidate]) -> set[str]:
-        """Those of each of its rules."""
+        """Return the union of the missing metrics of its rules."""
         return set().union(*(rule.missing_metrics(newest_first) for rule in self.rules))
 
     def to_data(self) -> dict[str, Any]:
@@ -170,27 +170,27 @@ class _Combination(Rule):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class AnyOf(_Combination):
-    """Keeps what at least one of its rules keeps; written ``a | b``."""
+    """Keeps the checkpoints that at least one of its rules keeps; written ``a | b``."""
 
     _keep, _sign, _combined = "any_of", " | ", any
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class AllOf(_Combination):
-    """Keeps what every one of its rules keeps; written ``a & b``."""
+    """Keeps the checkpoints that every one of its rules keeps; written ``a & b``."""
 
     _keep, _sign, _combined = "all_of", " & ", all
 
 
 def _parts(kind: type[AnyOf] | type[AllOf], *rules: Rule) -> tuple[Rule, ...]:
-    """The rules, with those of the same kind replaced by what they are made of."""
+    """Flatten combinations of the same kind."""
     return tuple(
         part for rule in rules for part in (rule.rules if isinstance(rule, kind) else (rule,))
     )
 
 
 class _Leaf(Rule):
-    """A rule that is not made of others: the ids it keeps, and one phrase that says which."""
+    """A rule not made of others: the ids that it keeps, and a phrase that names them."""
 
     __slots__ = ()
 
@@ -206,7 +206,7 @@ class _Leaf(Rule):
         return {candidate.id: verdicts[candidate.id in kept] for candidate in newest_first}
 
     def _arguments(self) -> dict[str, Any]:
-        """The fields that differ from their defaults."""
+        """Return the fields that differ from their defaults."""
         pairs = ((each, getattr(self, each.name)) for each in fields(self))  # type: ignore[arg-type]
         return {each.name: value for each, value in pairs if value != each.default}
 
@@ -221,7 +221,7 @@ class _Alone(_Leaf):
     def rivals(
         self, newest_first: Sequence[Candidate], losers: Collection[str], now: datetime
     ) -> set[str]:
-        """None: each is judged by itself."""
+        """Return none: each checkpoint is judged by itself."""
         return set()
 
 
@@ -230,7 +230,7 @@ class KeepLast(_Leaf):
     """Keeps the newest checkpoints.
 
     Args:
-        n: How many. 0 means no intermediate checkpoints at all: only final ones are kept.
+        n: The number to keep. 0 keeps no intermediate checkpoints, only final ones.
 
     Raises:
         SettingsError: If ``n`` is not a whole number of at least 0.
@@ -249,7 +249,7 @@ class KeepLast(_Leaf):
     def rivals(
         self, newest_first: Sequence[Candidate], losers: Collection[str], now: datetime
     ) -> set[str]:
-        """The newest; none for 0, which judges each by itself."""
+        """Return the newest; none for 0, which judges each by itself."""
         return self._kept(newest_first, now) if self.n else set()
 
     def _phrase(self) -> str:
@@ -263,10 +263,10 @@ class KeepLast(_Leaf):
 class KeepEvery(_Leaf):
     """Keeps one checkpoint of every stretch of training: the first at or after each mark.
 
-    With ``steps=1000`` the marks are the steps 0, 1000, 2000 and so on. Where checkpoints lie on
-    the marks, exactly those are kept; where they lie beside them, the next one is. If the first
-    step of a stretch was saved several times, the newest of these is kept. With ``seconds`` the
-    marks are multiples of that time since 1970 and the earliest checkpoint by creation is kept.
+    With ``steps=1000`` the marks are the steps 0, 1000, 2000 and so on. A checkpoint on a mark is
+    kept; without one, the next after the mark is. If the first step of a stretch was saved several
+    times, the newest of these saves is kept. With ``seconds`` the marks are multiples of that time
+    since 1970, and the earliest checkpoint by creation is kept.
 
     Args:
         steps: The length of a stretch in steps, at least 1.
@@ -291,7 +291,7 @@ class KeepEvery(_Leaf):
         first: dict[float, Candidate] = {}
         for candidate in newest_first:
             stretch, place = self._place(candidate)
-            # The newest comes first and only a strictly earlier place displaces it.
+            # The newest comes first, and only a strictly earlier place displaces it.
             if stretch not in first or place < self._place(first[stretch])[1]:
                 first[stretch] = candidate
         return {candidate.id for candidate in first.values()}
@@ -299,7 +299,7 @@ class KeepEvery(_Leaf):
     def rivals(
         self, newest_first: Sequence[Candidate], losers: Collection[str], now: datetime
     ) -> set[str]:
-        """Those that are kept of the stretches of the losers."""
+        """Return the checkpoints that are kept of the stretches of the losers."""
         stretches = {self._place(each)[0] for each in newest_first if each.id in losers}
         same = [each for each in newest_first if self._place(each)[0] in stretches]
         return self._kept(same, now)
@@ -323,14 +323,13 @@ class KeepEvery(_Leaf):
 class KeepBest(_Leaf):
     """Keeps the checkpoints with the best values of a metric.
 
-    A checkpoint without the metric, or with NaN, never wins. Of equal values the newer wins. Where
-    no checkpoint has the metric, as when its name is misspelt, or all have NaN, there is nothing to
-    judge by: all are kept.
+    A checkpoint without the metric, or with NaN, never wins. Of equal values the newer wins. If no
+    checkpoint has the metric, as when its name is misspelt, or all have NaN, all are kept.
 
     Args:
         metric: The name of the metric.
-        mode: Whether the smallest (``"min"``) or the largest (``"max"``) value is best.
-        n: How many to keep, at least 1.
+        mode: ``"min"`` if the smallest value is best, ``"max"`` if the largest is.
+        n: The number to keep, at least 1.
 
     Raises:
         SettingsError: If an argument is out of range.
@@ -348,11 +347,11 @@ class KeepBest(_Leaf):
         _check_whole("KeepBest", "n", self.n, least=1)
 
     def winners(self, newest_first: Sequence[Candidate]) -> list[str]:
-        """The ids of the best, the best first; none if no checkpoint has the metric."""
+        """Return the ids of the best, the best first; none if no checkpoint has the metric."""
         scored = [
             (score, each.id) for each in newest_first if (score := self._score(each)) is not None
         ]
-        # The sort is stable, and the input has the newer first.
+        # The sort is stable, and the newer comes first in the input.
         scored.sort(key=lambda pair: pair[0], reverse=self.mode == "max")
         return [name for _, name in scored[: self.n]]
 
@@ -367,7 +366,7 @@ class KeepBest(_Leaf):
         return {each.id: verdict for each in newest_first}
 
     def missing_metrics(self, newest_first: Sequence[Candidate]) -> set[str]:
-        """Its metric, if no checkpoint has a number for it."""
+        """Return its metric if no checkpoint has a number for it."""
         judged = any(self._score(each) is not None for each in newest_first)
         return set() if judged or not newest_first else {self.metric}
 
@@ -386,10 +385,10 @@ class KeepBest(_Leaf):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class KeepWithin(_Alone):
-    """Keeps what was written within a period before now.
+    """Keeps the checkpoints that were written within a period before now.
 
     Args:
-        period: How far back, more than nothing.
+        period: The period, more than zero.
 
     Raises:
         SettingsError: If ``period`` is not a positive timedelta.
@@ -415,13 +414,13 @@ class KeepWithin(_Alone):
 class KeepIf(_Alone):
     """Keeps the checkpoints for which a Python function returns true.
 
-    The function is called once for each checkpoint and decision, and again if what was told of
-    one turns out to be different; what it raises, the decision raises. It cannot stand in a
-    settings file, and runs in the process that made it.
+    The function is called once for each checkpoint and decision, and again if a fact of the
+    checkpoint turns out to be outdated. The decision raises its errors. The rule cannot be written
+    in a settings file, and runs in the process that made it.
 
     Args:
-        predicate: Called with a :class:`Candidate`; looks at nothing else.
-        name: What ``dry_run`` calls it; the function's own name by default.
+        predicate: Called with a :class:`Candidate`; must depend on nothing else.
+        name: Its name in the output of ``dry_run``; the function's own name by default.
     """
 
     predicate: Callable[[Candidate], bool]
@@ -446,7 +445,7 @@ def _check_whole(rule: str, name: str, value: object, *, least: int) -> None:
 
 
 def check_seconds(rule: str, value: object, *, least: float) -> None:
-    """Refuse what is no finite number of at least ``least`` seconds."""
+    """Refuse a value that is no finite number of at least ``least`` seconds."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if not number or not least <= value < math.inf:  # type: ignore[operator]
         raise SettingsError(f"seconds of {rule} is a number of at least {least}, not {value!r}")
@@ -459,9 +458,8 @@ class Decision:
     Args:
         keep: Ids to keep, the newest first.
         remove: Ids to remove, the oldest first, which is the order to remove them in.
-        reasons: For every id, why it stays or goes.
-        missing_metrics: Metrics that a rule judges by and that no checkpoint has, which is why
-            that rule keeps all.
+        reasons: For every id, the reason to keep or remove it.
+        missing_metrics: Metrics of a rule that no checkpoint has; that rule keeps all.
     """
 
     keep: tuple[str, ...]
@@ -479,20 +477,20 @@ def decide(
 ) -> Decision:
     """Decide which complete checkpoints stay.
 
-    The newest is always kept, whatever the rule says, and so is everything protected.
+    The newest and all protected checkpoints are kept under every rule.
 
     Args:
         checkpoints: All complete checkpoints of a root, in any order, each id once.
-        rule: What to keep; None keeps all.
+        rule: The rule; None keeps all.
         now: The time at which periods end, as an aware datetime.
         protected: Ids that must stay, each with its reason (pinned, being loaded, …). Ids that
             are not among the checkpoints are ignored.
 
     Returns:
-        The decision. Deciding again on what it keeps removes nothing.
+        The decision. A second decision on the kept checkpoints removes none.
 
     Raises:
-        ValueError: If an id stands twice.
+        ValueError: If an id appears twice.
     """
     newest_first = sorted(checkpoints, key=lambda each: (each.order, each.id), reverse=True)
     if len({each.id for each in newest_first}) < len(newest_first):

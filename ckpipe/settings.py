@@ -1,4 +1,4 @@
-"""Everything about a pipeline that can be set, in one frozen value.
+"""All settings of a pipeline, in one frozen value.
 
 A setting comes from the first of these that has it: a keyword, the environment, a TOML file
 (:meth:`Settings.from_file`), its default. Variables are called ``CKPIPE_`` and the setting's
@@ -73,7 +73,7 @@ _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
 
 
 def _parse_size(value: Any) -> Any:
-    """Read ``"256 MiB"`` as bytes; leave what is not text alone.
+    """Read text such as ``"256 MiB"`` as bytes; return other values as they are.
 
     Raises:
         ValueError: If the text is no size, or no whole number of bytes.
@@ -94,10 +94,10 @@ def _parse_size(value: Any) -> Any:
 
 
 def _grouped(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields with groups as dicts and shorthands moved into their groups.
+    """Return the fields with groups as dicts and shorthands moved into their groups.
 
     Raises:
-        SettingsError: If a shorthand and what it is short for are both given.
+        SettingsError: If a shorthand and its full setting are both given.
     """
     plain = {name: _as_group(name, value) for name, value in fields.items()}
     for short, (group, name) in _SHORT.items():
@@ -111,7 +111,7 @@ def _grouped(fields: Mapping[str, Any]) -> dict[str, Any]:
         inside[name] = plain.pop(short)
     retention = plain.get("retention")
     if isinstance(retention, dict) and isinstance(retention.get("rules"), Mapping):
-        # A list of one means the same, and layers replace lists where they would mix dicts.
+        # A list of one rule means the same. Layers replace lists, but would merge dicts.
         plain["retention"] = retention | {"rules": [retention["rules"]]}
     return plain
 
@@ -131,7 +131,7 @@ def _as_group(name: str, value: Any) -> Any:
 
 
 def _merged(*layers: Mapping[str, Any]) -> dict[str, Any]:
-    """One nested dict of several; where they differ, the later wins."""
+    """Merge nested dicts; where they differ, the later wins."""
     result: dict[str, Any] = {}
     for layer in layers:
         for name, value in layer.items():
@@ -148,7 +148,7 @@ def _read_environment(environment: Mapping[str, str]) -> dict[str, Any]:
         SettingsError: If a variable sets a group and is no JSON object.
     """
     values: dict[str, Any] = {}
-    # A group's own variable sorts before those of its parts, which therefore win over it.
+    # A group's own variable sorts before those of its settings, which therefore win over it.
     for variable in sorted(environment):
         if not variable.startswith(_PREFIX) or variable.startswith(_NOT_SETTINGS):
             continue
@@ -182,7 +182,7 @@ def _refuse_constant(name: str) -> Any:
 
 
 def _read_toml(path: str | os.PathLike[str], table: str | None = None) -> dict[str, Any]:
-    """The content of a TOML file, or of a table in it.
+    """Read a TOML file, or a table in it.
 
     Raises:
         SettingsError: If the file cannot be read, is not TOML or has no such table.
@@ -215,7 +215,7 @@ def _table(content: Any, table: str) -> dict[str, Any] | None:
 
 
 def _explained(error: ValidationError, settings: type[BaseModel]) -> SettingsError:
-    """One readable error, with a line for each wrong setting: where it came from, what is valid."""
+    """Make one readable error with a line for each wrong setting: its source, and valid values."""
     texts: dict[str, list[str]] = {}
     hints: dict[str, str] = {}
     for found in map(dict[str, Any], error.errors(include_url=False)):
@@ -226,7 +226,7 @@ def _explained(error: ValidationError, settings: type[BaseModel]) -> SettingsErr
             hints[name] = _suggestion(
                 ".".join(place), list(_names(settings)), variable=bool(source)
             )
-        # A value that may have several types fails once for each of them.
+        # A setting of several types fails once for each of them.
         texts.setdefault(name, []).append(_reason(found))
     said = [
         (f"The setting {name} {' or '.join(why)}", hints.get(name)) for name, why in texts.items()
@@ -239,7 +239,7 @@ def _explained(error: ValidationError, settings: type[BaseModel]) -> SettingsErr
 
 
 def _place_of(found: dict[str, Any]) -> tuple[str, ...]:
-    """The place of the fault, without the names that pydantic gives to the types it tried."""
+    """Return the path of the wrong setting, without pydantic's names of the types it tried."""
     *groups, last = map(str, found["loc"])
     unknown = found["type"] == "extra_forbidden"
     return (*filter(str.isidentifier, groups), *([last] if unknown or last.isidentifier() else ()))
@@ -280,7 +280,7 @@ def _names(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
 
 
 def _suggestion(unknown: str, names: list[str], *, variable: bool) -> str:
-    """The hint: the valid name that is meant, or the place of all valid names."""
+    """Make the hint: the nearest valid name, or where to find all valid names."""
     if ours := _OF_PEERS.get(unknown):
         return f"Here it is called {ours}"
     joined = {name.replace(".", "_"): name for name in names if "." in name}
@@ -296,7 +296,7 @@ _NEAR = 0.75
 
 
 def _nearest(unknown: str, names: list[str]) -> str | None:
-    """The valid name that is most alike, as it is written or as what follows its group, if any."""
+    """Return the most similar valid name, compared without its group, or None."""
     group, _, last = unknown.rpartition(".")
 
     def likeness(name: str) -> tuple[float, bool]:
@@ -318,11 +318,11 @@ BlockSize = Annotated[Size, Field(ge=64 * 1024, multiple_of=4096)]
 RuleData = Annotated[
     Rule, PlainValidator(from_data), PlainSerializer(lambda rule: rule.to_data(), return_type=Any)
 ]
-"""A retention rule, or its plain form as :func:`ckpipe.retention.from_data` reads it."""
+"""A retention rule, or its plain form, which :func:`ckpipe.retention.from_data` reads."""
 
 
 class _Group(BaseModel):
-    """A group of settings. Made by itself it raises pydantic's own ValidationError."""
+    """A group of settings. On its own it raises pydantic's ValidationError."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
@@ -331,26 +331,26 @@ class Staging(_Group):
     """Host memory that holds saves between the trainer's tensors and the store."""
 
     bytes: Size | None = Field(None, ge=0)
-    """Host memory of all saves together, in bytes. By default the first save's size, rounded
-    up, and at most 40 % of the memory that is available, to the container if it is in one, divided
-    by ``LOCAL_WORLD_SIZE``, the ranks of the machine. More saves in flight need more. It stays with
-    the pipeline until closing, for the next save: a state of 1 GiB keeps 1 GiB of host memory.
-    ``pipeline.trim()`` gives it back, and a lower bound has the state stream through less. At least
-    one block; also written ``staging_bytes=`` at the top level."""
+    """Host memory of all saves together, in bytes. By default the size of the first save, rounded
+    up, but at most 40 % of the available memory (of the container, in one), divided by
+    ``LOCAL_WORLD_SIZE``, the ranks of the machine. Several saves in flight need more. The pipeline
+    keeps the memory for the next save until it is closed: a state of 1 GiB keeps 1 GiB of host
+    memory. ``pipeline.trim()`` gives it back. With a lower bound the state streams through less
+    memory. At least one block; also written ``staging_bytes=`` at the top level."""
 
     block_bytes: BlockSize = 16 * 1024 * 1024
-    """The unit of staging and upload, in bytes, or the smallest that the store takes if that is
-    more. A store that limits the number of blocks in one upload gets several files from a rank
-    with more than they hold: on S3 with 16 MiB one for each 156 GiB. A single tensor larger than
-    that needs larger blocks."""
+    """The unit of staging and upload, in bytes, or the smallest unit of the store if that is more.
+    If the store limits the number of blocks in one upload, a rank with more data writes several
+    files: on S3 with 16 MiB, one for each 156 GiB. A single tensor larger than that needs larger
+    blocks."""
 
     pinned: Literal["auto", "never"] = "auto"
-    """Whether staging memory is page-locked for fast copies from a GPU: ``auto`` does so where
-    CUDA is in use, and logs one warning where it is not; ``never`` says that none is wanted."""
+    """Page-locking of staging memory, for fast copies from a GPU: ``auto`` page-locks it if CUDA is
+    in use, and logs one warning if that fails; ``never`` does not page-lock it."""
 
     overlap: bool = True
-    """Whether upload starts while staging still runs. Without it ``save`` returns a little
-    sooner and the checkpoint is durable later."""
+    """Start the upload while staging still runs. If false, ``save`` returns a little sooner and the
+    checkpoint is durable later."""
 
     @model_validator(mode="after")
     def _holds_a_block(self) -> Self:
@@ -379,43 +379,45 @@ class Plan(_Group):
     """
 
     planner: Annotated[Literal["local", "global"] | Planner, PlainValidator(_planner)] = "local"
-    """Who decides it: ``"local"`` each rank by itself, ``"global"`` one rank for all, through the
-    store of the default process group (:class:`~ckpipe.GlobalPlanner`), or a
-    :class:`~ckpipe.Planner`, whose own arguments then hold instead of the settings below."""
+    """The planner that divides the work: with ``"local"`` each rank plans for itself; with
+    ``"global"`` one rank plans for all, through the store of the default process group
+    (:class:`~ckpipe.GlobalPlanner`); or a :class:`~ckpipe.Planner` object, whose own arguments
+    replace the settings below."""
 
     timeout_seconds: float = Field(60.0, gt=0)
-    """With ``"global"``, how long a save waits for the other ranks, in seconds, before it fails
-    and names those that did not come."""
+    """Seconds that a save waits for the other ranks at most, with ``"global"``. After that it fails
+    and names the ranks that did not join."""
 
     replicated: Literal["auto", "none"] | tuple[str, ...] = "auto"
-    """Which plain tensors all ranks hold alike, so that each byte is written by one rank only:
-    ``"auto"`` the parameters of ``DistributedDataParallel`` and what other objects in the state
-    say of themselves (:mod:`ckpipe.state.kinds`), ``"none"`` none, and a list of globs on
-    labels those that match besides. DTensors need no mention."""
+    """Plain tensors that all ranks hold alike, so that only one rank writes each byte: with
+    ``"auto"`` the parameters of ``DistributedDataParallel`` and the tensors that other objects in
+    the state declare as replicated (:mod:`ckpipe.state.kinds`); with ``"none"`` none; with a list
+    of globs also the tensors whose labels match one. DTensors need no mention."""
 
 
 class Upload(_Group):
-    """Writes to the store, and the one policy of trying again."""
+    """Writes to the store, and the retries of all requests."""
 
     lanes: int = Field(4, ge=1)
     """Writes of one save to the store at the same time."""
 
     retries: int = Field(5, ge=0)
-    """How often a request is tried again after an error that the backend calls transient."""
+    """Number of retries of a request after errors that the backend calls transient."""
 
     backoff_seconds: float = Field(0.2, ge=0)
-    """The longest wait before the first new try, in seconds. It doubles with each further one,
-    and the actual wait is drawn at random below it."""
+    """The longest wait before the first retry, in seconds. It doubles with each further retry, and
+    the actual wait is drawn at random below it."""
 
     backoff_max_seconds: float = Field(20.0, ge=0)
-    """The longest wait before any new try, in seconds. Not less than ``backoff_seconds``."""
+    """The longest wait before any retry, in seconds. Not less than ``backoff_seconds``."""
 
     attempt_timeout_seconds: float = Field(120.0, gt=0)
-    """How long one request may take, in seconds, before it counts as failed and is tried again."""
+    """Time limit of one try of a request, in seconds. After it the try has failed, and the request
+    is tried again."""
 
     deadline_seconds: float | None = Field(None, gt=0)
-    """How long one request may go on being tried, in seconds, waits included. None: until its
-    retries are used up."""
+    """Time limit of all tries of one request together, in seconds, waits included. None sets no
+    limit but the number of retries."""
 
     @model_validator(mode="after")
     def _backoff_grows(self) -> Self:
@@ -431,39 +433,41 @@ class Load(_Group):
     """Reads under way at the same time. Each holds a block of staging memory."""
 
     agreement_timeout_seconds: float = Field(600.0, gt=0)
-    """How long a load waits for other ranks, in seconds: with ``fallback``, after its own reading,
-    until they have said whether the checkpoint is whole for them; of a step, until they have
-    committed what this run saves at it, if an older checkpoint would be loaded else."""
+    """Seconds that a load waits for other ranks at most. With ``fallback``, it waits after its own
+    reading until they report whether the checkpoint is whole for them. If it loads a step that this
+    run is still saving, it waits until they have committed it, instead of loading an older
+    checkpoint of the step."""
 
 
 class Lock(_Group):
     """Limits of the time that trainer and pipeline wait for each other."""
 
     timeout_seconds: float = Field(60.0, gt=0)
-    """How long a save waits until it may look at the state, in seconds, before it fails. The
-    training step goes on in any case."""
+    """Seconds that a save waits at most for the state lock. After that it fails; the training step
+    goes on in any case."""
 
     max_step_wait_seconds: float = Field(1.0, gt=0)
-    """How long a guarded step may wait, in seconds, for a copy made beside training
-    (``until="captured"``). If it would take longer, the save fails and the step goes on, once what
-    is being copied just then is: 256 MiB at the most, or a block by each thread if that is more."""
+    """Seconds that a guarded step waits at most for a copy beside training (``until="captured"``).
+    If the copy would take longer, the save fails. The step then goes on once the copies under way
+    have ended: 256 MiB at most, or a block by each thread if that is more."""
 
 
 class Retention(_Group):
     """Rules for the complete checkpoints that stay. Without ``keep_last`` and ``rules`` all do."""
 
     keep_last: int | None = Field(None, ge=0)
-    """How many of the newest to keep. 0 allows no intermediate checkpoints, only final ones
-    and the one that a preempted run is saved in. Also written ``keep_last=`` at the top level."""
+    """Number of the newest checkpoints to keep. 0 allows no intermediate checkpoints, only final
+    ones and the one that a preempted run is saved in. Also written ``keep_last=`` at the top
+    level."""
 
     rules: RuleData | None = None
-    """What to keep besides: a rule such as ``KeepEvery(steps=1000) | KeepBest("loss")``, or its
+    """A rule for more checkpoints to keep: ``KeepEvery(steps=1000) | KeepBest("loss")``, or its
     plain form, ``[{keep = "every", steps = 1000}, {keep = "best", metric = "loss"}]``."""
 
     sweep_after_seconds: float = Field(86_400.0, ge=0)
-    """How old leftovers of runs are that ``sweep`` removes, and how long the mark of a deleted
-    checkpoint stays, so that a straggling writer cannot bring it back to life; in seconds by the
-    store's clock."""
+    """Age, in seconds by the store's clock, at which ``sweep`` removes the remains of runs. The
+    tombstone of a deleted checkpoint stays as long, so that a late writer cannot make the
+    checkpoint visible again."""
 
     @model_validator(mode="after")
     def _zero_stands_alone(self) -> Self:
@@ -473,7 +477,7 @@ class Retention(_Group):
 
     @property
     def sweep_after(self) -> timedelta:
-        """``sweep_after_seconds`` as a period."""
+        """``sweep_after_seconds`` as a timedelta."""
         return timedelta(seconds=self.sweep_after_seconds)
 
     @property
@@ -486,30 +490,30 @@ class Retention(_Group):
 
 
 class Export(_Group):
-    """The content that ``final_format`` writes beside the checkpoint of ``save(final=True)``."""
+    """The content of the export that ``final_format`` asks for."""
 
     part: str | None = None
-    """The label of the part of the state that is exported. None: all of it as ``"torch"``; as
-    ``"hf"`` what lies under ``model``, at the top of the state or one level below, where there is
-    such a thing."""
+    """The label of the part of the state to export. None exports all of it as ``"torch"``. As
+    ``"hf"``, None exports ``model``, at the top of the state or one level below, or all of the
+    state if there is no ``model``."""
 
     max_shard_bytes: Annotated[Size, Field(ge=1)] = 5_000_000_000
-    """How large a file of the form ``"hf"`` may be, in bytes, unless one tensor is larger."""
+    """Largest file of the form ``"hf"``, in bytes, unless one tensor is larger."""
 
 
 class Preemption(_Group):
-    """Saving once more when this process, or with several ranks one of them, is to be stopped."""
+    """The last save before this process, or any one of several ranks, is stopped."""
 
     enabled: bool = False
-    """Whether signals are watched. Also written ``preemption=True`` at the top level."""
+    """Watch for signals. Also written ``preemption=True`` at the top level."""
 
     signals: tuple[str, ...] = ("SIGTERM", "SIGUSR1")
-    """Their names. Who handled them before is called too; the default action is held back. A
-    handler that Python's ``signal`` does not know of, such as one of ``faulthandler``, is lost."""
+    """Names of the signals. An earlier handler is called too; the default action is suppressed. A
+    handler that Python's ``signal`` does not know, such as one of ``faulthandler``, is lost."""
 
     grace_seconds: float | None = Field(None, gt=0)
-    """How long after the signal the process is stopped for good, in seconds. Leaving the pipeline
-    then waits for saves only until that time. None: as long as ``drain_timeout_seconds``."""
+    """Seconds from the signal until the process is killed. On exit, the pipeline waits for saves
+    only until then. None waits as long as ``drain_timeout_seconds``."""
 
     @field_validator("signals")
     @classmethod
@@ -524,34 +528,36 @@ class Worker(_Group):
     """The thread or process that brings staged saves to the store."""
 
     mode: Literal["auto", "thread", "process"] = "auto"
-    """``thread``: in a thread of this process. ``process``: in a worker process, which takes no
-    turn of this interpreter and finishes what was staged even if this process is killed.
-    ``auto``: a process for stores behind a network, a thread for local disks and where something
-    cannot cross to another process. Also written ``worker="process"`` at the top level."""
+    """Thread or process: ``thread`` uploads in a thread of this process. ``process`` uploads in a
+    worker process, which takes no GIL time of this process, and finishes staged saves even if this
+    process is killed. ``auto`` takes a process for stores behind a network; it takes a thread for
+    local disks, and if the settings or the backend cannot be sent to another process. Also written
+    ``worker="process"`` at the top level."""
 
     survive: bool = True
-    """Whether the worker process finishes staged saves when this process is gone."""
+    """Let the worker process finish staged saves after this process has ended."""
 
     niceness: int = Field(10, ge=0, le=19)
-    """How much the worker process gives way to training where both want the same processor: 0 not
-    at all, 5 leaves it a quarter of one, 10 a tenth, 19 a hundredth. A processor that no other
-    wants is all its own."""
+    """The ``nice`` value of the worker process. If training needs the same processor, 0 shares it
+    equally; 5 leaves the worker a quarter of it, 10 a tenth, 19 a hundredth. A processor that is
+    otherwise idle is all its own."""
 
     hang_seconds: float = Field(300.0, gt=0)
-    """How long a worker process hangs, in seconds, until it is killed and replaced. It hangs while
-    it says nothing, all its threads sleep and it uses no processor time, each time the trainer
-    looks. One that runs, is stopped or traced, swaps or waits for a disk is never killed."""
+    """Seconds after which a hanging worker process is killed and replaced. It hangs as long as it
+    sends no message, and at each check of the trainer all its threads sleep and it has used no
+    processor time. A worker that runs, is stopped or traced, swaps or waits for a disk is never
+    killed."""
 
     stop_seconds: float = Field(5.0, ge=0)
-    """How long a worker process has to end on closing, in seconds, until it is killed."""
+    """Seconds that a worker process has to end when the pipeline closes, before it is killed."""
 
     resume_wait_seconds: float = Field(60.0, ge=0)
-    """How long a load of the newest checkpoint waits for newer ones that workers of a trainer
-    that is gone are still bringing to the store, in seconds."""
+    """Seconds that a load of the newest checkpoint waits at most for newer ones that workers of an
+    ended trainer are still uploading."""
 
     log_dir: str | None = None
-    """Where the log of a worker process is kept while it runs, and after one that did not end in
-    peace. By default a private directory below that of temporary files."""
+    """Directory for the log of a worker process. The log is kept while the process runs, and after
+    an abnormal end. By default a private directory below that of temporary files."""
 
 
 class PipelineFields(TypedDict, total=False):
@@ -598,97 +604,96 @@ class Settings(BaseModel):
     """The settings of a pipeline: checked when made, frozen from then on.
 
     Args:
-        fields: The settings below. A group is given as a dict or as its class; of a group,
-            only what is named is set, and the rest comes from the environment or the defaults.
-            ``worker`` may be its mode.
-            ``staging_bytes`` and ``keep_last`` are short for what they name in their groups,
-            a retention rule may stand for the whole group ``retention``, and True or False for
-            ``preemption``.
+        fields: The settings below. A group is given as a dict or as its class. Settings of the
+            group that are not given come from the environment or the defaults. ``staging_bytes``
+            and ``keep_last`` are short for the settings of that name in their groups. A retention
+            rule may replace the whole group ``retention``, a mode the group ``worker``, and True or
+            False the group ``preemption``.
 
     Raises:
-        SettingsError: If a name is unknown, which the message follows with the nearest valid
-            one, or a value is out of range. The environment is checked like the keywords.
+        SettingsError: If a name is unknown (the message has the nearest valid one), or a value is
+            out of range. The environment is checked like the keywords.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     url: str | None = None
-    """Where the checkpoints lie: a URL such as ``s3://bucket/run-17``, or a plain path. If it holds
-    credentials, neither ``repr`` nor logs nor errors show them."""
+    """The root of the checkpoints, as a URL such as ``s3://bucket/run-17`` or a plain path. If it
+    holds credentials, neither ``repr`` nor logs nor errors show them."""
 
     attempt_id: str | None = Field(None, min_length=1)
-    """The name of this launch, the same on all its ranks, under which no other has saved on this
-    root: the first save finds that out. By default the ranks agree on one by themselves."""
+    """The name of this launch, the same on all its ranks. No other launch may have used it on this
+    root; the first save checks that. By default the ranks agree on a name by themselves."""
 
     solo: bool = False
-    """Whether this process saves alone although other ranks run."""
+    """Save alone, although other ranks run."""
 
     read_only: bool = False
-    """Whether the pipeline only looks and loads: then it writes nothing at all, so that a
-    read-only mount or a key without the right to write will do. Saving raises, and
-    what is being loaded is not protected from others who delete. Several ranks that load the
-    newest, or fall back, agree through the Store of ``torch.distributed``; without one they name a
-    step."""
+    """Only list and load checkpoints, and write nothing at all: a read-only mount, or a key without
+    the right to write, is enough. A save raises, and a checkpoint that is being loaded is not
+    protected from deletion by other processes. Several ranks that load the newest, or fall back,
+    agree through the Store of ``torch.distributed``; without one they must name a step."""
 
     meeting_timeout_seconds: float = Field(300.0, gt=0)
-    """How long opening waits for the other ranks when they agree on an attempt, in seconds; with
-    ``attempt_id`` or ``read_only``, how long the first load on which they have to agree waits."""
+    """Seconds that opening waits at most for the other ranks to agree on an attempt. With
+    ``attempt_id`` or ``read_only``, the first load that needs their agreement waits instead."""
 
     incomplete_after_seconds: float = Field(600.0, ge=0)
-    """How long after its own commit a rank, at a later save, calls a checkpoint incomplete that
-    other ranks have not committed, in seconds. It tells so by an event and goes on."""
+    """Seconds after a rank's own commit until it counts a checkpoint as incomplete because other
+    ranks have not committed. It checks that at a later save, emits an event and goes on."""
 
     incomplete_in_a_row: int | None = Field(3, ge=1)
-    """After so many incomplete checkpoints one after the other, ``on_error`` applies to that as to
-    a failed save. None: never."""
+    """Number of incomplete checkpoints in a row after which ``on_error`` applies, as to a failed
+    save. None: never."""
 
     save_every_steps: int | None = Field(None, ge=1)
-    """The distance of the steps at which ``should_save`` asks for a save: their multiples."""
+    """Interval between saves, in steps: ``should_save`` asks for a save at each multiple of it."""
 
     save_every_seconds: float | None = Field(None, gt=0)
-    """The longest time between saves, in seconds, as far as ``should_save`` is asked. Of several
-    ranks the first whose clock says so has all of them agree on a step."""
+    """The longest time between saves, in seconds, if ``should_save`` is called often enough. Of
+    several ranks the first whose time is up makes all of them agree on a step."""
 
     look_every_seconds: float = Field(1.0, gt=0)
-    """How often each of several ranks asks the store, in the background, whether another one calls
-    for a save, in seconds: with ``preemption`` all the time, with ``save_every_seconds`` when it is
-    near. One small request each; reacting takes a few times as long."""
+    """Seconds between two requests by which each of several ranks asks the store, in the
+    background, whether another rank calls for a save. With ``preemption`` it asks all the time,
+    with ``save_every_seconds`` shortly before the time is up. Each is one small request; a
+    reaction takes a few intervals."""
 
     on_busy: Literal["wait", "skip", "fail"] = "wait"
-    """What ``save`` does while earlier saves hold the staging memory."""
+    """Behaviour of ``save`` while earlier saves hold the staging memory."""
 
     on_error: Literal["raise", "warn"] = "raise"
-    """Whether a failed save that no call waited for raises from the pipeline later, or warns."""
+    """Behaviour after a failed save that no call waited for: a later call of the pipeline raises
+    the error, or warns."""
 
     drain_timeout_seconds: float = Field(600.0, ge=0)
-    """How long leaving the pipeline on an exception, or after a signal of ``preemption``, waits for
-    staged saves, in seconds. Leaving it normally waits until all is durable, without a limit; this
-    one bounds only what follows then, such as retention and hooks."""
+    """Seconds that the pipeline waits at most for staged saves when it is left on an exception, or
+    after a signal of ``preemption``. When it is left normally, it waits until all saves are
+    durable, without a limit; this setting then bounds only retention, hooks and the like."""
 
     per_rank: Literal["raise", "drop", "rank0", "derive"] = "raise"
-    """What a load does with values of one rank each, and with random generators, where another
-    number of ranks has saved them; ``load(per_rank=…)`` goes before it and says what each means."""
+    """Treatment of per-rank values and random generators by a load if another number of ranks has
+    saved them. ``load(per_rank=…)`` overrides it, and its documentation explains each value."""
 
     pickle: Literal["refuse", "allow"] = "refuse"
-    """Whether objects of types that ckpipe does not know are saved and loaded by pickle, which
-    runs code from the file. Needed at both ends."""
+    """Save and load objects of unknown types by pickle, or refuse them. Pickle runs code from the
+    file. ``"allow"`` is needed for the save and for the load."""
 
     keep_reports: bool = True
-    """Whether each rank's manifest keeps the report of its save, which ``ckpipe timeline`` shows.
-    It costs no request, and some kilobytes for each gibibyte."""
+    """Keep the report of each save in the rank's manifest, where ``ckpipe timeline`` finds it. It
+    costs no request, and some kilobytes for each gibibyte."""
 
     switch_interval_seconds: float | None = Field(0.001, gt=0)
-    """How long a thread of this process may keep the GIL from others while a save is brought to the
-    store or a checkpoint is loaded, in seconds. It is set for the whole process by
-    ``sys.setswitchinterval``, unless that is as low already, and what was before is put back at the
-    end. Beside a loop of plain Python a save takes a third longer at Python's own 5 ms. None leaves
-    the interval alone."""
+    """Switch interval of the GIL during uploads and loads, in seconds. It is set for the whole
+    process by ``sys.setswitchinterval``, unless that is as low already, and the former value is
+    restored at the end. Beside a loop of plain Python a save takes a third longer at Python's own
+    5 ms. None changes nothing."""
 
     staging: Staging = Staging()
     """Host memory for saves on their way."""
 
     plan: Plan = Plan()
-    """Who plans, and what is replicated."""
+    """The planner, and the replicated tensors."""
 
     upload: Upload = Upload()
     """Lanes, retries and deadlines."""
@@ -700,21 +705,21 @@ class Settings(BaseModel):
     """Waits between trainer and pipeline."""
 
     retention: Retention = Retention()
-    """Which checkpoints stay."""
+    """Rules for the checkpoints that stay."""
 
     final_format: Literal["ckpipe", "torch", "hf"] = "ckpipe"
-    """What ``save(final=True)`` writes beside the checkpoint: nothing, one file for
-    ``torch.load``, or sharded safetensors with an index as ``transformers`` loads them. Of several
-    ranks the first writes it once the checkpoint is complete."""
+    """Export that ``save(final=True)`` writes beside the checkpoint: ``"ckpipe"`` none, ``"torch"``
+    one file for ``torch.load``, ``"hf"`` sharded safetensors with an index, as ``transformers``
+    loads them. Of several ranks the first writes it once the checkpoint is complete."""
 
     export: Export = Export()
-    """What that holds."""
+    """Content of the export."""
 
     preemption: Preemption = Preemption()
-    """Signals that announce the end."""
+    """Signals that announce the end of the process."""
 
     worker: Worker = Worker()
-    """Where saves are brought to the store."""
+    """The thread or process that uploads saves."""
 
     backends: dict[str, dict[str, Any]] = Field(default_factory=dict, repr=False)
     """Options for backends, by URL scheme: ``{"file": {"direct": False}}``. They may hold
@@ -727,7 +732,7 @@ class Settings(BaseModel):
         try:
             super().__init__(**_merged(_grouped(_read_environment(os.environ)), _grouped(given)))
         except ValidationError as error:
-            # The explanation has all of it, without the values that may be secret.
+            # The explanation repeats all of it, without values that may be secret.
             raise _explained(error, type(self)) from None
 
     def __repr_args__(self) -> Iterable[tuple[str | None, Any]]:
@@ -761,8 +766,8 @@ class Settings(BaseModel):
             overrides: Settings that win over the environment and the file.
 
         Raises:
-            SettingsError: If the file cannot be read, is not TOML, has no such table, or holds
-                what is not valid.
+            SettingsError: If the file cannot be read, is not TOML, has no such table, or holds an
+                invalid setting.
         """
         file, environment = (
             _grouped(_read_toml(path, table)),
@@ -771,14 +776,14 @@ class Settings(BaseModel):
         return cls(**_merged(file, environment, _grouped(overrides)))
 
     def override(self, **fields: Unpack[SettingsFields]) -> Self:
-        """New settings: these, with some of them changed.
+        """Return a copy with some settings changed.
 
         Args:
-            fields: As for the class. Of a group, only what is named is changed.
+            fields: As for the class. Settings of a group that are not given stay as they are.
 
         Raises:
             SettingsError: If a name is unknown or a value out of range.
         """
-        # Not model_dump, which would need a plain form of every rule.
+        # model_dump would need a plain form of every rule.
         present = {name: dict(v) if isinstance(v, BaseModel) else v for name, v in self}
         return type(self)(**_merged(present, _grouped(fields)))

@@ -16,11 +16,11 @@ from ckpipe.memory import cuda
 class Progress:
     """Named values of a training run, as attributes: epoch, step, tokens seen.
 
-    All of them are saved. Loading sets those that were saved and keeps the others, such as one that
-    is newer than the checkpoint: ``LoadResult.missing`` names these.
+    All of them are saved. A load sets the saved attributes and keeps the others, such as one that
+    was added after the checkpoint: ``LoadResult.missing`` names these.
 
     Args:
-        values: The attributes to begin with.
+        values: The initial attributes.
     """
 
     def __init__(self, **values: Any) -> None:
@@ -48,11 +48,11 @@ class Progress:
 class RngState:
     """The random number generators of this process: Python, numpy, torch and CUDA.
 
-    Saving reads their states at that moment, loading sets them, so that what is drawn after a
-    load is what would have been drawn after the save. Generators of other devices than the saved
-    ones are left alone.
+    A save reads their states, and a load sets them: the numbers drawn after the load are those that
+    would have been drawn after the save. Generators of devices without a saved state stay as they
+    are.
 
-    Each rank has generators of its own. A rank that did not save them, as where another number of
+    Each rank has generators of its own. A rank that did not save any, as when another number of
     ranks loads, is refused with ``PerRankValue``; with ``per_rank="derive"`` it gets generators
     that are derived from those of the lowest rank and from its own rank.
     """
@@ -99,12 +99,12 @@ def _saved_form(
 
 
 def _as_tensor(value: Any) -> Any:
-    """Return an array as a tensor, which ``torch.load`` takes with ``weights_only=True``."""
+    """Convert an array to a tensor, which ``torch.load`` accepts with ``weights_only=True``."""
     return torch.from_numpy(value.astype(np.int64)) if isinstance(value, np.ndarray) else value
 
 
 def _as_words(value: Any) -> Any:
-    """Return a tensor as the array that it was; older checkpoints hold the array itself."""
+    """Convert a tensor back to an array; older checkpoints hold the array itself."""
     return np.asarray(value, np.uint32) if isinstance(value, torch.Tensor) else value
 
 
@@ -112,14 +112,15 @@ def derived_generators(state: Mapping[str, Any], rank: int) -> dict[str, Any]:
     """Make the state of new generators from a saved one and a rank, different for each rank.
 
     Args:
-        state: What ``RngState.state_dict`` returned.
-        rank: The rank that they are for.
+        state: A result of ``RngState.state_dict``.
+        rank: The rank of the new generators.
     """
     common = hashlib.blake2b()
     for leaf in _leaves(state):
         common.update(leaf)
     own = hashlib.blake2b(common.digest() + rank.to_bytes(8, "little")).digest()
-    # torch takes 32 bits of a seed on the CPU, where hashes of many ranks may meet: so it is added.
+    # torch takes 32 bits of a seed on the CPU. Hashes of many ranks may collide in 32 bits, so the
+    # rank is added instead.
     seed = (int.from_bytes(common.digest()[:4], "little") + rank) % 2**32
     bits = _BIT_GENERATORS[state["numpy"]["bit_generator"]](np.frombuffer(own[:32], np.uint32))
     made = _saved_form(

@@ -1,8 +1,8 @@
 """Run blocking calls in worker threads, and several tasks that fail as one.
 
 A pipeline that is open when the interpreter ends is closed from ``atexit``. By then no executor
-takes a call, and Python 3.12 starts no thread either. So the loop of a pipeline has a reserve of
-threads from its beginning, which work off its calls where no other thread can be had.
+accepts a call, and Python 3.12 starts no thread either. So the loop of a pipeline keeps a reserve
+of threads from its beginning. They run its calls once no other thread can be started.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ Result = TypeVar("Result")
 Args = TypeVarTuple("Args")
 
 RESERVE = 8
-"""How many threads a pipeline's loop has for the end of the interpreter: one for each lane of an
-upload, and some for calls that wait for others."""
+"""Number of threads that a pipeline's loop keeps for the end of the interpreter: one for each lane
+of an upload, and some for calls that wait for others."""
 
 _Calls = SimpleQueue[Callable[[], None] | None]
 _reserve: RunVar[_Calls] = RunVar("ckpipe_reserve_of_threads")
@@ -68,7 +68,7 @@ def _answer(outcome: Future[Result], call: Callable[[], Result]) -> None:
 
 @asynccontextmanager
 async def reserve_of_threads() -> AsyncIterator[None]:
-    """Keep threads for the calls of this loop that come when no thread can be started."""
+    """Keep threads for calls of this loop at a time when no thread can be started."""
     calls: _Calls = SimpleQueue()
     _reserve.set(calls)
     async with anyio.create_task_group() as tasks:
@@ -90,20 +90,20 @@ def _serve(calls: _Calls) -> None:
 class PipelineLoop(asyncio.SelectorEventLoop):
     """An event loop whose default executor is the worker threads of :func:`run_sync`.
 
-    That of asyncio takes no call any more while the interpreter ends.
+    The default executor of asyncio accepts no calls while the interpreter ends.
     """
 
     def run_in_executor(
         self, executor: Executor | None, func: Callable[[*Args], Result], *args: *Args
     ) -> asyncio.Future[Result]:
-        """Call a function in a worker thread, unless an executor is named."""
+        """Call a function in a worker thread, or in the executor if one is given."""
         if executor is not None:
             return super().run_in_executor(executor, func, *args)
         return self.create_task(run_sync(func, *args, abandon_on_cancel=True))
 
 
 def use_reserve_if_no_thread_starts() -> None:
-    """Have calls go to the reserves if the interpreter ends and starts no thread any more."""
+    """Switch all calls to the reserves if the interpreter ends and starts no more threads."""
     global _uses_reserve
     try:
         Thread(target=int, daemon=True).start()
@@ -116,14 +116,14 @@ async def in_thread(
 ) -> Result:
     """Run a function in a worker thread and never return while it still runs.
 
-    A cancelled anyio scope waits for the thread by itself. A task cancelled by asyncio's own
-    means does not: its caller would go on while the thread still reads the caller's memory.
-    So the end of the thread is awaited here in that case too, before the cancellation goes on.
+    A cancelled anyio scope waits for the thread by itself. A task that asyncio cancels does not:
+    its caller would go on while the thread still reads the caller's memory. So the end of the
+    thread is awaited here in that case too, before the cancellation goes on.
 
     Args:
-        function: What to run.
-        args: What to call it with.
-        limiter: Bounds how many threads there are; None for anyio's own, which all share.
+        function: The function.
+        args: Its arguments.
+        limiter: Bounds the number of threads; None for anyio's own limiter, which all share.
     """
     begun, ended = threading.Lock(), Future[None]()
 
@@ -147,24 +147,25 @@ async def in_thread(
 
 
 async def in_threads(work: Callable[[], None], count: int) -> None:
-    """Run a function in several threads at once; when this returns or raises, none is left.
+    """Run a function in several threads at once; return or raise only once all have ended.
 
-    However this is cancelled, the threads see it: they run in a task group, which is cancelled
-    even where asyncio itself cancels the task that waits for it.
+    The threads see every cancellation: they run in a task group, which is cancelled even if asyncio
+    itself cancels the task that waits for it.
 
     Raises:
         Exception: The first failure, which ends the others.
     """
-    # They may wait long, and must not for threads that all share.
+    # The threads may wait long, so they must not come from the limiter that all share.
     limiter = anyio.CapacityLimiter(max(1, count))
     await run_lanes(count, lambda: in_thread(work, limiter=limiter))
 
 
 def on_loop(function: Callable[[*Args], Awaitable[Result]], *args: *Args) -> Result:
-    """Await something on the loop, from a worker thread; cancelled if the thread's scope is.
+    """Await a coroutine function on the loop, from a worker thread.
 
-    anyio looks for whom to cancel when a scope is cancelled, and perhaps never again. So what comes
-    to the loop later finds that out itself; otherwise it might wait for ever.
+    It is cancelled if the scope of the thread is. anyio looks for tasks to cancel when a scope is
+    cancelled, and perhaps never again. So a call that reaches the loop later checks the scope
+    itself; otherwise it might wait for ever.
     """
 
     async def unless_cancelled() -> Result:
@@ -176,7 +177,7 @@ def on_loop(function: Callable[[*Args], Awaitable[Result]], *args: *Args) -> Res
         return anyio.from_thread.run(unless_cancelled)
     except asyncio.CancelledError:
         anyio.from_thread.check_cancelled()
-        # The thread was not cancelled: its waiter would take this for its plain end.
+        # The thread was not cancelled: its waiter would take CancelledError for a normal end.
         what = f"{function!r} was cancelled by something else than its caller"
         raise concurrent.futures.CancelledError(what) from None
 
@@ -188,12 +189,12 @@ async def run_lanes(count: int, lane: Callable[[], Awaitable[None]]) -> None:
     """Run a function as several tasks at once, until all have returned or one has failed.
 
     Args:
-        count: How many tasks.
-        lane: What each does; they usually pull from one iterator.
+        count: The number of tasks.
+        lane: The function of each; they usually pull from one iterator.
 
     Raises:
-        BaseException: What the first failing task raised, as it was; the others are cancelled,
-            since what they raise may be what stopping them has caused.
+        BaseException: The error of the first failing task, without a group. The others are
+            cancelled, and their errors are dropped, since the cancellation may have caused them.
     """
     failures: list[BaseException] = []
 
@@ -216,14 +217,14 @@ async def run_lanes(count: int, lane: Callable[[], Awaitable[None]]) -> None:
 async def all_of(
     calls: Sequence[Callable[[], Awaitable[T]]], at_once: int | None = None
 ) -> list[T]:
-    """Make several calls at once, and return what they return, in their order.
+    """Run several calls at once, and return their results in their order.
 
     Args:
         calls: The calls.
-        at_once: How many at a time; None makes all.
+        at_once: The largest number of calls at a time; None for all.
 
     Raises:
-        BaseException: What the first failing call raised; the others are cancelled.
+        BaseException: The error of the first failing call; the others are cancelled.
     """
     found: dict[int, T] = {}
     waiting = iter(enumerate(calls))
@@ -240,13 +241,13 @@ async def all_of(
 async def beside(
     call: Callable[[], Coroutine[Any, Any, None]], name: str | None = None
 ) -> AsyncIterator[None]:
-    """Run a call beside a block, and cancel it at the end of the block.
+    """Run a call concurrently with a ``with`` block, and cancel it at the end of the block.
 
-    What the block raises comes as it is, without a group.
+    An error of the block is raised without a group.
 
     Args:
         call: The call.
-        name: The name of its task; None for that of the function.
+        name: The name of its task; None for the name of the function.
     """
     failure: Exception | None = None
     async with anyio.create_task_group() as tasks:
@@ -261,11 +262,11 @@ async def beside(
 
 
 class Ahead(Generic[T]):
-    """A value that is fetched while something else is done.
+    """Prefetch: a value that is fetched concurrently with other work.
 
     Args:
-        fetch: Gets it; its errors are raised by the value's getter; without a call of that they are
-            dropped.
+        fetch: Gets the value. Its errors are raised by :meth:`get`, and dropped if that is never
+            called.
     """
 
     def __init__(self, fetch: Callable[[], Awaitable[T]]) -> None:
@@ -274,7 +275,7 @@ class Ahead(Generic[T]):
         self._failure: Exception | None = None
 
     def started(self) -> AbstractAsyncContextManager[None]:
-        """Fetch beside a block, and give up at its end; see :func:`beside`."""
+        """Fetch concurrently with a block, and cancel at its end; see :func:`beside`."""
         return beside(self._run)
 
     async def _run(self) -> None:
@@ -285,10 +286,10 @@ class Ahead(Generic[T]):
         self._ended.set()
 
     async def get(self) -> T:
-        """The value, once it is there; to be asked for within :meth:`started`.
+        """Wait for the value and return it; to be called within :meth:`started`.
 
         Raises:
-            Exception: What fetching it has raised.
+            Exception: The error of the fetch.
         """
         await self._ended.wait()
         if self._failure is not None:

@@ -1,11 +1,11 @@
 """The plain data that callers of ckpipe see: checkpoints, reports of saves and loads, planners.
 
-Reports tell how saves and loads spent their time, and what held them up. Times are seconds after
-the call unless a name says otherwise. A stage's *busy* time is that during which at least one of
-its workers was at work; for the rest of it the stage *waited*: for blocks, for memory, or for the
-stage that takes what it has made.
+Reports tell how saves and loads spent their time, and name the bottleneck. Times are seconds after
+the call unless a name says otherwise. A stage is *busy* while at least one of its workers works;
+for the rest of its time the stage *waited*: for blocks, for memory, or for the next stage.
 
-A planner is described here, apart from those that ckpipe has, so that settings need no torch.
+The protocols of planners are here, apart from ckpipe's own planners, so that settings need no
+torch.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 SaveStatus = Literal[
     "queued", "capturing", "staged", "uploading", "committed", "skipped", "failed", "cancelled"
 ]
-"""Where a save stands, in this order; the last four are final."""
+"""The state of a save, in this order; the last four are final."""
 
 _DAY = r"[0-9]{4}(?:0[1-9]|1[0-2])(?:0[1-9]|[12][0-9]|3[01])"
 _TIME = r"(?:[01][0-9]|2[0-3])[0-5][0-9][0-5][0-9][0-9]{3}"
@@ -39,14 +39,14 @@ _ATTEMPT_ID = re.compile(r"[0-9A-Za-z_-]{1,64}")
 class CheckpointId:
     """The name of one checkpoint. Ids compare by age: the newest is the greatest.
 
-    An attempt is one launch of a training run and begins with its start time at a fixed width,
-    so that a run resumed from step 500 makes the abandoned step 1000 of the launch before it
-    an older checkpoint, not a newer one.
+    An attempt is one launch of a training run. Its name begins with its start time at a fixed
+    width. So after a run resumes from step 500, the abandoned step 1000 of the earlier launch is an
+    older checkpoint than the new ones.
 
     Args:
         attempt: Start time and id of the attempt, ``20261121T034205123Z-9f3a2c01``.
         step: The training step, zero or more.
-        count: How often this step was saved before in this attempt.
+        count: Number of earlier saves of this step in this attempt.
     """
 
     attempt: str
@@ -58,7 +58,7 @@ class CheckpointId:
 
     @classmethod
     def parse(cls, name: str) -> CheckpointId | None:
-        """The id that a name spells, or None if ckpipe did not write such a name."""
+        """Parse a name; return None if it is not exactly as ckpipe writes it."""
         match = _NAME.fullmatch(name)
         if match is None:
             return None
@@ -67,7 +67,7 @@ class CheckpointId:
 
 
 def attempt_name(started: datetime, attempt_id: str) -> str:
-    """The name of an attempt: its start in UTC to the millisecond, and its id.
+    """Make the name of an attempt: its start in UTC to the millisecond, and its id.
 
     Raises:
         ValueError: If the id is not 1 to 64 letters, digits, ``_`` or ``-``.
@@ -78,36 +78,37 @@ def attempt_name(started: datetime, attempt_id: str) -> str:
 
 
 def attempt_parts(attempt: str) -> tuple[datetime, str]:
-    """The start of an attempt in UTC, and its id: what :func:`attempt_name` was given.
+    """Return the start of an attempt in UTC, and its id: the arguments of :func:`attempt_name`.
 
     Raises:
         ValueError: If the name begins with no date.
     """
     started, _, attempt_id = attempt.partition("Z-")
-    # The format's %f takes six digits, and names have three.
+    # %f takes six digits, and names have three.
     return datetime.strptime(f"{started}000", "%Y%m%dT%H%M%S%f").replace(tzinfo=UTC), attempt_id
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointInfo:
-    """Facts known of one checkpoint on the store. Two of the same checkpoint are equal.
+    """Known facts of one checkpoint on the store. Two infos of the same checkpoint are equal.
 
-    What was saved in it is None as long as it is not known: of one that is not complete, or whose
-    index cannot be read, and of what :meth:`ckpipe.Pipeline.steps` does not ask for.
+    A fact of the content is None if it is unknown: the checkpoint is not complete, its index cannot
+    be read, or :meth:`ckpipe.Pipeline.steps` does not read it.
 
     Args:
         id: Its exact name; accepted wherever a step is.
         step: The training step.
         attempt: The launch that wrote it.
-        count: How often this step was saved before in that attempt.
-        complete: Whether it is whole, and can be loaded.
-        reason: Why it is not complete; empty if it is.
-        pinned: Whether it is protected from retention.
-        saved_at: When its index was written, by the store's clock, in UTC; None if there is none.
-        metrics: What ``save`` was given as metrics.
-        metadata: What ``save`` was given as metadata.
+        count: Number of earlier saves of this step in that attempt.
+        complete: True if it is whole and can be loaded.
+        reason: The reason why it is not complete; empty if it is.
+        pinned: True if it is protected from retention.
+        saved_at: Time at which its index was written, by the store's clock, in UTC; None without
+            an index.
+        metrics: The metrics that ``save`` was given.
+        metadata: The metadata that ``save`` was given.
         bytes: The size of its data files, of all ranks together.
-        world_size: How many ranks saved it.
+        world_size: Number of ranks that saved it.
     """
 
     id: str
@@ -125,7 +126,7 @@ class CheckpointInfo:
 
     @property
     def key(self) -> CheckpointId:
-        """Its id in parts."""
+        """The parsed id."""
         return CheckpointId(self.attempt, self.step, self.count)
 
 
@@ -136,11 +137,11 @@ class LoadResult:
     Args:
         id: Exact name of the checkpoint.
         step: Its step.
-        state: The state: the target itself where it could be changed in place.
-        metadata: What ``save`` was given as metadata.
-        metrics: What ``save`` was given as metrics.
-        missing: Labels that the target has and the checkpoint has not.
-        unexpected: Labels that the checkpoint has and the target has not.
+        state: The state: the target itself as far as it could be changed in place.
+        metadata: The metadata that ``save`` was given.
+        metrics: The metrics that ``save`` was given.
+        missing: Labels of the target that the checkpoint lacks.
+        unexpected: Labels of the checkpoint that the target lacks.
         report: Seconds and bytes.
     """
 
@@ -178,7 +179,7 @@ class Planner(Protocol):
         Args:
             captured: The structure; the bytes of its tensors may change meanwhile.
             rank: The rank to plan for, from 0.
-            world_size: How many ranks save together.
+            world_size: Number of ranks that save together.
 
         Raises:
             UnsupportedState: If a tensor cannot be saved.
@@ -189,9 +190,9 @@ class Planner(Protocol):
 
 @runtime_checkable
 class JointPlanner(Planner, Protocol):
-    """A planner whose plan of a save depends on what other ranks have.
+    """A planner whose plan of a save depends on the states of other ranks.
 
-    It is asked in every save, by this method alone, and never while the state lock is held.
+    Every save calls :meth:`plan_save`, never :meth:`plan`, and never while it holds the state lock.
     """
 
     def prepare(self, *, rank: int, world_size: int, max_file_bytes: int | None) -> None:
@@ -199,7 +200,7 @@ class JointPlanner(Planner, Protocol):
 
         Args:
             rank: This rank.
-            world_size: How many ranks save together.
+            world_size: Number of ranks that save together.
             max_file_bytes: The largest data file that the store takes, in bytes; None for no
                 limit.
 
@@ -211,18 +212,18 @@ class JointPlanner(Planner, Protocol):
     def plan_save(self, captured: Captured, *, save: str, rank: int, world_size: int) -> RankPlan:
         """Plan a save together with the other ranks; blocking, called in a worker thread.
 
-        A plan that fits again should be the same object again, since work is remembered with it.
+        If an earlier plan still fits, return the same object, since ckpipe caches work with it.
 
         Args:
             captured: The structure.
-            save: What names the save: ``<run>/<number>``, the same on all ranks, where the run
-                is this launch on this root. It may be asked again for one save, if the state has
+            save: The name of the save: ``<run>/<number>``, the same on all ranks, where the run
+                is this launch on this root. It may be called again for one save, if the state has
                 changed since.
             rank: The rank to plan for, from 0.
-            world_size: How many ranks save together.
+            world_size: Number of ranks that save together.
 
         Raises:
-            PlanTimeout: If ranks do not take part in time; names them.
+            PlanTimeout: If some ranks do not join in time; names them.
             UnsupportedState: If a tensor cannot be saved, or ranks contradict each other.
             SaveError: If there is no plan for this save for another reason.
         """
@@ -230,10 +231,10 @@ class JointPlanner(Planner, Protocol):
 
 
 MAX_BLOCKS = 2000
-"""Blocks that the plain form of a report has at the most; of more it has every n-th."""
+"""Most blocks in the plain form of a report; if there are more, it has every n-th."""
 
 Span = tuple[float, float]
-"""When something began and ended."""
+"""Begin and end."""
 
 _SPANS = ("copied", "summed", "uploaded")
 _NUMBERS = ("file", "offset", "bytes", "copier", "lane")
@@ -244,10 +245,10 @@ class StageReport:
     """The times of one stage of a save or load.
 
     Args:
-        seconds: From when the stage began to when it ended; stages overlap.
+        seconds: Seconds from its begin to its end; stages overlap.
         bytes: Bytes that went through it.
-        began: When it began, in seconds after the call.
-        waited: How much of its seconds it had nothing to do.
+        began: Its begin, in seconds after the call.
+        waited: Seconds of them in which it waited.
     """
 
     seconds: float
@@ -257,22 +258,23 @@ class StageReport:
 
     @property
     def busy(self) -> float:
-        """Seconds during which it was at work."""
+        """Seconds in which it worked."""
         return max(0.0, self.seconds - self.waited)
 
 
 @dataclass(frozen=True, slots=True)
 class BlockReport:
-    """The way of one block of a data file; what has not happened to it is None.
+    """The times of one block of a data file; a time is None if its step has not happened.
 
     Args:
         file: Number of the rank's data file.
-        offset: Where the block begins in the file, in bytes.
+        offset: Offset of the block in the file, in bytes.
         bytes: Its size.
-        copied: When it was filled in host memory.
-        summed: When its checksums were computed, or the last of them; None if all were computed
-            while it was copied, as they are of what lies in host memory as the file wants it.
-        uploaded: When it was written to the store, new tries included.
+        copied: Time in which it was filled in host memory.
+        summed: Time in which its checksums were computed, or the last of them. None if all were
+            computed while it was copied, as they are of data that lies in host memory in the
+            layout of the file.
+        uploaded: Time in which it was written to the store, retries included.
         copier: Number of the thread that filled it, from 0.
         lane: Number of the lane that wrote it, from 0.
     """
@@ -293,16 +295,16 @@ class SaveReport:
 
     Args:
         stages: A report for each stage that ran, by name.
-        staged_seconds: From the call of ``save`` until the whole state was copied.
-        durable_seconds: From the call of ``save`` until the commit; None until then.
+        staged_seconds: Seconds from the call of ``save`` until the whole state was copied.
+        durable_seconds: Seconds from the call of ``save`` until the commit; None until then.
         bytes: Size of the data files.
-        tensors: How many tensors were saved.
-        planned: Whether the plan had to be made; False if the last one still fitted.
-        captured_seconds: With ``until="captured"``, from the call of ``save`` until forward and
-            backward could go on; else None.
-        blocks: The way of each block, in the order in which they were filled.
-        copied_bytes: How many bytes of the whole checkpoint would not be there if what all ranks
-            hold alike were written once. Known to the rank that completed it; 0 elsewhere.
+        tensors: Number of saved tensors.
+        planned: True if the plan had to be made; False if the last one still fitted.
+        captured_seconds: With ``until="captured"``, seconds from the call of ``save`` until forward
+            and backward could go on; else None.
+        blocks: The times of each block, in the order in which they were filled.
+        copied_bytes: Bytes of the whole checkpoint that are redundant copies of tensors which all
+            ranks hold alike. Known to the rank that completed it; 0 on others.
     """
 
     stages: Mapping[str, StageReport]
@@ -317,18 +319,18 @@ class SaveReport:
 
     @property
     def seconds(self) -> float:
-        """From the call until the end of what the report tells of."""
+        """Seconds from the call until the last end in the report."""
         ends = (stage.began + stage.seconds for stage in self.stages.values())
         return max([self.durable_seconds or 0.0, self.staged_seconds or 0.0, *ends])
 
     @property
     def bottleneck(self) -> str:
-        """The part that took most of the time, as a sentence; empty if nothing has run yet."""
+        """The phase that took most of the time, as a sentence; empty if no stage has run yet."""
         until = self.durable_seconds or self.seconds
         return _sentence(self.stages, _SAVE_PARTS, until)
 
     def to_data(self) -> dict[str, Any]:
-        """The report as plain JSON; :func:`save_report_from_data` reads it."""
+        """Return the report as plain JSON; :func:`save_report_from_data` reads it."""
         return {
             "staged_seconds": _rounded(self.staged_seconds),
             "durable_seconds": _rounded(self.durable_seconds),
@@ -358,10 +360,10 @@ class LoadReport:
     Args:
         stages: A report for each stage, by name: ``find``, in which the checkpoint and its index
             were found, ``match``, ``read`` and ``apply``.
-        seconds: From the call of ``load`` until the state was in place.
+        seconds: Seconds from the call of ``load`` until the state was in place.
         bytes: Bytes read from data files, also those that turned out not to be needed.
         reads: Requests for ranges of data files.
-        damaged: Ids of newer checkpoints that ``fallback`` passed over, each with what is wrong.
+        damaged: Ids of newer checkpoints that ``fallback`` skipped, each with its damage.
     """
 
     stages: Mapping[str, StageReport]
@@ -372,11 +374,11 @@ class LoadReport:
 
     @property
     def bottleneck(self) -> str:
-        """The part that took most of the time, as a sentence."""
+        """The phase that took most of the time, as a sentence."""
         return _sentence(self.stages, _LOAD_PARTS, self.seconds)
 
     def to_data(self) -> dict[str, Any]:
-        """The report as plain JSON."""
+        """Return the report as plain JSON."""
         return {
             "seconds": _rounded(self.seconds),
             "bytes": self.bytes,
@@ -399,8 +401,8 @@ class RankReport:
 
     Args:
         rank: The rank.
-        started: When its save was called, ISO 8601 in UTC, by its own machine's clock.
-        report: How the save spent its time until the manifest was written; None if that was not
+        started: Time of the call of its save, ISO 8601 in UTC, by its own machine's clock.
+        report: The report of the save until its manifest was written; None if reports were not
             kept.
     """
 
@@ -409,7 +411,7 @@ class RankReport:
     report: SaveReport | None
 
 
-# What can hold a save or load up: a name for people, and the stages that it is made of.
+# Possible bottlenecks of a save or load: a name for people, and the stages that it covers.
 _SAVE_PARTS = {
     "Waiting for trainers to let go of the state lock": ("lock",),
     "Waiting for staging memory that earlier saves held": ("wait",),
@@ -443,7 +445,7 @@ def _sentence(
 
 
 def busy_seconds(spans: Iterable[Span]) -> float:
-    """The time in which at least one of some spans lasted."""
+    """Return the length of the union of the spans."""
     total, reached = 0.0, -math.inf
     for began, ended in sorted(spans):
         total += max(0.0, ended - max(began, reached))
@@ -455,14 +457,14 @@ def size_text(nbytes: float) -> str:
     """Describe a number of bytes for people, in powers of ten."""
     size = float(round(nbytes))
     for unit in ("B", "kB", "MB", "GB", "TB", "PB"):
-        if size < 999.5:  # which three digits round to 1000
+        if size < 999.5:  # three digits would round it to 1000
             return f"{size:.3g} {unit}"
         size /= 1000
     return f"{size:.0f} EB"
 
 
 def rate_text(nbytes: int, seconds: float) -> str:
-    """Describe bytes in a time for people."""
+    """Describe a rate in bytes per second for people."""
     return f"{size_text(nbytes / seconds)}/s"
 
 
@@ -483,7 +485,7 @@ def _stages_data(stages: Mapping[str, StageReport]) -> dict[str, Any]:
 
 
 def _blocks_data(blocks: Sequence[BlockReport]) -> dict[str, Any]:
-    """Blocks in columns, with times in whole microseconds, which is a third of the text."""
+    """Put blocks in columns, with times in whole microseconds: that takes a third of the text."""
     chosen = blocks[:: max(1, -(-len(blocks) // MAX_BLOCKS))]
     columns: dict[str, Any] = {"of": len(blocks)}
     for name in _NUMBERS:
@@ -495,7 +497,7 @@ def _blocks_data(blocks: Sequence[BlockReport]) -> dict[str, Any]:
 
 
 def save_report_from_data(data: Any) -> SaveReport:
-    """Read what :meth:`SaveReport.to_data` made; it may be hostile.
+    """Read the plain form of :meth:`SaveReport.to_data`; it may be hostile.
 
     Raises:
         InvalidManifest: If it is not a report.

@@ -190,7 +190,7 @@ def test_a_target_that_fails_is_told_once_and_no_save_suffers(
     with JsonLines(_Full()) as lines, ckpipe.SyncPipeline(store.url, **QUICK) as pipeline:
         pipeline.events.add(lines)
         pipeline.save(STATE, step=1, until="committed")
-    assert caplog.text.count("Events can be written no more") == 1
+    assert caplog.text.count("Events can no longer be written") == 1
     with pytest.raises(IsADirectoryError):
         JsonLines(tmp_path)
 
