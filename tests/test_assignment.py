@@ -226,7 +226,7 @@ CONTRADICTIONS = {
     _tied: r"shares memory as \['w'\] on rank 0 and as \['w', 'x'\] on rank 2",
     _placement: r"cut along \[0\] on rank 0 and on a mesh .* cut along \[1\] on rank 2",
     _global_shape: r"\[6, 6\] on rank 0 and float32 of shape \[9, 6\] on rank 2",
-    _absent: "lies on a mesh with rank 2, which has not got it",
+    _absent: "lies on a mesh with rank 2, which lacks it",
     _hole: "lack its box",
     _overlap: "overlap without being the same",
 }

@@ -162,7 +162,7 @@ SPOILT: dict[str, tuple[Spoil, str]] = {
     "a hole": (_hole, "leaves a hole in the entry"),
     "nothing in an entry": (_unfilled, "fills 0 of the"),
     "an owner outside the world": (_outside, "outside the world"),
-    "a header that lies": (_header, "header that does not say what is in it"),
+    "a header that lies": (_header, "header that does not match its entries"),
     "a file elsewhere": (_file, "instead of 'rank-00000.safetensors'"),
     "a tensor that is not there": (_no_such_tensor, "from tensor 99"),
 }
@@ -210,7 +210,7 @@ class Breaks:
         (KeyboardInterrupt(), UsageError, "The planner Breaks raised KeyboardInterrupt"),
         (asyncio.CancelledError(), UsageError, "The planner Breaks raised CancelledError"),
         (ValueError("mine"), ValueError, "mine"),
-        (None, UsageError, "is not made as a plan is: TypeError"),
+        (None, UsageError, "has malformed fields: TypeError"),
     ],
 )
 def test_planner_that_breaks_fails_the_save_and_nothing_else(

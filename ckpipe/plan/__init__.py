@@ -1,3 +1,3 @@
-"""Decide who writes what, and where in which file."""
+"""Assign each tensor to a writing rank, a data file and an offset."""
 
 from __future__ import annotations

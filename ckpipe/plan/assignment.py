@@ -1,19 +1,19 @@
-"""Assign to ranks what they write, from what each rank offers. Pure.
+"""Assign bytes to the ranks that write them, from the offers of all ranks. Pure.
 
-An *offer* lists what other ranks may hold too: DTensors, and plain tensors that are said to be
-replicated. What is a rank's own takes part as a number of bytes, and may change without the other
-ranks being told.
+An *offer* lists tensors that other ranks may hold too: DTensors, and plain tensors that are marked
+as replicated. The private tensors of a rank count only as a number of bytes, and may change without
+notice to other ranks.
 
-Offers are checked against each other first. Tensors of one name must be the same tensor wherever
-the name stands for one: everywhere if it is said to be replicated, else on the ranks of its mesh.
-The boxes that these ranks hold must cover it, each element in one box. So a plan that is made is
-known to write each element once, by a rank that has it.
+Offers are checked against each other first. All tensors of one name must be the same tensor: on all
+ranks if the name is marked as replicated, else on the ranks of its mesh. The boxes that these ranks
+hold must cover the tensor, each element in one box. So a finished plan provably writes each element
+once, by a rank that has it.
 
-Bytes are balanced by water-filling. What few ranks hold is placed before what many hold, and of
-those the large before the small, so that what can go anywhere comes last and fills what the others
-have left uneven. A tensor that is large enough is divided over the emptiest of its ranks up to a
-common level; one that is not goes whole to the emptiest. What is left uneven in the end is about
-the size of a small tensor.
+Bytes are balanced by water-filling. Tensors of few holders are placed before those of many, and of
+equal ones the large before the small. So the tensors that can go to any rank come last and level
+the differences that the others left. A tensor that is large enough is divided over the emptiest of
+its ranks up to a common level; a smaller one goes whole to the emptiest. The final imbalance is
+about the size of a small tensor.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _VERSION = 1
 
 
 class TensorSpec(NamedTuple):
-    """One name of an offered tensor: what must be the same wherever it is held.
+    """One name of an offered tensor: the facts that must agree between all its holders.
 
     Args:
         label: The name.
@@ -57,12 +57,12 @@ class Offered:
     """A share of a rank's state that other ranks may hold too.
 
     Args:
-        name: What ranks that hold it call it.
+        name: Its name on all ranks that hold it.
         specs: All its tensors, in the order of their labels.
-        sharding: How it lies on its mesh; None for a plain tensor.
-        replicated: Whether all that is called so is said to be the same, on whatever mesh.
-        overlapping: Whether its tensors overlap in other ways than by being the same.
-        window: How many bytes overlapping tensors are written as; 0 for others.
+        sharding: Its layout on its mesh; None for a plain tensor.
+        replicated: True if all tensors of this name are marked as the same, on any mesh.
+        overlapping: True if its tensors overlap and are not all the same.
+        window: Bytes in which overlapping tensors are written; 0 for others.
     """
 
     name: str
@@ -75,14 +75,14 @@ class Offered:
 
 @dataclass(frozen=True, slots=True)
 class DescribedState:
-    """A rank's state, divided, and what of it the rank tells others.
+    """A rank's state, divided into shares, and its offer to other ranks.
 
     Args:
-        shares: All its shares, each with what is offered of it; None if it is private.
-        offer: What others may hold too, in the order of the walk.
-        private: Bytes of what is the rank's own.
-        data: The offer as other ranks get it; the same for equal offers.
-        digest: A short text that tells it from others.
+        shares: All its shares, each with its offer; None if it is private.
+        offer: The shares that others may hold too, in the order of the walk.
+        private: Bytes of the private shares.
+        data: The offer, encoded; equal offers have equal data.
+        digest: A hash of ``data``.
     """
 
     shares: list[tuple[Share, Offered | None]]
@@ -95,17 +95,17 @@ class DescribedState:
 def describe(
     leaves: list[TensorLeaf], marked: frozenset[int], *, rank: int, world_size: int
 ) -> DescribedState:
-    """Divide a rank's state, and say what is offered of it.
+    """Divide a rank's state into shares, and make its offer.
 
     Args:
         leaves: The tensors.
-        marked: The numbers of those that are said to be replicated.
+        marked: The numbers of the tensors that are marked as replicated.
         rank: The rank.
-        world_size: How many ranks there are.
+        world_size: Number of ranks.
 
     Raises:
-        UnsupportedState: If a DTensor's local part has another shape than its placements say.
-        UnsupportedTopology: If a mesh has ranks that are not of this world.
+        UnsupportedState: If the shape of a DTensor's local tensor contradicts its placements.
+        UnsupportedTopology: If a mesh has ranks outside of this world.
     """
     found: list[tuple[Share, Offered | None]] = []
     elsewhere: list[TensorLeaf] = []
@@ -117,7 +117,7 @@ def describe(
             top = max(leaf.address + leaf.window for leaf in members)
             nbytes = top - min(leaf.address for leaf in members)
         alike = not marked.isdisjoint(share.members)
-        # Where nothing of it is held, it cannot be seen which tensors are tied.
+        # A rank that holds no element of a tensor cannot see with which others it is tied.
         if share.holding.boxes == () or not (alike or first.sharding is not None):
             private += nbytes
             elsewhere += [leaf for leaf in members if leaf.sharding is not None]
@@ -138,10 +138,10 @@ def describe(
 def _encode(offered: Sequence[Offered], elsewhere: Sequence[TensorLeaf]) -> bytes:
     """Encode an offer for other ranks: compressed JSON.
 
-    No rank reads what only others have, but when it lies in another way, the bytes differ: so a
-    rank that has nothing of a tensor tells, too, that plans no longer fit.
+    ``elsewhere`` is never decoded. It has the tensors of which this rank holds no element: if their
+    layout changes, the encoded bytes differ, so this rank notices too that old plans do not fit.
     """
-    # A sharding stands in a list once, however many tensors lie so.
+    # Each sharding is listed once, for any number of tensors.
     spreads = Numbering()
 
     def row_of(spread: Sharding | None) -> int | None:
@@ -176,7 +176,7 @@ def _encode(offered: Sequence[Offered], elsewhere: Sequence[TensorLeaf]) -> byte
 
 
 def decode_description(data: bytes) -> tuple[Offered, ...]:
-    """Read the shares in what :func:`describe` encoded.
+    """Decode the shares of an offer that :func:`describe` encoded.
 
     Raises:
         SaveError: If another version of ckpipe made it.
@@ -212,8 +212,8 @@ class Cut(NamedTuple):
     """The division of a box between ranks.
 
     Args:
-        stops: Who writes, each with the row behind its last one.
-        dim: The dimension whose rows are meant; None if one rank writes all of it.
+        stops: The writing ranks, each with the row behind its last one.
+        dim: The dimension of the rows; None if one rank writes all of the box.
     """
 
     stops: tuple[tuple[int, int], ...]
@@ -221,15 +221,15 @@ class Cut(NamedTuple):
 
 
 Answer = tuple[tuple[Cut | None, ...], ...]
-"""For each share of an offer, for each box of it: how it is divided; None if one rank has it."""
+"""For each share of an offer, for each box of it: its division; None if only one rank has it."""
 
 
 def assign(offers: Sequence[Sequence[Offered]], private: Sequence[int]) -> list[Answer]:
-    """Decide who writes what of all that ranks offer.
+    """Assign all offered boxes to ranks that write them.
 
     Args:
-        offers: Those of all ranks, in their order.
-        private: How many bytes of its own each rank has to write besides.
+        offers: The offers of all ranks, in the order of ranks.
+        private: The private bytes that each rank writes besides.
 
     Returns:
         For each rank the answer to its offer.
@@ -263,12 +263,12 @@ def assign(offers: Sequence[Sequence[Offered]], private: Sequence[int]) -> list[
 
 
 _Holders = dict[int, Offered]
-"""What each of some ranks says of a tensor that they have."""
+"""The offers of one tensor by rank."""
 
 
 @dataclass(slots=True)
 class _Part:
-    """A box that several ranks hold; one without a shape is not cut."""
+    """A box that several ranks hold; a box without a shape is not cut."""
 
     name: str
     number: int
@@ -279,7 +279,7 @@ class _Part:
 
 
 def _tensors(name: str, holders: _Holders, boxes: _Boxes) -> Iterator[_Holders]:
-    """Yield the different tensors that go by one name, each with the ranks that have it.
+    """Yield the different tensors of one name, each with the ranks that have it.
 
     Raises:
         UnsupportedState: If ranks contradict each other about one of them.
@@ -297,14 +297,13 @@ def _tensors(name: str, holders: _Holders, boxes: _Boxes) -> Iterator[_Holders]:
     left = dict(holders)
     while left:
         rank, share = next(iter(left.items()))
-        assert share.sharding is not None  # only what is replicated may be plain
+        assert share.sharding is not None  # only replicated tensors may be plain
         ranks = [each for each in sorted(share.sharding.mesh.ranks) if boxes.of(share, each)]
         for each in ranks:
             other = holders.get(each)
             if other is None:
                 raise UnsupportedState(
-                    f"This DTensor lies on a mesh with rank {each}, which has not got it in its "
-                    "state",
+                    f"This DTensor lies on a mesh with rank {each}, which lacks it in its state",
                     key=name,
                     rank=each,
                     hint="Save the same sharded tensors on all ranks of their mesh",
@@ -321,7 +320,7 @@ def _alike(one: Offered, other: Offered) -> bool:
 
 
 def _contradiction(rank: int, share: Offered, other_rank: int, other: Offered) -> UnsupportedState:
-    """Name a tensor and what two ranks say of it."""
+    """Make the error that names a tensor and the contradictory facts of two ranks."""
     mine = {spec.label: spec for spec in share.specs}
     theirs = {spec.label: spec for spec in other.specs}
     for label in mine.keys() & theirs.keys():
@@ -347,8 +346,8 @@ def _two_ways(label: str, rank: int, said: str, other: int, heard: str) -> Unsup
         f"This tensor {said} on rank {rank} and {heard} on rank {other}",
         key=label,
         rank=other,
-        hint="What goes by one name on several ranks must be the same there. Give it another "
-        "name, or correct plan.replicated",
+        hint="Tensors of one name on several ranks must be the same. Give it another name, or "
+        "correct plan.replicated",
     )
 
 
@@ -370,14 +369,14 @@ def _listed(ranks: Sequence[int]) -> str:
 
 
 class _Boxes:
-    """The boxes of shardings, worked out once for each rank, and proved to cover once."""
+    """Cache of the boxes of shardings by rank, and of proved covers."""
 
     def __init__(self) -> None:
         self._held: dict[tuple[int, int], tuple[Box, ...]] = {}
         self._proved: set[object] = set()
 
     def of(self, share: Offered, rank: int) -> tuple[Box, ...]:
-        """Return the boxes that a rank holds of a share, in the order in which it has them."""
+        """Return the boxes that a rank holds of a share, in the rank's own order."""
         spread = share.sharding
         if spread is None:
             return (whole(share.specs[0].shape),)
@@ -387,10 +386,10 @@ class _Boxes:
         return self._held[key]
 
     def check_cover(self, name: str, holders: _Holders) -> None:
-        """Prove that the boxes of all ranks have each element of a tensor exactly once.
+        """Prove that the boxes of all ranks cover each element of a tensor exactly once.
 
         Raises:
-            UnsupportedState: If they have not.
+            UnsupportedState: If they do not.
         """
         ranks = list(holders)
         region = whole(holders[ranks[0]].specs[0].shape)
@@ -417,7 +416,7 @@ def _parts(
     places: list[dict[str, list[_Part | None]]],
     load: list[int],
 ) -> list[_Part]:
-    """Return the boxes of a tensor that several ranks have; what one has alone adds to its load."""
+    """Return the boxes that several ranks hold; add the boxes of a single rank to its load."""
     holders: dict[Box, list[int]] = defaultdict(list)
     for rank, share in tensor.items():
         for box in boxes.of(share, rank):
@@ -456,15 +455,15 @@ def _divided(part: _Part, load: list[int]) -> Cut:
 
 
 def water_fill(load: Sequence[int], ranks: Iterable[int], nbytes: int) -> list[tuple[int, float]]:
-    """Divide bytes over the emptiest of some ranks, so that they end up level.
+    """Divide bytes over the emptiest of some ranks, so that their loads end up level.
 
     Args:
-        load: What each rank has to write already, in bytes.
-        ranks: Those that could write it; at least one.
-        nbytes: What there is to write.
+        load: The load of each rank so far, in bytes.
+        ranks: The candidates; at least one.
+        nbytes: The bytes to divide.
 
     Returns:
-        Who writes which fraction, in the order of ranks; fractions are positive, and no piece is
+        Ranks with their fractions, in the order of ranks. Fractions are positive, and no piece is
         much smaller than ``MIN_PIECE_BYTES``, unless there is only one.
     """
     most = max(1, nbytes // MIN_PIECE_BYTES)
@@ -479,14 +478,14 @@ def water_fill(load: Sequence[int], ranks: Iterable[int], nbytes: int) -> list[t
 
 
 def in_rows(fractions: Sequence[tuple[int, float]], rows: int) -> list[tuple[int, int]]:
-    """Return fractions as whole numbers of rows.
+    """Round fractions to whole numbers of rows.
 
     Args:
-        fractions: Who takes which fraction.
-        rows: How many rows there are; at least one.
+        fractions: Ranks with their fractions.
+        rows: Number of rows; at least one.
 
     Returns:
-        Ranks, each with the row behind its last one; those that get none are left out.
+        Ranks, each with the row behind its last one, without ranks that get no row.
     """
     found: list[tuple[int, int]] = []
     passed, before = 0.0, 0

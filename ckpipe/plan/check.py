@@ -1,8 +1,8 @@
 """Choose the planner of a pipeline, and check the plans of planners that are not ckpipe's.
 
-They are checked before a byte is copied by them. What other ranks do is not known here: whether
-they write what a plan leaves to them is checked when the checkpoint is completed, and decides
-whether it counts.
+A plan is checked before it copies a byte. This check knows one rank only. Other ranks must write
+the bytes that a plan leaves to them: completion checks that, and the checkpoint counts only if they
+do.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ if TYPE_CHECKING:
     from ckpipe.settings import Settings
 
 OWN_PLANNERS = (LocalPlanner, GlobalPlanner)
-"""The planners whose plans are right by construction, and need no check."""
+"""Planners whose plans are right by construction, and need no check."""
 
 
 def choose_planner(topology: Topology, settings: Settings, max_file_bytes: int | None) -> Planner:
-    """Return the planner that the settings ask for, ready to be used; blocking.
+    """Return the planner of the settings, prepared; blocking.
 
     Args:
-        topology: Which rank this is, and how many save together.
+        topology: This rank and the number of ranks that save together.
         settings: The settings.
         max_file_bytes: The largest data file that the store takes, in bytes; None for no limit.
 
     Raises:
-        UnsupportedTopology: If ranks are to plan together and cannot reach each other.
-        UsageError: If a planner of the user's raised what would end the program.
+        UnsupportedTopology: If ranks must plan together and cannot reach each other.
+        UsageError: If a user's planner raised ``SystemExit`` or ``KeyboardInterrupt``.
     """
     chosen = settings.plan.planner
     if chosen == "local":
@@ -75,17 +75,17 @@ _NOBODY = CheckpointId("00000000T000000000Z-plan", 0, 0)
 def check_plan(
     plan: object, captured: Captured, planner: Planner, *, rank: int, world_size: int
 ) -> None:
-    """Check that a plan can be carried out, and that it has all that the rank holds.
+    """Check that a plan can be carried out, and that it covers all that the rank holds.
 
     Args:
-        plan: What the planner returned.
+        plan: The result of the planner.
         captured: The structure that it was made for.
         planner: The planner, to be named.
         rank: The rank.
-        world_size: How many ranks save together.
+        world_size: Number of ranks that save together.
 
     Raises:
-        UsageError: Says what is wrong.
+        UsageError: If the plan is invalid; names the fault.
     """
     name = type(planner).__name__
     if not isinstance(plan, RankPlan):
@@ -102,11 +102,11 @@ def check_plan(
         _check_holdings(plan, captured.tensors, rank)
     except _Wrong as wrong:
         raise wrong.of(name, rank) from wrong.__cause__
-    except Exception as error:  # somebody may put anything into its fields
-        raise _Wrong(f"is not made as a plan is: {error!r}").of(name, rank) from error
+    except Exception as error:  # a foreign planner may put anything into the fields
+        raise _Wrong(f"has malformed fields: {error!r}").of(name, rank) from error
 
 
-class _Wrong(Exception):  # becomes a UsageError once it is known whose plan it is
+class _Wrong(Exception):  # becomes a UsageError once the planner is known
     def __init__(self, what: str, label: str | None = None) -> None:
         super().__init__(what)
         self.what, self.label = what, label
@@ -121,7 +121,7 @@ class _Wrong(Exception):  # becomes a UsageError once it is known whose plan it 
 
 
 def _check_tables(plan: RankPlan, captured: Captured) -> None:
-    """Check what the format asks for, as a reader of the manifest would."""
+    """Check the plan against the format, as a reader of the manifest would."""
     rows = tuple(
         TensorRow(
             leaf.label,
@@ -151,14 +151,14 @@ def _check_tables(plan: RankPlan, captured: Captured) -> None:
         if list(plan.layout.entries[file.entries.start : file.entries.stop]) != entries:
             raise _Wrong(f"gives the file {file.name} the entries of another")
         if file.header != header_of(entries):
-            raise _Wrong(f"gives the file {file.name} a header that does not say what is in it")
+            raise _Wrong(f"gives the file {file.name} a header that does not match its entries")
     for chunk in plan.layout.chunks:
         if chunk.owner == plan.rank:
             raise _Wrong("names the rank itself as another owner")
 
 
 def _check_sources(plan: RankPlan, leaves: Sequence[TensorLeaf]) -> None:
-    """Check that every entry is filled, each byte once, from what there is."""
+    """Check that existing tensors fill every entry, each byte once."""
     entries = plan.layout.entries
     if len(plan.sources) != len(entries):
         raise _Wrong(f"has {len(entries)} entries and fills {len(plan.sources)}")
@@ -169,8 +169,8 @@ def _check_sources(plan: RankPlan, leaves: Sequence[TensorLeaf]) -> None:
                 raise _Wrong(f"fills the entry {entry.name} from tensor {source.tensor}")
             leaf = leaves[source.tensor]
             if source.offset < end or source.nbytes < 0 or source.nbytes != _given(source, leaf):
-                raise _Wrong(f"fills the entry {entry.name} with what does not fit", leaf.label)
-            # A window of overlapping tensors may begin with bytes of none, to be aligned.
+                raise _Wrong(f"fills the entry {entry.name} with wrong bytes", leaf.label)
+            # A window of overlapping tensors may begin with padding, to be aligned.
             if source.offset > end and (end or source.skip is None):
                 raise _Wrong(f"leaves a hole in the entry {entry.name}", leaf.label)
             end = source.offset + source.nbytes
@@ -179,7 +179,7 @@ def _check_sources(plan: RankPlan, leaves: Sequence[TensorLeaf]) -> None:
 
 
 def _given(source: Source, leaf: TensorLeaf) -> int:
-    """Return the bytes of a source; -1 if it names what is not there."""
+    """Return the bytes of a source; -1 if it reaches beyond its tensor."""
     if source.skip is not None:
         return source.nbytes if 0 <= source.skip <= leaf.window - source.nbytes else -1
     if source.part is None:
@@ -193,7 +193,7 @@ def _given(source: Source, leaf: TensorLeaf) -> int:
 
 
 def _check_holdings(plan: RankPlan, leaves: Sequence[TensorLeaf], rank: int) -> None:
-    """Check that chunks are what the rank holds, each element once, and have the right bytes."""
+    """Check that chunks cover the rank's boxes, each element once, and have the right bytes."""
     chunks: list[list[Chunk]] = [[] for _ in leaves]
     for chunk in plan.layout.chunks:
         chunks[chunk.tensor].append(chunk)
@@ -207,7 +207,7 @@ def _check_holdings(plan: RankPlan, leaves: Sequence[TensorLeaf], rank: int) -> 
         if (missing and any(map(box_volume, missing))) or bool(rows) != bool(held):
             raise _Wrong("leaves a part of this tensor out", leaf.label)
         if sum(map(box_volume, boxes)) != sum(map(box_volume, wanted)):
-            raise _Wrong("has elements of this tensor twice, or such as are not here", leaf.label)
+            raise _Wrong("has elements of this tensor twice, or of other ranks", leaf.label)
         for row, box in zip(rows, boxes, strict=True):
             if row.entry is not None and row.owner is None:
                 _check_bytes(plan, leaves, leaf, row, _local(held, box))

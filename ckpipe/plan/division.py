@@ -1,20 +1,20 @@
-"""Divide what several ranks hold alike: every byte is written by exactly one of them.
+"""Divide tensors that several ranks hold alike: exactly one of the ranks writes each byte.
 
-No rank is asked. Ranks that hold the same shard know from mesh and placements who else does, and
-each comes to the same answer by the same rule:
+Ranks do not communicate. Ranks that hold the same shard know its other holders from mesh and
+placements, and each derives the same answer by the same rule:
 
-* What is saved together is a *unit*: a tensor with all names that it has, or tensors that overlap.
+* A *unit* is saved together: a tensor with all its names, or tensors that overlap.
 * A unit of at least ``MIN_PIECE_BYTES`` for each of its R replicas is cut into R blocks of rows,
-  one for each replica. A smaller one is cut into as many as have that size, for as many replicas
-  in a row, and one that is smaller still goes whole to one replica. The smaller the pieces that
-  fall to ranks by chance, the more evenly they fall.
+  one for each replica. A smaller unit is cut into as many blocks as have that size, for as many
+  consecutive replicas. A unit below that size goes whole to one replica. The smaller the pieces
+  that are assigned at random, the more even is the result.
 * A unit whose tensors overlap in part goes whole to one replica.
-* Who is first is drawn by a hash of the unit's name and shard, and of nothing else: ranks that also
-  hold what others have never heard of, as in pipeline and expert parallelism, still agree. The
-  draw is the hash modulo the number of replicas, which costs the same for any number of them; a
-  rendezvous hash would only help if the group could change under a shard, and it cannot.
+* The first replica is the hash of the unit's name and shard, modulo the number of replicas. It
+  depends on nothing else: ranks that also hold tensors which other ranks do not know, as in
+  pipeline and expert parallelism, still agree. The modulo costs the same for any number of
+  replicas. A rendezvous hash would only help if the group of a shard could change, and it cannot.
 
-The rule asks for one thing: ranks that hold the same shard hold it under the same names.
+The rule has one precondition: ranks that hold the same shard hold it under the same names.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ from ckpipe.state.placements import HeldBox, Mesh
 from ckpipe.state.tensors import TensorLeaf, alias_groups, overlaps_itself
 
 MIN_PIECE_BYTES = 128 << 10
-"""How large the pieces of a unit are at least on average, in bytes."""
+"""Smallest mean size of the pieces of a unit, in bytes."""
 
 _UNEVEN = 1.05
-"""How much larger than the mean the largest piece of a unit may be, if a dimension allows it."""
+"""Largest ratio of the largest piece of a unit to the mean, if a dimension allows it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A part of a unit that one rank writes.
+    """A box of a unit that one rank writes.
 
     Args:
         owner: The rank.
-        held: The box that it is; None for all of a tensor.
+        held: The box; None for all of a tensor.
     """
 
     owner: int
@@ -57,8 +57,8 @@ class Unit:
 
     Args:
         members: Their numbers, in the order of the walk.
-        pieces: The parts that it is written in, which together are what the rank holds of it.
-        overlapping: Whether its tensors overlap in other ways than by being the same.
+        pieces: The pieces in which it is written. Together they are all that the rank holds of it.
+        overlapping: True if its tensors overlap and are not all the same.
     """
 
     members: tuple[int, ...]
@@ -68,10 +68,10 @@ class Unit:
 
 @dataclass(frozen=True, slots=True)
 class Replicas:
-    """A part of a tensor that a rank holds, and all ranks that hold the same.
+    """The boxes of a tensor that a rank holds, and all ranks that hold the same.
 
     Args:
-        replicas: All ranks that hold the same, this one included; none if it holds nothing.
+        replicas: All ranks that hold the same, this one included; empty if it holds no element.
         boxes: The boxes that it holds; None for all of the tensor.
     """
 
@@ -86,13 +86,13 @@ class Replicas:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """A unit before it is said who writes it.
+    """A unit without owners.
 
     Args:
-        name: What ranks that hold the same call it: the least of its labels.
+        name: Its name on all ranks that hold it: the least of its labels.
         members: The numbers of its tensors, in the order of the walk.
-        holding: What the rank holds of it.
-        overlapping: Whether its tensors overlap in other ways than by being the same.
+        holding: The boxes that the rank holds of it, and their other holders.
+        overlapping: True if its tensors overlap and are not all the same.
     """
 
     name: str
@@ -104,17 +104,17 @@ class Share:
 def units(
     leaves: list[TensorLeaf], replicated: Collection[int], *, rank: int, world_size: int
 ) -> Iterator[Unit]:
-    """Yield the units of a rank's state and who writes which part of them, by the rule above.
+    """Yield the units of a rank's state with their pieces and owners, by the rule above.
 
     Args:
         leaves: The tensors.
         replicated: The numbers of the plain tensors that all ranks hold alike.
         rank: The rank.
-        world_size: How many ranks there are.
+        world_size: Number of ranks.
 
     Raises:
-        UnsupportedState: If a DTensor's local part has another shape than its placements say.
-        UnsupportedTopology: If a mesh has ranks that are not of this world.
+        UnsupportedState: If the shape of a DTensor's local tensor contradicts its placements.
+        UnsupportedTopology: If a mesh has ranks outside of this world.
     """
     for share in shares(leaves, replicated, rank=rank, world_size=world_size):
         yield Unit(share.members, _pieces(share, leaves[share.members[0]]), share.overlapping)
@@ -123,7 +123,7 @@ def units(
 def shares(
     leaves: list[TensorLeaf], replicated: Collection[int], *, rank: int, world_size: int
 ) -> Iterator[Share]:
-    """Divide a rank's state into shares, before owners are chosen.
+    """Divide a rank's state into shares, without owners.
 
     Arguments and errors are those of :func:`units`.
     """
@@ -140,7 +140,7 @@ def shares(
 def _holdings(
     leaves: list[TensorLeaf], replicated: Collection[int], rank: int, world_size: int
 ) -> list[Replicas]:
-    """Return what a rank holds of each tensor, looked up once for each sharding."""
+    """Return the boxes of each tensor that a rank holds, computed once for each sharding."""
     private, everywhere = Replicas((rank,)), Replicas(tuple(range(world_size)))
     replicas: dict[tuple[Mesh, tuple[bool, ...]], tuple[int, ...]] = {}
     known: dict[int, tuple[tuple[int, ...] | None, Replicas]] = {}
@@ -150,7 +150,7 @@ def _holdings(
         if spread is None:
             found.append(everywhere if number in replicated else private)
             continue
-        # Leaves keep their shardings alive, so that ids name them here.
+        # Leaves keep their shardings alive, so an id is unique here.
         if id(spread) not in known:
             if spread.mesh.top >= world_size:
                 raise UnsupportedTopology(
@@ -160,7 +160,7 @@ def _holdings(
                     key=leaf.label,
                     hint="Let all ranks of the mesh save",
                 )
-            # All tensors that are cut alike have the same replicas, which may be many thousand.
+            # All tensors that are cut alike share one tuple of replicas: it may have many thousand.
             cut = tuple(each.dim is None or 0 in spread.shape for each in spread.placements)
             if (spread.mesh, cut) not in replicas:
                 replicas[spread.mesh, cut] = tuple(sorted(spread.replicas(rank)))
@@ -184,10 +184,10 @@ def _holdings(
 def _of_group(
     leaves: list[TensorLeaf], held: Sequence[Replicas], group: list[int]
 ) -> Iterator[Share]:
-    """Yield the shares of tensors that overlap: one if they can stay together, else one for each.
+    """Yield the shares of overlapping tensors: one if they can stay together, else one for each.
 
-    Tensors stay together if they are the same by several names, or if the same ranks hold all of
-    each. What overlaps otherwise, such as a replicated tensor and a private view of it, has to be
+    Tensors stay together if they are one tensor of several names, or if the same ranks hold all of
+    each. Other overlapping tensors, such as a replicated tensor and a private view of it, are
     written more than once, by different ranks.
     """
     classes: dict[tuple[object, ...], list[int]] = defaultdict(list)
@@ -223,13 +223,13 @@ def _pieces(share: Share, leaf: TensorLeaf) -> tuple[Piece, ...]:
 
 
 def whole_of(shape: tuple[int, ...]) -> HeldBox:
-    """Return all of a tensor as a box of it."""
+    """Return the box of a whole tensor."""
     return HeldBox(whole(shape), (0,) * len(shape))
 
 
 @lru_cache(maxsize=4096)
 def _row_blocks(held: HeldBox, count: int) -> tuple[tuple[int, HeldBox], ...]:
-    """Cut a box into blocks as even as they can be, and number them; empty ones are left out."""
+    """Cut a box into blocks of equal size as far as possible; number them, and skip empty ones."""
     shape = box_shape(held.box)
     dim = cut_dimension(shape, count)
     stops = [shape[dim] * turn // count for turn in range(count + 1)]
@@ -241,7 +241,7 @@ def _row_blocks(held: HeldBox, count: int) -> tuple[tuple[int, HeldBox], ...]:
 
 
 def rows_of(held: HeldBox, dim: int, start: int, stop: int) -> HeldBox:
-    """Return the rows of a box from one to another, counted from where the box begins."""
+    """Return the rows ``start`` to ``stop`` of a box, counted from its lower corner."""
     lower, upper = held.box
     box = (
         (*lower[:dim], lower[dim] + start, *lower[dim + 1 :]),
@@ -251,7 +251,7 @@ def rows_of(held: HeldBox, dim: int, start: int, stop: int) -> HeldBox:
 
 
 def cut_dimension(shape: tuple[int, ...], count: int) -> int:
-    """Return the first dimension that can be cut evenly enough, or the one that can most evenly."""
+    """Return the first dimension that can be cut evenly enough, else the most even one."""
     uneven = [-(-n // count) * count / n for n in shape]
     most_even = uneven.index(min(uneven))
     return next((dim for dim, each in enumerate(uneven) if each <= _UNEVEN), most_even)

@@ -1,33 +1,33 @@
 """Plan a save together (``plan="global"``), through a ``torch.distributed`` store.
 
-A shared plan binds its ranks: each leaves to others what they are to write. It goes on to hold
-when a rank's state changes, as long as that rank still has what others leave to it. What the rank
-has besides, it then writes itself, all of it; that is never wrong, only written more than once.
+A shared plan binds its ranks: each rank relies on others to write the pieces that the plan gives
+them. It stays valid when a rank's state changes, as long as that rank still has those pieces. The
+rank writes all its other tensors itself; that is never wrong, only some bytes are written twice.
 
-Theory. A plan that ranks share serves until their states change. Whether it serves for a save must
-be decided alike by all ranks, yet a rank cannot know whether another one's state has changed, and
-is not to wait for it. So for every save there is a *way*, which the first rank decides for all, by
-an atomic compare-and-set: ``keep n`` if ``n`` is the newest plan that fits that rank, else
-``new``.
+Theory. A shared plan serves until states change. All ranks must decide alike whether it serves for
+a save. But a rank cannot know whether another one's state has changed, and must not wait for it. So
+the first rank at each save decides for all, by an atomic compare-and-set of the key ``way``:
+``keep n`` if ``n`` is the newest plan that fits that rank, else ``new``.
 
-* On the way ``keep``, no rank waits for another. A rank whose state has changed still does what the
-  others leave to it, writes what is new by itself, and *wishes*: it raises a counter. A plan is
-  older than its wishes if the counter was lower when it was made, and is kept no longer. So the
-  save after that goes the other way, whichever rank is first.
-* On the way ``new``, every rank posts an offer. Rank 0 waits for all of them, makes the plan and
-  posts an answer for each rank, or posts why there is none. No rank waits longer than the timeout,
-  and a rank that waited in vain names the ranks that have posted nothing.
+* On ``keep``, no rank waits for another. A rank whose state has changed still writes the pieces
+  that others leave to it, and writes new tensors by itself. It also *wishes* for a new plan: it
+  increments a counter. A plan keeps the value of the counter from before it was made. If the
+  counter has a higher value now, the plan is outdated, and the next save decides ``new``, no matter
+  which rank is first.
+* On ``new``, every rank posts an offer. Rank 0 waits for all offers, makes the plan and posts an
+  answer for each rank, or posts an error. No rank waits longer than the timeout, and a rank whose
+  wait has timed out names the ranks that have posted no offer.
 
 A rank that was left out of a plan finds its answer in the store when a later save keeps that plan.
 
-Every rank that is through with a save counts itself; the last one removes its keys. Saves that
-some rank never came to are removed when they are ``_ROUNDS_KEPT`` saves old, plans when there are
-``_PLANS_KEPT`` newer ones. A rank that is too late for that finds nothing and decides anew, and
-its manifest cannot become part of a checkpoint that others had planned differently: an index is
-only written if each rank has written what others leave to it.
+Every rank that is done with a save increments a counter; the last one removes its keys. A save that
+some rank never reaches is removed when it is ``_ROUNDS_KEPT`` saves old, a plan when there are
+``_PLANS_KEPT`` newer ones. A rank that comes even later finds no keys and decides anew. Its
+manifest cannot become part of a checkpoint that others planned differently: an index is only
+written if each rank has written the pieces that others leave to it.
 
-Long values are cut into pieces. No process group is used, and requests that wait are avoided: they
-hold the connection.
+Long values are cut into several keys. No process group is used. Blocking requests are avoided,
+since they occupy the connection.
 """
 
 from __future__ import annotations
@@ -63,19 +63,19 @@ from ckpipe.state.tensors import TensorLeaf
 
 
 class GlobalPlanner:
-    """Plans with all ranks together: one of them decides who writes what.
+    """Plans with all ranks together: rank 0 assigns all tensors to writers.
 
-    Compared with :class:`~ckpipe.LocalPlanner`, bytes are balanced by what ranks really have;
-    what is said to be replicated may be held by any of the ranks, and as a DTensor also on several
-    meshes, and is still written once; and a plan is proved before a byte is copied: each
-    element of a tensor is written exactly once, and what ranks hold by one name has one shape
-    and dtype. The price is that a save in which the structure has changed waits for all ranks.
-    While no structure changes, no rank waits for another.
+    Compared with :class:`~ckpipe.LocalPlanner`, it balances the bytes that ranks really have.
+    Replicated tensors may be held by only some of the ranks, and as DTensors on several meshes, and
+    are still written once. A plan is proved before a byte is copied: each element of a tensor is
+    written exactly once, and tensors of one name have one shape and dtype on all ranks. The price:
+    a save after a change of the structure waits for all ranks. While no structure changes, no rank
+    waits for another.
 
-    Plain tensors of which nothing says that they are replicated, such as buffers and the state
-    of random generators, are each rank's own, whatever their names.
+    Plain tensors that are not marked as replicated, such as buffers and the state of random
+    generators, are each rank's own, also if their names are equal.
 
-    The ranks talk through a ``torch.distributed`` store, under keys that begin with
+    The ranks communicate through a ``torch.distributed`` store, under keys that begin with
     ``ckpipe/plan``. No process group is used and no collective called.
 
     An object serves one pipeline.
@@ -85,7 +85,7 @@ class GlobalPlanner:
             that of the default process group.
         replicated: As for :class:`~ckpipe.LocalPlanner`; a tensor so marked is the same on every
             rank that has it. It must be the same on all ranks.
-        timeout_seconds: How long a save waits for the others.
+        timeout_seconds: Seconds that a save waits for the other ranks at most.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class GlobalPlanner:
 
         Args:
             rank: This rank.
-            world_size: How many ranks save together; one needs no store.
+            world_size: Number of ranks that save together; a single rank needs no store.
             max_file_bytes: The largest data file that the store of checkpoints takes, in bytes.
 
         Raises:
@@ -129,12 +129,12 @@ class GlobalPlanner:
             )
 
     def plan(self, captured: Captured, *, rank: int, world_size: int) -> RankPlan:
-        """Plan the next of a series of saves, in which all ranks have to take part in order.
+        """Plan the next of a series of saves; all ranks must call it in the same order.
 
         Raises:
             UnsupportedTopology: If there is no store to plan through, or a DTensor lies on ranks
-                that are not of this world.
-            PlanTimeout: If ranks do not take part in time; names them.
+                outside of this world.
+            PlanTimeout: If some ranks do not take part in time; names them.
             UnsupportedState: If a tensor cannot be saved, or ranks contradict each other.
             SaveError: If there is no plan for another reason.
         """
@@ -145,7 +145,7 @@ class GlobalPlanner:
     def plan_save(self, captured: Captured, *, save: str, rank: int, world_size: int) -> RankPlan:
         """See :class:`~ckpipe.planning.JointPlanner`; the errors are those of :meth:`plan`."""
         now = fingerprint(captured)
-        known_own = self._own  # read once, for other saves plan in threads of their own
+        known_own = self._own  # read once, since other saves plan in threads of their own
         if known_own is None or known_own[0] != now:
             leaves, marked = captured.tensors, self._marked(captured)
             described = describe(leaves, marked, rank=rank, world_size=world_size)
@@ -196,14 +196,14 @@ _LONGEST_PAUSE_SECONDS = 0.02
 
 
 class PlanRounds:
-    """One rank's end of the planning of one run; its methods block, and may run in any thread.
+    """The planning of one run, on one rank; its methods block, and may run in any thread.
 
     Args:
-        store: What all ranks can reach.
-        run: What keeps this launch on this root apart from all others.
+        store: The store that all ranks can reach.
+        run: A name that identifies this launch on this root.
         rank: This rank.
-        world_size: How many ranks there are.
-        timeout_seconds: How long to wait for others in one save.
+        world_size: Number of ranks.
+        timeout_seconds: Seconds that one save waits for other ranks at most.
     """
 
     def __init__(
@@ -222,19 +222,18 @@ class PlanRounds:
         self._count = 0
 
     def agree(self, save: str, own: DescribedState) -> SharedPlan:
-        """Come to the plan of a save together with the other ranks.
+        """Agree on the plan of a save with the other ranks.
 
-        Asked again for one save, it gives the same answer, whatever this rank has by then.
+        A second call for one save returns the same plan, even if this rank's state has changed.
 
         Args:
-            save: What names the save in its run, alike on all ranks.
-            own: What this rank has.
+            save: The name of the save in its run, the same on all ranks.
+            own: The state of this rank.
 
         Raises:
-            PlanTimeout: If ranks have not taken part in time; names them.
+            PlanTimeout: If some ranks have not taken part in time; names them.
             UnsupportedState: If ranks contradict each other.
-            SaveError: If this rank was left out of the plan that others go by, or the store
-                does not serve.
+            SaveError: If this rank was left out of the plan that others use, or the store failed.
         """
         if save not in self._settled:
             with _store_errors(self._rank):
@@ -244,10 +243,10 @@ class PlanRounds:
         return self._settled[save]
 
     def wish(self) -> None:
-        """Have the next save that no rank has begun yet plan anew.
+        """Make the next save that no rank has begun yet plan anew.
 
         Raises:
-            SaveError: If the store does not serve.
+            SaveError: If the store failed.
         """
         with _store_errors(self._rank):
             self._store.add("wishes", 1)
@@ -294,7 +293,7 @@ class PlanRounds:
             if not self._awaited(keys):
                 raise self._late(self._absent(save))
             private, digests = [own.private], [own.digest]
-            # Equal offers are one object, and so fast to compare.
+            # Equal offers are one object, so comparisons are fast.
             offers = {own.digest: own.offer}
             for key in keys:
                 head, _, data = self._get(key).partition(b"\n")
@@ -344,14 +343,14 @@ class PlanRounds:
     # All ranks
 
     def _fetch(self, number: int) -> SharedPlan:
-        """Get this rank's part of a plan from the store."""
+        """Read this rank's answer of a plan from the store."""
         key = f"plans/{number}/{self._rank}"
         header = json.loads(self._store.get(key)) if self._store.check([key]) else {}
         offered = self._offers.get(header.get("offer", ""))
         if offered is None:
             self._store.add("wishes", 1)
             raise SaveError(
-                "Other ranks save by a plan that this rank had no part in",
+                "Other ranks use a plan that this rank had no part in",
                 rank=self._rank,
                 hint="The next save plans anew",
             )
@@ -373,13 +372,13 @@ class PlanRounds:
         return plan
 
     def _awaited(self, keys: Sequence[str]) -> bool:
-        """Wait until all keys are there; False if they are not in time."""
+        """Wait until all keys exist; False if they do not in time."""
         until = time.monotonic() + self._seconds
         pause = _FIRST_PAUSE_SECONDS
         for key in keys:
             while not self._store.check([key]):
-                # A save that is cancelled is not to wait for the end of its time. Outside of a
-                # worker thread of anyio there is nothing to be cancelled by.
+                # A cancelled save must not wait for the timeout. Outside of anyio's worker threads
+                # nothing can cancel it, and check_cancelled raises RuntimeError.
                 with contextlib.suppress(RuntimeError):
                     check_cancelled()
                 if time.monotonic() > until:
@@ -399,8 +398,8 @@ class PlanRounds:
         return PlanTimeout(
             f"Rank{'s' if len(ranks) > 1 else ''} {named_ranks(ranks)} did not take part in "
             f"planning within {self._seconds:g} s",
-            hint="Look why they are late or gone; the next save plans again. plan.timeout_seconds "
-            "says how long to wait",
+            hint="Find out why they are late or gone; the next save plans again. Set "
+            "plan.timeout_seconds to wait longer",
         )
 
     def _leave(self, save: str, way: str) -> None:
@@ -421,7 +420,7 @@ class PlanRounds:
             self._store.delete_key(f"{save}/{each}")
 
     def _post(self, key: str, data: bytes) -> None:
-        """Put a long value, in pieces; the key itself comes last."""
+        """Write a long value in several keys; the key itself comes last."""
         pieces = range(0, len(data), _PIECE_BYTES)
         for number, start in enumerate(pieces):
             self._store.set(f"{key}/{number}", data[start : start + _PIECE_BYTES])
@@ -446,27 +445,27 @@ _ERRORS: dict[str, type[CkpipeError]] = {
 
 @contextlib.contextmanager
 def _store_errors(rank: int) -> Iterator[None]:
-    """Give errors of a store, which have no class of their own, a name."""
+    """Translate RuntimeError of a store to SaveError; torch has no class of its own for them."""
     try:
         yield
     except RuntimeError as error:
         raise SaveError(
-            f"The store that ranks plan through does not serve: {error}",
+            f"The store that ranks plan through failed: {error}",
             rank=rank,
-            hint="It lives in the process that made it, often that of rank 0",
+            hint="It ends with the process that made it, often that of rank 0",
         ) from error
 
 
 @dataclass(frozen=True, slots=True)
 class SharedPlan:
-    """One rank's part of what was decided for all.
+    """One rank's view of a plan of all ranks.
 
     Args:
-        number: How many were made before it in this run.
-        wish: How often ranks had asked for another plan when it was made.
-        digest: What tells this rank's offer from others.
-        answers: By the names of the shares that the rank offered: the share, and for each box
-            of it who writes what.
+        number: Its number in this run; the first plan is 1.
+        wish: The value of the wish counter before it was made.
+        digest: The hash of this rank's offer.
+        answers: By the names of the shares that the rank offered: the share, and the division of
+            each of its boxes.
     """
 
     number: int
@@ -476,9 +475,7 @@ class SharedPlan:
 
 
 def fits(plan: SharedPlan, found: Sequence[tuple[Share, Offered | None]], *, rank: int) -> bool:
-    """Tell whether a plan has an owner for all that a rank offers, and binds it to nothing
-    else.
-    """
+    """True if a plan has an owner for all that a rank offers, and binds it to nothing else."""
     told = all(offered is None or _cuts(plan, offered) is not None for _, offered in found)
     return told and _broken(plan, found, rank) is None
 
@@ -495,17 +492,17 @@ def divide(
     Args:
         plan: The plan.
         leaves: The tensors.
-        found: The shares of the state, as it is now.
+        found: The shares of the present state.
         rank: The rank.
 
     Raises:
-        SaveError: If the rank no longer has what others leave to it.
+        SaveError: If the rank no longer has a tensor that others leave to it.
     """
     broken = _broken(plan, found, rank)
     if broken is not None:
         raise SaveError(
-            "Other ranks leave a part of this tensor to this rank, which has it no longer, or not "
-            "as it was",
+            "Other ranks rely on this rank to write a part of this tensor, which has changed or is "
+            "gone",
             key=broken,
             rank=rank,
             hint="Change what is replicated on all ranks together; the next save plans anew",
@@ -543,7 +540,7 @@ def _pieces(
 def _broken(
     plan: SharedPlan, found: Sequence[tuple[Share, Offered | None]], rank: int
 ) -> str | None:
-    """Return the name of a tensor that others leave to a rank which has it no longer, if any."""
+    """Return the name of a tensor that others leave to a rank and that it lacks now, or None."""
     now = {offered.name: offered for _, offered in found if offered is not None}
     for name, (promised, cuts) in plan.answers.items():
         owed = any(cut is not None and any(rank == owner for owner, _ in cut.stops) for cut in cuts)

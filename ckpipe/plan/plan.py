@@ -1,8 +1,8 @@
-"""The plan of a save: which bytes of which tensors go where in which data file.
+"""The plan of a save: it maps bytes of tensors to offsets in data files.
 
-Pure: a plan depends on the structure of the state, the rank and the world size, and on nothing
-else, so it serves every later save whose fingerprint is the same. A plan names tensors by their
-number in the walk and holds none of them.
+Pure: a plan depends only on the structure of the state, the rank and the world size. So it serves
+every later save of the same fingerprint. A plan names tensors by their number in the walk and
+references none of them.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ class RankPlan:
 
     Args:
         rank: The rank.
-        world_size: How many ranks there are.
-        fingerprint: What the captured structure must be for the plan to fit.
+        world_size: Number of ranks.
+        fingerprint: The fingerprint of the structures that the plan fits.
         layout: The entries and chunks, as the manifest has them.
-        sources: For each entry, what fills it, in the order of their offsets.
+        sources: For each entry the sources that fill it, in the order of their offsets.
         files: The data files; none if the rank writes no bytes.
     """
 
@@ -60,10 +60,10 @@ class RankPlan:
 
 
 def fingerprint(captured: Captured) -> Hashable:
-    """Return all of a structure that a plan depends on.
+    """Return all facts of a structure that a plan depends on.
 
-    That is: the layouts of tensors, with mesh and placements; who shares which bytes; and what is
-    said to be replicated.
+    These are the layouts of tensors, with mesh and placements; the shared bytes; and the tensors
+    that are marked as replicated.
     """
     return captured.derived(_fingerprint)
 
@@ -85,19 +85,19 @@ def _layouts(captured: Captured) -> tuple[Hashable, ...]:
 
 
 class LocalPlanner:
-    """Plans from what the rank knows by itself: no rank is asked, and replicas are written once.
+    """Plans without communication between ranks; replicas are written once.
 
-    Each rank writes its shards of DTensors, and of what several ranks hold alike a part that all
-    of them derive by the same rule; see :mod:`ckpipe.plan.division`. Plain tensors are the rank's
-    own unless they are replicated. The plan says of every shard who writes it, wherever that is.
-    Its cost grows with the tensors and the pieces they are cut into, not with the world.
+    Each rank writes its shards of DTensors. Of tensors that several ranks hold alike, it writes the
+    pieces that all of them derive by the same rule; see :mod:`ckpipe.plan.division`. Plain tensors
+    are the rank's own unless they are replicated. The plan names the writer of every shard, also on
+    other ranks. Its cost grows with the number of tensors and pieces, not with the world size.
 
     Args:
-        replicated: Which plain tensors all ranks hold alike: ``"auto"`` those of which an object
-            in the state says so (see :mod:`ckpipe.state.kinds`), ``"none"`` none, and globs
-            on labels those that match besides. It must be the same on all ranks.
-        max_file_bytes: The largest data file that the store takes, in bytes; what does not fit
-            goes to further files. None for no limit.
+        replicated: Plain tensors that all ranks hold alike: with ``"auto"`` those that an object in
+            the state declares (see :mod:`ckpipe.state.kinds`), with ``"none"`` none, with a list of
+            globs also the tensors whose labels match one. It must be the same on all ranks.
+        max_file_bytes: The largest data file that the store takes, in bytes; the rest goes to
+            further files. None for no limit.
     """
 
     def __init__(
@@ -110,9 +110,9 @@ class LocalPlanner:
         """See :class:`Planner`.
 
         Raises:
-            UnsupportedState: If tensors overlap in a way that cannot be saved, or a DTensor's
-                local part does not fit its placements, or a tensor fits no file.
-            UnsupportedTopology: If a DTensor lies on ranks that are not of this world.
+            UnsupportedState: If tensors overlap in a way that cannot be saved, or the shape of a
+                DTensor's local tensor contradicts its placements, or a tensor fits no file.
+            UnsupportedTopology: If a DTensor lies on ranks outside of this world.
         """
         everywhere = self._marked(captured) if world_size > 1 else ()
         divided = units(captured.tensors, everywhere, rank=rank, world_size=world_size)
@@ -121,7 +121,7 @@ class LocalPlanner:
 
 
 class ReplicatedMarks:
-    """Finds the tensors that are said to be the same wherever they are held.
+    """Finds the tensors that are marked as the same on all their holders.
 
     Args:
         replicated: As for :class:`LocalPlanner`.
@@ -148,17 +148,17 @@ def assemble(
     world_size: int,
     max_file_bytes: int | None = None,
 ) -> RankPlan:
-    """Make the plan in which a rank writes its own of the pieces that its state is divided into.
+    """Make the plan in which a rank writes those pieces of its divided state that it owns.
 
-    Entries get their places in data files, and chunks say of every piece who writes it. This is
-    what planners have in common; they differ in how they divide.
+    Entries get their offsets in data files, and chunks name the writer of every piece. All planners
+    share this function; they differ in the division.
 
     Args:
         captured: The state.
-        divided: Its units, each tensor in one of them, with the pieces that together are what
-            the rank holds of it. Ranks that hold a piece must agree on who writes it.
+        divided: Its units, each tensor in one of them. The pieces of a unit together are all that
+            the rank holds of it. Ranks that hold a piece must agree on its writer.
         rank: The rank.
-        world_size: How many ranks save together.
+        world_size: Number of ranks that save together.
         max_file_bytes: As for :class:`LocalPlanner`.
 
     Raises:
@@ -172,7 +172,7 @@ def assemble(
             if piece.owner == rank:
                 drafts.append(_draft_entry(leaves, unit, piece))
                 continue
-            # What another rank writes: its own chunks say where it lies.
+            # Another rank writes this piece, and its own chunks have the entry.
             box = None if piece.held is None else piece.held.box
             for number in unit.members:
                 whole = box is None and not unit.overlapping
@@ -196,13 +196,13 @@ def assemble(
 
 
 Replicated = Literal["auto", "none"] | Sequence[str]
-"""What to take for replicated: see :class:`LocalPlanner`."""
+"""The replicated tensors: see :class:`LocalPlanner`."""
 
 
 def _lay_out(
     drafts: list[Entry], rank: int, max_file_bytes: int | None
 ) -> tuple[list[DataFile], list[Entry]]:
-    """Files as large as header and store allow: a file that is full is followed by another."""
+    """Fill data files up to the limits of header and store, one after the other."""
     files: list[DataFile] = []
     entries: list[Entry] = []
     empty = data_file.header_size_bound(())
@@ -214,7 +214,7 @@ def _lay_out(
         if number > first and (full or header + bound > data_file.MAX_HEADER_BYTES):
             files.append(_file(entries, first, offset, rank, len(files)))
             first, offset, header = number, 0, empty
-        size = empty + bound + draft.nbytes  # of a file that holds nothing else
+        size = empty + bound + draft.nbytes  # of a file with only this entry
         if max_file_bytes is not None and size > max_file_bytes:
             raise UnsupportedState(
                 f"The tensor has {draft.nbytes} bytes, and a file on this store at most "
@@ -245,15 +245,15 @@ def header_of(entries: Iterable[Entry]) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Bytes of a tensor that fill a part of an entry.
+    """Bytes of a tensor that fill a range of an entry.
 
     Args:
         tensor: The number of the tensor.
-        offset: Where they begin in the entry, in bytes.
-        skip: For a window, how many bytes of the tensor's window to leave out; None if the
-            tensor's elements are copied row by row, with its lazy bits resolved.
-        nbytes: How many bytes they are.
-        part: Which of the tensor's elements are copied, as a box of it; None for all.
+        offset: Offset of the range in the entry, in bytes.
+        skip: For a window, the number of bytes to skip at the begin of the tensor's window; None if
+            the tensor's elements are copied row by row, with its lazy bits resolved.
+        nbytes: Size of the range, in bytes.
+        part: The elements to copy, as a box of the tensor; None for all.
     """
 
     tensor: int
@@ -264,7 +264,7 @@ class Source:
 
 
 _Draft = tuple[Entry, int, tuple[Chunk, ...], tuple[Source, ...]]
-"""An entry without its place, its alignment in bytes, the chunks in it, and what fills it."""
+"""An entry without its offset, its alignment in bytes, its chunks, and its sources."""
 
 
 def _draft_entry(leaves: list[TensorLeaf], unit: Unit, piece: Piece) -> _Draft:
@@ -304,7 +304,7 @@ def _logical(
 
 
 def _shared(leaves: list[TensorLeaf], group: list[int]) -> _Draft:
-    """Return the entry of overlapping tensors: the one that covers all, or a window of bytes."""
+    """Return the entry of overlapping tensors: the tensor that covers all, or a window of bytes."""
     low = min(leaves[number].address for number in group)
     high = max(leaves[number].address + leaves[number].window for number in group)
     cover = max(group, key=lambda number: (leaves[number].window, -number))
