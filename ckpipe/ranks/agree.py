@@ -1,16 +1,17 @@
 """Decide alike on all ranks of an attempt: the first decision wins, or a leaderless vote.
 
-Theory. No rank waits for another. The first to come decides for all, by what it knows, and the
-others read what was decided. An agreement is about one question, whose name is the same on all
-ranks and never asked twice in an attempt. Saves agree through create-only objects, so that they go
-on when rank 0 has ended. Loads agree through the ``torch.distributed`` Store where there is one,
-and so leave nothing on the store of the checkpoints.
+Theory. No rank waits for another. The first rank decides for all, by the facts that it has, and the
+others read the decision. An agreement is about one question. Its name is the same on all ranks and
+is never used twice in an attempt. Saves agree through create-only objects, so they still can after
+rank 0 has ended. Loads agree through the ``torch.distributed`` Store if there is one, and so write
+nothing to the store of the checkpoints.
 
-A vote is a number in the name of a small create-only object, so that one list shows all votes of a
-directory. Directories hold a hundred ranks, as those of manifests do. A rank that votes lists its
-directory then, and if that is full puts its greatest vote into a directory one level higher. Lists
-show every vote whose write has returned, so the last rank to vote sees all, and knows the greatest
-of them. Each rank costs one write and one list.
+Leaderless vote: each rank creates one small create-only object with its vote, a number, in the
+name, so one list shows all votes of a directory. Directories hold a hundred ranks, as those of
+manifests do. After its vote, a rank lists its directory. If that is complete, the rank writes the
+greatest vote to a directory one level higher. Lists show every vote whose write has returned, so
+the last rank to vote sees all votes and returns the maximum. Each rank costs one write and one
+list.
 """
 
 from __future__ import annotations
@@ -38,9 +39,9 @@ class Vote:
     Args:
         backend: The store; its requests may be tried again.
         attempt: The name of the attempt.
-        question: What it is about, of letters, digits, ``.``, ``_`` and ``-``; asked once.
+        question: Its name, of letters, digits, ``.``, ``_`` and ``-``; used once in an attempt.
         rank: The rank that votes.
-        world_size: How many vote.
+        world_size: Number of ranks that vote.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class Vote:
         """Vote with a number of zero or more; to be called once.
 
         Returns:
-            The greatest of all votes, if this was the last one; else None.
+            The greatest of all votes if this was the last one; else None.
 
         Raises:
             StoreError: If the store failed.
@@ -62,7 +63,7 @@ class Vote:
         while True:
             group = number // GROUP_SIZE
             directory = f"{self._prefix}{level}/{group:03d}/"
-            # It exists if the answer was lost, or if another rank found the directory full as well.
+            # It exists if an answer was lost, or if another rank saw the directory complete too.
             with contextlib.suppress(ObjectExists):
                 await self._backend.put(f"{directory}{number:05d}.{vote}", b"{}", PutMode.CREATE)
             votes = await self._votes(directory)
@@ -76,7 +77,7 @@ class Vote:
             level, number = target
 
     async def votes(self) -> dict[int, int]:
-        """The votes that are known, by rank.
+        """Return the votes so far, by rank.
 
         Raises:
             StoreError: If the store failed.
@@ -84,7 +85,7 @@ class Vote:
         return await self._votes(f"{self._prefix}0/")
 
     async def clear(self) -> None:
-        """Remove all votes, once they are not needed any more.
+        """Remove all votes, once they are no longer needed.
 
         Raises:
             StoreError: If the store failed.
@@ -111,7 +112,7 @@ class ObjectAgreements:
     Args:
         backend: The store; its requests may be tried again.
         attempt: The name of the attempt.
-        topology: This rank, and how many there are.
+        topology: This rank and the world size.
         claim: Claims the attempt, so that no agreement of an earlier launch is read.
     """
 
@@ -126,17 +127,17 @@ class ObjectAgreements:
         self._claim = claim
 
     async def decided(self, question: str) -> tuple[Json] | None:
-        """Return what was decided on a question, in a tuple of one; None before."""
+        """Return the decision on a question in a tuple of one, or None if there is none yet."""
         await self._claim()
         return await agreed(self._backend, self._attempt, question)
 
     async def decide(self, question: str, proposal: Json) -> Json:
-        """Decide a question, unless it is decided already; return the decision."""
+        """Decide a question unless it is decided already; return the decision."""
         await self._claim()
         return await agree(self._backend, self._attempt, question, proposal)
 
     async def accept(self, question: str, proposal: Json) -> tuple[Json] | None:
-        """Accept a proposal; the last of all ranks decides and gets the decision, others None."""
+        """Accept a proposal; the last rank decides and gets the decision, the others get None."""
         vote = self._vote(question)
         if await vote.cast(0) is None:
             return None
@@ -158,8 +159,8 @@ class TorchAgreements:
     """The same agreements through a ``torch.distributed`` Store.
 
     Args:
-        store: The Store, below a prefix that no other launch or pipeline has.
-        topology: This rank, and how many there are.
+        store: The Store, below a prefix that no other launch or pipeline uses.
+        topology: This rank and the world size.
     """
 
     def __init__(self, store: Any, topology: Topology) -> None:
@@ -179,7 +180,7 @@ class TorchAgreements:
 
     async def accept(self, question: str, proposal: Json) -> tuple[Json] | None:
         def ask() -> bool:
-            if question in self._accepted:  # a load that is tried again counts once
+            if question in self._accepted:  # a repeated load counts once
                 return False
             self._accepted.add(question)
             self._store.set(f"{question}.accepted-{self._topology.rank}", "1")
@@ -211,7 +212,7 @@ class TorchAgreements:
 
 
 Agreements = ObjectAgreements | TorchAgreements
-"""Where the ranks that load together agree."""
+"""The agreements of ranks that load together."""
 
 
 async def agreed(backend: Backend, attempt: str, question: str) -> tuple[Json] | None:
@@ -226,13 +227,12 @@ async def agreed(backend: Backend, attempt: str, question: str) -> tuple[Json] |
 
 
 async def agree(backend: Backend, attempt: str, question: str, proposal: Json) -> Json:
-    """Decide a question, unless it is decided already; return the decision, on all ranks alike.
+    """Decide a question unless it is decided already; return the decision, the same on all ranks.
 
     Args:
-        backend: The store; its requests may be tried again, since the object that is there is
-            read back.
+        backend: The store; its requests may be tried again, since an existing object is read back.
         attempt: The name of the attempt.
-        question: What it is about, of letters, digits, ``.``, ``_`` and ``-``.
+        question: Its name, of letters, digits, ``.``, ``_`` and ``-``.
         proposal: This rank's answer, plain JSON.
 
     Raises:
@@ -249,20 +249,20 @@ _AGREEMENT, _decision = "An agreement between ranks", itemgetter("decision")
 async def create_decision(
     backend: Backend, key: str, what: str, document: Json, parse: Callable[[Json], T]
 ) -> T:
-    """Create the object of a decision, unless there is one; return what is decided.
+    """Create the object of a decision unless it exists; return the decision.
 
     Args:
         backend: The store.
-        key: The object.
-        what: What to call it in an error.
-        document: What to decide, as JSON.
-        parse: Gets the decision out of its JSON.
+        key: The object's key.
+        what: Its name in errors.
+        document: The proposal, as JSON.
+        parse: Returns the decision of a document.
 
     Raises:
-        InvalidManifest: If the object that is there cannot be read.
+        InvalidManifest: If an existing object cannot be read.
         StoreError: If the store failed.
     """
-    # Whether the object that exists is ours, after a lost answer, or another rank's is the same.
+    # After a lost answer, the existing object may be our own; that makes no difference.
     with contextlib.suppress(ObjectExists):
         await backend.put(key, json.dumps(document).encode(), PutMode.CREATE)
         return parse(document)
@@ -275,13 +275,13 @@ async def create_decision(
 async def read_decision(
     backend: Backend, key: str, what: str, parse: Callable[[Json], T]
 ) -> tuple[T] | None:
-    """Read what an object decides, in a tuple of one; None if there is no such object.
+    """Read the decision of an object in a tuple of one; None if the object does not exist.
 
     Args:
         backend: The store.
-        key: The object.
-        what: What to call it in an error.
-        parse: Gets the decision out of its JSON.
+        key: The object's key.
+        what: Its name in errors.
+        parse: Returns the decision of a document.
 
     Raises:
         InvalidManifest: If it cannot be read.

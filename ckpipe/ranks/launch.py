@@ -1,33 +1,31 @@
 """The launch that a process belongs to: its name, and the names of its checkpoints.
 
-The name is unique for each start and restart, and claimed before its first write. It is found at
-open by reading alone, and begins with a time that is later than that of every checkpoint there.
-Nothing of a launch lies on the store before its claim: a create-only object of each rank, so that
-an id that was used before is noticed before anything is written, and before an agreement of
-another launch is taken for one of this. Ranks that were given an id agree on the start by one more
+The name is unique for each start and restart, and claimed before the first write. It is made at
+open by reads alone, and begins with a time that is later than that of every checkpoint on the root.
+The claim is a create-only object of each rank, and a launch writes nothing else before it. So the
+reuse of an id is noticed before any other write, and before an agreement of another launch is
+mistaken for one of this launch. Ranks with an id from the user agree on the start by one more
 object, which the first of them creates before its claim.
 
-Ranks find the name by a handshake through a ``torch.distributed`` store. A store and the ids in a
-launcher's environment may survive a restart, so nothing in them proves that two processes belong
-to the same launch. A fresh random number does. Rank 0 writes a *call* that no process can have
-seen before. Every other rank answers the call with a random *hello* of its own, under a key that
-holds the call, so that no answer to an older call is taken for one to this. Rank 0 publishes the
-name of the attempt with the list of hellos it found, and a rank takes the name only from a list
-that has its own hello in its own place. A rank that read the call of an earlier launch finds a
-list without its own hello, or none, and waits until there is another call. No collective is used,
-and no process group.
+Ranks find the name by a rendezvous through a ``torch.distributed`` store. A store and the ids in a
+launcher's environment may survive a restart, so they do not prove that two processes belong to the
+same launch. A fresh random number does. Rank 0 writes a *call* that no process can have seen
+before. Every other rank answers the call with a random *hello* of its own, under a key that
+contains the call, so an answer to an older call cannot be mistaken for one to this call. Rank 0
+publishes the name of the attempt with the list of the hellos that it found. A rank takes the name
+only from a list that has its own hello at its own index. A rank that has read the call of an
+earlier launch finds a list without its own hello, or no list, and waits for another call. No
+collective is used, and no process group.
 
-The newest checkpoint is the one with the greatest (attempt, step, count), so that a launch which
-resumes from step 500 makes the step 1000 of the launch before it an old one. The same must hold if
-one launch goes back, by a load, from step 1000 to step 500: what it saves from then on is what a
-restart has to find, and what retention has to keep. So from then on its attempt begins a
-millisecond later, under the same id. That needs no clock and no store, it is the same on all ranks
-that see it, and it is still earlier than whatever launch comes next, since that begins after all
-that it finds.
+The newest checkpoint is the one with the greatest (attempt, step, count). So after a launch resumes
+from step 500, the step 1000 of the earlier launch is older than its checkpoints. The same must hold
+if one launch goes back, by a load, from step 1000 to step 500: a restart must find, and retention
+must keep, the saves after the rollback. So after it the attempt begins a millisecond later, under
+the same id. That needs no clock and no store, and it is the same on all ranks that see it. It is
+still earlier than the next launch, which begins after all attempts on the root.
 
-Whether a save goes back is seen at its step: it lies before one that was saved, and something was
-loaded since. Steps that are saved in another order are not taken for it. A step that is saved
-again counts on.
+A save is a rollback if its step is less than a saved step, and there was a load in between. Steps
+that are saved in another order are no rollback. A repeated save of a step increments its count.
 """
 
 from __future__ import annotations
@@ -66,11 +64,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """The place of a process among those that save together.
+    """The rank of a process among those that save together.
 
     Args:
         rank: Its rank, from 0.
-        world_size: How many ranks there are.
+        world_size: Number of ranks.
     """
 
     rank: int
@@ -81,13 +79,13 @@ ALONE = Topology(0, 1)
 
 
 def find_topology(environment: Mapping[str, str] = os.environ) -> Topology:
-    """The topology of this process: of its process group, else of what a launcher has set.
+    """Return the topology of this process from its process group, else from the environment.
 
-    ``torchrun`` and most other launchers set ``RANK`` and ``WORLD_SIZE``. No collective is
-    called, and no other rank is waited for.
+    ``torchrun`` and most other launchers set ``RANK`` and ``WORLD_SIZE``. The function calls no
+    collective, and waits for no other rank.
 
     Args:
-        environment: Where to look for the launcher's variables.
+        environment: The environment with the launcher's variables.
 
     Raises:
         UnsupportedTopology: If the variables contradict each other.
@@ -99,14 +97,14 @@ def find_topology(environment: Mapping[str, str] = os.environ) -> Topology:
         return ALONE
     if not (rank.isdecimal() and world_size.isdecimal() and int(rank) < int(world_size)):
         raise UnsupportedTopology(
-            f"RANK is {rank!r} and WORLD_SIZE is {world_size!r}, which is no place in a world",
+            f"RANK is {rank!r} and WORLD_SIZE is {world_size!r}, which is no valid rank",
             hint="Correct or remove these variables, or set solo=True",
         )
     return Topology(int(rank), int(world_size))
 
 
 Store = Any
-"""A ``torch.distributed.Store``; torch's type hints lack parts of it."""
+"""A ``torch.distributed.Store``; torch's type hints lack some of its methods."""
 
 _PREFIX = "ckpipe/meeting"
 _SLICE_SECONDS = 1.0
@@ -115,9 +113,10 @@ _MOST_NAMED = 20
 
 
 def default_store() -> Store | None:
-    """The store of the default process group, with a connection of its own; None without one.
+    """Return the store of the default process group, or None without one.
 
-    A request that waits holds its connection, which a process group may need at the same time.
+    It has a connection of its own: a blocking request occupies its connection, which the process
+    group may need at the same time.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return None
@@ -126,10 +125,10 @@ def default_store() -> Store | None:
 
 
 def arrange_meeting(topology: Topology, settings: Settings) -> Rendezvous | None:
-    """Arrange how the ranks agree on an attempt; None if there is nothing to agree on. Blocking.
+    """Make the rendezvous at which ranks agree on an attempt; None if they need none. Blocking.
 
     Raises:
-        UnsupportedTopology: If there are several ranks and they have no way to.
+        UnsupportedTopology: If several ranks must agree and have no store to do so.
     """
     if topology.world_size == 1 or not _meets_at_open(settings):
         return None
@@ -147,15 +146,16 @@ def arrange_meeting(topology: Topology, settings: Settings) -> Rendezvous | None
 
 
 def agreeing_store(topology: Topology, settings: Settings, attempt: str) -> Store | None:
-    """Find where ranks that load agree: a Store below a prefix that only this pipeline has.
+    """Return the Store for agreements of loads, below a prefix that only this pipeline uses.
 
-    Ranks that have not met at open, since they were given a name or need none, meet here. Blocking.
+    Ranks without a rendezvous at open, since they were given a name or need none, have one here.
+    Blocking.
 
     Returns:
         The Store; None without ``torch.distributed``.
 
     Raises:
-        UnsupportedTopology: If ranks did not come in time.
+        UnsupportedTopology: If some ranks did not join in time.
     """
     store = default_store()
     if store is None:
@@ -177,21 +177,21 @@ def _meets_at_open(settings: Settings) -> bool:
 
 def below(prefix: str, store: Store) -> Store:
     """Return a store that keeps its keys below a prefix of another one."""
-    # Imported only here, where a Store proves that this torch has torch.distributed at all.
+    # Imported only here: the Store proves that this torch has torch.distributed.
     from torch._C._distributed_c10d import PrefixStore
 
     return PrefixStore(prefix, store)
 
 
 class Rendezvous:
-    """One handshake; its methods block, and every rank calls one of them.
+    """One rendezvous; its methods block, and every rank calls one of them.
 
     Args:
-        store: What all ranks can reach.
-        topology: This rank and how many there are.
-        url: The root, spelt alike on all ranks, so that meetings for two roots stay apart.
-        timeout_seconds: How long to wait for the others.
-        what: What all ranks do alike, for errors.
+        store: The store that all ranks can reach.
+        topology: This rank and the world size.
+        url: The root, spelt alike on all ranks; it keeps the rendezvous of two roots apart.
+        timeout_seconds: Seconds to wait for the other ranks at most.
+        what: The action of all ranks, for errors.
     """
 
     def __init__(
@@ -209,10 +209,10 @@ class Rendezvous:
         self._until = time.monotonic() + timeout_seconds
 
     def host(self, attempt: str) -> None:
-        """Give all other ranks the name of the attempt; for rank 0.
+        """Publish the name of the attempt to all other ranks; for rank 0.
 
         Raises:
-            UnsupportedTopology: If ranks did not come in time; names them.
+            UnsupportedTopology: If some ranks did not join in time; names them.
         """
         call = secrets.token_hex(8)
         self._store.set("call", call)
@@ -248,8 +248,8 @@ class Rendezvous:
         self._store.set(f"{call}/hello/{self._rank}", hello)
         while not self._wait_for([listed], _SLICE_SECONDS):
             over = self._store.get("call").decode() != call
-            # Rank 0 may have opened one pipeline and called for the next since; the list of the
-            # first is there before it does.
+            # Rank 0 may have opened this pipeline and written the call of the next one meanwhile.
+            # The list of the first exists before that.
             if (over and not self._has(listed)) or self._left() <= 0:
                 return None
         published = json.loads(self._store.get(listed))
@@ -258,7 +258,7 @@ class Rendezvous:
         return str(published["attempt"]) if mine else None
 
     def _wait_for(self, keys: Iterable[str], seconds: float | None = None) -> bool:
-        """Wait until all keys are there; False if they are not in time."""
+        """Wait until all keys exist; False if they do not in time."""
         limit = max(0.001, self._left() if seconds is None else min(seconds, self._left()))
         wanted, began = list(keys), time.monotonic()
         if not wanted:
@@ -266,7 +266,7 @@ class Rendezvous:
         try:
             self._store.wait(wanted, timedelta(seconds=limit))
         except RuntimeError as error:
-            # Stores have no error of their own for a time that is over.
+            # Stores have no error class of their own for a timeout.
             if time.monotonic() - began < 0.9 * limit - 0.01:
                 raise UnsupportedTopology(
                     f"The ranks cannot agree on an attempt: {error}", rank=self._rank
@@ -289,7 +289,7 @@ class Rendezvous:
 
 
 def named_ranks(ranks: list[int]) -> str:
-    """Return ranks as an error names them: the first twenty, and how many there are besides."""
+    """Format ranks for an error: the first twenty, and the number of the others."""
     more = len(ranks) - _MOST_NAMED
     named = ", ".join(map(str, ranks[:_MOST_NAMED]))
     return f"{named} and {more} more" if more > 0 else named
@@ -306,8 +306,8 @@ class Launch:
     Args:
         backend: The store.
         attempt: The name; its start may change with the claim.
-        topology: This rank, and how many there are.
-        shares_start: Whether the ranks agree on the start by an object.
+        topology: This rank and the world size.
+        shares_start: True if the ranks agree on the start by an object.
     """
 
     def __init__(
@@ -317,19 +317,19 @@ class Launch:
         self.id = launch_id(attempt)
         self.claimed = anyio.Event()
         self._backend, self._topology, self._shares_start = backend, topology, shares_start
-        # One token for all tries, so that a claim whose answer was lost is known again.
+        # One token for all tries, so that a claim whose answer was lost is recognized.
         self._claim = json.dumps({"token": secrets.token_hex(16)}).encode()
         self._claiming = anyio.Lock()
 
     async def claim(self) -> str:
-        """Claim the id for this rank, unless that is done; to be awaited before the first write.
+        """Claim the id for this rank, once; to be awaited before the first write.
 
         Returns:
             The name of the attempt, the same on all ranks from now on.
 
         Raises:
             AttemptReused: If this rank of an earlier launch has claimed the id.
-            StoreError: If the store failed, or is not fit; may be called again.
+            StoreError: If the store failed or is unsuitable; the call may be repeated.
         """
         async with self._claiming:
             if self.claimed.is_set():
@@ -340,22 +340,23 @@ class Launch:
             try:
                 await self._backend.put(key, self._claim, PutMode.CREATE)
             except ObjectExists:
-                # It may be ours, if an answer was lost.
+                # It may be our own claim, if an answer was lost.
                 if await self._backend.get(key, max_bytes=_MAX_BYTES) != self._claim:
                     raise AttemptReused(
                         f"The attempt id {self.id!r} was used here before",
                         rank=self._topology.rank,
-                        hint="Give every launch and restart an id of its own, or none to have one "
-                        "made up",
+                        hint="Give every launch and restart an id of its own, or leave attempt_id "
+                        "unset",
                     ) from None
             self.claimed.set()
             return self.attempt
 
     async def withdraw(self) -> None:
-        """Remove what the launch has written if none of its ranks has saved, as the last of them.
+        """Remove the objects of a launch if none of its ranks has saved.
 
-        Each rank that closes without a save says so; the last removes everything, the claims at the
-        end, since an id is free without them. What a store refuses to delete stays.
+        Each rank that closes without a save votes; the last removes all objects of the launch, the
+        claims at the end, since the id is free without them. Objects that the store refuses to
+        delete stay.
         """
         if not self.claimed.is_set():
             return
@@ -373,7 +374,7 @@ class Launch:
 async def draft_launch(
     backend: Backend, attempt_id: str | None, topology: Topology, meeting: Rendezvous | None = None
 ) -> Launch:
-    """Find the name of a launch by reading alone.
+    """Make the name of a launch by reads alone.
 
     Its start is later than that of every attempt on the root, even if this machine's clock is
     behind.
@@ -381,12 +382,12 @@ async def draft_launch(
     Args:
         backend: The store.
         attempt_id: The user's own id; None for a random one.
-        topology: This rank, and how many there are.
-        meeting: How several ranks that were given no id agree on one; rank 0 makes it up.
+        topology: This rank and the world size.
+        meeting: The rendezvous of several ranks without an id, where they get one from rank 0.
 
     Raises:
         SettingsError: If the id has characters that names cannot have.
-        UnsupportedTopology: If ranks did not come to the meeting in time.
+        UnsupportedTopology: If some ranks did not join the rendezvous in time.
         StoreError: If the store failed.
     """
     if attempt_id is None and meeting is not None and topology.rank:
@@ -405,12 +406,12 @@ async def draft_launch(
 
 
 def unclaimed_attempt() -> str:
-    """Name an attempt that never writes, and so is nowhere on the store."""
+    """Make a name for an attempt that never writes."""
     return attempt_name(datetime.now(UTC), secrets.token_hex(4))
 
 
 async def _agree_on_start(backend: Backend, attempt: str) -> str:
-    """Take the start that the first rank has written; the name with it."""
+    """Return the name with the start that the first rank has written."""
     started, chosen = attempt_parts(attempt)
     key, what = attempt_start_key(chosen), "The start of the attempt"
 
@@ -426,7 +427,7 @@ async def _agree_on_start(backend: Backend, attempt: str) -> str:
 async def _after_all_others(backend: Backend) -> datetime:
     now = datetime.now(UTC)
     for attempt in sorted({info.attempt for info in await discover(backend)}, reverse=True):
-        # What spells no date is not ckpipe's, and neither is what nothing can come after.
+        # A name without a date is not ckpipe's, and neither is one with the last possible date.
         with contextlib.suppress(ValueError, OverflowError):
             return max(now, attempt_parts(attempt)[0] + timedelta(milliseconds=1))
     return now
@@ -444,18 +445,16 @@ class CheckpointNames:
         self._counts: dict[int, int] = {}
         self._furthest = -1
         self.rollbacks = 0
-        """How often the run has gone back."""
+        """Number of rollbacks in this run."""
         self.has_loaded = False
-        """Whether something was loaded since the last save began."""
+        """True if there was a load since the last save began."""
 
     def lies_back(self, step: int) -> bool:
-        """Tell whether a step lies before one that was saved since the run began or last went
-        back.
-        """
+        """True if a later step was saved since the run began or last went back."""
         return step < self._furthest
 
     def go_back(self) -> None:
-        """Make what is saved from now on newer than all that was saved before."""
+        """Make all later saves newer than all earlier ones."""
         started, launch = attempt_parts(self.attempt)
         self.attempt = attempt_name(started + timedelta(milliseconds=1), launch)
         self._counts.clear()
@@ -467,7 +466,7 @@ class CheckpointNames:
         return self._counts.get(step, 0)
 
     def name(self, step: int) -> CheckpointId:
-        """The name of a save that begins now."""
+        """Return the name of a save that begins now, and count it."""
         id = CheckpointId(self.attempt, step, self.count(step))
         self._counts[step] = id.count + 1
         self._furthest = max(self._furthest, step)

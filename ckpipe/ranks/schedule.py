@@ -1,16 +1,15 @@
-"""Decide the steps that all ranks save at: by steps, by time, or since this process will be
-stopped.
+"""Choose the steps at which all ranks save: by steps, by time, or because of preemption.
 
-Theory. Ranks are not at the same step, and a rank that is told of a step that it has left behind
-cannot save it. So a step is agreed on in two rounds. Each rank promises a bound: its trainer goes
-no further than that before the step is decided. Then the greatest of all bounds is decided, which
-no rank can have passed. The bounds lie ahead by as many steps as the agreement should take at the
-pace of training, so that as a rule no trainer ever waits. The trainer asks in its own thread and
-the pipeline promises on its loop, so all of it is under one lock, which is held for microseconds.
+Theory. Ranks are not at the same step, and a rank cannot save a step that it has passed. So ranks
+agree on a step in two rounds. In the first, each rank proposes a bound: its trainer waits at that
+step until the step to save is decided. In the second, the ranks decide on the greatest of all
+bounds, which no rank can have passed. At the pace of training, the bounds are as many steps ahead
+as the agreement should take, so as a rule no trainer waits. The trainer asks in its own thread and
+the pipeline proposes on its loop, so one lock guards all of it; it is held for microseconds.
 
 Preemption. A signal handler runs between any two instructions of the main thread, which may hold
-any lock, so ours only writes two attributes and hands on to the handler that was there before. The
-training loop asks; nothing interrupts it.
+any lock. So ckpipe's handler only writes two attributes and calls the earlier handler. The training
+loop polls; nothing interrupts it.
 """
 
 from __future__ import annotations
@@ -30,24 +29,23 @@ from ckpipe.errors import UsageError
 
 
 class SaveSchedule:
-    """Says at which steps to save.
+    """Decides at which steps a save is due.
 
-    **Steps.** The marks are the multiples of ``steps``. A save is due as soon as one has been
-    reached or passed since the last save or load, so that a mark that is skipped, or that lay
-    before a crash, is made up for at the next step asked about. Step 0 of a new run is no mark:
-    nothing has been learned by then.
+    **Steps.** The marks are the multiples of ``steps``. A save is due as soon as a mark has been
+    reached or passed since the last save or load. So a mark that was skipped, or passed before a
+    crash, is made up for at the next query. Step 0 of a new run is no mark: it has nothing learned.
 
-    **Seconds.** A save is due when so much time has passed since the last save or load, or since
-    the beginning.
+    **Seconds.** A save is due when that time has passed since the last save or load, or since the
+    beginning.
 
-    **The last step** of a run, if it is told, is due too, unless that state is saved already.
+    **The last step** of a run, if it is given, is due too, unless its state is saved already.
 
-    Asking changes nothing: a save stays due until one has begun. It may be asked in any thread.
+    A query changes nothing: a save stays due until one has begun. Any thread may query.
 
     Args:
-        steps: The distance of marks; None for none.
-        seconds: The longest time between saves in seconds; None for none.
-        clock: Tells the time in seconds.
+        steps: The distance of marks; None for no marks.
+        seconds: The longest time between saves in seconds; None for no limit.
+        clock: Returns the time in seconds.
     """
 
     def __init__(
@@ -62,27 +60,27 @@ class SaveSchedule:
 
     @property
     def is_set(self) -> bool:
-        """Tell whether there is anything to go by."""
+        """True if there are marks or a longest time."""
         return self._steps is not None or self._seconds is not None
 
     def due(self, step: int) -> bool:
-        """Tell whether to save at a step."""
+        """True if a save is due at a step."""
         return self.is_marked(step) or self.is_overdue()
 
     def is_marked(self, step: int) -> bool:
-        """Tell whether a mark has been reached or passed."""
+        """True if a mark has been reached or passed."""
         return self._steps is not None and step // self._steps > self._last[0] // self._steps
 
     def is_last(self, step: int, last: int | None) -> bool:
-        """Tell whether this is the run's last step, and its state is neither saved nor loaded."""
+        """True if this is the run's last step, and its state is neither saved nor loaded."""
         return last is not None and step >= last and not (self._begun and self._last[0] == step)
 
     def is_overdue(self) -> bool:
-        """Tell whether the longest time between saves is over."""
+        """True if the longest time between saves is over."""
         return self._seconds is not None and self._elapsed() >= self._seconds
 
     def is_near(self, slack: float) -> bool:
-        """Tell whether the time is over in so many seconds or a tenth of it, whichever is more."""
+        """True if that time is over within ``slack`` seconds, or a tenth of it if that is more."""
         if self._seconds is None:
             return False
         return self._elapsed() >= self._seconds - max(slack, 0.1 * self._seconds)
@@ -91,7 +89,7 @@ class SaveSchedule:
         return self._clock() - self._last[1]
 
     def begin_at(self, step: int) -> None:
-        """Note that the state of a step is being saved, or has been loaded."""
+        """Record that a save of a step begins, or that the step was loaded."""
         self._last = (step, self._clock())
         self._begun = True
 
@@ -99,14 +97,14 @@ class SaveSchedule:
 logger = logging.getLogger("ckpipe")
 
 _SAMPLES = 32
-"""How many steps the pace is measured over."""
+"""Number of steps over which the pace is measured."""
 
 
 class Pace:
-    """The pace at which a trainer goes through its steps.
+    """The pace of a trainer in steps per second.
 
     Args:
-        clock: Tells the time in seconds.
+        clock: Returns the time in seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -114,13 +112,13 @@ class Pace:
         self._seen: deque[tuple[int, float]] = deque(maxlen=_SAMPLES)
 
     def note(self, step: int) -> None:
-        """Note that a step is asked about now."""
+        """Record the time of a step."""
         if self._seen and step < self._seen[-1][0]:
             self._seen.clear()  # the run was rolled back
         self._seen.append((step, self._clock()))
 
     def ahead(self, seconds: float) -> int:
-        """The number of steps that are likely to go by in so many seconds; at least one."""
+        """Estimate the number of steps in so many seconds; at least one."""
         if len(self._seen) < 2:
             return 1
         (first, began), (last, ended) = self._seen[0], self._seen[-1]
@@ -130,25 +128,27 @@ class Pace:
 
 
 class SaveStepAgreement:
-    """The appointments of a rank, each under the name of its occasion.
+    """A rank's agreements on steps to save, each under the name of its occasion.
 
-    All methods may be called in any thread. Only :meth:`ask` waits, and only if training went
-    faster than expected.
+    An occasion is a reason to save together: preemption, or the n-th timed save.
+
+    All methods may be called in any thread. Only :meth:`ask` waits, and only if training was faster
+    than expected.
 
     Args:
-        patience: How long a trainer waits at a bound at most, in seconds.
-        clock: Tells the time in seconds.
+        patience: Seconds that a trainer waits at a bound at most.
+        clock: Returns the time in seconds.
     """
 
     def __init__(self, patience: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._patience, self._pace = patience, Pace(clock)
         self._changed = threading.Condition()
-        # For each occasion a bound that is not passed before a step is decided, and that step.
+        # For each occasion the bound at which the trainer waits, and the step once it is decided.
         self._open: dict[str, tuple[int, int | None]] = {}
         self._passed = -1
 
     def ask(self, step: int) -> frozenset[str]:
-        """The occasions that a save is due for at a step; waits until that is decided.
+        """Return the occasions for which a save is due at a step; wait until that is decided.
 
         Args:
             step: The step that the trainer has just taken.
@@ -173,14 +173,14 @@ class SaveStepAgreement:
             )
 
     def propose(self, occasion: str, seconds: float) -> int:
-        """Promise not to reach a step before it is decided whether to save there.
+        """Propose a bound: a step ahead at which the trainer waits for the decision.
 
         Args:
-            occasion: What for.
-            seconds: How long the decision should take.
+            occasion: The occasion.
+            seconds: Seconds that the decision should take.
 
         Returns:
-            That step, which lies ahead.
+            The bound.
         """
         with self._changed:
             bound = self._passed + self._pace.ahead(seconds)
@@ -188,10 +188,10 @@ class SaveStepAgreement:
             return bound
 
     def decide(self, occasion: str, step: int) -> bool:
-        """Note the step that was decided.
+        """Record the step that was decided.
 
         Returns:
-            False if it is too late, since the trainer has left that step behind.
+            False if it is too late, since the trainer has passed that step.
         """
         with self._changed:
             missed = self._passed >= step
@@ -203,16 +203,14 @@ class SaveStepAgreement:
             return not missed
 
     def consume(self, step: int) -> None:
-        """Note that a save of a step begins; appointments for it or for before it are kept."""
+        """Drop agreements for a step and for earlier steps, since a save of the step begins."""
         with self._changed:
             for occasion, (_, decided) in list(self._open.items()):
                 if decided is not None and decided <= step:
                     del self._open[occasion]
 
     def has(self, beginning: str) -> bool:
-        """Tell whether an appointment is not kept yet, for an occasion whose name begins like
-        this.
-        """
+        """True if there is an open agreement for an occasion whose name begins like this."""
         with self._changed:
             return any(occasion.startswith(beginning) for occasion in self._open)
 
@@ -225,12 +223,12 @@ class SaveStepAgreement:
 
 
 class StopRequest:
-    """A request to stop this process: since when, and whether a save has answered it.
+    """A request to stop this process: its time, and whether a save has answered it.
 
     All methods may be called in any thread and in signal handlers.
 
     Args:
-        clock: Tells the time in seconds.
+        clock: Returns the time in seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -238,47 +236,47 @@ class StopRequest:
         self._since: float | None = None
         self._answered = self._arrived = False
         self.alone = True
-        """Whether no other rank takes part. If one does, all ranks leave together: what
-        this one was told counts once the step that they agreed on is there (:meth:`arrive`)."""
+        """True if no other rank takes part. If one does, all ranks leave together: the request
+        takes effect once the agreed step is reached (:meth:`arrive`)."""
 
     def tell(self) -> None:
-        """Note that the process will be stopped; the first time counts."""
+        """Record that the process will be stopped; only the first call counts."""
         if self._since is None:
             self._since = self._clock()
 
     def arrive(self) -> None:
-        """Note that the step has come that all ranks save at."""
+        """Record that the step at which all ranks save is reached."""
         self.tell()
         self._arrived = True
 
     @property
     def signalled(self) -> bool:
-        """Tell whether the process is known to be stopped, by itself or by another rank."""
+        """True if this process or another rank will be stopped."""
         return self._since is not None
 
     @property
     def told(self) -> bool:
-        """Tell whether it is time to save and to leave."""
+        """True if it is time to save and to leave."""
         return self.signalled and (self.alone or self._arrived)
 
     @property
     def wants_save(self) -> bool:
-        """Tell whether it is time, and no save has begun since."""
+        """True if it is time, and no save has begun since."""
         return self.told and not self._answered
 
     def answer(self) -> bool:
-        """Note that a save begins; return whether it is one that cannot wait for the next."""
+        """Record that a save begins; return True if it is the last one before the stop."""
         self._answered = self.told
         return self._answered
 
     def seconds_left(self, grace: float | None) -> float | None:
-        """The rest of the time between being told and being stopped.
+        """Return the rest of the time between the request and the stop.
 
         Args:
             grace: That time in seconds; None if it is not known.
 
         Returns:
-            Seconds, not less than 0; None if there is no end in sight.
+            Seconds, at least 0; None without a request or a known time.
         """
         if self._since is None or grace is None:
             return None
@@ -286,11 +284,11 @@ class StopRequest:
 
 
 class SignalWatch:
-    """Hands signals to a function and then to the handler that was there before.
+    """Hands signals to a function and then to the earlier handler.
 
-    The default action of a signal, which for most is to end the process, is held back. Processes
-    that are forked from this one, such as those of data loaders, inherit the handlers: there they
-    only do what was done before them, so that such a process can still be ended.
+    The default action of a signal, which for most is to end the process, is suppressed. Forked
+    processes, such as those of data loaders, inherit the handlers. There, the handlers only do the
+    earlier action, so such a process can still be ended.
 
     Args:
         names: Signals such as ``SIGTERM``.
@@ -308,8 +306,8 @@ class SignalWatch:
         """Install the handlers.
 
         Raises:
-            UsageError: If there are any and this is not the main thread, where alone Python
-                allows it.
+            UsageError: If there are signals and this is not the main thread: Python allows handlers
+                only there.
         """
         if self._numbers and threading.current_thread() is not threading.main_thread():
             raise UsageError(
@@ -322,10 +320,10 @@ class SignalWatch:
             self._before[number] = signal.signal(number, self._handle)
 
     def end(self) -> None:
-        """Put the handlers back that were there before, unless others have come since.
+        """Restore the earlier handlers, unless others were installed since.
 
-        Those of ours that cannot be taken off, since other handlers may hand signals on to them or
-        this is not the main thread, do from now on what was done before them.
+        Some of ckpipe's handlers cannot be removed, since other handlers may call them or this is
+        not the main thread. These only do the earlier action from now on.
         """
         self._watching = False
         if threading.current_thread() is not threading.main_thread():
@@ -337,7 +335,7 @@ class SignalWatch:
                 signal.signal(number, signal.SIG_DFL if before is None else before)
 
     def before(self, number: int) -> Any:
-        """The handler of a signal before, if this no longer does anything else; else None."""
+        """Return the earlier handler of a signal if this watch has ended, else None."""
         return None if self._watching else self._before.get(number)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
@@ -352,9 +350,9 @@ class SignalWatch:
 
 
 def _still_of_use(number: int, handler: Any) -> Any:
-    """A handler, or the one before it as long as it is that of a watch that has ended.
+    """Return a handler; skip handlers of ended watches back to the earlier ones.
 
-    Of two pipelines that were open together the one that came first may have been closed first.
+    Of two pipelines that were open together, the one that was opened first may be closed first.
     """
     while isinstance(watch := getattr(handler, "__self__", None), SignalWatch):
         before = watch.before(number)
