@@ -259,7 +259,7 @@ def test_a_store_that_does_not_list_all_does_not_fail_a_fresh_start(
     ckpipe.register_backend("denying", Denying)
     with ckpipe.SyncPipeline("denying://run", read_only=True) as pipeline:
         assert pipeline.load() is None
-    assert "training starts fresh at denying://run; what else lies there is unknown" in caplog.text
+    assert "training starts fresh at denying://run; other contents are unknown" in caplog.text
 
 
 def test_folders_of_other_programs_are_named(

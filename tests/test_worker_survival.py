@@ -110,7 +110,7 @@ def test_waiting_for_a_worker_is_bounded(
         result = pipeline.load(step=which)
         assert result is not None
         assert result.id == first.id
-    assert f"Not waited for longer: {name}" in caplog.text
+    assert f"The load no longer waits for {name}" in caplog.text
 
 
 def test_who_interrupts_the_closing_leaves_the_worker_to_finish(tmp_path: Path) -> None:

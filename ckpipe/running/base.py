@@ -1,4 +1,7 @@
-"""All that :class:`~ckpipe.Pipeline` and :class:`~ckpipe.SyncPipeline` share: not how they wait."""
+"""The common base of :class:`~ckpipe.Pipeline` and :class:`~ckpipe.SyncPipeline`.
+
+They differ only in how their methods wait.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +52,7 @@ from ckpipe.worker.crossing import refuse_to_train_as_worker
 logger = logging.getLogger("ckpipe")
 E = TypeVar("E", bound=Event)
 Hook = Callable[[E], object]
-"""A function or coroutine function of the user's that takes an event."""
+"""The user's function or coroutine function that takes an event."""
 
 
 class PipelineBase:
@@ -95,13 +98,13 @@ class PipelineBase:
 
         Once :attr:`preempted`, it is True until a save has begun, and False from then on.
 
-        Takes microseconds and asks no other rank. Several ranks save at the same step, if all of
-        them ask after every step: by the clock of the first, and when any of them is preempted.
-        Should they come to that step before all have agreed on it, this waits for them, for a
-        minute at most.
+        Takes microseconds and sends no request to other ranks. Several ranks save at the same step
+        if each calls it after every step: when the time of the first is up, and when any of them is
+        preempted. If a rank reaches that step before all have agreed on it, the call waits for
+        them, for a minute at most.
 
-        A mark that was skipped, or passed before a crash, is made up for at the next step asked
-        about. Asking changes nothing: the answer stays yes until a save has begun.
+        A mark that was skipped, or passed before a crash, is made up for at the next call. A call
+        changes nothing: the answer stays True until a save has begun.
 
         Args:
             step: The step that has just been taken.
@@ -123,31 +126,31 @@ class PipelineBase:
             return True
         if last is None and not saves.schedule.is_set and not self._settings.preemption.enabled:
             raise SettingsError(
-                "Nothing says when to save",
+                "No setting says when to save",
                 step=taken,
                 hint="Set save_every_steps, save_every_seconds or preemption, or pass last",
             )
-        if together:  # whose clocks count only as all have agreed
+        if together:  # a clock counts only once all ranks have agreed
             return bool(called) or saves.schedule.is_marked(taken)
         return saves.schedule.due(taken)
 
     @property
     def preempted(self) -> bool:
-        """Tell whether this process will be stopped, as a signal or :meth:`preempt` has said.
+        """True if this process will be stopped, after a signal or a call of :meth:`preempt`.
 
-        Of several ranks it is enough that one was told: then this is True on all of them after the
-        step that they agreed to save, once :meth:`should_save` has been asked about it.
+        With several ranks, one signal is enough: the ranks agree on a step to save, and this is
+        True on all of them once each has called :meth:`should_save` for that step.
 
-        The first save that begins from then on waits for memory where others are skipped; after
-        it :meth:`should_save` is False. Leaving the pipeline waits for saves for
+        The next save waits for memory, even if ``on_busy`` would skip it; after it
+        :meth:`should_save` is False. The end of the ``with`` block then waits for saves for
         ``preemption.grace_seconds`` after the signal at most.
         """
         return self._preemption.told
 
     def preempt(self) -> None:
-        """Say that this process will be stopped soon, as one of ``preemption.signals`` does.
+        """Announce that this process will be stopped soon, as one of ``preemption.signals`` does.
 
-        May be called in any thread, for those who learn of it in another way.
+        For notices of preemption that are no signal; any thread may call it.
 
         Raises:
             UnsupportedTopology: If several ranks save together and ``preemption`` is not set.
@@ -161,36 +164,36 @@ class PipelineBase:
         self._preemption.tell()
 
     def on_staged(self, hook: Hook[Staged]) -> Hook[Staged]:
-        """Have a function called whenever a state has been copied.
+        """Call a function whenever a state has been copied.
 
-        A plain function runs in a thread of its own, a coroutine function on the pipeline's own
-        event loop, which it must not block; so does what a plain function returns if that can
-        be awaited. No save waits for it. It is called for one event
-        after the other; leaving the pipeline waits for saves that it begins, and then for it for
-        ``drain_timeout_seconds`` at most.
-        What it raises is logged, and raises or warns like a failed save that no call waited for.
+        A plain function runs in a thread of its own. A coroutine function runs on the pipeline's
+        own event loop, which it must not block; an awaitable that a plain function returns is
+        awaited there too. No save waits for the function. It is called for one event after the
+        other. Leaving the pipeline waits for saves that it begins, and then for the function, for
+        ``drain_timeout_seconds`` at most. Its errors are logged, and raise or warn like a failed
+        save that no call waited for.
 
         Args:
             hook: Takes the event.
 
         Returns:
-            The hook, so that this may stand above it as a decorator.
+            The hook, so that this works as a decorator.
         """
         self._hooks.add(Staged, hook)
         return hook
 
     def on_committed(self, hook: Hook[RankCommitted]) -> Hook[RankCommitted]:
-        """Have a function called whenever this rank's part is durable; see :meth:`on_staged`."""
+        """Call a function whenever this rank's files are durable; see :meth:`on_staged`."""
         self._hooks.add(RankCommitted, hook)
         return hook
 
     def on_complete(self, hook: Hook[Completed]) -> Hook[Completed]:
-        """Have a function called whenever a checkpoint is complete; see :meth:`on_staged`."""
+        """Call a function whenever a checkpoint is complete; see :meth:`on_staged`."""
         self._hooks.add(Completed, hook)
         return hook
 
     def on_failed(self, hook: Hook[SaveFailed]) -> Hook[SaveFailed]:
-        """Have a function called whenever a save failed or was cancelled; see :meth:`on_staged`."""
+        """Call a function whenever a save failed or was cancelled; see :meth:`on_staged`."""
         self._hooks.add(SaveFailed, hook)
         return hook
 
@@ -206,7 +209,7 @@ class PipelineBase:
         )
 
     def guard(self, *optimizers: Optimizer) -> None:
-        """Have every ``step()`` of these optimizers wait for copies under way, until closing."""
+        """Make every ``step()`` of these optimizers wait for copies under way, until closing."""
         self._guards.append(guard(self._lock, *optimizers))
 
     @property
@@ -247,7 +250,7 @@ class PipelineBase:
 
     @property
     def _engine(self) -> Engine:
-        """The engine of the open pipeline.
+        """Return the engine of the open pipeline.
 
         Raises:
             PipelineClosed: If the pipeline is not open, or has failed.
@@ -269,7 +272,7 @@ class PipelineBase:
 
     @property
     def _forked(self) -> bool:
-        """Tell whether this process was forked from the pipeline's, whose thread it lacks."""
+        """True if this process was forked from the pipeline's process: it lacks the thread."""
         return os.getpid() != self._process
 
     def _check_process(self) -> None:
@@ -280,7 +283,7 @@ class PipelineBase:
             )
 
     def _refuse_to_wait_in_vain(self) -> None:
-        """Raise where waiting would never end: on the loop, and in a forked process."""
+        """Raise if waiting would never end: on the loop, and in a forked process."""
         self._check_process()
         if self._loop is not None:
             self._loop.refuse_here()
@@ -290,10 +293,10 @@ class PipelineBase:
         """Watch signals while the pipeline is opened, and from then on if that succeeds.
 
         Raises:
-            UsageError: If signals are to be watched and this is not the main thread.
+            UsageError: If ``preemption`` is set and this is not the main thread.
         """
         if self._opened is None and self._settings.preemption.enabled:
-            # A new one, since a handler that was put upon one that failed may still call that.
+            # A new watch: after a failed open, a foreign handler may still call the former one.
             self._watch = SignalWatch(self._settings.preemption.signals, self._preemption.tell)
             self._watch.begin()
         try:
@@ -305,10 +308,10 @@ class PipelineBase:
 
     @contextmanager
     def _leaving(self) -> Iterator[None]:
-        """Put the handlers of signals back once the pipeline is closed.
+        """Restore the handlers of signals once the pipeline is closed.
 
         Raises:
-            UsageError: If a hook of this pipeline leaves it, which would wait for itself.
+            UsageError: If a hook of this pipeline leaves it: the hook would wait for itself.
         """
         if in_hook() and self._hooks.describe_running():
             raise UsageError(
@@ -359,12 +362,12 @@ class PipelineBase:
         """Let saves finish and close; return failures that no call has seen; blocking.
 
         Args:
-            failed: Whether the caller leaves on an exception: only staged saves finish then.
+            failed: True if the caller leaves on an exception: only staged saves finish then.
         """
         if self._forked:
             return []
         with self._life:
-            if self._loop is None or self._closing:  # by the thread that a signal interrupted
+            if self._loop is None or self._closing:  # in the call that this signal interrupted
                 return []
             engine, served = self._opened, self._served
             assert engine is not None
@@ -377,7 +380,7 @@ class PipelineBase:
                 served.result()
                 failures += engine.saves.take_failures()
             except BaseException as error:
-                # An interrupt of this waiting, which ends it.
+                # An interrupt ends the wait.
                 for save in engine.saves.under_way():
                     if not save.committed.done():
                         error.add_note(f"Leaving did not wait for the save of step {save.id.step}")
@@ -391,7 +394,7 @@ class PipelineBase:
             return failures
 
     def _await_saves(self, engine: Engine, *, failed: bool) -> BaseException | None:
-        """Wait for the saves; a first interrupt bounds the waiting and is returned."""
+        """Wait for the saves; the first interrupt bounds the wait and is returned."""
         drained: Future[None] | None = None
         interrupt: BaseException | None = None
         while True:
@@ -412,7 +415,7 @@ class PipelineBase:
                 )
 
     def _hurry(self) -> None:
-        """Have ``drain_timeout_seconds`` count from now on, since the program is interrupted."""
+        """Apply ``drain_timeout_seconds`` from now on, since the program is interrupted."""
         if self._loop is not None and self._opened is not None and not self._forked:
             self._opened.hurry()
 
@@ -425,7 +428,7 @@ class PipelineBase:
             loop.close(cancel=cancel)
 
     def _close_at_exit(self, error: BaseException | None) -> None:
-        """Close a pipeline that is open when the program ends, as leaving it would do.
+        """Close a pipeline that is open when the program ends, as its ``with`` block would.
 
         Args:
             error: The exception that ends the program; None for a normal end.
@@ -459,24 +462,24 @@ class PipelineBase:
         exclude: Sequence[str] | None,
         caller: Caller | None,
     ) -> SaveRequest:
-        """Check what ``save`` was given, on the caller's thread, once failures are told."""
+        """Report earlier failures, then check the arguments of ``save``; on the caller's thread."""
         select = label_filter(include, exclude)
         step = None if step is None else plain_step(step)
         raise_or_warn(self._engine.saves.take_failures(), self._settings.on_error)
-        if self._closing and not in_hook():  # whose saves are waited for
+        if self._closing and not in_hook():  # closing waits for saves of hooks
             hint = "Make a new one to go on saving"
             raise PipelineClosed("The pipeline was closed meanwhile", step=step, hint=hint)
         if self._settings.read_only:
             raise PermissionDenied(
                 "The pipeline was opened to read only",
                 step=step,
-                hint="Open one without read_only=True to save",
+                hint="Open a pipeline without read_only=True to save",
             )
         if state is None:
             raise UsageError(
                 "There is no state to save: it is None",
                 step=step,
-                hint="Pass what is to be saved, such as a dict of model and optimizer",
+                hint="Pass a state, such as a dict of model and optimizer",
             )
         if until not in ("captured", "staged", "committed"):
             raise UsageError(
@@ -487,8 +490,8 @@ class PipelineBase:
             owners = tuple(optimizer for each in self._guards for optimizer in each.optimizers)
             if not owners:
                 raise UsageError(
-                    "until='captured' needs a guarded optimizer: nothing else keeps a step from "
-                    "changing what is still to be copied",
+                    "until='captured' needs a guarded optimizer: without one, a step may change "
+                    "tensors that are not copied yet",
                     step=step,
                     hint="Open the pipeline with guard=optimizer, or save with until='staged'",
                 )
@@ -532,7 +535,7 @@ class PipelineBase:
         pickle: str,
         caller: Caller | None,
     ) -> LoadRequest:
-        """Check what ``load`` was given, on the caller's thread."""
+        """Check the arguments of ``load``; on the caller's thread."""
         select = label_filter(include, exclude)
         if pickle not in ("refuse", "allow"):
             raise UsageError(f"pickle is 'refuse' or 'allow', not {pickle!r}")

@@ -1,11 +1,10 @@
-"""Let ranks save the same step when only one of them knows that it is time.
+"""Let all ranks save the same step when only one of them knows that it is time.
 
-The rank whose clock says so, or that is told that it will be stopped, creates a small object: the
-call. The others look for it in the background now and then, for one that a clock brings about only
-while their own says that it is near. Then all make an appointment
-(:mod:`ckpipe.ranks.schedule`): they vote with the bounds that they promise
-(:mod:`ckpipe.ranks.agree`), and a rank that has all votes, or has waited for as long as it may,
-decides the greatest. A dead rank delays the others no longer than that.
+A rank whose time is up, or that will be stopped, creates a small object: the call. The others poll
+for it in the background; they poll for a timed call only when their own time is nearly up. Then all
+ranks agree on a step (:mod:`ckpipe.ranks.schedule`): they vote with the bounds that they propose
+(:mod:`ckpipe.ranks.agree`). A rank that sees all votes, or whose patience has ended, decides on the
+greatest. A dead rank delays the others no longer than that.
 """
 
 from __future__ import annotations
@@ -38,21 +37,21 @@ END, TIME = "end", "time"
 """Reasons to save together: preemption, or the n-th save by the clock."""
 
 PATIENCE_SECONDS = 30.0
-"""How long votes are waited for at most, and a little less than a trainer waits at its bound."""
+"""Seconds to wait for votes at most; half as long as a trainer waits at its bound."""
 
 _TICK_SECONDS = 0.1
 _FIRST_PAUSE_SECONDS = 0.02
 
 
 class CoordinatedSaves:
-    """Call the ranks to a save, answer calls, and note the step decided; in the background.
+    """Calls the ranks to a save, answers calls, and records the decided step; in the background.
 
     Args:
-        context: The pipeline's store, settings and place among the ranks.
-        launch: Is claimed before anything is written.
-        agreement: Where appointments are kept.
-        schedule: Knows when a save is due by the clock.
-        preemption: Knows whether this process was told to stop.
+        context: The pipeline's store, settings and rank.
+        launch: The launch, which is claimed before the first write.
+        agreement: Keeps the agreed steps.
+        schedule: Tells when a timed save is due.
+        preemption: Tells whether this process will be stopped.
     """
 
     def __init__(
@@ -68,11 +67,11 @@ class CoordinatedSaves:
         self._every = context.settings.look_every_seconds
 
     async def serve(self) -> None:
-        """Serve until it is cancelled, or nothing can be called any more.
+        """Serve until it is cancelled, or until no further call can come.
 
         Raises:
-            AttemptReused: If ``attempt_id`` was used on this root before, so that calls of another
-                launch are heard.
+            AttemptReused: If ``attempt_id`` was used on this root before: the calls may be those of
+                another launch.
         """
         async with anyio.create_task_group() as tasks:
             if self._context.settings.preemption.enabled:
@@ -92,11 +91,11 @@ class CoordinatedSaves:
 
     async def _serve_time(self) -> None:
         def is_due() -> bool:
-            # An appointment that is made is kept first, which sets the clock back.
+            # The agreed save comes first, and restarts the time.
             return self._schedule.is_overdue() and not self._agreement.has(TIME)
 
         def is_near() -> bool:
-            # Others may have kept it already, and call for the next one.
+            # Others may have saved it already, and call for the next one.
             return self._schedule.is_near(4 * self._every) or self._agreement.has(TIME)
 
         for number in itertools.count():
@@ -110,8 +109,8 @@ class CoordinatedSaves:
 
         Args:
             occasion: The name of the call.
-            is_due: Tells whether this rank is to call.
-            is_near: Tells whether others may call soon.
+            is_due: Returns True if this rank must call.
+            is_near: Returns True if others may call soon.
         """
         patient, key = (
             self._context.patient,
@@ -134,16 +133,16 @@ class CoordinatedSaves:
             except AttemptReused:
                 raise
             except CkpipeError as error:
-                logger.warning("Whether the ranks are to save cannot be looked up: %s", error)
+                logger.warning("Cannot look up whether another rank calls for a save: %s", error)
             await anyio.sleep(min(_TICK_SECONDS, self._every))
 
     async def _settled(self, occasion: str, patience: float, ahead: float) -> bool:
-        """Agree on a step, and note it; False if this rank has left it behind already.
+        """Agree on a step, and record it; return False if this rank has passed it already.
 
         Args:
             occasion: The name of the call.
-            patience: How long to wait for votes, in seconds.
-            ahead: How long the agreement should take, in seconds.
+            patience: Seconds to wait for votes.
+            ahead: Seconds that the agreement should take.
         """
         context, until = self._context, time.monotonic() + patience
         vote = Vote(context.patient, context.attempt, occasion, context.rank, context.world_size)
@@ -153,7 +152,7 @@ class CoordinatedSaves:
                 await self._launch.claim()
                 step = await self._decided(occasion)
                 if step is None:
-                    if bound is None:  # once given, a promise stays as it is
+                    if bound is None:  # a proposal never changes
                         bound = self._agreement.propose(occasion, ahead)
                     step = await self._voted(vote, occasion, bound, until)
                 break
@@ -166,11 +165,11 @@ class CoordinatedSaves:
         if in_time:
             logger.info("All ranks save at step %d (%s)", step, occasion)
         else:
-            logger.error("All ranks save at step %d, which this rank has left behind", step)
+            logger.error("All ranks save at step %d, which this rank has already passed", step)
         return in_time
 
     async def _voted(self, vote: Vote, occasion: str, bound: int, until: float) -> int:
-        """Vote, and wait until the step is decided; the last to vote decides, or a late one."""
+        """Vote, and wait for the decision; the last rank to vote decides, or one that times out."""
         context, pause = self._context, _FIRST_PAUSE_SECONDS
         greatest = await vote.cast(bound)
         while greatest is None:
@@ -180,8 +179,8 @@ class CoordinatedSaves:
             if time.monotonic() >= until:
                 votes = await vote.votes()
                 absent = [rank for rank in range(context.world_size) if rank not in votes]
-                if votes and absent:  # there are none if another rank has decided by now
-                    logger.warning("Ranks %s said nothing of the step to save at", absent[:20])
+                if votes and absent:  # there are no votes if another rank has decided by now
+                    logger.warning("Ranks %s did not vote on the step to save", absent[:20])
                 greatest = max([bound, *votes.values()])
                 break
             await anyio.sleep(pause)

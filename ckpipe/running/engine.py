@@ -57,26 +57,26 @@ from ckpipe.worker.uploader import WorkerUploader
 logger = logging.getLogger("ckpipe")
 
 LOOK_SECONDS = 0.2
-"""How often closing looks whether a signal ends the program meanwhile."""
+"""Seconds between checks, while closing, whether a signal has announced the end."""
 
 _PAGE = 4096
 _PRUNE_DELAY_SECONDS = 0.1
-"""So long after a commit, so that both do not hit the same training step."""
+"""Delay of the prune after a commit, so that both do not hit the same training step."""
 
-_PASS_OVER = "Load another checkpoint; load(fallback=True) passes over this one"
+_PASS_OVER = "Load another checkpoint; load(fallback=True) skips this one"
 
 
 class Engine:
-    """Everything of one open pipeline that lives on its loop.
+    """The objects and calls of one open pipeline on its loop.
 
     Args:
         context: The context of its saves.
         launch: The name of this launch, claimed by the first save.
         hooks: Functions called on events.
-        preemption: Knows whether this process was told to stop.
+        preemption: Tells whether this process will be stopped.
         loop: The loop.
         tasks: Tasks that end with the pipeline.
-        place: Where checkpoints lie, for people.
+        place: The root, for messages.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class Engine:
 
     @property
     def serves(self) -> bool:
-        """Tell whether nothing has ended it: no call to stop, and no failure; for any thread."""
+        """True until a call to stop or a failure ends it; for any thread."""
         return not self._tasks.cancel_scope.cancel_called
 
     async def stop(self) -> None:
@@ -117,26 +117,26 @@ class Engine:
         self.stopped.set()
 
     async def announce(self, launch: Launch) -> None:
-        """Agree with the other ranks when to save, until it is cancelled."""
+        """Agree with the other ranks on steps to save, until it is cancelled."""
         agreement, schedule = self.saves.agreement, self.saves.schedule
         calls = CoordinatedSaves(self.context, launch, agreement, schedule, self._preemption)
         try:
             await calls.serve()
         except* AttemptReused as group:
-            # Calls of an earlier launch are heard. The save that is due now raises it.
+            # The calls may be those of an earlier launch. The save that is due now raises it.
             self.saves.keep(first_error(group))
             self._preemption.arrive()
 
     async def drain(self, *, staged_only: bool) -> None:
-        """Wait until all saves have ended and hooks returned.
+        """Wait until all saves have ended and all hooks have returned.
 
-        There is no limit until all is durable. ``drain_timeout_seconds`` bounds what follows, such
-        as retention and hooks, and everything once an exception or a signal ends the program.
-        Hooks may begin further saves, which are waited for as well.
+        There is no limit until all saves are durable. ``drain_timeout_seconds`` bounds the rest,
+        such as retention and hooks; it bounds all of it once an exception or a signal ends the
+        program. Hooks may begin further saves, which are awaited too.
 
         Args:
-            staged_only: Whether an exception ends it: cancels the saves that still need the
-                caller's state.
+            staged_only: True after an exception: cancel the saves that still need the caller's
+                state.
         """
         if staged_only:
             self.hurry()
@@ -153,14 +153,14 @@ class Engine:
             await self._hooks.drained()
         if late := self._hooks.describe_running():
             limit = self._settings.drain_timeout_seconds
-            logger.error("Hooks are left behind that did not return in %g s: %s", limit, late)
+            logger.error("Hooks did not return within %g s and are abandoned: %s", limit, late)
 
     def hurry(self) -> None:
-        """Have ``drain_timeout_seconds`` count for all saves from now on; for any thread."""
+        """Apply ``drain_timeout_seconds`` to all saves from now on; for any thread."""
         self._hurries = True
 
     async def _idle_in_time(self) -> bool:
-        """Wait until all saves ended and all hooks returned; False after the limit."""
+        """Wait until all saves have ended and all hooks have returned; False after the limit."""
         limit, grace = self._settings.drain_timeout_seconds, self._settings.preemption.grace_seconds
         ends_at: float | None = None
         while self._is_busy:
@@ -186,7 +186,7 @@ class Engine:
         return bool(self.saves.under_way() or self._hooks.describe_running())
 
     def describe(self) -> str:
-        """Describe the work under way, for a diagnostic; of committed saves only retention."""
+        """Describe the saves under way, without committed ones, for a diagnostic."""
         statuses = (each.status for each in self.saves.under_way())
         counts = Counter(status for status in statuses if status != "committed")
         states = ", ".join(f"{count} {status}" for status, count in sorted(counts.items()))
@@ -197,7 +197,7 @@ class Engine:
     # Housekeeping
 
     async def steps(self, *, metadata: bool) -> list[CheckpointInfo]:
-        """All checkpoints, the oldest first."""
+        """List all checkpoints, the oldest first."""
         patient, facts = self.context.patient, self.context.facts
         listing = await pruning.listed(patient, facts)
         infos = list(reversed(await repaired(patient, listing.infos())))
@@ -207,16 +207,16 @@ class Engine:
         return [replace(described(each, facts), metadata=None) for each in infos]
 
     async def latest(self) -> CheckpointInfo | None:
-        """The newest complete checkpoint."""
+        """Return the newest complete checkpoint."""
         info = await newest_repaired(self.context.patient)
         return None if info is None else await self._inspected(info)
 
     async def complete(self, info: CheckpointInfo, timeout: float | None) -> CheckpointInfo:
-        """Look until a checkpoint that this rank has committed is complete."""
+        """Poll until a checkpoint that this rank has committed is complete."""
         return await self._inspected(await until_complete(self.context, info, timeout))
 
     async def _inspected(self, info: CheckpointInfo) -> CheckpointInfo:
-        """Fill in what the index says; of the last one asked for it is remembered."""
+        """Add the facts of the index, which is cached for the last checkpoint asked for."""
         if info.id in self.context.facts.known:
             return described(info, self.context.facts)
         if info.id not in self._last_inspected:
@@ -266,7 +266,7 @@ class Engine:
         )
 
     async def prune(self, *, dry_run: bool) -> Decision:
-        """Apply the retention rules now, or say what they would do."""
+        """Apply the retention rules now, or only decide."""
         launch = launch_id(self.context.attempt)
         return await (
             retention.decide(self.context, launch)
@@ -275,11 +275,11 @@ class Engine:
         )
 
     async def best(self, metric: str, mode: Literal["min", "max"]) -> CheckpointInfo | None:
-        """The complete checkpoint with the best value of a metric."""
+        """Return the complete checkpoint with the best value of a metric."""
         return await pruning.best(self.context.patient, metric, mode, self.context.facts)
 
     async def sweep(self, *, dry_run: bool) -> SweepReport:
-        """Remove what crashed runs left, or say what it would remove."""
+        """Remove the remains of crashed runs, or only list them."""
         context = self.context
         after = context.settings.retention.sweep_after
         return await sweep(context.patient, after, running=(context.attempt,), dry_run=dry_run)
@@ -301,7 +301,7 @@ async def serve(
     Raises:
         BackendNotFound: If the scheme is not registered.
         UnsupportedTopology: If ranks cannot agree on the name of this launch.
-        SettingsError: If the backend, planner or worker asked for cannot be had.
+        SettingsError: If the settings ask for an unavailable backend, planner or worker.
         StoreError: If the store failed.
     """
     meeting = await anyio.to_thread.run_sync(arrange_meeting, topology, settings)
@@ -352,7 +352,7 @@ async def serve(
 
         async def keep_lease() -> None:
             await launch.claimed.wait()
-            # Its first object comes with the first renewal: the claim is that new.
+            # No object before the first renewal: the claim is as new as the lease would be.
             await lease.keep()
 
         try:
@@ -378,19 +378,19 @@ async def serve(
 
 
 def _backend_of(settings: Settings) -> Backend:
-    """The backend of the settings' URL, not open yet; blocks, since it may be imported first."""
+    """Create the backend of the settings' URL; blocking, since it may be imported first."""
     assert settings.url is not None
     options = settings.backends.get(scheme_of(settings.url), {})
     return create_backend(settings.url, options, read_only=settings.read_only)
 
 
 def _block_bytes(settings: Settings, backend: Backend) -> int:
-    """The size of blocks: whole pages, and no less than the backend takes."""
+    """Return the size of blocks: whole pages, and at least the minimum of the backend."""
     pages = -(-backend.limits.min_block_bytes // _PAGE)
     return max(settings.staging.block_bytes, pages * _PAGE)
 
 
 def _place_of(url: str) -> str:
-    """A root as people find it: a plain path in full. Blocking."""
+    """Return a root for messages: a plain path is made absolute. Blocking."""
     plain = "://" not in url
     return os.path.abspath(os.path.expanduser(url)) if plain else without_secrets(url)

@@ -1,6 +1,6 @@
-"""Listeners of a pipeline's events: the functions of the user's, and the count of its work.
+"""Listeners of a pipeline's events: the user's hooks, and the statistics of its work.
 
-Hooks. A hook is slow, blocks, waits for the trainer's thread, or raises; none of that may touch a
+Hooks. A hook may be slow, block, wait for the trainer's thread, or raise; none of that may affect a
 save. So no stage waits for a hook: an event only starts a task. Plain functions run in threads of
 their own, coroutine functions on the pipeline's loop. A hook is called for one event after the
 other, in order; different hooks do not wait for each other.
@@ -35,7 +35,7 @@ _inside: ContextVar[bool] = ContextVar("ckpipe_hook", default=False)
 
 
 def in_hook() -> bool:
-    """Tell whether the caller is called by a hook, on the event loop or in the hook's thread."""
+    """True if a hook is calling, on the event loop or in the hook's thread."""
     return _inside.get()
 
 
@@ -49,24 +49,24 @@ class _Hook:
         return str(getattr(self.function, "__qualname__", self.function))
 
     async def call(self, event: Event) -> None:
-        if self.turn is None:  # made on the loop that it is used on
+        if self.turn is None:  # made on the loop that uses it
             self.turn = anyio.Lock()
         _inside.set(True)
         async with self.turn:
             if inspect.iscoroutinefunction(self.function):
                 await self.function(event)
                 return
-            # Not the threads of the pipeline's own work, of which a blocked hook would keep one.
+            # A limiter of its own: a blocked hook must not occupy a thread of the pipeline's work.
             limiter = anyio.CapacityLimiter(1)
             returned = await threads.run_sync(
                 _call_inside, self.function, event, limiter=limiter, abandon_on_cancel=True
             )
-            if inspect.isawaitable(returned):  # of an object or a lambda that looks like neither
+            if inspect.isawaitable(returned):  # an object or lambda may hide a coroutine function
                 await returned
 
 
 def _call_inside(function: Callable[[Any], object], event: Event) -> object:
-    _inside.set(True)  # a thread of the reserve has not the context of the task
+    _inside.set(True)  # a thread of the reserve lacks the context of the task
     return function(event)
 
 
@@ -74,7 +74,7 @@ class Hooks:
     """Calls hooks on events.
 
     Args:
-        events: Where the events come from.
+        events: The source of events.
     """
 
     def __init__(self, events: EventBus) -> None:
@@ -85,7 +85,7 @@ class Hooks:
         events.add(self._heard)
 
     def add(self, kind: type[E], function: Callable[[E], object]) -> None:
-        """Have a function called with every event of a kind from now on; in any thread.
+        """Call a function with every event of a kind from now on; in any thread.
 
         Raises:
             UsageError: If it cannot be called with one argument.
@@ -98,7 +98,7 @@ class Hooks:
                 hint="Give a function, or coroutine function, of one argument",
             ) from None
         except ValueError:
-            pass  # a function of C that does not say what it takes
+            pass  # a C function without a signature
         self._hooks.setdefault(kind, []).append(_Hook(function))
 
     def start(self, tasks: TaskGroup, failed: Callable[[Exception], None]) -> None:
@@ -106,7 +106,7 @@ class Hooks:
 
         Args:
             tasks: Runs them.
-            failed: Told what a hook raised.
+            failed: Called with each error of a hook.
         """
         self._tasks, self._failed = tasks, failed
 
@@ -117,7 +117,7 @@ class Hooks:
             await self._idle.wait()
 
     def describe_running(self) -> str:
-        """The hooks that have not returned; empty if all have."""
+        """Name the hooks that have not returned; empty if all have."""
         return ", ".join(f"{hook.name} on {event.id}" for hook, event in self._running)
 
     def _heard(self, event: Event) -> None:
@@ -135,7 +135,8 @@ class Hooks:
                 raise
             error = raised
             if not isinstance(error, Exception):
-                # It left, or waited for something else that was cancelled; it itself is not.
+                # The hook raised SystemExit, or awaited a cancelled task; its own task is not
+                # cancelled.
                 error = refuse_exit(f"The hook {hook.name}", raised)
                 error.__cause__ = raised
             error.add_note(
@@ -154,17 +155,17 @@ class Statistics:
     """The work of a pipeline, done and under way, in numbers.
 
     Args:
-        saves: How many saves stand where, those that have ended and those under way.
-        bytes: Size of the data files of the saves that are committed.
-        seconds: For each stage, how long it was at work, of all saves that have ended or committed.
-        waits: For each stage, how long it waited between its first work and its last.
-        staged_seconds: How long saves took until their state was copied, together.
-        active_seconds: How long at least one save was under way and not committed.
-        retries: Requests of saves that were tried again.
+        saves: Number of saves by status, of ended saves and of those under way.
+        bytes: Size of the data files of all committed saves.
+        seconds: Busy seconds of each stage, of all saves that have ended or committed.
+        waits: Seconds that each stage waited between its first work and its last.
+        staged_seconds: Seconds of all saves together until their state was copied.
+        active_seconds: Seconds in which at least one save was under way and not committed.
+        retries: Number of retries of requests of saves.
         lanes: Blocks of one save that may be under way to the store at the same time.
         budget_used: Staging memory that saves hold now, in bytes.
-        budget_capacity: Staging memory that they may hold.
-        budget_waiting: How many saves wait for staging memory.
+        budget_capacity: Staging memory that they may hold, in bytes.
+        budget_waiting: Number of saves that wait for staging memory.
     """
 
     saves: Mapping[SaveStatus, int] = field(default_factory=dict)
@@ -181,12 +182,12 @@ class Statistics:
 
     @property
     def throughput(self) -> float:
-        """Bytes committed for each of the :attr:`active_seconds`; 0 before any."""
+        """Committed bytes per second of :attr:`active_seconds`; 0 before the first save."""
         return self.bytes / self.active_seconds if self.active_seconds else 0.0
 
 
 def _with(total: Statistics, status: SaveStatus, report: SaveReport | None) -> Statistics:
-    """Add a save to the sums; one that goes on has no report, and counts by its status only."""
+    """Add a save to the sums; a save under way has no report, and counts by its status only."""
     saves = {**total.saves, status: total.saves.get(status, 0) + 1}
     if report is None:
         return replace(total, saves=saves)
@@ -205,21 +206,21 @@ def _with(total: Statistics, status: SaveStatus, report: SaveReport | None) -> S
 
 
 class Ledger:
-    """Keeps count of the saves of one pipeline.
+    """Counts the saves of one pipeline.
 
-    It is told of events on one thread, and asked on any. A save that has committed counts at once,
-    with all its numbers, though its retention is still under way.
+    It gets events on one thread; any thread may query it. A committed save counts at once, with all
+    its numbers, even while its retention is still under way.
     """
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()  # a handler of a signal may ask while the thread does
+        self._lock = threading.RLock()  # a signal handler may query while its thread does
         self._ended = Statistics()
         self._open: set[str] = set()
         self._uncommitted: set[str] = set()
         self._since = 0.0
 
     def __call__(self, event: Event) -> None:
-        """Take note of an event."""
+        """Count an event."""
         with self._lock:
             if isinstance(event, SaveStarted):
                 if not self._uncommitted:
@@ -247,12 +248,12 @@ class Ledger:
     def statistics(
         self, under_way: Iterable[Save], *, lanes: int = 0, budget: ByteBudget | None = None
     ) -> Statistics:
-        """The numbers until now.
+        """Return the numbers until now.
 
         Args:
             under_way: The saves that have not ended.
-            lanes: How many lanes a save has.
-            budget: Staging memory; None of a pipeline that is not open.
+            lanes: Number of lanes of a save.
+            budget: Staging memory; None if the pipeline is not open.
         """
         with self._lock:
             found = self._ended

@@ -1,15 +1,16 @@
-"""Choose a checkpoint to load, the same on all ranks, and fall back from one that is damaged.
+"""Choose a checkpoint to load, the same on all ranks, and fall back if it is damaged.
 
-Theory. With many ranks each verifies only what it reads, so that whether a checkpoint is whole is
-known when all have read. For each candidate they agree on a verdict (:mod:`ckpipe.ranks.agree`). A
-rank that finds damage decides at once, for all: this one not, and that one next. The last rank to
-accept decides that it is whole. The first decision stands, and both cannot be proposed: a rank
-that found damage does not accept. Objects get their state only after the decision. Ranks wait for
-it for a bounded time, since one may have died.
+Theory. Each of many ranks verifies only the bytes that it reads, so a checkpoint is known to be
+whole only after all ranks have read. For each candidate they agree on a verdict
+(:mod:`ckpipe.ranks.agree`). A rank that finds damage decides at once, for all: reject this
+checkpoint, and try that one next. The last rank to accept decides that the checkpoint is whole. The
+first decision stands, and no two can compete: a rank that found damage does not accept. Objects
+get their state only after the decision. Ranks wait for it for a bounded time, since a rank may have
+died.
 
-A worker of a trainer that is gone may still be finishing a checkpoint, and holds a lease on it.
-That is waited for: a restart that loads the newest would else take the one before, and train again
-what is just being stored.
+A worker of an ended trainer may still be finishing a checkpoint, and holds a lease on it. A load
+waits for that: otherwise a restart that loads the newest would take the one before, and repeat the
+steps that are just being stored.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ _FALL_BACK = "Load another checkpoint, or let fallback=True do so"
 
 @dataclass(frozen=True, slots=True)
 class _Verdict:
-    """The ranks' decision on a checkpoint: its fault, and the next one; and this rank's error."""
+    """The ranks' decision on a checkpoint: its fault, and the next candidate; this rank's error."""
 
     damage: str | None = None
     next: str | None = None
@@ -78,17 +79,17 @@ class _Verdict:
 
 
 _Vote = tuple[Agreements, str]
-"""Where the ranks agree whether a checkpoint is whole, and the name of that question."""
+"""The agreements of the ranks, and the name of the question whether a checkpoint is whole."""
 
 
 class Loads:
     """The loads of one pipeline.
 
     Args:
-        context: Where checkpoints lie.
-        launch: Is claimed before ranks agree through objects.
-        saves: The saves of the pipeline, which loads of what they write wait for.
-        place: Where checkpoints lie, for people.
+        context: The context of the pipeline.
+        launch: The launch, which is claimed before ranks agree through objects.
+        saves: The saves of the pipeline; a load of a checkpoint under way waits for its save.
+        place: The root, for messages.
     """
 
     def __init__(self, context: SaveContext, launch: Launch, saves: Saves, place: str) -> None:
@@ -103,23 +104,24 @@ class Loads:
     async def load(
         self, which: int | str | None, request: LoadRequest, *, fallback: bool
     ) -> LoadResult | None:
-        """Load a checkpoint; None if none was named and there is none.
+        """Load a checkpoint; return None if none was named and none exists.
 
         Args:
-            which: The step or id that was named; None for the newest.
-            request: What to load, and into what.
-            fallback: Whether to go on to the next older one if one is damaged, on all ranks.
+            which: The step or id; None for the newest.
+            request: The target and the options.
+            fallback: True to continue with the next older checkpoint if one is damaged, on all
+                ranks.
 
         Raises:
-            CheckpointNotFound: If the one named is absent or incomplete.
-            CheckpointIncomplete: If ranks have not committed in time what was saved here.
+            CheckpointNotFound: If the named one is absent or incomplete.
+            CheckpointIncomplete: If other ranks have not committed a save of this run in time.
             CorruptCheckpoint: If it is damaged; with a fallback, if all are.
             AttemptReused: If several ranks agree through objects, and ``attempt_id`` was used
                 before.
             UnsupportedTopology: If several ranks that may not write cannot agree. If, with a
-                fallback, some ranks do not say in time whether the checkpoint is whole for them.
+                fallback, some ranks do not report in time whether the checkpoint is whole for them.
             PipelineClosed: If the pipeline is closed before the load has its hold.
-            CkpipeError: Whatever :func:`ckpipe.loading.load.read_all` raises.
+            CkpipeError: Any error of :func:`ckpipe.loading.load.read_all`.
         """
         if which is not None:
             await self._saves.settled(which)
@@ -138,7 +140,7 @@ class Loads:
                 except CheckpointIncomplete:
                     if which is not None or not alone:
                         raise
-                    # It was the newest, and is being deleted.
+                    # It was the newest, and another process is deleting it.
                     info = await newest_repaired(self._context.patient)
                     continue
                 if isinstance(outcome, LoadResult):
@@ -170,7 +172,7 @@ class Loads:
         *,
         fallback: bool,
     ) -> LoadResult | _Verdict:
-        """Load one checkpoint; return the verdict if it is damaged and others may be loaded."""
+        """Load one checkpoint; return the verdict if it is damaged and a fallback is allowed."""
         context, tally = self._context, ReadTally()
 
         async def look() -> ManifestDocument:
@@ -207,7 +209,7 @@ class Loads:
                     raise
                 fault = error
             except Exception:
-                # Not the checkpoint's fault: it is for this rank's program to handle.
+                # Not a fault of the checkpoint: this rank's program must handle it.
                 if vote is not None:
                     await vote[0].accept(vote[1], _WHOLE)
                 raise
@@ -228,10 +230,10 @@ class Loads:
     async def _refuse(
         self, info: CheckpointInfo, error: CkpipeError, vote: _Vote | None
     ) -> _Verdict:
-        """Say that a checkpoint is damaged, and which is next; return what was decided."""
+        """Propose that a checkpoint is damaged, and the next candidate; return the decision."""
         known = await discover(self._context.patient)
         older = (each.id for each in known if each.complete and each.key < info.key)
-        following = next(older, None)  # the newest of them
+        following = next(older, None)  # the newest of the older ones
         how = f"{type(error).__name__}: {error}"
         if vote is None:
             verdict = _Verdict(how, following)
@@ -242,9 +244,7 @@ class Loads:
         return replace(verdict, error=error if isinstance(error, CorruptCheckpoint) else None)
 
     async def _accept(self, info: CheckpointInfo, vote: _Vote) -> _Verdict:
-        """Say that a checkpoint is whole for this rank, and wait for the decision for a bounded
-        time.
-        """
+        """Accept a checkpoint for this rank, and wait for the decision for a bounded time."""
         agreements, question = vote
         decided = await agreements.accept(question, _WHOLE)
         pause, seconds = _FIRST_PAUSE_SECONDS, self._context.settings.load.agreement_timeout_seconds
@@ -279,7 +279,7 @@ class Loads:
         return result
 
     async def close(self) -> None:
-        """Wait for loads that fill a state; end those that still wait for lock or other ranks."""
+        """Wait for loads that fill a state; cancel those that wait for the lock or other ranks."""
         self._closed = True
         for wait in self._waits:
             wait.cancel()
@@ -292,7 +292,7 @@ class Loads:
 
     @contextmanager
     def _waiting(self) -> Iterator[None]:
-        """Wait for other ranks; closing ends it.
+        """Mark a wait for other ranks, which closing cancels.
 
         Raises:
             PipelineClosed: If the pipeline is closed.
@@ -327,18 +327,18 @@ class Loads:
 
     @contextmanager
     def _numbered(self, named: bool) -> Iterator[str]:
-        """Name what ranks agree on in this load; counted on all alike, since all call alike."""
+        """Name the question of this load by a counter, equal on all ranks since all call alike."""
         if named:
             yield ""
             return
         if self._failed_after not in (None, self._saves.accepted):
-            self._calls += 1  # a load that the store has failed was not tried again
+            self._calls += 1  # the load that the store failed was not repeated
         number, self._failed_after = self._calls, None
         self._calls += 1
         try:
             yield f"load-{number}"
         except StoreUnavailable:
-            # If it calls again, it asks what the others, whom the store has served, have asked.
+            # A repeated call must ask the same question as ranks for which the store did not fail.
             if self._calls == number + 1:
                 self._calls, self._failed_after = number, self._saves.accepted
             raise
@@ -348,8 +348,8 @@ class Loads:
     ) -> CheckpointInfo | None:
         """Find the checkpoint to load, the same on all ranks; None if there is none.
 
-        The first rank that looks decides for all, so that a checkpoint that becomes complete
-        between the looks of two ranks does not part them.
+        The first rank decides for all. So a checkpoint may become complete between the lists of two
+        ranks, and both still load the same one.
         """
         context = self._context
         decided = None if agreements is None else await agreements.decided(question)
@@ -386,10 +386,11 @@ class Loads:
             raise
 
     async def _find_step(self, step: int) -> CheckpointInfo:
-        """Find the newest checkpoint of a step, after waiting for one that ranks still commit.
+        """Find the newest checkpoint of a step, after a wait for one that ranks still commit.
 
-        A rank that looked earlier would find an older one, and each would load its own. Nothing is
-        waited for if there is no older one, or if only an earlier launch could commit it.
+        Otherwise a rank that lists earlier would find an older one, and ranks would load different
+        ones. There is no wait if there is no older one, or if only an earlier launch could commit
+        the newer.
         """
         context, seconds = self._context, self._context.settings.load.agreement_timeout_seconds
         everything = await discover_repaired(context.patient, step)
@@ -410,12 +411,12 @@ class Loads:
                     step=step,
                     rank=context.rank,
                     hint=f"Load another step on all ranks, or {found.id}, which is older; "
-                    "load.agreement_timeout_seconds says how long to wait",
+                    "raise load.agreement_timeout_seconds to wait longer",
                 ) from None
         return found
 
     async def _agreeing(self) -> Agreements:
-        """Find where ranks agree: in the torch.distributed Store, else through objects."""
+        """Return the agreements: in the torch.distributed Store, else through objects."""
         if self._agreements is None:
             context, launch = self._context, self._launch
             topology = Topology(context.rank, context.world_size)
@@ -426,11 +427,11 @@ class Loads:
                 self._agreements = TorchAgreements(store, topology)
             elif context.settings.read_only:
                 raise UnsupportedTopology(
-                    "Several ranks that read only can agree on what to load through "
-                    "torch.distributed alone, and it is not initialized",
+                    "Several ranks that read only need torch.distributed to agree on a checkpoint, "
+                    "and it is not initialized",
                     rank=context.rank,
                     hint="Call torch.distributed.init_process_group before, or name the same step "
-                    "or id on all ranks, without fallback; steps() tells what there is",
+                    "or id on all ranks, without fallback; steps() lists the checkpoints",
                 )
             else:
                 self._agreements = ObjectAgreements(
@@ -440,7 +441,7 @@ class Loads:
 
     @contextmanager
     def _told(self, info: CheckpointInfo) -> Iterator[None]:
-        """Tell that the load of a checkpoint began, and that it failed if the block raises."""
+        """Emit the event that a load has begun, and another if the block raises."""
         self._context.events.emit(LoadStarted(info.id, info.step, self._context.rank))
         try:
             yield
@@ -451,15 +452,15 @@ class Loads:
             raise
 
     async def _tell_fresh(self) -> None:
-        """Say that training starts fresh; warn if what lies there was perhaps to be resumed."""
+        """Log that training starts fresh; warn of objects that were perhaps meant to be resumed."""
         patient, attempt = self._context.patient, self._context.attempt
         fresh = f"no complete checkpoint: training starts fresh at {self._place}"
         try:
             # Another rank may have begun its first save meanwhile.
             known = [each for each in await discover(patient) if each.attempt != attempt]
             foreign = None if known else await said_of_foreign(patient)
-        except StoreError as error:  # what is loaded is decided already
-            logger.info("%s; what else lies there is unknown: %s", fresh, error)
+        except StoreError as error:  # the result of the load is decided already
+            logger.info("%s; other contents are unknown: %s", fresh, error)
             return
         incomplete = [each for each in known if each.reason == NO_INDEX]
         if incomplete:
@@ -491,7 +492,7 @@ def _read_verdict(data: Json) -> _Verdict:
     try:
         return _Verdict(data["damage"], data["next"])
     except (KeyError, TypeError) as error:
-        raise InvalidManifest(f"What the ranks agreed on is unreadable: {data!r:.100}") from error
+        raise InvalidManifest(f"The decision of the ranks is unreadable: {data!r:.100}") from error
 
 
 def _left() -> PipelineClosed:
@@ -519,15 +520,15 @@ async def _until_finished(
 ) -> None:
     """Wait until no worker is finishing a checkpoint that a load might take.
 
-    Costs one list if there is no lease. Where leases cannot be told from old ones, because the
-    store is full, failing or may not be written to, nothing is waited for: a load goes before what
-    it might miss.
+    Costs one list if there is no lease. If present leases cannot be told from expired ones, since
+    the store is full, failing or not writable, there is no wait: it is better to load an older
+    checkpoint than none.
 
     Args:
         backend: The store.
         which: The step or id to be loaded; None for the newest.
-        seconds: How long to wait at most.
-        is_decided: Tells whether another rank has decided meanwhile what all load.
+        seconds: Seconds to wait at most.
+        is_decided: Returns True if another rank has meanwhile decided for all.
     """
     until, pause = time.monotonic() + seconds, _FIRST_LOOK_SECONDS
     told = False
@@ -536,7 +537,7 @@ async def _until_finished(
             return
         left = until - time.monotonic()
         if left <= 0:
-            logger.warning("Not waited for longer: %s", ", ".join(names))
+            logger.warning("The load no longer waits for %s", ", ".join(names))
             return
         if not told:
             logger.info("Workers of an earlier launch still finish %s", ", ".join(names))
@@ -553,7 +554,7 @@ async def _unfinished(backend: Backend, which: int | str | None) -> list[str]:
         logger.warning("Workers that finish a newer checkpoint cannot be looked up: %s", error)
         return []
     settled = {info.key for info in known if info.complete or info.reason != NO_INDEX}
-    # Of what is only staged, nothing may be on the store yet but the lease.
+    # A save that is only staged may have no object on the store but its lease.
     open_ones = [id for id in held if id is not None and id not in settled]
     complete = [info.key for info in known if info.complete]
     if which is not None:

@@ -1,4 +1,4 @@
-"""The two classes that users call: for code that awaits, and with the same methods, blocking."""
+"""The two classes that users call: one for async code, one with the same methods that block."""
 
 from __future__ import annotations
 
@@ -31,22 +31,23 @@ class Pipeline(PipelineBase):
     """Saves and loads training state while training goes on.
 
     An async context manager, entered once, or opened and closed by :meth:`open` and
-    :meth:`aclose`. Entering opens the store; leaving waits for saves under way, without a limit,
-    and raises what failed and was not yet seen. Leaving on an exception gives saves whose state is
-    staged ``drain_timeout_seconds`` to finish and cancels the others; all that is lost is logged
-    and noted on the exception. An interrupt while leaving waits does the same; a second one gives
-    the saves up. Everything runs on an event loop
-    of the pipeline's own, in a thread of its own, so a coroutine that trains without ever
-    awaiting holds no upload back. Only user code, such as ``state_dict`` and ``load_state_dict``,
-    runs on the caller's event loop, in the task that awaits.
+    :meth:`aclose`. Entering it opens the store. Leaving it waits for saves under way, without a
+    limit, and raises failures that no call has reported yet. If it is left on an exception, staged
+    saves have ``drain_timeout_seconds`` to finish, and the others are cancelled; all lost saves are
+    logged and noted on the exception. An interrupt of that wait does the same; a second interrupt
+    gives the saves up. The pipeline runs on an event loop of its own, in a thread of its own, so a
+    coroutine that trains without an ``await`` delays no upload. Only user code, such as
+    ``state_dict`` and ``load_state_dict``, runs on the caller's event loop, in the task that
+    awaits.
 
     Args:
-        url: Where checkpoints lie: a plain path, ``file:///…``, or the URL of another backend.
+        url: The root of the checkpoints: a plain path, ``file:///…``, or the URL of another
+            backend.
         guard: Optimizers whose steps must not run into a copy; see :meth:`guard`.
-        state_lock: A lock that others who look at the same state use too, such as the :attr:`lock`
-            of another pipeline; None for one of its own.
+        state_lock: A lock that other users of the same state share, such as the :attr:`lock` of
+            another pipeline; None for a lock of its own.
         settings: Settings to start from.
-        fields: Fields of :class:`~ckpipe.Settings`; they go before ``settings``.
+        fields: Fields of :class:`~ckpipe.Settings`; they override ``settings``.
 
     Raises:
         SettingsError: If a setting is unknown or out of range, or there is no url.
@@ -55,13 +56,13 @@ class Pipeline(PipelineBase):
     async def open(self) -> Self:
         """Open the store and write nothing; return the pipeline, open or opened.
 
-        For objects that hold a pipeline as long as they live; else ``async with`` does it. Opening
-        an open pipeline does nothing, one that could not be opened may be tried again, and a closed
-        one is not opened again. A pipeline that saves nothing leaves nothing on the store.
+        For objects that own a pipeline; otherwise use ``async with``. On an open pipeline it does
+        nothing. After a failure it may be called again. A closed pipeline cannot be opened again. A
+        pipeline without a save leaves no object on the store.
 
         Raises:
             PipelineClosed: If the pipeline was closed before.
-            BackendNotFound: If no backend is there for the url.
+            BackendNotFound: If no backend exists for the url.
             UnsupportedTopology: If several ranks run and cannot agree on a name for the launch,
                 or some of them do not open the pipeline in time.
             UsageError: If ``preemption`` is set and this is not the main thread.
@@ -74,10 +75,10 @@ class Pipeline(PipelineBase):
     async def aclose(self) -> None:
         """Wait until all saves are durable and close, as leaving ``async with`` does.
 
-        Closing a pipeline that is closed, or was never opened, does nothing.
+        On a pipeline that is closed, or was never opened, it does nothing.
 
         Raises:
-            CkpipeError: If a save failed and nothing was told of it, unless ``on_error`` is
+            CkpipeError: If a save failed and no call has reported it, unless ``on_error`` is
                 ``"warn"``.
             UsageError: If a hook of this pipeline calls it, since closing waits for hooks.
         """
@@ -94,7 +95,7 @@ class Pipeline(PipelineBase):
         )
 
     def __exit__(self, *exc: object) -> None:
-        """Is there so that ``with`` calls :meth:`__enter__`, which says what to write."""
+        """Exist only so that ``with`` calls :meth:`__enter__`, whose error names the right form."""
 
     async def __aexit__(
         self,
@@ -120,7 +121,7 @@ class Pipeline(PipelineBase):
             raise_or_warn(failures, self._settings.on_error)
 
     async def _close_in_thread(self, closed: Future[list[Exception]], *, failed: bool) -> None:
-        """Close in a thread; once cancelled, ``drain_timeout_seconds`` counts."""
+        """Close in a thread; after a cancellation, ``drain_timeout_seconds`` applies."""
         ended = anyio.Event()
 
         def close() -> None:
@@ -154,7 +155,7 @@ class Pipeline(PipelineBase):
         return await self._engine.loop.run(function, *args, caller=caller, **kwargs)
 
     def _calling_task(self) -> AbstractContextManager[Caller | None]:
-        """Have user code run in the calling task; in a thread where a hook runs on this loop."""
+        """Run user code in the calling task; in a thread if a hook calls from this loop."""
         on_loop = self._loop is not None and self._loop.is_here
         return nullcontext() if on_loop else Caller(this_loop())
 
@@ -172,13 +173,13 @@ class Pipeline(PipelineBase):
     ) -> SaveHandle:
         """Save a state; return when it has been copied, so that training may go on.
 
-        The first save of a pipeline claims its launch, and raises ``AttemptReused`` and what makes
-        a store unfit, before it looks at the state.
+        The first save of a pipeline claims its launch. It raises ``AttemptReused``, and errors of
+        an unsuitable store, before it reads the state.
 
-        The checkpoint is the state at one instant, if it is changed only under
-        :attr:`lock` or after this has returned. Nothing on the store is ever overwritten: saving
-        a step again makes another checkpoint of it. To leave the call before the state is copied,
-        cancelled or by any exception, gives the save up; afterwards the save goes on.
+        The checkpoint is the state at one instant, if the state is changed only under :attr:`lock`
+        or after the call has returned. No object on the store is ever overwritten: a second save
+        of a step makes another checkpoint of it. If the call is cancelled, or left by any
+        exception, before the state is copied, the save is given up; afterwards the save goes on.
 
         Args:
             state: Any nesting of containers, tensors, arrays, plain values and objects that have
@@ -187,18 +188,18 @@ class Pipeline(PipelineBase):
             metrics: Numbers by name, kept in the checkpoint; NaN is allowed.
             metadata: Plain JSON, kept in the checkpoint.
             until: ``"staged"`` returns when the state is copied, ``"committed"`` when the
-                checkpoint is durable. ``"captured"`` returns when all is copied but what guarded
-                optimizers own: their parameters and the tensors of their state. These are copied
-                while forward and backward run, and only a guarded ``step()``, or
-                ``lock.mutating()``, waits for what is left. Nothing else may change them: torch
-                counts no writes through ``.data`` or numpy, nor fused steps of an optimizer that
-                is not guarded, so that on a device they are not noticed, and in host memory by a
-                sample of 64 bytes of each tensor. Swap averaged weights in and out under
-                ``lock.mutating()``. A step's hyperparameters are copied before, and so are
-                thousands of small tensors, which takes less time than to watch them.
-            final: Whether this is the run's final checkpoint.
+                checkpoint is durable. ``"captured"`` returns when all of the state is copied except
+                the parameters and state tensors of guarded optimizers. These are copied while
+                forward and backward run; a guarded ``step()``, or ``lock.mutating()``, waits for
+                the rest of the copy. No other code may change them: torch counts no writes through
+                ``.data`` or numpy, nor fused steps of an optimizer that is not guarded. On a device
+                such writes are not noticed; in host memory they are noticed only by a sample of 64
+                bytes of each tensor. Swap averaged weights in and out under ``lock.mutating()``. A
+                step's hyperparameters are copied before the call returns. So are thousands of small
+                tensors, since a copy takes less time than to watch them.
+            final: True for the run's final checkpoint.
             include: Globs of labels to save, such as ``"model.*"``; None saves all. With one rank
-                there is a warning of those that name nothing.
+                there is a warning of globs that match no label.
             exclude: Globs of labels to leave out.
 
         Returns:
@@ -206,7 +207,7 @@ class Pipeline(PipelineBase):
 
         Raises:
             AttemptReused: If ``attempt_id`` was used on this root before; by the first save.
-            UnsupportedState: If something in the state cannot be saved; names it.
+            UnsupportedState: If an object in the state cannot be saved; names it.
             LockMisuse: If this thread is inside ``lock.mutating()``.
             StateLockTimeout: If trainers held the lock for too long, or the caller's event loop did
                 not run while the lock was free for it.
@@ -219,9 +220,8 @@ class Pipeline(PipelineBase):
                 ``lock.max_step_wait_seconds``, and with ``StateChanged`` if an optimizer's
                 tensor is changed outside of a guarded step.
             StoreError: If the first save cannot write, unless ``on_error`` is ``"warn"``.
-            CkpipeError: With ``until="committed"``, whatever made the save fail; and whatever
-                made an earlier save fail that no call waited for, unless ``on_error`` is
-                ``"warn"``.
+            CkpipeError: With ``until="committed"``, the error of this save. Also the error of an
+                earlier save that no call waited for, unless ``on_error`` is ``"warn"``.
         """
         with self._calling_task() as caller:
             request = self._save_request(
@@ -253,37 +253,37 @@ class Pipeline(PipelineBase):
     ) -> LoadResult | None:
         """Load a checkpoint, into a state or as a fresh one.
 
-        Every byte is checked before it reaches its place. Before the first is written, it is
-        certain that the checkpoint fits the target and covers it.
+        Every byte is verified before it reaches the target. Before the first byte is written, the
+        load has proved that the checkpoint fits the target and covers it.
 
-        From its first look at ``into`` to its end, the load holds the mutating side of
-        the lock: it waits for copies of saves, and saves, guarded steps and ``mutating()`` of
-        other threads wait for it. Inside ``lock.mutating()`` it is part of that. A fresh state
-        takes no lock.
+        From its first read of ``into`` to its end, the load holds the lock as ``mutating()`` does:
+        it waits for copies of saves, and saves, guarded steps and ``mutating()`` of other threads
+        wait for it. Inside ``lock.mutating()`` it runs under that. A fresh state takes no lock.
 
         Args:
-            into: The state to load into, of the same form as the one that was saved; its tensors
-                are filled where they are. None makes a fresh state, on the CPU.
+            into: The state to load into, of the same structure as the saved one; its tensors are
+                filled in place. None makes a fresh state, on the CPU.
             step: A step, the id of a checkpoint, or its info; None takes the newest complete one.
-            include: Globs of labels to load; None loads all. Each names something in the
-                checkpoint, unless ``strict`` is False; then those that do not are ``missing``.
+            include: Globs of labels to load; None loads all. Each must match a label in the
+                checkpoint, unless ``strict`` is False; then globs without a match are ``missing``.
             exclude: Globs of labels to leave as they are.
-            strict: Whether keys of plain containers must be the same on both sides.
-            cast: Whether tensors may change their dtype on the way.
-            fallback: Whether to go on to the next older checkpoint if one is damaged. Of several
-                ranks all call alike, and damage that one finds counts for all.
-            per_rank: What becomes of values that were different on each rank, and of random
-                generators (:class:`~ckpipe.RngState`), if the number of ranks is another now;
-                None takes the setting ``per_rank``. ``"raise"`` is an error, ``"drop"`` keeps what
-                the target has, and ``"rank0"`` takes the values of rank 0; several ranks cannot
-                take its generators, which is an error. ``"derive"`` makes generators of each
-                rank's own from the saved ones, and is an error for other values. A function makes
-                a value of a label and the values in the order of ranks; it is not asked about
+            strict: True if the keys of plain containers must be the same in target and checkpoint.
+            cast: True to convert tensors to the dtype of the target.
+            fallback: True to continue with the next older checkpoint if one is damaged. All of
+                several ranks must call alike, and damage that one of them finds counts for all.
+            per_rank: Treatment of per-rank values, and of random generators
+                (:class:`~ckpipe.RngState`), if another number of ranks has saved them. None takes
+                the setting ``per_rank``. ``"raise"`` is an error, ``"drop"`` keeps the values of
+                the target, and ``"rank0"`` takes the values of rank 0; several ranks cannot take
+                its generators, which is an error. ``"derive"`` makes generators of each rank's own
+                from the saved ones, and is an error for other values. A function takes a label and
+                the values in the order of ranks, and returns a value; it is not called for
                 generators, which are derived.
-            pickle: Whether pickled objects may be loaded, which runs code from the checkpoint.
+            pickle: ``"allow"`` to load pickled objects, which runs code from the checkpoint.
 
         Returns:
-            What was loaded; None if no step was given and there is no complete checkpoint.
+            The loaded state with its facts; None if no step was given and there is no complete
+            checkpoint.
 
         Raises:
             CheckpointNotFound: If the step given is absent or incomplete, or this run has saved it
@@ -291,16 +291,16 @@ class Pipeline(PipelineBase):
             TargetMismatch: If the checkpoint does not fit the target, which is untouched then.
             UsageError: If ``include`` and ``exclude`` leave a part of an object of a registered
                 type.
-            CorruptCheckpoint: If the checkpoint is damaged; ``target_touched`` says whether
-                parts of it had been loaded by then.
+            CorruptCheckpoint: If the checkpoint is damaged; ``target_touched`` is True if some of
+                its data had been loaded by then.
             LockMisuse: If ``into`` is given and this thread is capturing the state, as a
                 ``state_dict`` that a save calls does.
             PipelineClosed: If the pipeline is left before the load has the lock.
             UnsupportedVersion: If it is of a newer format.
-            UnsupportedTopology: If several ranks have to agree on what to load, and cannot, or some
-                do not come in time.
-            AttemptReused: If ranks without a process group have to agree, and ``attempt_id`` was
-                used on this root before.
+            UnsupportedTopology: If several ranks must agree on a checkpoint, and cannot, or some do
+                not join in time.
+            AttemptReused: If ranks without a process group must agree, and ``attempt_id`` was used
+                on this root before.
             StoreError: If the store failed.
         """
         chosen = None if step is None else which(step)
@@ -322,13 +322,13 @@ class Pipeline(PipelineBase):
     async def steps(self, *, metadata: bool = False) -> list[CheckpointInfo]:
         """List all checkpoints of the root, complete or not, the oldest first.
 
-        Costs four delimited lists, however many checkpoints there are, and one more for each that
-        has no index. One that lacks nothing else is completed.
+        Costs four delimited lists for any number of checkpoints, and one more for each without an
+        index. A checkpoint that lacks only its index is completed.
 
         Args:
-            metadata: Whether to read the index of each complete checkpoint, once in a process, for
-                its ``metadata``; and for its ``metrics``, ``bytes`` and ``world_size`` too where
-                the lists do not tell these.
+            metadata: True to read the index of each complete checkpoint, once in a process, for its
+                ``metadata``; and for ``metrics``, ``bytes`` and ``world_size`` if the lists do not
+                have these.
 
         Raises:
             StoreError: If the store failed.
@@ -338,8 +338,8 @@ class Pipeline(PipelineBase):
     async def latest(self) -> CheckpointInfo | None:
         """Find the newest complete checkpoint; None if there is none.
 
-        Costs one delimited list, two looks at the same time for the newest and for each that
-        is newer and not complete, and its index, once as long as it is the newest.
+        Costs one delimited list, two concurrent requests for the newest and for each newer one that
+        is not complete, and its index, which is read once as long as it is the newest.
 
         Raises:
             StoreError: If the store failed.
@@ -351,18 +351,18 @@ class Pipeline(PipelineBase):
     ) -> CheckpointInfo | None:
         """Find the complete checkpoint with the best value of a metric; None if there is none yet.
 
-        NaN never wins, and of equals the newest does. Costs four delimited lists and the index of
-        the winner, however many checkpoints there are; one that has no digest
-        costs its index besides, once in a process. Digests are believed only as long as the index
-        of the winner agrees with its own.
+        NaN never wins, and of equal values the newest does. Costs four delimited lists and the
+        index of the winner, for any number of checkpoints. A checkpoint without a digest also costs
+        its index, once in a process. Digests are trusted only as long as the index of the winner
+        agrees with its own.
 
         Args:
-            metric: A name that ``save`` was given in ``metrics``.
-            mode: Whether the least or the greatest value is the best.
+            metric: A name in the ``metrics`` of ``save``.
+            mode: ``"min"`` if the least value is the best, ``"max"`` if the greatest is.
 
         Raises:
             CheckpointNotFound: If no complete checkpoint has a number for the metric, as when its
-                name is mistyped; names the metrics that there are.
+                name is mistyped; names the existing metrics.
             SettingsError: If there is no such mode.
             StoreError: If the store failed.
         """
@@ -373,26 +373,26 @@ class Pipeline(PipelineBase):
 
         Raises:
             CheckpointNotFound: If it is absent or incomplete.
-            CorruptCheckpoint: If a single bit of it is not what was saved.
+            CorruptCheckpoint: If a single bit differs from the saved one.
         """
         return await self._run(self._engine.verify, which(step))
 
     async def delete(self, step: Which, *, force: bool = False) -> None:
         """Delete a checkpoint, with a tombstone, so that a crash cannot leave half of one.
 
-        An exact id also deletes an incomplete one. What retention never removes is refused: the
-        newest complete checkpoint, a pinned one, one that is being loaded, and the one that this
-        run or that of the newest resumed from.
+        An exact id also deletes an incomplete checkpoint. Protected checkpoints are refused, which
+        retention never removes either: the newest complete one, a pinned one, one that is being
+        loaded, and the one from which this run, or the run of the newest, has resumed.
 
         Args:
             step: A step, the id of a checkpoint, or its info.
-            force: Whether to delete it all the same. Who is loading it then may fail.
+            force: True to delete a protected checkpoint too. A load of it may then fail.
 
         Raises:
             CheckpointNotFound: If it is absent.
-            UsageError: If it is protected, or this pipeline is writing it, which nothing forces.
-            LinkRefused: If its directory is a symbolic link; it is as it was then.
-            StoreError: If the store failed; deleting it again goes on where it stopped.
+            UsageError: If it is protected, or this pipeline is writing it (also with ``force``).
+            LinkRefused: If its directory is a symbolic link; the checkpoint is then unchanged.
+            StoreError: If the store failed; another call continues where this one stopped.
         """
         await self._run(self._engine.delete, which(step), force=force)
 
@@ -412,30 +412,31 @@ class Pipeline(PipelineBase):
         """Apply the retention rules now.
 
         Args:
-            dry_run: Whether to say only what would be done, and why.
+            dry_run: True to only return the decision with its reasons.
         """
         return await self._run(self._engine.prune, dry_run=dry_run)
 
     async def trim(self) -> int:
-        """Give staging memory that nothing uses back to the system; return how many bytes.
+        """Give unused staging memory back to the system; return the number of bytes.
 
-        A pipeline keeps what its last saves needed, so that the next one finds touched pages: about
-        the size of the state. The next save takes as long as the first one. A staged state that is
-        looked at stays, and so does what saves and loads under way use.
+        A pipeline keeps the memory of its last saves, about the size of the state, so that the next
+        save finds touched pages. After a trim the next save takes as long as the first one. Memory
+        of a lent staged state stays, and so does memory of saves and loads under way.
         """
         return await self._run(self._engine.context.give_memory_back)
 
     async def sweep(self, *, dry_run: bool = False) -> SweepReport:
-        """Remove what crashed runs left: incomplete checkpoints, uploads, old marks and leases.
+        """Remove the remains of crashed runs: incomplete checkpoints, uploads, marks and leases.
 
-        Only what is older than ``retention.sweep_after_seconds`` by the store's own clock and
-        belongs to no launch that seems to be running; never names that ckpipe did not write.
+        Remains are older than ``retention.sweep_after_seconds`` by the store's own clock, and
+        belong to no launch that seems to be running. Names that ckpipe did not write are never
+        removed.
 
         Args:
-            dry_run: Whether to say only what would be done, and why.
+            dry_run: True to only return the report of the remains, with reasons.
 
         Raises:
-            StoreError: If the store failed; sweeping again goes on where it stopped.
+            StoreError: If the store failed; another call continues where this one stopped.
         """
         return await self._run(self._engine.sweep, dry_run=dry_run)
 
@@ -443,17 +444,18 @@ class Pipeline(PipelineBase):
 class SyncPipeline(PipelineBase):
     """:class:`~ckpipe.Pipeline` for a plain loop: a context manager whose methods block.
 
-    :meth:`open` and :meth:`close` do what entering and leaving it do.
+    :meth:`open` and :meth:`close` do the same as entering and leaving it.
 
-    What a method does, takes, returns and raises is what the method of the same name does there.
+    Each method has the effect, arguments, results and errors of the same method there.
 
     Args:
-        url: Where checkpoints lie: a plain path, ``file:///…``, or the URL of another backend.
+        url: The root of the checkpoints: a plain path, ``file:///…``, or the URL of another
+            backend.
         guard: Optimizers whose steps must not run into a copy.
-        state_lock: A lock that others who look at the same state use too, such as the :attr:`lock`
-            of another pipeline; None for one of its own.
+        state_lock: A lock that other users of the same state share, such as the :attr:`lock` of
+            another pipeline; None for a lock of its own.
         settings: Settings to start from.
-        fields: Fields of :class:`~ckpipe.Settings`; they go before ``settings``.
+        fields: Fields of :class:`~ckpipe.Settings`; they override ``settings``.
 
     Raises:
         SettingsError: If a setting is unknown or out of range, or there is no url.
@@ -480,7 +482,7 @@ class SyncPipeline(PipelineBase):
         )
 
     async def __aexit__(self, *exc: object) -> None:
-        """Is there so that ``async with`` calls :meth:`__aenter__`, which says what to write."""
+        """Exist only so that ``async with`` calls :meth:`__aenter__`."""
 
     def __exit__(
         self,
@@ -520,7 +522,7 @@ class SyncPipeline(PipelineBase):
         include: Sequence[str] | None = None,
         exclude: Sequence[str] | None = None,
     ) -> SyncSaveHandle:
-        """Save a state; return as ``until`` says. See :meth:`ckpipe.Pipeline.save`."""
+        """Save a state; return as ``until`` asks. See :meth:`ckpipe.Pipeline.save`."""
         with Caller() as caller:
             request = self._save_request(
                 state, step, until, metrics, metadata, final, include, exclude, caller
@@ -570,11 +572,11 @@ class SyncPipeline(PipelineBase):
         return self._call(self._engine.steps, metadata=metadata)
 
     def latest(self) -> CheckpointInfo | None:
-        """The newest complete checkpoint; None if there is none."""
+        """Find the newest complete checkpoint; None if there is none."""
         return self._call(self._engine.latest)
 
     def best(self, metric: str, *, mode: Literal["min", "max"] = "min") -> CheckpointInfo | None:
-        """The checkpoint with the best value of a metric. See :meth:`ckpipe.Pipeline.best`."""
+        """Find the checkpoint with the best value of a metric. See :meth:`ckpipe.Pipeline.best`."""
         return self._call(self._engine.best, metric, mode)
 
     def verify(self, step: Which) -> VerifyResult:
@@ -598,7 +600,7 @@ class SyncPipeline(PipelineBase):
         self._call(self._engine.unpin, which(step))
 
     def prune(self, *, dry_run: bool = False) -> Decision:
-        """Apply the retention rules now, or say only what they would do, and why."""
+        """Apply the retention rules now, or only decide."""
         return self._call(self._engine.prune, dry_run=dry_run)
 
     def trim(self) -> int:
@@ -606,12 +608,12 @@ class SyncPipeline(PipelineBase):
         return self._call(self._engine.context.give_memory_back)
 
     def sweep(self, *, dry_run: bool = False) -> SweepReport:
-        """Remove what crashed runs left. See :meth:`ckpipe.Pipeline.sweep`."""
+        """Remove the remains of crashed runs. See :meth:`ckpipe.Pipeline.sweep`."""
         return self._call(self._engine.sweep, dry_run=dry_run)
 
 
 def _complete_docstrings() -> None:
-    """Put the text of each method of :class:`Pipeline` below the line of its counterpart here."""
+    """Append the docstrings of :class:`Pipeline` to the first lines of the same methods here."""
     for name, method in vars(SyncPipeline).items():
         text = inspect.getdoc(getattr(Pipeline, name, None))
         if not name.startswith("_") and method.__doc__ and text:
@@ -638,28 +640,29 @@ def load(
     settings: Settings | None = None,
     **fields: Any,
 ) -> LoadResult:
-    """Load a checkpoint, to evaluate or to look at it: in one line, and only reading.
+    """Load a checkpoint with one call, for evaluation or inspection; write nothing.
 
     Opens a pipeline with ``read_only=True``, loads, and closes it; blocks until then.
 
     Args:
-        url: Where checkpoints lie: a plain path, ``file:///…``, or the URL of another backend.
+        url: The root of the checkpoints: a plain path, ``file:///…``, or the URL of another
+            backend.
         into: The state to load into; None makes a fresh state, on the CPU.
         step: A step, the id of a checkpoint, or its info; None takes the newest complete one.
         include: As for :meth:`ckpipe.Pipeline.load`, and so are the arguments up to ``pickle``.
         exclude: Globs of labels to leave as they are.
-        strict: Whether keys of plain containers must be the same on both sides.
-        cast: Whether tensors may change their dtype on the way.
-        fallback: Whether to go on to the next older checkpoint if one is damaged.
-        per_rank: What becomes of values that were different on each rank.
-        pickle: Whether pickled objects may be loaded, which runs code from the checkpoint.
+        strict: True if the keys of plain containers must be the same in target and checkpoint.
+        cast: True to convert tensors to the dtype of the target.
+        fallback: True to continue with the next older checkpoint if one is damaged.
+        per_rank: Treatment of per-rank values.
+        pickle: ``"allow"`` to load pickled objects, which runs code from the checkpoint.
         settings: Settings to start from.
-        fields: Fields of :class:`~ckpipe.Settings`; they go before ``settings``.
+        fields: Fields of :class:`~ckpipe.Settings`; they override ``settings``.
 
     Raises:
         CheckpointNotFound: If the step is absent or incomplete, or there is no complete
             checkpoint at all.
-        CkpipeError: Whatever opening a pipeline or :meth:`ckpipe.Pipeline.load` raises.
+        CkpipeError: Any error of opening a pipeline, or of :meth:`ckpipe.Pipeline.load`.
     """
     fields["read_only"] = True
     with SyncPipeline(url, settings=settings, **fields) as pipeline:
@@ -679,6 +682,6 @@ def load(
             raise CheckpointNotFound(
                 f"There is no complete checkpoint in {without_secrets(pipeline.settings.url or '')}"
                 + (f", and {incomplete} that are not complete" if incomplete else ""),
-                hint="Look with `ckpipe ls` whether this is the root of the run",
+                hint="Check with `ckpipe ls` that this is the root of the run",
             )
     return result

@@ -34,7 +34,7 @@ from ckpipe.types import CheckpointId
 logger = logging.getLogger("ckpipe")
 
 UNSEEN_SECONDS = 10.0
-"""How long a failure waits for a caller to be raised to, before a line in the log tells of it."""
+"""Seconds after which a failure that no call has raised is logged."""
 
 
 class Saves:
@@ -42,16 +42,16 @@ class Saves:
 
     Attributes:
         unseen: Failures that no call has reported yet; may be changed on any thread.
-        accepted: How many saves there were.
-        have_begun: Whether a save has claimed the launch.
-        saved_final: Whether one of them was final.
-        schedule: Told at which steps there were saves and loads.
-        agreement: Told at which steps there were saves.
+        accepted: Number of saves so far.
+        have_begun: True once a save has claimed the launch.
+        saved_final: True once a save was final.
+        schedule: Gets the steps of saves and loads.
+        agreement: Gets the steps of saves.
 
     Args:
-        context: Where they are stored.
-        launch: Is claimed by the first save.
-        tasks: Run them.
+        context: The context of the saves.
+        launch: The launch, which the first save claims.
+        tasks: The task group that runs them.
     """
 
     def __init__(self, context: SaveContext, launch: Launch, tasks: TaskGroup) -> None:
@@ -70,17 +70,17 @@ class Saves:
         self.accepted = 0
 
     async def begin(self, request: SaveRequest) -> Save:
-        """Accept a save and start it; the first claims the launch before it looks at the state.
+        """Accept a save and start it; the first claims the launch before it reads the state.
 
         Raises:
             AttemptReused: If ``attempt_id`` was used on this root before.
-            StoreError: If the store failed or is not fit, unless ``on_error`` is ``"warn"``.
+            StoreError: If the store failed or is unsuitable, unless ``on_error`` is ``"warn"``.
         """
         context, retention = self._context, self._context.settings.retention
         async with self._beginning:
             step = self._next_step if request.step is None else request.step
             failure = None if self.have_begun else await self._claim(step)
-            # One that failed counts too, as the same save does on the other ranks.
+            # A failed save counts too, since the same save counts on the other ranks.
             id = self._names.name(step) if failure else await self._next_name(step)
             save = Save(id, context.rank, request)
             self.accepted += 1
@@ -123,7 +123,7 @@ class Saves:
             else:
                 self._failed(save, error)
         finally:
-            if save.unsettled is not None:  # also if what follows the commit failed
+            if save.unsettled is not None:  # also if the work after the commit failed
                 self._follower.add(save.unsettled)
             if not save.committed.done():
                 # Cancelled through its handle, or torn down with the pipeline: waiters must know.
@@ -138,7 +138,7 @@ class Saves:
             await self._context.warm()
 
     async def _claim(self, step: int) -> StoreError | None:
-        """Claim the launch; return why it failed if the user asked for warnings."""
+        """Claim the launch; return the error of the store if ``on_error`` is ``"warn"``."""
         try:
             self._context.attempt = self._names.attempt = await self._launch.claim()
             self.have_begun = True
@@ -150,11 +150,10 @@ class Saves:
         return None
 
     async def _next_name(self, step: int) -> CheckpointId:
-        """Name a save that begins now, newer than all others if the run went back for it.
+        """Name a save that begins now; after a rollback it is newer than all others.
 
-        Costs nothing, but for a save of several ranks whose step lies before an earlier one's: then
-        the first that comes to it decides whether the run went back, since perhaps only some have
-        loaded.
+        Usually this sends no request. With several ranks, if the step is less than a saved one, the
+        first rank decides for all whether the run went back, since perhaps only some have loaded.
         """
         names, context = self._names, self._context
         if names.lies_back(step):
@@ -167,13 +166,13 @@ class Saves:
         return names.name(step)
 
     def loaded(self, step: int) -> None:
-        """Note that training goes on after a step that was loaded."""
+        """Record that training continues after a loaded step."""
         self._next_step = step + 1
         self._names.has_loaded = True
         self.schedule.begin_at(step)
 
     async def _look_back(self) -> None:
-        """Look what became of earlier checkpoints; a store that fails now is asked again."""
+        """Check that earlier checkpoints are complete; if that fails, the next save repeats it."""
         try:
             await self._follower.look()
         except SaveError as error:
@@ -193,11 +192,11 @@ class Saves:
         save.status = "failed"
         text = f"{type(error).__name__}: {error}"
         self._context.events.emit(SaveFailed(*save.where, text))
-        # Before a waiter is told, which takes it off the list again.
+        # Before a waiter gets the error, since that removes it from the list again.
         self.keep(error)
         if isinstance(error, StoreError) and self._context.settings.on_error == "warn":
-            # Whether a store fails before or after the last copy is chance, and must not decide
-            # whether save() raises where the user asked for warnings.
+            # By chance a store fails before or after the last copy. That must not decide whether
+            # save() raises: the user asked for warnings.
             resolve(save.staged, None)
         self._end(save, error)
 
@@ -210,7 +209,7 @@ class Saves:
         self._context.events.emit(SaveEnded(*save.where, save.status, save.report()))
 
     def leave(self, request: SaveRequest) -> None:
-        """Give up the save of a caller who may change what is not copied yet from now on."""
+        """Give up the save of a caller that left: it may change tensors that are not copied yet."""
         for save in self._active:
             if save.request is request and not save.safe.done():
                 save.call_off()
@@ -222,10 +221,10 @@ class Saves:
             await self._active[save].wait()
 
     async def give_up(self, save: Save) -> None:
-        """End a save, or what follows its commit, since the pipeline closes."""
+        """End a save, or the work after its commit, since the pipeline closes."""
         limit = self._context.settings.drain_timeout_seconds
         if save.committed.done():
-            logger.warning("What follows the commit of %s was given up on leaving", save.name)
+            logger.warning("The work after the commit of %s was given up on leaving", save.name)
         else:
             error = DrainTimeout(
                 "The save was given up: it was not durable within drain_timeout_seconds "
@@ -243,7 +242,7 @@ class Saves:
     # Failures that no call has reported
 
     def keep(self, error: Exception) -> None:
-        """Keep a failure for the next caller, and log it if none comes soon."""
+        """Keep a failure for the next call, and log it if none comes soon."""
         self.unseen.append(error)
         self._tasks.start_soon(self._log_unseen, error, name="failure to be seen")
 
@@ -262,14 +261,14 @@ class Saves:
         return taken
 
     def see(self, error: Exception) -> None:
-        """Note that a caller was told of a failure; for any thread."""
+        """Record that a call has raised a failure; for any thread."""
         with contextlib.suppress(ValueError):
             self.unseen.remove(error)
 
-    # For other parts of the pipeline
+    # For the rest of the pipeline
 
     def under_way(self) -> list[Save]:
-        """The saves that have not ended; for any thread."""
+        """Return the saves that have not ended; for any thread."""
         return list(self._active)
 
     async def ended(self) -> None:
@@ -278,11 +277,11 @@ class Saves:
             await ended.wait()
 
     async def settled(self, which: int | str) -> None:
-        """Wait for saves under way here that a step or id names."""
+        """Wait for saves of this process under a step or id."""
         for save, ended in list(self._active.items()):
             if which in (save.id.step, save.name):
                 await ended.wait()
 
     def is_writing(self, id: CheckpointId) -> bool:
-        """Tell whether a save of this checkpoint is under way here."""
+        """True if this process is writing the checkpoint."""
         return any(save.id == id and not save.committed.done() for save in self._active)

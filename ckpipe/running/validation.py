@@ -1,6 +1,6 @@
 """Check the arguments of a user's call, and report failures that no call waited for.
 
-Arguments are checked on the caller's thread, before anything happens.
+Arguments are checked on the caller's thread, before the call has any effect.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from ckpipe.format.keys import encode_float
 from ckpipe.types import CheckpointInfo
 
 Which = int | str | CheckpointInfo
-"""A step, the exact id of a checkpoint, or what is known of one."""
+"""A step, the exact id of a checkpoint, or its info."""
 
 
 def location(url: str | os.PathLike[str] | None) -> str | None:
-    """The place of checkpoints as text; None if it is not said here.
+    """Return the root as text, or None if it is None.
 
     Raises:
         UsageError: If it is neither a URL nor a path.
@@ -39,7 +39,7 @@ def location(url: str | os.PathLike[str] | None) -> str | None:
 
 
 def which(checkpoint: Which) -> int | str:
-    """The step or id that names a checkpoint.
+    """Return the step or id of a checkpoint.
 
     Raises:
         UsageError: If it is none of the three.
@@ -58,7 +58,7 @@ def which(checkpoint: Which) -> int | str:
 
 
 def plain_step(step: SupportsIndex) -> int:
-    """Give a step as an int, which numpy's and torch's integers are not.
+    """Convert a step to an int, also from integers of numpy and torch.
 
     Raises:
         UsageError: If it is no step.
@@ -75,13 +75,13 @@ def plain_step(step: SupportsIndex) -> int:
 
 
 def _shown(value: object) -> str:
-    """Show a value that is short, and name the type of another."""
+    """Show a short value; name the type of other values."""
     short = isinstance(value, str | int | float)
     return f"{value!r:.100}" if short else f"a {type(value).__qualname__}"
 
 
 def plain_metrics(metrics: Mapping[str, float], step: int | None) -> dict[str, Any]:
-    """Metrics as they stand in a manifest.
+    """Return metrics in the form of the manifest.
 
     Raises:
         UsageError: If one is no number, or two have one name.
@@ -103,10 +103,10 @@ def plain_metrics(metrics: Mapping[str, float], step: int | None) -> dict[str, A
 
 
 def plain_metadata(metadata: Mapping[str, Any], step: int | None) -> dict[str, Any]:
-    """A copy of metadata, as plain JSON.
+    """Return a copy of metadata as plain JSON.
 
     Raises:
-        UsageError: If it is none, or two keys of a dict are one in JSON.
+        UsageError: If it is not plain JSON, or two keys of a dict become one in JSON.
     """
     name: Any = None
     pairs: list[tuple[str, Any]] = []
@@ -126,10 +126,10 @@ def plain_metadata(metadata: Mapping[str, Any], step: int | None) -> dict[str, A
 
 
 def _by_name(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A dict of pairs, such as ``1`` and ``"1"`` may have become.
+    """Make a dict of pairs; two keys such as ``1`` and ``"1"`` may have become one name.
 
     Raises:
-        ValueError: If two have one name.
+        ValueError: If two pairs have one name.
     """
     found: dict[str, Any] = {}
     for name, value in pairs:
@@ -143,7 +143,7 @@ logger = logging.getLogger("ckpipe")
 
 
 def raise_or_warn(failures: list[Exception], on_error: Literal["raise", "warn"]) -> None:
-    """Bring failures of the background before the user."""
+    """Raise or warn of failures in the background."""
     if on_error == "warn":
         for each in failures:
             text = "\n".join([f"A checkpoint failed: {each}", *getattr(each, "__notes__", ())])
@@ -157,9 +157,9 @@ def raise_or_warn(failures: list[Exception], on_error: Literal["raise", "warn"])
 
 
 def note_failures(failures: list[Exception], error: BaseException) -> None:
-    """Note on the exception that ends the program which saves failed or were given up.
+    """Add failures of saves as notes to the exception that ends the program.
 
-    They are logged as well, since they are not raised themselves.
+    They are logged too, since they are not raised themselves.
     """
     for each in failures:
         if each is not error:
@@ -168,17 +168,17 @@ def note_failures(failures: list[Exception], error: BaseException) -> None:
 
 
 def has_failed(served: Future[None]) -> PipelineClosed:
-    """The error for callers of a pipeline whose event loop has ended.
+    """Make the error for callers of a pipeline whose event loop has ended.
 
     Args:
-        served: What the loop was there for.
+        served: The future of :func:`ckpipe.running.engine.serve`.
     """
     error = served.exception() if served.done() and not served.cancelled() else None
     first = first_error(error) if isinstance(error, Exception) else error
     why = "" if first is None else f": {first!r}"
     closed = PipelineClosed(
         f"The pipeline has failed{why}",
-        hint="Leave its (async) with block, which raises all that went wrong, and open another one",
+        hint="Leave its (async) with block, which raises all errors, and open another one",
     )
     closed.__cause__ = error
     return closed
