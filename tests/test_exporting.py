@@ -140,7 +140,7 @@ def test_no_other_process_prunes_what_is_about_to_be_exported(store: Stores) -> 
         with ckpipe.SyncPipeline(store.url, keep_last=1, **SMALL) as other:
             other.save({"w": torch.zeros(3)}, step=2).wait()
             settle(other)  # else its own retention may remove it, once the export has ended
-            assert other.prune().reasons[last.id] == "somebody holds a lease on it"
+            assert other.prune().reasons[last.id] == "a process holds a lease on it"
             gate.release()
     assert any(key.endswith(INDEX) for key in store.memory._store.objects)
     with ckpipe.SyncPipeline(store.url, keep_last=1) as other:
@@ -206,7 +206,7 @@ def test_an_export_is_made_once(tmp_path: Path, capsys: pytest.CaptureFixture[st
     (export(tmp_path, "hf") / INDEX).write_text("{}")
     refused = made()
     assert (refused.code, refused.data["error"]) == (3, "CommitConflict")
-    assert "Something else" in refused.err
+    assert "A file with other bytes" in refused.err
 
 
 @pytest.mark.skipif(

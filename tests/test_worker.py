@@ -95,7 +95,7 @@ def conflict(opened: ckpipe.SyncPipeline) -> errors.CkpipeError:
     index = root / f"step-{7:012d}.{opened._engine.context.attempt}.0.json"
     index.write_text("somebody else's")
     handle = opened.save(small_state(), step=7)
-    with pytest.raises(errors.CommitUnknown, match="Whether the commit landed") as caught:
+    with pytest.raises(errors.CommitUnknown, match="The commit may have landed or not") as caught:
         handle.wait()
     assert caught.value.key == index.name
     assert handle.status == "failed"

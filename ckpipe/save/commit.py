@@ -1,4 +1,4 @@
-"""Stage 6: makes the save count, by one small object that is created or not."""
+"""Stage 6: commit the save by the creation of one small object."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from ckpipe.types import CheckpointInfo, size_text
 
 logger = logging.getLogger("ckpipe")
 
-_OTHERS = "whether all other ranks have committed is for the store to say"
+_OTHERS = "the other ranks may not have committed yet"
 
 
 async def run(
@@ -46,10 +46,10 @@ async def run(
     inbox: MemoryObjectReceiveStream[DataFiles],
     out: MemoryObjectSendStream[CheckpointInfo],
 ) -> None:
-    """Write this rank's manifest, and the index if the checkpoint is complete then.
+    """Write this rank's manifest, and the index if that completes the checkpoint.
 
-    In a world of one rank the index takes the manifest's place. With many, whether the others
-    have committed is seen after this rank's part counts as committed, and no rank is waited for.
+    With one rank, the index replaces the manifest. With many, this rank counts as committed before
+    it checks whether the others have committed, and it waits for no rank.
 
     Raises:
         CommitConflict: If another writer owns the name.
@@ -94,7 +94,7 @@ async def run(
 async def _completed(save: SaveRecord, context: StoreContext, info: CheckpointInfo) -> bool:
     """Complete the checkpoint if this was the last commit; True if it is complete now.
 
-    Who waits for it may have seen all commits first, and have written the index.
+    A rank that waits for the checkpoint may have seen all commits first, and written the index.
     """
     outcome = await publish_up(context.patient, save.id, save.rank, context.world_size)
     if outcome.complete or outcome.deleted:
@@ -126,7 +126,7 @@ async def _tell_copies(save: SaveRecord, context: StoreContext, digest: MetricsS
 def _drawn_up(
     save: SaveRecord, context: StoreContext, kind: BundleKind, files: DataFiles
 ) -> tuple[ManifestDocument, bytes]:
-    """This rank's part of the checkpoint, and the object that holds it."""
+    """Make this rank's manifest document, and encode it."""
     structure, part = save.contents()
     part = replace(
         part,
@@ -146,7 +146,7 @@ def _drawn_up(
 async def _create_or_read_back(
     save: SaveRecord, context: StoreContext, kind: BundleKind, key: str, data: bytes
 ) -> None:
-    """Create this rank's object once, and find out what became of it if the answer was lost."""
+    """Create this rank's object once; read it back if the answer was lost."""
     tries = Tries(telling(context.retry, context.events, save.id, save.rank))
     while True:
         before, save.commit_may_exist = save.commit_may_exist, True
@@ -155,7 +155,7 @@ async def _create_or_read_back(
         except StoreError as error:
             if await _read_back_is_ours(save, context, kind, key, error):
                 return None
-            # What the store has refused cannot land later, as what was not answered can.
+            # A refused write cannot land later; a write without an answer can.
             save.commit_may_exist = before or not isinstance(error, StoreFull | PermissionDenied)
             await tries.wait_after(error)
 
@@ -178,9 +178,10 @@ async def _read_back_is_ours(
         return False
     except CkpipeError as error:
         raise CommitUnknown(
-            f"Whether the commit landed is unknown: writing said {cause!r}, reading {error!r}",
+            f"The commit may have landed or not: the write failed with {cause!r}, and reading it "
+            f"back with {error!r}",
             key=key,
-            hint="Nothing was deleted. Look at the store; verify() tells whether it is complete",
+            hint="Nothing was deleted. Check the store; verify() tells whether it is complete",
         ) from cause
     if any(part.rank == save.rank and part.token == save.token for part in bundle.parts):
         return True

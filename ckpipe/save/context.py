@@ -1,4 +1,4 @@
-"""The context that all saves of one pipeline share: its store, and in the trainer its memory."""
+"""The context of all saves of one pipeline: its store, and in the trainer its memory."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from ckpipe.state.capture_cache import CaptureCache
 
 _MOST_UNPRUNED, _MOST_UNPRUNED_SHARE = 16, 4
-"""So many complete checkpoints, or this many times those that are kept, may wait for a prune before
-the next save waits too."""
+"""Most complete checkpoints that may wait for a prune before the next save waits too: the first, or
+the second times the number of kept ones, whichever is more."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -43,29 +43,29 @@ class StoreContext:
     """The context of the stages that bring saves to the store.
 
     Args:
-        backend: Where checkpoints go; open.
-        patient: The same store, each request tried again after an error that may pass.
-        events: Where events go.
+        backend: The store of checkpoints; open.
+        patient: The same store, with retries of each request after transient errors.
+        events: The bus that gets events.
         rank: This process's rank.
-        world_size: How many ranks save together.
+        world_size: Number of ranks that save together.
         block_bytes: The size of all blocks of a file but the last.
         lanes: Blocks of one save under way to the store at the same time.
-        retry: How often and how long to try.
-        sweep_after: How long the mark of a deleted checkpoint stays.
-        rule: Which checkpoints to keep; None for all.
-        keep_reports: Whether manifests keep the reports of their saves.
-        switch_interval: The switch interval of the GIL while a save is brought to the store, in
-            seconds; None leaves it alone.
-        resumed_from: The checkpoint that this run resumed from, which is kept.
-        facts: Metadata of checkpoints that was read already.
-        loading: How many loads and copies read each checkpoint just now.
+        retry: The policy of retries.
+        sweep_after: Time that the tombstone of a deleted checkpoint stays.
+        rule: The rule for checkpoints to keep; None keeps all.
+        keep_reports: True if manifests keep the reports of their saves.
+        switch_interval: The switch interval of the GIL during uploads, in seconds; None changes
+            nothing.
+        resumed_from: The checkpoint from which this run has resumed, which is kept.
+        facts: Cached metadata of checkpoints.
+        loading: Number of loads and copies that read each checkpoint now.
         limiter: Admits writes of blocks, of all saves together.
-        told: Warnings that are given once, and were given.
-        prune_delay: How many seconds retention waits after a commit.
-        pruning: Held while retention waits or prunes, by one at a time.
-        prune_pending: Whether a prune is to begin, which serves all that is complete by then.
-        kept: How many checkpoints the last prune kept.
-        unpruned: How many have become complete here and wait for a prune, or for its end.
+        told: One-time warnings that were given.
+        prune_delay: Seconds between a commit and its prune.
+        pruning: Held during the delay and the prune, by one save at a time.
+        prune_pending: True if a prune will begin; it serves all checkpoints complete by then.
+        kept: Number of checkpoints that the last prune kept.
+        unpruned: Number of checkpoints completed here that wait for a prune, or for its end.
     """
 
     backend: Backend
@@ -92,22 +92,22 @@ class StoreContext:
     unpruned: int = 0
 
     def protected(self) -> dict[str, str]:
-        """Ids that retention must not remove, each with its reason."""
+        """Return ids that retention must not remove, each with its reason."""
         kept = {name: "it is being loaded" for name, count in self.loading.items() if count}
         if self.resumed_from is not None:
             kept[self.resumed_from] = "this run resumed from it"
         return kept
 
     def is_first(self, warning: str) -> bool:
-        """Note a warning that is given once; tell whether this is the first time."""
+        """Record a one-time warning; return True the first time."""
         first = warning not in self.told
         self.told.add(warning)
         return first
 
     async def let_retention_catch_up(self) -> None:
-        """Wait until what is being pruned is gone, if many checkpoints wait for it.
+        """Wait for the prune under way if many checkpoints wait for it.
 
-        Saves that are quicker than deletions would else leave ever more of them on the store.
+        Otherwise saves that are quicker than deletions would leave ever more checkpoints.
         """
         if self.unpruned > max(_MOST_UNPRUNED, _MOST_UNPRUNED_SHARE * self.kept):
             await self.pruned()
@@ -126,9 +126,9 @@ class Uploader(Protocol):
     async def deliver(
         self, save: Save, context: StoreContext, blocks: MemoryObjectReceiveStream[FilledBlock]
     ) -> None:
-        """Do so from ``save.ready`` on, and set ``save.handed_over``.
+        """Upload and commit a save from ``save.ready`` on, and set ``save.handed_over``.
 
-        No memory of the save is in use any more when it returns or raises.
+        When it returns or raises, it no longer uses memory of the save.
         """
         ...
 
@@ -137,12 +137,12 @@ class Uploader(Protocol):
 class Loan:
     """The blocks of a save that are lent to a reader of its staged state.
 
-    The reader makes it, so that it can give back what it was lent even if it is cancelled or
-    interrupted before it hears of that.
+    The reader makes it before the loan, so that it can give the blocks back even if it is cancelled
+    or interrupted before it gets the result.
 
     Args:
-        thread: The reader's thread, if no other will give them back; None if it is a coroutine.
-        blocks: All blocks of the save; None while nothing is lent.
+        thread: The reader's thread, if no other gives them back; None if the reader is a coroutine.
+        blocks: All blocks of the save; None before the loan.
     """
 
     thread: int | None = None
@@ -150,7 +150,7 @@ class Loan:
 
     @property
     def count(self) -> int:
-        """How many blocks are lent."""
+        """Number of lent blocks."""
         return len(self.blocks or ())
 
 
@@ -160,16 +160,16 @@ class SaveContext(StoreContext):
 
     Args:
         settings: The settings.
-        lock: Keeps trainers and copies apart.
+        lock: The lock between trainers and copies.
         arena: Host memory.
-        budget: How much of it saves may hold.
+        budget: The amount of it that saves may hold.
         planner: Makes plans.
         attempt: The name of this launch.
         uploader: Brings saves to the store by a worker process; None if this process does.
         program: The copies of the last structure.
-        capture_cache: The last walk, by which the next one is shorter.
-        early_late: What of the last structure is copied in the call, and what beside steps.
-        recent_blocks: How many blocks each of the last saves took.
+        capture_cache: The last walk, which makes the next one shorter.
+        early_late: The early and late halves of the last structure.
+        recent_blocks: Number of blocks of each of the last saves.
         lent: The saves whose staged state is being read.
     """
 
@@ -190,7 +190,7 @@ class SaveContext(StoreContext):
     async def reading(
         self, id: CheckpointId, look: Callable[[], Awaitable[ManifestDocument]] | None = None
     ) -> AsyncIterator[ManifestDocument]:
-        """Hold a checkpoint over a block, as :func:`ckpipe.catalog.leases.reading` does."""
+        """Lease a checkpoint for a block, as :func:`ckpipe.catalog.leases.reading` does."""
         self.loading[str(id)] += 1
         read_only = self.settings.read_only
         try:
@@ -200,17 +200,17 @@ class SaveContext(StoreContext):
             self.loading[str(id)] -= 1
 
     def trim(self) -> None:
-        """Shrink the arena to what the last saves needed."""
+        """Shrink the arena to the need of the last saves."""
         self.arena.trim(max(self.recent_blocks, default=0))
 
     async def give_memory_back(self) -> int:
-        """Give back what no save, load or view uses; returns how many bytes."""
+        """Give memory without users back to the system; return the number of bytes."""
         before = self.arena.blocks
         self.arena.trim(0)
         return (before - self.arena.blocks) * self.arena.block_bytes
 
     async def warm(self) -> None:
-        """Touch the memory that later saves will want, block by block, in a worker thread."""
+        """Touch the memory of later saves, block by block, in a worker thread."""
         while (block := self.arena.next_untouched) is not None:
             await threads.run_sync(block.touch)
         while (block := self.arena.next_scattered) is not None:

@@ -23,24 +23,24 @@ from ckpipe.types import CheckpointInfo
 logger = logging.getLogger("ckpipe")
 
 REMOVE_SECONDS = 5.0
-"""How long removing what a failed save has stored may take; nothing can cancel it meanwhile."""
+"""Time limit, in seconds, for the removal of a failed save's files, which cannot be cancelled."""
 
 
 async def deliver(
     save: SaveRecord, context: StoreContext, blocks: MemoryObjectReceiveStream[FilledBlock]
 ) -> None:
-    """Bring a save that is planned to the store; when it returns, retention is through too.
+    """Bring a planned save to the store; when it returns, retention has ended too.
 
-    If it fails before it can have committed, what it has stored is removed again, for a store
+    If it fails before it can have committed, its data files are removed again: otherwise a store
     that was too full for the rest would stay full.
 
     Args:
         save: The save.
-        context: Where it goes.
+        context: The context of the store.
         blocks: All of its blocks, in any order.
 
     Raises:
-        ExceptionGroup: What went wrong in a stage.
+        ExceptionGroup: The error of a stage.
     """
     name = save.name
     summed_out, summed = create_memory_object_stream[FilledBlock](math.inf)
@@ -54,10 +54,10 @@ async def deliver(
             tasks.start_soon(retention.run, save, context, complete, name=f"retention {name}")
     except BaseException:
         if save.stored and not save.commit_may_exist and not save.again:
-            # If the store lets it at once; else a sweep does.
+            # Only if the store is quick; otherwise a sweep removes them.
             with anyio.move_on_after(REMOVE_SECONDS, shield=True):
                 try:
                     await context.backend.delete(save.stored)
-                except Exception as error:  # what made the save fail is told
+                except Exception as error:  # the save's own error is raised
                     logger.warning("Data files of %s were left behind: %s", name, error)
         raise

@@ -1,4 +1,4 @@
-"""Look for the outcome of a checkpoint after this rank's commit, without a save waiting for it."""
+"""Check the outcome of a checkpoint after this rank's commit; no save waits for it."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.02, 5.0
 
 
 class Follower:
-    """Looks at each save whether earlier checkpoints of this rank have become complete.
+    """Checks at each save whether earlier checkpoints of this rank have become complete.
 
-    At most two are looked at in a save, the oldest first, so that a save costs the same requests
-    however many ranks there are and however late they are.
+    A save checks at most two, the oldest first. So its requests do not grow with the number of
+    ranks, or with their delay.
 
     Args:
-        context: Where they were saved.
+        context: The context of the saves.
     """
 
     def __init__(self, context: SaveContext) -> None:
@@ -38,33 +38,33 @@ class Follower:
         self._looking = anyio.Lock()
 
     def add(self, info: CheckpointInfo) -> None:
-        """Has a checkpoint followed that this rank has committed and not seen complete."""
+        """Follow a checkpoint that this rank has committed and not seen complete."""
         self._open.append((info, time.monotonic()))
 
     async def look(self) -> None:
-        """Look at the oldest ones; tell by an event of one that is not complete in time.
+        """Check the oldest ones; emit an event for one that is not complete in time.
 
         Raises:
-            SaveError: If that was so of too many in a row.
-            CorruptCheckpoint: If one that is not complete cannot be completed, since it is damaged.
-            StoreError: If the store failed; the next look begins with the same one.
+            SaveError: If too many in a row were not complete in time.
+            CorruptCheckpoint: If one cannot be completed, since it is damaged.
+            StoreError: If the store failed; the next call begins with the same one.
         """
-        async with self._looking:  # saves that run beside each other look as well
+        async with self._looking:  # concurrent saves call it too
             for _ in range(min(_LOOKS, len(self._open))):
                 oldest = self._open[0]
                 info, committed_at = oldest
                 try:
                     if not await self._settled(info, time.monotonic() - committed_at):
-                        return  # Not late yet, and those behind it are younger.
+                        return  # not late yet, and the others are younger
                 except StoreError:
-                    raise  # the next look begins with the same one
+                    raise  # the next call begins with the same one
                 except CkpipeError:
                     self._drop(oldest)
                     raise
                 self._drop(oldest)
 
     def _drop(self, oldest: tuple[CheckpointInfo, float]) -> None:
-        if self._open[0] is oldest:  # else there were too many meanwhile
+        if self._open[0] is oldest:  # else later ones have displaced it
             self._open.popleft()
 
     async def _settled(self, info: CheckpointInfo, seconds: float) -> bool:
@@ -109,12 +109,12 @@ class Follower:
 async def until_complete(
     context: SaveContext, info: CheckpointInfo, timeout: float | None
 ) -> CheckpointInfo:
-    """Look again and again, with growing pauses, until a checkpoint is complete.
+    """Poll with growing pauses until a checkpoint is complete.
 
     Args:
-        context: Where it was saved, by as many ranks.
+        context: The context of its save, with the same number of ranks.
         info: The checkpoint.
-        timeout: Seconds to look; None looks for as long as it takes.
+        timeout: Seconds to poll; None polls for as long as it takes.
 
     Raises:
         CheckpointIncomplete: If it was deleted.

@@ -1,4 +1,4 @@
-"""Stage 1: take the state lock, and take the state apart under it on the thread that called."""
+"""Stage 1: take the state lock, and walk the state under it on the calling thread."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ from ckpipe.state.flatten import Flattened, OpenedState, flatten
 logger = logging.getLogger("ckpipe")
 
 HOLDS = 3
-"""One to plan from, one to copy by, and one more if the structure changed between."""
+"""Most holds of the lock: one to plan, one to copy, one more if the structure changes between."""
 
 WAITS = 3
-"""How often a save waits for the lock if its caller's event loop then comes too late to walk."""
+"""Number of waits for the lock if the caller's event loop is then too late for the walk."""
 
 
 async def run(save: Save, context: SaveContext, out: MemoryObjectSendStream[CapturedState]) -> None:
-    """Capture the state, again if the lock had to be given back, until it has been copied.
+    """Capture the state until it has been copied; again if the lock had to be released.
 
     Raises:
-        UnsupportedState: Names the first object that cannot be saved.
+        UnsupportedState: If an object cannot be saved; names the first one.
         StateLockTimeout: If trainers held the lock for too long.
         StateChanged: If the structure changed in every hold.
     """
     async with out:
         if context.program is not None and save.ration is None:
-            # In a steady run the memory is there before trainers are held off. It is what the last
-            # state needed; this one, of which nothing is known, may need less.
+            # In a steady run, memory is reserved before trainers are blocked. It is as much as the
+            # last state needed; this state is still unknown, and may need less.
             try:
                 await reserve(save, context, len(context.program.blocks))
             except PipelineBusy:
@@ -51,8 +51,8 @@ async def run(save: Save, context: SaveContext, out: MemoryObjectSendStream[Capt
         for _ in range(HOLDS):
             caller, thread, token = save.request.caller, save.request.thread, None
             with save.clock.timing("lock"):
-                # The event loop of a coroutine may be busy, or wait for a trainer: its walk itself
-                # takes the lock.
+                # The event loop of a coroutine may be busy, or wait for a trainer. So the walk on
+                # that loop takes the lock itself.
                 if caller is None or caller.blocks:
                     timeout = context.settings.lock.timeout_seconds
                     token = await context.lock.acquire_capture_async(
@@ -73,7 +73,7 @@ async def run(save: Save, context: SaveContext, out: MemoryObjectSendStream[Capt
 
 
 async def _captured(save: Save, context: SaveContext, hold: LockHold) -> CapturedState:
-    """Have the thread that called take the state apart, once it comes to that under the lock."""
+    """Let the calling thread walk the state under the lock, once it is free to do so."""
     save.status = "capturing"
     caller, limits = save.request.caller, context.settings.lock
     with hold.in_use():
@@ -89,12 +89,12 @@ async def _captured(save: Save, context: SaveContext, hold: LockHold) -> Capture
     raise StateLockTimeout(
         f"The event loop that called save() did not run within {limits.max_step_wait_seconds:g} s "
         "while the state lock was free for it, and trainers went on",
-        hint="Let the loop run while save() is awaited: move what blocks it to a thread",
+        hint="Let the loop run while save() is awaited: move blocking calls to a thread",
     )
 
 
 def _walk(save: Save, context: SaveContext, hold: LockHold) -> CapturedState | None:
-    """Take the state apart; None if the lock has to be waited for first."""
+    """Walk the state; return None if it must wait for the lock first."""
     if not hold.begin():
         return None
     state, select = save.request.state, save.request.select
@@ -108,28 +108,28 @@ def _walk(save: Save, context: SaveContext, hold: LockHold) -> CapturedState | N
             context.capture_cache = capture_cache_of(flattened)
             captured = flattened.captured
     if not save.request.owners:
-        captured.objects = []  # only a copy beside training is planned by them
+        captured.objects = []  # only copies beside training need them
     return CapturedState(hold, captured, events_behind(captured.derived(devices_of)))
 
 
 def _check_selection(save: Save, context: SaveContext, flattened: Flattened) -> None:
-    """Tell of globs of ``include`` that name nothing; of many ranks one may well have nothing.
+    """Warn of globs of ``include`` without a match, on a single rank only: others may match them.
 
     Raises:
-        UsageError: If nothing would be saved because of ``include`` or ``exclude``.
+        UsageError: If ``include`` or ``exclude`` leave nothing to save.
     """
     captured, select, step = flattened.captured, save.request.select, save.id.step
     if context.world_size > 1 or select.selects_all:
         return
     absent = unmatched(select, [captured.tree])
-    said = f"include names what is not in the state: {', '.join(absent)}"
+    said = f"include has globs that match nothing in the state: {', '.join(absent)}"
     if absent and not captured.tensors and not captured.values:
         hint = "Globs match whole labels, such as 'model.*' or 'optimizer'"
         raise UsageError(said, hint=hint)
     if flattened.is_emptied:
         raise UsageError(
             "include and exclude leave nothing of the state to save",
-            hint="Include something, or call save only when there is something to save",
+            hint="Include more labels, or call save only with a state that has some",
         )
     if absent:
         warnings.warn(f"{said} [step {step}]", RuntimeWarning, stacklevel=2)

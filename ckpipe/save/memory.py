@@ -23,7 +23,7 @@ from ckpipe.save.save import Save, SkipSave, StagedBlock
 from ckpipe.types import size_text
 
 UNKNOWN_BYTES = 1 << 40
-"""What counts as available where the system does not say."""
+"""Available memory in bytes if the system does not tell."""
 
 AVAILABLE_SHARE = 0.4
 """The largest share of the available host memory that staging takes by itself."""
@@ -36,16 +36,16 @@ async def reserve(
 
     Args:
         save: The save.
-        context: Where it gets its memory.
-        blocks: How many blocks.
-        hold: Held now; it is released before the save waits for others.
+        context: The context with the arena and the budget.
+        blocks: Number of blocks of the file image.
+        hold: A hold of the lock, which is released before the save waits for others.
 
     Raises:
         SkipSave: If it would have to wait and ``on_busy`` is ``"skip"``.
         PipelineBusy: If it would have to wait and ``on_busy`` is ``"fail"``.
-        UsageError: If it is to be copied beside training and the budget is too small, or if
-            the thread that saves would wait for memory that it has been lent itself.
-        SaveError: If the system has no memory left; none is held then.
+        UsageError: If it must be copied beside training and the budget is too small, or if the
+            calling thread would wait for memory that is lent to itself.
+        SaveError: If the system has no memory left; the save then holds none.
     """
     if save.ration is not None:
         save.ration.close()
@@ -53,11 +53,11 @@ async def reserve(
     size, budget = context.arena.block_bytes, context.budget
     wanted = size * (blocks + sum(each.count for each in context.lent.values()))
     if context.settings.staging.bytes is None and wanted > budget.capacity:
-        # Without a bound of the user's the budget grows to what is wanted, up to a point.
+        # Without a bound of the user's, the budget grows to the wanted size, up to a limit.
         available = await threads.run_sync(available_bytes)
         most = int(AVAILABLE_SHARE * (available + budget.capacity))
         budget.raise_capacity(min(wanted, most) // size * size)
-    # A state without tensors takes none: it would have none to give back before its end.
+    # A state without tensors takes none: it would have no block to give back before its end.
     reserved = min(blocks, max(1, budget.capacity // size))
     await _acquire(save, context, reserved * size, hold)
     try:
@@ -78,7 +78,7 @@ async def reserve(
 
 
 async def _draw_all(save: Save, context: SaveContext, ration: Ration) -> None:
-    """Draw all blocks ahead of a copy beside training, so that no step waits for memory."""
+    """Draw all blocks before a copy beside training, so that no step waits for memory."""
     if not ration.is_whole:
         raise UsageError(
             f"The state needs more than the {size_text(context.budget.capacity)} of staging "
@@ -128,29 +128,29 @@ async def _acquire(save: Save, context: SaveContext, amount: int, hold: LockHold
 def _refuse_deadlock(save: Save, context: SaveContext, amount: int) -> None:
     if save.interrupts_another:
         raise UsageError(
-            "This save began inside another of its thread, whose memory it would wait for",
-            hint="Save when that has returned; a signal handler had better note that it was "
-            "called, as preemption=True does",
+            "This save began inside another save of its thread, and would wait for its memory",
+            hint="Save after that has returned; a signal handler should only set a flag, as "
+            "preemption=True does",
         )
     loans = context.lent.values()
     own = sum(each.count for each in loans if each.thread == save.request.thread)
     if own and own * context.arena.block_bytes + amount > context.budget.capacity:
         raise UsageError(
-            "This thread has been lent the staging memory that its save would wait for",
+            "The save would wait for staging memory that is lent to its own thread",
             hint="Leave staged_state() before saving, or raise staging_bytes",
         )
 
 
 def available_bytes(root: Path = Path("/"), environment: Mapping[str, str] = os.environ) -> int:
-    """Host memory that this rank may have, shared fairly with the other ranks of its machine.
+    """Return the available host memory, divided by the number of ranks on the machine.
 
-    It is no more than what the kernel takes for available without swapping, and no more than what
-    is left below the limit of a control group (version 2) that the process is in, as a container
-    is. Page cache that the kernel would drop first counts as left.
+    It is the least of the kernel's estimate of memory that is available without swapping, and of
+    the rest below the limit of each control group (version 2) of the process, as of a container.
+    Page cache that the kernel would drop first counts as available.
 
     Args:
-        root: Where ``/proc`` and ``/sys`` are.
-        environment: Where a launcher says how many ranks there are: ``LOCAL_WORLD_SIZE``.
+        root: The directory of ``/proc`` and ``/sys``.
+        environment: The environment, in which a launcher sets ``LOCAL_WORLD_SIZE``.
 
     Returns:
         Bytes.
@@ -166,7 +166,7 @@ def available_bytes(root: Path = Path("/"), environment: Mapping[str, str] = os.
         for group in (groups / each for name in own for each in (name, *name.parents)):
             with suppress(
                 OSError, ValueError, LookupError
-            ):  # the topmost has no such files, and others have no limit
+            ):  # the root group has no such files, and others may have no limit
                 limit, used = (
                     int((group / f"memory.{it}").read_text()) for it in ("max", "current")
                 )
@@ -175,20 +175,20 @@ def available_bytes(root: Path = Path("/"), environment: Mapping[str, str] = os.
 
 
 def _fields(file: Path) -> dict[str, int]:
-    """The lines of a file, each a name and a number."""
+    """Read a file whose lines are a name and a number."""
     return {line.split()[0]: int(line.split()[1]) for line in file.read_text().splitlines()}
 
 
 async def lend_blocks(save: Save, context: SaveContext, loan: Loan) -> list[StagedBlock]:
-    """Keep the memory that a save was copied to, until :func:`take_back`.
+    """Keep the memory of a staged save until :func:`take_back`.
 
     Args:
         save: The save.
-        context: Where it got its memory.
-        loan: What the loan is noted in, at once.
+        context: The context of the save.
+        loan: The record of the loan; its blocks are set at once.
 
     Raises:
-        UsageError: If it is not all copied yet, or some of it has been used again.
+        UsageError: If the save is not all copied yet, or some of its memory was reused.
     """
     why, held = "", list[StagedBlock]()
     if not save.staged.done() or save.program is None:
@@ -209,10 +209,10 @@ async def lend_blocks(save: Save, context: SaveContext, loan: Loan) -> list[Stag
         for each in held:
             each.release()
         raise UsageError(
-            f"The staged state cannot be looked at: {why}",
+            f"The staged state is not available: {why}",
             step=save.id.step,
             rank=context.rank,
-            hint="Look after the save is staged and before the next save or load begins",
+            hint="Use it after the save is staged and before the next save or load begins",
         )
     save.views += 1
     context.lent[save], loan.blocks = loan, held
@@ -220,7 +220,7 @@ async def lend_blocks(save: Save, context: SaveContext, loan: Loan) -> list[Stag
 
 
 async def take_back(save: Save, context: SaveContext, held: list[StagedBlock]) -> None:
-    """End what :func:`lend_blocks` began."""
+    """End a loan of :func:`lend_blocks`."""
     save.views -= 1
     for each in held:
         each.release()

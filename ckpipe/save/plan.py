@@ -1,4 +1,4 @@
-"""Stage 2: find or make the plan, and reserve the memory that it needs."""
+"""Stage 2: find or make the plan, and reserve its memory."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ async def run(
     inbox: MemoryObjectReceiveStream[CapturedState],
     out: MemoryObjectSendStream[tuple[CapturedState, CopyProgram]],
 ) -> None:
-    """Pass a state on once a plan and the memory for it are there.
+    """Pass a state on once it has a plan and memory.
 
-    A local plan is made while the lock is held. It is released for a plan that may wait for other
-    ranks and while memory is waited for; the state is captured once more then.
+    A local plan is made while the lock is held. The lock is released for a plan that may wait for
+    other ranks, and during a wait for memory; then the state is captured once more.
 
     Raises:
         UnsupportedState: If a tensor cannot be saved, or ranks contradict each other.
-        PlanTimeout: If ranks do not come to plan together in time.
+        PlanTimeout: If some ranks do not join the plan in time.
         SkipSave: If memory is short and ``on_busy`` is ``"skip"``.
         PipelineBusy: If memory is short and ``on_busy`` is ``"fail"``.
-        UsageError: If the state is to be copied beside training and the budget is too small.
+        UsageError: If the state must be copied beside training and the budget is too small.
     """
-    # A planner that may wait for other ranks, or runs code of the user, never holds the lock.
+    # The lock is never held for a planner that may wait for other ranks, or runs user code.
     joint = isinstance(context.planner, JointPlanner)
     may_wait = joint or type(context.planner) not in OWN_PLANNERS
     own: CopyProgram | None = None  # saves of other structures may replace the context's
@@ -48,7 +48,7 @@ async def run(
         async for state in inbox:
             with save.clock.timing("plan"):
                 wanted = fingerprint(state.captured)
-                # Ranks that plan together are asked again in every save.
+                # A joint planner must be called in every save.
                 known = [own] if joint else [own, context.program]
                 program = next((p for p in known if p and p.plan.fingerprint == wanted), None)
                 if program is None:
@@ -62,7 +62,7 @@ async def run(
             needed, ration = len(program.blocks), save.ration
             has_memory = False
             if ration is not None:
-                # All are drawn already if any of the state might be copied beside training.
+                # A save with guarded optimizers has drawn all its blocks already.
                 blocks = len(save.blocks) if save.request.owners else ration.needed
                 has_memory = blocks == needed
             if not has_memory:
@@ -74,13 +74,13 @@ async def run(
 
 
 def _make_program(context: SaveContext, captured: Captured, save: CheckpointId) -> CopyProgram:
-    """Plans a captured state; blocking.
+    """Plan a captured state; blocking.
 
     Raises:
         UnsupportedState: If a tensor cannot be saved.
-        UsageError: If the planner is not one of ckpipe's and its plan is not valid, or it
-            raised what would end the program.
-        SaveError: If ranks that plan together do not come to a plan.
+        UsageError: If the plan of a foreign planner is not valid, or the planner raised
+            ``SystemExit`` or ``KeyboardInterrupt``.
+        SaveError: If ranks that plan together do not agree on a plan.
     """
     planner, known = context.planner, context.program
     own, name = type(planner) in OWN_PLANNERS, type(planner).__name__
@@ -89,7 +89,7 @@ def _make_program(context: SaveContext, captured: Captured, save: CheckpointId) 
             with contextlib.nullcontext() if own else user_code(f"The planner {name}", ""):
                 plan = _plan(context, captured, save)
         except UsageError:
-            # A planner that waits may have been told that its save is cancelled.
+            # A waiting planner may have raised because its save was cancelled.
             with contextlib.suppress(RuntimeError):
                 check_cancelled()
             raise

@@ -1,15 +1,15 @@
 """Fill the blocks of a data file from tensors, by a program that is made once for each plan.
 
-With guarded optimizers the work is divided: what has to be copied at once, and what beside
+With guarded optimizers the work is divided: an early half is copied at once, a late half beside
 training.
 
-Making the program is pure. Running it is one call for one block or a few, in one of several worker
-threads. Bytes that lie in host memory as the file wants them are moved as they are: torch's own
+The function that makes the program is pure. Worker threads run it, one call for one block or a few.
+Bytes that lie in host memory in the layout of the file are gathered by the native copy: torch's own
 parallel copy waits for its slowest thread at every tensor, and loses more than a core's share when
-a checksum or a trainer takes that core for a moment. All of them are one call, in which the
-interpreter is free: beside a trainer in Python each further call would take it from that, and a
-call for each of twenty thousand scalars would cost more than their bytes. That call also computes
-the checksums of what it moves, so that no byte is fetched for them again.
+a checksum or a trainer takes that core for a moment. All of them are one call without the GIL:
+beside a trainer in Python each further call would take the GIL from it, and a call for each of
+twenty thousand scalars would cost more than their bytes. That call also computes the checksums of
+the bytes, so no byte is fetched twice.
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ from ckpipe.state.tensors import TensorLeaf
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """Has torch copy a part of one tensor's elements, in row-major order.
+    """A copy by torch of a range of one tensor's elements, in row-major order.
 
     Args:
         tensor: The number of the tensor.
         lo: The first element.
-        hi: Behind the last element.
-        at: Where they go in the block, in bytes.
+        hi: The index behind the last element.
+        at: Their offset in the block, in bytes.
         part: The box of the tensor whose elements are counted; None for all of it.
-        raw: Whether what is counted are the bytes of the memory that the tensor's elements lie in,
-            from its first element on.
+        raw: True if ``lo`` and ``hi`` count the bytes of the tensor's memory, from its first
+            element on.
     """
 
     tensor: int
@@ -67,14 +67,14 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Gather:
-    """Moves pieces of host memory.
+    """A native copy of ranges of host memory; one row of the columns for each range.
 
     Args:
-        tensors: For each piece, the number of the tensor whose memory it is.
-        skips: Where it begins, in bytes from the tensor's first element on.
-        sizes: How many bytes it has.
-        at: Where it goes in the block, in bytes.
-        slots: The number of the checksum among the block's that is its own; -1 if it has none.
+        tensors: The number of the tensor whose memory it is.
+        skips: Offset of the range from the tensor's first element, in bytes.
+        sizes: Size of the range, in bytes.
+        at: Offset in the block, in bytes.
+        slots: The index of its own checksum among those of the block; -1 if it has none.
     """
 
     tensors: array[int]
@@ -84,21 +84,21 @@ class Gather:
     slots: array[int]
 
     def where(self, marks: Sequence[bool]) -> Gather:
-        """The pieces that are marked."""
+        """Return the marked ranges."""
         columns = (self.tensors, self.skips, self.sizes, self.at, self.slots)
         return Gather(*(array("q", compress(column, marks)) for column in columns))
 
 
 @dataclass(frozen=True, slots=True)
 class BlockPlan(BlockRange):
-    """One block of a data file, and how it comes about.
+    """One block of a data file, and the copies that fill it.
 
     Args:
-        fills: Fixed bytes, such as a piece of the header or zeros between tensors, and where they
-            go in the block.
-        copies: What torch copies.
-        gather: What is moved as it lies in host memory.
-        sum_count: How many checksums it has.
+        fills: Fixed bytes with their offset in the block, such as the header or zeros between
+            tensors.
+        copies: The copies by torch.
+        gather: The native copy of host memory.
+        sum_count: Number of its checksums.
     """
 
     fills: tuple[tuple[int, bytes], ...]
@@ -108,16 +108,16 @@ class BlockPlan(BlockRange):
 
     @property
     def is_empty(self) -> bool:
-        """Tell whether there is nothing to do."""
+        """True if the block has no work."""
         return not (self.fills or self.copies or self.gather.sizes)
 
     @property
     def tensors(self) -> array[int]:
-        """The numbers of the tensors that fill the block, perhaps several times each."""
+        """Numbers of the tensors that fill the block, perhaps several times each."""
         return self.gather.tensors + array("q", [copy.tensor for copy in self.copies])
 
     def split(self, later: set[int]) -> tuple[BlockPlan, BlockPlan]:
-        """The two halves of its work: what must be copied at once, and what may be later.
+        """Split its work into the early half and the late half.
 
         Args:
             later: The numbers of the tensors that may be copied later.
@@ -135,12 +135,12 @@ class BlockPlan(BlockRange):
 def plan_blocks(
     plan: RankPlan, leaves: Sequence[TensorLeaf], block_bytes: int
 ) -> tuple[BlockPlan, ...]:
-    """Cut the files of a plan into blocks and say what fills each.
+    """Cut the files of a plan into blocks with their copies.
 
     Args:
         plan: The plan.
-        leaves: Tensors that the plan fits; only their layouts are looked at.
-        block_bytes: The size of a block.
+        leaves: Tensors that the plan fits; only their layouts are used.
+        block_bytes: The size of a block, in bytes.
     """
     blocks: list[BlockPlan] = []
     for number, file in enumerate(plan.files):
@@ -192,7 +192,7 @@ class _Cutter:
         self.drafts = [_Draft() for _ in range(blocks)]
 
     def _cut(self, start: int, nbytes: int) -> Iterator[tuple[int, int, int, int]]:
-        """Yield block, position in it, and bounds within the piece, for a piece of the file."""
+        """Cut a range of the file: yield block, offset in it, and bounds within the range."""
         done = 0
         while done < nbytes:
             block, at = divmod(start + done, self._block_bytes)
@@ -212,13 +212,13 @@ class _Cutter:
             draft.sum_count += sum(1 for _ in chunk_spans(lo, hi))
 
     def source(self, source: Source, start: int) -> None:
-        """Take a source of an entry that begins somewhere in the file."""
+        """Add a source of an entry that begins at ``start`` in the file."""
         leaf = self._leaves[source.tensor]
         item = leaf.itemsize
         part, first = source.part, 0
         if part is not None and leaf.contiguous:
             begin = flat_start(leaf.shape, part)
-            # Whole rows of a contiguous tensor lie one behind the other like the tensor itself.
+            # Whole rows of a contiguous tensor are contiguous like the tensor itself.
             part, first = (part, 0) if begin is None else (None, begin)
         host, skip = leaf.device == "cpu", source.skip
         if host and skip is None and part is None and leaf.contiguous and not leaf.lazy:
@@ -234,7 +234,7 @@ class _Cutter:
                 copies.append(Copy(source.tensor, skip + lo, skip + hi, at, raw=True))
 
     def _gather(self, block: int, source: Source, skip: int, lo: int, hi: int) -> None:
-        """Add bytes of host memory, cut where checksums end."""
+        """Add bytes of host memory, cut at the ends of checksums."""
         draft = self.drafts[block]
         gather, span, first = draft.gather, draft.spans[-1], draft.first_sum
         for chunk, begin, end in chunk_spans(source.offset + lo, source.offset + hi):
@@ -250,21 +250,21 @@ class _Cutter:
 
 
 def devices_of(state: Captured) -> set[str]:
-    """The devices that tensors of a state are on."""
+    """Return the devices of a state's tensors."""
     return {leaf.device for leaf in state.tensors}
 
 
 FoundSums = tuple[npt.NDArray[np.int64], npt.NDArray[np.uint32]]
-"""Checksums of a block that are known once it is copied: which of the block's, and their values."""
+"""Checksums of a block that its copy has computed: their indices in the block, and their values."""
 
 
 def fill_blocks(work: Sequence[tuple[BlockPlan, Block]], state: Captured) -> list[FoundSums]:
-    """Fill blocks; copies from a device may still be on their way when it returns.
+    """Fill blocks; copies from a device may still be under way when it returns.
 
-    What lies in host memory is moved into all of them by one call.
+    One native call copies all ranges of host memory into all blocks.
 
     Returns:
-        For each block, the checksums that were computed on the way.
+        For each block, the checksums that the copy has computed.
     """
     targets, sources, sizes = array("q"), array("q"), array("q")
     for plan, block in work:
@@ -318,7 +318,7 @@ def _narrowed(tensor: torch.Tensor, starts: Sequence[int], sizes: Sequence[int])
 
 
 def _bytes_from(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes from a tensor's first element to the end of its storage."""
+    """Return the bytes from a tensor's first element to the end of its storage."""
     storage = tensor.untyped_storage()
     start = tensor.storage_offset() * tensor.itemsize
     raw = torch.empty(0, dtype=torch.uint8, device=tensor.device)
@@ -331,8 +331,8 @@ class CopyProgram:
 
     Args:
         plan: The plan.
-        blocks: What fills which block.
-        files: What the rank brings to the store.
+        blocks: The blocks with their copies.
+        files: The data files of the rank.
         planner: The class of the planner, for the manifest.
     """
 
@@ -344,16 +344,16 @@ class CopyProgram:
 
 @dataclass(frozen=True, slots=True)
 class EarlyLateSplit:
-    """The parts of a save that are copied before it returns, and while training goes on.
+    """The division of a save's copies: early before it returns, late while training goes on.
 
     Args:
         leaves: The leaves of the state that was divided.
         program: The program whose blocks were divided.
-        facts: What was known of the tensors that optimizers own.
-        owned: The numbers of the leaves that are copied later, in order.
-        halves: For each block, its work before and after.
-        samples: For each block, of what is copied after; it tells if that was changed before.
-        worth: False if all is copied before, whatever optimizers own.
+        facts: The facts of the tensors that optimizers own, at that time.
+        owned: The numbers of the leaves that are copied late, in order.
+        halves: For each block, its early and its late work.
+        samples: For each block, a sample of the late bytes, which detects changes before the copy.
+        worth: False if all is copied early, no matter what optimizers own.
     """
 
     leaves: list[TensorLeaf]
@@ -365,12 +365,12 @@ class EarlyLateSplit:
     worth: bool = True
 
     def serves(self, captured: Captured, program: CopyProgram, owners: Sequence[Optimizer]) -> bool:
-        """Tell whether another save would be divided just so.
+        """True if another save would be divided in the same way.
 
         Args:
             captured: Its state.
             program: Its program.
-            owners: The optimizers that own some of it now.
+            owners: The optimizers that own some of its tensors now.
         """
         if self.leaves is not captured.tensors or self.program is not program:
             return False
@@ -382,10 +382,10 @@ class EarlyLateSplit:
 def split_early_late(
     captured: Captured, program: CopyProgram, owners: Sequence[Optimizer]
 ) -> EarlyLateSplit:
-    """Divide a save's work: what optimizers own is copied later, if that is worth it.
+    """Divide a save's work: tensors of optimizers are copied late, if that is worth it.
 
     Args:
-        captured: The state, with the objects that the walk has met.
+        captured: The state, with the objects that the walk has visited.
         program: Its program.
         owners: The optimizers.
     """

@@ -1,8 +1,8 @@
-"""The record of one save and its blocks, as the stages see them that bring it to the store.
+"""The record of one save and its blocks, for the stages that bring it to the store.
 
-Nothing here refers to the trainer's objects or to torch, so these stages run as well in a process
-that has neither. :class:`ckpipe.save.save.Save` is the record of a save in the trainer; the worker
-makes one from what the trainer tells it.
+The record references neither the trainer's objects nor torch, so these stages also run in a process
+without them. :class:`ckpipe.save.save.Save` is the record of a save in the trainer; the worker
+makes one from the trainer's message.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 UNKNOWN = -1
-"""Stands for a checksum that is still to be computed."""
+"""The value of a checksum that is not computed yet."""
 
 
 @dataclass(eq=False)
@@ -43,11 +43,11 @@ class FilledBlock:
 
     Args:
         save: The save.
-        plan: The place where it belongs.
+        plan: Its range in the data file.
         data: Its bytes.
-        sums: The checksum of each piece that :class:`BlockCuts` names. Most are known since the
-            block was copied. Those of bytes that came from a device, were copied by torch or joined
-            from several tensors are ``UNKNOWN`` until the serialize stage computes them.
+        sums: The checksum of each range of :class:`BlockCuts`. The copy has computed most of them.
+            A checksum is ``UNKNOWN`` until the serialize stage computes it if its bytes came from a
+            device, were copied by torch or were joined from several tensors.
     """
 
     save: SaveRecord
@@ -66,8 +66,8 @@ class SaveRecord(abc.ABC):
     Args:
         id: The checkpoint.
         rank: The rank.
-        began: When ``save`` was called, by ``time.perf_counter``.
-        token: By which its manifest is known again, whichever process has committed it.
+        began: Time of the call of ``save``, by ``time.perf_counter``.
+        token: Identifies its manifest, no matter which process has committed it.
     """
 
     def __init__(self, id: CheckpointId, rank: int, began: float, token: str) -> None:
@@ -77,40 +77,40 @@ class SaveRecord(abc.ABC):
         self.status: SaveStatus = "queued"
         self.clock = StageTimings(began)
         self.files: DataFiles | None = None
-        """What is to be stored; None until that is planned."""
+        """The data files; None until they are planned."""
         self.sealed: tuple[Structure, RankManifest] | None = None
-        """Its manifest, from a trainer in another process; None until all blocks are there."""
+        """Its manifest, from a trainer in another process; None until all blocks have arrived."""
         self.copied = anyio.Event()
-        """Set when every block is filled, and nothing has changed while it was copied."""
+        """Set when every block is filled, and no tensor has changed while it was copied."""
         self.replanned = False
-        """Whether a plan had to be made."""
+        """True if a plan had to be made."""
         self.captured_seconds: float | None = None
         self.staged_seconds: float | None = None
         self.durable_seconds: float | None = None
         self.checksums: list[int] = []
-        """The checksum of every mebibyte of every entry; there before the files are durable."""
+        """The checksum of every mebibyte of every entry; complete before the files are durable."""
         self.stored: list[str] = []
         """Keys of its data files that are complete, or may be."""
         self.commit_may_exist = False
-        """Whether its commit was begun and may have landed: what is stored must stay then."""
+        """True if its commit was begun and may have landed: its data files must stay then."""
         self.again = False
-        """Whether a worker process died with it: its data files, and its commit, may be there."""
+        """True if a worker process died with it: its data files and its commit may exist."""
         self.unsettled: CheckpointInfo | None = None
         """The checkpoint, once this rank has committed and while others may not have."""
         self.committed: Future[CheckpointInfo] = Future()
 
     @property
     def where(self) -> tuple[str, int, int]:
-        """The name, the step and the rank, with which all of its events begin."""
+        """Its name, step and rank: the first fields of all its events."""
         return self.name, self.id.step, self.rank
 
     @property
     def elapsed(self) -> float:
-        """Seconds since ``save`` was called."""
+        """Seconds since the call of ``save``."""
         return time.perf_counter() - self.began
 
     def report(self) -> SaveReport:
-        """The report of how the save has spent its time until now; for any thread."""
+        """Make the report of the save until now; for any thread."""
         files = self.files
         return SaveReport(
             stages=self.clock.stages(),
@@ -125,32 +125,32 @@ class SaveRecord(abc.ABC):
         )
 
     def contents(self) -> tuple[Structure, RankManifest]:
-        """The structure and the manifest, but for data files and checksums.
+        """Return the structure and the manifest, still without data files and checksums.
 
-        Called in a worker thread once all blocks are there. Saves of one structure have the same
-        object of it.
+        Called in a worker thread once all blocks have arrived. Saves of one structure share the
+        structure object.
         """
         assert self.sealed is not None
         return self.sealed
 
     @abc.abstractmethod
     def free(self, filled: Any) -> None:
-        """Give back the memory of a block of it, a :class:`FilledBlock`, that is in use no more."""
+        """Give back the memory of one of its blocks that is no longer in use."""
 
     def settle(self, info: CheckpointInfo) -> None:
-        """Tell all waiters that this rank's part is durable."""
+        """Tell all waiters that this rank's files are durable."""
         self.status = "committed"
         resolve(self.committed, info)
 
 
 def resolve(future: Future[Any], value: Any) -> None:
-    """Give a future its value, unless it is done; for any thread."""
+    """Set the value of a future unless it is done; for any thread."""
     with contextlib.suppress(InvalidStateError):
         future.set_result(value)
 
 
 def fail(future: Future[Any], error: BaseException) -> None:
-    """Give a future its error, unless it is done; for any thread."""
+    """Set the error of a future unless it is done; for any thread."""
     with contextlib.suppress(InvalidStateError):
         future.set_exception(error)
 
@@ -166,19 +166,19 @@ class _StageTimes:
 
 
 class StageTimings:
-    """Notes when stages begin, work and end, on one thread; reports are made on any.
+    """Records the times of stages and blocks on one thread; any thread may make reports.
 
     Times are those of ``time.perf_counter``, which on Linux all processes of a machine share: the
-    trainer takes over what its worker process has noted.
+    trainer takes over the times of its worker process.
 
     Args:
-        zero: When the save was called, the same for all processes that note something of it.
+        zero: Time of the call of ``save``, the same for all processes that record times of it.
     """
 
     def __init__(self, zero: float) -> None:
         self._zero = zero
         self.copied_bytes = 0
-        """What this rank has found in the checkpoint that several ranks wrote alike."""
+        """Bytes of the checkpoint that are redundant copies, as far as this rank has seen."""
         self._stages: dict[str, _StageTimes] = {}
         self._blocks: dict[tuple[int, int], dict[str, Any]] = {}
         """The fields of a :class:`BlockReport` that are known, by file and offset."""
@@ -186,7 +186,7 @@ class StageTimings:
 
     @contextlib.contextmanager
     def timing(self, stage: str, nbytes: int = 0) -> Iterator[None]:
-        """Note that a worker of a stage is at work, and has moved so many bytes at its end."""
+        """Record the work of one worker of a stage, and the bytes that it has moved at its end."""
         now = time.perf_counter()
         times = self._stages.setdefault(stage, _StageTimes(now, now))
         if not times.workers:
@@ -202,22 +202,22 @@ class StageTimings:
                 times.busy += times.ended - times.since
 
     def copied(self, plan: BlockRange, began: float, ended: float, thread: int) -> None:
-        """Note when a block was filled, and by which thread."""
+        """Record the time in which a block was filled, and its thread."""
         copier = self._copiers.setdefault(thread, len(self._copiers))
         self._share("copied", [plan], began, ended, copier=copier)
 
     def summed(self, plans: Sequence[BlockRange], began: float, ended: float) -> None:
-        """Note when the checksums of blocks were computed."""
+        """Record the time in which the checksums of blocks were computed."""
         self._share("summed", plans, began, ended)
 
     def uploaded(self, plans: Sequence[BlockRange], began: float, ended: float, lane: int) -> None:
-        """Note when blocks were written to the store, and by which lane."""
+        """Record the time in which blocks were written to the store, and their lane."""
         self._share("uploaded", plans, began, ended, lane=lane)
 
     def _share(
         self, field: str, plans: Sequence[BlockRange], began: float, ended: float, **by: int
     ) -> None:
-        """Note for each of blocks that were handled together its part of the time, by its size."""
+        """Divide the time of blocks that were handled together among them, by their sizes."""
         pace = (ended - began) / max(1, sum(plan.nbytes for plan in plans))
         for plan in plans:
             ended = began + plan.nbytes * pace
@@ -226,7 +226,7 @@ class StageTimings:
             began = ended
 
     def stages(self) -> dict[str, StageReport]:
-        """The report of each stage that has begun."""
+        """Make the report of each stage that has begun."""
         return {stage: self._report(stage, each) for stage, each in list(self._stages.items())}
 
     def _report(self, stage: str, times: _StageTimes) -> StageReport:
@@ -235,7 +235,7 @@ class StageTimings:
             ended = time.perf_counter()
             busy += ended - times.since
         if stage == "stage" and self._blocks:
-            # The copy as a whole also waits for memory; its blocks tell when it was at work.
+            # The copy as a whole also waits for memory; the times of its blocks are its work.
             blocks = list(self._blocks.values())
             busy = busy_seconds(block["copied"] for block in blocks if "copied" in block)
         seconds = ended - times.began
@@ -244,16 +244,16 @@ class StageTimings:
         )
 
     def blocks(self) -> list[BlockReport]:
-        """The way of each block so far, in the order in which they were filled."""
+        """Make the report of each block so far, in the order in which they were filled."""
         return [BlockReport(*place, **block) for place, block in list(self._blocks.items())]
 
     def absorb(self, other: StageTimings) -> None:
-        """Take over what another process has noted of the same save; its stages win."""
+        """Merge the times of another process for the same save; its stages win."""
         self.copied_bytes = other.copied_bytes
         self._stages |= other._stages
         for place, found in other._blocks.items():
             self._note(place, found)
 
     def _note(self, place: tuple[int, int], found: dict[str, Any]) -> None:
-        # Replaced as a whole: another thread may be making a report.
+        # The dict is replaced as a whole, since another thread may be making a report.
         self._blocks[place] = self._blocks.get(place, {}) | found

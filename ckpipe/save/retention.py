@@ -33,19 +33,19 @@ logger = logging.getLogger("ckpipe")
 async def run(
     save: SaveRecord, context: StoreContext, inbox: MemoryObjectReceiveStream[CheckpointInfo]
 ) -> None:
-    """After each checkpoint that this rank's commit completed, writes its digest, and prunes.
+    """Write the digest of each checkpoint that this rank's commit completed, and prune.
 
-    In the process that trains it waits a moment before it prunes, so that commit and prune do not
-    hit the same training step. A prune serves all checkpoints that are complete when it begins. If
-    one who waited for the checkpoint has written its index first, there is no digest, which others
-    read the index for.
+    In the trainer's process, the prune is delayed, so that commit and prune do not hit the same
+    training step. A prune serves all checkpoints that are complete when it begins. If another rank
+    that waited for the checkpoint has written its index first, there is no digest; readers then
+    read the index.
 
     Raises:
         StoreError: If the store failed; the next save prunes again.
     """
     async with inbox:
         async for info in inbox:
-            # Here it delays neither the commit nor what waits for it.
+            # Here it delays neither the commit nor its waiters.
             if info.id in context.facts:
                 await write_sidecar(context.backend, info.key, context.facts.digest(info.id))
             if context.rule is None:
@@ -68,7 +68,7 @@ async def run(
 
 
 async def decide(context: StoreContext, launch: str) -> Decision:
-    """Decide what :func:`prune` would do, and why.
+    """Return the decision of :func:`prune` with its reasons, without any deletion.
 
     Args:
         launch: The id of this launch.
@@ -82,15 +82,15 @@ async def decide(context: StoreContext, launch: str) -> Decision:
 
 
 async def prune(context: StoreContext, launch: str, after: CheckpointId | None = None) -> Decision:
-    """Delete the checkpoints that the rules do not keep, and say why each stays or went.
+    """Delete the checkpoints that the rules do not keep; return the decision with its reasons.
 
     Args:
-        launch: The id of this launch, of which the newest checkpoint stays.
-        after: A checkpoint whose index this process has written just now. It tells the time,
-            which costs several writes else.
+        launch: The id of this launch, whose newest checkpoint stays.
+        after: A checkpoint whose index this process has just written. Its time is the store's time,
+            which otherwise costs several writes.
 
     Raises:
-        StoreError: If the store failed; pruning again goes on where it stopped.
+        StoreError: If the store failed; another prune continues where this one stopped.
     """
     waiting = context.unpruned
     now = await _time(context, after)
@@ -100,7 +100,7 @@ async def prune(context: StoreContext, launch: str, after: CheckpointId | None =
         sweep_after=context.sweep_after, now=now,
     )  # fmt: skip
     context.kept, context.unpruned = len(decision.keep), max(0, context.unpruned - waiting)
-    for name in decision.keep:  # also what should go and cannot be deleted through a link
+    for name in decision.keep:  # also those that cannot be deleted through a link
         reason = decision.reasons[name]
         if reason.startswith(BEHIND_LINK) and context.is_first(f"link of {name}"):
             logger.warning("Retention leaves %s: %s", name, reason)
@@ -111,14 +111,14 @@ async def prune(context: StoreContext, launch: str, after: CheckpointId | None =
 
 
 async def _time(context: StoreContext, after: CheckpointId | None) -> datetime:
-    """The time by the store's own clock, if anything early, which keeps more and not less."""
+    """Return the time by the store's own clock. It may be early: then retention keeps more."""
     if after is not None:
-        with contextlib.suppress(ObjectNotFound):  # somebody has deleted it already
+        with contextlib.suppress(ObjectNotFound):  # another process has deleted it already
             return (await context.patient.stat(index_key(after))).modified
     return await store_time(context.patient)
 
 
 async def _protected_by_all(context: StoreContext, now: datetime, launch: str) -> dict[str, str]:
-    """Ids that retention must not remove, also since others load them, and running launches."""
+    """Return ids that retention must not remove, leased ones among them, and running launches."""
     leases = protected_subjects(live_subjects(await read_leases(context.patient), now))
-    return dict.fromkeys([*leases, launch], "somebody holds a lease on it") | context.protected()
+    return dict.fromkeys([*leases, launch], "a process holds a lease on it") | context.protected()

@@ -6,10 +6,10 @@
                                                                                     │ files
                                                      retention ◀──complete── commit ◀┘
 
-The first three stages take the state, and run in the trainer. The last four take bytes only, and
-run in the trainer too or in its worker process (:mod:`ckpipe.save.deliver`). The streams in front
-of them take all blocks that come, since the save's ration of memory bounds these already; the
-others hold nothing, so that a slow stage slows those before it.
+The first three stages handle the state, and run in the trainer. The last four handle only bytes,
+and run in the trainer too or in its worker process (:mod:`ckpipe.save.deliver`). The streams of
+blocks are unbounded, since the save's ration of memory bounds the blocks already. The other streams
+have no buffer, so a slow stage slows those before it.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from ckpipe.save.save import CapturedState, Save
 async def run_save(save: Save, context: SaveContext) -> None:
     """Run the seven stages of a save.
 
-    The save's futures are resolved by the stages; when this returns, retention is through too.
+    The stages resolve the save's futures. When this returns, retention has ended too.
 
     Raises:
-        ExceptionGroup: What went wrong in a stage; nothing of the save counts then, unless its
-            ``committed`` is resolved.
+        ExceptionGroup: The error of a stage. The save is then lost, unless its ``committed`` is
+            resolved.
     """
     name = save.name
     captured_out, captured = create_memory_object_stream[CapturedState](0)
@@ -57,7 +57,7 @@ async def run_save(save: Save, context: SaveContext) -> None:
 async def deliver_here(
     save: Save, context: StoreContext, blocks: MemoryObjectReceiveStream[FilledBlock]
 ) -> None:
-    """Bring a save to the store in this process, once it is known what to store."""
+    """Bring a save to the store in this process, once its data files are planned."""
     save.handed_over.set()
     async with blocks:
         await save.ready.wait()

@@ -1,4 +1,4 @@
-"""One save in the trainer: what to save, how far it is, and the calls that wait for it."""
+"""One save in the trainer: its request, its progress, and the calls that wait for it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from ckpipe.version import __version__
 
 
 class SkipSave(Exception):  # a decision, not an error
-    """The save is to be skipped; the text says why."""
+    """The save must be skipped; the text is the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,16 +40,16 @@ class SaveRequest:
 
     Args:
         state: The state.
-        select: Which labels to save.
+        select: The filter of labels to save.
         metrics: Metrics, non-finite floats encoded.
         metadata: Metadata, plain JSON.
-        final: Whether it is the run's final checkpoint.
-        thread: The thread that called.
-        owners: Guarded optimizers whose tensors are copied while training goes on; none if the
+        final: True for the run's final checkpoint.
+        thread: The calling thread.
+        owners: Guarded optimizers whose tensors are copied while training goes on; empty if the
             caller waits for all copies.
-        urgent: Whether there may be no later one, so that it waits where others are skipped.
-        caller: Runs user code on the thread that called; None if that is the pipeline's own.
-        step: The step that was named; None for the one after the last.
+        urgent: True if there may be no later save: it waits for memory instead of being skipped.
+        caller: Runs user code on the calling thread; None if that is the pipeline's own.
+        step: The step of the call; None for the one after the last.
     """
 
     state: Any
@@ -69,8 +69,8 @@ class CapturedState:
     """The result of a walk over the state.
 
     Args:
-        hold: The hold of the lock under which it is true.
-        captured: What was found.
+        hold: The hold of the lock under which it is valid.
+        captured: The structure and the tensors.
         after: Events on devices, behind the work that the walk and its thread have queued.
     """
 
@@ -84,7 +84,7 @@ class StagedBlock(FilledBlock):
 
     Args:
         save: The save.
-        plan: What it holds.
+        plan: Its range in the data file, and the copies that fill it.
         block: The memory.
     """
 
@@ -95,24 +95,23 @@ class StagedBlock(FilledBlock):
         super().__init__(save, plan, block.view[: plan.nbytes], sums)
         self.block = block
         self.users = 1
-        """The upload, and each view of the staged state."""
+        """Number of users: the upload, and each view of the staged state."""
         self.began = self.ended = 0.0
-        """When the first of it was copied, and when all of it was."""
+        """Times of the first and the last copy into it."""
         self.copier = 0
-        """The thread that copied the last of it."""
+        """The thread of the last copy into it."""
 
     def release(self) -> None:
-        """Take it back from one user; its memory is free once all are through with it."""
+        """End the use by one user; its memory is free once all users have released it."""
         self.users -= 1
         if not self.users:
             super().release()
 
 
 class Save(SaveRecord):
-    """One save on its way, from the lock on.
+    """One save in the trainer, from the lock on.
 
-    Attributes are set by the stages, on the pipeline's thread; the futures may be waited for on
-    any thread.
+    The stages set its attributes, on the pipeline's thread; any thread may wait for the futures.
 
     Args:
         id: The checkpoint.
@@ -124,14 +123,14 @@ class Save(SaveRecord):
         super().__init__(id, rank, time.perf_counter(), secrets.token_hex(16))
         self.request = request
         self.ready = anyio.Event()
-        """Set when it is known what is stored: blocks may go to the store."""
+        """Set when the data files are planned: blocks may go to the store."""
         self.handed_over = anyio.Event()
         """Set when a worker process, if there is one, can finish the save without this one."""
         self.filled: list[tuple[BlockPlan, weakref.ref[Block], int]] = []
-        """The blocks that were filled, and how often the memory of each had been handed out."""
+        """The filled blocks, with the use count of their memory at that time."""
         self._in_use: dict[Block, StagedBlock] = {}
         self.views = 0
-        """How many look at the staged state."""
+        """Number of readers of the staged state."""
         self.started_at = time.time()
         self.safe: Future[None] = Future()
         self.staged: Future[None] = Future()
@@ -190,13 +189,13 @@ class Save(SaveRecord):
         return captured.described(_structure), part
 
     def note(self, filled: StagedBlock) -> None:
-        """Note a block that is filled, and is in use by the stages after the copy."""
+        """Record a filled block, which the stages after the copy use from now on."""
         self._in_use[filled.block] = filled
         self.clock.copied(filled.plan, filled.began, filled.ended, filled.copier)
         self.filled.append((filled.plan, weakref.ref(filled.block), filled.block.uses))
 
     def free(self, filled: StagedBlock) -> None:
-        """Give back the memory of a block that is in use no more."""
+        """Give back the memory of a block that is no longer in use."""
         self._in_use.pop(filled.block, None)
         if self.ration is not None:
             self.ration.give(filled.block)
@@ -204,12 +203,12 @@ class Save(SaveRecord):
     def use_again(
         self, filled: StagedBlock, uses: int, *, first: bool = False
     ) -> StagedBlock | None:
-        """Take a block for one more user; None if it holds other bytes by now.
+        """Take a block for one more user; return None if its memory was reused.
 
         Args:
             filled: The block.
-            uses: How often its memory had been handed out when it was filled.
-            first: Whether the save goes before those that wait for memory, as it came before them.
+            uses: The use count of its memory when it was filled.
+            first: True to take it before saves that wait for memory, which came later.
         """
         block = filled.block
         if block.uses != uses:
@@ -224,7 +223,7 @@ class Save(SaveRecord):
         return again
 
     def close_ration(self) -> None:
-        """Give all memory back but what is looked at; the stages are through with it."""
+        """Give all memory back except blocks that readers use; no stage needs it any more."""
         keep = self._in_use if self.views else {}
         if self.ration is not None:
             self.ration.close(keep=keep)
@@ -234,18 +233,18 @@ class Save(SaveRecord):
         self.blocks.clear()
 
     def call_off(self) -> None:
-        """Has the stages give up, now or once they have begun."""
+        """Cancel the stages, now or once they have begun."""
         self.cancel_requested = True
         if self.scope is not None:
             self.scope.cancel()
 
     def forget_state(self) -> None:
-        """Drop what refers to the caller's objects; nothing needs them once all is copied."""
+        """Drop references to the caller's objects; no stage needs them once all is copied."""
         self.request = replace(self.request, state=None, owners=(), caller=None)
 
 
 def _structure(captured: Captured) -> Structure:
-    """The structure of a state as its manifest has it."""
+    """Make the structure of a state for its manifest."""
     rows = tuple(
         TensorRow(
             leaf.label, leaf.dtype, leaf.full_shape, leaf.device.partition(":")[0], leaf.kind,

@@ -1,9 +1,10 @@
 """Stage 4: compute the checksums that the copy did not, and collect those of all blocks.
 
-The copy has laid the bytes out as the file has them, so nothing else is left to serialize.
+The copy has written the bytes in the layout of the file, so serialization has no other work.
 
-The manifest has a checksum for each mebibyte of each entry. A store that verifies each request
-gets one of the whole block, which follows from those and from the few bytes between entries.
+The manifest has a checksum for each mebibyte of each entry. A store that verifies each request gets
+the checksum of the whole block, which is combined from those and from the few bytes between
+entries.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from ckpipe.format.data_file import DataFiles
 from ckpipe.save.record import UNKNOWN, FilledBlock, SaveRecord
 
 BATCH_BLOCKS = 16
-"""Blocks that are looked at in one call of a thread, if they are there: each call takes the GIL
-several times."""
+"""Most blocks in one call of a thread, as far as they are ready: each call takes the GIL several
+times."""
 
 _ON_LOOP_SPANS = 256
-"""How many parts of entries are handled without a thread."""
+"""Most ranges of entries that are handled without a thread."""
 
 
 async def run(
@@ -33,7 +34,7 @@ async def run(
     inbox: MemoryObjectReceiveStream[FilledBlock],
     out: MemoryObjectSendStream[FilledBlock],
 ) -> None:
-    """Pass blocks on whose checksums are known, and leave those of all entries in the record."""
+    """Pass blocks on once their checksums are known; store those of all entries in the record."""
     sums: ChunkSums | None = None
     async with inbox, out:
         async for first in inbox:
@@ -55,7 +56,7 @@ async def run(
             for each in batch:
                 await out.send(each)
         if not save.copied.is_set():
-            await anyio.sleep_forever()  # the copy has failed, which cancels this
+            await anyio.sleep_forever()  # the copy has failed, and its error cancels this
         assert save.files is not None
         save.checksums = (sums or ChunkSums(save.files.sum_table)).finished()
 
@@ -66,7 +67,7 @@ def _sum_up(
     batch: Sequence[FilledBlock],
     unknown: Sequence[FilledBlock],
 ) -> None:
-    """Compute what is not known, in one call, and add all."""
+    """Compute unknown checksums in one call, then add all."""
     if unknown:
         parts = []
         for each in unknown:

@@ -1,12 +1,12 @@
-"""Stage 3: copy every byte of the state to its place in the file, and let trainers go on.
+"""Stage 3: copy every byte of the state into blocks of its data files, and let trainers go on.
 
-The copy makes the checksums of what lies in host memory; `serialize.py` makes the others.
+The copy computes the checksums of bytes in host memory; `serialize.py` computes the others.
 
-Blocks are filled in worker threads: all of their work at once, or what is urgent before the rest.
-A block of which a part is copied later is filled in two pieces, and leaves with the second. The
-pieces that come later are *deferred*: each asks the lock before it reads, and a trainer that has
-waited too long makes it fail. Copies from a device are queued on a side stream; deferred ones let
-the trainer go on as soon as all are queued, and have its device wait for them.
+Worker threads fill the blocks: all work at once, or the early half before the late half. A block
+with work in both halves is filled in two pieces, and is passed on after the second. Late pieces are
+*deferred*: each asks the lock before it reads, and fails if a trainer has waited too long. Copies
+from a device are queued on a side stream. Deferred ones let the trainer go on as soon as all are
+queued, and make its device wait for them.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from ckpipe.state.tensors import TensorLeaf
 from ckpipe.threads import run_sync
 
 MAX_COPIERS = 4
-"""Worker threads that fill blocks at the most: about what saturates the memory of a machine."""
+"""Most worker threads that fill blocks: about as many as saturate the memory of a machine."""
 
 
 async def run(
@@ -60,15 +60,15 @@ async def run(
 ) -> None:
     """Copy a state, and pass its blocks on as they are filled.
 
-    The stream needs room for all blocks of the save's ration, which is what bounds them.
+    The stream needs room for all blocks; the save's ration bounds them.
 
     Raises:
         CaptureTooSlow: If a step would have had to wait too long for a copy beside training.
-        StateChanged: If what is copied beside training was changed without the lock.
+        StateChanged: If a tensor was changed without the lock while it was copied beside training.
     """
 
     def pass_on(some: Sequence[StagedBlock]) -> None:
-        # The next stages are gone if the save failed; its blocks are given back all the same.
+        # The next stages have ended if the save failed; its blocks are given back nevertheless.
         with contextlib.suppress(anyio.BrokenResourceError, anyio.ClosedResourceError):
             for filled in some:
                 save.note(filled)
@@ -84,8 +84,8 @@ async def run(
             try:
                 with save.clock.timing("stage", size), state.hold.in_use():
                     split = await _split(save, context, state, program) if owners else None
-                    # Copies beside training take no processor that the trainer did not give to
-                    # torch; for all others it waits, so that its own are free.
+                    # Copies beside training use no more processors than the trainer gave to torch.
+                    # For other copies the trainer waits, so all processors are free.
                     cores = available_cpus() if split is None else torch.get_num_threads()
                     copiers = BlockCopiers(
                         state.hold, state.captured, SideStreams(state.after), pass_on,
@@ -119,7 +119,7 @@ def _captured(save: Save) -> None:
 async def _split(
     save: Save, context: SaveContext, state: CapturedState, program: CopyProgram
 ) -> EarlyLateSplit | None:
-    """The parts to copy at once and beside training; None if all is copied at once."""
+    """Return the early and late halves; None if all is copied at once."""
     split, owners = context.early_late, save.request.owners
     if split is None or not split.serves(state.captured, program, owners):
         split = context.early_late = await run_sync(
@@ -130,16 +130,16 @@ async def _split(
 
 
 async def _copy_at_once(save: Save, program: CopyProgram, copiers: BlockCopiers) -> None:
-    """Hand out blocks as they are drawn from the ration, to copiers that share what is ready."""
+    """Hand out blocks to copiers as they are drawn from the ration."""
     ration = save.ration
     assert ration is not None
     plans = deque(program.blocks)
     async with anyio.create_task_group() as tasks:
         while plans:
-            blocks = save.blocks  # there if any of it might have been copied beside training
+            blocks = save.blocks  # a save with guarded optimizers has drawn all of them
             if not blocks:
                 if ration.short:
-                    save.ready.set()  # blocks have to come back while the copy goes on
+                    save.ready.set()  # the copy needs blocks back from the upload
                 blocks = await ration.take(len(plans))
             for block in blocks:
                 plan = plans.popleft()
@@ -156,7 +156,7 @@ async def _copy_beside_training(
     split: EarlyLateSplit,
     copiers: BlockCopiers,
 ) -> None:
-    """Copy what any code may change, let the caller go, then copy what optimizers own."""
+    """Copy the early half, let the caller go on, then copy the tensors of optimizers."""
     late: list[CopyPiece] = []
     for plan, block, (at_once, later), sample in zip(
         split.program.blocks, save.blocks, split.halves, split.samples, strict=True
@@ -176,14 +176,15 @@ async def _copy_beside_training(
 
 
 FIRST_TOGETHER = 2
-"""How many blocks the first call fills while a trainer runs beside it; they leave together. Each
-call takes the GIL from a trainer in Python, and so do the loop for each message and each write of
-what came together. But the store waits for the first, and copies mostly outrun it; so each call
-fills twice as many as the one before, while more than as many again are left."""
+"""Number of blocks that the first call fills beside a trainer; they are passed on together. Each
+call takes the GIL from a trainer in Python, and so does the loop for each message and for each
+write of blocks that came together. But the store waits for the first blocks, and copies are mostly
+faster than the store. So each call fills twice as many blocks as the one before, but at most half
+of a thread's share of the rest."""
 
 MOST_BYTES_TOGETHER = 256 << 20
-"""How many bytes all threads fill by one call each, unless a block for each is more: a step that
-has waited for as long as it may waits for them too."""
+"""Most bytes that all threads together fill by one call each, unless a block for each is more. A
+step whose wait has timed out still waits for these calls."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,9 +193,9 @@ class CopyPiece:
 
     Args:
         filled: The block.
-        work: What to copy into it now.
-        last: Whether the block is filled then.
-        sample: Of what is copied late, some bytes, which must be what they were.
+        work: The copies of this piece.
+        last: True if the block is filled then.
+        sample: A sample of the bytes that are copied late, which must be unchanged.
     """
 
     filled: StagedBlock
@@ -208,10 +209,10 @@ class BlockCopiers:
 
     Args:
         hold: The hold of the lock under which they read.
-        state: What they read.
-        devices: What queues copies from devices.
-        out: Called on the running loop with blocks that are filled.
-        threads: How many threads share the work, at the most.
+        state: The state to copy.
+        devices: Queues copies from devices.
+        out: Called on the running loop with filled blocks.
+        threads: Most threads that share the work.
     """
 
     def __init__(
@@ -233,42 +234,42 @@ class BlockCopiers:
         self._together = FIRST_TOGETHER
 
     def add(self, pieces: Iterable[CopyPiece]) -> None:
-        """Take pieces to be worked off by copiers that are started afterwards."""
+        """Queue pieces for copiers that are started afterwards."""
         self._ready.extend(pieces)
 
     async def copy(self) -> None:
-        """Work in one thread until nothing is left; several tasks may do so at once."""
+        """Copy in one thread until the queue is empty; several tasks may do so at once."""
         async with self._places:
             while self._ready:
                 await run_sync(self._run)
 
     async def finish(self) -> None:
-        """Work off what is left, in as many threads as are useful."""
+        """Copy all queued pieces, in as many threads as are useful."""
         async with anyio.create_task_group() as tasks:
             for _ in range(min(self.threads, len(self._ready))):
                 tasks.start_soon(self.copy)
 
     def defer(self, watch: MutationDetector, grace: float) -> None:
-        """Say that all further pieces are deferred; for any thread.
+        """Make all further pieces deferred; for any thread.
 
         Args:
-            watch: What notices if the tensors that they read are changed without the lock.
+            watch: Detects changes without the lock of the tensors that they read.
             grace: Seconds that a trainer waits for them.
         """
         self._watch = watch
         self._hold.defer(grace)
 
     def check_and_release(self, ends: Sequence[StreamFence] = ()) -> None:
-        """Let trainers go on after the deferred pieces, if all have been true to the lock.
+        """Let trainers go on after the deferred pieces, if no tensor was changed without the lock.
 
-        Does nothing if it was done before.
+        A second call does nothing.
 
         Args:
-            ends: Copies that devices have still to do.
+            ends: Fences of copies that are still queued on devices.
 
         Raises:
             StateChanged: Names a tensor that was changed without the lock.
-            CaptureTooSlow: If a trainer took the lock before.
+            CaptureTooSlow: If a trainer took the lock before, after its wait.
         """
         if self._watch is None:
             return
@@ -280,8 +281,8 @@ class BlockCopiers:
         self._watch = None
 
     def _run(self) -> None:
-        """Work off what is left, in this thread."""
-        # Copies from devices that may be on their way, with the tensors whose memory they read.
+        """Copy all queued pieces in this thread."""
+        # Copies from devices that may be under way, with the tensors whose memory they read.
         launched: list[tuple[list[CopyPiece], Sequence[StreamFence], _LateTensors | None]] = []
         try:
             with self._hold.here(), torch.no_grad():
@@ -307,13 +308,13 @@ class BlockCopiers:
                     end.wait()
                 self._done(pieces)
         finally:
-            # No block may be used again while a device still writes to it.
+            # No block may be reused while a device still writes to it.
             for _, ends, _ in launched:
                 for end in ends:
                     end.wait()
 
     def _next(self) -> list[CopyPiece]:
-        """The next work: some pieces that are deferred, or one; nothing at the end."""
+        """Take the next pieces: several deferred ones, or one; none at the end."""
         count = 1
         pieces: list[CopyPiece] = []
         with contextlib.suppress(IndexError):
@@ -355,27 +356,27 @@ def _copy_and_sum(pieces: Sequence[CopyPiece], state: Captured) -> None:
 
 
 class _LateTensors:
-    """The tensors that some pieces copy late, and their memory, which is not freed before them.
+    """The tensors of some late pieces, with references that keep their memory alive.
 
     Args:
-        state: The state that they are of.
+        state: The state of the tensors.
         pieces: The pieces.
     """
 
     def __init__(self, state: Captured, pieces: Sequence[CopyPiece]) -> None:
         numbers = np.concatenate([np.asarray(each.work.tensors) for each in pieces])
-        numbers = numbers[np.diff(numbers, prepend=-1) != 0]  # the pieces of one are neighbours
+        numbers = numbers[np.diff(numbers, prepend=-1) != 0]  # equal numbers are adjacent
         self._leaves, self._pieces, self._numbers = state.tensors, pieces, numbers.tolist()
         self._tensors = [state.memory[number] for number in self._numbers]
         self._addresses = state.addresses[numbers].tolist()
         self._memory = list(map(torch.Tensor.untyped_storage, self._tensors))
 
     def check_unchanged(self, watch: MutationDetector) -> None:
-        """Look whether they are what they were when they were captured.
+        """Check that the tensors have not changed since they were captured.
 
         Raises:
-            StateChanged: If one does not lie any more where it did, as a program has given it
-                other memory, or its sample is another; torch counts neither as a change.
+            StateChanged: If a tensor has other memory now, or its sample has changed; torch counts
+                neither as a change.
         """
         found = list(map(torch.Tensor.data_ptr, self._tensors))
         if found != self._addresses:

@@ -1,6 +1,6 @@
-"""Stage 5: writes blocks to the store in parallel lanes, each straight from host memory.
+"""Stage 5: write blocks to the store in parallel lanes, straight from host memory.
 
-While the store throttles, fewer of them write at a time, of all saves together.
+While the store throttles, fewer lanes write at a time, of all saves together (AIMD).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ckpipe.store.retry import Tries, retrying, telling
 logger = logging.getLogger("ckpipe")
 
 ABORT_SECONDS = 15.0
-"""How long giving up an upload is tried again, in seconds; nothing can cancel it meanwhile."""
+"""Seconds for the retries of an abort of an upload, which cannot be cancelled."""
 
 
 async def run(
@@ -41,7 +41,7 @@ async def run(
 ) -> None:
     """Upload all data files, and give each block's memory back.
 
-    If it fails, what was uploaded is given up again.
+    After a failure, incomplete uploads are aborted.
 
     Raises:
         StoreError: If the store failed and retries did not help.
@@ -52,7 +52,7 @@ async def run(
         try:
             await context.let_retention_catch_up()
             async with anyio.create_task_group() as lanes:
-                # The first file is opened while its first block is copied.
+                # The first file is opened while its first block is being copied.
                 lanes.start_soon(uploads.open_first, name="opening of the first file")
                 for lane in range(context.lanes):
                     lanes.start_soon(uploads.lane, lane, inbox.clone(), name=f"upload lane {lane}")
@@ -65,7 +65,7 @@ async def run(
 
 
 class _Uploads:
-    """The data files of one save on their way."""
+    """The uploads of one save's data files."""
 
     def __init__(self, save: SaveRecord, context: StoreContext, files: DataFiles) -> None:
         self._save, self._context, self._files = save, context, files
@@ -135,7 +135,7 @@ class _Uploads:
                     try:
                         upload = await retrying(self._policy, open_upload)
                     except StoreFull:
-                        # There may be room once the prune is through that was put off.
+                        # The delayed prune may free room.
                         if not await self._context.pruned():
                             raise
                         upload = await retrying(self._policy, open_upload)
@@ -156,7 +156,7 @@ class _Uploads:
         file = self._files.files[number]
         key = data_file_key(self._save.id, file.name)
         tries, may_be_ours = Tries(self._policy), self._save.again
-        # Noted before it is complete: a save that is cancelled meanwhile does not hear of it.
+        # Recorded before it is complete, since a cancelled save never gets the result.
         self._save.stored.append(key)
         while True:
             try:
@@ -166,40 +166,40 @@ class _Uploads:
                 may_be_ours = may_be_ours or not taken
                 if await self._landed(upload, key, file.size if may_be_ours else None):
                     return None
-                if taken:  # another writer uses this name: nothing here is ours for sure
+                if taken:  # another writer uses this name: none of these objects is surely ours
                     self._save.stored.clear()
                 await tries.wait_after(error)
 
     async def _landed(self, upload: Upload, key: str, size: int | None) -> bool:
-        """Tell whether an upload is complete although completing it failed.
+        """Tell whether an upload is complete although its completion failed.
 
         Args:
             upload: The upload.
             key: The key of its object.
-            size: The size of an object that counts as its own if the store knows no better; None
-                if none does.
+            size: An object of this size counts as its own if the store cannot tell; None if no
+                object does.
         """
         try:
             landed = await retrying(self._policy, upload.landed)
-            if landed is False and self._save.again:  # a worker that is dead may have made it
+            if landed is False and self._save.again:  # a dead worker may have made it
                 await retrying(self._policy, upload.abort)
                 landed = None
             if landed is None and size is not None:
                 landed = (await self._context.patient.stat(key)).size == size
-                if landed:  # the object may be of a dead worker's upload, and this one still open
+                if landed:  # a dead worker may have made the object, and this upload is still open
                     await self._give_up(upload)
         except StoreError:
             return False
         return bool(landed)
 
     async def abort(self) -> None:
-        """Give up what is not complete."""
+        """Abort incomplete uploads."""
         for upload in self._uploads.values():
             await self._give_up(upload)
         self._uploads.clear()
 
     async def _give_up(self, upload: Upload) -> None:
-        """Abort an upload; a store that fails in this too keeps its leftovers."""
+        """Abort an upload; if the store fails in this too, remains stay there."""
         policy = replace(self._policy, deadline_seconds=ABORT_SECONDS)
         try:
             await retrying(policy, upload.abort)
@@ -211,7 +211,7 @@ _ON_LOOP_BYTES, _ON_LOOP_SPANS = 1 << 18, 256
 
 
 async def block_checksum(files: DataFiles, filled: FilledBlock) -> int:
-    """The CRC-32C of a whole block whose pieces have theirs."""
+    """Combine the CRC-32C of a whole block from the checksums of its ranges."""
     spans = filled.plan.spans
     between = filled.plan.nbytes - sum(span.hi - span.lo for span in spans)
     if between > _ON_LOOP_BYTES or len(spans) > _ON_LOOP_SPANS:
@@ -222,7 +222,7 @@ async def block_checksum(files: DataFiles, filled: FilledBlock) -> int:
 def _joined(files: DataFiles, filled: FilledBlock) -> int:
     view, cuts, at, total = filled.data, files.cuts(filled.plan), 0, 0
     for begin, end, value in zip(cuts.begins, cuts.ends, filled.sums.tolist(), strict=True):
-        if begin < at:  # no plan of ours; the bytes themselves tell in any case
+        if begin < at:  # ranges overlap, as no plan of ours makes them: read all bytes
             return crc32c(view)
         if begin > at:
             total = crc32c(view[at:begin], total)
