@@ -1,1 +1,1 @@
-"""Take a state apart: its walk, its tensors and its values."""
+"""Flatten a state: its walk, its tensors and its values."""

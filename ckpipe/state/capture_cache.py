@@ -2,18 +2,18 @@
 
 From one save to the next a training state changes in the bytes of its tensors and in some numbers.
 So the opened containers of a state are compared with those of the last save, and its tensors with
-the tensors of that save. Everything is looked at each time, but in bulk: reading one attribute of a
+the tensors of that save. Each comparison covers all facts, but in bulk: reading one attribute of a
 thousand tensors by ``map`` and comparing the list with the last one runs in C, and costs a tenth of
-making each tensor's leaf anew. Any difference that could change the tree, a leaf or the plan is a
-miss, and the tree is made anew. Two things may differ: inline values, which are encoded anew, and
-addresses of tensors, which give these new leaves.
+making all leaves anew. Any difference that could change the tree, a leaf or the plan is a miss, and
+the tree is made anew. Two kinds of facts may differ: inline values, which are encoded anew, and
+addresses of tensors, which get new leaves.
 
-Two states have the same tree if the same kinds of containers with the same keys stand in the same
-places, if tensors have the same facts, and if the same object stands again in the same places. A
-state has no cache if a container stands in two places, a tensor has attributes, a key is a float or
-a tuple, or something is pickled: they are rare, and their trees are made anew at every save.
+Two states have the same tree if containers of the same kinds with the same keys are in the same
+places, if tensors have the same facts, and if repeated tensors repeat in the same places. A state
+has no cache if a container is in two places, a tensor has attributes, a key is a float or a tuple,
+or an object is pickled. Such states are rare, and their trees are made anew at every save.
 
-Only public attributes of tensors are read: torch's guards of compiled code are faster, and end the
+Only public attributes of tensors are read: torch's guards of compiled code are faster, but end the
 process at a nested tensor.
 """
 
@@ -42,26 +42,25 @@ from ckpipe.state.tensors import (
 from ckpipe.state.values import NotInline, encode_value
 
 
-class CacheMiss(Exception):  # a finding, not an error
-    """A state is not like the one that was captured."""
+class CacheMiss(Exception):  # a result, not an error
+    """A state is not like the captured one."""
 
 
 def check(alike: bool) -> None:
-    """End a comparison if something is not as it was.
+    """Raise unless facts are unchanged.
 
     Raises:
-        CacheMiss: If it is not.
+        CacheMiss: If they are not.
     """
     if not alike:
         raise CacheMiss
 
 
 def capture_cache_of(flattened: Flattened) -> CaptureCache | None:
-    """Return the cache of a state whose objects are still alive and unchanged; None if there can be
-    none.
+    """Make the cache of a state whose objects are still alive and unchanged, or return None.
 
     Args:
-        flattened: The state, taken apart.
+        flattened: The flattened state.
     """
     containers = _container_facts(flattened.opened)
     usable = flattened.repeatable and _PLAIN_KEYS.issuperset(map(type, containers[-1]))
@@ -71,11 +70,11 @@ def capture_cache_of(flattened: Flattened) -> CaptureCache | None:
 class CaptureCache:
     """The record of a capture, which serves states that are like the captured one.
 
-    Holds no tensor, no array and no container of that state, and never changes, so that several
+    It references no tensor, no array and no container of that state, and never changes, so several
     threads may use it.
 
     Args:
-        flattened: The state, taken apart.
+        flattened: The flattened state.
         containers: The facts of its containers.
     """
 
@@ -90,15 +89,15 @@ class CaptureCache:
         self._asked = [flattened.asked.get(id(each), []) for each in asking]
         self._leaves = TensorFingerprints(captured, attached)
         self._bound = [n for n in range(len(captured.tensors)) if n not in attached]
-        # Numbers that are distinct, whatever lies at these addresses by now.
+        # Distinct numbers, no matter which objects have these addresses now.
         self._distinct_ids = _ids(captured.objects, self._bound)
 
     def capture(self, opened: OpenedState, select: LabelFilter) -> Captured | None:
-        """Capture a state like the last one; None if its tree has to be made anew.
+        """Capture a state like the last one; return None if its tree must be made anew.
 
         Args:
             opened: The state.
-            select: Which labels to keep.
+            select: The filter of labels to keep.
 
         Raises:
             UnsupportedState: If an array in it cannot be saved.
@@ -107,7 +106,7 @@ class CaptureCache:
             return None
         try:
             return self._captured(opened)
-        except (CacheMiss, NotInline, RuntimeError):  # such as that a tensor has no strides
+        except (CacheMiss, NotInline, RuntimeError):  # such as a tensor without strides
             return None
 
     def _captured(self, opened: OpenedState) -> Captured:
@@ -121,7 +120,7 @@ class CaptureCache:
             replicated.update(number for label, number in asked if is_replicated(label))
         check(replicated == like.replicated)
         values = [
-            # Those that JSON has are encoded as themselves.
+            # JSON's own values are encoded as themselves.
             was if met[place] is was else encode_value(met[place])
             for place, was in zip(self._values, like.values, strict=True)
         ]
@@ -132,8 +131,8 @@ class CaptureCache:
         return like.again(leaves, values, memory, objects)
 
     def _check_identities(self, met: list[Any], objects: list[Any]) -> None:
-        """Find tensors that stand in other places than before, or in one more or one less."""
-        # Of an attached tensor a new one would have been made, which stands nowhere else.
+        """Check that each tensor is in the same places as before."""
+        # An attached tensor is saved as a new detached one, which is in no other place.
         ids = _ids(objects, self._bound)
         check(ids == self._distinct_ids or len(set(ids)) == len(ids))
         check(all(met[place] is objects[number] for place, number in self._repeats))
@@ -146,14 +145,14 @@ def _ids(objects: list[Any], numbers: list[int]) -> array[int]:
 
 
 _PLAIN_KEYS = frozenset((str, int, bool, type(None)))
-"""Classes of which equal keys are the same key."""
+"""Classes whose equal keys are the same key."""
 
 
 def _container_facts(opened: OpenedState) -> tuple[list[Any], ...]:
     """Return the facts of opened containers, in lists that compare fast; the last are the keys.
 
-    Keys of other classes may be equal, or have an equality of their own, so that their classes are
-    compared before them.
+    Classes of keys are compared before the keys: keys of different classes may be equal, or have
+    an equality of their own.
     """
     facts = [
         (one.kind, one.first, one.attached, one.is_replicated is None, tuple(one.inner),
@@ -173,26 +172,26 @@ _FACTS: tuple[Callable[[Any], Any], ...] = (
     torch.Tensor.is_conj,
     torch.Tensor.is_neg,
 )
-"""With class and address all that a leaf says of a plain tensor; the rest follows.
+"""All facts of a plain tensor's leaf, together with its class and address; the others follow.
 
 A nested tensor has no strides, and a sparse one no address: both raise.
 """
 
 _WRAPPER_FACTS = (attrgetter("shape"), attrgetter("requires_grad"))
 _PLACED = (attrgetter("_spec.mesh"), attrgetter("_spec.placements"))
-"""The mesh and placements of a DTensor, neither of which ever changes in itself."""
+"""The mesh and placements of a DTensor, which are immutable."""
 
 
 class TensorFingerprints:
-    """The tensors of a state, as they were: their leaves and the facts behind them.
+    """Fingerprints of a state's tensors: their leaves and the facts behind them.
 
-    Plain tensors, parameters and the local parts of DTensors are compared in bulk. Arrays and
-    tensors of other classes are few, and their leaves are made anew and compared.
+    Plain tensors, parameters and local tensors of DTensors are compared in bulk. Arrays and tensors
+    of other classes are few, and their leaves are made anew and compared.
 
     Args:
         captured: The tensors.
-        attached: The numbers of those that stand for what ``detach`` makes of them, which drops
-            what a program has set on them.
+        attached: The numbers of tensors that are saved as if they were detached, which drops the
+            attributes that a program has set on them.
     """
 
     def __init__(self, captured: Captured, attached: set[int]) -> None:
@@ -219,7 +218,7 @@ class TensorFingerprints:
         self._wrapper_facts, self._placed = _wrapper_facts(wrapped), _facts(_PLACED, wrapped)
 
     def look_at(self, objects: list[Any]) -> tuple[list[torch.Tensor], dict[int, TensorLeaf]]:
-        """Compare the tensors of a state of which all else is as before.
+        """Compare the tensors of a state whose other facts are unchanged.
 
         Args:
             objects: The tensors and arrays, each of the same class as before.
@@ -229,8 +228,8 @@ class TensorFingerprints:
             number.
 
         Raises:
-            CacheMiss: If a leaf would be another, but for its address.
-            RuntimeError: If a tensor has no strides, or another fact is not there.
+            CacheMiss: If a leaf would differ by more than its address.
+            RuntimeError: If a tensor has no strides, or lacks another fact.
             UnsupportedState: If an array cannot be saved.
         """
         check(self._marks_of(objects) == self._marks)
@@ -242,7 +241,7 @@ class TensorFingerprints:
         if addresses != self._addresses:
             for n, now, before in zip(self._bulk, addresses, self._addresses, strict=True):
                 if now != before:
-                    check(now != 0)  # it may have been freed
+                    check(now != 0)  # its storage may have been freed
                     moved[n] = replace(self._leaves[n], address=now)
         for place in self._detached:
             bulk[place] = bulk[place].detach()
@@ -259,16 +258,14 @@ class TensorFingerprints:
         return [memory[n] for n in range(len(self._leaves))], moved
 
     def _marks_of(self, objects: list[Any]) -> dict[int, dict[str, Any]]:
-        """Return the marks by which torch tells which DTensors are parameters; a miss if a tensor
-        has any other attribute.
-        """
+        """Return torch's marks of DTensors that are parameters; any other attribute is a miss."""
         marked = compress(self._bare, map(attrgetter("__dict__"), _of(objects, self._bare)))
         marks = {n: dict(vars(objects[n])) for n in marked}
         check(not any(attributes_of(objects[n], self._leaves[n]) for n in marks))
         return marks
 
     def _bases(self, objects: list[Any]) -> list[torch.Tensor]:
-        """Return the tensors that are compared in bulk; of DTensors, the local parts."""
+        """Return the tensors that are compared in bulk; for DTensors, the local tensors."""
         bases = list(objects)
         for n in self._wrapped:
             bases[n] = objects[n]._local_tensor
@@ -280,7 +277,7 @@ class TensorFingerprints:
         placed = _facts(_PLACED, wrapped)
         if all(map(is_, chain.from_iterable(placed), chain.from_iterable(self._placed))):
             return
-        # Other objects may say the same; DTensors are compared by what is made of them then.
+        # Other objects may be equal. Then the shardings that are made of them are compared.
         shardings = Shardings()
         for n, each in zip(self._wrapped, wrapped, strict=True):
             leaf = self._leaves[n]
@@ -292,7 +289,7 @@ def _of(items: list[Any], numbers: list[int]) -> list[Any]:
 
 
 def _is_simple_dtensor(obj: Any) -> bool:
-    """Tell at a glance whether this is a DTensor of known kind and local part."""
+    """True for a plain DTensor over a plain local tensor."""
     return type(obj) is dtensor_type() and type(obj._local_tensor) is torch.Tensor
 
 
@@ -301,6 +298,6 @@ def _facts(facts: tuple[Callable[[Any], Any], ...], tensors: list[Any]) -> list[
 
 
 def _wrapper_facts(wrapped: list[Any]) -> list[list[Any]]:
-    # DTensors override no function of this kind, and to be asked whether they do costs them most.
+    # DTensors override none of these functions, and the check for overrides would cost the most.
     with torch._C.DisableTorchFunctionSubclass():
         return _facts(_WRAPPER_FACTS, wrapped)

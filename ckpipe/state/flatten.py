@@ -1,22 +1,22 @@
 """The walk over a state: from nested objects to a tree of plain JSON, tensors and values.
 
-Theory. A manifest describes a state by a *tree*, in which every tensor and every inline value
-stands as a number, so that ranks (and steps) which differ only in their values share one tree. A
-node of the tree is a list whose first item is its kind::
+Theory. A manifest describes a state by a *tree* that refers to every tensor and every inline value
+by a number. So ranks (and steps) that differ only in their values share one tree. A node of the
+tree is a list whose first item is its kind::
 
     ["tensor", 3]                         the third row of the tensor table
     ["value", 7]                          the seventh inline value
     ["dict", [key, …], [node, …]]         likewise ordered_dict, default_dict, named_tuple, …
     ["list", [node, …]]                   likewise tuple, set, frozenset, deque
-    ["stateful", node]                    what an object's state_dict() returned
-    ["shared", 0, node] … ["ref", 0]      one container that stands in two places, or in itself
+    ["stateful", node]                    the result of an object's state_dict()
+    ["shared", 0, node] … ["ref", 0]      one container in two places, or inside itself
     ["absent"]                            an element that include or exclude left out
 
-A capture has two steps. First all containers are opened, in the order in which they stand; this
-runs the user's ``state_dict`` methods. Then the tree is made of what lay in them. From one save to
-the next mostly nothing changes but bytes and numbers: if the opened containers and the tensors are
-like those of the last save (see :mod:`ckpipe.state.capture_cache`), the second step is left out.
-Neither step reads a tensor's bytes.
+A capture has two steps. First all containers are opened, in the order of the walk; this calls the
+user's ``state_dict`` methods. Then the tree is made of their contents. From one save to the next
+usually only bytes and numbers change. If the opened containers and the tensors are like those of
+the last save (see :mod:`ckpipe.state.capture_cache`), the second step is skipped. Neither step
+reads a tensor's bytes.
 """
 
 from __future__ import annotations
@@ -61,16 +61,16 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class Captured:
-    """A state taken apart: its structure, and what only this save has.
+    """A flattened state: its structure, and the values and memory of this save.
 
     Args:
         tree: The root node.
         tensors: The leaves that hold bytes, in the order of the walk; labels are unique.
         values: The inline values, encoded.
-        replicated: The numbers of the plain tensors of which an object in the state says that
-            all ranks hold them alike; see :mod:`ckpipe.state.kinds`.
+        replicated: The numbers of the plain tensors that an object in the state marks as held alike
+            by all ranks; see :mod:`ckpipe.state.kinds`.
         memory: For each leaf its bytes, as a plain tensor on the same memory.
-        objects: For each leaf the tensor or array itself, as it stands in the state.
+        objects: For each leaf the tensor or array itself, as it is in the state.
     """
 
     tree: Node
@@ -83,11 +83,10 @@ class Captured:
     _described: dict[Hashable, Any] = field(default_factory=dict)
 
     def described(self, make: Callable[[Captured], T]) -> T:
-        """Call a function of the structure once, for all captures whose tensors differ by address
-        only.
+        """Cache a function of the structure, for all captures that differ only by addresses.
 
         Args:
-            make: A function of the tree, the number of values, and the leaves but for addresses.
+            make: A function of the tree, the number of values, and the leaves without addresses.
         """
         if make not in self._described:
             self._described[make] = make(self)
@@ -95,7 +94,7 @@ class Captured:
         return made
 
     def derived(self, make: Callable[[Captured], T]) -> T:
-        """Call a function of the structure once, for all captures that share it.
+        """Cache a function of the structure, for all captures that share it.
 
         Args:
             make: A function of tree, leaves and replicas alone.
@@ -107,7 +106,7 @@ class Captured:
 
     @property
     def addresses(self) -> npt.NDArray[np.uint64]:
-        """The address of the first element of each leaf, on whatever device."""
+        """The address of the first element of each leaf, on any device."""
         return self.derived(_addresses)
 
     def again(
@@ -117,10 +116,10 @@ class Captured:
         memory: list[torch.Tensor],
         objects: list[Any],
     ) -> Captured:
-        """Return a state of the same structure, with other values and perhaps other bytes.
+        """Return a state of the same structure, with other values and perhaps other memory.
 
         Args:
-            leaves: Its leaves: these, or new ones that differ by the address.
+            leaves: Its leaves: these, or new ones that differ only by the address.
             values: Its inline values, encoded.
             memory: For each leaf its bytes.
             objects: For each leaf the tensor or array itself.
@@ -132,7 +131,7 @@ class Captured:
         return made
 
     def forget_memory(self) -> None:
-        """Let go of the tensors; what was made of them stays."""
+        """Drop the tensors; the structure stays."""
         self.memory, self.objects = [], []
 
 
@@ -146,16 +145,16 @@ _SURE_LEAVES = PLAIN_VALUES.union(PLAIN_TYPES, (np.ndarray,))
 class OpenedState:
     """All containers of a state, opened.
 
-    An immutable container that stands in two places is opened twice, any other one once.
+    An immutable container in two places is opened twice, any other one once.
 
     Args:
-        state: Any nesting of what ckpipe saves.
+        state: Any nesting of objects that ckpipe saves.
 
     Attributes:
-        root: Stands around the state, which is its only child.
+        root: A container around the state, which is its only child.
         containers: All of them, in the order in which they were opened.
         met: The state, and the children of all containers in that order.
-        repeated: Whether a container stands in two places.
+        repeated: True if a container is in two places.
 
     Raises:
         UnsupportedState: If a container cannot be saved, or they are nested too deeply.
@@ -173,7 +172,7 @@ class OpenedState:
             self._open_inner(self.root)
 
     def open(self, opened: Container) -> Container:
-        """Open a container and all that are in it, unless it is open; return the open one."""
+        """Open a container and all containers in it, unless it is open; return the open one."""
         obj = opened.obj
         known = self._known.get(id(obj))
         if known is not None:
@@ -201,7 +200,7 @@ class OpenedState:
                 continue
             kind = kind_of(child)
             if kind is not None:
-                # Without the outer one, with which it would be a cycle, freed by no one in time.
+                # No reference to the outer one: only the garbage collector would free a cycle.
                 where = partial(_child_label, outer.where, outer.kind, outer.keys, index)
                 outer.inner[index] = self.open(Container(kind, child, where, outer.live))
 
@@ -243,31 +242,31 @@ _TENSOR = "Save a tensor over it: torch.empty(0, dtype=torch.uint8).set_(storage
 
 class _Pickler(pickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
-        """Refuse a storage: torch pickles it, and cannot make it again."""
+        """Refuse a storage: torch pickles it, but cannot restore it."""
         if isinstance(obj, torch.UntypedStorage):
             raise pickle.PicklingError("it holds a torch.UntypedStorage")
         return NotImplemented
 
 
 def capture(state: Any, *, select: LabelFilter | None = None, pickling: bool = False) -> Captured:
-    """Take a state apart without reading a byte of its tensors.
+    """Flatten a state without reading a byte of its tensors.
 
     Args:
-        state: Any nesting of what ckpipe saves.
-        select: Which labels to keep.
-        pickling: Whether objects of other types are pickled instead of refused.
+        state: Any nesting of objects that ckpipe saves.
+        select: The filter of labels to keep.
+        pickling: True to pickle objects of other types, False to refuse them.
 
     Raises:
-        UnsupportedState: Names an object that cannot be saved, by its label.
+        UnsupportedState: If an object cannot be saved; names it by its label.
     """
     return flatten(OpenedState(state), select or LabelFilter(), pickling=pickling).captured
 
 
 def flatten(opened: OpenedState, select: LabelFilter, *, pickling: bool) -> Flattened:
-    """Make the tree of a state, and take note of its tensors and values.
+    """Make the tree of a state, and collect its tensors and values.
 
     Raises:
-        UnsupportedState: Names the first object that cannot be saved, by its label.
+        UnsupportedState: If an object cannot be saved; names the first one by its label.
     """
     making = Flattened(opened, select, pickling)
     with _depth_checked():
@@ -278,25 +277,25 @@ def flatten(opened: OpenedState, select: LabelFilter, *, pickling: bool) -> Flat
 
 @dataclass(slots=True)
 class Flattened:
-    """A tree in the making, and the places of its leaves among all that is met.
+    """A tree under construction, and the places of its leaves: indices of ``OpenedState.met``.
 
     Args:
         opened: The state.
-        select: Which labels to keep.
-        pickling: Whether objects of other types are pickled instead of refused.
+        select: The filter of labels to keep.
+        pickling: True to pickle objects of other types, False to refuse them.
 
     Attributes:
-        captured: What is found.
+        captured: The result.
         tensors: For each tensor, its first place.
         values: For each value, its place.
-        repeats: Where else tensors stand, with their numbers.
-        left_out: Where leaves stand that were not selected.
-        attached: The numbers of tensors that stand for what ``detach`` makes of them.
-        asked: What containers that tell which tensors are replicated were asked, by the ids of
+        repeats: The other places of tensors, with their numbers.
+        left_out: Places of leaves that were not selected.
+        attached: The numbers of tensors that are saved as if they were detached.
+        asked: The queries of containers with a test for replicated tensors, by the ids of
             :class:`Container`: labels below them, and the numbers of tensors.
-        omitted: Whether anything was not selected.
-        repeatable: Whether a state in which the same is met has the same tree: no container stands
-            in two places, no tensor has attributes, and nothing was pickled.
+        omitted: True if a leaf was not selected.
+        repeatable: True if a state with the same objects in the same places has the same tree: no
+            container is in two places, no tensor has attributes, and no object was pickled.
     """
 
     opened: OpenedState
@@ -322,13 +321,13 @@ class Flattened:
 
     @property
     def is_emptied(self) -> bool:
-        """Tell whether the filter left out something and kept nothing."""
+        """True if the filter left out leaves and kept none."""
         captured = self.captured
         kept = captured.tensors or captured.values or leaf_labels(captured.tree, "")
         return self.omitted and not kept
 
     def finish(self, tree: Node) -> None:
-        """Give the containers that something refers to their numbers."""
+        """Number the containers that are referenced."""
         for key, number in self._referenced.items():
             node = self._nodes[key]
             node[:] = ["shared", number, list(node)]
@@ -338,7 +337,7 @@ class Flattened:
     # Leaves
 
     def child(self, outer: Container, index: int, label: str) -> Node | None:
-        """Return the node of a container's child; None if nothing of it is selected."""
+        """Return the node of a container's child; None if no leaf of it is selected."""
         inner = outer.inner.get(index)
         if inner is not None:
             return self.container(inner, label)
@@ -354,7 +353,7 @@ class Flattened:
         return node
 
     def tensor(self, obj: Any, label: str, place: int, *, attached: bool) -> Node | None:
-        # One that is attached stands for a new tensor, which stands nowhere else.
+        # An attached tensor is saved as a new detached one, which is in no other place.
         number = None if attached else self._numbers.get(id(obj))
         if number is not None:
             self.repeats.append((place, number))
@@ -412,13 +411,13 @@ class Flattened:
             raise UnsupportedState(
                 f"An int of more than {MAX_DIGITS} digits cannot be saved",
                 key=label or None,
-                hint='Save its bytes, as int.to_bytes makes them, or set pickle="allow"',
+                hint='Save its bytes by int.to_bytes, or set pickle="allow"',
             )
         if isinstance(obj, Generator):
             raise UnsupportedState(
                 "A generator cannot be saved",
                 key=label or None,
-                hint="Save list(...) of it, or the module itself in place of module.parameters()",
+                hint="Save list(...) of it, or the module itself instead of module.parameters()",
             )
         if not self.pickling:
             raise UnsupportedState(
@@ -441,7 +440,7 @@ class Flattened:
     # Containers
 
     def container(self, opened: Container, label: str) -> Node | None:
-        """Return the node of a container; where it stands again, a reference to it."""
+        """Return the node of a container; in its second place, a reference."""
         key = id(opened)
         if key in self._nodes:
             self.omitted |= key in self._partial
@@ -464,7 +463,7 @@ class Flattened:
         return node
 
     def _filled(self, opened: Container, label: str) -> Node | None:
-        """Return the node of a container; None if there is something in it and none is selected."""
+        """Return the node of a container; None if it has children and none is selected."""
         kind, children, keys, head = opened.kind, opened.children, opened.keys, opened.head
         if kind in SETS:
             if self.select(label):

@@ -1,20 +1,19 @@
-"""The kinds of containers of a state: how each is told from the others, and what lies in one.
+"""The kinds of containers of a state: the test for each kind, and the contents of a container.
 
-Every save opens all containers of its state by these rules, whether its tree is new or not.
+Every save opens all containers of its state by these rules, whether its tree is new or cached.
 
 Modules. ``torch.nn.Module.state_dict`` detaches each parameter and buffer, and changes nothing
-else. For a DTensor that costs more than all else that a walk does for it, and the walk looks at
-nothing of a detached tensor that it could not see on the attached one. So modules are asked for
-their tensors themselves (``keep_vars``), which the walk then takes for what ``detach`` would make
-of them. That is exact only as long as torch's own code decides what stands in the state: of a
-module that has hooks behind its ``state_dict``, its own way to save, or extra state, the plain
-``state_dict`` is called.
+else. For a DTensor that costs more than the rest of its walk, and an attached tensor has all facts
+that the walk needs of a detached one. So the walk gets the attached tensors (``keep_vars``), and
+handles them as if they were detached. That is exact only as long as torch's own code makes the
+state. For a module with hooks after its ``state_dict``, with an own way to save, or with extra
+state, the plain ``state_dict`` is called.
 
-Registered types become plain data and back by functions of the program. ``collections.Counter``,
-which torch's ``MultiStepLR`` has in its state, is registered here. Registering a type changes no
-format, and suffices for most types. A new kind is also named in ``flatten._filled``, in
-``MAPPINGS`` and ``check_tree`` of :mod:`ckpipe.format.tree`, in ``_PLANS`` of
-:mod:`ckpipe.loading.match`, in ``docs/format.md`` and in its JSON schema.
+Registered types are converted to plain data and back by functions of the program.
+``collections.Counter``, which is in the state of torch's ``MultiStepLR``, is registered here. A
+registration changes no format, and is enough for most types. To add a kind, extend also
+``flatten._filled``, ``MAPPINGS`` and ``check_tree`` of :mod:`ckpipe.format.tree`, ``_PLANS`` of
+:mod:`ckpipe.loading.match`, ``docs/format.md`` and its JSON schema.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from ckpipe.interpreter import user_code
 from ckpipe.state.values import lasting_path
 
 SAVED_TWICE_IF_SHARED = frozenset((tuple, frozenset, set))
-"""Types of which one object in two places is saved as two."""
+"""Types whose objects are saved twice if they are in two places."""
 
 
 @dataclass(eq=False, slots=True)
@@ -43,19 +42,20 @@ class Container:
 
     Args:
         kind: Its kind.
-        obj: The container itself, kept alive so that its id names it.
+        obj: The container itself, kept alive so that its id is unique.
         where: Returns its label, which only errors need.
-        attached: Whether the tensors directly in it are saved as if they were detached.
+        attached: True if the tensors directly in it are saved as if they were detached.
 
     Attributes:
         children: The objects in it.
-        keys: The key of each child; None where they are counted, or there is only one. An ordered
-            dict that has attributes has them as one more child, without a key.
-        head: What else belongs to it, as JSON.
-        live: Whether the tensors in its only child are saved as if they were detached.
-        is_replicated: Tells which tensors below it are replicated; None if it does not say.
-        first: The place of its first child among all that is met in a state.
-        inner: Those of its children that are containers, by index.
+        keys: The key of each child; None if they are numbered, or there is only one. An ordered
+            dict with attributes has them as one more child, without a key.
+        head: Its other facts, as JSON.
+        live: True if the tensors in its only child are saved as if they were detached.
+        is_replicated: Returns True for labels below it of replicated tensors; None if it has no
+            such test.
+        first: The index of its first child among all visited objects of a state.
+        inner: Its children that are containers, by index.
     """
 
     kind: str
@@ -71,25 +71,25 @@ class Container:
     inner: dict[int, Container] = field(default_factory=dict)
 
     def open(self) -> None:
-        """Take note of what lies in it; runs the user's code for objects that have some.
+        """Set its children; call user code for objects that have some.
 
         Raises:
-            UnsupportedState: If it is of no form that can be saved.
+            UnsupportedState: If it cannot be saved in its present form.
         """
         _OPENERS[self.kind](self)
 
 
 ReplicatedTest = Callable[[str], bool]
-"""Tells by the label of a tensor, from its object on, whether all ranks hold it alike."""
+"""Returns True if all ranks hold a tensor alike, by its label relative to its object."""
 
 
 def kind_of(obj: Any) -> str | None:
-    """Return the kind of a container, as a tree names it; None for everything else."""
+    """Return the kind of a container, as a tree names it; None for other objects."""
     return _EXACT.get(type(obj)) or _inexact(obj)
 
 
 def is_stateful(obj: Any) -> bool:
-    """Tell whether an object is saved by ``state_dict`` and loaded by ``load_state_dict``."""
+    """True if an object is saved by ``state_dict`` and loaded by ``load_state_dict``."""
     return callable(getattr(obj, "state_dict", None)) and callable(
         getattr(obj, "load_state_dict", None)
     )
@@ -131,7 +131,7 @@ def _sequence(opened: Container) -> None:
 
 def _ordered_dict(opened: Container) -> None:
     _mapping(opened)
-    # A module's state_dict carries the versions of its parts in an attribute. It comes last.
+    # A module's state_dict has the versions of its modules in an attribute. It comes last.
     attributes = vars(opened.obj)
     opened.head = bool(attributes)
     if attributes:
@@ -153,7 +153,7 @@ def _default_dict(opened: Container) -> None:
 FACTORIES: dict[str, type[Any]] = {
     kind.__name__: kind for kind in (list, dict, set, int, float, str, tuple, bool, bytes)
 }
-"""The factories a defaultdict may have."""
+"""The factories that a defaultdict may have."""
 
 
 def _deque(opened: Container) -> None:
@@ -213,10 +213,10 @@ _OPENERS: dict[str, Callable[[Container], None]] = {
 
 
 def live_state_dict(obj: Any) -> dict[str, torch.Tensor] | None:
-    """Call an object's ``state_dict()``, with each tensor as it was before it is detached.
+    """Return an object's ``state_dict()`` with attached tensors.
 
     Returns:
-        None if only its ``state_dict()`` itself can tell.
+        The state; None if the plain ``state_dict()`` must be called.
     """
     if not isinstance(obj, nn.Module) or not _saves_as_torch_does(obj):
         return None
@@ -229,7 +229,7 @@ _WAYS_TO_SAVE = ("state_dict", "_save_to_state_dict", "get_extra_state")
 
 def _saves_as_torch_does(module: nn.Module) -> bool:
     pending, seen, kinds = [module], {id(module)}, set()
-    hooks: dict[int, Any] = {}  # mostly one for all modules
+    hooks: dict[int, Any] = {}  # usually all modules share one
     while pending:
         each = pending.pop()
         if each._state_dict_hooks or not each.__dict__.keys().isdisjoint(_WAYS_TO_SAVE):
@@ -250,9 +250,7 @@ def _is_plain_kind(kind: type[nn.Module]) -> bool:
 
 
 def _are_torchs(hooks: Iterable[Any]) -> bool:
-    """Tell whether hooks are torch's, which do not ask for ``keep_vars``; ``fully_shard`` has
-    some.
-    """
+    """True if all hooks are torch's (``fully_shard`` adds some): they ignore ``keep_vars``."""
     return all(str(getattr(hook, "__module__", "")).startswith("torch.") for hook in hooks)
 
 
@@ -264,9 +262,9 @@ class RegisteredType:
     """The functions by which objects of one class are saved.
 
     Args:
-        name: What a manifest calls the class.
+        name: The name of the class in manifests.
         cls: The class itself; subclasses are not covered.
-        to_state: Makes a state of an object: any nesting of what ckpipe saves.
+        to_state: Makes a state of an object: any nesting of objects that ckpipe saves.
         from_state: Makes an object of such a state.
     """
 
@@ -289,16 +287,17 @@ def register_type(
 ) -> None:
     """Teach ckpipe to save and load the objects of a class.
 
-    The same call must have been made in a program that loads them. A load makes a new object and
-    puts it in the place of the old one, none of whose tensors is filled. An object is saved and
-    loaded as a whole: ``include`` and ``exclude`` that leave a part of one raise ``UsageError``.
+    A program that loads such objects must make the same call. A load makes a new object and
+    replaces the old one; it fills none of the old one's tensors. An object is saved and loaded as a
+    whole: ``include`` and ``exclude`` that select only a part of one raise ``UsageError``.
 
     Args:
         cls: The class; its subclasses need calls of their own.
-        to_state: Makes a state of an object: any nesting of what ckpipe saves, tensors included.
+        to_state: Makes a state of an object: any nesting of objects that ckpipe saves, tensors
+            included.
         from_state: Makes an object of such a state.
-        name: What checkpoints call the class; by default its module and qualified name. It must
-            stay the same for as long as checkpoints with it are to be loaded.
+        name: The name of the class in checkpoints; by default its module and qualified name. It
+            must stay the same as long as checkpoints with it may be loaded.
 
     Raises:
         ValueError: If another class has this name.
@@ -311,13 +310,11 @@ def register_type(
 
 
 def part_of_registered(label: str) -> UsageError:
-    """Return the error for a filter that selects some of a registered object: none can be made of
-    that.
-    """
+    """Make the error for a filter that selects only a part of a registered object."""
     return UsageError(
         "include and exclude leave a part of an object that is saved and loaded as a whole",
         key=label or None,
-        hint=f"Select all of it or nothing: {label!r} names it with all that is in it",
+        hint=f"Select all of it or nothing: {label!r} matches all of it",
     )
 
 
@@ -327,7 +324,7 @@ def registered_for(cls: type[Any]) -> RegisteredType | None:
 
 
 def registered_as(name: str) -> RegisteredType | None:
-    """Return the registration that a manifest names, if this program made it."""
+    """Return the registration that a manifest names, if this program has it."""
     return _by_name.get(name)
 
 
@@ -349,10 +346,10 @@ register_type(Counter, to_state=_counts, from_state=_counter)
 
 
 def replicated_test(obj: Any) -> ReplicatedTest | None:
-    """Ask an object which of its tensors all ranks hold alike; None if it does not say.
+    """Return an object's test for tensors that all ranks hold alike; None if it has none.
 
-    It says so by ``__ckpipe_replicated__``, as ``docs/reference/state.md`` describes. Parameters of
-    ``DistributedDataParallel`` are alike, its buffers are not.
+    The test is the method ``__ckpipe_replicated__``; see ``docs/reference/state.md``. For
+    ``DistributedDataParallel``, parameters are replicated and buffers are not.
     """
     own: ReplicatedTest | None = getattr(obj, "__ckpipe_replicated__", None)
     if own is not None:

@@ -1,11 +1,11 @@
-"""Compute the part of a tensor that a rank holds, and its other holders, from mesh and placements.
+"""Compute from mesh and placements the boxes of a tensor that a rank holds, and their replicas.
 
-A sharding is plain data, so that a plan needs no process group and tests can make up meshes of any
-size. The rules are those of torch's DTensor (``torch.distributed.tensor.placement_types``, torch
-2.13): placements are applied from left to right, each to what the ones before it have left; a
-shard is a chunk as ``torch.chunk`` makes it, so the last may be smaller or empty; a strided shard
-(two-dimensional FSDP and tensor parallelism) cuts into ``split_factor`` chunks first, and is the
-rank's chunk of each of them, one behind the other.
+A sharding is plain data, so a plan needs no process group and tests can use meshes of any size. The
+rules are those of torch's DTensor (``torch.distributed.tensor.placement_types``, torch 2.13).
+Placements are applied from left to right, each to the result of the ones before it. A shard is a
+chunk of ``torch.chunk``, so the last may be smaller or empty. A strided shard (two-dimensional FSDP
+and tensor parallelism) cuts into ``split_factor`` chunks first, and is the concatenation of the
+rank's chunk of each.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Mesh:
     """An array of ranks.
 
     Args:
-        shape: How many ranks there are in each of its dimensions.
+        shape: Number of ranks in each of its dimensions.
         ranks: The global ranks, row by row.
 
     Attributes:
@@ -40,7 +40,7 @@ class Mesh:
     _hash: int = field(init=False, repr=False, compare=False, default=0)
 
     def __post_init__(self) -> None:
-        # A mesh is part of the key of every sharding, and may be of many thousand ranks.
+        # A mesh is in the key of every sharding, and may have many thousand ranks.
         object.__setattr__(self, "top", max(self.ranks, default=0))
         object.__setattr__(self, "_hash", hash((self.shape, self.ranks)))
 
@@ -48,11 +48,9 @@ class Mesh:
         return self._hash
 
     def place(self, rank: int) -> int | None:
-        """Return the index of a rank among the mesh's ranks, row by row; None if it is not on the
-        mesh.
-        """
+        """Return the index of a rank in the mesh, row by row; None if it is not on the mesh."""
         if 0 <= rank < len(self.ranks) and self.ranks[rank] == rank:
-            return rank  # so it is on a mesh of all ranks, and nothing is searched
+            return rank  # a mesh of all ranks needs no search
         try:
             return self.ranks.index(rank)
         except ValueError:
@@ -61,10 +59,10 @@ class Mesh:
 
 @lru_cache(maxsize=64)
 def mesh_of(shape: tuple[int, ...], ranks: bytes) -> Mesh:
-    """Return one object for equal meshes, so that those of two walks are compared at no cost.
+    """Intern a mesh, so that meshes of two walks are compared at no cost.
 
     Args:
-        shape: How many ranks there are in each dimension.
+        shape: Number of ranks in each dimension.
         ranks: The global ranks, row by row, as native 64-bit integers.
     """
     return Mesh(shape, tuple(array("q", ranks)))
@@ -76,7 +74,7 @@ class Placement:
 
     Args:
         dim: The dimension of the tensor that is cut; None if every rank holds the same.
-        split_factor: Into how many chunks it is cut before; 1 unless the shard is strided.
+        split_factor: Number of chunks into which it is cut before; 1 unless the shard is strided.
     """
 
     dim: int | None = None
@@ -89,7 +87,7 @@ class HeldBox:
 
     Args:
         box: Its bounds in the global tensor.
-        at: Where it begins in the rank's local tensor.
+        at: Its lower corner in the rank's local tensor.
     """
 
     box: Box
@@ -117,7 +115,7 @@ class Sharding:
     shape: tuple[int, ...]
 
     def coordinate(self, rank: int) -> tuple[int, ...] | None:
-        """Return the coordinate of a rank on the mesh; None if it is not on it."""
+        """Return the coordinate of a rank on the mesh; None if the rank is not on it."""
         place = self.mesh.place(rank)
         if place is None:
             return None
@@ -135,10 +133,9 @@ class Sharding:
         return tuple(_length(each) for each in self._intervals(coordinate))
 
     def held(self, rank: int) -> tuple[HeldBox, ...]:
-        """Return the boxes that a rank holds, in the order of its local tensor; none if it holds
-        nothing.
+        """Return the boxes that a rank holds, in the order of its local tensor; may be empty.
 
-        A tensor without elements is held whole by every rank of the mesh.
+        Every rank of the mesh holds a tensor without elements as a whole.
         """
         coordinate = self.coordinate(rank)
         if coordinate is None:
@@ -156,10 +153,10 @@ class Sharding:
         )
 
     def replicas(self, rank: int) -> tuple[int, ...]:
-        """Return all ranks that hold what a rank holds, itself included, in the order of the mesh.
+        """Return all ranks that hold the same as a rank, itself included, in the order of the mesh.
 
-        They are those that differ from it only along dimensions of the mesh that do not cut the
-        tensor; all of the mesh if the tensor has no elements.
+        They differ from it only along dimensions of the mesh that do not cut the tensor. They are
+        all ranks of the mesh if the tensor has no elements.
         """
         coordinate = self.coordinate(rank)
         if coordinate is None:
@@ -185,11 +182,10 @@ class Sharding:
 
 @lru_cache(maxsize=4096)
 def sharding(mesh: Mesh, placements: tuple[Placement, ...], shape: tuple[int, ...]) -> Sharding:
-    """Return one object for equal shardings, so that comparing those of two saves costs next to
-    nothing.
+    """Intern a sharding, so that comparisons of those of two saves cost almost nothing.
 
     Raises:
-        ValueError: If the parts do not fit together.
+        ValueError: If mesh, placements and shape do not fit together.
     """
     if math.prod(mesh.shape) != len(mesh.ranks) or len(mesh.shape) != len(placements):
         raise ValueError("A mesh needs a rank for each of its places and a placement per dimension")
@@ -211,7 +207,7 @@ def _with_places(intervals: Sequence[Interval]) -> Iterator[tuple[int, int, int]
 
 
 def _shard(held: list[Interval], index: int, count: int, split_factor: int) -> list[Interval]:
-    """Return a rank's shard of what was held before along a dimension."""
+    """Return a rank's shard of the intervals that earlier placements left along a dimension."""
     found: list[Interval] = []
     for lo, hi in _chunks(0, _length(held), split_factor):
         start, stop = _chunk(lo, hi, index, count)
@@ -236,7 +232,7 @@ def _chunk(lo: int, hi: int, index: int, count: int) -> Interval:
 
 
 def _cut(held: Sequence[Interval], start: int, stop: int) -> Iterator[Interval]:
-    """Yield the intervals of what lies from one place to another in intervals set end to end."""
+    """Yield the range ``start`` to ``stop`` of concatenated intervals, as intervals."""
     for lo, hi, at in _with_places(held):
         first, last = max(start, at), min(stop, at + hi - lo)
         if first < last:

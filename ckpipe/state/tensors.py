@@ -1,12 +1,12 @@
-"""Tensors as leaves of a state: what must be known to save one and to make it again.
+"""Tensors as leaves of a state: all facts that are needed to save one and to make it again.
 
-Sharing means overlapping bytes: two tensors belong together when the windows of memory that they
-touch overlap, whatever storage objects they hang on. Windows are found by address, so views of
-views, tied weights and numpy arrays over tensors all count, and two views of disjoint halves of
-one buffer do not.
+Sharing means overlapping bytes: two tensors belong together if the windows of memory that they
+touch overlap, no matter to which storage objects they belong. Windows are found by address, so
+views of views, tied weights and numpy arrays over tensors all count. Two views of disjoint halves
+of one buffer do not.
 
-Of DTensors the local part is taken, and how the whole lies on its mesh. Only attributes are read:
-nothing here communicates, and nothing is traced by autograd. A program that has no DTensor never
+A leaf of a DTensor has its local tensor, and the layout of the whole on its mesh. Only attributes
+are read: there is no communication, and autograd traces nothing. A program without DTensors never
 imports torch's module of them.
 """
 
@@ -31,27 +31,27 @@ PLAIN, PARAMETER, BUFFER, SUBCLASS, NUMPY = "tensor", "parameter", "buffer", "su
 
 @dataclass(slots=True)
 class TensorLeaf:
-    """The facts of one tensor of a state; of a DTensor, of its local part on this rank.
+    """The facts of one tensor of a state; for a DTensor, of its local tensor on this rank.
 
-    It does not hold the tensor, and is not changed after the walk: captures of states that are
-    alike share their leaves.
+    It does not reference the tensor, and never changes after the walk: captures of equal structures
+    share their leaves.
 
     Args:
         label: Its unique label.
         dtype: Its dtype's name.
         shape: Its shape in elements.
         stride: Its strides in elements.
-        device: Where it was.
+        device: Its device at that time.
         kind: ``tensor``, ``parameter``, ``buffer``, ``subclass`` or ``numpy``.
-        detail: The class of a subclass, the dtype of a numpy array, whether a buffer persists.
-        requires_grad: Whether it collects gradients.
-        lazy: Which lazy bits it carries: any of ``c`` (conjugate) and ``n`` (negative).
-        address: Where its window begins.
+        detail: The class of a subclass, the dtype of a numpy array, the persistence of a buffer.
+        requires_grad: True if it collects gradients.
+        lazy: Its lazy bits: any of ``c`` (conjugate) and ``n`` (negative).
+        address: The begin of its window.
         window: Bytes from its first to behind its last element.
         nbytes: Bytes of its elements, each counted.
-        contiguous: Whether they lie one behind the other, row by row.
+        contiguous: True if they are contiguous, row by row.
         attributes: The node of the attributes set on it.
-        sharding: How the whole of a DTensor lies on its mesh; None for any other tensor.
+        sharding: The layout of a DTensor on its mesh; None for any other tensor.
     """
 
     label: str
@@ -77,11 +77,11 @@ class TensorLeaf:
 
     @property
     def full_shape(self) -> tuple[int, ...]:
-        """The shape of the whole, which for a DTensor is more than this rank's part."""
+        """The global shape, which for a DTensor is more than that of the local tensor."""
         return self.shape if self.sharding is None else self.sharding.shape
 
     def layout(self) -> tuple[Any, ...]:
-        """Return all that a plan depends on, except what it shares bytes with."""
+        """Return all facts that a plan depends on, except sharing."""
         return (
             self.label, self.dtype, self.shape, self.stride, self.device,
             self.kind, self.detail, self.requires_grad, self.lazy, self.sharding,
@@ -89,20 +89,20 @@ class TensorLeaf:
 
 
 Leaf = tuple[TensorLeaf, torch.Tensor]
-"""What is known of a tensor, and a detached plain tensor on its memory."""
+"""The facts of a tensor, and a detached plain tensor on its memory."""
 
 
 def leaf_of(
     obj: torch.Tensor | np.ndarray[Any, Any], label: str, shardings: Shardings | None = None
 ) -> Leaf:
-    """Take note of a tensor or numpy array; see :func:`tensor_leaf` and :func:`numpy_leaf`."""
+    """Make the leaf of a tensor or numpy array; see :func:`tensor_leaf` and :func:`numpy_leaf`."""
     if isinstance(obj, np.ndarray):
         return numpy_leaf(obj, label)
     return tensor_leaf(obj, label, shardings)
 
 
 def attributes_of(obj: Any, leaf: TensorLeaf) -> dict[str, Any]:
-    """Return the attributes that a program has set on a tensor besides those of the leaf."""
+    """Return the attributes that a program has set on a tensor, without those of the leaf."""
     attributes = getattr(obj, "__dict__", None)
     if not attributes:
         return {}
@@ -112,12 +112,12 @@ def attributes_of(obj: Any, leaf: TensorLeaf) -> dict[str, Any]:
 
 
 def tensor_leaf(tensor: torch.Tensor, label: str, shardings: Shardings | None = None) -> Leaf:
-    """Take note of a tensor.
+    """Make the leaf of a tensor.
 
     Args:
-        tensor: The tensor; of a DTensor, the local part is taken, without a collective.
+        tensor: The tensor; the leaf of a DTensor has its local tensor, without a collective.
         label: Its label.
-        shardings: What reads the shardings of DTensors, one for each walk.
+        shardings: Reads the shardings of DTensors, one for each walk.
 
     Raises:
         UnsupportedState: If it is sparse, nested, quantized, on the meta device, a wrapper other
@@ -158,14 +158,12 @@ WHILE_IT_HAS_MEMORY = "Use it while it has its memory, such as where FSDP has ga
 
 
 def is_freed(tensor: torch.Tensor) -> bool:
-    """Tell whether a strided tensor has elements and no memory for them, as FSDP's have at
-    times.
-    """
+    """True if a strided tensor has elements and no memory, as FSDP's tensors have at times."""
     return not tensor.data_ptr() and not tensor.is_meta and tensor.numel() > 0
 
 
 MAX_ITEM = 16
-"""The largest size of an element, to a multiple of which memory is aligned, in bytes."""
+"""The largest size of an element, in bytes; memory is aligned to a multiple of it."""
 
 PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 
@@ -174,7 +172,7 @@ def _dtensor_leaf(tensor: torch.Tensor, label: str, shardings: Shardings) -> Lea
     sharding = shardings.of(tensor, label)
     leaf, memory = tensor_leaf(local_part(tensor), label)
     leaf.sharding, leaf.requires_grad = sharding, tensor.requires_grad
-    # Of a class that is no plain tensor, parameters and buffers are told by these marks alone.
+    # For a tensor subclass, only these marks tell parameters and buffers.
     if getattr(tensor, "_is_param", False):
         leaf.kind = PARAMETER
     elif getattr(tensor, "_is_buffer", False):
@@ -220,7 +218,7 @@ def _persistence(tensor: torch.Tensor) -> str:
 
 
 def numpy_leaf(array: np.ndarray[Any, Any], label: str) -> Leaf:
-    """Take note of a numpy array; a dtype that torch lacks is seen as bytes.
+    """Make the leaf of a numpy array; a dtype that torch lacks is viewed as bytes.
 
     Raises:
         UnsupportedState: If it holds Python objects, or is of a subclass.
@@ -243,11 +241,11 @@ def numpy_leaf(array: np.ndarray[Any, Any], label: str) -> Leaf:
 
 
 def _as_tensor(array: np.ndarray[Any, Any]) -> torch.Tensor:
-    # torch refuses negative strides and warns of read-only memory; both are copied here, which
-    # gives up sharing for arrays that cannot be shared with torch anyway.
+    # torch refuses negative strides and warns of read-only memory, so both are copied. That gives
+    # up sharing for arrays that cannot be shared with torch anyway.
     if any(stride < 0 for stride in array.strides) or not array.flags.writeable:
         array = np.ascontiguousarray(array).reshape(array.shape).copy()
-    # A field of records has strides that torch takes of a copy only.
+    # torch refuses the strides of a field of records, but accepts a copy.
     for each in (array, array.copy()):
         with suppress(TypeError, ValueError):
             return torch.from_numpy(each)
@@ -259,10 +257,10 @@ def _as_tensor(array: np.ndarray[Any, Any]) -> torch.Tensor:
 
 
 def as_array(tensor: torch.Tensor, dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
-    """Return the numpy array over a tensor's memory that :func:`numpy_leaf` took note of.
+    """Return the numpy array over a tensor's memory, the inverse of :func:`numpy_leaf`.
 
     Raises:
-        ValueError: If the tensor cannot be seen so.
+        ValueError: If the tensor cannot be viewed as such an array.
     """
     array = tensor.numpy()
     if array.dtype == dtype:
@@ -287,7 +285,7 @@ def overlapping(windows: Iterable[tuple[str, int, int]]) -> list[list[int]]:
     """Return the connected components of overlapping windows of memory, each as their numbers.
 
     Args:
-        windows: Device, address and bytes of each; those without bytes stand in no component.
+        windows: Device, address and bytes of each; windows without bytes are in no component.
     """
     groups: list[list[int]] = []
     last, end = "", 0
@@ -310,8 +308,8 @@ def alias_groups(leaves: Sequence[TensorLeaf]) -> list[list[int]]:
     A tensor whose own elements overlap (an expanded one) is a group even if it is alone.
 
     Returns:
-        Groups of two or more, and overlapping ones, each ordered as the walk met them; a leaf
-        that stands in none shares no byte.
+        Groups of two or more, and overlapping ones, each in the order of the walk; a leaf in no
+        group shares no byte.
     """
     groups = overlapping((leaf.device, leaf.address, leaf.window) for leaf in leaves)
     return sorted(
@@ -324,10 +322,9 @@ def _overlaps_itself(leaf: TensorLeaf) -> bool:
 
 
 def overlaps_itself(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
-    """Tell whether elements of a strided tensor may share bytes; exact for all that torch's views
-    make.
+    """True if elements of a strided tensor may share bytes; exact for all views that torch makes.
 
-    Sorted by stride, each dimension must step over all that the smaller ones reach.
+    Sorted by stride, each dimension must step over the range that the smaller ones reach.
     """
     reach = 0
     for step, n in sorted((step, n) for n, step in zip(shape, stride, strict=True) if n != 1):
@@ -338,7 +335,7 @@ def overlaps_itself(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
 
 
 def is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
-    """Tell whether a tensor's elements fill their window, each byte once, in whatever order."""
+    """True if a tensor's elements fill their window, each byte once, in any order."""
     reach = 1
     for step, n in sorted((step, n) for n, step in zip(shape, stride, strict=True) if n != 1):
         if n and step != reach:
@@ -360,23 +357,23 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def dtensor_type() -> Any:
-    """Return the class of torch's DTensors; None if no one has imported it."""
+    """Return the class of torch's DTensors; None if the program has not imported it."""
     return getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
 
 
 def local_part(tensor: Any) -> torch.Tensor:
-    """Return the tensor on this rank that a DTensor stands for, ready to be read."""
+    """Return the local tensor of a DTensor, ready to be read."""
     local: torch.Tensor = tensor._local_tensor
     if type(local) is not torch.Tensor and hasattr(local, "trigger_wait"):
-        # The result of a collective that the program began itself, and that may still be under way.
+        # The result of a collective of the program, which may still be under way.
         local = local.trigger_wait()
     return local
 
 
 class Shardings:
-    """Reads the shardings of DTensors; remembers meshes and placements for one walk.
+    """Reads the shardings of DTensors; caches meshes and placements for one walk.
 
-    Within a walk the meshes stay alive, so that their ids name them.
+    Within a walk the meshes stay alive, so their ids are unique.
     """
 
     def __init__(self) -> None:
@@ -388,7 +385,7 @@ class Shardings:
 
         Raises:
             UnsupportedState: If it has a placement that cannot be saved, ``Partial`` above all.
-            UnsupportedTopology: If its mesh cannot tell its ranks any more.
+            UnsupportedTopology: If its mesh can no longer tell its ranks.
         """
         mesh, placements, shape = tensor.device_mesh, tensor.placements, tensor.shape
         key = (id(mesh), placements, shape)
@@ -412,9 +409,9 @@ def _ranks_of(device_mesh: Any, label: str) -> torch.Tensor:
     try:
         ranks: torch.Tensor = device_mesh.mesh
     except (RuntimeError, ValueError) as error:
-        # A part of a mesh looks for this process in the whole, by the default process group.
+        # A submesh looks for this process in the whole mesh, by the default process group.
         raise UnsupportedTopology(
-            f"The ranks of the mesh that this DTensor lies on cannot be told: {error}",
+            f"The mesh of this DTensor cannot tell its ranks: {error}",
             key=label or None,
             hint="Close the pipeline before torch.distributed.destroy_process_group",
         ) from error

@@ -1,6 +1,6 @@
-"""Values that are kept inline in a manifest: their JSON form, and back.
+"""Encode values that are kept inline in a manifest as JSON, and decode them.
 
-A value is a JSON scalar where JSON has it, else a list whose first item says what it is.
+A value is a JSON scalar if JSON has it, else a list whose first item names its type.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ _PATHS: dict[str, type[pathlib.PurePath]] = {
 
 
 class NotInline(Exception):
-    """The object is no inline value."""
+    """The object is not an inline value."""
 
 
 def encode_value(value: Any) -> Json:
     """Return the JSON form of an inline value.
 
     Raises:
-        NotInline: If the value is of no kind that is kept inline.
+        NotInline: If values of this type are not kept inline.
     """
     encode = _ENCODERS.get(type(value))
     if encode is not None:
@@ -83,7 +83,7 @@ def _encode_enum(value: enum.Enum) -> Json:
         same = decode_value(data) is value
     except (InvalidManifest, StructureMismatch):
         same = False
-    if not same:  # such as a member of a class that is defined inside a function
+    if not same:  # such as a member of a class inside a function
         raise NotInline
     return data
 
@@ -126,7 +126,7 @@ _ENCODERS: dict[type[Any], Callable[[Any], Json]] = {
 }
 
 PLAIN_VALUES = frozenset(_ENCODERS)
-"""The types that are always inline values."""
+"""Types whose values are always inline."""
 
 _BASES: tuple[tuple[type[Any], Callable[[Any], Json]], ...] = (
     (enum.Enum, _encode_enum),
@@ -145,7 +145,7 @@ def decode_value(data: Json) -> Any:
     """Return the value that :func:`encode_value` encoded.
 
     Raises:
-        InvalidManifest: If the data is no such form.
+        InvalidManifest: If the data is malformed.
         StructureMismatch: If it needs a class that this program has not imported.
     """
     if not isinstance(data, list):
@@ -183,7 +183,7 @@ _UTF32 = {"<": "utf-32-le", ">": "utf-32-be"}
 def _decode_numpy(dtype: str, text: str) -> np.generic:
     raw = _decode_bytes(text)
     kind = _numpy_dtype(dtype)
-    # An array would drop the NULs at the end of a text.
+    # An array would drop the trailing NULs of a text.
     if kind.kind == "S" and len(raw) == kind.itemsize:
         return np.bytes_(raw)
     if kind.kind == "U" and len(raw) == kind.itemsize:
@@ -193,7 +193,8 @@ def _decode_numpy(dtype: str, text: str) -> np.generic:
 
 
 _NUMPY_DTYPE = re.compile(r"[<>|=]?(?:[?biufcSUV]\d{0,10}|[mM]8(?:\[\w{1,12}\])?)")
-"""How numpy itself writes a plain dtype; of any other text it makes Python code or a structure."""
+"""The form in which numpy writes a plain dtype; it would parse other text as a structure, or run it
+as Python code."""
 
 
 def _numpy_dtype(text: str) -> np.dtype[Any]:
@@ -203,10 +204,10 @@ def _numpy_dtype(text: str) -> np.dtype[Any]:
 
 
 def plain_numpy_dtype(text: str, key: str | None = None) -> np.dtype[Any]:
-    """Return the numpy dtype that a manifest names, if it is one without Python objects in it.
+    """Return the numpy dtype that a manifest names.
 
     Raises:
-        InvalidManifest: If it is not.
+        InvalidManifest: If it is not a plain dtype without Python objects.
     """
     try:
         dtype = _numpy_dtype(text)
@@ -218,7 +219,7 @@ def plain_numpy_dtype(text: str, key: str | None = None) -> np.dtype[Any]:
 
 
 def _torch_constant(name: str, kind: type[Any]) -> Any:
-    value = vars(torch)[name]  # torch imports modules for other names
+    value = vars(torch)[name]  # getattr would import modules for some names
     if not isinstance(value, kind):
         raise ValueError(f"torch.{name} is no {kind.__name__}")
     return value
@@ -253,16 +254,15 @@ def class_path(cls: type[Any]) -> str:
 
 
 def lasting_path(cls: type[Any]) -> str:
-    """Return the same for a class whose objects are to be made again, with a warning if none can
-    be.
+    """Return the path of a class; warn if a load cannot find the class by it.
 
-    That is so for one that is defined in a function, which is another one in every call.
+    It cannot find a class that is defined in a function: every call defines another one.
     """
     path = class_path(cls)
     if _at(path) is not cls:
         warnings.warn(
-            f"The class {path} is not found by that name: objects of it load only into a state "
-            "that has such objects already, never as a fresh one. Define it in a module",
+            f"The class {path} is not found by that name: its objects load only into a state that "
+            "has such objects already, never into a fresh state. Define it in a module",
             RuntimeWarning,
             stacklevel=2,
         )
@@ -270,10 +270,10 @@ def lasting_path(cls: type[Any]) -> str:
 
 
 def _at(path: str) -> Any:
-    """Find the class that a path names, in modules that are imported already; None without one.
+    """Find the class of a path in imported modules; return None if there is none.
 
-    Only the dictionaries of modules and classes are read: a lookup of an attribute could run code
-    of the module, such as an import of what it loads lazily.
+    Only the dictionaries of modules and classes are read: an attribute lookup could run code of the
+    module, such as a lazy import.
     """
     module_name, _, qualname = path.partition(":")
     found: Any = sys.modules.get(module_name)
@@ -287,10 +287,10 @@ def _at(path: str) -> Any:
 def resolve_class(path: str, base: type[Any]) -> Any:
     """Return the class that a manifest names, if this program has imported it and it fits.
 
-    Nothing is imported and no constructor runs: a manifest can only name what is already there.
+    No module is imported and no constructor runs: a manifest can only name existing classes.
 
     Raises:
-        StructureMismatch: If the class is not there, or is no subclass of ``base``.
+        StructureMismatch: If the class is not defined here, or is no subclass of ``base``.
     """
     module_name, _, _ = path.partition(":")
     found = _at(path)
