@@ -1,6 +1,6 @@
-"""The worker process: it brings saves to the store, beside the trainer and, if need be, after it.
+"""The worker process: it brings saves to the store beside the trainer, and also after its end.
 
-``python -m ckpipe.worker`` is started by :mod:`ckpipe.worker.process` and is of no use by itself.
-What it has to do comes over a socket, what is to be stored lies in memory that both processes map.
-The worker imports :mod:`ckpipe.worker.server` and never torch; the rest is the trainer's side.
+:mod:`ckpipe.worker.process` starts ``python -m ckpipe.worker``, which is of no use by itself. It
+gets messages over a socket, and reads the bytes from memory that both processes map. The worker
+imports :mod:`ckpipe.worker.server` and never torch; the other modules run in the trainer.
 """

@@ -1,4 +1,4 @@
-"""Messages over a socket between two processes, in order, with descriptors where one needs one."""
+"""Messages over a socket between two processes, in order, some of them with descriptors."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _LENGTH_BYTES = 8
 
 
 def socket_pair() -> tuple[socket.socket, socket.socket]:
-    """Two connected sockets. A child that is forked from this process, and not started by us, has
-    neither: it would otherwise keep the other end from seeing that this process is gone."""
+    """Make two connected sockets. A child that other code forks from this process gets neither:
+    otherwise it would keep the other end from noticing the end of this process."""
     left, right = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     return _private(left), _private(right)
 
@@ -36,10 +36,11 @@ def close_socket(sock: socket.socket) -> None:
 
 
 class Channel:
-    """One end of the socket; all of it is used on one event loop of asyncio.
+    """One end of the socket, for one event loop of asyncio.
 
-    The loop itself looks at the socket: a task that waited for it anew for each message would let
-    the GIL go three more times, and beside a loop of plain Python each time costs milliseconds.
+    The loop itself watches the socket. A task that waited for the socket anew for each message
+    would release the GIL three more times, and beside a loop of plain Python each time costs
+    milliseconds.
 
     Args:
         sock: The socket, which the channel owns from now on.
@@ -55,20 +56,20 @@ class Channel:
         self._sent, self._arrived = anyio.Event(), anyio.Event()
         self._descriptors: deque[int] = deque()
         self._broken = self._ended = False
-        """Whether nothing more is sent, and whether nothing more is received."""
+        """True if no more messages are sent, and if no more are received."""
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(sock, self._on_readable)
 
     @property
     def idle(self) -> bool:
-        """Tell whether all that was posted is with the system, or will never be received."""
+        """True if the system has all posted messages, or they will never be received."""
         return not self._out
 
     def post(self, message: Message, *descriptors: int) -> None:
         """Send a message after all that were posted before.
 
-        What the socket does not take at once is sent by the loop. If the other end is gone,
-        nothing happens: who reads from it finds out.
+        The loop sends the rest if the socket does not take all of it at once. If the other end is
+        gone, the message is dropped: the reader of this end notices that.
         """
         if self._broken:
             return
@@ -76,14 +77,14 @@ class Channel:
         self._enqueue(encode(message), descriptors)
 
     def post_soon(self, message: Message, within: float) -> None:
-        """Send a message together with others, which costs either end less than one by one.
+        """Send a message together with others, which costs both ends less than one by one.
 
-        It goes before all that is posted after it, and not later than asked for the first of those
-        that go together.
+        It is sent before all messages that are posted after it. The first message of a batch sets
+        the time limit of the batch.
 
         Args:
             message: The message.
-            within: How long it may wait for others, in seconds.
+            within: Seconds that it may wait for others.
         """
         if self._broken:
             return
@@ -105,7 +106,7 @@ class Channel:
             self._push()
 
     def _push(self) -> None:
-        """Send what the socket takes, and have the loop send the rest."""
+        """Send as much as the socket takes, and let the loop send the rest."""
         try:
             while self._out:
                 data, descriptors = self._out[0]
@@ -126,17 +127,17 @@ class Channel:
         self._sent.set()
 
     async def flush(self) -> None:
-        """Wait until all that was posted is with the system, which delivers it in any case."""
+        """Wait until the system has all posted messages: it delivers them even if we die."""
         self._post_soon_now()
         while self._out:
             self._sent = anyio.Event()
             await self._sent.wait()
 
     async def receive(self) -> Message:
-        """The next message.
+        """Return the next message.
 
         Raises:
-            anyio.EndOfStream: If the other end is gone and all it sent was received.
+            anyio.EndOfStream: If the other end is gone and all its messages were received.
         """
         while (message := self._take()) is None:
             if self._ended:
@@ -146,10 +147,10 @@ class Channel:
         return message
 
     def receive_nowait(self) -> Message | None:
-        """The next message that is there already; None if there is none yet.
+        """Return the next message that has arrived already, or None.
 
         Raises:
-            anyio.EndOfStream: If the other end is gone and all it sent was received.
+            anyio.EndOfStream: If the other end is gone and all its messages were received.
         """
         while (message := self._take()) is None:
             if self._ended:
@@ -170,21 +171,21 @@ class Channel:
         try:
             self._read()
         except MemoryError:
-            self._end()  # else the loop, which tells of it, would call this again for ever
+            self._end()  # otherwise the loop, which logs the error, would call this for ever
             raise
         finally:
             self._arrived.set()
 
     def _read(self) -> bool:
-        """Read what is there; False if that is nothing."""
+        """Read available bytes; False if there are none."""
         try:
-            # By this call, since socket.recv_fds() ignores its flags.
+            # Not socket.recv_fds(), which ignores its flags.
             data, ancillary, _, _ = self._socket.recvmsg(
                 _READ_BYTES, _DESCRIPTORS_SPACE, socket.MSG_CMSG_CLOEXEC
             )
         except BlockingIOError:
             return False
-        except OSError:  # whatever it is, nothing more can be heard
+        except OSError:  # after any error, no more messages can be received
             data, ancillary = b"", []
         for _, _, numbers in ancillary:
             self._descriptors.extend(array("i", numbers))
@@ -198,7 +199,7 @@ class Channel:
         self._loop.remove_reader(self._socket)
 
     def take_descriptor(self) -> int:
-        """The descriptor that came with the message received last; the caller closes it."""
+        """Return the descriptor of the last received message; the caller closes it."""
         return self._descriptors.popleft()
 
     def close(self) -> None:

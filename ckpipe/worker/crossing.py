@@ -1,4 +1,4 @@
-"""Decide whether a pipeline can use a worker process, and what it sends there."""
+"""Decide whether a pipeline can use a worker process, and make its first message."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ logger = logging.getLogger("ckpipe")
 
 
 def refuse_to_train_as_worker() -> None:
-    """Stop a program that was started in place of the interpreter of a worker process.
+    """Stop a program that was started by mistake in place of a worker's Python interpreter.
 
-    Where ``sys.executable`` is the program itself, each worker would be the program once more,
-    with a worker of its own. Worker processes take over the environment of their trainer, without
-    the mark, before they do anything else.
+    If ``sys.executable`` is the program itself, each worker would be another run of the program,
+    with a worker of its own. A real worker process first adopts the environment of its trainer,
+    which lacks the mark.
 
     Raises:
         UsageError: If this process is such a program.
@@ -33,20 +33,20 @@ def refuse_to_train_as_worker() -> None:
     if trainer := os.environ.get(MARK):
         raise UsageError(
             f"This program was started as a worker process by process {trainer}, since "
-            f"sys.executable names no Python interpreter there, but {sys.executable}",
+            f"sys.executable is no Python interpreter there, but {sys.executable}",
             hint="Set worker='thread'",
         )
 
 
 def uses_process(settings: Settings, backend: Backend) -> bool:
-    """Tell whether a worker process brings the saves of a pipeline to the store.
+    """True if a worker process must bring the saves of a pipeline to the store.
 
     Args:
         settings: The settings; ``url`` is set.
-        backend: The store, which says whether it gains by it.
+        backend: The store; ``prefers_worker`` counts.
 
     Raises:
-        SettingsError: If the settings ask for a process and something cannot cross to it.
+        SettingsError: If the settings ask for a process and an object cannot cross to it.
     """
     mode = settings.worker.mode
     if mode == "thread" or (mode == "auto" and not backend.prefers_worker) or settings.read_only:
@@ -57,7 +57,7 @@ def uses_process(settings: Settings, backend: Backend) -> bool:
     if mode == "process":
         raise SettingsError(
             f"worker='process' cannot be had: {reason}",
-            hint="Set worker='thread', or 'auto' to have a process where there can be one",
+            hint="Set worker='thread', or 'auto' to use a process only where one is possible",
         )
     level = logging.WARNING if _is_frozen() else logging.INFO
     logger.log(level, "Saves are brought to the store by a thread: %s", reason)
@@ -69,12 +69,10 @@ def _is_frozen() -> bool:
 
 
 def obstacle(settings: Settings) -> str | None:
-    """The reason why no other process can bring a pipeline's saves to the store; None without
-    one.
-    """
+    """Return the reason why no other process can bring a pipeline's saves to the store, or None."""
     url, rule = settings.url or "", settings.retention.rule
     if not (hasattr(os, "memfd_create") and hasattr(os, "pidfd_open")):
-        return "this system has no memory that processes can share by a descriptor"
+        return "this system has no memfd_create or pidfd_open to share memory with a process"
     if not sys.executable:
         return "this program does not know its own interpreter"
     if _is_frozen():
@@ -95,16 +93,16 @@ def obstacle(settings: Settings) -> str | None:
 
 
 def make_init(settings: Settings, rank: int, world_size: int, block_bytes: int) -> Init:
-    """All that the workers of a pipeline have to know, as of now; blocking.
+    """Make the first message for the workers of a pipeline from the present settings; blocking.
 
     The root and the backend's options may depend on the directory and the environment. A worker
-    that is started later gets those of the opening too, else it would put what it saves elsewhere
-    if the program has gone to another directory meanwhile.
+    that is started later also gets those of the opening. Otherwise it would save elsewhere after
+    the program has changed its directory.
     """
     url, upload, retention = settings.url or "", settings.upload, settings.retention
     try:
         directory, path = os.getcwd(), [os.path.abspath(each) for each in sys.path]
-    except OSError:  # it is gone
+    except OSError:  # the directory was deleted
         directory, path = "/", [each for each in sys.path if os.path.isabs(each)]
     return Init(
         trainer=os.getpid(),

@@ -1,9 +1,9 @@
-"""Start, look at and end a worker process: everything of it that blocks.
+"""Start, observe and end a worker process: all blocking calls for it.
 
-Whether it hangs is judged by what the system says of it. Silence proves nothing: a machine that
-pages, a disk that does not answer, a debugger or a stopped process group silence a healthy worker
-for as long as they like. A process hangs if in many looks in a row it has said nothing, all its
-threads sleep, and it has done no work since the look before.
+A hang is judged by the process state of the system. Silence proves nothing: a machine that pages, a
+disk that does not answer, a debugger or a stopped process group can silence a healthy worker for
+any time. A process hangs if in many checks in a row it has sent no message, all its threads sleep,
+and it has done no work since the check before.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ckpipe.worker.channel import close_socket, socket_pair
 from ckpipe.worker.protocol import IGNORED, MARK, TELL_STACKS
 
 LOOKS = 30
-"""How many looks in a row have to find the same before a process is taken to hang."""
+"""Number of checks in a row with the same result after which a process counts as hanging."""
 
 _PF_SIGNALED = 0x400  # <linux/sched.h>
 _PENDING = ("SigPnd:", "ShdPnd:")
@@ -42,8 +42,8 @@ class ProcessState:
         letter: ``R`` for running, ``S`` for sleeping, ``D`` for waiting for a device, ``T`` or
             ``t`` for stopped, ``Z`` for ended: proc(5). ``S`` only if all threads sleep.
         work: Clock ticks that its threads have used, and pages that they had to wait for.
-        killed: Whether a signal ends it. It may not be gone while it waits for a device, but no
-            instruction of it runs any more.
+        killed: True if a signal ends it. It may still exist while it waits for a device, but runs
+            no more instructions.
     """
 
     letter: str
@@ -53,17 +53,17 @@ class ProcessState:
 
 def parse_state(stat: bytes) -> ProcessState:
     """Read the state in a ``/proc/…/stat``: proc(5), fields 3, 9, 12, 14 and 15."""
-    # The name in parentheses may hold anything, parentheses too.
+    # The name in parentheses may contain any characters, parentheses too.
     fields = stat[stat.rindex(b")") + 2 :].split()
     work = int(fields[9]) + int(fields[11]) + int(fields[12])
     return ProcessState(fields[0].decode(), work, bool(int(fields[6]) & _PF_SIGNALED))
 
 
 def process_state(id: int) -> ProcessState | None:
-    """Read the state of a process and its threads; None if it is gone.
+    """Read the state of a process and its threads; None if it has ended.
 
-    The thread that would speak may sleep because another has what it needs, an import's lock or the
-    GIL, and waits for a disk, a processor or a debugger with it.
+    All threads count: the thread of the event loop may sleep because another thread holds an
+    import's lock or the GIL, and waits for a disk, a processor or a debugger.
     """
     folder = Path(f"/proc/{id}")
     letters = set()
@@ -84,30 +84,31 @@ def process_state(id: int) -> ProcessState | None:
 
 
 def is_still(now: ProcessState | None, before: ProcessState | None) -> bool:
-    """Tell whether a process sleeps and has done nothing between two looks."""
+    """True if a process sleeps and has done no work between two checks."""
     return now is not None and now.letter == "S" and now == before
 
 
 SHOWN_LINES = 12
-"""How many of the last lines of its log the error about a dead worker shows."""
+"""Number of the last lines of the log in the error about a dead worker."""
 
 _FAULTS = (signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGABRT)
 _OLD_SECONDS = 7 * 86_400.0
 _KEPT = ("PATH", "HOME", "TMPDIR", "LANG", "TZ", "VIRTUAL_ENV", "CKPIPE_NATIVE")
 _KEPT_PREFIXES = ("LC_", "LD_")
 _FIRST_IMPORTS = ("ckpipe", "anyio", "typing_extensions")
-"""What a worker imports before it has the trainer's import path, but for the standard library."""
+"""Modules that a worker imports before it has the trainer's import path, besides the standard
+library."""
 
 
 class WorkerProcess:
-    """A worker process, from its start to its end. Its methods block, but for a moment only.
+    """A worker process, from its start to its end. Its methods block only briefly.
 
     Args:
-        log_dir: Where its log goes; None for a private directory of temporary files.
+        log_dir: The directory of its log; None for a private directory of temporary files.
 
     Raises:
         OSError: If it cannot be started.
-        RuntimeError: If the system starts no thread.
+        RuntimeError: If the system cannot start a thread.
     """
 
     def __init__(self, log_dir: str | None) -> None:
@@ -125,10 +126,10 @@ class WorkerProcess:
             close_socket(theirs)
 
     def _started(self, theirs: socket) -> subprocess.Popen[bytes]:
-        """Start it on a thread of its own, which stays until its end and buries it.
+        """Start it on a thread of its own, which waits for its end and reaps it.
 
-        To the kernel, its parent is a thread: the end of one that starts it and goes on to other
-        work would look to it like the end of the trainer, prctl(2).
+        To the kernel, the parent of a process is a thread. If that thread ended before the worker,
+        it would look to the worker like the end of the trainer, prctl(2).
         """
         started: Future[subprocess.Popen[bytes]] = Future()
         threading.Thread(
@@ -137,7 +138,8 @@ class WorkerProcess:
         return started.result()
 
     def _keep(self, theirs: socket, started: Future[subprocess.Popen[bytes]]) -> None:
-        # The worker inherits this, and ignores them once it can: one that starts must not die.
+        # The worker inherits the mask, and ignores the signals once it can: it must not die while
+        # it starts.
         signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED)
         try:
             with open(self.log, "wb") as log:
@@ -156,21 +158,21 @@ class WorkerProcess:
         started.set_result(process)
         try:
             end = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-        except ChildProcessError:  # by now it has ended: waitpid(2), of SIGCHLD
+        except ChildProcessError:  # it has ended and was reaped: waitpid(2), of SIGCHLD
             code = None
         else:
             assert end is not None
             code = end.si_status if end.si_code == os.CLD_EXITED else -end.si_status
-        with self._burying:  # its number is its own until then
+        with self._burying:  # until then no other process gets its id
             process.wait()
             self.end.set_result(code)
 
     def kill(self) -> None:
-        """End it at once: no instruction of it runs after this, though it may not be gone yet."""
+        """Kill it: it runs no more instructions after this, but may still exist for a while."""
         self._send(signal.SIGKILL)
 
     def tell_stacks(self) -> None:
-        """Has it write to its log where its threads are, if it still can."""
+        """Make it write the stacks of its threads to its log, if it still can."""
         self._send(TELL_STACKS)
 
     def _send(self, each: signal.Signals) -> None:
@@ -179,19 +181,17 @@ class WorkerProcess:
                 os.kill(self.id, each)
 
     def ended(self, seconds: float) -> bool:
-        """Wait for its end for so long; whether it has ended."""
+        """Wait for its end for so many seconds; True if it has ended."""
         return bool(wait([self.end], seconds).done)
 
     @property
     def crashed(self) -> bool:
-        """Tell whether it ended by a fault of its own code, which would end this process as
-        well.
-        """
+        """True if it ended by a fault of its own code, which would crash this process too."""
         code = self.end.result() if self.end.done() else None
         return code is not None and -code in _FAULTS
 
     def describe_end(self) -> str:
-        """Describe how it ended, for an error."""
+        """Describe its end, for an error."""
         if not self.end.done():
             return "the system has not ended it yet"
         if (code := self.end.result()) is None:
@@ -199,7 +199,7 @@ class WorkerProcess:
         return f"exit code {code}"
 
     def last_lines(self) -> str:
-        """The end of its log."""
+        """Return the end of its log."""
         try:
             text = self.log.read_text(errors="replace")
         except OSError:
@@ -207,14 +207,14 @@ class WorkerProcess:
         return "\n".join(text.splitlines()[-SHOWN_LINES:])
 
     def forget_log(self) -> None:
-        """Remove the log, which is not needed any more."""
+        """Remove the log."""
         with contextlib.suppress(OSError):
             self.log.unlink()
 
 
 def first_environment() -> dict[str, str]:
-    """The environment that the interpreter itself needs; all else goes over the socket, as
-    secrets may.
+    """Return the environment that Python itself needs; the rest, which may hold secrets, goes over
+    the socket.
     """
     taken = _KEPT_PREFIXES if sys.flags.ignore_environment else (*_KEPT_PREFIXES, "PYTHON")
     kept = {
@@ -222,16 +222,14 @@ def first_environment() -> dict[str, str]:
     }
     if sys.flags.no_user_site:
         kept["PYTHONNOUSERSITE"] = "1"
-    # Behind all that is there, which may be meant to go first.
+    # At the end: earlier paths may be meant to come first.
     if path := [*filter(None, [kept.get("PYTHONPATH")]), *_homes()]:
         kept["PYTHONPATH"] = os.pathsep.join(path)
     return kept
 
 
 def _homes() -> list[str]:
-    """The places of what a worker imports at first where the interpreter would not look by
-    itself.
-    """
+    """Return directories of the worker's first imports that are not on Python's own path."""
     known = {*site.getsitepackages(), site.getusersitepackages() if site.ENABLE_USER_SITE else ""}
     homes = []
     for name in _FIRST_IMPORTS:
@@ -243,7 +241,7 @@ def _homes() -> list[str]:
 
 
 def _new_log(directory: str | None) -> Path:
-    """Make the file of a log, and remove old ones from its directory."""
+    """Create a log file, and remove old ones from its directory."""
     if directory is None:
         folder = _private_folder()
     else:
@@ -259,11 +257,11 @@ def _new_log(directory: str | None) -> Path:
 
 
 def _private_folder() -> Path:
-    """A directory that no other user can write to, the same for all processes of this user."""
+    """Return a directory that only this user can write to, the same for all its processes."""
     folder = Path(tempfile.gettempdir()) / f"ckpipe-{os.getuid()}"
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=0o700)
     found = folder.lstat()
     if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid():
         return folder
-    return Path(tempfile.mkdtemp(prefix="ckpipe-"))  # somebody else has made that name theirs
+    return Path(tempfile.mkdtemp(prefix="ckpipe-"))  # another user has taken that name

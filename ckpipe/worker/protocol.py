@@ -1,18 +1,19 @@
-"""The protocol of trainer and worker: the messages, and how their values cross.
+"""The protocol of trainer and worker: the messages, and the serialization of their values.
 
-Both ends are one installation of one interpreter, started one by the other over a socket that no
-other process has, so values go through :mod:`pickle`, as they do in :mod:`multiprocessing`. Only
-what the other end knows crosses: ckpipe's own classes and plain values. What is of a subclass of a
-plain type crosses as that type, and an error as one of ckpipe's or of Python's (:class:`_Pickler`).
+Both ends are one installation of one Python interpreter. The trainer starts the worker, over a
+socket that no other process has. So values are pickled (:mod:`pickle`), as in
+:mod:`multiprocessing`. Only values that the other end knows cross: ckpipe's own classes and plain
+values. A value of a subclass of a plain type crosses as that type, and an error as one of ckpipe's
+or of Python's (:class:`_Pickler`).
 
 A message is a frozen dataclass; on the socket it is eight bytes with its length, little-endian,
 and then the version of this protocol and the message. A descriptor that belongs to a message
 travels with its first byte (``SCM_RIGHTS``, unix(7)). Messages keep their order.
 
-The life of a save: ``Begin``, a ``BlockCopied`` for each block, ``Sealed`` once all is copied;
-from then on the trainer is not needed. Back come ``BlockReleased`` for each block, each event of
-ckpipe, ``Committed`` at the commit and ``Ended`` at the end. If the worker dies, another one is
-told the same.
+The life of a save: the trainer sends ``Begin``, a ``BlockCopied`` for each block, and ``Sealed``
+once all blocks are copied. From then on the save does not need the trainer. The worker sends
+``BlockReleased`` for each block, each event of ckpipe, ``Committed`` at the commit and ``Ended`` at
+the end. If the worker dies, another one gets the same messages.
 """
 
 from __future__ import annotations
@@ -38,16 +39,16 @@ from ckpipe.store.retry import RetryPolicy
 from ckpipe.types import CheckpointId, CheckpointInfo
 
 VERSION = 1
-"""Of the protocol. Both ends are one installation; another version is a mixture of two."""
+"""Version of the protocol. Both ends are one installation; a difference means a mixture of two."""
 
 IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-"""What the trainer may be sent with all its processes; what then becomes of saves, it decides."""
+"""Signals that the trainer may get with all its processes; the trainer decides about its saves."""
 
 MARK = "_CKPIPE_WORKER"
-"""The variable of the environment by which a process knows that it was started as a worker."""
+"""The environment variable that marks a process as a worker."""
 
 TELL_STACKS = signal.SIGQUIT
-"""Has the worker write to its log where each of its threads is."""
+"""Signal that makes the worker write the stack of each of its threads to its log."""
 
 
 # ---- messages ----
@@ -55,7 +56,7 @@ TELL_STACKS = signal.SIGQUIT
 
 @dataclass(frozen=True, slots=True)
 class Init:
-    """The first message of the trainer: all that a worker has to know.
+    """The first message of the trainer: all settings of the worker.
 
     Args:
         trainer: The trainer's process id.
@@ -65,16 +66,16 @@ class Init:
         url: The root.
         options: The backend's options.
         rank: The rank.
-        world_size: How many ranks save together.
-        block_bytes: The size of a block.
+        world_size: Number of ranks that save together.
+        block_bytes: The size of a block, in bytes.
         lanes: Blocks of one save under way at the same time.
-        retry: How often and how long to try requests.
-        sweep_after: How long tombstones stay.
-        rule: The retention rule in its plain form; None for all.
-        keep_reports: Whether manifests keep the reports of their saves.
-        survive: Whether to finish what was staged when the trainer is gone.
-        heartbeat: Seconds after which the worker says again that it is alive.
-        niceness: How much the worker gives way to others.
+        retry: The policy of retries of requests.
+        sweep_after: Time that tombstones stay.
+        rule: The retention rule in its plain form; None keeps all.
+        keep_reports: True if manifests keep the reports of their saves.
+        survive: True to finish staged saves after the end of the trainer.
+        heartbeat: Seconds between two ``Alive`` messages.
+        niceness: The ``nice`` value of the worker.
     """
 
     trainer: int
@@ -98,7 +99,7 @@ class Init:
 
 @dataclass(frozen=True, slots=True)
 class NewSegment:
-    """A piece of shared memory; its descriptor comes with it, and maps from an offset on."""
+    """A segment of shared memory; its descriptor comes along, and is mapped from ``offset`` on."""
 
     number: int
     nbytes: int
@@ -107,7 +108,7 @@ class NewSegment:
 
 @dataclass(frozen=True, slots=True)
 class Dropped:
-    """The trainer has given a piece of shared memory back."""
+    """The trainer has freed a segment of shared memory."""
 
     number: int
 
@@ -119,12 +120,12 @@ class Begin:
     Args:
         save: Its number on this socket.
         id: The checkpoint.
-        began: When it was called for, by ``time.perf_counter``, which all processes share.
-        token: By which its manifest is known again.
-        again: Whether another worker died with it.
-        files: What it stores; None for the same as the save before.
-        resumed_from: Id of the checkpoint that the run had loaded.
-        waits: Whether the copy waits for blocks to come back.
+        began: Time of the call of ``save``, by ``time.perf_counter``, which all processes share.
+        token: Identifies its manifest.
+        again: True if another worker died with it.
+        files: Its data files; None for the same as those of the save before.
+        resumed_from: Id of the checkpoint that the run has loaded.
+        waits: True if the copy waits for released blocks.
     """
 
     save: int
@@ -143,9 +144,9 @@ class BlockCopied:
 
     Args:
         save: The number of the save.
-        place: The number of its file, and where it begins there.
-        segment: Where in the shared memory it lies.
-        at: The same, in bytes from the segment's beginning.
+        place: The number of its file, and its offset there.
+        segment: The number of its segment of shared memory.
+        at: Its offset in the segment, in bytes.
         sums: Its checksums as far as they are known, as 64-bit numbers.
     """
 
@@ -158,16 +159,16 @@ class BlockCopied:
 
 @dataclass(frozen=True, slots=True)
 class Sealed:
-    """All blocks were announced: the save needs its trainer no more.
+    """All blocks were announced: the save no longer needs its trainer.
 
     Args:
         save: The number of the save.
-        structure: The form of the state; None for the same as of the save sealed before.
-        part: Its manifest, but for data files and checksums.
-        clock: What was noted of its stages so far.
-        planned: Whether a plan had to be made.
-        captured_seconds: When forward and backward could go on, after the call.
-        staged_seconds: When the state was copied, after the call.
+        structure: The structure of the state; None for that of the save sealed before.
+        part: Its manifest, without data files and checksums.
+        clock: The times of its stages so far.
+        planned: True if a plan had to be made.
+        captured_seconds: Seconds from the call until forward and backward could go on.
+        staged_seconds: Seconds from the call until the state was copied.
     """
 
     save: int
@@ -181,7 +182,7 @@ class Sealed:
 
 @dataclass(frozen=True, slots=True)
 class GiveUp:
-    """The save is not wanted any more."""
+    """The save must be given up."""
 
     save: int
 
@@ -191,7 +192,7 @@ class Finish:
     """No more saves will come.
 
     Args:
-        give_up: Whether those that are under way are not wanted any more either.
+        give_up: True to give up saves under way too.
     """
 
     give_up: bool
@@ -199,7 +200,7 @@ class Finish:
 
 @dataclass(frozen=True, slots=True)
 class Alive:
-    """The worker's loop turns."""
+    """Heartbeat of the worker's event loop."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,7 +212,7 @@ class StartFailed:
 
 @dataclass(frozen=True, slots=True)
 class BlockReleased:
-    """A block is not needed any more."""
+    """A block is no longer in use."""
 
     save: int
     place: tuple[int, int]
@@ -219,7 +220,7 @@ class BlockReleased:
 
 @dataclass(frozen=True, slots=True)
 class Logged:
-    """The library logged something in the worker."""
+    """A log line of ckpipe in the worker."""
 
     level: int
     text: str
@@ -227,14 +228,14 @@ class Logged:
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """This rank's part of a save is durable.
+    """This rank's files of a save are durable.
 
     Args:
         save: The number of the save.
         info: The checkpoint.
-        seconds: When, after the call.
-        unsettled: Whether other ranks may not have committed.
-        clock: What was noted of its stages so far.
+        seconds: Seconds from the call until the commit.
+        unsettled: True if other ranks may not have committed.
+        clock: The times of its stages so far.
     """
 
     save: int
@@ -250,9 +251,9 @@ class Ended:
 
     Args:
         save: The number of the save.
-        error: What went wrong; None if nothing did.
-        unsettled: Whether other ranks may not have committed.
-        clock: What was noted of its stages.
+        error: The error; None after success.
+        unsettled: True if other ranks may not have committed.
+        clock: The times of its stages.
     """
 
     save: int
@@ -267,17 +268,17 @@ Message = (
 )  # fmt: skip
 
 
-# ---- how values cross ----
+# ---- serialization ----
 
 _DEEPEST_CAUSE = 8
 _PLAIN: tuple[Any, ...] = (int, float, complex, str, bytes, tuple, list, set, frozenset)
 
 
 def can_cross(value: Any) -> bool:
-    """Tell whether a value is of plain types, or of subclasses of these."""
+    """True if a value is of plain types, or of subclasses of these."""
     try:
         return _is_plain(value)
-    except RecursionError:  # it is nested too deeply, or holds itself
+    except RecursionError:  # it is nested too deeply, or contains itself
         return False
 
 
@@ -290,13 +291,13 @@ def _is_plain(value: Any) -> bool:
 
 
 class _Pickler(pickle.Pickler):
-    """Has everything cross as what the other end knows."""
+    """Pickles all values as types that the other end knows."""
 
     def reducer_override(self, value: Any) -> Any:
         kind = type(value)
         if isinstance(value, BaseException):
             return _unpack_error, _pack_error(value)
-        if isinstance(value, BlockRange):  # those of the trainer also say how they are filled
+        if isinstance(value, BlockRange):  # the trainer's subclass also has the copies
             kind = BlockRange
         if is_dataclass(kind):
             return kind, tuple([getattr(value, name) for name in _names(kind)])
@@ -320,7 +321,7 @@ def _names(kind: Any) -> list[str]:
 
 
 def _pack_error(error: BaseException, depth: int = 0) -> tuple[Any, ...]:
-    """An error: its kind, what it says, and what caused it."""
+    """Pack an error as plain values: class, message, attributes and cause."""
     names = [kind.__name__ for kind in type(error).__mro__ if _known(kind.__name__) is kind]
     cause = error.__cause__
     return (
@@ -335,12 +336,12 @@ def _pack_error(error: BaseException, depth: int = 0) -> tuple[Any, ...]:
 def _unpack_error(
     known: str, name: str, message: str, attributes: dict[str, Any], cause: Any
 ) -> Exception:
-    """The error again; one of a kind that only its own process knows is of the next known kind."""
+    """Make the error again; of an unknown class, an error of the nearest known base class."""
     kind = _known(known)
     assert kind is not None
     try:
         error = kind(message)
-    except TypeError:  # built-in ones may need more than a text
+    except TypeError:  # some built-in classes need more than a text
         error = Exception(message)
         known = "Exception"
     if not isinstance(error, Exception):
@@ -359,10 +360,10 @@ def _known(name: str) -> type[BaseException] | None:
 
 
 def encode(message: Message) -> bytes:
-    """A message as it is sent, its length included.
+    """Encode a message, with its length.
 
     Raises:
-        ValueError: If it holds what cannot cross.
+        ValueError: If it holds a value that cannot cross.
     """
     body = BytesIO()
     _Pickler(body, pickle.HIGHEST_PROTOCOL).dump((VERSION, message))
@@ -370,7 +371,7 @@ def encode(message: Message) -> bytes:
 
 
 def decode(body: bytes | memoryview) -> Message:
-    """The message of a frame, without its length.
+    """Decode the body of a frame, without its length.
 
     Raises:
         ValueError: If it is of another version of the protocol.

@@ -1,12 +1,12 @@
-"""The worker: it serves its trainer, and finishes what was staged when that is gone.
+"""The worker: it serves its trainer, and finishes staged saves after the trainer's end.
 
-One save in the worker runs the same stages as in the trainer, over blocks in shared memory.
+A save in the worker runs the same stages as in the trainer, over blocks in shared memory.
 
-The trainer has the processor first. Two things decide that. Between threads it is their niceness,
-sched(7). Where the kernel groups processes by session (autogroup, sched(7) too), it first shares
-out between sessions, in which a worker alone would weigh as much as a trainer with all its
-threads; so the session is made as nice as the threads. Batch scheduling keeps a thread that wakes
-up, as those that write do for every block, from taking the place of one that runs.
+The trainer has priority for the processor, by two settings. Between threads, their niceness counts,
+sched(7). If the kernel groups processes by session (autogroup, sched(7) too), it first divides the
+processor between sessions: there a worker alone would weigh as much as a trainer with all its
+threads. So the session gets the same niceness as the threads. Batch scheduling keeps a thread that
+wakes up, as writing threads do for every block, from preempting a running one.
 """
 
 from __future__ import annotations
@@ -52,18 +52,18 @@ from ckpipe.worker.protocol import IGNORED, TELL_STACKS
 logger = logging.getLogger("ckpipe")
 
 NOTICE_SECONDS = 0.05
-"""How long a notice may lie here that nobody waits for. Each that arrives by itself wakes a thread
-of the trainer, which takes the interpreter from the one that trains."""
+"""Seconds that a message may be delayed if the trainer does not wait for it. Each message that
+arrives alone wakes a thread of the trainer, which takes the GIL from the training thread."""
 
 
 class RemoteSave(SaveRecord):
-    """A save on its way through the worker.
+    """The record of a save in the worker.
 
     Args:
-        begin: What the trainer said of it.
-        files: What it stores.
+        begin: The trainer's message that began it.
+        files: Its data files.
         rank: The rank.
-        channel: Where the trainer is told how it goes.
+        channel: The channel to the trainer.
     """
 
     def __init__(
@@ -84,12 +84,12 @@ class RemoteSave(SaveRecord):
 
         plan = self._plans[block.place]
         view = segment[block.at : block.at + plan.nbytes]
-        sums = np.frombuffer(block.sums, np.int64).copy()  # what is unknown is filled in
+        sums = np.frombuffer(block.sums, np.int64).copy()  # unknown ones are filled in later
         with contextlib.suppress(anyio.BrokenResourceError):  # the save has failed
             self._filled.send_nowait(FilledBlock(self, plan, view, sums))
 
     def seal(self, sealed: protocol.Sealed, structure: Structure) -> None:
-        """Take what the manifest says; no blocks come after it."""
+        """Take the manifest; no blocks come after it."""
         self.clock.absorb(sealed.clock)
         self.replanned = sealed.planned
         self.captured_seconds, self.staged_seconds = sealed.captured_seconds, sealed.staged_seconds
@@ -98,11 +98,11 @@ class RemoteSave(SaveRecord):
         self._filled.close()
 
     def give_up(self) -> None:
-        """Cancel what is not done yet."""
+        """Cancel its stages."""
         self._scope.cancel()
 
     def free(self, filled: FilledBlock) -> None:
-        """Tell the trainer that a block is in use no more."""
+        """Tell the trainer that a block is no longer in use."""
         place = filled.plan.file, filled.plan.offset
         released = protocol.BlockReleased(self._number, place)
         if self._waits and self.sealed is None:
@@ -122,10 +122,10 @@ class RemoteSave(SaveRecord):
         )
 
     async def run(self, context: StoreContext) -> None:
-        """Run the stages, and say how they ended.
+        """Run the stages, and report their end.
 
-        If it is cancelled because the worker as a whole fails, it says nothing: the end of the
-        worker says more than that the save was given up without a request.
+        If it is cancelled because the worker as a whole fails, it reports nothing: the end of the
+        worker gives a better error than a save that was given up without a request.
         """
         error: Exception | None = SaveCancelled("The save was given up")
         try:
@@ -134,12 +134,12 @@ class RemoteSave(SaveRecord):
                 error = None
         except Exception as group:
             error = first_error(group)
-            # For the log of the worker only: the trainer raises it.
+            # Only for the worker's log: the trainer raises the error.
             logger.info("%s: %s: %s", self.name, type(error).__name__, error)
         unsettled = self.unsettled is not None
         try:
             self._channel.post(protocol.Ended(self._number, error, unsettled, self.clock))
-        except Exception as reason:  # an error that cannot cross ends no worker
+        except Exception as reason:  # an error that cannot cross must not end the worker
             logger.info("%s: its error cannot be sent: %s", self.name, reason)
             told = RuntimeError(f"{type(error).__name__}: {error}")
             self._channel.post(protocol.Ended(self._number, told, unsettled, self.clock))
@@ -149,8 +149,8 @@ class Service:
     """The work of one worker.
 
     Args:
-        channel: The way to the trainer.
-        init: What the trainer has said first.
+        channel: The channel to the trainer.
+        init: The first message of the trainer.
     """
 
     def __init__(self, channel: Channel, init: protocol.Init) -> None:
@@ -163,12 +163,12 @@ class Service:
         self._end: protocol.Finish | None = None
 
     async def run(self) -> bool:
-        """Serve until the trainer has had enough or is gone; False if it cannot."""
+        """Serve until the trainer sends ``Finish`` or is gone; False if it cannot serve."""
         init = self._init
         try:
             backend = await anyio.to_thread.run_sync(create_backend, init.url, init.options)
         except Exception as error:
-            # For the log of the worker only: the trainer raises it.
+            # Only for the worker's log: the trainer raises the error.
             logger.info("The store cannot be used", exc_info=True)
             self._channel.post(protocol.StartFailed(error))
             return False
@@ -192,7 +192,7 @@ class Service:
                 beside.start_soon(self._beat, name="heartbeat")
                 beside.start_soon(self._watch, name="watch of the trainer")
                 beside.start_soon(self._step_back, name="priority of the session")
-                # Else the first save has the loop wait for imports.
+                # Otherwise the loop waits for imports in the first save.
                 beside.start_soon(anyio.to_thread.run_sync, prepare, name="imports")
                 async with anyio.create_task_group() as saves:
                     await self._listen(saves)
@@ -200,13 +200,13 @@ class Service:
                 beside.cancel_scope.cancel()
         return True
 
-    # What the trainer says
+    # Messages of the trainer
 
     async def _listen(self, tasks: TaskGroup) -> None:
         with self._listening, contextlib.suppress(anyio.EndOfStream):
             while self._end is None:
                 self._hear(await self._channel.receive(), tasks)
-        with contextlib.suppress(anyio.EndOfStream):  # what a trainer said that is gone
+        with contextlib.suppress(anyio.EndOfStream):  # messages of a trainer that has ended
             while self._end is None and (message := self._channel.receive_nowait()) is not None:
                 self._hear(message, tasks)
 
@@ -219,7 +219,7 @@ class Service:
                 finally:
                     os.close(descriptor)
                 self._segments[message.number] = view
-            case protocol.Dropped():  # it is unmapped when the last view of it is gone
+            case protocol.Dropped():  # it is unmapped with the last view of it
                 self._segments.pop(message.number, None)
             case protocol.Begin():
                 self._begin(message, tasks)
@@ -264,20 +264,20 @@ class Service:
             await anyio.to_thread.run_sync(step_back_together, niceness, abandon_on_cancel=True)
 
     def _tell(self, event: Event) -> None:
-        """Tell the trainer of an event; of progress, which is frequent, with some delay."""
+        """Send an event to the trainer; events of progress are frequent, and batched."""
         if isinstance(event, BlockUploaded):
             self._channel.post_soon(event, NOTICE_SECONDS)
         else:
             self._channel.post(event)
 
     async def _watch(self) -> None:
-        """Notice the trainer's death, also while another process holds its socket open."""
+        """Notice the trainer's end, also while another process holds its socket open."""
         try:
             watched = os.pidfd_open(self._init.trainer)
-        except OSError:  # it is gone, and its socket tells
+        except OSError:  # it has ended, as the socket will show
             return
         try:
-            if os.getppid() == self._init.trainer:  # else the number is somebody else's by now
+            if os.getppid() == self._init.trainer:  # otherwise another process has the id by now
                 await anyio.wait_readable(watched)
             self._listening.cancel()
         finally:
@@ -286,7 +286,7 @@ class Service:
     # The end
 
     async def _wind_up(self, beside: TaskGroup) -> None:
-        """End the saves as the end of the trainer's words asks; the caller waits for them."""
+        """End the saves after the last message of the trainer; the caller waits for them."""
         if self._end is None:
             logger.warning("The trainer (process %d) is gone", self._init.trainer)
         keep = self._init.survive if self._end is None else not self._end.give_up
@@ -299,13 +299,13 @@ class Service:
                     beside.start_soon(self._hold, save, subject, name=f"lease on {subject}")
 
     async def _hold(self, save: RemoteSave, subject: str) -> None:
-        """Hold a lease until a save is committed: others wait for it, and no sweep removes it."""
+        """Hold a lease until a save is committed: loads wait for it, and no sweep removes it."""
         async with under_lease(self._context.patient, subject):
             await save.settled.wait()
 
 
 class _Forwarding(logging.Handler):
-    """Passes what the library logs on to the trainer's logger, but for events, which it has."""
+    """Forwards ckpipe's log lines to the trainer's logger, except events, which it logs itself."""
 
     def __init__(self, channel: Channel, loop: asyncio.AbstractEventLoop) -> None:
         super().__init__(logging.WARNING)
@@ -319,7 +319,7 @@ class _Forwarding(logging.Handler):
 
 
 def adopt(init: protocol.Init) -> None:
-    """Take the trainer's import path, directory and environment over; blocking."""
+    """Adopt the trainer's import path, directory and environment; blocking."""
     sys.path[:] = init.path
     os.environ.clear()
     os.environ.update(init.environment)
@@ -330,8 +330,8 @@ def adopt(init: protocol.Init) -> None:
 def _end_without_memory(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
     """End the process if a callback of the loop had no memory.
 
-    What it was to say or to hear is lost, and the trainer would wait for it for ever, beside a
-    heartbeat that goes on. The end of the process it notices.
+    The callback's message is lost, and the trainer would wait for it for ever, since the heartbeat
+    goes on. But the trainer notices the end of the process.
     """
     loop.default_exception_handler(context)
     if isinstance(context.get("exception"), MemoryError):
@@ -355,7 +355,7 @@ async def serve(descriptor: int) -> int:
         code = 0 if await Service(channel, init).run() else 1
         await channel.flush()
     except anyio.EndOfStream:
-        logger.warning("The trainer was gone before it said anything")
+        logger.warning("The trainer was gone before its first message")
         return 0
     except Exception as group:
         error = first_error(group)
@@ -371,20 +371,20 @@ _PAUSE_SECONDS = 0.1
 
 
 def step_back(niceness: int) -> None:
-    """Make the calling thread, and all that it starts from now on, give way to others."""
+    """Lower the priority of the calling thread, and of all threads that it starts from now on."""
     os.nice(niceness)
-    with contextlib.suppress(OSError):  # a container may forbid it; the niceness is what counts
+    with contextlib.suppress(OSError):  # a container may forbid it; niceness is more important
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 def step_back_together(niceness: int) -> bool:
-    """Make the whole session give way to others; blocking.
+    """Lower the priority of the whole session; blocking.
 
-    The kernel takes one such wish in a tenth of a second, of all processes of a machine that are
-    not privileged. Where many workers start at once, some have to ask again.
+    The kernel accepts one such request in a tenth of a second, from all unprivileged processes of a
+    machine together. If many workers start at once, some must retry.
 
     Returns:
-        Whether the kernel has taken it; where it does not group sessions there is no need to.
+        True if the kernel has accepted it. Without groups by session it is not needed.
     """
     for _ in range(_TRIES):
         try:
@@ -403,9 +403,9 @@ _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 
 def go_on_when_the_trainer_dies() -> None:
-    """Has a worker that somebody has stopped continue once its trainer is dead: prctl(2).
+    """Make a stopped worker (SIGSTOP) continue once its trainer is dead: prctl(2).
 
-    Nobody else would let it go on, and what is staged would neither be stored nor given up. The
+    Otherwise it would stay stopped, and staged saves would be neither stored nor given up. The
     kernel does the same for process groups that lose their parent within a session.
     """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGCONT), 0, 0, 0)
@@ -415,7 +415,7 @@ def main() -> int:
     """Serve on the socket whose descriptor is the only argument; return the exit code."""
     for each in IGNORED:
         signal.signal(each, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED)  # which kept them away until now
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED)  # blocked since the start
     go_on_when_the_trainer_dies()
     faulthandler.enable()
     faulthandler.register(TELL_STACKS)

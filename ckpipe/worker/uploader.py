@@ -1,21 +1,21 @@
-"""Brings saves to the store through a worker process, which is started again when it dies.
+"""Bring saves to the store through a worker process, which is restarted when it dies.
 
-Theory. The trainer locks, walks, plans and copies, since that takes the state; what follows takes
-the copied bytes only. They lie in memory that the worker maps as well, so a block that is filled
-is announced by a few numbers and its checksums, and comes back by two numbers. The stages in the
-worker are the very functions that run in a thread else.
+Theory. The trainer locks, walks, plans and copies, since these stages need the state; the later
+stages need only the copied bytes. The worker maps the same memory. So the trainer announces a
+filled block by a few numbers and its checksums, and the worker releases it by two numbers. The
+worker runs the same stage functions that otherwise run in a thread.
 
-*The save belongs to the worker from the moment it is staged.* All that its manifest says is on the
-socket before ``staged`` is told, and the system delivers what is on a socket whether or not its
-sender lives. So a trainer that dies after ``staged`` leaves a save that is finished without it.
+*The save belongs to the worker from the moment it is staged.* Its manifest is on the socket before
+``staged`` is resolved, and the system delivers the contents of a socket even if the sender dies. So
+if a trainer dies after ``staged``, the worker finishes the save without it.
 
-*A save outlives its worker.* What a worker had in hand when it died is delivered again by the next
-one, or by a thread of this process, as long as its blocks hold the bytes of the save. The dead one
-may have stored data files, and may have committed: the name is the save's alone, so a data file of
-the right size counts as stored, and a manifest with the save's token as the commit.
+*A save outlives its worker.* If a worker dies, the next one, or a thread of this process, delivers
+its saves again, as long as their blocks hold the bytes of the save. The dead worker may have stored
+data files, and may have committed. Only this save uses its name, so a data file of the right size
+counts as stored, and a manifest with the save's token as the commit.
 
-*No memory is used twice.* Blocks come back when the worker says so, or when it is dead: one that
-hangs is killed first, since it might wake up and store what lies in its blocks then.
+*No memory is reused too early.* Blocks come back when the worker releases them, or when it is dead.
+A hanging worker is killed first, since it might wake up and store later contents of its blocks.
 """
 
 from __future__ import annotations
@@ -53,20 +53,20 @@ from ckpipe.worker.process import LOOKS, WorkerProcess, is_still, process_state
 logger = logging.getLogger("ckpipe")
 
 ANNOUNCE_SECONDS = 0.002
-"""How long a block that is filled waits for others to be announced with: much less than it takes
-the store to have written those before it."""
+"""Seconds that the announcement of a filled block waits for others, to be sent together: much less
+than the store needs to write the blocks before it."""
 
 STACKS_SECONDS = 0.5
-"""How long a worker that hangs has to write to its log where its threads are."""
+"""Seconds that a hanging worker has to write the stacks of its threads to its log."""
 
 REAP_SECONDS = 5.0
-"""How long the end of a process that was killed is waited for."""
+"""Seconds to wait for the end of a killed process."""
 
 GIVE_UP_SECONDS = 30.0
-"""How long a worker has to give a save up, longer than any upload takes to be given up."""
+"""Seconds that a worker has to give a save up, longer than an upload needs to be aborted."""
 
 WORKERS = 2
-"""How many workers may die with a save in hand before a thread delivers it."""
+"""Number of workers that may die with a save before a thread delivers it."""
 
 
 class SaveInTransit:
@@ -82,21 +82,21 @@ class SaveInTransit:
         self._all_here = anyio.Event()
         self._pass_on: Callable[[StagedBlock], object] | None = None
         self.number = 0
-        """Of the save, in the worker that has it."""
+        """The number of the save in its present worker."""
         self.announced: dict[tuple[int, int], StagedBlock] = {}
         """The blocks that the worker has, by file and offset."""
         self.released: list[tuple[StagedBlock, int]] = []
-        """The blocks that the worker was through with, and how often each was handed out then."""
+        """The blocks that the worker has released, each with the use count of its memory then."""
         self.error: Exception | None = None
         self.ended = anyio.Event()
 
     def end(self, error: Exception | None) -> None:
-        """Let those go on who wait for its end in a worker."""
+        """Release the waiter for its end in a worker."""
         self.error = error
         self.ended.set()
 
     async def collect(self, inbox: MemoryObjectReceiveStream[FilledBlock]) -> None:
-        """Take the blocks as they are filled, and pass them on to whichever brings the save."""
+        """Collect the blocks as they are filled, and pass them on to the worker or thread."""
         async for filled in inbox:
             assert isinstance(filled, StagedBlock)
             self._blocks.append(filled)
@@ -111,11 +111,11 @@ class SaveInTransit:
         self._pass_on = take
 
     async def by_worker(self, worker: WorkerConnection, *, survives: bool) -> None:
-        """Tell a worker all of the save, and wait for its end there, good or bad.
+        """Send a worker all of the save, and wait for its end there, with success or error.
 
         Args:
             worker: The worker.
-            survives: Whether the worker finishes what is staged when it is left.
+            survives: True if the worker finishes staged saves without its trainer.
         """
         self.announced, self.released = {}, []
         self.error, self.ended = None, anyio.Event()
@@ -136,11 +136,11 @@ class SaveInTransit:
         self.save.handed_over.set()
 
     async def _leave(self, worker: WorkerConnection, *, survives: bool) -> None:
-        """Make sure that the worker does not look at the blocks any more."""
+        """Make sure that the worker no longer reads the blocks."""
         if self.ended.is_set():
             return
         if self.save.handed_over.is_set() and survives and not self.save.cancel_requested:
-            return  # the pipeline is torn down, which does not concern what is staged
+            return  # the pipeline is torn down, but the worker finishes the staged save
         worker.give_up(self)
         with anyio.CancelScope(shield=True):
             with anyio.move_on_after(GIVE_UP_SECONDS):
@@ -150,7 +150,7 @@ class SaveInTransit:
                 await self.ended.wait()
 
     def take_again(self) -> bool:
-        """Take the blocks that a dead worker was through with; False if one holds other bytes."""
+        """Take back the blocks that a dead worker released; False if one was reused since."""
         taken: dict[StagedBlock, StagedBlock] = {}
         for filled, uses in self.released:
             if (again := self.save.use_again(filled, uses, first=True)) is None:
@@ -162,7 +162,7 @@ class SaveInTransit:
         return True
 
     async def by_thread(self, context: StoreContext) -> None:
-        """Deliver the save in this process, as if it had no worker."""
+        """Deliver the save in this process, without a worker."""
         blocks_out, blocks = create_memory_object_stream[FilledBlock](math.inf)
         async with anyio.create_task_group() as tasks:
             self._pass_on_to(blocks_out.send_nowait)
@@ -172,13 +172,13 @@ class SaveInTransit:
 
 
 class WorkerConnection:
-    """One worker process, from its start to its end. All of it is used on the pipeline's loop.
+    """The connection to one worker process, from its start to its end; for the pipeline's loop.
 
     Args:
         process: The process, just started.
-        init: What it is told first.
-        context: Where its events go.
-        hang_seconds: How long it hangs until it is killed.
+        init: The first message for it.
+        context: The context that gets its events.
+        hang_seconds: Seconds of a hang after which it is killed.
     """
 
     def __init__(
@@ -204,13 +204,13 @@ class WorkerConnection:
         self.over = anyio.Event()
         self._channel.post(init)
 
-    # What the worker is told
+    # Messages to the worker
 
     def begin(self, transit: SaveInTransit) -> None:
-        """Announce a save, of which it is known what it stores."""
+        """Announce a save whose data files are planned."""
         save = transit.save
         assert save.files is not None
-        # Saves of one plan have the same object.
+        # Saves of one plan share the object.
         files = None if save.files is self._files else save.files
         self._begun += 1
         transit.number = self._begun
@@ -221,11 +221,11 @@ class WorkerConnection:
                 self._context.resumed_from, waits,
             )
         )  # fmt: skip
-        self._files = save.files  # what could not be sent is not known there
+        self._files = save.files  # only now: if the post raises, the worker does not have them
         self._saves[self._begun] = transit
 
     def announce(self, transit: SaveInTransit, filled: StagedBlock) -> None:
-        """Say that the stages may have a block."""
+        """Announce a filled block."""
         segment = filled.block.segment
         if segment.number not in self._segments:
             assert segment.descriptor is not None
@@ -239,16 +239,16 @@ class WorkerConnection:
         self._channel.post_soon(block, ANNOUNCE_SECONDS)
 
     def drop(self, segment: Segment) -> None:
-        """Say that a piece of memory was given back."""
+        """Announce that a segment of memory was freed."""
         if segment.number in self._segments:
             self._segments.remove(segment.number)
             self._channel.post(protocol.Dropped(segment.number))
 
     async def seal(self, transit: SaveInTransit) -> None:
-        """Say that all blocks were announced, and return when the worker will get to know it."""
+        """Announce the end of the blocks; return when the worker is sure to get the message."""
         save = transit.save
         structure, part = await threads.run_sync(save.contents)
-        # Saves of one structure have the same object; equal ones may still differ, as 1 and True.
+        # Saves of one structure share the object. Equal ones may still differ, as 1 and True do.
         new = None if structure is self._structure else structure
         self._channel.post(
             protocol.Sealed(
@@ -256,19 +256,19 @@ class WorkerConnection:
                 save.staged_seconds or save.elapsed,
             )
         )  # fmt: skip
-        self._structure = structure  # what could not be sent is not known there
+        self._structure = structure  # only now: if the post raises, the worker does not have it
         await self._channel.flush()
 
     def give_up(self, transit: SaveInTransit) -> None:
-        """Say that a save is not wanted any more; its end is told as ever."""
+        """Ask the worker to give a save up; it still reports the end."""
         self._channel.post(protocol.GiveUp(transit.number))
 
-    # What the worker says
+    # Messages of the worker
 
     async def run(self) -> None:
-        """Listen until the worker has ended; no save is left open then.
+        """Listen until the worker has ended; then no save is left open.
 
-        Cancelled, it leaves the worker to itself, which finishes what is staged and ends.
+        If this is cancelled, the worker stays alone: it finishes staged saves and ends.
         """
         left = True
         try:
@@ -289,19 +289,19 @@ class WorkerConnection:
             self.over.set()
 
     async def _listen(self) -> None:
-        """Hear the worker to its end; kill one that says what cannot be understood."""
+        """Receive messages until the worker ends; kill it after an unreadable message."""
         try:
             with self._listening:
                 while True:
                     self._hear(await self._channel.receive())
-            # It has ended. A child of it may hold its socket open, but says nothing.
+            # The worker has ended. A child of it may hold its socket open, but sends nothing.
             while (message := self._channel.receive_nowait()) is not None:
                 self._hear(message)
         except anyio.EndOfStream:
             return
         except Exception as error:  # as of another version of ckpipe, installed meanwhile
             said = f"{type(error).__name__}: {error}"
-            self._failure = WorkerDied(f"it said what cannot be understood ({said}) and was killed")
+            self._failure = WorkerDied(f"it sent an unreadable message ({said}) and was killed")
             self.process.kill()
 
     def _stop_listening_soon(self, _: object) -> None:
@@ -335,10 +335,10 @@ class WorkerConnection:
             case protocol.StartFailed():
                 self._failure = message.error
 
-    # How its end is noticed
+    # Detection of its end
 
     async def _watch(self) -> None:
-        """Kill the worker if it hangs; one that has ended is noticed at once, and not here."""
+        """Kill the worker if it hangs; an end is noticed at once elsewhere."""
         before, looks = None, 0
         while looks < LOOKS:
             await anyio.sleep(self._hang_seconds / LOOKS)
@@ -357,17 +357,17 @@ class WorkerConnection:
         self.kill()
 
     def kill(self) -> None:
-        """Kill the worker. One that the system does not end is soon left to the system."""
+        """Kill the worker. If it does not end soon, it is left to the system."""
         self.process.kill()
         self._abandon_soon()
 
     def _abandon_soon(self) -> None:
-        # It ends at once, unless it waits for a device.
+        # A killed process ends at once, unless it waits for a device.
         deadline = anyio.current_time() + REAP_SECONDS
         self._listening.deadline = min(self._listening.deadline, deadline)
 
     async def _clean_up(self) -> None:
-        """See to it that the process is gone, and fail what it left undone."""
+        """Make sure that the process has ended, and fail its unfinished saves."""
         process, abandoned = self.process, self._listening.cancel_called
         gone = process.end.done()
         if not gone and not abandoned:
@@ -378,8 +378,8 @@ class WorkerConnection:
                 gone = await threads.run_sync(process.ended, REAP_SECONDS)
         if not gone:
             logger.error(
-                "The worker process %d was killed and does not end. It will once the device that "
-                "it waits for answers; look at the disk and at /proc/%d/stack",
+                "The worker process %d was killed and does not end. It will end once the device "
+                "that it waits for answers; check the disk and /proc/%d/stack",
                 process.id,
                 process.id,
             )
@@ -398,7 +398,7 @@ class WorkerConnection:
         self._saves.clear()
 
     async def _death_error(self) -> Exception:
-        """The error for callers that still waited for the worker."""
+        """Make the error for callers that still wait for the worker."""
         failure, cause = self._failure, "it is gone"
         if isinstance(failure, WorkerDied):
             cause = failure.message
@@ -414,15 +414,15 @@ class WorkerConnection:
             hint=f"Another is started. The whole log is {self.process.log}",
         )
 
-    # How it is ended
+    # Its end
 
     async def close(self, seconds: float) -> None:
-        """End the worker: let it finish for so long, then have it give up, then kill it."""
+        """End the worker: give it so many seconds to finish, as many to give up, then kill it."""
         self._closing = True
         if self._saves:
             self._channel.post(protocol.Finish(give_up=False))
         else:
-            self.kill()  # it has nothing to lose
+            self.kill()  # it has no saves
         if not await self._over_within(seconds):
             self._channel.post(protocol.Finish(give_up=True))
             if not await self._over_within(seconds):
@@ -439,9 +439,9 @@ class WorkerUploader:
     """Starts worker processes, one at a time, and hands saves to them.
 
     Args:
-        settings: How they are started and ended.
-        init: What each is told first.
-        context: Where events go.
+        settings: The settings of workers.
+        init: The first message for each.
+        context: The context that gets their events.
     """
 
     def __init__(self, settings: Worker, init: protocol.Init, context: StoreContext) -> None:
@@ -453,14 +453,14 @@ class WorkerUploader:
 
     @property
     def process_id(self) -> int | None:
-        """The worker's, if there is one."""
+        """The id of the worker process, or None."""
         return None if self._link is None or self._link.ending else self._link.process.id
 
     def start(self, tasks: TaskGroup) -> None:
         """Start the first worker in the background, so that no save waits for it.
 
         Args:
-            tasks: Where the workers are watched.
+            tasks: The task group that watches the workers.
         """
         self._tasks = tasks
         tasks.start_soon(self._start_quietly, name="start of the worker")
@@ -468,11 +468,11 @@ class WorkerUploader:
     async def _start_quietly(self) -> None:
         try:
             await self._connected()
-        except WorkerDied as error:  # the save that needs it says so
+        except WorkerDied as error:  # a save that needs it raises the error
             logger.warning("%s", error)
 
     async def _connected(self) -> WorkerConnection:
-        """The worker that runs, or else the next one."""
+        """Return the running worker, or start the next one."""
         assert self._tasks is not None
         async with self._starting:
             if self._link is not None and self._link.ending:
@@ -483,12 +483,12 @@ class WorkerUploader:
             if self._closed:
                 raise WorkerDied("The pipeline is closing, and its worker process is gone")
             try:
-                with anyio.CancelScope(shield=True):  # a process that was started must not be lost
+                with anyio.CancelScope(shield=True):  # a started process must not be lost
                     process = await threads.run_sync(WorkerProcess, self._settings.log_dir)
             except (OSError, RuntimeError) as error:
                 raise WorkerDied(
                     f"No worker process could be started: {error}",
-                    hint="Set worker='thread' to do without one",
+                    hint="Set worker='thread' to save without one",
                 ) from error
             hang_seconds = self._settings.hang_seconds
             self._link = WorkerConnection(process, self._init, self._context, hang_seconds)
@@ -503,12 +503,12 @@ class WorkerUploader:
     async def deliver(
         self, save: Save, context: StoreContext, blocks: MemoryObjectReceiveStream[FilledBlock]
     ) -> None:
-        """Has a worker bring a save to the store; returns when it is through.
+        """Deliver a save by a worker; return when all stages have ended.
 
         Raises:
             WorkerDied: If the worker died before the commit, and the save cannot be delivered
                 again.
-            CkpipeError: What went wrong in the worker.
+            CkpipeError: The error in the worker.
         """
         transit = SaveInTransit(save)
         async with blocks, anyio.create_task_group() as tasks:
@@ -521,13 +521,13 @@ class WorkerUploader:
         save, crashed = transit.save, False
         for _ in range(WORKERS):
             try:
-                await self._connected()  # it starts while it is found out what is to be stored
+                await self._connected()  # it starts while the data files are still being planned
                 await save.ready.wait()
                 worker = await self._connected()
             except WorkerDied as error:
                 death = error
                 continue
-            # Else a loop of Python hears late that all is durable.
+            # Otherwise a trainer in plain Python learns late that all is durable.
             with short_switch_interval(self._context.switch_interval):
                 await transit.by_worker(worker, survives=self._settings.survive)
             if not isinstance(transit.error, WorkerDied):
@@ -536,8 +536,8 @@ class WorkerUploader:
                 return
             death, crashed = transit.error, worker.process.crashed
             if save.committed.done():
-                # The next save applies the retention rules, and whichever rank commits or looks
-                # next completes a checkpoint of many ranks.
+                # The next save applies the retention rules. A checkpoint of many ranks is completed
+                # by the next rank that commits or checks.
                 logger.warning("%s was committed before its worker died: %s", save.name, death)
                 return
             # A pipeline that is torn down leaves the save to the worker.
