@@ -1,1 +1,1 @@
-"""Make models and optimizers a state that fits any wrapper, and fill them from one."""
+"""Save models and optimizers in a form that any wrapper can load, and load them from it."""

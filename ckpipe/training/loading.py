@@ -1,7 +1,7 @@
-"""Match the saved state of a model and its optimizers with live ones, as a load fills them.
+"""Match the saved state of a model and its optimizers with the live ones that a load fills.
 
-All is matched, and new tensors are made, before a byte is read, so that a misfit leaves everything
-as it was. New state of optimizers is attached once all bytes are verified.
+The match ends, and new tensors are made, before a byte is read. So a mismatch changes nothing. New
+state of optimizers is attached once all bytes are verified.
 """
 
 from __future__ import annotations
@@ -38,24 +38,24 @@ def load_targets(
     *,
     stages: bool,
 ) -> LoadTargets:
-    """Match what was saved with a model and its optimizers.
+    """Match a saved state with a model and its optimizers.
 
     Args:
-        saved: What was saved, in the form of :mod:`ckpipe.training.optimizers` or an earlier one.
+        saved: The saved state, in the form of :mod:`ckpipe.training.optimizers` or an earlier one.
         modules: The model, or stages of it.
-        model: What the modules hold, by name.
+        model: The tensors of the modules, by name.
         optimizers: The optimizers.
-        stages: Whether other ranks may have other stages of the model, with names of their own.
+        stages: True if other ranks may have other stages of the model, with other names.
 
     Raises:
         TargetMismatch: If they do not fit; nothing is touched.
     """
     if not isinstance(saved.state, Mapping):
-        raise StructureMismatch("What was saved here is no training state", key=saved.label or None)
+        raise StructureMismatch("The saved object is no training state", key=saved.label or None)
     others = dist.is_initialized() and dist.get_world_size() > 1
 
     def elsewhere(label: str) -> bool:
-        """Tell whether another rank may have what this one has no name for."""
+        """True if another rank may have a name that this rank lacks."""
         return others and (stages or not saved.is_everywhere(label))
 
     tree: dict[str, Any] = {}
@@ -104,10 +104,10 @@ def _wants_optimizers(saved: SavedObject, optimizers: Sequence[NamedOptimizer]) 
 def _match_model(
     saved: SavedObject, model: ModelNames, found: LoadTargets, elsewhere: Callable[[str], bool]
 ) -> dict[str, Any]:
-    """Return the tensors of a model that take what was saved.
+    """Return the target tensors of a model.
 
     Raises:
-        StructureMismatch: If one side has names that the other has not, or a tensor is on the
+        StructureMismatch: If checkpoint and target have different names, or a tensor is on the
             ``meta`` device.
     """
     live, there = dict(model.tensors()), saved.state["model"]
@@ -147,7 +147,7 @@ def _load_model(
     made: Mapping[str, Any],
     versions: Mapping[str, int] | None,
 ) -> None:
-    """Have modules load tensors that are mostly their own, so that hooks and extra state count."""
+    """Call modules' ``load_state_dict``, mostly with own tensors: hooks and extra state count."""
     every = zip(modules, model.states, model.names, model.modules, strict=True)
     for module, state, names, inner in every:
         new = OrderedDict((key, made[name]) for key, name in names.items() if name in made)
@@ -164,14 +164,14 @@ def _load_model(
 
 @dataclass(slots=True)
 class _SavedGroup:
-    """A group of parameters that was saved.
+    """A saved group of parameters.
 
     Args:
-        label: Where it stands in the state.
+        label: Its label in the state.
         kind: The class of its optimizer; empty if that was not saved.
         options: Its options.
-        shapes: The shapes of its parameters by their names; None where that was not saved.
-        targets: What takes the options, where the tree of targets has it.
+        shapes: The shapes of its parameters by their names; None if a shape was not saved.
+        targets: The targets of the options, a dict in the tree of targets.
     """
 
     label: str
@@ -181,7 +181,7 @@ class _SavedGroup:
     targets: dict[str, Any] = field(default_factory=dict)
 
     def compared(self) -> dict[str, Any]:
-        """Return the options that must agree where several groups become one."""
+        """Return the options that must agree if several groups become one."""
         skipped = (*OWN_OPTIONS, *NO_OPTIONS)
         return {key: value for key, value in self.options.items() if key not in skipped}
 
@@ -190,8 +190,8 @@ class _OptimizerMatch:
     """Matches saved optimizers with live ones, by the names of parameters.
 
     Attributes:
-        tree: What takes what was saved: of the same form, with tensors to fill, and None for what
-            is made anew.
+        tree: The tree of targets: of the saved form, with tensors to fill, and None for values that
+            are made anew.
     """
 
     def __init__(
@@ -225,7 +225,7 @@ class _OptimizerMatch:
             self._find_dropped(groups, ours)
 
     def attach(self) -> None:
-        """Give the optimizers what was loaded, once it is all there."""
+        """Put the loaded state into the optimizers, once all of it is read."""
         for number, each in enumerate(self._optimizers):
             states: dict[int, dict[str, Any] | None] = {}
             for place, state in self._states[number].items():
@@ -243,7 +243,7 @@ class _OptimizerMatch:
 
     def _saved_groups(self) -> list[_SavedGroup]:
         at = self._saved.at
-        if "param_groups" in self._there:  # as ckpipe 0.1 before November 2026 saved them
+        if "param_groups" in self._there:  # the form of ckpipe 0.1 before November 2026
             found = [
                 _SavedGroup(
                     at("optimizer", "param_groups", number),
@@ -274,8 +274,8 @@ class _OptimizerMatch:
         """Map each saved group into one live group.
 
         Raises:
-            StructureMismatch: If one would be divided, or if several with different options would
-                become one.
+            StructureMismatch: If a group would be divided, or if several with different options
+                would become one.
             ShapeMismatch: If a parameter has another shape.
         """
         of_name: defaultdict[str, list[int]] = defaultdict(list)
@@ -332,7 +332,7 @@ class _OptimizerMatch:
                     group.targets[key] = None
                 elif isinstance(live.get(key), torch.Tensor):
                     group.targets[key] = live[key]
-                else:  # One for all groups, so that their bytes must agree.
+                else:  # one tensor for all groups, so that their bytes must agree
                     fresh = groups[0].targets.get(key)
                     made = torch.empty(value.shape, dtype=value.dtype) if fresh is None else fresh
                     group.targets[key] = made
@@ -342,16 +342,16 @@ class _OptimizerMatch:
     # State
 
     def _forget_made_up_state(self) -> None:
-        """Leave out state that was made for the checkpoint, as was once done before first steps.
+        """Drop invented state, which early versions saved for optimizers before their first step.
 
         Raises:
-            StructureMismatch: If the optimizers are not as many as were saved, or nothing says
-                which had stepped.
+            StructureMismatch: If the number of optimizers differs from the saved one, or the load
+                excludes ``begun``, which names those that had stepped.
         """
         begun = self._saved.state.get("begun")
         if begun is None and "param_groups" in self._there and self._kept:
             raise StructureMismatch(
-                "This checkpoint says in 'begun' which optimizers had stepped, without which their "
+                "This checkpoint records in 'begun' which optimizers had stepped; without it their "
                 "state would be misread",
                 key=self._saved.at("optimizer"),
                 hint=f"Include {self._saved.at('begun')!r} as well",
@@ -412,28 +412,28 @@ class _OptimizerMatch:
                                 key=self._saved.at("optimizer", "state", name),
                                 hint="Load into a model whose parameters are not tied",
                             )
-                        # Of several names each has a dict in the tree, with the same tensors.
+                        # Each of several names has its own dict in the tree, with the same tensors.
                         self.tree["state"][name] = dict(state)
                     self._states[number][place] = self.tree["state"][there[0]]
 
     def _check_units(self, each: NamedOptimizer) -> None:
-        """Make sure that parameters which FSDP1 has made one have all state, or none.
+        """Check that all parameters of one flat parameter of FSDP1 have state, or none has.
 
         Raises:
-            StructureMismatch: If some have and some have not.
+            StructureMismatch: If only some have state.
         """
         for unit in each.units:
             without = [name for name in unit if name not in self._kept]
             if without and len(without) < len(unit):
                 raise StructureMismatch(
-                    "The checkpoint has no optimizer state for this parameter, which FSDP1 has "
-                    "made one with others that have some",
+                    "The checkpoint has no optimizer state for this parameter, but has state for "
+                    "others in the same flat parameter of FSDP1",
                     key=self._saved.at("optimizer", "state", without[0]),
                     hint="Wrap the model with use_orig_params=True, or use fully_shard",
                 )
 
     def _cast(self, key: str, value: Any, saved: Any, parameter: torch.Tensor) -> Any:
-        """State that had the dtype of its parameter goes with that where it may be cast."""
+        """Cast state with its parameter if it had the parameter's dtype and casts are allowed."""
         if not (self._saved.cast and isinstance(value, SavedTensor)):
             return value
         had_its_dtype = isinstance(saved, SavedTensor) and value.dtype == saved.dtype
@@ -442,7 +442,7 @@ class _OptimizerMatch:
         return value
 
     def _go_without(self, number: int, place: int, names: Sequence[str]) -> None:
-        """Note that a parameter has no saved state, if its state was to be loaded."""
+        """Record that a parameter has no saved state, if the load selects its state."""
         if number in self._with_joint_state:
             return
         if self._saved.selects("optimizer", "state", names[0]):
@@ -450,7 +450,7 @@ class _OptimizerMatch:
             self._found.missing.append(self._saved.at("optimizer", "state", names[0]))
 
     def _find_dropped(self, groups: Sequence[_SavedGroup], ours: frozenset[str]) -> None:
-        """Make sure that no saved state is left behind.
+        """Check that no saved state is dropped silently.
 
         Raises:
             StructureMismatch: If there is state for a parameter that no optimizer has.
@@ -474,10 +474,10 @@ class _OptimizerMatch:
         ]
 
     def _match_joint(self, ours: frozenset[str]) -> None:
-        """Find the optimizer of each state that belongs to all its parameters together.
+        """Find the optimizer of each joint state.
 
         Raises:
-            StructureMismatch: If it has other parameters, or the same in another order.
+            StructureMismatch: If no optimizer has the same parameters in the same order.
         """
         if "joint" not in self._there:
             return
@@ -486,7 +486,7 @@ class _OptimizerMatch:
             ordered = list(together.get("params", ()))
             label = self._saved.at("optimizer", "joint", first)
             if ours.isdisjoint(ordered) and self._is_elsewhere(label):
-                continue  # Another rank's stage has them.
+                continue  # another rank's stage has them
             for number, each in enumerate(self._optimizers):
                 if len(ordered) == len(each.names) and all(
                     name in names for name, names in zip(ordered, each.names, strict=True)
@@ -498,8 +498,8 @@ class _OptimizerMatch:
                     break
             else:
                 raise StructureMismatch(
-                    "The checkpoint has state of an optimizer for all its parameters together, "
-                    f"which are {_some(ordered)} in this order, and no optimizer here has them so",
+                    "The checkpoint has state of an optimizer for all its parameters together: "
+                    f"{_some(ordered)}, in this order. No optimizer here has the same parameters",
                     key=label,
                     hint="Make the optimizer over the same parameters in the same order",
                 )
@@ -514,9 +514,9 @@ def _tensor_for(
     *,
     is_plain: bool,
 ) -> torch.Tensor | None:
-    """Return the tensor that takes a part of the state of a parameter; None for what is no tensor.
+    """Return the target tensor for a value of a parameter's state; None if the value is no tensor.
 
-    It is the one that is there, if that fits, so that nothing is held twice.
+    A live tensor that fits is reused, so no state is in memory twice.
     """
     if not isinstance(value, SavedTensor):
         return None

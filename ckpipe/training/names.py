@@ -1,4 +1,4 @@
-"""Fully qualified names of a model's tensors, those of the bare model whatever wraps it."""
+"""Fully qualified names of a model's tensors: those of the bare model, under any wrapper."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch import nn
 
 from ckpipe.errors import UsageError
 
-# Where the class is, the attribute that holds the wrapped module, and whether keys of a state_dict
-# have its name in them. (torch 2.13: nn/parallel, _dynamo/eval_frame.py,
+# The module and name of the class, the attribute that holds the wrapped module, and True if keys of
+# a state_dict contain the attribute's name. (torch 2.13: nn/parallel, _dynamo/eval_frame.py,
 # distributed/algorithms/_checkpoint/checkpoint_wrapper.py, distributed/fsdp/_state_dict_utils.py)
 _WRAPPERS = (
     ("torch.nn.parallel", "DistributedDataParallel", "module", True),
@@ -30,13 +30,13 @@ _WRAPPERS = (
 
 @dataclass(slots=True)
 class ModelNames:
-    """The tensors of a model, or of the stages of one, by their fully qualified names.
+    """The tensors of a model, or of some of its stages, by their fully qualified names.
 
     Args:
-        states: For each module, what its ``state_dict(keep_vars=True)`` returned, by its own keys.
+        states: For each module, its ``state_dict(keep_vars=True)``, by its own keys.
         names: For each module, the fully qualified name of each key.
-        parameters: All names of each parameter, by its identity: several where it is tied.
-        modules: For each module, the names of those in it, by its own paths.
+        parameters: All names of each parameter, by its identity: several if it is tied.
+        modules: For each module, the names of its submodules, by its own paths.
         versions: The versions of modules that are not 1, by the names of the modules.
     """
 
@@ -47,19 +47,19 @@ class ModelNames:
     versions: dict[str, int]
 
     def tensors(self) -> Iterator[tuple[str, Any]]:
-        """Yield the names and values of all that the modules save."""
+        """Yield the names and values of all state of the modules."""
         for state, names in zip(self.states, self.names, strict=True):
             for key, value in state.items():
                 yield names[key], value
 
 
 def names_of(modules: Sequence[nn.Module], states: Sequence[Mapping[str, Any]]) -> ModelNames:
-    """Name what modules save.
+    """Name the state of modules.
 
     Args:
         modules: The modules.
-        states: For each, its ``state_dict``. Taken before, since that makes sharded modules put
-            their sharded parameters in place.
+        states: For each, its ``state_dict``. It is called before this function, since it makes
+            sharded modules put their sharded parameters in place.
 
     Raises:
         UsageError: If two tensors would have the same name.
@@ -74,8 +74,8 @@ def names_of(modules: Sequence[nn.Module], states: Sequence[Mapping[str, Any]]) 
                 raise UsageError(
                     f"Two tensors of the model are named {name!r}",
                     key=name,
-                    hint="Give the modules of a list names of their own, as the stages of one "
-                    "model have them",
+                    hint="Give the modules of a list different names, as the stages of one model "
+                    "have",
                 )
             taken.add(name)
         found.names.append(names)
@@ -94,7 +94,7 @@ def names_of(modules: Sequence[nn.Module], states: Sequence[Mapping[str, Any]]) 
 
 def _prefixes(module: nn.Module) -> Iterator[tuple[str, str]]:
     """Yield the prefixes that keys of a ``state_dict`` may have, with those of the bare model."""
-    # A wrapper whose module is not imported cannot be there, and some take a second to import.
+    # A wrapper whose module is not imported cannot be in use, and some take a second to import.
     wrappers = [
         (getattr(sys.modules[home], name), attribute, in_keys)
         for home, name, attribute, in_keys in _WRAPPERS
@@ -119,7 +119,7 @@ def _prefixes(module: nn.Module) -> Iterator[tuple[str, str]]:
 
 
 def _named(key: str, prefixes: Mapping[str, str]) -> str:
-    """Return the name of a key: its longest known prefix is put as that of the bare model."""
+    """Return the name of a key: replace its longest known prefix by that of the bare model."""
     end = key.rfind(".") + 1
     while end and key[:end] not in prefixes:
         end = key.rfind(".", 0, end - 1) + 1
@@ -127,6 +127,6 @@ def _named(key: str, prefixes: Mapping[str, str]) -> str:
 
 
 def is_sharded(tensor: Any) -> bool:
-    """Tell whether a tensor is a DTensor of which ranks hold different parts."""
+    """True if a tensor is a DTensor of which ranks hold different shards."""
     placements: Iterable[Any] = getattr(tensor, "placements", ())
     return any(not each.is_replicate() for each in placements)

@@ -1,22 +1,20 @@
-"""Optimizers with names for their parameters: their state as they give it, and as they take it.
+"""Optimizers with names for their parameters: make their state by name, and load it.
 
-The state of optimizers by the names of parameters: how it is saved.
-
-The form, which docs/format.md describes too::
+The form of the saved state, which docs/format.md describes too::
 
     {"groups": {first: {"optimizer": class, "options": {...}, "params": {name: shape, ...}}},
      "state": {name: {key: value, ...}},
      "plain": {name: [key, ...]},
      "joint": {first: {"params": [name, ...], "state": {...}, "extra": {...}}}}
 
-A group stands under the name of its first parameter and is a set of names, so that those of several
-ranks are merged by their content. A parameter that an optimizer has and keeps nothing for stands
-in its group only. A tied parameter has all its names in ``params``, and its state under each.
+The key of a group is the name of its first parameter. A group is a set of names, so the groups of
+several ranks are merged by their content. A parameter without state is only in its group. A tied
+parameter has all its names in ``params``, and its state under each.
 
-A tensor of the shape of its parameter is placed and sharded like it when it is loaded; any other
-one, and one called ``step``, lies whole on each rank. ``plain`` names the exceptions. ``joint`` is
-the state of no one parameter, such as that of LBFGS. ``plain`` and ``joint`` are there only if
-something is in them.
+A tensor of the shape of its parameter is placed and sharded like it when it is loaded. Any other
+tensor, and one called ``step``, is whole on each rank. ``plain`` names the exceptions. ``joint`` is
+state that belongs to no single parameter, such as that of LBFGS. ``plain`` and ``joint`` exist only
+if they are not empty.
 """
 
 from __future__ import annotations
@@ -39,10 +37,10 @@ from ckpipe.state.values import class_path
 from ckpipe.training.names import ModelNames, is_sharded
 
 OWN_OPTIONS = ("foreach", "fused", "capturable", "differentiable")
-"""Options that say how an optimizer computes, and not what: a load leaves them as they are."""
+"""Options that change the implementation and not the result: a load leaves them as they are."""
 
 NO_OPTIONS = ("params", "param_names")
-"""Keys of a group that say which parameters it has."""
+"""Keys of a group that name its parameters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +49,12 @@ class NamedOptimizer:
 
     Args:
         optimizer: The optimizer.
-        taken: What its ``state_dict()`` returned; with FSDP1, keyed by names.
-        numbers: What ``taken`` calls each parameter, in the order of the groups.
-        parameters: The parameters, in that order; with FSDP1, sharded tensors that stand for them.
+        taken: Its ``state_dict()``; with FSDP1, keyed by names.
+        numbers: The key of each parameter in ``taken``, in the order of the groups.
+        parameters: The parameters, in that order; with FSDP1, sharded tensors in their place.
         names: All names of each parameter.
-        fsdp: The FSDP1 model whose flat parameters it steps, if that is so.
-        units: Names of parameters that are one flat parameter, which all have state or none.
+        fsdp: The FSDP1 model whose flat parameters it steps, or None.
+        units: Names of parameters that form one flat parameter: all of them have state, or none.
     """
 
     optimizer: Optimizer
@@ -69,7 +67,7 @@ class NamedOptimizer:
 
     @property
     def groups(self) -> list[tuple[dict[str, Any], dict[str, Any], range]]:
-        """For each group: itself, what was taken of it, and the places of its parameters."""
+        """Each group with its entry in ``taken``, and the indices of its parameters."""
         found, start = [], 0
         for live, taken in zip(
             self.optimizer.param_groups, self.taken["param_groups"], strict=True
@@ -81,10 +79,10 @@ class NamedOptimizer:
 
     @property
     def kept_together(self) -> dict[str, Any] | None:
-        """The state of no one parameter, and what else its ``state_dict`` holds, if any.
+        """State that belongs to no single parameter, and other keys of the ``state_dict``, or None.
 
-        LBFGS keeps the state of all its parameters, laid end to end, under the first. So do others:
-        they are known by a flat tensor there that is as long as all parameters together.
+        LBFGS keeps the concatenated state of all its parameters under the first. Other optimizers
+        that do so are recognized by a flat tensor there, as long as all parameters together.
         """
         states, numbers = self.taken["state"], self.numbers
         known = set(numbers)
@@ -106,16 +104,16 @@ def named_optimizers(
     *,
     fsdp1: bool,
 ) -> list[NamedOptimizer]:
-    """Ask optimizers for their state, and name their parameters.
+    """Get the state of optimizers, and name their parameters.
 
     Args:
         modules: The modules that they step.
-        model: What these hold, by name.
+        model: The tensors of the modules, by name.
         optimizers: The optimizers.
-        fsdp1: Whether FSDP1 has made parameters of a module flat.
+        fsdp1: True if FSDP1 has flattened parameters of a module.
 
     Raises:
-        UnsupportedState: If a parameter of an optimizer is none of the model.
+        UnsupportedState: If a parameter of an optimizer is not one of the model.
     """
     if fsdp1:
         return [_of_fsdp1(modules, model, each) for each in optimizers]
@@ -145,16 +143,16 @@ def attach(
     options: Sequence[tuple[dict[str, Any], dict[str, Any]]],
     together: Mapping[str, Any] | None,
 ) -> None:
-    """Give an optimizer what was loaded.
+    """Put loaded state into an optimizer.
 
-    Its groups stay the same dicts, and tensors in them the same tensors. An optimizer that has a
-    ``load_state_dict`` of its own, or hooks on it, gets all by that.
+    Its groups stay the same dicts, and tensors in them the same tensors. An optimizer with a
+    ``load_state_dict`` of its own, or with hooks on it, gets all state by that method.
 
     Args:
         named: The optimizer.
-        states: The new state of parameters, by their places; None takes it away.
-        options: Groups, and what to put into them.
-        together: State of no one parameter, and what else its ``state_dict`` held.
+        states: The new state of parameters, by their indices; None removes it.
+        options: Groups with their new options.
+        together: State of no single parameter, and other keys of the ``state_dict``.
     """
     for group, new in options:
         for key, value in new.items():
@@ -175,7 +173,7 @@ def _put_state(
     states: Mapping[int, dict[str, Any] | None],
     together: Mapping[str, Any] | None,
 ) -> None:
-    """Put new state into that of an optimizer, which has these keys for its parameters."""
+    """Put new state into a mapping that has these keys for the parameters."""
     for place, new_state in states.items():
         if new_state is None:
             into.pop(keys[place], None)
@@ -221,7 +219,7 @@ def _load_state_dict(
 
 
 def _undo_casts(optimizer: Optimizer, packed: Mapping[str, Any]) -> None:
-    """Put back the dtypes that were saved, where torch gave state that of its parameter."""
+    """Restore saved dtypes if torch has cast state to the dtype of its parameter."""
     numbers = [number for group in packed["param_groups"] for number in group["params"]]
     parameters = [each for group in optimizer.param_groups for each in group["params"]]
     for number, parameter in zip(numbers, parameters, strict=True):
@@ -251,39 +249,39 @@ def _loads_its_own_way(optimizer: Optimizer) -> bool:
     )
 
 
-# FSDP1: flat parameters, of which torch makes named, sharded tensors by collectives.
+# FSDP1: torch makes named, sharded tensors of flat parameters by collectives.
 
 
 def is_fsdp1(module: nn.Module) -> bool:
-    """Tell whether a module is, or has in it, one that FSDP1 has made flat.
+    """True if a module is wrapped in FSDP1, or contains a wrapped one.
 
     Raises:
-        UnsupportedState: If it has no mesh, so that its shards could not be told apart.
+        UnsupportedState: If a wrapper has no mesh, so that its shards have no known place.
     """
     flat = [each for each in module.modules() if isinstance(each, FullyShardedDataParallel)]
     if any(getattr(each, "_device_mesh", None) is None for each in flat):
         raise UnsupportedState(
-            "The model is wrapped in FullyShardedDataParallel without a device mesh, and its "
-            "shards do not say where they belong",
+            "The model is wrapped in FullyShardedDataParallel without a device mesh, so the place "
+            "of its shards is unknown",
             hint="Wrap it with device_mesh=init_device_mesh(...), or use fully_shard",
         )
     return bool(flat)
 
 
 def model_state_dict(module: nn.Module, is_flat: bool) -> dict[str, Any]:
-    """Return the state of a module with its own parameters; new, sharded tensors with FSDP1."""
+    """Return the state of a module with its own parameters; with FSDP1, new sharded tensors."""
     if is_flat:
         with _sharded_state_dicts(module):
             return module.state_dict()
     try:
         state: dict[str, Any] = module.state_dict(keep_vars=True)
-    except TypeError:  # a subclass that takes no such argument
+    except TypeError:  # a subclass without that argument
         state = module.state_dict()
     return state
 
 
 def load_model_state_dict(module: nn.Module, state: dict[str, Any], *, strict: bool) -> None:
-    """Have a module load a state of its own keys."""
+    """Load a state of its own keys into a module."""
     if not is_fsdp1(module):
         module.load_state_dict(state, strict=strict)
         return
@@ -294,7 +292,7 @@ def load_model_state_dict(module: nn.Module, state: dict[str, Any], *, strict: b
 @contextlib.contextmanager
 def _sharded_state_dicts(module: nn.Module) -> Iterator[None]:
     with warnings.catch_warnings():
-        # Torch warns of its own deprecated functions, which it has no others for here.
+        # torch warns of its own deprecated functions, but has no replacement for them here.
         warnings.simplefilter("ignore")
         with FullyShardedDataParallel.state_dict_type(module, StateDictType.SHARDED_STATE_DICT):
             yield
@@ -337,7 +335,7 @@ def _of_fsdp1(
 
 
 def _bare(path: str, model: ModelNames) -> str:
-    """Return the name of a parameter that FSDP1 has laid flat, of its path with all wrappers."""
+    """Return the name of a parameter that FSDP1 has flattened, from its path with all wrappers."""
     inside, _, name = path.lstrip(".").rpartition(".")
     bare = model.modules[0].get(inside, inside)
     return f"{bare}.{name}" if bare else name
@@ -348,7 +346,7 @@ def optimizers_state(optimizers: Sequence[NamedOptimizer]) -> dict[str, Any]:
 
     Raises:
         UnsupportedState: If a parameter belongs to two optimizers, or if state is sharded in a way
-            that no other world could take up.
+            that no other world size could load.
     """
     groups: dict[str, Any] = {}
     states: dict[str, Any] = {}
@@ -378,7 +376,7 @@ def optimizers_state(optimizers: Sequence[NamedOptimizer]) -> dict[str, Any]:
                 key for key, value in state.items() if _is_exception(key, value, parameter, names)
             ]
             for name in names:
-                # Each its own dict, as one that stands in two places is slow to save.
+                # Each has its own dict, since a dict in two places is slow to save.
                 states[name] = dict(state)
                 if exceptions:
                     plain[name] = list(exceptions)
@@ -391,16 +389,14 @@ def optimizers_state(optimizers: Sequence[NamedOptimizer]) -> dict[str, Any]:
 
 
 def is_placed_like(key: str, shape: Sequence[int], parameter: torch.Tensor) -> bool:
-    """Tell whether a tensor of this shape is placed like its parameter, unless ``plain`` names
-    it.
-    """
+    """True if a tensor of this shape is placed like its parameter, unless ``plain`` names it."""
     return key != "step" and parameter.shape == shape
 
 
 def private_state(optimizers: Sequence[NamedOptimizer]) -> Iterator[tuple[str, str]]:
-    """Yield the names and keys of plain state that may differ between ranks that have it.
+    """Yield the names and keys of plain state that may differ between its ranks.
 
-    It is what an optimizer keeps for a parameter of which this rank holds a part.
+    That is plain state of sharded parameters.
     """
     for each in optimizers:
         for number, parameter, names in zip(each.numbers, each.parameters, each.names, strict=True):
@@ -423,10 +419,10 @@ def _groups(each: NamedOptimizer) -> Iterator[tuple[str, Any]]:
 
 
 def _is_exception(key: str, value: Any, parameter: torch.Tensor, names: Sequence[str]) -> bool:
-    """Tell whether a value has its parameter's shape and is plain all the same.
+    """True if a value has its parameter's shape but is plain.
 
     Raises:
-        UnsupportedState: If it is sharded otherwise than its parameter.
+        UnsupportedState: If it is sharded in another way than its parameter.
     """
     if not isinstance(value, torch.Tensor):
         if any(isinstance(each, DTensor) for each in tensors_in(value)):
@@ -456,7 +452,7 @@ def _refuse_sharded(each: NamedOptimizer, together: Mapping[str, Any]) -> None:
         if together["state"] and is_sharded(parameter):
             raise UnsupportedState(
                 f"A {type(each.optimizer).__name__} keeps state for all its parameters together, "
-                "and this one is sharded, so that no other world could take it up",
+                "and this one is sharded, so no other world size could load it",
                 key=names[0],
                 hint="Use another optimizer for sharded parameters, or leave it out",
             )
