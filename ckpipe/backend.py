@@ -175,7 +175,7 @@ class Upload(abc.ABC):
         connection breaks, the try is cancelled because it took too long, or an HTTP client sends
         the request once more by itself, and the store refuses the repetition. An upload that leaves
         a mark of its own on the object tells its own object from one of another writer, and frees
-        what it still holds when the object is its own.
+        its resources if the object is its own.
 
         Returns:
             True if the object is there and this upload has made it, else False. None, the default,

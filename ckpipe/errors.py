@@ -20,7 +20,7 @@
     │   ├── SharingConflict         the target shares bytes that differ in the checkpoint
     │   └── PerRankValue            ranks saved different values under one name
     ├── CorruptCheckpoint           load another one (``fallback=True`` does)
-    │   ├── ChecksumMismatch        bytes differ from what was saved
+    │   ├── ChecksumMismatch        bytes differ from the saved ones
     │   ├── TruncatedObject         an object is shorter than it was saved
     │   ├── MissingObject           an object is gone
     │   └── InvalidManifest         the metadata contradicts itself or the format
@@ -42,7 +42,7 @@
     │   ├── WorkerDied              the worker process is gone, and no other can take the save over
     │   ├── CommitConflict          another writer owns the name
     │   └── CommitUnknown           the commit may have landed or not
-    └── StoreError                  look at the store
+    └── StoreError                  check the store
         ├── ObjectNotFound          no object has this key
         ├── ObjectExists            an object already has this key
         ├── PermissionDenied        the store refuses the operation

@@ -99,7 +99,7 @@ def lent_state(save: Save, held: Sequence[StagedBlock]) -> Any:
             raise UnsupportedTopology(
                 "This rank stages only a part of the tensor",
                 key=captured.tensors[chunk.tensor].label,
-                hint="Leave what several ranks hold out of the save, or load the checkpoint",
+                hint="Leave tensors of several ranks out of the save, or load the checkpoint",
             )
     structure, part = save.contents()
     rows = tuple(replace(row, device="cpu") for row in structure.tensors)
@@ -165,10 +165,9 @@ class _Handle:
 
 
 class SaveHandle(_Handle):
-    """A save on its way. Awaiting the handle waits for :meth:`committed`.
+    """A save under way. An ``await`` of the handle waits for :meth:`committed`.
 
-    Waiting may be cancelled without cancelling the save, and may be done any number of times, by
-    any number of tasks.
+    A cancelled wait does not cancel the save. Any number of tasks may wait, any number of times.
     """
 
     def __init__(self, pipeline: Pipeline, save: Save) -> None:
@@ -263,7 +262,7 @@ class SaveHandle(_Handle):
 
 
 class SyncSaveHandle(_Handle):
-    """A save on its way, for code without an event loop."""
+    """A save under way, for code without an event loop."""
 
     def __init__(self, pipeline: SyncPipeline, save: Save) -> None:
         self._pipeline: SyncPipeline = pipeline

@@ -520,7 +520,7 @@ def from_data(data: Any) -> Rule:
 
     A dict has a ``keep`` (``last``, ``every``, ``best``, ``within``, ``any_of``, ``all_of``) and
     that rule's arguments, as in ``{"keep": "every", "steps": 1000}``; ``within`` takes
-    ``seconds``. A list keeps what any of its rules keeps. A rule is returned as it is.
+    ``seconds``. A list keeps the union of its rules. A rule is returned as it is.
 
     Raises:
         SettingsError: If the data describes no rule.

@@ -2,7 +2,7 @@
 
 A setting comes from the first of these that has it: a keyword, the environment, a TOML file
 (:meth:`Settings.from_file`), its default. Variables are called ``CKPIPE_`` and the setting's
-name, with ``__`` between a group and what is in it: ``CKPIPE_UPLOAD__LANES=8``. Values that
+name, with ``__`` between a group and its setting: ``CKPIPE_UPLOAD__LANES=8``. Values that
 begin with ``[`` or ``{`` are read as JSON, and so is every value below ``CKPIPE_BACKENDS__``
 that is JSON. Empty variables count as unset. ``CKPIPE_TEST_…``, ``CKPIPE_BENCH_…`` and
 ``CKPIPE_DEMO_…`` are no settings: they belong to the project's own tests, benchmarks and demo.

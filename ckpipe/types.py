@@ -413,7 +413,7 @@ class RankReport:
 
 # Possible bottlenecks of a save or load: a name for people, and the stages that it covers.
 _SAVE_PARTS = {
-    "Waiting for trainers to let go of the state lock": ("lock",),
+    "Waiting for trainers to release the state lock": ("lock",),
     "Waiting for staging memory that earlier saves held": ("wait",),
     "Walking the state and planning": ("walk", "plan"),
     "The copy into host memory": ("stage",),

@@ -64,7 +64,7 @@ def test_the_bottleneck_is_what_was_at_work_longest() -> None:
         "The upload took longest: 1.5 of 2 s (667 MB/s)>"
     )
     held_up = made(stage=copy, lock=StageReport(1.2))
-    assert held_up.bottleneck.startswith("Waiting for trainers to let go of the state lock")
+    assert held_up.bottleneck.startswith("Waiting for trainers to release the state lock")
     assert made().bottleneck == ""
     load = LoadReport({"read": StageReport(0.5, 10**6), "match": StageReport(0.6)}, 1.1, 10**6, 4)
     assert load.bottleneck == "Matching the checkpoint with the target took longest: 0.6 of 1.1 s"

@@ -505,7 +505,7 @@ def divide(
             "gone",
             key=broken,
             rank=rank,
-            hint="Change what is replicated on all ranks together; the next save plans anew",
+            hint="Change replicated tensors on all ranks together; the next save plans anew",
         )
     for share, offered in found:
         cuts = None if offered is None else _cuts(plan, offered)

@@ -204,7 +204,7 @@ class TorchAgreements:
             return await anyio.to_thread.run_sync(ask, abandon_on_cancel=True)
         except RuntimeError as error:
             raise UnsupportedTopology(
-                f"The ranks cannot agree on what to load: {error}",
+                f"The ranks cannot agree on a checkpoint to load: {error}",
                 rank=self._topology.rank,
                 hint="Keep rank 0 running while others load: it may hold the Store of "
                 "torch.distributed",

@@ -33,7 +33,7 @@ class SaveSchedule:
 
     **Steps.** The marks are the multiples of ``steps``. A save is due as soon as a mark has been
     reached or passed since the last save or load. So a mark that was skipped, or passed before a
-    crash, is made up for at the next query. Step 0 of a new run is no mark: it has nothing learned.
+    crash, is made up for at the next query. Step 0 of a new run is no mark: it is still untrained.
 
     **Seconds.** A save is due when that time has passed since the last save or load, or since the
     beginning.

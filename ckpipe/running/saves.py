@@ -178,7 +178,7 @@ class Saves:
         except SaveError as error:
             self.keep(error)
         except CkpipeError as error:
-            logger.warning("Earlier checkpoints could not be looked at: %s", error)
+            logger.warning("Earlier checkpoints could not be checked: %s", error)
 
     # The end of a save
 

@@ -122,7 +122,7 @@ def _check_selection(save: Save, context: SaveContext, flattened: Flattened) -> 
     if context.world_size > 1 or select.selects_all:
         return
     absent = unmatched(select, [captured.tree])
-    said = f"include has globs that match nothing in the state: {', '.join(absent)}"
+    said = f"include names labels that are not in the state: {', '.join(absent)}"
     if absent and not captured.tensors and not captured.values:
         hint = "Globs match whole labels, such as 'model.*' or 'optimizer'"
         raise UsageError(said, hint=hint)
