@@ -244,7 +244,7 @@ class Backend(abc.ABC):
     settings say otherwise."""
 
     def __init_subclass__(cls, **options: object) -> None:
-        """Reset an inherited ``read_here`` or ``put_volatile`` that an override would bypass.
+        """Reset an inherited ``read_here`` or ``put_volatile`` that would bypass an override.
 
         A class that overrides :meth:`read_into` or :meth:`put` gets the default of the fast path
         beside it, unless it overrides that one too.
@@ -256,7 +256,7 @@ class Backend(abc.ABC):
                 setattr(cls, short, getattr(Backend, short))
 
     async def __aenter__(self) -> Self:
-        """Open the store; create the root if the store has such a thing.
+        """Open the store; create the root if the store has one.
 
         Raises:
             StoreError: If the root cannot be created or used.

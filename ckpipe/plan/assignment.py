@@ -401,7 +401,7 @@ class _Boxes:
         if missing or sum(map(box_volume, boxes)) != box_volume(region):
             how = f"lack its box {missing[0]}" if missing else "overlap without being the same"
             raise UnsupportedState(
-                f"The parts of this tensor that ranks {_listed(ranks)} have {how}",
+                f"The boxes of this tensor on ranks {_listed(ranks)} {how}",
                 key=name,
                 rank=ranks[0],
                 hint="Save all of it, and place it alike wherever it is called replicated",

@@ -171,7 +171,7 @@ def _holdings(
         local_shape, holding = known[id(spread)]
         if local_shape is not None and local_shape != leaf.shape:
             raise UnsupportedState(
-                f"The local part of this DTensor has the shape {list(leaf.shape)}, and its "
+                f"The local tensor of this DTensor has the shape {list(leaf.shape)}, and its "
                 f"placements give this rank {list(local_shape)}",
                 key=leaf.label,
                 rank=rank,

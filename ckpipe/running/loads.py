@@ -4,9 +4,9 @@ Theory. Each of many ranks verifies only the bytes that it reads, so a checkpoin
 whole only after all ranks have read. For each candidate they agree on a verdict
 (:mod:`ckpipe.ranks.agree`). A rank that finds damage decides at once, for all: reject this
 checkpoint, and try that one next. The last rank to accept decides that the checkpoint is whole. The
-first decision stands, and no two can compete: a rank that found damage does not accept. Objects
-get their state only after the decision. Ranks wait for it for a bounded time, since a rank may have
-died.
+first decision stands, and the two verdicts cannot compete: a rank that found damage does not
+accept. Objects get their state only after the decision. Ranks wait for it for a bounded time, since
+a rank may have died.
 
 A worker of an ended trainer may still be finishing a checkpoint, and holds a lease on it. A load
 waits for that: otherwise a restart that loads the newest would take the one before, and repeat the
@@ -140,7 +140,7 @@ class Loads:
                 except CheckpointIncomplete:
                     if which is not None or not alone:
                         raise
-                    # It was the newest, and another process is deleting it.
+                    # It was the newest, and is being deleted.
                     info = await newest_repaired(self._context.patient)
                     continue
                 if isinstance(outcome, LoadResult):

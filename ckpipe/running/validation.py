@@ -121,7 +121,7 @@ def plain_metadata(metadata: Mapping[str, Any], step: int | None) -> dict[str, A
             f"Metadata must be plain JSON: {error}",
             step=step,
             key=None if name is None else str(name),
-            hint="Put other things in the state",
+            hint="Put other objects in the state",
         ) from error
 
 

@@ -6,7 +6,7 @@ Modules. ``torch.nn.Module.state_dict`` detaches each parameter and buffer, and 
 else. For a DTensor that costs more than the rest of its walk, and an attached tensor has all facts
 that the walk needs of a detached one. So the walk gets the attached tensors (``keep_vars``), and
 handles them as if they were detached. That is exact only as long as torch's own code makes the
-state. For a module with hooks after its ``state_dict``, with an own way to save, or with extra
+state. For a module with hooks after its ``state_dict``, with its own way to save, or with extra
 state, the plain ``state_dict`` is called.
 
 Registered types are converted to plain data and back by functions of the program.
