@@ -2,9 +2,9 @@
 
     python examples/async_loop.py          (about ten seconds; run it again to train further)
 
-The training step is plain torch and never awaits, so it blocks this program's event loop. The
-saves do not mind: a pipeline works on an event loop of its own, in a thread of its own. The
-output shows it: each save was durable before this coroutine awaited anything again.
+The training step is plain torch and never awaits, so it blocks this program's event loop. That
+does not delay the saves: a pipeline has its own event loop, in its own thread. The output shows
+it: each save was durable before this coroutine awaited anything again.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from pydoc_data.topics import topics
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F  # noqa: N812  (the name everybody uses)
+from torch.nn import functional as F  # noqa: N812  (the usual name)
 
 import ckpipe
 
-CONTEXT = 24  # bytes the model looks back
+CONTEXT = 24  # preceding bytes that the model sees
 
 
 async def train(checkpoints: Path, steps: int, save_every: int) -> None:
-    """Train some steps more than the newest checkpoint has, and save now and then."""
+    """Train some more steps after the newest checkpoint, and save now and then."""
     torch.manual_seed(1)
     text = torch.frombuffer(bytearray("".join(topics.values()).encode()), dtype=torch.uint8).long()
     model = nn.Sequential(
@@ -54,7 +54,7 @@ async def train(checkpoints: Path, steps: int, save_every: int) -> None:
 
 
 def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, text: Tensor) -> float:
-    """One ordinary optimizer step: predicts bytes from the bytes before them."""
+    """Take one ordinary optimizer step: predict bytes from the bytes before them."""
     starts = torch.randint(len(text) - CONTEXT, (512, 1))
     pieces = text[starts + torch.arange(CONTEXT + 1)]
     loss = F.cross_entropy(model(pieces[:, :-1]), pieces[:, -1])

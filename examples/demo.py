@@ -3,11 +3,11 @@
     python examples/demo.py          (or: make demo; about two minutes on two cores)
 
 1. `train_gpt.py` runs undisturbed.
-2. It runs again in a fresh folder and gets SIGKILL while a checkpoint is being written.
-3. The same command is started again: it resumes from the newest complete checkpoint.
-4. Every loss and the final parameters of both runs are compared, to the last bit.
+2. It runs again in a fresh folder and gets SIGKILL while it writes a checkpoint.
+3. The same command starts again and resumes from the newest complete checkpoint.
+4. Every loss and the final parameters of both runs are compared bit for bit.
 
-Options that this program does not know are passed on to `train_gpt.py`.
+Unknown options are passed to `train_gpt.py`.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ SAVING = re.compile(r"saving step (\d+)")
 
 
 class DemoFailed(Exception):
-    """The demo could not be carried through; the message says why."""
+    """The demo could not be completed; the message gives the reason."""
 
 
 @dataclass
 class Run:
-    """One training run: its command, where it writes, and what has been done to it."""
+    """One training run: its command, its folder, its kills and its resumes."""
 
     folder: Path
     options: list[str]
@@ -53,22 +53,22 @@ class Run:
         return [sys.executable, str(TRAIN_GPT), *places, *self.options]
 
     def records(self) -> list[dict[str, object]]:
-        """What the training logged: one record for each step, the last one for the whole run."""
+        """Read the log of the training: one record for each step, and a last one for the run."""
         return [json.loads(line) for line in (self.folder / "log.jsonl").read_text().splitlines()]
 
     def losses(self) -> list[tuple[int, str]]:
-        """Every step ever taken with its loss as exact hexadecimal, repeated steps included."""
+        """Return every step with its loss as exact hexadecimal, including repeated steps."""
         return [(int(str(r["step"])), str(r["loss"])) for r in self.records() if "step" in r]
 
     def seconds(self, name: str) -> list[float]:
         return [float(str(record[name])) for record in self.records() if name in record]
 
     def complete_steps(self) -> list[int]:
-        """The steps of all complete checkpoints: those that have an index."""
+        """Return the steps of all complete checkpoints: those that have an index."""
         return sorted(int(index.name[5:17]) for index in self.checkpoints.glob("step-*.json"))
 
     def bytes_of(self, step: int) -> int:
-        """How many bytes lie on the disk for one step, complete or not."""
+        """Count the bytes on the disk for one step, complete or not."""
         size = 0
         for file in self.checkpoints.glob(f"step-{step:012d}.*/**/*"):
             with suppress(FileNotFoundError):  # it may have got its final name meanwhile
@@ -78,7 +78,7 @@ class Run:
 
 @contextmanager
 def running(run: Run) -> Iterator[subprocess.Popen[str]]:
-    """Start the training; whatever happens, it does not outlive the block."""
+    """Start the training, and kill it at the end of the block in any case."""
     with subprocess.Popen(run.command, stdout=subprocess.PIPE, text=True) as process:
         try:
             yield process
@@ -87,7 +87,7 @@ def running(run: Run) -> Iterator[subprocess.Popen[str]]:
 
 
 def output_of(process: subprocess.Popen[str]) -> Iterator[str]:
-    """The lines that the training prints, shown to the reader as they come."""
+    """Yield the lines that the training prints, and print each of them at once."""
     assert process.stdout is not None
     for line in process.stdout:
         yield line
@@ -103,7 +103,7 @@ def train_to_the_end(run: Run) -> None:
 
 
 def train_and_kill(run: Run, from_step: int) -> int:
-    """Kills the training at the first save from a step on, and returns the step being saved."""
+    """Kill the training at the first save from a step on, and return the step being saved."""
     with running(run) as process:
         for line in output_of(process):
             saving = SAVING.match(line)
@@ -121,7 +121,7 @@ def train_and_kill(run: Run, from_step: int) -> int:
 def wait_for_bytes(run: Run, step: int) -> None:
     """Wait until the files of a step begin to take space, so that a kill finds them half done.
 
-    It looks again and again without a pause: the whole save takes a few hundredths of a second.
+    It polls without a pause: the whole save takes a few hundredths of a second.
     """
     give_up = time.monotonic() + 1
     while not run.bytes_of(step) and time.monotonic() < give_up:
@@ -129,7 +129,7 @@ def wait_for_bytes(run: Run, step: int) -> None:
 
 
 def kill_in_the_middle_of_a_save(run: Run, from_step: int) -> int:
-    """Kills until a kill has hit a save that was not complete; returns that save's step."""
+    """Kill until a kill has hit an incomplete save; return that save's step."""
     while True:
         step = train_and_kill(run, from_step)
         if step not in run.complete_steps():
@@ -140,7 +140,7 @@ def kill_in_the_middle_of_a_save(run: Run, from_step: int) -> int:
 
 
 def resume(run: Run) -> int:
-    """Start the same command again and return the step from which it went on."""
+    """Start the same command again and return the step from which it resumed."""
     before = len(run.losses())
     newest = run.complete_steps()[-1] if run.complete_steps() else 0
     train_to_the_end(run)
@@ -152,7 +152,7 @@ def resume(run: Run) -> int:
 
 
 def differences(undisturbed: Run, killed: Run) -> list[str]:
-    """Everything in which the two runs differ; nothing, if all is well.
+    """List the differences of the two runs; empty if they agree.
 
     Steps that were taken twice, before the kill and after the resume, must agree both times.
     """
@@ -206,7 +206,7 @@ def curve(losses: list[tuple[int, str]]) -> tuple[list[int], list[float]]:
 
 
 def demonstrate(folder: Path, options: list[str], kill_from: int, picture: Path) -> bool:
-    """Does all that the top of this file promises; returns whether the runs are identical."""
+    """Run the demo of the module docstring; return whether the runs are identical."""
     undisturbed, killed = Run(folder / "undisturbed", options), Run(folder / "killed", options)
     for run in (undisturbed, killed):
         run.checkpoints.mkdir(parents=True)

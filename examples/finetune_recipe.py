@@ -1,13 +1,13 @@
-"""A fine-tuning recipe: what it has to say of checkpoints is seven lines.
+"""A fine-tuning recipe with seven lines for checkpoints.
 
-    python examples/finetune_recipe.py                    (seconds; saves along the way)
+    python examples/finetune_recipe.py                    (seconds; saves during training)
     python examples/finetune_recipe.py --stop-after 25    (stops early ...)
-    python examples/finetune_recipe.py                    (... and goes on from the newest)
+    python examples/finetune_recipe.py                    (... and resumes from the newest)
 
 The base model stays frozen and is not saved: `include` names the adapters and the optimizer. Saves
-along the way are written while training goes on. The last one is written in another form besides,
-for programs that know nothing of ckpipe: the adapters alone, as safetensors with an index, in the
-folder `step-….hf`. With `final_format="torch"` it would be a file for `torch.load`.
+are written while training continues. The last save is also written in another form, for programs
+that do not know ckpipe: the adapters alone, as safetensors with an index, in the folder
+`step-….hf`. With `final_format="torch"` it would be a file for `torch.load`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import ckpipe
 
 
 class Adapted(nn.Module):
-    """A frozen linear layer and a small correction that is learned."""
+    """A frozen linear layer with a small learned correction."""
 
     def __init__(self, base: nn.Linear, rank: int = 4) -> None:
         super().__init__()
@@ -36,13 +36,13 @@ class Adapted(nn.Module):
 
 
 def pretrained() -> nn.Module:
-    """A base model that is always the same, with adapters."""
+    """Make a base model that is always the same, with adapters."""
     torch.manual_seed(0)
     return nn.Sequential(Adapted(nn.Linear(16, 64)), nn.GELU(), Adapted(nn.Linear(64, 1)))
 
 
 def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> float:
-    """One ordinary step, on data that depend on nothing but its number."""
+    """Take one ordinary step, on data that depend on its number only."""
     x = torch.randn(32, 16, generator=torch.Generator().manual_seed(step))
     loss = (model(x) - x[:, :2].prod(1, keepdim=True)).square().mean()
     optimizer.zero_grad()
@@ -52,7 +52,7 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) ->
 
 
 def finetune(output: Path, steps: int, stop_after: int | None) -> None:
-    """The recipe."""
+    """Run the recipe."""
     torch.set_num_threads(1)
     model = pretrained()
     adapters = [each for each in model.parameters() if each.requires_grad]

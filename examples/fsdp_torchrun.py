@@ -1,11 +1,12 @@
 """Train a small GPT sharded over several processes, save without collectives, resume on others.
 
     torchrun --nproc-per-node 4 examples/fsdp_torchrun.py --checkpoints /tmp/sharded
-    ... kill it whenever you like (kill -9 any of the processes), then go on with two:
+    ... kill it at any time (kill -9 any of the processes), then resume with two:
     torchrun --nproc-per-node 2 examples/fsdp_torchrun.py --checkpoints /tmp/sharded
 
 Every rank writes its own shards and its own manifest, and waits for no other rank. A checkpoint
-is complete once all of them have; the newest complete one loads into any number of ranks.
+is complete once all ranks have written theirs. The newest complete checkpoint loads into any
+number of ranks.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.nn import functional as F  # noqa: N812  (the name everybody uses)
+from torch.nn import functional as F  # noqa: N812  (the usual name)
 from train_gpt import GPT, english_text, say
 
 import ckpipe
@@ -63,7 +64,7 @@ def train(options: argparse.Namespace) -> None:
 
 
 def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor) -> float:
-    """Take one step on this rank's part of the batch; return the loss over all ranks."""
+    """Take one step on this rank's share of the batch; return the loss over all ranks."""
     logits = model(batch[:, :-1])
     loss = F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
     optimizer.zero_grad()
@@ -75,7 +76,7 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor
 
 
 def batch_of(text: Tensor, step: int, rank: int, ranks: int) -> Tensor:
-    """This rank's part of a step's samples, which depend on the step alone."""
+    """Return this rank's share of a step's samples, which depend on the step alone."""
     generator = torch.Generator().manual_seed(step)
     starts = torch.randint(len(text) - 33, (BATCH, 1), generator=generator)
     pieces: Tensor = text[starts + torch.arange(33)]

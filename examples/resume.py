@@ -1,16 +1,16 @@
-"""A run that can be stopped in the middle of an epoch and goes on as if nothing had happened.
+"""A run that you can stop in the middle of an epoch and resume without a difference.
 
     python examples/resume.py                    (a second; run it again: nothing is left to do)
     python examples/resume.py --stop-after 25    (stops in the middle of an epoch ...)
-    python examples/resume.py                    (... and goes on with the very next batch)
+    python examples/resume.py                    (... and resumes with the next batch)
 
-What decides the next step is all in one state: model, optimizer, schedule, the random generators
-(there is dropout), and the data loader with its epoch and its place in it. The losses of a run
-that was stopped are those of one that was not, to the last bit. A loader of torchdata, its
-StatefulDataLoader, has `state_dict` too and would go into the state in the same way.
+One state holds everything that the next step depends on: model, optimizer, schedule, the random
+generators (there is dropout), and the data loader with its epoch and its position. The losses of a
+stopped run equal those of an uninterrupted one, bit for bit. The StatefulDataLoader of torchdata
+also has `state_dict` and goes into the state in the same way.
 
 Instead of --stop-after, send the process SIGTERM, as a scheduler does before it takes a machine
-away: the run saves the step that it is in and leaves.
+away: the run saves its current step and leaves.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ import ckpipe
 
 
 class Batches:
-    """Shuffled batches, one epoch for each time it is iterated over; knows where it is.
+    """Shuffled batches, one epoch for each iteration; knows its position.
 
-    The order of an epoch depends on the seed and the epoch alone, so that the place in it is all
-    there is to save.
+    The order of an epoch depends on the seed and the epoch only, so the position is all that a
+    save needs.
     """
 
     def __init__(self, inputs: Tensor, targets: Tensor, size: int, seed: int = 0) -> None:
@@ -55,7 +55,7 @@ class Batches:
 
 
 def train(checkpoints: Path, epochs: int, stop_after: int | None) -> None:
-    """Train to the end of the last epoch, or stops early; goes on where it stopped before."""
+    """Train to the end of the last epoch, or stop early; resume from the newest checkpoint."""
     torch.manual_seed(0)
     torch.set_num_threads(1)
     inputs = torch.randn(320, 16)
@@ -91,7 +91,7 @@ def train(checkpoints: Path, epochs: int, stop_after: int | None) -> None:
 
 
 def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> float:
-    """One ordinary optimizer step."""
+    """Take one ordinary optimizer step."""
     loss = (model(x) - y).square().mean()
     optimizer.zero_grad()
     loss.backward()

@@ -1,11 +1,11 @@
-"""Save to an S3 bucket, stop, and go on from there.
+"""Save to an S3 bucket, stop, and resume from it.
 
     python examples/s3_quickstart.py s3://my-bucket/quickstart
     python examples/s3_quickstart.py s3://demo/run-1 --endpoint-url http://127.0.0.1:8333
 
-The first form is for AWS, with the credentials that every AWS tool finds; the second for a
+The first form is for AWS, with the credentials that every AWS tool finds. The second form is for a
 compatible store, such as the one that `make servers` starts on this machine. Run it again, and it
-goes on from its newest checkpoint.
+resumes from its newest checkpoint.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import ckpipe
 
 
 def train(url: str, options: dict[str, Any], steps: int) -> None:
-    """Train some steps more than the newest checkpoint has."""
+    """Train some more steps after the newest checkpoint."""
     model = nn.Sequential(nn.Linear(512, 2048), nn.ReLU(), nn.Linear(2048, 512))
     optimizer = torch.optim.AdamW(model.parameters())
     state = {"model": model, "optimizer": optimizer, "rng": ckpipe.RngState()}

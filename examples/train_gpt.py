@@ -1,12 +1,12 @@
 """Train a small GPT on the documentation of Python, and save checkpoints while it trains.
 
-Run it, stop it whenever you like (Ctrl-C, kill -9, a power cut), and run the same command
-again: it goes on from its newest complete checkpoint, and the losses that follow are the same,
-to the last bit, as if nothing had happened.
+Run it, stop it at any time (Ctrl-C, kill -9, a power cut), and run the same command again: it
+resumes from its newest complete checkpoint. The following losses are the same, bit for bit, as
+without the stop.
 
     python examples/train_gpt.py --checkpoints /tmp/my-run --log /tmp/my-run.jsonl
 
-Everything that ckpipe needs is in `train`; the rest is an ordinary GPT.
+All code for ckpipe is in `train`; the rest is an ordinary GPT.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pydoc_data.topics import topics
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F  # noqa: N812  (the name everybody uses)
+from torch.nn import functional as F  # noqa: N812  (the usual name)
 
 import ckpipe
 
@@ -35,8 +35,8 @@ def train(options: argparse.Namespace) -> None:
     scheduler = warmup_then_cosine(optimizer, options.steps)
     progress = ckpipe.Progress(bytes_seen=0)
 
-    # All that the next step depends on. The random state belongs to it: it decides which text
-    # comes next and which neurons dropout silences.
+    # Everything that the next step depends on. The random state decides which text comes next and
+    # which neurons dropout silences.
     state = {
         "model": model,
         "optimizer": optimizer,
@@ -75,7 +75,7 @@ def train(options: argparse.Namespace) -> None:
             if step % 20 == 0 or step == options.steps:
                 say(f"step {step:4d}   loss {loss:.4f}")
 
-        # Leaving the `with` block waits for the saves that are still on their way.
+        # Leaving the `with` block waits for the saves that still run.
         log.write(json.dumps({"bytes_seen": progress.bytes_seen, "sha256": checksum(model)}) + "\n")
 
 
@@ -145,13 +145,13 @@ class Block(nn.Module):
 
 
 def english_text() -> Tensor:
-    """The help texts that ship with every Python: about 460 KB of English, as bytes."""
+    """Return the help texts of Python as bytes: about 460 KB of English."""
     text = "\n\n".join(topics[name] for name in sorted(topics))
     return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).long()
 
 
 def random_batch(text: Tensor, batch: int, context: int) -> Tensor:
-    """Random pieces of the text: each `context` bytes, and one more to predict."""
+    """Return random excerpts of the text: each `context` bytes, and one more to predict."""
     starts = torch.randint(len(text) - context, (batch, 1))
     pieces: Tensor = text[starts + torch.arange(context + 1)]
     return pieces
@@ -160,7 +160,7 @@ def random_batch(text: Tensor, batch: int, context: int) -> Tensor:
 def warmup_then_cosine(
     optimizer: torch.optim.Optimizer, steps: int
 ) -> torch.optim.lr_scheduler.LambdaLR:
-    """A learning rate that rises for a twentieth of the steps, then falls along a cosine."""
+    """Make a learning rate that rises for a twentieth of the steps, then falls along a cosine."""
     warmup = max(1, steps // 20)
 
     def factor(step: int) -> float:
@@ -170,14 +170,14 @@ def warmup_then_cosine(
 
 
 def make_deterministic(seed: int, threads: int) -> None:
-    """Make two runs equal to the last bit: sums depend on how work is split over threads."""
+    """Make two runs equal bit for bit: sums depend on the number of threads."""
     torch.manual_seed(seed)
     torch.use_deterministic_algorithms(True)
     torch.set_num_threads(threads)
 
 
 def checksum(model: nn.Module) -> str:
-    """The SHA-256 of all parameters, in order."""
+    """Compute the SHA-256 of all parameters, in order."""
     digest = hashlib.sha256()
     for parameter in model.parameters():
         digest.update(parameter.detach().numpy().tobytes())
@@ -197,10 +197,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=320)
     parser.add_argument("--save-every", type=int, default=40)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--threads", type=int, default=2, help="other numbers round otherwise")
+    parser.add_argument("--threads", type=int, default=2, help="another number rounds differently")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--width", type=int, default=192, help="a multiple of 32")
-    parser.add_argument("--context", type=int, default=128, help="bytes the model looks back")
+    parser.add_argument("--context", type=int, default=128, help="preceding bytes in the model")
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--dropout", type=float, default=0.1)
     return parser.parse_args()

@@ -32,7 +32,7 @@ Work = Callable[[sqlite3.Connection], T]
 KINDS: dict[int, type[StoreError]] = {
     sqlite3.SQLITE_FULL: StoreFull,
     sqlite3.SQLITE_READONLY: PermissionDenied,
-    sqlite3.SQLITE_BUSY: StoreUnavailable,  # it is transient: the pipeline tries again
+    sqlite3.SQLITE_BUSY: StoreUnavailable,  # it is transient: the pipeline retries
     sqlite3.SQLITE_LOCKED: StoreUnavailable,
 }
 HINTS = {
@@ -47,7 +47,7 @@ class SqliteBackend(Backend):
     Args:
         url: ``sqlite://`` and the path of the file; its folder must exist.
         timeout: Seconds to wait for other processes that write.
-        access: ``"read"`` takes the file as it is: opening makes and changes nothing.
+        access: With ``"read"`` opening makes and changes nothing.
 
     Raises:
         UsageError: If the URL has no path.
@@ -88,12 +88,12 @@ class SqliteBackend(Backend):
     # Transactions
 
     async def write(self, key: str, work: Work[T]) -> T:
-        """Runs a transaction that writes; SQLite has one writer at a time, so they queue here."""
+        """Run a transaction that writes; SQLite has one writer at a time, so writers queue here."""
         async with self._turn:
             return await run_in_thread(self._transact, "BEGIN IMMEDIATE", key, work)
 
     async def _read(self, key: str, work: Work[T]) -> T:
-        """Runs a transaction that reads, beside all others, of what was there when it began."""
+        """Run a transaction that reads a snapshot, beside all other transactions."""
         return await run_in_thread(self._transact, "BEGIN", key, work)
 
     def _transact(self, begin: str, key: str, work: Work[T]) -> T:
@@ -103,13 +103,13 @@ class SqliteBackend(Backend):
                 return work(db)
 
     def _write_ahead(self) -> None:
-        """Lets readers go on beside the writer; the file remembers it."""
+        """Let readers continue beside the writer; the file keeps this mode."""
         with _translated(self._path), self._connection() as db:
             db.execute("PRAGMA journal_mode = WAL")
 
     @contextmanager
     def _connection(self) -> Iterator[sqlite3.Connection]:
-        """A connection that only this thread uses meanwhile; one that failed is not used again."""
+        """Lend a connection to this thread alone; a failed one is not used again."""
         try:
             db = self._idle.pop()
         except IndexError:
@@ -122,13 +122,13 @@ class SqliteBackend(Backend):
         self._idle.append(db)
 
     def _connect(self) -> sqlite3.Connection:
-        # Who only looks takes leases, which are written where the file may be; "rw" makes no file.
+        # A reader writes leases if the file permits it; "rw" makes no file.
         mode = "rw" if self._access == "read" else "rwc"
         db = sqlite3.connect(
             f"{self._path.as_uri()}?mode={mode}", uri=True, timeout=self._timeout,
             isolation_level=None, check_same_thread=False,
         )  # fmt: skip
-        db.execute("PRAGMA synchronous = FULL")  # what is committed survives a loss of power
+        db.execute("PRAGMA synchronous = FULL")  # a commit survives a power loss
         return db
 
     # The contract
@@ -182,7 +182,7 @@ class SqliteBackend(Backend):
 
 
 class SqliteUpload(Upload):
-    """Blocks that no object names yet."""
+    """The blocks of an object that does not exist yet."""
 
     def __init__(self, backend: SqliteBackend, key: str, size: int, number: int) -> None:
         self._backend, self._key, self._size, self._number = backend, key, size, number
@@ -203,7 +203,7 @@ class SqliteUpload(Upload):
 
 @contextmanager
 def _translated(path: Path, key: str = "") -> Iterator[None]:
-    """Turns what SQLite raises into the errors that a pipeline knows what to do about."""
+    """Translate errors of SQLite to the errors that a pipeline handles."""
     try:
         yield
     except sqlite3.IntegrityError as error:

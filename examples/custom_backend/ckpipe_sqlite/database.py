@@ -1,8 +1,8 @@
 """Objects, uploads and blocks in tables: plain blocking functions on a connection.
 
 An object is a row that names an upload; the upload's blocks hold its bytes. The row is inserted
-last, so an object is there whole or not at all, and its key is the primary key, so of several
-writers one wins.
+last, so an object is there whole or not at all. Its key is the primary key, so exactly one of
+several writers wins.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ TABLES = {
     "data BLOB NOT NULL, UNIQUE (upload, start))",
 }
 PIECE = 1 << 20
-"""How much of a block is in Python's memory at a time, in bytes."""
+"""The bytes of a block that are in Python's memory at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Found:
 
 
 def prepare(db: sqlite3.Connection) -> None:
-    """Makes the tables of a new database; one that has any must be ours."""
+    """Make the tables of a new database; refuse one that has other tables."""
     if _tables(db):
         check(db)
         return
@@ -45,7 +45,7 @@ def prepare(db: sqlite3.Connection) -> None:
 
 
 def check(db: sqlite3.Connection) -> None:
-    """Refuses a database that holds something else, or nothing."""
+    """Refuse a database that holds something else, or nothing."""
     if not TABLES.keys() <= _tables(db):
         (_, _, path) = db.execute("PRAGMA database_list").fetchone()
         message = f"{path} is an SQLite database, but not one of checkpoints"
@@ -57,13 +57,13 @@ def _tables(db: sqlite3.Connection) -> set[str]:
 
 
 def begin_upload(db: sqlite3.Connection, key: str) -> int:
-    """A new upload, of which nothing is visible."""
+    """Begin an upload, of which nothing is visible; return its number."""
     query = "INSERT INTO uploads (key, time) VALUES (?, ?) RETURNING upload"
     return int(db.execute(query, (key, _now())).fetchone()[0])
 
 
 def write_block(db: sqlite3.Connection, upload: int, start: int, data: memoryview) -> None:
-    """Writes a block of an upload; one that is there already is replaced by the same bytes."""
+    """Write a block of an upload; the same bytes replace a block that is already there."""
     query = (
         "INSERT INTO blocks (upload, start, data) VALUES (?, ?, zeroblob(?)) "
         "ON CONFLICT DO UPDATE SET data = excluded.data RETURNING id"
@@ -75,8 +75,8 @@ def write_block(db: sqlite3.Connection, upload: int, start: int, data: memoryvie
 
 
 def publish(db: sqlite3.Connection, key: str, upload: int, size: int) -> None:
-    """Makes an upload an object. Raises IntegrityError if the key is taken."""
-    # The time is what tells an upload that is under way from one that has become an object.
+    """Make an upload an object. Raises IntegrityError if the key is taken."""
+    # An upload in progress has a time; one that has become an object has none.
     query = "UPDATE uploads SET time = NULL WHERE upload = ? AND time IS NOT NULL"
     if db.execute(query, (upload,)).rowcount != 1:
         raise StoreError("The upload was given up", key=key)
@@ -84,14 +84,14 @@ def publish(db: sqlite3.Connection, key: str, upload: int, size: int) -> None:
 
 
 def abandon(db: sqlite3.Connection, upload: int) -> None:
-    """Removes an upload, unless it has become an object."""
+    """Remove an upload, unless it has become an object."""
     query = "DELETE FROM uploads WHERE upload = ? AND time IS NOT NULL"
     if db.execute(query, (upload,)).rowcount:
         db.execute("DELETE FROM blocks WHERE upload = ?", (upload,))
 
 
 def abandon_stale(db: sqlite3.Connection, prefix: str, before: datetime) -> int:
-    """Removes uploads below a prefix that were begun before a time; says how many."""
+    """Remove uploads below a prefix that began before a time; return their number."""
     query = "SELECT upload FROM uploads WHERE time < ? AND substr(key, 1, ?) = ?"
     stale = db.execute(query, (before.isoformat(), len(prefix), prefix)).fetchall()
     for (upload,) in stale:
@@ -100,7 +100,7 @@ def abandon_stale(db: sqlite3.Connection, prefix: str, before: datetime) -> int:
 
 
 def find(db: sqlite3.Connection, key: str) -> Found:
-    """The object of a key."""
+    """Find the object of a key."""
     row = db.execute("SELECT * FROM objects WHERE key = ?", (key,)).fetchone()
     if row is None:
         raise ObjectNotFound("No object has this key", key=key)
@@ -108,7 +108,7 @@ def find(db: sqlite3.Connection, key: str) -> Found:
 
 
 def read(db: sqlite3.Connection, key: str, offset: int, buffer: memoryview) -> None:
-    """Fills a buffer with an object's bytes."""
+    """Fill a buffer with an object's bytes."""
     found, end = find(db, key), offset + len(buffer)
     if end > found.info.size:
         raise TruncatedObject(f"The object has {found.info.size} bytes, not {end}", key=key)
@@ -126,7 +126,10 @@ def read(db: sqlite3.Connection, key: str, offset: int, buffer: memoryview) -> N
 
 
 def objects(db: sqlite3.Connection, prefix: str) -> Iterator[ObjectInfo]:
-    """The objects below a prefix, which is empty or ends with a slash; by a range of the index."""
+    """Yield the objects below a prefix, by a range of the index.
+
+    The prefix is empty or ends with a slash.
+    """
     behind = prefix[:-1] + "0" if prefix else "\U0010ffff"  # "0" comes after "/"
     query = "SELECT key, size, time FROM objects WHERE key >= ? AND key < ?"
     with closing(db.execute(query, (prefix, behind))) as rows:
@@ -135,7 +138,7 @@ def objects(db: sqlite3.Connection, prefix: str) -> Iterator[ObjectInfo]:
 
 
 def remove(db: sqlite3.Connection, keys: Iterable[str]) -> None:
-    """Deletes objects; the file's pages are free for others then."""
+    """Delete objects, which frees the file's pages for others."""
     for key in keys:
         query = "DELETE FROM objects WHERE key = ? RETURNING upload"
         for (upload,) in db.execute(query, (key,)).fetchall():

@@ -1,4 +1,4 @@
-"""The backend meets the contract, and what is not in the contract but in its README."""
+"""Test the contract, and the claims of the package's README."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class TestSqlite(BackendConformance):
 
 
 def started(command: list[str]) -> subprocess.Popen[str]:
-    """A process that is talked to through pipes."""
+    """Start a process whose standard input and output are pipes."""
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
