@@ -1,11 +1,11 @@
 """Write checkpoints in forms that other programs load: a file of ``torch.save``, or a hub's.
 
 An export lies in a folder ``<id>.torch`` or ``<id>.hf``, beside its checkpoint or on another
-store. Retention never touches it. It is made from the checkpoint itself, every byte verified, so
-tensors are whole no matter how many ranks held them. Files are created and never replaced. The
-file by which a reader finds the others comes last: an interrupted export does not look like one,
-and a second try writes the same bytes. An existing file is compared by its size and checksum: its
-name does not tell from which part of a state, or by which version of torch, it was made.
+store. No retention touches it. It is made from the checkpoint itself, and every byte is verified,
+so tensors are whole however many ranks held them. Files are created and never replaced. The file
+by which a reader finds the others comes last: an interrupted export does not look like a finished
+one, and repeating it gives the same files. An existing file is compared byte for byte: its name
+does not tell which part of a state, or which version of torch, it was made from.
 
 Source of the sharded form: the files that ``save_pretrained`` of transformers 5 writes, shards
 ``model-00001-of-0000N.safetensors`` and ``model.safetensors.index.json``.
@@ -51,7 +51,7 @@ _Named = tuple[str, TensorRow]
 """A tensor of an export: its name there, and its row in the checkpoint."""
 
 _BATCH_BYTES = 256 << 20
-"""Most bytes of tensors in memory at a time, unless a single one is larger."""
+"""The bytes of tensors in memory at a time, unless a single tensor is larger."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class Exported:
     Args:
         folder: The folder on the store, relative to the root.
         files: Names of its files.
-        bytes: Their total size.
+        bytes: Their size together.
     """
 
     folder: str
@@ -80,27 +80,25 @@ async def export(
     *,
     expanded: bool = False,
 ) -> Exported:
-    """Write a checkpoint in another form; a second call changes nothing.
+    """Write a checkpoint in another form; repeating it changes nothing.
 
     Args:
         backend: The store of the checkpoint, which retries its requests.
         bundle: The checkpoint's index, validated.
         arena: Lends the blocks that are read into; used on the caller's thread only.
-        settings: The settings; they name the part to export, and the limits.
+        settings: The settings, with the part to export and its form.
         form: ``"torch"`` or ``"hf"``.
-        policy: The retries of writes of blocks.
-        target: The store to write to, which retries its requests too; None writes beside the
-            checkpoint.
-        expanded: True if ``"hf"`` may write far more bytes than the checkpoint stores.
+        policy: The retry policy for writing blocks.
+        target: The target store, which retries its requests too; None for beside the checkpoint.
+        expanded: Whether ``"hf"`` may write far more bytes than the checkpoint stores.
 
     Raises:
-        UsageError: If the part to export does not exist, or would take far more bytes than are
-            stored of it.
+        UsageError: If the part to export is missing, or takes far more bytes than are stored.
         UnsupportedState: If a tensor has a dtype that safetensors lacks, or, for ``"torch"``, the
             checkpoint holds pickled objects and these are refused.
-        CommitConflict: If a file with other bytes lies there already.
+        CommitConflict: If there is already a file with other bytes.
         CorruptCheckpoint: If the checkpoint is damaged.
-        StoreError: If the store failed; exporting again goes on.
+        StoreError: If the store failed; repeating the export continues it.
     """
     folder = f"{bundle.id}.{form}/"
     work = _Exporting(backend, bundle, arena, settings, policy, target or backend, folder)
@@ -184,7 +182,7 @@ class _Exporting:
 
     @asynccontextmanager
     async def _file(self, name: str, size: int) -> AsyncIterator[ExportFile]:
-        """Open a file that becomes visible after the ``with`` block, or is removed on an error."""
+        """Open a file that becomes visible after the ``with`` block; an error leaves nothing."""
         self.written += size
         key, wanted = self.folder + name, self.settings.staging.block_bytes
         block_bytes = block_bytes_for(size, wanted, self.target.limits)
@@ -204,16 +202,16 @@ class _Exporting:
             raise
 
     async def _check(self, key: str, size: int, sum: int, block_bytes: int) -> None:
-        """Compare an existing file with the bytes that the export would have written.
+        """Compare an existing file with the file of this export.
 
         Args:
             key: The key of the file.
-            size: Its size in bytes.
+            size: The size of the export's file in bytes.
             sum: Its CRC-32C.
-            block_bytes: Size of a read.
+            block_bytes: The bytes of one read.
 
         Raises:
-            CommitConflict: If the file has other bytes.
+            CommitConflict: If the files differ.
             StoreError: If the store failed.
         """
         if (await self.target.stat(key)).size == size:
@@ -225,25 +223,25 @@ class _Exporting:
             if found == sum:
                 return
         raise CommitConflict(
-            "A file with other bytes exists where this export belongs",
+            "A file with other bytes has the name of this export's file",
             step=self.bundle.id.step,
             key=key,
-            hint="Delete its folder and export again, or export to another place",
+            hint="Delete its folder and export again, or export to another target",
         )
 
 
 class _Sink:
-    """The file that ``torch.save`` writes to in a worker thread.
+    """Count the bytes that ``torch.save`` writes in a worker thread, and pass them to a file.
 
     Args:
-        file: A file on the loop that gets the bytes; None only counts them.
+        file: A file on the loop; None only counts.
     """
 
     def __init__(self, file: ExportFile | None = None) -> None:
         self._file, self.size = file, 0
 
     def write(self, data: Any) -> int:
-        """Count the bytes, and pass them on."""
+        """Take bytes."""
         view = memoryview(data).cast("B")
         self.size += len(view)
         if self._file is not None:
@@ -251,7 +249,7 @@ class _Sink:
         return len(view)
 
     def flush(self) -> None:
-        """Do nothing: full blocks are flushed by themselves."""
+        """Do nothing: a block of the file is flushed when it is full."""
 
 
 def _save(state: Any, file: Any) -> None:
@@ -263,15 +261,15 @@ def _nbytes(tensor: _Named) -> int:
 
 
 def named_tensors(bundle: ManifestDocument, part: str | None) -> list[_Named]:
-    """Return the tensors to export with their names, those with the widest items first.
+    """List the tensors to export with their names, those with the widest elements first.
 
     Args:
         bundle: The index.
-        part: The label that holds them; None takes ``model`` if the state has it at its top or one
-            level below, else all of the state.
+        part: The label of the part to export; None takes ``model`` if the state has it at its top
+            or one level below, else all of the state.
 
     Raises:
-        UsageError: If no tensor is under the label.
+        UsageError: If there is no such part, or no tensor in it.
     """
     rows: dict[str, TensorRow] = {}
     for structure in bundle.structures:
@@ -309,7 +307,7 @@ def _no_part(part: str | None) -> UsageError:
 def batches(
     items: Iterable[Item], nbytes: Callable[[Item], int], most: int
 ) -> Iterator[list[Item]]:
-    """Group items in their order; a group has at most ``most`` bytes, or a single larger item."""
+    """Group items, in their order, so that a group has at most ``most`` bytes or one item."""
     group: list[Item] = []
     filled = 0
     for each in items:
@@ -341,12 +339,12 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
 
 
 class ExportFile:
-    """An upload that is written like a file, from its beginning to its end.
+    """A file being written, from its beginning to its end.
 
     Args:
         upload: The upload that was opened for it.
-        policy: The retries of writes of blocks.
-        block_bytes: The size of all blocks but the last.
+        policy: The retry policy for writing blocks.
+        block_bytes: The size of all blocks except the last.
     """
 
     def __init__(self, upload: Upload, policy: RetryPolicy, block_bytes: int) -> None:
@@ -356,7 +354,7 @@ class ExportFile:
         self.sum = 0
 
     async def write(self, data: memoryview) -> None:
-        """Append bytes.
+        """Write the next bytes.
 
         Raises:
             StoreError: If the store failed.
@@ -370,7 +368,7 @@ class ExportFile:
                 await self.flush()
 
     async def flush(self) -> None:
-        """Write the current block if it holds any bytes."""
+        """Write the block that is being filled, unless it is empty."""
         if not self._filled:
             return
         block, offset = self._block[: self._filled], self._offset
@@ -382,11 +380,11 @@ class ExportFile:
 
 @asynccontextmanager
 async def exported(context: SaveContext, save: Save) -> AsyncIterator[None]:
-    """Run a save in the block, and export it if it is final and the settings ask for that.
+    """Export the save of the ``with`` block, if it is final and the settings request an export.
 
-    Of several ranks, the first one exports. Meanwhile no retention removes the checkpoint, neither
-    that of this process nor, by a lease that exists before the save begins, that of its worker or
-    of another rank.
+    With several ranks, rank 0 exports. Meanwhile no retention removes the checkpoint: neither that
+    of this process nor that of its worker or of another rank. For those there is a lease before the
+    save begins.
 
     Args:
         context: The context of the save.
@@ -400,7 +398,7 @@ async def exported(context: SaveContext, save: Save) -> AsyncIterator[None]:
     if form == "ckpipe" or context.rank != 0 or not save.request.final:
         yield
         return
-    context.loading[save.name] += 1  # also where no lease can be written
+    context.loading[save.name] += 1  # protects it even if no lease can be written
     try:
         async with under_lease(context.patient, save.name + EXPORTING):
             yield

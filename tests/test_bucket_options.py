@@ -167,7 +167,7 @@ async def test_tls_where_none_is_spoken(
     endpoint = server.url.replace("http:", "https:")
     options: dict[str, Any] = {"anonymous": True} if scheme == "gs" else {}
     async with make(scheme, endpoint_url=endpoint, **options) as backend:
-        with pytest.raises(errors.StoreError, match=r"no TLS is spoken.*https or http") as found:
+        with pytest.raises(errors.StoreError, match=r"does not use TLS.*https or http") as found:
             await backend.stat("a")
     assert not found.value.transient
 

@@ -132,7 +132,7 @@ def test_a_like_named_part_of_the_same_shapes_is_not_taken_for_it(
     assert call("export", tmp_path / "run", "--format", form).code == 0, "the same is no conflict"
     done = call("export", tmp_path / "run", "--format", form, "--part", "mean")
     assert done.code == 3
-    assert "A file with other bytes" in done.err
+    assert "A file with other bytes has the name" in done.err
 
 
 def test_expanded_tensor_is_not_written_out_unasked(call: Commands, tmp_path: Path) -> None:

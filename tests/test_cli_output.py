@@ -78,7 +78,7 @@ def test_errors_say_what_to_do_in_this_command(call: Commands, tmp_path: Path) -
     assert form.data["message"].startswith("Invalid value for '--format': 'pt' is not one of")
     misplaced = call("ls", tmp_path, "--settings", "f", "--json")
     assert misplaced.data["message"] == (
-        "No such option: --settings. It stands in front: ckpipe --settings FILE COMMAND"
+        "No such option: --settings. Put it before the command: ckpipe --settings FILE COMMAND"
     )
 
 

@@ -54,15 +54,15 @@ MAX_NAME_BYTES = 1024
 """The longest name of an object, prefix included, in bytes of UTF-8: a limit of the stores."""
 
 PROBE_KEY = ".ckpipe-probe"
-"""The object directly below the root by which the store was probed; no method shows it."""
+"""The object directly below the root for the probe of the store; no method shows it."""
 
 PROBE_TEXT = b"ckpipe tries to create this object twice, to see whether the store refuses it.\n"
 
 SLOWEST_BYTES_PER_SECOND = 1 << 20
-"""A body may take as long as it would at this speed, beyond the time of a bare request."""
+"""A body may take the time of this speed in addition to the time of a request without a body."""
 
 ENDED_AT_ONCE = 16
-"""The number of objects that are deleted, or of uploads that are ended, at a time."""
+"""The number of objects deleted, or of uploads ended, at a time."""
 
 _CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
@@ -84,7 +84,7 @@ class Stored(NamedTuple):
 
 
 Page = tuple[list[Stored], list[str]]
-"""A page of a list: objects, and of a delimited list the prefixes below."""
+"""A page of a list: objects, and in a delimited list the prefixes below."""
 
 
 class BucketBackend(Backend, abc.ABC):
@@ -92,14 +92,14 @@ class BucketBackend(Backend, abc.ABC):
 
     Each request has a deadline, and its errors are translated.
 
-    Before its first write to a bucket a process probes by one object below the root whether the
+    Before its first write to a bucket a process probes, with one object below the root, whether the
     store honours the condition of a create-only put. A process that only reads writes nothing.
 
-    ``__aenter__`` is the subclass's: it enters what has to be closed into :attr:`_stack`.
+    The subclass implements ``__aenter__`` and enters its resources into :attr:`_stack`.
 
     Args:
         url: ``scheme://bucket/prefix``, without percent-decoding.
-        endpoint: The address of the store's API; None for the one that the scheme means.
+        endpoint: The address of the store's API; None for the default of the scheme.
         timeout: Seconds for a request without a body.
         require_create_only: Whether to refuse a store that ignores that condition.
 
@@ -124,9 +124,9 @@ class BucketBackend(Backend, abc.ABC):
         self.root = f"{self.scheme}://{self.bucket}/{self.prefix}"
         self.endpoint, self.timeout = endpoint, positive("request_timeout", timeout)
         self.unfinished: set[BlockUpload[Any]] = set()
-        """Uploads that may have something on the store beside their objects."""
+        """Uploads that may have remains on the store beside their objects."""
         self._require_create_only = flag("require_create_only", require_create_only)
-        # A create-only put to a store that ignores its condition looks first, which is not atomic.
+        # If the store ignores the condition, a create-only put checks first, which is not atomic.
         self._create_only = True
         self._stack = AsyncExitStack()
         self._probed = False
@@ -140,7 +140,7 @@ class BucketBackend(Backend, abc.ABC):
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """End unfinished uploads, of which each request has its deadline; close the connections."""
+        """End unfinished uploads, each request with its deadline; close the connections."""
 
         async def end(upload: BlockUpload[Any]) -> None:
             try:
@@ -155,14 +155,14 @@ class BucketBackend(Backend, abc.ABC):
     # Names
 
     def is_reserved(self, key: str) -> bool:
-        """Tell whether a key is that of an object of the backend's own, which no method shows."""
+        """Tell whether a key belongs to an internal object, which no method shows."""
         return key == PROBE_KEY
 
     def name(self, key: str) -> str:
         """Make the whole name of a key's object.
 
         Raises:
-            InvalidKey: If the store cannot hold the key, or it is the backend's own.
+            InvalidKey: If the store cannot hold the key, or the key is reserved.
         """
         name = self.prefix + check_key(key)
         try:
@@ -183,8 +183,8 @@ class BucketBackend(Backend, abc.ABC):
     def key(self, name: str) -> str | None:
         """Find the key of an object's name; None for names that are no keys of this root.
 
-        Other programs may put objects below the root whose names are no keys, such as the
-        empty ``folder/`` of a file browser.
+        Objects of other programs below the root may have such names, for example the empty
+        ``folder/`` of a file browser.
         """
         key = name.removeprefix(self.prefix)
         try:
@@ -203,11 +203,11 @@ class BucketBackend(Backend, abc.ABC):
 
         Args:
             action: The verb for the message of an error, such as ``"read"``.
-            key: The key concerned; without one, a 404 speaks of the bucket.
-            nbytes: The size of the body that is sent or comes.
+            key: The key; without one, a 404 is about the bucket.
+            nbytes: The size of the body of the request or answer.
 
         Yields:
-            The scope that bounds it, to extend once the answer tells how much comes.
+            The scope with the deadline, to extend once the answer gives its size.
 
         Raises:
             StoreError: If it failed.
@@ -228,11 +228,11 @@ class BucketBackend(Backend, abc.ABC):
             raise made from error
 
     def refusal(self, error: BaseException | None) -> Refused | None:
-        """Read the answer that an error of the client was made of; None if there was none."""
+        """Read the answer behind an error of the client; None if there was none."""
         return error if isinstance(error, Refused) else None
 
     def answer_to(self, error: StoreError) -> Refused:
-        """Find the answer that an error was translated from; one of status 0 without any."""
+        """Find the answer that an error was translated from; without one, return status 0."""
         return self.refusal(error.__cause__) or Refused(0, "")
 
     @abc.abstractmethod
@@ -250,18 +250,18 @@ class BucketBackend(Backend, abc.ABC):
         Args:
             name: The name.
             data: The object.
-            create: Whether to send the store's condition that there is none yet.
+            create: Whether to send the store's condition that there is no such object.
             owner: The upload that makes it, for its metadata :data:`OWNER`.
-            key: The key concerned, for errors.
+            key: The key, for errors.
 
         Raises:
-            ObjectExists: If the store refuses for the condition.
+            ObjectExists: If the store refuses because of the condition.
             StoreError: If the store failed.
         """
 
     @abc.abstractmethod
     async def owner(self, key: str) -> str | None:
-        """Read which upload has made an object; None if it does not say, or is not there.
+        """Read which upload has made an object; None if it has no owner, or does not exist.
 
         Raises:
             StoreError: If the store failed.
@@ -271,7 +271,7 @@ class BucketBackend(Backend, abc.ABC):
     def opened(
         self, key: str, span: str | None = None
     ) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
-        """Ask for an object within an :meth:`attempt`, and lend the answer with its body.
+        """Request an object within an :meth:`attempt`, and lend the answer with its body.
 
         Args:
             key: Its key.
@@ -284,30 +284,30 @@ class BucketBackend(Backend, abc.ABC):
 
     @abc.abstractmethod
     def pages(self, prefix: str, delimiter: str = "") -> AsyncIterator[Page]:
-        """Ask for the pages of a list, each within an attempt of its own.
+        """Request the pages of a list, each within its own attempt.
 
         Args:
             prefix: The beginning of the whole names.
-            delimiter: Where names are cut; empty for whole names.
+            delimiter: The text at which names are cut; empty for whole names.
         """
 
     @abc.abstractmethod
     async def begin(self, key: str, size: int, block_bytes: int) -> Upload:
-        """Begin an upload in blocks that the store takes."""
+        """Begin an upload in blocks of a valid size."""
 
     # Writes
 
     async def _probe(self) -> None:
-        """Refuse a store that is not fit to be written to, before the first write.
+        """Refuse an unfit store before the first write.
 
-        A checkpoint is complete when an object was *created*, and several processes may try. On a
-        store that ignores the condition of a create-only put all of them succeed, each over the
-        other, and none is told. So one object is created twice, once per store and process. It
-        stays, since a process that may write may not be allowed to delete; a second probe needs
-        one request less for it.
+        A checkpoint is complete when its index is *created*, and several processes may try that. If
+        a store ignores the condition of a create-only put, all of them succeed, one overwrites the
+        other, and none gets an error. So the probe creates one object twice, once per store and
+        process. The object stays, since a process that may write may not be allowed to delete. With
+        it, the next probe needs one request less.
 
         Raises:
-            StoreError: If it is not fit, or failed.
+            StoreError: If the store is unfit, or failed.
         """
         if self._probed:
             return
@@ -317,13 +317,13 @@ class BucketBackend(Backend, abc.ABC):
                 _honours[store] = await self._honours_create_only()
             self._create_only = _honours[store]
         except PermissionDenied:
-            self._create_only = True  # the write itself is refused in its own name
+            self._create_only = True  # the write itself then raises its own error
         if not self._create_only and self._require_create_only:
             raise StoreError(
-                f"The store of {self.root} ignores {self.condition}, so that two writers can "
-                "overwrite each other's checkpoints unnoticed",
+                f"The store of {self.root} ignores {self.condition}, so two writers can overwrite "
+                "each other's checkpoints unnoticed",
                 hint="Use another store, or accept the risk with the option "
-                "require_create_only=False and give every run a root of its own",
+                "require_create_only=False and give every run its own root",
             )
         self._probed = True
 
@@ -337,7 +337,7 @@ class BucketBackend(Backend, abc.ABC):
                 honoured = True
                 break
         if name not in {each.name async for page, _ in self.pages(name) for each in page}:
-            message = f"{self.root} does not list an object that was just written"
+            message = f"{self.root} does not list a new object"
             raise StoreError(message, hint="Use a store whose lists are consistent")
         return honoured
 
@@ -350,7 +350,7 @@ class BucketBackend(Backend, abc.ABC):
             await self.write(name, data, create=False, key=key)
 
     async def put_volatile(self, key: str, data: bytes) -> None:
-        # No probe: a lease of a load has a random name, and leaves nothing.
+        # No probe: a lease has a random name, and is deleted at the end.
         await self.create(key, data)
 
     async def create(self, key: str, data: bytes, owner: str | None = None) -> None:
@@ -371,7 +371,7 @@ class BucketBackend(Backend, abc.ABC):
         await self.write(name, data, create=self._create_only, owner=owner, key=key)
 
     async def check_free(self, key: str) -> None:
-        """Look whether a key is free.
+        """Check that a key is free.
 
         Raises:
             ObjectExists: If it is not.
@@ -417,7 +417,7 @@ class BucketBackend(Backend, abc.ABC):
             raise self._cut_short(key, len(data), size)
         if told is not None and crc32c(memoryview(data)) != told:
             message = f"Could not read {self.root}{key}: "
-            message += "what came has another checksum than the object"
+            message += "the received bytes have another checksum than the object"
             raise StoreUnavailable(message, key=key)
         return bytes(data)
 
@@ -438,15 +438,15 @@ class BucketBackend(Backend, abc.ABC):
             raise truncated(key, offset, wanted, size) from error
 
     def _check_range(self, header: str | None, key: str, offset: int, wanted: int) -> None:
-        """Compare an answer's ``Content-Range`` (RFC 9110, section 14.4) with what was wanted.
+        """Compare an answer's ``Content-Range`` (RFC 9110, section 14.4) with the request.
 
         Raises:
-            TruncatedObject: If the object ends before.
+            TruncatedObject: If the object is too short.
             StoreError: If the store does not answer with the range.
         """
         found = _CONTENT_RANGE.fullmatch(header or "")
         if found is None or int(found[1]) != offset:
-            message = f"Could not read {self.root}{key}: the store does not answer with ranges"
+            message = f"Could not read {self.root}{key}: the store does not support ranges"
             raise StoreError(message, key=key)
         size, came = int(found[3]), int(found[2]) + 1 - offset
         if offset + wanted > size:
@@ -455,7 +455,7 @@ class BucketBackend(Backend, abc.ABC):
             raise self._cut_short(key, came, wanted)
 
     def _cut_short(self, key: str, came: int, wanted: int) -> StoreError:
-        message = f"Could not read {self.root}{key}: {came} bytes came, and not {wanted}"
+        message = f"Could not read {self.root}{key}: {came} bytes arrived instead of {wanted}"
         return StoreUnavailable(message, key=key)
 
     async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
@@ -481,7 +481,7 @@ class BucketBackend(Backend, abc.ABC):
 
 
 def _parse(url: str, scheme: str) -> tuple[str, str]:
-    """Read the bucket and the prefix, which is empty or whole parts with a ``/`` at the end.
+    """Read the bucket and the prefix, which is empty or ends with a ``/``.
 
     Raises:
         UsageError: If the URL is of another form.
@@ -493,11 +493,11 @@ def _parse(url: str, scheme: str) -> tuple[str, str]:
         # The URL is not repeated, since it may hold credentials.
         short = len(bucket) == 1 and bucket.isalnum()
         message = "The URL does not name a bucket"
-        message += ": names of one character are none" if short else ""
+        message += ": a bucket has a name of at least two characters" if short else ""
         raise UsageError(message, hint=f"{form}, without credentials or port")
     prefix = prefix.strip("/")
     if "\\" in prefix or _CONTROL.search(prefix):
-        # Some stores take a backslash for a slash, and would list what was written elsewhere.
+        # Some stores treat a backslash as a slash, and would list objects under another name.
         message = f"The prefix {prefix!r} has a backslash or a control character"
         raise UsageError(message, hint=form)
     if not prefix:
@@ -505,21 +505,21 @@ def _parse(url: str, scheme: str) -> tuple[str, str]:
     try:
         return bucket, f"{check_key(prefix)}/"
     except InvalidKey as error:
-        message = f"The prefix {prefix!r} has an empty part, '.' or '..'"
+        message = f"The prefix {prefix!r} has an empty component, '.' or '..'"
         raise UsageError(message, hint=form) from error
 
 
 class BlockUpload(Upload, abc.ABC, Generic[Part]):
     """Send an object in blocks, each with its checksum, and make the object of them at the end.
 
-    It is among the unfinished uploads of its store until nothing of it can be there beside the
-    object, so that none of ours stays on the store.
+    It stays among the unfinished uploads of its store until it can have no remains beside the
+    object, so that closing removes them.
 
     Args:
         store: Sends the requests.
         key: The object's key.
         size: Its size in bytes.
-        block_bytes: The size of all blocks but the last.
+        block_bytes: The size of all blocks except the last.
     """
 
     takes_checksums = True
@@ -545,17 +545,17 @@ class BlockUpload(Upload, abc.ABC, Generic[Part]):
 
     @abc.abstractmethod
     async def end(self) -> None:
-        """Remove what is on the store beside the object.
+        """Remove the remains of this upload beside the object.
 
         Raises:
-            StoreError: If the store failed; what is left is still known then.
+            StoreError: If the store failed; the remains stay noted then.
         """
 
     def _number(self, offset: int, data: memoryview) -> int:
         """Find the number of a block.
 
         Raises:
-            UsageError: If it is none of this upload.
+            UsageError: If it is no block of this upload.
         """
         number, beside = divmod(offset, self._block_bytes)
         if beside or len(data) != min(self._block_bytes, self._size - offset):

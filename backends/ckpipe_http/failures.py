@@ -1,7 +1,7 @@
 """Translate errors of stores and of their clients to errors of ckpipe, by a table for each store.
 
-The store's own texts are not repeated in messages, nor are those of the client's errors: some hold
-URLs, and those may hold passwords of proxies.
+Messages do not repeat texts of the store or of the client's errors: some hold URLs, and these may
+hold passwords of proxies.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ import aiohttp
 from ckpipe.errors import ObjectExists, ObjectNotFound, StoreError, StoreUnavailable, Throttled
 
 MAX_RETRY_AFTER_SECONDS = 60.0
-"""The longest wait that is granted to a store that asks for one, in seconds."""
+"""The longest wait that a store may request, in seconds."""
 
-NETWORK = "Look at the network if this goes on"
-UNREACHED = "Look at 'endpoint_url', and whether this machine reaches the store"
+NETWORK = "If this happens again, check the network"
+UNREACHED = "Check 'endpoint_url', and that this machine reaches the store"
 BUCKET = "Create the bucket, or name another one"
 
 
 class Meaning(NamedTuple):
-    """The error of ckpipe that an error of a store or of its client becomes.
+    """The error of ckpipe for an error of a store or of its client.
 
     Args:
         kind: Its type.
         hint: Its hint.
-        said: What the message says of an error without an answer, with the name of its type.
+        said: The message for an error without an answer, with the name of its type.
     """
 
     kind: type[StoreError]
@@ -49,9 +49,9 @@ class Refused(Exception):
     Args:
         status: Its HTTP status.
         code: The store's word for the reason.
-        text: The store's own message, which may hold anything.
+        text: The store's own message, which is untrusted.
         request: The store's id of the request.
-        asked: Seconds that the store asks to wait.
+        asked: Seconds that the store requests to wait.
     """
 
     def __init__(
@@ -68,11 +68,11 @@ class Refused(Exception):
 
 
 TLS = Meaning(StoreError)
-"""Stands for errors of connections that could not be made secure."""
+"""The meaning of errors of insecure connections."""
 
 _TIMEOUT = Meaning(
     StoreUnavailable,
-    "Raise the option 'request_timeout' if the store is merely slow",
+    "If the store is only slow, raise the option 'request_timeout'",
     "no answer in time",
 )
 _NONSENSE = Meaning(StoreUnavailable, None, "the answer makes no sense")
@@ -82,15 +82,15 @@ SHARED: Table = {
     aiohttp.ClientSSLError: TLS,
     **dict.fromkeys((aiohttp.ServerTimeoutError, TimeoutError), _TIMEOUT),
     **dict.fromkeys((aiohttp.ClientError, OSError), Meaning(StoreUnavailable)),
-    # Half an answer, met by its parser.
+    # A truncated answer, as its parser reports it.
     **dict.fromkeys((ValueError, LookupError, TypeError), _NONSENSE),
     404: Meaning(ObjectNotFound),
     408: Meaning(StoreUnavailable),
     412: Meaning(ObjectExists),
     429: Meaning(Throttled),
 }
-"""What the tables of stores share: errors of the HTTP client and of those who read its answers, and
-statuses that mean the same to all."""
+"""The common rows of the stores' tables: errors of the HTTP client and of the readers of its
+answers, and statuses with one meaning for all stores."""
 
 
 def refused(answer: Refused, what: str, key: str | None, table: Table) -> StoreError:
@@ -98,16 +98,16 @@ def refused(answer: Refused, what: str, key: str | None, table: Table) -> StoreE
 
     Args:
         answer: The answer.
-        what: What could not be done.
-        key: The key concerned; without one, a 404 speaks of the bucket.
-        table: Errors by the code of an answer, and where that is unknown, by the status.
+        what: The failed action.
+        key: The key; without one, a 404 is about the bucket.
+        table: Errors by the code of an answer or, if that is unknown, by the status.
     """
     status = answer.status
     passing = status >= 500 and status != 501
     found = table.get(answer.code) or table.get(status)
     found = found or Meaning(StoreUnavailable if passing else StoreError)
     if status == 400 and "crc32c" in answer.text.lower():
-        # Bits that were flipped on the way arrive whole when they are sent again.
+        # The network damaged the bytes; sending them again helps.
         found = Meaning(StoreUnavailable, NETWORK)
     elif status == 503 and answer.asked is not None:
         found = Meaning(Throttled)
@@ -126,8 +126,8 @@ def broken(error: Exception, what: str, key: str | None, table: Table) -> StoreE
 
     Args:
         error: The client's error.
-        what: What could not be done.
-        key: The key concerned.
+        what: The failed action.
+        key: The key.
         table: Errors by the type of the client's error.
     """
     found = next((table[kind] for kind in type(error).__mro__ if kind in table), None)
@@ -140,14 +140,14 @@ def broken(error: Exception, what: str, key: str | None, table: Table) -> StoreE
     while cause is not None and not isinstance(cause, ssl.SSLError):
         cause = cause.__cause__ or cause.__context__
     if cause is None or isinstance(cause, ssl.SSLCertVerificationError):
-        hint = "Set the option 'ca_bundle' to the certificates that the store's own is signed by"
+        hint = "Set the option 'ca_bundle' to the certificates that sign the store's certificate"
         return StoreError(f"{what}: its certificate is not trusted", key=key, hint=hint)
-    message = f"{what}: no TLS is spoken there ({name})"
-    return StoreError(message, key=key, hint="Look whether 'endpoint_url' is https or http")
+    message = f"{what}: the server does not use TLS ({name})"
+    return StoreError(message, key=key, hint="Check whether 'endpoint_url' is https or http")
 
 
 def retry_after(header: str | None) -> float | None:
-    """Read the seconds of a ``Retry-After`` header (RFC 9110, section 10.2.3), within reason."""
+    """Read the seconds of a ``Retry-After`` header (RFC 9110, section 10.2.3), within bounds."""
     if header is None:
         return None
     if re.fullmatch(r"\d{1,9}(\.\d+)?", header.strip()):

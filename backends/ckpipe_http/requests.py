@@ -3,9 +3,9 @@
 aiohttp copies a body three times: from the socket, out of the parser, and to the caller. A body
 that is neither encoded nor chunked, and whose length is known, needs no parsing. So until its end
 the connection is lent: its transport gets a :class:`asyncio.BufferedProtocol` whose buffer is the
-caller's memory, and the kernel copies into it. Then aiohttp gets the connection back, is told that
-the body has ended, and keeps it for the next request. All other bodies go through aiohttp.
-``docs/experiments.md`` has what it brings.
+caller's memory, and the kernel copies into it. Then aiohttp gets the connection back with the end
+of the body, and keeps it for the next request. All other bodies go through aiohttp.
+``docs/experiments.md`` has the measurement.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from ckpipe.backend import run_in_thread
 from ckpipe.errors import UsageError
 
 CONNECT_SECONDS = 10.0
-"""The most seconds that a connection may take to be made."""
+"""The most seconds for making a connection."""
 
 PIECE_BYTES = 1 << 20
-"""The bytes of a body that are handed to the socket at a time; after each the loop may wait."""
+"""The bytes of a body that the socket gets at a time; after each write the loop may wait."""
 
 _ON_LOOP_BYTES = 1 << 18
 
@@ -60,35 +60,35 @@ def flag(name: str, value: bool) -> bool:
 
 
 def check_endpoint(url: str, option: str = "endpoint_url") -> str:
-    """Return the address of a store, if it can be one.
+    """Return the address of a store, if it is valid.
 
-    It is not repeated in errors, since it may hold credentials.
+    Errors do not repeat it, since it may hold credentials.
 
     Args:
         url: The address.
-        option: Where it was given, for the hint.
+        option: The name of the option, for the hint.
 
     Raises:
-        UsageError: If it cannot.
+        UsageError: If it is invalid.
     """
     if not _is_address(url) or "@" in url or "?" in url or "#" in url:
-        message = "The address of the store's API is none"
+        message = "The address of the store's API is wrong"
         raise UsageError(message, hint=f"Write http://host:port as {option}")
     return url
 
 
 def check_proxy(url: str | None, option: str = "as proxy") -> str | None:
-    """Return the URL of a proxy, if it can be one; it may hold a name and a password.
+    """Return the URL of a proxy, if it is valid; it may hold a name and a password.
 
     Args:
         url: The URL; None for no proxy.
-        option: Where it was given, for the hint.
+        option: The source of the URL, for the hint.
 
     Raises:
-        UsageError: If it cannot.
+        UsageError: If it is invalid.
     """
     if url is not None and not _is_address(url):
-        raise UsageError("The URL of the proxy is none", hint=f"Write http://host:port {option}")
+        raise UsageError("The URL of the proxy is wrong", hint=f"Write http://host:port {option}")
     return url
 
 
@@ -102,11 +102,11 @@ def _is_address(url: str) -> bool:
     return parts.scheme in ("http", "https") and bool(parts.hostname) and port != 0 and plain
 
 
-# Checksums, which these stores are told as CRC-32C, big endian, in base 64
+# Checksums. These stores take a CRC-32C, big endian, in base 64
 
 
 async def checksum_of(data: bytes | memoryview) -> int:
-    """Compute the CRC-32C of a body, in a worker thread if that takes a while."""
+    """Compute the CRC-32C of a body, in a worker thread if the body is large."""
     if len(data) > _ON_LOOP_BYTES:
         return await run_in_thread(crc32c, data)
     value: int = crc32c(data)
@@ -114,7 +114,7 @@ async def checksum_of(data: bytes | memoryview) -> int:
 
 
 def checksum_text(value: int) -> str:
-    """Write a CRC-32C as headers have it."""
+    """Write a CRC-32C in the form of headers."""
     return base64.b64encode(value.to_bytes(4, "big")).decode()
 
 
@@ -122,7 +122,7 @@ def read_checksum(text: str) -> int:
     """Read a CRC-32C of a header.
 
     Raises:
-        ValueError: If it is none.
+        ValueError: If it is invalid.
     """
     data = base64.b64decode(text, validate=True)
     if len(data) != 4:
@@ -134,12 +134,11 @@ def read_checksum(text: str) -> int:
 
 
 class MemoryBody(Payload):
-    """Send pieces of memory one after the other, without copying them.
+    """Send buffers one after the other, without copying them.
 
-    The socket gets slices of the caller's memory. The body may be sent with another
-    request, from its beginning. It is a context manager, after which it sends nothing more, so
-    that a request that was cancelled while it still sends never touches memory that has another
-    use by then.
+    The socket gets slices of the caller's memory. The body may be sent with another request, from
+    its beginning. It is a context manager. After its end the body sends nothing more: a cancelled
+    request may still be sending, and must not touch memory that is reused by then.
 
     Args:
         pieces: Flat bytes.
@@ -164,19 +163,18 @@ class MemoryBody(Payload):
 
     @property
     def consumed(self) -> bool:
-        """Forbid the client to send it again by itself, as it would after a reset: the backend
-        decides that."""
+        """Forbid the client to resend the body by itself after a reset: the backend decides."""
         return self._begun
 
     def decode(self, encoding: str = "utf-8", errors: str = "strict") -> str:
         raise TypeError("a body is bytes, not text")
 
     def read(self) -> bytes:
-        """Make the client of S3 take it for a file; the HTTP client below sends it as it is."""
+        """Make the client of S3 take it for a file; the HTTP client below sends it unchanged."""
         raise TypeError("a body is sent, not read")
 
     def seek(self, offset: int) -> None:
-        """Have the client of S3 send it again, which begins anew anyway."""
+        """Let the client of S3 send it again; sending always begins anew."""
 
     async def write(self, writer: AbstractStreamWriter) -> None:
         await self.write_with_length(writer, None)
@@ -196,11 +194,11 @@ async def fill(response: Any, buffer: memoryview) -> int:
     """Fill memory with the body of an answer; the memory is not touched afterwards.
 
     Args:
-        response: An :class:`aiohttp.ClientResponse` of whose body nothing was read.
+        response: An :class:`aiohttp.ClientResponse` with an unread body.
         buffer: Flat writable bytes, as many as are expected.
 
     Returns:
-        The number of bytes that came; once they are more than the memory has, reading stops.
+        The number of bytes that arrived; reading stops once they exceed the memory.
 
     Raises:
         aiohttp.ClientError: If the connection broke, or was silent for too long.
@@ -219,9 +217,9 @@ async def fill(response: Any, buffer: memoryview) -> int:
 
 
 def _may_be_lent(response: Any, taken: int, size: int) -> bool:
-    """Tell whether the connection brings just the missing bytes of the body next.
+    """Tell whether the next bytes of the connection are exactly the missing bytes of the body.
 
-    While a transport reads, the parser holds nothing back, as it does only when it is paused.
+    The parser holds bytes back only while its transport is paused.
     """
     connection = response.connection
     if connection is None or connection.transport is None or not connection.transport.is_reading():
@@ -249,7 +247,7 @@ class _Inflow(asyncio.BufferedProtocol):
         """Wait until all has arrived; close the connection if that fails."""
         self._transport.set_protocol(self)
         try:
-            await self._content.wait_eof()  # which also tells of a lost or silent connection
+            await self._content.wait_eof()  # also raises for a lost or silent connection
         except BaseException:
             self._hand_back()
             self._response.close()

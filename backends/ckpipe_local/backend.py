@@ -56,22 +56,22 @@ class LocalUpload(Upload):
     """Upload into a preallocated temporary file, by parallel positional writes.
 
     Completing syncs the file, links it to its name and syncs the directory, in this order. Every
-    call ends only when its worker thread has let go of the caller's memory, cancelled or not.
+    call, cancelled or not, ends only when its worker thread no longer uses the caller's memory.
 
-    The file is open twice: one descriptor goes through the page cache, the other, where the file
-    system has it, past it. Neither is closed while a thread writes through it, because its
-    number may be given to another file at once.
+    The file is open twice: one descriptor goes through the page cache. The other one bypasses it,
+    if the file system can. Neither is closed while a thread writes through it, because its number
+    may be given to another file at once.
 
     Args:
         root: The root.
         key: The object's key.
         size: Its size in bytes.
-        direct: Whether to write past the page cache where the file system can.
-        unfinished: The uploads that are to be given up at the end.
+        direct: Whether to write past the page cache if the file system can.
+        unfinished: The uploads to abort at the end.
     """
 
     # Each call of a thread takes the GIL from a trainer several times, and a write of this many
-    # blocks is still a small part of a save.
+    # blocks is still a small fraction of a save.
     most_blocks = 16
 
     def __init__(
@@ -98,7 +98,7 @@ class LocalUpload(Upload):
             except BaseException:
                 self.discard()
                 raise
-        # Noted in this thread, since a caller that is cancelled now never gets to see the upload.
+        # Noted in this thread, since a caller that is cancelled now never gets the upload.
         unfinished.add(self)
 
     def __repr__(self) -> str:
@@ -155,15 +155,15 @@ class LocalUpload(Upload):
 
     def _publish(self) -> None:
         """Make the data durable, then the name, and close the file."""
-        # Once, since the kernel reports a loss only once: after a failed sync it counts the lost
-        # pages as written, and another sync would succeed.
+        # Once only: the kernel reports a loss once. After a failed sync it counts the lost pages
+        # as written, and another sync would succeed.
         if self._synced is None:
             self._synced = False
             with unrepeatable(f"make {self._path} durable"):
                 os.fsync(self._buffered)
             self._synced = True
         elif not self._synced:
-            raise StoreError(f"Parts of {self._path} were lost on their way to the disk")
+            raise StoreError(f"The disk has lost parts of {self._path}")
         self._close()
         with self._root.directories(self._directory) as opened:
             give_name(opened[-1], self._temporary, self._name, PutMode.CREATE)
@@ -180,9 +180,9 @@ class LocalUpload(Upload):
             os.close(self._direct)
 
     def discard(self) -> None:
-        """Close and remove the file, and directories that are empty then; blocks.
+        """Close and remove the file, and directories that are empty then; block.
 
-        The published object, if there is one, stays.
+        A published object stays.
         """
         self._close()
         _remove_temporary(self._root, self._directory, self._temporary)
@@ -191,14 +191,14 @@ class LocalUpload(Upload):
 def put_object(root: Root, key: str, data: bytes, mode: PutMode, lasting: bool) -> None:
     """Write a small object at once.
 
-    It takes as few system calls as it can, each of which may lose the GIL for a while.
+    It makes as few system calls as possible, since each of them may lose the GIL for a while.
 
     Args:
         root: The root.
         key: The object's key.
         data: The object.
-        mode: Whether an object of this key may be there already.
-        lasting: Whether it has to survive a loss of power.
+        mode: Whether an object of this key may exist already.
+        lasting: Whether it has to survive a power loss.
     """
     below, name = os.path.split(key)
     with (
@@ -220,7 +220,7 @@ def put_object(root: Root, key: str, data: bytes, mode: PutMode, lasting: bool) 
 
 
 def _remove_temporary(root: Root, directory: str, name: str) -> None:
-    """Remove a temporary file, unless a link has taken the place of its directory since."""
+    """Remove a temporary file, unless a link has replaced its directory."""
     with contextlib.suppress(LinkRefused):
         root.delete([os.path.join(directory, name)])
 
@@ -228,23 +228,23 @@ def _remove_temporary(root: Root, directory: str, name: str) -> None:
 def give_name(
     directory: int, temporary: str, name: str, mode: PutMode, *, lasting: bool = True
 ) -> None:
-    """Give a temporary file its name; of any number that create one, exactly one wins.
+    """Give a temporary file its name; exactly one of several racing creators wins.
 
-    The name is durable then, or taken back if it was new: a listed object has to stay. If another
-    file has it, it is durable too.
+    Afterwards the name is durable; if that fails and the name is new, it is taken back, because a
+    listed object has to stay. If another file has the name, that name is made durable too.
 
     Args:
-        directory: A descriptor of the directory that it is in.
-        temporary: Its name until now.
-        name: Its name from now on.
-        mode: Whether another file may have the name already, which goes then.
-        lasting: Whether the name has to survive a loss of power.
+        directory: A descriptor of its directory.
+        temporary: Its temporary name.
+        name: Its final name.
+        mode: Whether to replace another file of that name.
+        lasting: Whether the name has to survive a power loss.
     """
     if mode is PutMode.CREATE:
         try:
             _link_new(directory, temporary, name)
         except FileExistsError:
-            # Who made it may not have come so far, and the caller may go by what is there.
+            # Its creator may not have synced it yet, and the caller may rely on it.
             if lasting:
                 sync_entries(directory)
             raise
@@ -283,7 +283,7 @@ def _link_new(directory: int, temporary: str, name: str) -> None:
 def side_by_side(
     ranges: Iterable[tuple[int, memoryview]],
 ) -> Iterator[tuple[int, list[memoryview]]]:
-    """Order ranges of a file, and join those that follow one another without a gap."""
+    """Sort ranges of a file, and join adjacent ones."""
     begin, end, run = 0, 0, list[memoryview]()
     for offset, data in sorted(ranges, key=itemgetter(0)):
         if run and offset != end:
@@ -299,11 +299,11 @@ def side_by_side(
 def _write_all(
     descriptor: int, pieces: Sequence[memoryview], offset: int, stop_at: int | None = None
 ) -> tuple[int, Sequence[memoryview]]:
-    """Write pieces one behind the other, however many calls the kernel needs for them.
+    """Write buffers one after the other, however many calls the kernel needs.
 
     Returns:
-        How many bytes were written, and the rest of the pieces, which are none unless the error
-        ``stop_at`` came.
+        The number of written bytes, and the remaining buffers, which are empty unless the error
+        ``stop_at`` occurred.
     """
     done, left = 0, deque(piece for piece in pieces if piece)
     while left:
@@ -327,7 +327,7 @@ def _open_direct(name: str, directory: int) -> int | None:
     """Open a file of an open directory for writing past the page cache.
 
     Returns:
-        None where its file system refuses.
+        None if its file system refuses.
     """
     flags = os.O_WRONLY | os.O_CLOEXEC | os.O_DIRECT | os.O_NOFOLLOW
     try:
@@ -339,10 +339,10 @@ def _open_direct(name: str, directory: int) -> int | None:
 
 
 def _preallocate(descriptor: int, size: int) -> None:
-    """Give a file its size, with its space reserved where the file system can.
+    """Give a file its size, and reserve its space if the file system can.
 
-    ``posix_fallocate`` is not used because the C library imitates it, where it is not
-    supported, by writing into every block of the file.
+    ``posix_fallocate`` is not used: if the file system does not support it, the C library emulates
+    it by writing into every block of the file.
     """
     while _libc.fallocate(descriptor, 0, 0, size):
         code = ctypes.get_errno()
@@ -353,8 +353,8 @@ def _preallocate(descriptor: int, size: int) -> None:
             raise OSError(code, os.strerror(code))
 
 
-# Each is one call of one thread, so that a caller that is cancelled goes on at once and leaves no
-# file open. Writes and deletions use run_in_thread: they are never left behind half done.
+# Each is one call of one thread, so that a cancelled caller continues at once and leaves no file
+# open. Writes and deletions use run_in_thread: they are never left half done.
 _read_small = aiofiles.os.wrap(read_small)
 _list_objects = aiofiles.os.wrap(Root.objects)
 _list_children = aiofiles.os.wrap(Root.children)
@@ -364,20 +364,19 @@ class LocalBackend(Backend):
     """Objects as files below a root directory, which the first write makes if it is missing.
 
     A key is the path of its file relative to the root. Objects appear under their names by one
-    atomic ``link`` or ``rename`` of a temporary file that was synced before; a crash leaves at
+    atomic ``link`` or ``rename`` of a temporary file that was synced before. A crash leaves at
     most temporary files behind, which no method shows. Directories that become empty are
     removed. Cached pages are read from the page cache, and other bulk data goes past it.
 
-    The root may be reached through links. A directory below it that is a link can be read through,
+    The root may be reached through links. If a directory below it is a link, reads go through it,
     while writing, deleting or listing all of it raises :class:`~ckpipe.errors.LinkRefused`.
 
     Args:
         url: ``file:///path`` (percent-encoded), or a plain path, relative to the working
             directory of this moment or, with a leading ``~``, to the home.
-        direct: Whether to read and write bulk data past the page cache where the file system
-            can do so.
-        access: ``"write"`` has opening try whether the root can be written, or made. ``"read"``
-            takes the root as it is, so that a read-only file system will do.
+        direct: Whether to read and write bulk data past the page cache if the file system can.
+        access: With ``"write"`` opening tests whether the root can be written, or made. With
+            ``"read"`` the root stays as it is, so a read-only file system is enough.
 
     Raises:
         UsageError: If the URL names another host or no path.
@@ -410,7 +409,7 @@ class LocalBackend(Backend):
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Give up the uploads that were neither completed nor aborted."""
+        """Abort the uploads that were neither completed nor aborted."""
         with anyio.CancelScope(shield=True), translating(f"clean up {self._root.path}"):
             await run_in_thread(self._discard_all)
 
@@ -440,7 +439,7 @@ class LocalBackend(Backend):
             return await _read_small(path, key, max_bytes)
 
     async def read_into(self, key: str, offset: int, buffer: memoryview) -> None:
-        # A class that overrides this method has another read_here, which may do nothing.
+        # A subclass may override read_here so that it does nothing.
         await run_in_thread(LocalBackend.read_here, self, key, offset, buffer)
 
     def read_here(self, key: str, offset: int, buffer: memoryview) -> bool:

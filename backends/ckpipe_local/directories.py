@@ -1,12 +1,12 @@
 """Directories of the store: made durably, listed, and removed once they are empty.
 
-A directory may be removed at any moment by a process that deletes the last object in it. A writer
-therefore makes the directory and creates its temporary file as one step that is tried again when
-the directory vanished in between; from then on the temporary file keeps the directory alive.
+A process that deletes the last object in a directory may remove the directory at any moment. So a
+writer makes the directory and creates its temporary file in one step, and repeats the step if the
+directory vanished in between. From then on the temporary file keeps the directory alive.
 
 Writes and deletions open one directory after the other, from the root down, each relative to the
-one before and without following a link: a link below the root, put there at whatever moment, leads
-neither of them elsewhere.
+one before and without following a link. So a link below the root, created at any moment, diverts
+neither of them.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 
 def is_temporary(name: str) -> bool:
-    """Tell whether a file name is one of an object that is still being written."""
+    """Tell whether a file name belongs to an object that is still being written."""
     return name.startswith(TEMPORARY_PREFIX)
 
 
 def sync_entries(descriptor: int) -> None:
-    """Make the entries of an open directory durable, where its file system has a way to."""
+    """Make the entries of an open directory durable, if its file system can."""
     try:
         os.fsync(descriptor)
     except OSError as error:
@@ -48,7 +48,7 @@ def sync_entries(descriptor: int) -> None:
 
 
 def _refuse_foreign_file(path: str) -> None:
-    """Refuse a file of another program by saying what reads it.
+    """Refuse a file of another program, and name the function that reads it.
 
     Raises:
         StoreError: If it is such a file.
@@ -65,15 +65,15 @@ def _refuse_foreign_file(path: str) -> None:
         reader = "safetensors.torch.load_file"
     if reader is not None:
         message = f"{path} is no directory of checkpoints but a file that {reader} reads"
-        raise StoreError(message, hint="Name the directory that a pipeline was given")
+        raise StoreError(message, hint="Name the directory of a pipeline")
 
 
 def _check_path(path: str) -> None:
-    """Refuse a path that no directory can be made at, before any of its parents is made.
+    """Refuse a path that cannot become a directory, before any of its parents is made.
 
     Raises:
-        StoreError: If a part of the path is a link to nothing.
-        OSError: If it is too long, say.
+        StoreError: If a component of the path is a dangling link.
+        OSError: For example, if it is too long.
     """
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         os.stat(path)
@@ -88,7 +88,7 @@ def _check_path(path: str) -> None:
 
 
 def _make_durably(path: str) -> None:
-    """Make a directory with its parents."""
+    """Make a directory with its parents, durably."""
     if os.path.isdir(path):
         return
     parent = os.path.dirname(path)
@@ -108,7 +108,7 @@ def temporary_name() -> str:
 
 
 class Root:
-    """The root directory of a store, and which directories below it are known to be durable.
+    """The root directory of a store, with the set of directories known to be durable.
 
     Its methods block.
 
@@ -122,7 +122,7 @@ class Root:
         self._missing = False
 
     def prove(self, create: bool) -> None:
-        """Prove that it can be listed, or written, or made where it is missing; make nothing."""
+        """Prove that it can be listed, or written, or made if it is missing; make nothing."""
         _check_path(self.path)
         if not create:
             _refuse_foreign_file(self.path)
@@ -142,21 +142,21 @@ class Root:
     ) -> Iterator[list[int]]:
         """Open the root and each directory on the way to one below it, and close them at the end.
 
-        The root itself may be a link, and is never made here: when it is gone, writing on would go
+        The root itself may be a link. It is never made here: if it is gone, further writes would go
         to another file system.
 
         Args:
             below: The directory, relative to the root; empty for the root itself.
-            make: Whether to make those that are missing.
-            lasting: Whether directories that are made have to survive a loss of power. One right
-                below the root always does, since others take it for durable.
+            make: Whether to make missing directories.
+            lasting: Whether new directories have to survive a power loss. One directly below the
+                root always does, since other calls take it for durable.
 
         Yields:
             Their descriptors, the root's first.
 
         Raises:
             LinkRefused: If one of them is a link.
-            FileNotFoundError: If one is missing and not to be made, or vanished again.
+            FileNotFoundError: If one is missing and must not be made, or vanished again.
         """
         opened = [os.open(self.path, _DIRECTORY)]
         path = ""
@@ -172,7 +172,7 @@ class Root:
                         os.mkdir(part, dir_fd=opened[-1])
                     opened.append(self._enter(opened[-1], part, path))
                 if make and path not in self._durable and (lasting or path == part):
-                    # It may have been made by a process that has not made it durable yet.
+                    # Another process may have made it and not synced it yet.
                     sync_entries(opened[-2])
                     self._durable.add(path)
             yield opened
@@ -195,15 +195,15 @@ class Root:
         except OSError:
             target = "another place"
         return LinkRefused(
-            f"{full} is a link to {target}, and nothing is written or deleted through a link",
-            hint="Put the directory itself there, or make a link of the whole root",
+            f"{full} is a link to {target}; ckpipe writes and deletes nothing through a link",
+            hint="Put the directory itself there, or make the whole root a link",
         )
 
     @contextlib.contextmanager
     def new_file(self, below: str, *, lasting: bool = True) -> Iterator[tuple[int, int, str]]:
-        """Create a temporary file in a directory below the root, which is made if it is missing.
+        """Create a temporary file in a directory below the root; make a missing directory.
 
-        So is a root that was missing at open; one that has gone since is not made again.
+        A root that was missing at open is made too; a root that vanished later is not.
 
         Args:
             below: The directory, relative to the root.
@@ -211,7 +211,7 @@ class Root:
 
         Yields:
             A descriptor of the directory, which is closed at the end; one of the file, open for
-            writing, which is the caller's to close; and the name of the file.
+            writing, which the caller closes; and the name of the file.
         """
         name = temporary_name()
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
@@ -234,11 +234,11 @@ class Root:
             yield opened[-1], descriptor, name
 
     def objects(self, prefix: str) -> list[ObjectInfo]:
-        """List all objects below a prefix, and links to nothing, which keep a directory in use.
+        """List all objects below a prefix, and dangling links, which keep a directory in use.
 
         Raises:
             LinkRefused: If a directory on the way to the prefix is a link: a caller that lists all
-                objects may be about to delete them.
+                objects may delete them next.
         """
         self._refuse_links(prefix)
         found: list[ObjectInfo] = []
@@ -273,7 +273,8 @@ class Root:
         """Delete files below the root, and the directories that are empty then.
 
         Raises:
-            LinkRefused: If a directory on the way to one is a link; some of the others may be gone.
+            LinkRefused: If a directory on the way to one is a link; other files may already be
+                deleted.
         """
         for below, names in groupby(sorted(map(os.path.split, keys)), itemgetter(0)):
             missing = contextlib.suppress(FileNotFoundError, NotADirectoryError)
@@ -284,14 +285,14 @@ class Root:
                 self._prune(opened, below)
 
     def _prune(self, opened: list[int], below: str) -> None:
-        """Remove a directory and those that it is in, as long as there is nothing else in them."""
+        """Remove a directory and its parents, up to the first that is not empty."""
         for parent, directory in zip(opened[-2::-1], opened[:0:-1], strict=True):
             try:
                 _remove_abandoned(directory)
                 os.rmdir(os.path.basename(below), dir_fd=parent)
             except FileNotFoundError:
                 pass
-            except OSError:  # it is in use, or must not be removed
+            except OSError:  # it is in use, or may not be removed
                 break
             self._durable.discard(below)
             below = os.path.dirname(below)
@@ -323,7 +324,7 @@ def _entries(directory: str) -> list[os.DirEntry[str]]:
 
 
 def _has_objects(directory: str) -> bool:
-    """Tell whether there is an object; a directory that may not be read counts as if there were.
+    """Tell whether there is an object; assume one in a directory that may not be read.
 
     So another user's directory beside the checkpoints, such as ``lost+found``, does no harm.
     """
@@ -337,7 +338,7 @@ def _has_objects(directory: str) -> bool:
 
 
 def _object_info(entry: os.DirEntry[str], prefix: str, *, links: bool = False) -> ObjectInfo | None:
-    """Describe an entry; None if it is no object. With ``links``, a link to anything is one."""
+    """Describe an entry; None if it is no object. With ``links``, any link counts as an object."""
     with contextlib.suppress(FileNotFoundError):
         found = entry.stat()
         if stat.S_ISREG(found.st_mode):
@@ -354,9 +355,9 @@ def object_info(key: str, found: os.stat_result) -> ObjectInfo:
 
 
 def _remove_abandoned(directory: int) -> None:
-    """Remove the temporary files of a directory if there is nothing else and all are old.
+    """Remove the temporary files of a directory if it has no other entries and all are old.
 
-    A young one may belong to an upload that goes on, in this process or on another machine.
+    A young file may belong to a running upload, in this process or on another machine.
     """
     before = time.time() - _ABANDONED_SECONDS
     with os.scandir(directory) as entries:

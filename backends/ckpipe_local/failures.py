@@ -17,7 +17,7 @@ from ckpipe.errors import (
     StoreUnavailable,
 )
 
-_ACCESS = "Give this user access to the directory, or name another one"
+_ACCESS = "Give this user access to the directory, or name another directory"
 
 Table = Mapping[int, tuple[type[StoreError], str | None]]
 
@@ -40,7 +40,7 @@ WRITING: Table = {
     errno.EILSEQ: (InvalidKey, None),
     errno.ELOOP: (InvalidKey, None),
     errno.EINVAL: (InvalidKey, None),
-    errno.ENOTDIR: (InvalidKey, "A part of the path is a file, so that nothing can lie below it"),
+    errno.ENOTDIR: (InvalidKey, "A component of the path is a file, not a directory"),
     errno.EISDIR: (InvalidKey, "The key names a directory that has objects below it"),
     errno.ESTALE: (StoreUnavailable, None),
     errno.ETIMEDOUT: (StoreUnavailable, None),
@@ -49,12 +49,12 @@ WRITING: Table = {
     errno.ENOTCONN: (StoreUnavailable, None),
     errno.EHOSTDOWN: (StoreUnavailable, None),
     errno.EMFILE: (StoreError, "Raise the limit on open files (ulimit -n)"),
-    errno.EIO: (StoreError, "The device fails: look at the kernel's log"),
+    errno.EIO: (StoreError, "The device fails: check the kernel's log"),
 }
-"""What errors become where objects are written or deleted, and their hints. A directory that is
-gone while a file is written in it is a fault of the store."""
+"""The class and hint of each error of a write or deletion. A missing directory during a write is a
+fault of the store."""
 
-# A key that runs through a file names nothing when it is read, and nothing possible otherwise.
+# A key below a file names no object when it is read, and is an invalid key when it is written.
 READING: Table = {
     **WRITING,
     errno.EINVAL: (StoreError, None),
@@ -76,7 +76,7 @@ def translating(
     except OSError as error:
         code = error.errno or 0
         text = os.strerror(code) if code else str(error)
-        if code == errno.ENOSPC:  # which may say what is needed and what is free
+        if code == errno.ENOSPC:  # the text may give the needed and the free bytes
             text = error.strerror or text
         kind, hint = table.get(code, (StoreError, None))
         raise kind(f"Could not {action}: {text}", key=key, hint=hint) from error
@@ -84,7 +84,7 @@ def translating(
 
 @contextmanager
 def needing(nbytes: int, root: str) -> Iterator[None]:
-    """Add the needed and the free bytes to an error for a full file system; blocks."""
+    """Add the needed and the free bytes to an error for a full file system; block."""
     try:
         yield
     except OSError as error:
@@ -100,7 +100,7 @@ def needing(nbytes: int, root: str) -> Iterator[None]:
 
 @contextmanager
 def unrepeatable(action: str) -> Iterator[None]:
-    """Translate errors of an operation whose success at a second try proves nothing."""
+    """Translate errors of an operation that must not be retried."""
     try:
         with translating(action):
             yield
@@ -110,17 +110,17 @@ def unrepeatable(action: str) -> Iterator[None]:
 
 @contextmanager
 def opening(root: str, *, create: bool) -> Iterator[None]:
-    """Translate errors of finding the root directory, or creating and probing it."""
+    """Translate errors of finding, creating or probing the root directory."""
     try:
         yield
     except OSError as error:
         code = error.errno or 0
         said = os.strerror(code) if code else str(error)
         if code == errno.ENOTDIR and not create:
-            message = f"{root} is no directory: it or a part of the path is a file"
+            message = f"{root} is no directory: it or a component of the path is a file"
             raise StoreError(message, hint="Look for a mistake in the path") from error
         if code in (errno.EEXIST, errno.ENOTDIR):
-            message = f"The directory {root} cannot be created: a part of the path is a file"
+            message = f"The directory {root} cannot be created: a component of its path is a file"
             raise StoreError(message, hint="Remove the file, or name another directory") from error
         if code == errno.ENAMETOOLONG:
             message = f"The directory {root:.100}… cannot be used: {said}"

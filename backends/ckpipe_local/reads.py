@@ -1,19 +1,19 @@
-"""Reads of files: from the page cache what it holds whole, and other bulk data past it.
+"""Reads of files: wholly cached ranges from the page cache, other bulk data past it.
 
-O_DIRECT wants offset, length and memory address aligned. A range is therefore cut in three: an
+O_DIRECT needs an aligned offset, length and memory address. So a range is cut in three: an
 unaligned head and tail of less than a page each, which go through the page cache, and the middle,
-which does not. The cuts are at page boundaries of the file, so no page is ever written both ways,
+which does not. The cuts are at page boundaries of the file. So no page is ever written both ways,
 whatever the blocks are: writing one page both ways is not coherent. A file system may refuse
-O_DIRECT when the file is opened, or only when it is used (EINVAL); then all of it goes through the
-page cache, which is slower and means the same.
+O_DIRECT when the file is opened, or only when it is used (EINVAL). Then all bytes go through the
+page cache, which is slower and has the same result.
 
-``cachestat`` counts the cached pages of a range at the cost of a few microseconds; ``mincore``,
-which examines each, is asked on kernels before Linux 6.5. ``RWF_NOWAIT`` has a side effect: each
-such read of an uncached page starts a read-ahead of up to several MiB into the page cache, which
-then competes with the direct read of the same bytes.
+``cachestat`` counts the cached pages of a range in a few microseconds. On kernels before Linux 6.5,
+``mincore`` is used, which examines each page. ``RWF_NOWAIT`` has a side effect: each such read of
+an uncached page starts a read-ahead of up to several MiB into the page cache, which then competes
+with the direct read of the same bytes.
 
-Cached ranges are read and not mapped: a page that is cut off a mapped file ends the process that
-touches it (SIGBUS), and bytes of a mapping can change between their check and their copy.
+Cached ranges are read and not mapped: if a mapped file is truncated, a process that touches a lost
+page dies (SIGBUS), and bytes of a mapping can change between their check and their copy.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ckpipe.errors import ObjectNotFound, StoreError
 from ckpipe_local.failures import READING, translating
 
 ALIGNMENT = max(4096, mmap.PAGESIZE)
-"""Offset, length and address must be multiples of it to go past the page cache."""
+"""The alignment of offset, length and address for reads and writes past the page cache."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
@@ -40,7 +40,7 @@ _libc.syscall.argtypes = (
 _libc.syscall.restype = ctypes.c_long
 
 _CACHESTAT = 451  # the same number on every architecture, since Linux 6.5
-_LOWEST_BIT = bytes(value & 1 for value in range(256))  # the others of mincore mean nothing
+_LOWEST_BIT = bytes(value & 1 for value in range(256))  # mincore defines only this bit
 
 _KINDS = {
     stat.S_IFDIR: "a directory",
@@ -73,7 +73,7 @@ def check_regular(found: os.stat_result, path: str, key: str) -> None:
         raise ObjectNotFound(
             f"{path} is not a file but {_KINDS.get(stat.S_IFMT(found.st_mode), 'something else')}",
             key=key,
-            hint="Look who put it there, and remove it",
+            hint="Find out which program created it, and remove it",
         )
 
 
@@ -110,7 +110,7 @@ def _fill(descriptor: int, key: str, offset: int, buffer: memoryview, done: int 
     """Fill the rest of a buffer through the page cache.
 
     Raises:
-        TruncatedObject: If the file ends before.
+        TruncatedObject: If the file is too short.
     """
     done += read_at(descriptor, buffer[done:], offset + done)
     if done < len(buffer):
@@ -121,8 +121,8 @@ def _read_past_cache(descriptor: int, buffer: memoryview, offset: int) -> int:
     start, stop = aligned_part(buffer, offset)
     if stop == start or (done := read_at(descriptor, buffer[:start], offset)) < start:
         return 0
-    # One descriptor is switched over rather than the path opened twice, because the path may
-    # have got another file in between.
+    # One descriptor is switched to O_DIRECT instead of opening the path twice, because the path
+    # may name another file by then.
     flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
     try:
         fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | os.O_DIRECT)
@@ -159,7 +159,7 @@ def read_at(
 
 
 def aligned_part(data: memoryview, offset: int) -> tuple[int, int]:
-    """Find where in ``data`` the middle that can go past the page cache begins and ends."""
+    """Find the bounds of the middle of ``data`` that can go past the page cache."""
     start = -offset % ALIGNMENT
     stop = start + (len(data) - start) // ALIGNMENT * ALIGNMENT
     if stop <= start or (_address_of(data) + start) % ALIGNMENT:
@@ -168,7 +168,7 @@ def aligned_part(data: memoryview, offset: int) -> tuple[int, int]:
 
 
 def _address_of(data: memoryview) -> int:
-    # Imported here, since it takes a while and only bulk data has a use for it.
+    # Imported here, since the import is slow and only bulk data needs it.
     import numpy as np
 
     address: int = np.frombuffer(data, dtype=np.uint8).__array_interface__["data"][0]
@@ -227,7 +227,7 @@ def _is_cached(descriptor: int, path: str, offset: int, size: int) -> bool:
     pages = -(-(skipped + size) // mmap.PAGESIZE)
     if not _libc.syscall(_CACHESTAT, descriptor, bounds, counts, 0):
         return bool(counts[0] == pages)
-    # The mapping is asked about and never read: reading a page that was cut off ends the process.
+    # The mapping is only queried and never read: reading a truncated page would kill the process.
     start, length = offset - skipped, skipped + size
     mapping = mmap.mmap(descriptor, length, mmap.MAP_SHARED, mmap.PROT_READ, offset=start)
     resident = ctypes.create_string_buffer(pages)
@@ -237,5 +237,5 @@ def _is_cached(descriptor: int, path: str, offset: int, size: int) -> bool:
 
 
 def _tells_residency(descriptor: int, path: str) -> bool:
-    """Tell whether the kernel shows this user what is cached; others see every page as cached."""
+    """Tell whether the kernel shows this user the cached pages; others see all pages as cached."""
     return os.fstat(descriptor).st_uid == os.geteuid() or os.access(path, os.W_OK)

@@ -1,8 +1,7 @@
-"""The command ``ckpipe``: looks at checkpoints and keeps house, without opening a pipeline.
+"""The command ``ckpipe``: inspect checkpoints and clean up, without opening a pipeline.
 
 Importing ``ckpipe`` does not import this package, which needs the extra ``cli`` for all but help
-and version. A command that cannot write its output ends with a code
-of its own.
+and version. A command that cannot write its output ends with a separate exit code.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from ckpipe.cli.commands import (
 _INTERRUPTED, _CRASHED = 130, 70
 
 _SHOW_CURSOR = b"\r\x1b[2K\x1b[?25h"
-"""Wipes the line that says that the command is at work, and shows the cursor, which that hides."""
+"""Bytes that wipe the progress line, and show the cursor, which that line hides."""
 
 
 def main() -> None:
@@ -50,7 +49,7 @@ def main() -> None:
 
 def _run(arguments: list[str]) -> int:
     # Packages take up to two seconds to import, and some do not survive an exception there. So an
-    # interrupt ends the process at once, as long as nothing is begun.
+    # interrupt ends the process at once, before any work has begun.
     unhandled = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if unhandled:
         signal.signal(signal.SIGINT, _leave)
@@ -71,7 +70,7 @@ def _leave(number: int, frame: FrameType | None) -> None:
 
 
 def _crashed() -> None:
-    # Python's own code for this is 1, by which commands say that a check found damage.
+    # Python's own code for this is 1, which means here that a check found damage.
     try:
         traceback.print_exc()
     except OSError:

@@ -1,4 +1,4 @@
-"""The commands together, and what all of them have in common."""
+"""Join the commands, and handle their common options and errors."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ def _begin(
 
 
 def make_app(words: Sequence[str]) -> typer.Typer:
-    """The program, in which only commands that are among the words are imported.
+    """Make the program; import only the commands that the words name.
 
-    The others are there by name and summary. Some commands need torch, which takes longer to import
-    than most commands take; help and lists must not wait for it.
+    The others have only a name and a summary. Some commands need torch, which takes longer to
+    import than most commands run; help and lists must not wait for it.
 
     Args:
-        words: What stands behind ``ckpipe``.
+        words: The arguments after ``ckpipe``.
     """
     app = typer.Typer(
         name="ckpipe",
@@ -76,7 +76,7 @@ def make_app(words: Sequence[str]) -> typer.Typer:
 def _function_of(command: Command, words: Sequence[str]) -> Callable[..., None]:
     module, _, name = command.home.partition(":")
     if command.needs is not None and not {"-h", "--help"} & set(words):
-        # Here, and not where it is used, since an interrupt does no harm here.
+        # Here, and not at its use, since an interrupt does no harm here.
         with Screen(False).spinner:
             import_module(command.needs)
     function: Callable[..., None] = getattr(import_module(f"ckpipe.cli.{module}"), name)
@@ -84,15 +84,15 @@ def _function_of(command: Command, words: Sequence[str]) -> Callable[..., None]:
 
 
 def _not_called() -> None:
-    """Stand for a command whose name is not among the words."""
+    """Stand for a command that the words do not name."""
 
 
 def run(arguments: Sequence[str], app: typer.Typer | None = None) -> int:
     """Run the command.
 
     Args:
-        arguments: What stands behind ``ckpipe``.
-        app: What :func:`make_app` made for them, if that was called before.
+        arguments: The arguments after ``ckpipe``.
+        app: The program of :func:`make_app` for them, if that was called before.
 
     Returns:
         The exit code.
@@ -102,7 +102,7 @@ def run(arguments: Sequence[str], app: typer.Typer | None = None) -> int:
     try:
         code = _call(app, options)
         sys.stdout.flush()
-    except BrokenPipeError:  # whoever read our output has seen enough
+    except BrokenPipeError:  # the reader of our output has closed the pipe
         drop(sys.stdout)
         return NOBODY_READS
     except OSError as error:  # backends raise errors of ckpipe, so this is about the output
@@ -113,7 +113,7 @@ def run(arguments: Sequence[str], app: typer.Typer | None = None) -> int:
 
 
 def _call(app: typer.Typer, options: Sequence[str]) -> int:
-    """Run a command; with ``--json``, what is wrong with the command itself is JSON too."""
+    """Run a command; with ``--json``, report wrong use as JSON too."""
     try:
         code = app(options, prog_name="ckpipe", standalone_mode=False)
     except SystemExit as exit:
@@ -122,13 +122,13 @@ def _call(app: typer.Typer, options: Sequence[str]) -> int:
         raise
     except Exception as caught:
         error: Any = caught
-        # Typer brings a copy of click, whose name it does not promise; only these have a message.
+        # Typer bundles click under a private name; only click's errors have a message.
         explain = getattr(error, "format_message", None)
         if explain is None:
             raise
         if getattr(error, "option_name", None) == "--settings":
-            error.message += ". It stands in front: ckpipe --settings FILE COMMAND"
-        # Typer checks choices by pydantic, which writes this in front of what is wrong.
+            error.message += ". Put it before the command: ckpipe --settings FILE COMMAND"
+        # Typer checks choices by pydantic, which puts this before its message.
         error.message = error.message.removeprefix("Value error, ")
         if options[:1] == ["--json"]:
             Screen(True).failure("UsageError", explain())
@@ -142,7 +142,7 @@ def _call(app: typer.Typer, options: Sequence[str]) -> int:
 
 
 def _json_first(arguments: Sequence[str]) -> list[str]:
-    """Move ``--json`` to the front, where it is understood, unless it stands behind ``--``."""
+    """Move ``--json`` to the front, where typer accepts it, unless it comes after ``--``."""
     options = list(arguments)
     end = options.index("--") if "--" in options else len(options)
     if "--json" not in options[:end]:

@@ -1,8 +1,8 @@
-"""The command ``bench``: measure what this machine and a store can do, and say what to set.
+"""The command ``bench``: measure the limits of this machine and a store, and propose settings.
 
-Rates are those of the parts that a save is made of: copies into host memory, checksums, and writes
-and reads of large objects through a backend, in lanes of blocks. No pipeline is involved, so that
-the figures are limits rather than results.
+It measures the elements of a save: copies into host memory, checksums, and writes and reads of
+large objects through a backend, in lanes of blocks. No pipeline is involved, so the figures are
+limits and not results.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ def bench(
     lanes: Annotated[str, typer.Option(help="Numbers of lanes to try.")] = "1,4,8",
     blocks: Annotated[str, typer.Option(help="Sizes of blocks to try.")] = "4MiB,16MiB",
     object_size: Annotated[
-        str, typer.Option("--size", help="The size of the object written for each.")
+        str, typer.Option("--size", help="The size of the object for each combination.")
     ] = "256MiB",
 ) -> None:
-    """Measure what this machine and a store can do, and say what to set.
+    """Measure the limits of this machine and a store, and propose settings.
 
     It writes and reads an object for each number of lanes and size of blocks, and removes it.
     """
@@ -88,7 +88,7 @@ def _gigabytes(rate: float) -> str:
 
 
 def _setting(nbytes: int) -> str:
-    """Write a size as a setting takes it, to the byte."""
+    """Write a size in the form of a setting, exact to the byte."""
     return f"{nbytes} B" if nbytes % (1 << 20) else f"{nbytes >> 20} MiB"
 
 
@@ -104,7 +104,7 @@ def _shown(found: Measurements, advice: Advice) -> Iterator[RenderableType]:
     headings = ("lanes", "block", "write", "read")
     yield table(headings, rows, *headings)
     beside = "?" if found.write_beside is None else _gigabytes(found.write_beside)
-    yield Text(f"beside a trainer bound to Python {beside} are written from a thread")
+    yield Text(f"beside a thread of pure Python: {beside} written from a thread")
     yield Text(
         f"{advice.bottleneck}.\nSet upload.lanes to {advice.upload_lanes}, load.lanes to "
         f"{advice.load_lanes}, staging.block_bytes to {_setting(advice.block_bytes)} and worker to "
@@ -120,10 +120,10 @@ _GOOD_ENOUGH, _FAST_ENOUGH = 0.95, 0.7
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """The rates of writing and reading objects with so many lanes and blocks of one size.
+    """The rates of writing and reading objects with one number of lanes and size of blocks.
 
     Args:
-        lanes: Blocks on their way at the same time.
+        lanes: The number of blocks transferred at a time.
         block_bytes: The size of a block in bytes.
         write: Bytes a second that became durable.
         read: Bytes a second that were read.
@@ -141,11 +141,11 @@ class Measurements:
 
     Args:
         copy: Bytes a second that one thread copies within host memory.
-        checksum: Bytes a second that one thread sums up.
+        checksum: Bytes a second that one thread checksums.
         put_seconds: The median time of creating an object of a hundred bytes.
-        rates: What the store does, for each number of lanes and size of blocks.
-        write_beside: Bytes a second that are written, with the lanes and blocks that are advised,
-            beside a thread of Python that never waits; None if that was not measured.
+        rates: The rates of the store, for each number of lanes and size of blocks.
+        write_beside: Bytes a second that are written with the proposed lanes and blocks beside a
+            thread of Python that never waits; None if that was not measured.
     """
 
     copy: float
@@ -162,9 +162,9 @@ class Advice:
     Args:
         upload_lanes: ``upload.lanes``: the fewest that write nearly as fast as any.
         load_lanes: ``load.lanes``: the fewest that read nearly as fast as any.
-        block_bytes: ``staging.block_bytes``: the smallest blocks with which that is so.
-        worker: ``worker``: a process if a trainer bound to Python would slow writes down.
-        bottleneck: What a save will wait for, as a sentence.
+        block_bytes: ``staging.block_bytes``: the smallest blocks that reach these rates.
+        worker: ``worker``: a process if a trainer in pure Python would slow down writes.
+        bottleneck: The bottleneck of a save, as a sentence.
     """
 
     upload_lanes: int
@@ -177,11 +177,11 @@ class Advice:
 def advise(found: Measurements) -> Advice:
     """Derive settings from measurements. Pure.
 
-    Settings that come within five percent of the best count as equally good, and of those the
-    smallest are taken, since lanes and blocks cost host memory.
+    Settings within five percent of the best count as equally good. Of those the smallest are
+    taken, since lanes and blocks cost host memory.
 
     Args:
-        found: What was measured; with at least one rate.
+        found: The measurements, with at least one rate.
     """
     writing = _smallest(found.rates, lambda rate: rate.write)
     same_blocks = [rate for rate in found.rates if rate.block_bytes == writing.block_bytes]
@@ -215,14 +215,14 @@ async def measure(
     object_bytes: int,
     meter: Meter,
 ) -> Measurements:
-    """Measure this machine and a store. What is written there is removed again.
+    """Measure this machine and a store, and remove the objects that were written.
 
     Args:
         backend: The store, open for writing.
         lanes: Numbers of lanes to try.
         block_bytes: Sizes of blocks to try, in bytes.
         object_bytes: The size of the object that is written and read for each, in bytes.
-        meter: Shows how far it is.
+        meter: Shows the progress.
 
     Raises:
         UsageError: If a number or size is not at least 1, or the store cannot have such blocks.
@@ -256,7 +256,7 @@ async def measure(
 
 @contextmanager
 def python_bound_thread() -> Iterator[None]:
-    """Run a thread that holds the GIL whenever it may, as a trainer may do."""
+    """Run a thread that holds the GIL whenever it can, as a trainer may do."""
     over = threading.Event()
 
     def spin() -> None:
@@ -275,9 +275,9 @@ def python_bound_thread() -> Iterator[None]:
 
 
 def measure_memory() -> tuple[float, float]:
-    """Bytes a second of a copy within host memory and of a checksum, on one thread; blocking."""
+    """Measure the rates of a copy in host memory and of a checksum, on one thread; block."""
     memory = bytearray(secrets.token_bytes(_MEMORY_BYTES))
-    import torch  # takes seconds, for which who asks the command for help shall not wait
+    import torch  # takes seconds, and the help of the command must not wait for it
 
     source, view = torch.frombuffer(memory, dtype=torch.uint8), memoryview(memory)
     target = torch.ones(_MEMORY_BYTES, dtype=torch.uint8)
@@ -304,7 +304,7 @@ async def _put_seconds(backend: Backend, below: str) -> float:
         began = time.perf_counter()
         await backend.put(keys[-1], bytes(100), PutMode.CREATE)
         times.append(time.perf_counter() - began)
-    # At once, so that who ends the process while large objects are measured leaves none of them.
+    # At once, so that none is left if the process is ended while it measures large objects.
     await backend.delete(keys)
     return statistics.median(times)
 

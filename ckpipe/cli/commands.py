@@ -1,4 +1,4 @@
-"""Name the commands, and do what needs none of the packages of the extra ``cli``."""
+"""List the commands, and hold the code that needs no package of the extra ``cli``."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from ckpipe.version import __version__
 
 INSTALL = "pip install 'ckpipe[cli]'"
 
-ABOUT = """Looks at checkpoints and keeps house.
+ABOUT = """Inspect, copy and clean up checkpoints.
 
-A URL is what a pipeline is given: a plain path, file:///path, s3://bucket/prefix, and so on.
+A URL is the URL of a pipeline: a plain path, file:///path, s3://bucket/prefix, and so on.
 """
 
 EPILOG = (
-    "Exit codes: 0 all is well, 1 a check found damage or a difference, 2 the command or a name "
-    "in it is wrong, 3 the store failed, 130 interrupted."
+    "Exit codes: 0 success, 1 a check found damage or a difference, 2 the command or a name in it "
+    "is wrong, 3 the store failed, 130 interrupted."
 )
 
 
@@ -28,9 +28,8 @@ class Command(NamedTuple):
     Args:
         name: Its name.
         home: The module and the function in it whose parameters are the command's arguments.
-        summary: What it does, in a line.
-        needs: A module that it needs to do its work, and that takes seconds to import, as whatever
-            needs torch does.
+        summary: Its effect, in one line.
+        needs: A module that it needs and that takes seconds to import, as all modules on torch do.
     """
 
     name: str
@@ -45,7 +44,7 @@ COMMANDS = (
     Command(
         "verify",
         "reading:verify",
-        "Read a checkpoint whole, check every byte.",
+        "Read a whole checkpoint and check every byte.",
         "ckpipe.loading.reader",
     ),
     Command("diff", "reading:diff", "Compare two checkpoints.", "ckpipe.cli.diff"),
@@ -53,16 +52,16 @@ COMMANDS = (
     Command(
         "export",
         "reading:export",
-        "Write a checkpoint as other programs load it.",
+        "Write a checkpoint in a form for other programs.",
         "ckpipe.export",
     ),
     Command("rm", "housekeeping:rm", "Delete a checkpoint."),
     Command("pin", "housekeeping:pin_", "Protect a checkpoint from retention."),
     Command("unpin", "housekeeping:unpin_", "End that protection."),
-    Command("prune", "housekeeping:prune_", "Delete what the rules do not keep."),
-    Command("sweep", "housekeeping:sweep_", "Remove what crashed runs left."),
-    Command("bench", "bench:bench", "Measure machine and store; say what to set.", "torch"),
-    Command("timeline", "timeline:timeline", "Show or draw where the time of a save went."),
+    Command("prune", "housekeeping:prune_", "Delete checkpoints that no rule keeps."),
+    Command("sweep", "housekeeping:sweep_", "Remove the remains of crashed runs."),
+    Command("bench", "bench:bench", "Measure machine and store; propose settings.", "torch"),
+    Command("timeline", "timeline:timeline", "Show or draw the stages of a save over time."),
 )
 
 
@@ -87,13 +86,13 @@ OUTPUT_FAILED = 3
 """The exit code when the output could not be written."""
 
 NOBODY_READS = 141
-"""The exit code when the reader of a pipe went away: what a shell shows for SIGPIPE."""
+"""The exit code when the reader of a pipe went away: the code of a shell for SIGPIPE."""
 
 
 def open_closed_streams() -> None:
-    """Take the places of standard streams that are closed, which a store's file would take else.
+    """Occupy the descriptors of closed standard streams, so that no file of a store gets them.
 
-    What is written to standard output fails then, and is not lost in silence.
+    Writing to standard output then fails, and is not lost in silence.
     """
     for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
         if getattr(sys, name) is None:
@@ -105,7 +104,7 @@ def open_closed_streams() -> None:
 
 
 def drop(stream: TextIO) -> None:
-    """Keep the interpreter from writing what is left, and complaining, when it ends."""
+    """Keep the interpreter from flushing the stream, and complaining, when it ends."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, stream.fileno())
     os.close(nowhere)

@@ -28,7 +28,7 @@ from ckpipe.store.registry import Access, open_store
 from ckpipe.threads import in_thread
 
 BATCH_BYTES = 128 << 20
-"""How many bytes of each checkpoint are held in memory, unless a single tensor is larger."""
+"""The bytes of each checkpoint in memory at a time, unless a single tensor is larger."""
 
 _AT_ONCE = 1 << 20
 
@@ -47,12 +47,12 @@ async def differences(
     """Compare two checkpoints and return the exit code.
 
     Args:
-        screen: Where the result goes.
-        urls: Where the two checkpoints lie.
+        screen: Prints the result.
+        urls: The URLs of the two checkpoints.
         steps: Their steps or ids.
-        patterns: Globs of the names to look at; None for all.
-        structure: Whether to compare no values of tensors.
-        expanded: Whether expanded tensors may take far more than the checkpoints store.
+        patterns: Globs of the names to compare; None for all.
+        structure: Whether to leave out the values of tensors.
+        expanded: Whether expanded tensors may take far more bytes than the checkpoints store.
     """
     settings, select = screen.settings, label_filter(patterns)
     with screen.meter("comparing") as meter:
@@ -103,9 +103,9 @@ async def _compare(
     *,
     expanded: bool,
 ) -> list[TensorDifference]:
-    """Compare tensors that two checkpoints have alike, batch by batch; return what differs.
+    """Compare tensors that two checkpoints have alike, batch by batch; return the differences.
 
-    Each tensor counts four times: as either side is read, and as the two are compared.
+    The meter counts each tensor four times: once for each read, and twice for the comparison.
     """
     one, two = (bundle for _, bundle in sides)
     sizes = {label: tensor_bytes(row) for label, row in _tensors(one).items()}
@@ -135,7 +135,7 @@ async def _compare(
                     )
                     meter.advance(sum(sizes[label] for label in batch))
                 for label in batch:
-                    # A rank need not have everything that others have.
+                    # A rank need not have all tensors of other ranks.
                     if label in read[0] and label in read[1]:
                         first, second = read[0].pop(label), read[1].pop(label)
                         name = label if rank is None else f"{label} of rank {rank}"
@@ -186,10 +186,11 @@ class TensorDifference:
 
     Args:
         label: The tensor's label.
-        elements: How many elements it has.
-        different: How many of them differ in value.
+        elements: The number of its elements.
+        different: The number of elements that differ in value.
         norm: The Euclidean norm of the differences, ``|b - a|``.
-        relative: That norm by the norm of the first, ``|b - a| / |a|``; infinite if ``a`` is 0.
+        relative: That norm divided by the norm of the first, ``|b - a| / |a|``; infinite if ``a``
+            is 0.
         largest: The largest absolute difference.
     """
 
@@ -208,9 +209,10 @@ class StructureDifference:
     Args:
         only_first: Labels of tensors and values that only the first has.
         only_second: Labels that only the second has.
-        changed: For each label that both have, and with another shape, dtype or inline value,
+        changed: For each label that both have with different shapes, dtypes or inline values:
             both as text.
-        common: Labels of tensors that both have alike, in the order of the first.
+        common: Labels of tensors that both have with one shape and dtype, in the order of the
+            first.
     """
 
     only_first: tuple[str, ...]
@@ -222,14 +224,14 @@ class StructureDifference:
 def compare_structures(
     first: ManifestDocument, second: ManifestDocument, select: LabelFilter
 ) -> StructureDifference:
-    """Compare what two indexes say of names, shapes, dtypes and inline values.
+    """Compare names, shapes, dtypes and inline values of two indexes.
 
-    Where the ranks of a checkpoint have different inline values, all of them are compared.
+    If the ranks of a checkpoint have different inline values, all of them are compared.
 
     Args:
         first: The one index.
         second: The other.
-        select: The labels to look at.
+        select: The labels to compare.
     """
     one, two = [
         {label: text for label, text in _texts(each).items() if select(label)}
@@ -248,7 +250,7 @@ def compare_structures(
 
 
 class Comparison:
-    """Two tensors of one shape and dtype, compared piece by piece.
+    """Compare two tensors of one shape and dtype, slice by slice.
 
     Args:
         first: The one.
@@ -263,18 +265,18 @@ class Comparison:
         self._same_bits = True
 
     def pieces(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield both tensors in pieces of some MiB, so that converting them takes little memory."""
+        """Yield both tensors in slices of some MiB, so that converting them takes little memory."""
         for at in range(0, self._one.numel(), _AT_ONCE):
             yield self._one[at : at + _AT_ONCE], self._two[at : at + _AT_ONCE]
 
     def add(self, a: torch.Tensor, b: torch.Tensor) -> None:
-        """Compare a piece of the one with that of the other."""
+        """Compare a slice of the one with that of the other."""
         self._same_bits = self._same_bits and torch.equal(_bits(a), _bits(b))
         wide = torch.complex128 if a.is_complex() else torch.float64
         left, right = a.to(wide), b.to(wide)
         if a.is_floating_point() or a.is_complex():
             alike = (left == right) | (left.isnan() & right.isnan())
-        else:  # as they are, since doubles do not hold all whole numbers
+        else:  # without conversion, since doubles do not hold all whole numbers
             alike = a == b
         gap = torch.where(alike, 0.0, (right - left).abs()).double()
         self._different += int((~alike).sum())
@@ -283,7 +285,7 @@ class Comparison:
         self._largest = float(np.maximum(self._largest, float(gap.max())))  # NaN wins
 
     def result(self, label: str) -> TensorDifference | None:
-        """Return the difference over all pieces; None if they are equal to the bit."""
+        """Return the difference over all slices; None if they are equal bit for bit."""
         if self._same_bits:
             return None
         norm = math.sqrt(self._squares)
@@ -294,7 +296,7 @@ class Comparison:
 
 
 def _of_other_form(label: str, first: torch.Tensor) -> TensorDifference:
-    """Return the difference to a tensor of another shape or dtype, which no norm can measure."""
+    """Return the difference to a tensor of another shape or dtype, without norms."""
     n = first.numel()
     return TensorDifference(label, n, n, math.nan, math.nan, math.nan)
 
@@ -312,7 +314,7 @@ def _tensors(bundle: ManifestDocument) -> dict[str, TensorRow]:
 
 
 def _texts(bundle: ManifestDocument) -> dict[str, str]:
-    """Write tensors and inline values of a checkpoint as text, of all ranks where they differ."""
+    """Write tensors and inline values as text; if values differ between ranks, those of all."""
     found: dict[str, list[str]] = {}
     for part in bundle.parts:
         taken: set[str] = set()

@@ -1,4 +1,4 @@
-"""Commands that keep house: ``rm``, ``pin``, ``unpin``, ``prune`` and ``sweep``."""
+"""Commands for deletion and protection: ``rm``, ``pin``, ``unpin``, ``prune`` and ``sweep``."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from ckpipe.store.registry import Access, open_store
 from ckpipe.types import CheckpointId
 
 DryRun = Annotated[
-    bool, typer.Option("--dry-run", help="Say what would be done, and why; change nothing.")
+    bool, typer.Option("--dry-run", help="Show the decisions and reasons; change nothing.")
 ]
 
 
@@ -37,7 +37,7 @@ def rm(
     url: Url,
     step: Step,
     force: Annotated[
-        bool, typer.Option("--force", help="Also if it is pinned, the newest, or in use.")
+        bool, typer.Option("--force", help="Also if it is pinned, in use, or the newest one.")
     ] = False,
 ) -> None:
     """Delete one checkpoint; an exact id also names an incomplete one."""
@@ -81,17 +81,18 @@ def _mark(
 def prune_(
     ctx: typer.Context,
     url: Url,
-    keep_last: Annotated[int | None, typer.Option(min=1, help="Keep the newest so many.")] = None,
+    keep_last: Annotated[int | None, typer.Option(min=1, help="Keep the newest N.")] = None,
     rule: Annotated[
         list[str] | None,
-        typer.Option(help='A rule as JSON, {"keep": "every", "steps": 1000}; any may keep.'),
+        typer.Option(help='A rule as JSON, {"keep": "every", "steps": 1000}; repeatable.'),
     ] = None,
     dry_run: DryRun = False,
 ) -> None:
     """Delete the complete checkpoints that the rules do not keep.
 
-    Without rules here, those of the settings file and the environment hold. The newest, pinned
-    ones, those in use and the one that the newest run resumed from always stay.
+    One rule is enough to keep a checkpoint. Without rules here, those of the settings file and the
+    environment hold. The newest, pinned ones, those in use and the one that the newest run resumed
+    from always stay.
     """
 
     async def work(screen: Screen) -> int:
@@ -145,7 +146,7 @@ def _rule(settings: Settings, keep_last: int | None, rules: list[str]) -> Rule:
     found = from_data(given) if given else settings.retention.rule
     if found is None:
         raise SettingsError(
-            "No rule says what to keep",
+            "There is no retention rule",
             hint="Give --keep-last or --rule, or set retention in the settings",
         )
     return found
@@ -159,10 +160,10 @@ def sweep_(
     ] = None,
     dry_run: DryRun = False,
 ) -> None:
-    """Remove what crashed runs left: incomplete checkpoints, uploads, old marks and leases.
+    """Remove the remains of crashed runs: incomplete checkpoints, uploads, old marks and leases.
 
-    A launch that wrote anything lately, or that somebody holds a lease on, is left alone, and so
-    is every name that ckpipe did not write.
+    It leaves alone a launch that wrote anything lately or has a live lease, and every name that
+    ckpipe did not write.
     """
 
     async def work(screen: Screen) -> int:
@@ -194,7 +195,7 @@ def _swept(report: SweepReport) -> Iterator[RenderableType]:
         ("old leases", report.leases),
         ("old objects of measurements", report.scratch),
         ("agreements of old launches", report.agreements),
-        ("digests of checkpoints that are gone", report.digests),
+        ("metrics sidecars of deleted checkpoints", report.digests),
     ]
     for what, keys in counts:
         if keys:

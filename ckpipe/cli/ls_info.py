@@ -1,4 +1,4 @@
-"""The commands ``ls`` and ``info``, which read no data of tensors."""
+"""The commands ``ls`` and ``info``. They read no data of tensors."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ def list_(
     url: Url,
     brief: Annotated[bool, typer.Option("--brief", help="Names and times only.")] = False,
     read: Annotated[
-        bool, typer.Option("--read", help="Read every index, which tells of damaged ones.")
+        bool, typer.Option("--read", help="Read every index, which finds damaged ones.")
     ] = False,
 ) -> None:
-    """List checkpoints, the newest first: step, time, size, ranks, metrics, and whether whole.
+    """List checkpoints, the newest first: step, time, size, ranks, metrics, and whether complete.
 
-    Names alone tell all that, however many checkpoints there are; those that were written without
-    a digest, as by older versions, have their index read.
+    It reads names only, however many checkpoints there are. If a checkpoint has no metrics sidecar,
+    as with older versions, it reads the index.
     """
 
     async def work(screen: Screen) -> int:
@@ -58,7 +58,7 @@ def list_(
             foreign = None if infos else await said_of_foreign(backend)
             found = {each.id: _checkpoint_data(each) for each in infos}
             if infos and (read or not brief):
-                # Names of small objects tell what was saved; an index, whether it is whole.
+                # Sidecars describe the saved state; an index also shows damage.
                 told = {} if read else await list_sidecars(backend)
                 pending = iter(infos)
                 with screen.meter("reading indexes", len(infos), of_things) as meter:
@@ -78,7 +78,7 @@ def list_(
             table(headings, rows, "step", "size", "ranks") if rows else Text(nothing),
         )
         if any(each["copied_bytes"] for each in found.values()):
-            screen.note(f"copies are bytes that several ranks wrote alike. {REMEDY}")
+            screen.note(f"copies are equal bytes that several ranks wrote. {REMEDY}")
         return OK
 
     serve(ctx, work)
@@ -87,7 +87,7 @@ def list_(
 def _checkpoint_data(
     info: CheckpointInfo, digest: MetricsSidecar | None = None, problem: str = ""
 ) -> dict[str, Any]:
-    """Join what the list of the root says of a checkpoint with its sidecar, if that is known."""
+    """Join the facts from the list of the root with the sidecar of a checkpoint, if known."""
     data = asdict(info) | {"metrics": {}, "final": False, "copied_bytes": 0, "problem": problem}
     if digest is not None:
         data |= asdict(digest)
@@ -99,9 +99,9 @@ def _checkpoint_data(
 async def _inspected(
     backend: Backend, info: CheckpointInfo, told: Mapping[CheckpointId, MetricsSidecar]
 ) -> dict[str, Any]:
-    """Take a complete checkpoint's sidecar or else its index, of which damage is told, not raised.
+    """Read a complete checkpoint's sidecar, or else its index; report damage without raising.
 
-    One that was deleted by now is incomplete.
+    A checkpoint that was deleted meanwhile is incomplete.
     """
     if info.key in told:
         return _checkpoint_data(info, told[info.key])
@@ -136,10 +136,10 @@ def info(
         typer.Option(help="Only names that this glob matches, such as 'model.*'; repeatable."),
     ] = None,
     depth: Annotated[
-        int | None, typer.Option(min=1, help="How many levels of names to show.")
+        int | None, typer.Option(min=1, help="The number of levels of names to show.")
     ] = None,
 ) -> None:
-    """Show what a checkpoint holds: names, shapes, dtypes, sizes, sharing, ranks and values."""
+    """Show the contents of a checkpoint: names, shapes, dtypes, sizes, sharing, ranks, values."""
 
     async def work(screen: Screen) -> int:
         async with open_store(url, screen.settings, Access.READ) as backend:
@@ -156,12 +156,12 @@ def info(
 
 
 _DEEPEST = 100
-"""How many levels of names are drawn at most; a hostile checkpoint may have any number."""
+"""The most levels of names that are drawn; a hostile checkpoint may have any number."""
 
 
 @dataclass(slots=True)
 class _Branch:
-    """The part of a name and all below it: tensors, bytes, and its own description."""
+    """A component of a name and all below it: tensors, bytes, and its own description."""
 
     below: dict[str, _Branch] = field(default_factory=dict)
     about: str = ""

@@ -1,6 +1,6 @@
 """The commands that read the data of checkpoints: ``verify``, ``diff``, ``cp`` and ``export``.
 
-What needs torch is imported when a command runs, so that no help waits for it.
+Modules that need torch are imported when a command runs, so that no help waits for them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from ckpipe.types import CheckpointInfo, size_text
 
 
 async def _named(backend: Backend, step: str | None, every: bool) -> list[CheckpointInfo]:
-    """The checkpoint that is named; with ``--all`` every complete one, the oldest first."""
+    """Find the named checkpoint; with ``--all`` every complete one, the oldest first."""
     if every and step is not None:
         raise UsageError("--all takes every checkpoint", hint="Leave the step out")
     if not every:
@@ -50,7 +50,7 @@ async def _read_each(
     every: bool,
     read: Callable[[CheckpointInfo], Awaitable[dict[str, Any]]],
 ) -> list[dict[str, Any]]:
-    """Read checkpoints; of several, one that is deleted meanwhile is left out with a note."""
+    """Read checkpoints; if there are several, leave out deleted ones with a note."""
     done = []
     for info in infos:
         try:
@@ -64,10 +64,10 @@ async def _read_each(
 
 @asynccontextmanager
 async def _leased(backend: Backend, info: CheckpointInfo) -> AsyncIterator[ManifestDocument]:
-    """Hold a lease on a checkpoint; one that was deleted meanwhile is not called damaged.
+    """Hold a lease on a checkpoint, and distinguish a deleted one from a damaged one.
 
     Raises:
-        CheckpointIncomplete: If it was deleted, as it may be where no lease can be written.
+        CheckpointIncomplete: If it was deleted, which may happen if no lease can be written.
         CorruptCheckpoint: If it is damaged.
     """
     try:
@@ -94,7 +94,7 @@ def verify(
         bool, typer.Option("--all", help="Verify all complete checkpoints, the oldest first.")
     ] = False,
 ) -> None:
-    """Read a checkpoint whole and check every byte of it. Exits with 1 if it is damaged."""
+    """Read a whole checkpoint and check every byte. Exits with 1 if it is damaged."""
     from ckpipe.loading.reader import verify  # needs torch
     from ckpipe.memory.arena import Arena
 
@@ -142,13 +142,13 @@ def diff(
     first: Annotated[str, typer.Argument(metavar="A", help="A step or an id.")],
     second: Annotated[str, typer.Argument(metavar="B", help="A step or an id.")],
     other: Annotated[
-        str | None, typer.Option("--in", metavar="URL", help="Where B lies, if elsewhere.")
+        str | None, typer.Option("--in", metavar="URL", help="The URL of B, if it is another one.")
     ] = None,
     match: Annotated[
         list[str] | None, typer.Option(help="Only names that this glob matches; repeatable.")
     ] = None,
     structure: Annotated[
-        bool, typer.Option("--structure", help="Compare no values of tensors, so read no data.")
+        bool, typer.Option("--structure", help="Compare no values of tensors; read no data.")
     ] = False,
     expanded: Expanded = False,
 ) -> None:
@@ -166,8 +166,8 @@ def diff(
     serve(ctx, work)
 
 
-Source = Annotated[str, typer.Argument(metavar="SRC", help="Where the checkpoint lies.")]
-Target = Annotated[str, typer.Argument(metavar="DST", help="Where it goes; made if missing.")]
+Source = Annotated[str, typer.Argument(metavar="SRC", help="The URL of the checkpoint.")]
+Target = Annotated[str, typer.Argument(metavar="DST", help="The target; created if missing.")]
 
 
 def cp(
@@ -179,9 +179,9 @@ def cp(
         bool, typer.Option("--all", help="Copy all complete checkpoints, the oldest first.")
     ] = False,
 ) -> None:
-    """Copy a checkpoint to another store, verified; what is there and whole is not copied again.
+    """Copy a checkpoint to another store, verified; skip files that are there and whole.
 
-    It is complete on the target or absent, wherever copying breaks off.
+    It is complete on the target or absent, even if copying is interrupted.
     """
 
     async def work(screen: Screen) -> int:
@@ -225,7 +225,7 @@ def _copy_text(done: dict[str, Any]) -> str:
 
 
 def _policy(settings: Settings) -> RetryPolicy:
-    """The policy of retries; a store that throttles gets fewer writes at a time."""
+    """Make the policy of retries; a store that throttles gets fewer writes at a time."""
     return replace(logging_policy(settings.upload), limiter=AimdLimiter())
 
 
@@ -246,10 +246,10 @@ def export(
     ],
     target: Annotated[
         str | None,
-        typer.Option("--to", metavar="URL", help="Where the folder goes; else beside it."),
+        typer.Option("--to", metavar="URL", help="The target; else beside the checkpoint."),
     ] = None,
     part: Annotated[
-        str | None, typer.Option(help="The label of what to export; else export.part.")
+        str | None, typer.Option(help="The label of the part to export; else export.part.")
     ] = None,
     max_shard: Annotated[
         str | None, typer.Option(metavar="SIZE", help="The largest shard, such as 2GB.")
@@ -258,7 +258,7 @@ def export(
 ) -> None:
     """Write a checkpoint, verified, in a form that other programs load.
 
-    It is written to a folder <id>.torch or <id>.hf, in which nothing is ever replaced.
+    The folder is <id>.torch or <id>.hf. Nothing in it is ever replaced.
     """
 
     from ckpipe.export import export  # needs torch

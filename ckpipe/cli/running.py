@@ -1,4 +1,4 @@
-"""From a command's coroutine to its exit code."""
+"""Run the coroutine of a command, and map its errors to exit codes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ OK, FOUND, WRONG_USE, STORE_FAILED = 0, 1, 2, 3
 """The exit codes of commands that end by themselves."""
 
 Url = Annotated[
-    str, typer.Argument(metavar="URL", help="Where the checkpoints lie.", show_default=False)
+    str, typer.Argument(metavar="URL", help="The root of the checkpoints.", show_default=False)
 ]
 Step = Annotated[str, typer.Argument(metavar="STEP", help="A step, or the id of a checkpoint.")]
 MaybeStep = Annotated[
@@ -36,7 +36,7 @@ MaybeStep = Annotated[
 Expanded = Annotated[
     bool,
     typer.Option(
-        "--expanded", help="Also where expanded tensors take far more than is stored of them."
+        "--expanded", help="Also if expanded tensors take far more bytes than are stored."
     ),
 ]
 
@@ -45,8 +45,8 @@ def serve(ctx: typer.Context, work: Callable[[Screen], Awaitable[int]]) -> None:
     """Run a command's coroutine and exit with the code that it returns.
 
     Args:
-        ctx: What the command was called with.
-        work: The coroutine function; raises errors of ckpipe as they come.
+        ctx: The context of the command's call.
+        work: The coroutine function; may raise any error of ckpipe.
     """
     screen = ctx.obj
     assert isinstance(screen, Screen)
@@ -66,12 +66,12 @@ def serve(ctx: typer.Context, work: Callable[[Screen], Awaitable[int]]) -> None:
 
 
 def which(text: str) -> int | str:
-    """The step or id that an argument names."""
+    """Read the step or id that an argument names."""
     return int(text) if text.isascii() and text.isdecimal() else text
 
 
 async def chosen(backend: Backend, step: str | None) -> CheckpointInfo:
-    """The checkpoint that an argument names; without one the newest that is complete.
+    """Find the checkpoint that an argument names; without one the newest complete checkpoint.
 
     Raises:
         CheckpointNotFound: If there is none.

@@ -1,8 +1,8 @@
 """The output of a command: text for people, plain text for pipes, JSON for programs, progress.
 
 Results go to standard output, everything else to standard error. Names come from stores and may be
-hostile, so characters that would steer a terminal are escaped. An action that takes longer than a
-second shows on a terminal how far it is, its rate and the time left.
+hostile, so characters that would control a terminal are escaped. On a terminal, an action that
+takes longer than a second shows its progress, its rate and the time left.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ if TYPE_CHECKING:
     from ckpipe.settings import Settings
 
 SILENT_SECONDS = 1.0
-"""How long an action may take before it shows how far it is."""
+"""The seconds that an action may take before it shows its progress."""
 
 
 class _Rate(ProgressColumn):
-    """Things done each second."""
+    """Items a second."""
 
     def render(self, task: Task) -> Text:
         speed = task.finished_speed or task.speed
@@ -55,12 +55,12 @@ class _Rate(ProgressColumn):
 
 
 def of_bytes() -> tuple[ProgressColumn, ...]:
-    """Columns for an action that is counted in bytes."""
+    """Return columns for an action that is counted in bytes."""
     return (DownloadColumn(), TransferSpeedColumn())
 
 
 def of_things() -> tuple[ProgressColumn, ...]:
-    """Columns for an action that is counted in checkpoints or other things."""
+    """Return columns for an action that is counted in checkpoints or other items."""
     return (MofNCompleteColumn(), _Rate())
 
 
@@ -68,16 +68,16 @@ Unit = Callable[[], tuple[ProgressColumn, ...]]
 
 
 class Meter:
-    """Show how far an action is, or only that the command is at work.
+    """Show the progress of an action, or only that the command is at work.
 
-    Nothing is shown without a terminal, nor in the first second. A thread of its own begins to
-    show, so that it also does where nothing is counted and where the event loop is blocked.
+    Nothing is shown without a terminal, nor in the first second. A separate thread starts the
+    display, so it also appears if nothing is counted or the event loop is blocked.
 
     Args:
-        console: Where to show it.
-        action: What is done.
-        total: How much there is to do; None if that is not known yet.
-        unit: What is counted: :func:`of_bytes` or :func:`of_things`; None shows the time alone.
+        console: The console.
+        action: The name of the action.
+        total: The amount of work; None if it is not known yet.
+        unit: The unit: :func:`of_bytes` or :func:`of_things`; None shows the time alone.
     """
 
     def __init__(
@@ -94,22 +94,22 @@ class Meter:
         self._timer.daemon = True
 
     def expect(self, amount: int) -> None:
-        """Add what there will be more than was known."""
+        """Add to the amount of work."""
         total = self._progress.tasks[0].total or 0
         self._progress.update(self._task, total=total + amount)
 
     def advance(self, amount: int) -> None:
-        """Count what is done."""
+        """Count finished work."""
         self._progress.update(self._task, advance=amount)
 
     def show(self) -> None:
-        """Begin to show it, unless it is over."""
+        """Start the display, unless the action is over."""
         with self._lock:
             if not self._over:
                 self._progress.start()
 
     def end(self) -> None:
-        """Show nothing any more; may be called again."""
+        """End the display; may be called again."""
         with self._lock:
             self._over = True
             self._timer.cancel()
@@ -131,7 +131,7 @@ _ROOTS = ("url", "source", "target")
 
 
 class Screen:
-    """The output of a command's results, notes and progress.
+    """Print the results, notes and progress of a command.
 
     Args:
         as_json: Whether results are JSON.
@@ -159,7 +159,7 @@ class Screen:
         """Print a result.
 
         Args:
-            data: The result as a data class or mapping: what ``--json`` prints.
+            data: The result as a data class or mapping, for ``--json``.
             shown: The same for people.
         """
         self.spinner.end()
@@ -186,11 +186,11 @@ class Screen:
         self.out.file.writelines(line.rstrip() + "\n" for line in lines)
 
     def failure(self, kind: str, message: str) -> None:
-        """Say why a command failed: to people, and with ``--json`` to programs as well.
+        """Report the failure of a command to people, and with ``--json`` to programs as well.
 
         Args:
             kind: The class of the error.
-            message: What it says.
+            message: Its message.
         """
         message = without_secrets(message)
         self.note(f"error: {message}")
@@ -206,18 +206,18 @@ class Screen:
             drop(sys.stderr)
 
     def matches_nothing(self, patterns: Sequence[str] | None) -> None:
-        """Say that no name of what is looked at matches any of some globs, if there are any."""
+        """Note that no name matches any of the globs, if there are globs."""
         if patterns:
             self.note(f"no name matches {' or '.join(each or repr(each) for each in patterns)}")
 
     def meter(self, action: str, total: int | None = None, unit: Unit = of_bytes) -> Meter:
-        """Return a meter of an action, as :class:`Meter` has it, in the place of the spinner."""
+        """Replace the spinner by a :class:`Meter` of an action."""
         self.spinner.end()
         return Meter(self.err, action, total, unit)
 
 
 class _Console(Console):
-    """A console that raises BrokenPipeError, where rich exits as if a check had found damage."""
+    """A console that raises BrokenPipeError; rich would exit with the code for damage."""
 
     def on_broken_pipe(self) -> None:
         raise BrokenPipeError
@@ -226,7 +226,7 @@ class _Console(Console):
 def _console(*, stderr: bool) -> Console:
     stream = sys.stderr if stderr else sys.stdout
     if isinstance(stream, io.TextIOWrapper):
-        # A terminal or pipe that does not take Unicode must not end the command.
+        # A terminal or pipe without Unicode must not end the command.
         stream.reconfigure(errors="backslashreplace")
     plain: dict[str, Any] = {"markup": False, "highlight": False, "emoji": False}
     console = _Console(stderr=stderr, **plain)
@@ -237,7 +237,7 @@ def _console(*, stderr: bool) -> Console:
 
 
 def table(headings: Sequence[str], rows: Sequence[Sequence[object]], *right: str) -> Table:
-    """Rows in columns without lines, of which some are aligned to the right."""
+    """Make a table without lines; align the columns named in ``right`` to the right."""
     made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     for heading in headings:
         made.add_column(
@@ -252,21 +252,19 @@ def table(headings: Sequence[str], rows: Sequence[Sequence[object]], *right: str
 
 
 def visible(text: str) -> str:
-    """The text with characters that do not print written as escapes."""
+    """Escape the characters of a text that do not print."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)
 
 
 def one_line(text: str) -> str:
-    """The same for what stands in a line: a newline is written as an escape too."""
+    """Escape the characters that do not print, including newlines."""
     return visible(text).replace("\n", "\\n")
 
 
 def plain_data(data: Any) -> Any:
-    """Convert to what the json module can write: other floats than finite ones to text, sets to
-    lists.
-    """
+    """Convert data for the json module: floats that are not finite to text, sets to lists."""
     if dataclasses.is_dataclass(data) and not isinstance(data, type):
         return {
             field.name: plain_data(getattr(data, field.name)) for field in dataclasses.fields(data)

@@ -1,8 +1,8 @@
 """The command ``timeline``: read the reports that manifests keep, show them, or draw a page.
 
 The page is SVG without scripts; a browser shows the title of the bar under the pointer. A policy in
-the page forbids it to load or run anything. All text comes from a store, may be hostile, and is
-escaped.
+the page forbids it to load or run anything. All text comes from a store and may be hostile, so it
+is escaped.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ def timeline(
     url: Url,
     step: MaybeStep = None,
     html: Annotated[
-        Path | None, typer.Option(help="Draw it, with every block, as a page that stands alone.")
+        Path | None, typer.Option(help="Draw it, with every block, as a page in one file.")
     ] = None,
     rank: Annotated[
         list[int] | None,
-        typer.Option(min=0, help="A rank to look at; repeatable. By default the lowest 32."),
+        typer.Option(min=0, help="A rank to show; repeatable. By default the lowest 32."),
     ] = None,
 ) -> None:
-    """Show when each stage of a checkpoint's save ran, and what took longest."""
+    """Show when each stage of a checkpoint's save ran, and which took longest."""
 
     async def work(screen: Screen) -> int:
         async with open_store(url, screen.settings, Access.READ) as backend:
@@ -99,7 +99,7 @@ def _shown(ranks: list[RankReport]) -> Iterator[RenderableType]:
 
 
 def _stage_rows(report: SaveReport) -> Iterator[tuple[str, str, str, str, str, str]]:
-    """Yield name, begin, seconds, seconds waited, bytes and rate of the stages as they began.
+    """Yield name, begin, seconds, seconds waited, bytes and rate of each stage, in order of begin.
 
     Bytes and rate may be empty.
     """
@@ -116,9 +116,9 @@ def _in_order(report: SaveReport) -> list[tuple[str, StageReport]]:
 
 
 def _write(path: Path, page: str) -> None:
-    """Write a page; to a file whole or not at all."""
+    """Write a page; a file gets the whole page or none of it."""
     try:
-        if path.exists() and not path.is_file():  # a pipe or a device, which must stay what it is
+        if path.exists() and not path.is_file():  # a pipe or a device, which must not be replaced
             path.write_text(page, encoding="utf-8")
             return
         draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
@@ -132,7 +132,7 @@ def _write(path: Path, page: str) -> None:
 
 
 MOST_RANKS = 32
-"""How many ranks are looked at if none are named: the lowest."""
+"""The number of ranks that are shown if none are named: the lowest."""
 
 _AT_ONCE = 16
 
@@ -140,18 +140,18 @@ _AT_ONCE = 16
 async def _read_reports(
     backend: Backend, id: CheckpointId, ranks: Sequence[int]
 ) -> tuple[list[RankReport], int]:
-    """Read the reports of a checkpoint's ranks; return also how many ranks it has.
+    """Read the reports of a checkpoint's ranks; also return the number of its ranks.
 
-    Costs the index, and with many ranks the manifest of each that is looked at.
+    Costs the index, and with many ranks the manifest of each rank that is shown.
 
     Args:
         backend: The store.
         id: A complete checkpoint.
-        ranks: The ranks to look at; none for all, or the lowest :data:`MOST_RANKS` of many.
+        ranks: The ranks to show; empty for all, or the lowest :data:`MOST_RANKS` of many.
 
     Raises:
-        UsageError: If a rank is named that the checkpoint has not.
-        CorruptCheckpoint: If the index, a manifest or a report is damaged, or one is gone.
+        UsageError: If the checkpoint lacks a named rank.
+        CorruptCheckpoint: If the index, a manifest or a report is damaged, or one is missing.
         StoreError: If the store failed.
     """
     index = await read_index(backend, id)
@@ -191,7 +191,7 @@ def _report(bundle: ManifestDocument) -> RankReport:
 
 
 MOST_BLOCKS = 6000
-"""Blocks that a page shows at the most, of all ranks together; of more it shows every n-th."""
+"""The most blocks that a page shows, of all ranks together; of more it shows every n-th."""
 
 _LABELS, _WIDTH, _ROW, _BAR = 112, 1000, 18, 13
 _HEAD = 22
@@ -228,7 +228,7 @@ _KEYS = (
 )
 
 Bar = tuple[Span, str, str]
-"""A rectangle: when, of what class, and what it says."""
+"""A rectangle: its time span, its class and its title."""
 
 
 def _page(id: str, ranks: Sequence[RankReport], world_size: int) -> str:
@@ -253,8 +253,8 @@ def _page(id: str, ranks: Sequence[RankReport], world_size: int) -> str:
 <body>
 <h1>{escape(id)}</h1>
 <p>{world_size} rank{"s" * (world_size != 1)}{shown}. Times are seconds after the call of
-<code>save</code> on each rank; all ranks have the same scale. What came after the manifest was
-written, its own write for one, is not in it.</p>
+<code>save</code> on each rank; all ranks have the same scale. The page ends when the manifest was
+made; the write of the manifest, for example, is not on it.</p>
 <p>{keys}</p>
 {sections}
 </body>
@@ -344,7 +344,7 @@ def _bars(blocks: Sequence[BlockReport], kind: str) -> Iterator[Bar]:
         if span is None:
             continue
         seconds = span[1] - span[0]
-        # Of a block that was summed later, some may have been summed while it was copied.
+        # The copy may have checksummed some bytes of a block that was checksummed later.
         told = seconds > 0 and kind != "summed"
         rate = f"\n{rate_text(block.bytes, seconds)}" if told else ""
         where = f"file {block.file}, offset {block.offset}, {size_text(block.bytes)}"
@@ -356,7 +356,7 @@ def _when(span: Span) -> str:
 
 
 def _ticks(until: float) -> Iterator[float]:
-    """Round times, about eight of them."""
+    """Yield round times, about eight of them."""
     rough = until / 8
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(each * power for each in (1, 2, 5, 10) if each * power >= rough)

@@ -1,9 +1,9 @@
 """Public fakes and the conformance suite, for tests of backends and of programs on ckpipe.
 
 :class:`MemoryBackend` is the reference semantics of a store. :class:`FaultyBackend` and
-:class:`SlowBackend` wrap any backend and make it fail, stop or crawl on demand.
-:class:`BackendConformance` is a pytest class that tests a backend against the contract; it is
-imported only when it is asked for, because it needs pytest.
+:class:`SlowBackend` wrap any backend and make it fail, stop or slow down on demand.
+:class:`BackendConformance` is a pytest class that tests a backend against the contract. It is
+imported only on access, because it needs pytest.
 """
 
 from __future__ import annotations

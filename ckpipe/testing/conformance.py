@@ -1,4 +1,4 @@
-"""The contract of :mod:`ckpipe.backend` as tests that any backend can be put through."""
+"""The contract of :mod:`ckpipe.backend` as tests for any backend."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from ckpipe.format.checksum import crc32c
 
 CREATE, OVERWRITE = PutMode.CREATE, PutMode.OVERWRITE
 SKEW = timedelta(minutes=5)
-"""How far the store's clock may be from ours."""
+"""The most that the store's clock may differ from ours."""
 DATA_FILE = "step-000000000001.20261121T034205123Z-a.0/rank-00000.safetensors"
-"""A key that only ckpipe has, as a store may need that tells its uploads from those of others."""
+"""A key in ckpipe's form, since a store may need it to recognise ckpipe's uploads."""
 
 
 def pattern(size: int, seed: int = 0) -> bytes:
-    """Bytes that look random and are the same in every run."""
+    """Make bytes that look random and are the same in every run."""
     return random.Random(seed).randbytes(size)
 
 
@@ -49,7 +49,7 @@ INVALID_KEYS = ("", "/", "/a", "a/", "a//b", ".", "..", "a/../b", "./a", "a/.", 
 
 @pytest.mark.asyncio
 class BackendConformance:
-    """Tests a backend against the contract.
+    """Test a backend against the contract.
 
     Subclass it in a test file with a name that pytest collects, and give it an asynchronous
     fixture ``backend`` that yields an opened backend with nothing in it::
@@ -62,13 +62,13 @@ class BackendConformance:
     """
 
     many_objects = 300
-    """How many objects are listed at a time; better more than a page of the store's lists."""
+    """The number of objects in one list; better more than one page of the store's lists."""
 
     refused_reads: tuple[type[StoreError], ...] = ()
-    """Errors of a read that meets a write, where the store refuses some of those."""
+    """Errors of a read beside an overwrite, if the store refuses some of these reads."""
 
     async def upload(self, backend: Backend, key: str, data: bytes) -> None:
-        """Upload data whole, its blocks at the same time and the last first."""
+        """Upload data, with concurrent blocks and the last block first."""
         upload = await self.written(backend, key, data)
         await upload.complete()
 
@@ -83,15 +83,15 @@ class BackendConformance:
         return upload
 
     def block_bytes(self, backend: Backend) -> int:
-        """The size of the blocks that the tests use, in bytes."""
+        """Return the size of the blocks that the tests use, in bytes."""
         return max(backend.limits.min_block_bytes, 1 << 16)
 
     async def keys(self, backend: Backend, prefix: str = "") -> list[str]:
-        """The keys below a prefix, sorted."""
+        """List the keys below a prefix, sorted."""
         return sorted([info.key async for info in backend.list(prefix)])
 
     async def read(self, backend: Backend, key: str) -> bytes:
-        """A whole object, by its own size."""
+        """Read a whole object."""
         info = await backend.stat(key)
         buffer = bytearray(info.size)
         await backend.read_into(key, 0, memoryview(buffer))
@@ -112,7 +112,7 @@ class BackendConformance:
 
     async def test_many_blocks_in_any_order(self, backend: Backend) -> None:
         block = self.block_bytes(backend)
-        data = pattern(9 * block + 5)  # so many that the number of one has two digits
+        data = pattern(9 * block + 5)  # ten blocks, so that a number may have two digits
         upload = await backend.open_upload("data/file", size=len(data), block_bytes=block)
         offsets = list(range(0, len(data), block))
         random.Random(1).shuffle(offsets)
@@ -420,7 +420,7 @@ class BackendConformance:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(overwrite)
             for _ in range(20):
-                with suppress(StoreUnavailable):  # a server may stumble over the race, and say so
+                with suppress(StoreUnavailable):  # a server may fail in the race, and report it
                     seen.append(await backend.get("a", max_bytes=50_000))
         assert set(seen) <= set(versions)
         assert seen

@@ -49,12 +49,12 @@ class _MemoryRange:
 class MemoryBackend(Backend):
     """A store in the memory of this process: the reference semantics, and stricter.
 
-    Beyond the contract it refuses blocks that do not lie where blocks of their upload lie, and
-    to complete an upload that lacks one, so that mistakes of a caller show in tests.
+    Beyond the contract it refuses blocks at wrong offsets, and refuses to complete an upload that
+    lacks a block, so that mistakes of a caller show in tests.
 
     Args:
-        url: ``memory://name`` is one store for the whole process, so that a test can open it
-            again; ``memory://`` is a store of its own.
+        url: ``memory://name`` is one store for the whole process, so a test can open it again;
+            ``memory://`` is a new store each time.
     """
 
     def __init__(self, url: str = "memory://") -> None:
@@ -148,7 +148,7 @@ class MemoryUpload(Upload):
     async def complete(self) -> None:
         await checkpoint()
         if self._missing or self not in self._store.uploads:
-            message = f"The upload lacks {len(self._missing)} blocks, or was given up"
+            message = f"The upload lacks {len(self._missing)} blocks, or was aborted"
             raise UsageError(message, key=self.key)
         self._store.create(self.key, self._data)
         self._store.uploads.pop(self, None)

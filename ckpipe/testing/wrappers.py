@@ -1,4 +1,4 @@
-"""Backends that wrap another and fail, stop or crawl at chosen operations.
+"""Backends that wrap another and fail, stop or slow down at chosen operations.
 
 Every operation on the wrapped backend goes through one method.
 """
@@ -20,7 +20,7 @@ from ckpipe.store.wrapper import Operation, Result, WrappedBackend
 
 
 class Gate:
-    """Lets tasks of any event loop pass, or holds them until it is released.
+    """Let tasks of any event loop pass, or hold them until a release.
 
     All methods but :meth:`passed` may be called in any thread. Nothing polls: a release wakes
     each waiter on its own loop.
@@ -41,12 +41,12 @@ class Gate:
             return len(self._waiters)
 
     def hold(self) -> None:
-        """Shut the gate for those that come from now on."""
+        """Shut the gate for all tasks that arrive from now on."""
         with self._changed:
             self._held = True
 
     def release(self) -> None:
-        """Open the gate, and let all pass that wait at it."""
+        """Open the gate, and let all waiting tasks pass."""
         with self._changed:
             self._held = False
             waiters, self._waiters = self._waiters, {}
@@ -56,14 +56,14 @@ class Gate:
                 loop.call_soon_threadsafe(event.set)
 
     def wait_until_held(self, count: int = 1, *, timeout: float = 30.0) -> None:
-        """Blocks the calling thread until so many tasks wait at the gate.
+        """Block the calling thread until ``count`` tasks wait at the gate.
 
         Args:
-            count: How many tasks.
-            timeout: For how many seconds at most.
+            count: The number of tasks.
+            timeout: The most seconds to wait.
 
         Raises:
-            TimeoutError: If fewer came in time.
+            TimeoutError: If fewer tasks arrived in time.
         """
         with self._changed:
             if not self._changed.wait_for(lambda: len(self._waiters) >= count, timeout):
@@ -88,14 +88,14 @@ class Landing(enum.Enum):
     """The effect of the operation at which a fault strikes: it lands, or it does not."""
 
     BEFORE = "before"
-    """It has not: the request never arrived."""
+    """It does not land: the request never arrived."""
 
     AFTER = "after"
-    """It has, and the caller does not hear of it: the response was lost."""
+    """It lands, and the caller gets no answer: the response was lost."""
 
 
 Where = int | str | Callable[[Operation], bool]
-"""Which operations: the one of this number (from 1), those of this verb, or those that match."""
+"""The operations: the one of this number (from 1), those of this verb, or those that match."""
 
 Action = Callable[[Operation], object] | Gate | BaseException
 
@@ -123,11 +123,11 @@ class _Fault:
 
 
 class FaultyBackend(WrappedBackend):
-    """Counts the operations on a backend, and makes chosen ones fail, stop or call something.
+    """Count the operations on a backend, and make chosen ones fail, stop or call a function.
 
     Faults may be set, and the log read, in any thread and while operations run. A fault strikes
-    at the ``nth`` operation that matches, counted from when it was set, and ``times`` times in a
-    row of matching ones; ``times=None`` is always from then on.
+    at the ``nth`` matching operation after it was set, and at ``times`` matching operations in a
+    row; with ``times=None`` it strikes at all later ones.
 
     Args:
         inner: The backend that does the work.
@@ -144,7 +144,7 @@ class FaultyBackend(WrappedBackend):
 
     @property
     def operations(self) -> tuple[Operation, ...]:
-        """All operations that were begun, in order; the first has the number 1."""
+        """All operations that have begun, in order; the first has the number 1."""
         with self._lock:
             return tuple(self._log)
 
@@ -171,20 +171,20 @@ class FaultyBackend(WrappedBackend):
     ) -> None:
         """Call a function on the backend's event loop, then let a cancellation take effect.
 
-        So a test can cancel a scope at an operation, or kill its process there. Before the
-        operation a cancellation stops it; after it has landed, its result is lost.
+        So a test can cancel a scope at an operation, or kill its process there. A cancellation
+        before the operation stops it. After the operation has landed, its result is lost.
         """
         self._add(_Fault(where, action, landing, nth, times))
 
     def pause(self, where: Where, landing: Landing = Landing.BEFORE, *, nth: int = 1) -> Gate:
-        """Stop at an operation until the gate that is returned is released."""
+        """Stop at an operation until the returned gate is released."""
         gate = Gate()
         gate.hold()
         self._add(_Fault(where, gate, landing, nth, 1))
         return gate
 
     def heal(self) -> None:
-        """Forget all faults; who is paused stays so until its gate is released."""
+        """Forget all faults; a paused operation waits until its gate is released."""
         with self._lock:
             self._faults.clear()
 
@@ -219,16 +219,16 @@ async def _strike(faults: list[_Fault], operation: Operation, landing: Landing) 
 
 
 class SlowBackend(WrappedBackend):
-    """Delays the operations on a backend, and holds chosen ones until they are released.
+    """Delay the operations on a backend, and hold chosen ones until they are released.
 
-    All operations share one link of so many bytes per second, and each waits for the latency
-    besides. The gate needs no time at all: a test holds, waits until an operation is held, looks,
-    and releases. ``gate`` may be used in any thread.
+    All operations share one link of ``bytes_per_second``. Each also waits for the latency. The gate
+    needs no delays: a test holds, waits until an operation is held, looks, and releases. ``gate``
+    may be used in any thread.
 
     Args:
         inner: The backend that does the work.
         bytes_per_second: The speed of the link; None for no limit.
-        latency: What each operation waits first, in seconds.
+        latency: The seconds that each operation waits first.
     """
 
     def __init__(
@@ -245,12 +245,12 @@ class SlowBackend(WrappedBackend):
         return f"<SlowBackend {self.inner!r} [{self.gate!r}]>"
 
     def hold(self, *verbs: str) -> None:
-        """Hold operations from now on: those of these verbs, or all if none is named."""
+        """Hold operations from now on: those of these verbs, or all if no verb is given."""
         self._held_verbs = frozenset(verbs)
         self.gate.hold()
 
     def release(self) -> None:
-        """Let what is held go on, and everything pass from now on."""
+        """Release held operations, and let all later ones pass."""
         self.gate.release()
 
     async def around(self, operation: Operation, call: Callable[[], Awaitable[Result]]) -> Result:
@@ -261,7 +261,7 @@ class SlowBackend(WrappedBackend):
         return await call()
 
     def _reserve(self, size: int) -> float:
-        """Take the link for so many bytes, and return in how many seconds they are through."""
+        """Take the link for ``size`` bytes; return the seconds until they are transferred."""
         if self.bytes_per_second is None:
             return self.latency
         now = anyio.current_time()
