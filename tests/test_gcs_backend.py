@@ -288,7 +288,7 @@ async def test_a_small_object_that_the_store_has_otherwise_is_removed() -> None:
         TestServer(Api(store, authorize=False).application()) as server,
         with_tokens(GcsServer(server.port or 0), "forgetful", anonymous=True) as backend,
     ):
-        with pytest.raises(errors.StoreUnavailable, match="something else than what was sent"):
+        with pytest.raises(errors.StoreUnavailable, match="other bytes than were sent"):
             await backend.put("data", b"right", PutMode.CREATE)
         await backend.put("data", b"right", PutMode.CREATE)
         assert await backend.get("data", max_bytes=5) == b"right"

@@ -1,8 +1,8 @@
 """Reach the store: the address of its API, the proxy before it, and the tokens of requests.
 
-The library that gets tokens also keeps and renews them, in a task that all callers wait for, and
-which ends for all when one of them is cancelled; and it tries again by a policy of its own. So
-only its single request for a token is used here.
+The token library also keeps and renews tokens, in a task that all callers wait for. If one caller
+is cancelled, the task ends for all. The library also retries by its own policy. So ckpipe uses only
+its single request for a token.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ckpipe.errors import CkpipeError, PermissionDenied, StoreUnavailable
 from ckpipe_http.requests import check_endpoint, check_proxy
 
 CREDENTIALS = (
-    "Look at the credentials that this process finds: the option 'credentials_file', "
+    "Check the credentials that this process finds: the option 'credentials_file', "
     "GOOGLE_APPLICATION_CREDENTIALS, gcloud auth application-default login, or the machine's own"
 )
 
@@ -32,25 +32,25 @@ ENDPOINT = "https://storage.googleapis.com"
 """The address of the JSON API."""
 
 EMULATOR = "STORAGE_EMULATOR_HOST"
-"""The variable by which all clients of the store find an emulator."""
+"""The variable that names an emulator to all clients of the store."""
 
 SCOPES = ["https://www.googleapis.com/auth/devstorage.read_write"]
-"""The rights that tokens are asked for: to read and write objects."""
+"""The requested rights of tokens: to read and write objects."""
 
 RENEW_SECONDS = 225.0
-"""Seconds before its end at which a token is renewed. Metadata servers hand out a new one some time
-before that."""
+"""A token is renewed so many seconds before its end. Metadata servers issue a new one somewhat
+earlier."""
 
 REFRESH_TIMEOUT = 30
 """The most seconds that one request for a token may take."""
 
 
 def find_endpoint(option: str | None, environment: Mapping[str, str]) -> tuple[str, bool]:
-    """Find the address of the API, and whether it is that of an emulator.
+    """Find the address of the API, and whether it belongs to an emulator.
 
     Args:
-        option: The option, if given; it goes before the environment.
-        environment: Variables.
+        option: The option, if given; it overrides the environment.
+        environment: The environment variables.
 
     Raises:
         UsageError: If it is no address.
@@ -66,8 +66,8 @@ def find_proxy(option: str | None, endpoint: str) -> str | None:
     """Find the proxy that requests go through; None if they go straight to the store.
 
     Args:
-        option: The option, if given; it goes before the environment, where ``HTTPS_PROXY``,
-            ``HTTP_PROXY`` and ``NO_PROXY`` mean what they mean to other programs.
+        option: The option, if given; it overrides the environment, where ``HTTPS_PROXY``,
+            ``HTTP_PROXY`` and ``NO_PROXY`` have their usual meaning.
         endpoint: The address of the API.
 
     Raises:
@@ -83,10 +83,10 @@ def find_proxy(option: str | None, endpoint: str) -> str | None:
 
 
 class Tokens:
-    """The token of requests. One is asked for at a time, however many requests wait for it.
+    """The token of requests, fetched by one request at a time, however many requests wait for it.
 
     Args:
-        source: Asks for tokens; None where requests carry none.
+        source: Requests tokens; None if requests carry none.
     """
 
     def __init__(self, source: Token | None) -> None:
@@ -95,11 +95,11 @@ class Tokens:
         self._renew_at = self._ends = 0.0
 
     async def get(self) -> str | None:
-        """Return a token that is good for some minutes; None where requests carry none.
+        """Return a token that is valid for some minutes; None if requests carry none.
 
         Raises:
             PermissionDenied: If there are no credentials, or they are refused.
-            StoreUnavailable: If the server of tokens did not answer.
+            StoreUnavailable: If the token server did not answer.
         """
         if self._source is None or self._is_fresh():
             return self._value
@@ -130,17 +130,17 @@ class Tokens:
 
 
 async def _refresh(source: Token, *, first: bool) -> TokenResponse:
-    """Ask for a token, once.
+    """Request a token, once.
 
     The library's error is not kept as the cause: it may hold the credentials.
 
     Args:
-        source: Asks for tokens.
-        first: Whether it has never given one.
+        source: Requests tokens.
+        first: Whether it has returned no token yet.
 
     Raises:
         PermissionDenied: If there are no credentials, or they are refused.
-        StoreUnavailable: If the server of tokens did not answer.
+        StoreUnavailable: If the token server did not answer.
     """
     what = "Could not get an access token"
     try:
@@ -150,8 +150,8 @@ async def _refresh(source: Token, *, first: bool) -> TokenResponse:
     except (aiohttp.ClientError, OSError) as error:
         said, status = f"{what}: {type(error).__name__}", 0
         if first and source.token_type is Type.GCE_METADATA:
-            # Without any credentials that server is the last resort, and nowhere but at Google.
-            # One that has given a token is there.
+            # Without credentials the library tries this server last, and it exists only at Google.
+            # If it has returned a token before, it exists.
             message = f"{what}: there are no credentials ({type(error).__name__})"
             raise PermissionDenied(message, hint=CREDENTIALS) from None
     except Exception as error:

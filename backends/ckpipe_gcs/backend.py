@@ -1,10 +1,10 @@
 """A prefix of a bucket on Google Cloud Storage as a store.
 
-An upload sends each block as a temporary object of its own, straight from the caller's memory and
-several at a time; when all are there, the store composes them into the object, which appears whole
-under its name, and the temporary ones are deleted. A request composes up to 32 objects into one,
-so more are composed in a tree. Large blocks go through sessions, so that a broken connection costs
-only the bytes on their way.
+An upload sends each block as a separate temporary object, straight from the caller's memory and
+several at a time. When all are there, the store composes them into the object, which appears whole
+under its name, and the temporary objects are deleted. A request composes up to 32 objects into one,
+so more are composed in a tree. Large blocks go through sessions, so a broken connection costs only
+the bytes in transit.
 """
 
 from __future__ import annotations
@@ -68,10 +68,10 @@ NEW = {"ifGenerationMatch": "0"}
 """The condition that there is no such object."""
 
 READ_BYTES = 1 << 20
-"""The most bytes of an answer that wait in memory to be read."""
+"""The most bytes of an answer that are buffered before they are read."""
 
 PINNED = 4096
-"""The most objects whose generation is remembered once it was read."""
+"""The most objects whose generation is remembered after a read."""
 
 MAX_SOURCES = 32
 """The most objects that one request composes; a limit of the store."""
@@ -82,62 +82,62 @@ MAX_LEVELS = 3
 MAX_PARTS = MAX_SOURCES**MAX_LEVELS
 
 COMPOSED_AT_ONCE = 8
-"""The most requests that compose and are under way at a time."""
+"""The most concurrent requests that compose."""
 
 TEMPORARY_CLASS = "STANDARD"
-"""Other classes charge for a month at least, also for what lives for a minute. A composed object
-has the class of its parts."""
+"""The storage class of temporary objects. Other classes charge for at least a month, even for an
+object that lives for a minute. A composed object has the class of its parts."""
 
 INCOMPLETE = 308
-"""The status that says how much of a session's bytes the store has."""
+"""The status of an answer with the number of a session's bytes that the store has."""
 
 GONE = (404, 410, 499)
-"""The statuses that say that there is no such session, or no longer; 499 also answers a request
-that ends one."""
+"""The statuses of a session that does not exist (any more); 499 also answers a request that ends
+one."""
 
 
 class GcsBackend(BucketBackend):
     """Objects of a bucket whose names begin with a prefix, on Google Cloud Storage.
 
-    Small objects are written by one request, create-only ones with ``ifGenerationMatch=0``. Of
-    large ones each block is sent straight from the caller's memory as a temporary object beside
-    the object, and the store composes them; temporary objects are deleted in any case, and those
-    of killed processes by ``sweep``. Everything carries its CRC-32C for the store to verify, and
-    what the store reports is compared. Nothing is tried again here: errors say whether trying
-    again may help. Every request has a deadline.
+    Small objects are written by one request, create-only ones with ``ifGenerationMatch=0``. Each
+    block of a large object is sent straight from the caller's memory as a temporary object beside
+    the object, and the store composes them. Temporary objects are always deleted, and those of
+    killed processes by ``sweep``. All data carries its CRC-32C for the store to verify, and the
+    checksum that the store reports is compared. The backend retries nothing: errors tell whether a
+    retry may help. Every request has a deadline.
 
-    Credentials are application-default credentials, found as by every client of Google Cloud, and
-    tokens are renewed while the backend is open. With ``STORAGE_EMULATOR_HOST`` requests go to
+    Credentials are application-default credentials, found as by every client of Google Cloud.
+    Tokens are renewed while the backend is open. With ``STORAGE_EMULATOR_HOST`` requests go to
     that emulator, without credentials.
 
-    Before its first write to a bucket, which for a pipeline is part of opening, a process finds
-    out by one object below the root, ``.ckpipe-probe``, whether the store honours
-    ``ifGenerationMatch``. A process that only reads writes nothing.
+    Before its first write to a bucket, a process probes with one object below the root,
+    ``.ckpipe-probe``, whether the store honours ``ifGenerationMatch``. A process that only reads
+    writes nothing.
 
     Args:
-        url: ``gs://bucket/prefix``; its characters stand for themselves.
+        url: ``gs://bucket/prefix``, without percent-decoding.
         endpoint_url: Scheme, host and port of the API, for private endpoints and emulators; by
             default ``STORAGE_EMULATOR_HOST``, and else the store's own.
-        credentials_file: A file of credentials, instead of those that are found.
+        credentials_file: A file of credentials, instead of the default search.
         anonymous: Whether to send no credentials, as for public buckets and emulators.
-        user_project: The project that pays for requests to a bucket that asks for it.
-        kms_key_name: The key that objects are encrypted with on the store, as
+        user_project: The project that pays for requests to a requester-pays bucket.
+        kms_key_name: The key that encrypts objects on the store, as
             ``projects/…/cryptoKeys/…``; by default the bucket's.
         proxy: The URL of an HTTP proxy; by default the environment's, by ``HTTPS_PROXY``,
             ``HTTP_PROXY`` and ``NO_PROXY``.
         ca_bundle: A file of certificates to trust instead of the system's.
         max_connections: The most connections at a time.
-        request_timeout: Seconds for a request without a body; a body may take as long again as
-            it would at 1 MiB/s.
+        request_timeout: Seconds for a request without a body. A body adds the time that it takes
+            at 1 MiB/s.
         resumable_bytes: The size from which a block is sent through a resumable session. A
-            session costs one request more, and spares sending again what has arrived when a
-            connection breaks.
+            session costs one more request. If a connection breaks, the bytes that have arrived
+            are not sent again.
         require_create_only: Whether to refuse a store that ignores ``ifGenerationMatch``, as
             some emulators do. Without it, two runs that use one root at the same time can
             overwrite each other's checkpoints unnoticed.
 
     Raises:
-        UsageError: If the URL is of another form, or an option is out of range.
+        UsageError: If the URL has another form, or an option is out of range.
     """
 
     scheme = "gs"
@@ -173,13 +173,13 @@ class GcsBackend(BucketBackend):
         self._common = {"userProject": user_project} if user_project else {}
         self.writing = {"kmsKeyName": kms_key_name} if kms_key_name else {}
         """Parameters of every request that makes an object."""
-        # Every write of an object makes a new generation of it. The first range that is read of
-        # an object notes its generation; further ones must be of the same, so that a reader never
-        # mixes two versions. A look at the object, or a write to it, begins anew.
+        # Every write of an object makes a new generation. The first read of a range notes the
+        # generation, and later reads must have the same one, so that a reader never mixes two
+        # versions. A stat of the object, or a write to it, forgets the generation.
         self._pins: OrderedDict[str, str] = OrderedDict()
 
     async def __aenter__(self) -> Self:
-        """Find the credentials; the store is not asked anything yet.
+        """Find the credentials; send no request yet.
 
         Raises:
             StoreError: If the options or the file of the credentials cannot be used.
@@ -191,7 +191,7 @@ class GcsBackend(BucketBackend):
             self._session = await stack.enter_async_context(
                 aiohttp.ClientSession(
                     connector=aiohttp.TCPConnector(limit=self._max_connections, ssl=context),
-                    # Each request has a deadline of its own, over all that it does.
+                    # Each request has its own deadline, over all its steps.
                     timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS),
                     headers={"Accept-Encoding": "identity", "User-Agent": f"ckpipe/{__version__}"},
                     auto_decompress=False,
@@ -202,7 +202,7 @@ class GcsBackend(BucketBackend):
             )
             self._tokens = Tokens(None)
             if not self._anonymous:
-                # Without an option each address has the proxy that the environment names for it.
+                # Without the option, the environment names the proxy of each address.
                 session: Any = await stack.enter_async_context(
                     aiohttp.ClientSession(proxy=self._proxy, trust_env=self._proxy is None)
                 )
@@ -221,16 +221,16 @@ class GcsBackend(BucketBackend):
     def name(self, key: str) -> str:
         name = super().name(key)
         if "\n" in name or "\r" in name:
-            raise InvalidKey("The name of an object on this store holds no line ends", key=key)
+            raise InvalidKey("A name on this store must not contain line breaks", key=key)
         return name
 
     def part_name(self, key: str, token: str, level: int, number: int) -> str:
         """Make the whole name of a temporary object.
 
         Args:
-            key: The key of the object that it becomes a part of.
-            token: 16 hexadecimal digits that tell one upload from all others.
-            level: How often its content was composed.
+            key: The key of the object that it will belong to.
+            token: 16 hexadecimal digits that identify the upload.
+            level: The number of compositions of its content.
             number: Its number on that level.
 
         Raises:
@@ -238,7 +238,7 @@ class GcsBackend(BucketBackend):
         """
         folder = key[: key.rfind("/") + 1]
         last = f"{PART_PREFIX}{token}-{level}-{number}{PART_SUFFIX}"
-        # A long key is met here too, with a name of its own length instead of the part's.
+        # Checks the length with a placeholder, since the name of a part is reserved as a key.
         super().name(folder + "x" * len(last))
         return f"{self.prefix}{folder}{last}"
 
@@ -269,22 +269,22 @@ class GcsBackend(BucketBackend):
         body: MemoryBody | None = None,
         expected: tuple[int, ...] = (),
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """Send a request within an :meth:`attempt`, whose deadline it has, and lend the answer.
+        """Send a request within the deadline of an :meth:`attempt`, and lend the answer.
 
-        A token that the store refuses is renewed, and the request sent once more.
+        If the store refuses the token, the token is renewed and the request sent once more.
 
         Args:
             method: The method.
             url: The address.
             headers: Headers.
-            body: The body. Without one, the client tries a request once more by itself if
-                a connection that was kept open turns out to be closed.
+            body: The body. Without one, the client itself retries a request once if a kept
+                connection proves to be closed.
             expected: Statuses beyond 399 that are no errors here.
 
         Raises:
-            Refused: If the answer says no.
+            Refused: If the answer refuses the request.
         """
-        # Addresses of upload sessions come from the store, and might lead anywhere.
+        # Addresses of upload sessions come from the store, and might name any host.
         own = url.origin() == self._origin
         for is_last in (False, True):
             token = await self._tokens.get() if own else None
@@ -311,14 +311,14 @@ class GcsBackend(BucketBackend):
         nbytes: int = 0,
         body: MemoryBody | None = None,
     ) -> Resource:
-        """Send a request within an attempt of its own, and return the JSON of the answer.
+        """Send a request within its own attempt, and return the JSON of the answer.
 
         Args:
             action: The verb for the message of an error.
             method: The method.
             url: The address.
-            key: The key concerned.
-            nbytes: The size of the body, or of one that would keep the store as busy.
+            key: The key.
+            nbytes: The size of the body, or of a body with the same processing time on the store.
             body: The body.
 
         Raises:
@@ -372,7 +372,7 @@ class GcsBackend(BucketBackend):
             check_stored(made, value, len(data), f"{self.root}{key or ''}", key)
         except StoreUnavailable:
             if create and "generation" in made:
-                # It would count as whole, and the next try would find its key taken.
+                # It would count as whole, and the next attempt would find its key taken.
                 with contextlib.suppress(StoreError):
                     await self.remove({name: str(made["generation"])})
             raise
@@ -380,7 +380,7 @@ class GcsBackend(BucketBackend):
 
     @contextmanager
     def creating(self) -> Iterator[None]:
-        """Translate a 404 that answers the creation of an object: it can only mean the bucket."""
+        """Translate a 404 for the creation of an object: it can only be about the bucket."""
         try:
             yield
         except ObjectNotFound as error:
@@ -388,7 +388,7 @@ class GcsBackend(BucketBackend):
             raise StoreError(message, hint=BUCKET) from error
 
     async def resource(self, name: str, key: str) -> Resource:
-        """Ask for the resource of an object by its whole name.
+        """Request the resource of an object by its whole name.
 
         Raises:
             ObjectNotFound: If there is none.
@@ -417,8 +417,8 @@ class GcsBackend(BucketBackend):
         except Refused as error:
             if not pin or error.status not in (404, 412):
                 raise
-            # A load falls back from what is gone. Until it is known what has happened, the pin
-            # stays: the next try might read another version.
+            # If the object is gone, a load falls back. Until that is known, the pin stays: the
+            # next attempt might read another version.
             try:
                 await self.stat(key)
             except ObjectNotFound:
@@ -437,7 +437,7 @@ class GcsBackend(BucketBackend):
     def _pin(self, key: str, generation: str | None) -> None:
         if generation is None:
             return
-        # Reads of one object run at the same time, so the first may have been answered meanwhile.
+        # Reads of one object run concurrently, so another one may have been answered first.
         if self._pins.setdefault(key, generation) != generation:
             raise self._overwritten(key)
         self._pins.move_to_end(key)
@@ -447,7 +447,7 @@ class GcsBackend(BucketBackend):
     def _overwritten(self, key: str) -> StoreError:
         self._pins.pop(key, None)
         message = f"{self.root}{key} was overwritten while it was read"
-        return StoreError(message, key=key, hint="Let nobody else write below this root")
+        return StoreError(message, key=key, hint="Let no other program write below this root")
 
     async def delete(self, keys: Iterable[str]) -> None:
         names: dict[str, str | None] = {}
@@ -528,19 +528,19 @@ def _opening() -> Iterator[None]:
 
 
 class Session:
-    """Send one temporary object through a resumable session of its own, which outlives connections.
+    """Send one temporary object through its own resumable session, which outlives connections.
 
-    A session is begun by one request and takes the bytes in others. The store keeps what it has
-    received when a connection breaks, in whole pieces of 256 KiB. So after anything but a clear
-    answer the store is asked how much it has, and the rest is sent from there; perhaps it has
-    everything and only the answer was lost, and then the object is there. Source of the protocol:
-    "Resumable uploads" and "Perform resumable uploads" in the Cloud Storage documentation. A
-    session that is left alone shows nothing on the store, and ends by itself after a week.
+    One request begins a session, and others send the bytes. If a connection breaks, the store keeps
+    the bytes that it has received, in multiples of 256 KiB. So after anything but a clear answer
+    the session asks the store how much it has, and sends the rest. If only the answer was lost, the
+    store has everything, and the object exists. Source of the protocol: "Resumable uploads" and
+    "Perform resumable uploads" in the Cloud Storage documentation. An abandoned session is
+    invisible on the store, and ends by itself after a week.
 
     Args:
         store: Sends the requests.
-        name: The whole name of the object, which is this session's alone.
-        key: The key that it is for, for errors.
+        name: The whole name of the object, which only this session uses.
+        key: The key, for errors.
     """
 
     def __init__(self, store: GcsBackend, name: str, key: str) -> None:
@@ -559,7 +559,7 @@ class Session:
 
         Raises:
             ObjectExists: If there is an object of the name.
-            StoreError: If the store failed. Calling again goes on from what it has.
+            StoreError: If the store failed. Another call continues with the missing bytes.
         """
         size, at = len(data), 0
         if self._url is None:
@@ -577,7 +577,7 @@ class Session:
                 return had
             if had <= at:
                 where = f"{self._store.root}{self._key}"
-                message = f"Could not write {where}: the store takes no more bytes of an upload"
+                message = f"Could not write {where}: the store accepts no more bytes of an upload"
                 raise StoreUnavailable(message, key=self._key)
             at = had
 
@@ -598,7 +598,7 @@ class Session:
     async def _put(
         self, url: URL, body: MemoryBody | None, span: str, nbytes: int
     ) -> int | Resource:
-        """Send bytes, or ask how many the store has; it answers with the resource if it has all."""
+        """Send bytes, or query how many the store has; if it has all, return the resource."""
         headers = {"Content-Range": span}
         try:
             with self._store.attempt("write", self._key, nbytes):
@@ -611,7 +611,7 @@ class Session:
             if self._store.answer_to(error).status not in GONE:
                 raise
             self._url = None  # the next call begins anew
-            message = f"{error.message}: the upload was ended by somebody else"
+            message = f"{error.message}: another program has ended the upload"
             raise StoreUnavailable(message, key=self._key) from error
 
     async def cancel(self) -> None:
@@ -629,7 +629,7 @@ class Session:
 
 
 class CompositeUpload(BlockUpload[Part]):
-    """Send an object in parts, and compose it of them."""
+    """Send an object in parts, and compose it from them."""
 
     _store: GcsBackend
 
@@ -637,8 +637,8 @@ class CompositeUpload(BlockUpload[Part]):
         super().__init__(store, key, size, block_bytes)
         self._where = f"{store.root}{key}"
         self._sessions: dict[int, Session] = {}
-        # A name is noted before the request that may make the object, and forgotten once it is
-        # known to be gone: so a lost answer leaves nothing behind. The generation comes later.
+        # A name is noted before the request that may make the object, and forgotten once the object
+        # is known to be gone. So a lost answer leaves nothing behind. The generation comes later.
         self._temporary: dict[str, str | None] = {}
         self._part_name(0, 0)  # raises if there is no room for such names
 
@@ -648,13 +648,13 @@ class CompositeUpload(BlockUpload[Part]):
     async def write_summed(self, offset: int, data: memoryview, checksum: int) -> None:
         number = self._number(offset, data)
         if number in self._parts:
-            return  # the same bytes as before, says the contract
+            return  # by the contract these are the same bytes as before
         name = self._part_name(0, number)
         self._temporary[name] = None
         try:
             made = await self._send(number, name, data, checksum)
         except ObjectExists:
-            # The name is this part's alone, so an answer was lost and this is the object.
+            # Only this part has the name, so an answer was lost and this is the object.
             made = await self._store.resource(name, self.key)
         self._parts[number] = await self._checked(name, made, checksum, len(data))
 
@@ -669,12 +669,12 @@ class CompositeUpload(BlockUpload[Part]):
         return made
 
     async def _checked(self, name: str, made: Resource, value: int, size: int) -> Part:
-        """Check a temporary object by the resource that the store told, and note it."""
+        """Check a temporary object by the resource from the store, and note it."""
         try:
             check_stored(made, value, size, self._where, self.key)
         except StoreUnavailable:
             with contextlib.suppress(StoreError):
-                await self._store.remove({name: None})  # makes room for another try
+                await self._store.remove({name: None})  # frees the name for another attempt
             raise
         part = Part(name, str(made["generation"]), size, value)
         self._temporary[name] = part.generation
@@ -691,7 +691,7 @@ class CompositeUpload(BlockUpload[Part]):
         await self._finish(await self._compose(self._name, parts, resource))
 
     async def _composed(self, level: int, parts: Sequence[Part]) -> list[Part]:
-        """Compose one temporary object of each run of parts that one request takes."""
+        """Compose the parts in groups of one request each, into one temporary object per group."""
 
         async def compose(start: int) -> Part:
             group, number = parts[start : start + MAX_SOURCES], start // MAX_SOURCES
@@ -731,7 +731,7 @@ class CompositeUpload(BlockUpload[Part]):
         """Check the object, and delete the temporary ones.
 
         Raises:
-            StoreError: If it is not what was sent; it is removed then.
+            StoreError: If it has other bytes than were sent; it is removed then.
         """
         size, value = joined(self._all_parts())
         try:
@@ -743,11 +743,11 @@ class CompositeUpload(BlockUpload[Part]):
         try:
             await self.end()
         except StoreError as error:
-            # The object is whole. Closing the backend tries once more, and so does a sweep.
+            # The object is whole. Closing the backend tries once more; later a sweep does.
             logger.warning("Temporary objects of %s were left behind: %s", self._where, error)
 
     async def end(self) -> None:
-        # Sessions first, since one that goes on might make an object again. Those that begin
+        # Sessions first, since a running one might make an object again. Sessions that begin
         # meanwhile stay noted.
         sessions, temporary = dict(self._sessions), dict(self._temporary)
         await for_each(sessions.values(), Session.cancel, at_once=ENDED_AT_ONCE)

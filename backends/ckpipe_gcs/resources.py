@@ -24,18 +24,18 @@ from ckpipe_http.failures import NETWORK, SHARED, UNREACHED, Meaning, Refused, T
 from ckpipe_http.requests import MemoryBody, read_checksum
 
 Resource = Mapping[str, Any]
-"""The description of an object: its resource, as the reference calls it."""
+"""The description of an object; the reference calls it a resource."""
 
 FIELDS = "name,size,generation,crc32c,timeCreated,metadata"
-"""The fields of a resource that are asked for."""
+"""The fields of a resource that requests name."""
 
 BYTES = "application/octet-stream"
 _JSON = "application/json; charset=UTF-8"
 
 PART_PREFIX = ".ckpipe-upload-"
 PART_SUFFIX = ".ckpipe-part"
-"""Temporary objects lie beside the object that they become, and have names of this form. The end
-is what lifecycle rules and conditions on rights can match."""
+"""Temporary objects lie beside the object that they become, and have names of this form. Lifecycle
+rules and conditions on rights can match the end."""
 
 _PART = re.compile(
     rf"(?:.*/)?{re.escape(PART_PREFIX)}([0-9a-f]{{16}})-\d+-\d+{re.escape(PART_SUFFIX)}", re.DOTALL
@@ -59,7 +59,7 @@ FOREIGN: Table = {
     aiohttp.ClientConnectorError: Meaning(StoreUnavailable, UNREACHED),
     **dict.fromkeys(_NO_PROJECT, Meaning(PermissionDenied, _PROJECT)),
     **dict.fromkeys(_THROTTLING, Meaning(Throttled)),
-    # Bits that were flipped on the way arrive whole when they are sent again.
+    # The network damaged the bytes; sending them again helps.
     "badContent": Meaning(StoreUnavailable, NETWORK),
     "parseError": Meaning(StoreUnavailable, NETWORK),
     401: Meaning(PermissionDenied, CREDENTIALS),
@@ -75,16 +75,16 @@ def upload_of(name: str) -> str | None:
 
 
 async def refusal(response: aiohttp.ClientResponse) -> Refused:
-    """Read why an answer refuses the request."""
+    """Read the reason of an answer that refuses the request."""
     body = await response.content.read(1 << 16)
     reason = text = ""
     try:
         error = json.loads(body)["error"]
         reason, text = str(error["errors"][0]["reason"]), str(error["message"])
     except (ValueError, LookupError, TypeError):
-        pass  # an answer of something before the store, which is told by its status
+        pass  # an answer from a proxy before the store; its status is enough
     headers = response.headers
-    # The id of a request to an upload session would let any reader go on with the upload.
+    # The id of a request to an upload session would let any reader continue the upload.
     private = "upload_id" in response.url.query
     request = None if private else headers.get("X-GUploader-UploadID")
     asked = retry_after(headers.get("Retry-After"))
@@ -95,7 +95,7 @@ async def answered(response: aiohttp.ClientResponse) -> Resource:
     """Read the JSON of an answer; empty for an answer without content.
 
     Raises:
-        ValueError: If it is no JSON object.
+        ValueError: If it is not a JSON object.
     """
     data = await response.read()
     found = json.loads(data) if data or response.status != 204 else {}
@@ -122,49 +122,49 @@ def related(resource: Resource, data: bytes | memoryview) -> MemoryBody:
 
 
 def owned_by(owner: str | None) -> Mapping[str, Any]:
-    """Make the part of a resource that names the upload that makes the object."""
+    """Make the fields of a resource that name the upload that makes the object."""
     return {} if owner is None else {"metadata": {OWNER: owner}}
 
 
 def owner_of(resource: Resource) -> str | None:
-    """Find the upload that has made an object, by its resource."""
+    """Find the upload that made an object, by its resource."""
     found: str | None = (resource.get("metadata") or {}).get(OWNER)
     return found
 
 
 def check_stored(made: Resource, value: int, size: int, where: str, key: str | None) -> None:
-    """Compare an object's resource with what was sent.
+    """Compare an object's resource with the sent bytes.
 
     Args:
         made: The resource.
-        value: The CRC-32C of what was sent.
-        size: How many bytes that was.
+        value: The CRC-32C of the sent bytes.
+        size: The number of sent bytes.
         where: The URL of the object.
         key: Its key.
 
     Raises:
-        StoreUnavailable: If it has something else.
+        StoreUnavailable: If they differ.
     """
     try:
         same = int(made["size"]) == size and read_checksum(made["crc32c"]) == value
     except (LookupError, TypeError, ValueError):
         same = False
     if not same:
-        message = f"Could not write {where}: the store has something else than what was sent"
+        message = f"Could not write {where}: the store has other bytes than were sent"
         raise StoreUnavailable(message, key=key, hint=NETWORK)
 
 
 def modified(resource: Resource) -> datetime:
-    """Read when this generation of an object was written."""
+    """Read the time at which this generation of an object was written."""
     return datetime.fromisoformat(resource["timeCreated"]).astimezone(UTC)
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A range of an object's bytes as an object of its own.
+    """A range of an object's bytes, stored as a separate object.
 
     Args:
-        name: The whole name of that object.
+        name: The whole name of the separate object.
         generation: Its generation.
         size: Bytes.
         checksum: Their CRC-32C.
@@ -177,7 +177,7 @@ class Part:
 
 
 def joined(parts: Sequence[Part]) -> tuple[int, int]:
-    """Compute the size and CRC-32C of parts one after the other."""
+    """Compute the size and CRC-32C of concatenated parts."""
     size = checksum = 0
     for part in parts:
         checksum = combine_crc32c(checksum, part.checksum, part.size)
@@ -186,14 +186,14 @@ def joined(parts: Sequence[Part]) -> tuple[int, int]:
 
 
 def received(header: str | None) -> int:
-    """Read in the ``Range`` header of an answer how many bytes the store has.
+    """Read the number of bytes that the store has, from the ``Range`` header of an answer.
 
     Raises:
-        ValueError: If it is of another form.
+        ValueError: If it has another form.
     """
     if header is None:
         return 0
     found = _RANGE.fullmatch(header)
     if found is None:
-        raise ValueError("the range of what the store has does not begin at 0")
+        raise ValueError("the range of the store does not begin at 0")
     return int(found[1]) + 1

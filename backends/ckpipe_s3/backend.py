@@ -1,11 +1,11 @@
 """A prefix of an S3 bucket as a store.
 
 Large objects are multipart uploads: each block is a part, sent straight from the caller's memory.
-The store shows nothing of an object until its upload is completed. The client is made once and
-has no retries of its own.
+The store shows nothing of an object until its upload is completed. The client is made once, and its
+own retries are off.
 
 The codes of errors are those of "Error responses" in the Amazon S3 API reference. Compatible stores
-use the same codes, and where they do not, the status says enough.
+use the same codes; if one does not, the status is enough.
 """
 
 from __future__ import annotations
@@ -68,13 +68,13 @@ MIN_PART_BYTES = 5 << 20
 MAX_PARTS = 10_000
 """The most parts of an upload; a limit of S3 itself."""
 
-# Uploads of other programs may be open below the root, and the store tells only their keys. So
-# those count as ckpipe's whose key lies in a checkpoint, an export of one, or ckpipe's own folder.
+# Uploads of other programs may be open below the root, and the store lists only their keys. So an
+# upload counts as ckpipe's if its key lies in a checkpoint, an export, or ckpipe's own folder.
 _OWN = re.compile(r"(?:step-[0-9]{12,}\.[^/]+\.[0-9]+(?:\.hf|\.torch)?|\.ckpipe)/.+", re.DOTALL)
 
 _RIGHTS = "Give these credentials the rights that docs/tutorials/s3.md lists"
-_KEYS = "Look at the credentials that this process finds: environment, profile, or instance role"
-_REGION = "Set the option 'region' to the bucket's own, or 'endpoint_url' for another store"
+_KEYS = "Check the credentials that this process finds: environment, profile, or instance role"
+_REGION = "Set the option 'region' to the bucket's region, or 'endpoint_url' for another store"
 _LIFECYCLE = "Look for a lifecycle rule or a clean-up that removes uploads"
 _RENEW = "Renew the credentials; static ones cannot be refreshed"
 
@@ -140,7 +140,7 @@ FOREIGN: Table = {
     **dict.fromkeys(_BAD_KEYS, Meaning(PermissionDenied, _KEYS)),
     "ExpiredToken": Meaning(PermissionDenied, _RENEW),
     "RequestTimeTooSkewed": Meaning(PermissionDenied, "Set this machine's clock"),
-    # Bits that were flipped on the way arrive whole when they are sent again.
+    # The network damaged the bytes; sending them again helps.
     "BadDigest": Meaning(StoreUnavailable, NETWORK),
     "XAmzContentChecksumMismatch": Meaning(StoreUnavailable, NETWORK),
     "InvalidPart": Meaning(StoreError, "Save again"),
@@ -156,38 +156,38 @@ class S3Backend(BucketBackend):
 
     Small objects are written by one ``PutObject``, create-only ones with ``If-None-Match: *``.
     Large ones are multipart uploads, sent straight from the caller's memory, each part with its
-    CRC-32C for the store to verify. Nothing is tried again here: errors say whether trying again
-    may help. Every request has a deadline. Credentials are found as by every AWS tool, and
-    refreshed while the backend is open.
+    CRC-32C for the store to verify. The backend retries nothing: errors tell whether a retry may
+    help. Every request has a deadline. Credentials are found as by every AWS tool, and refreshed
+    while the backend is open.
 
-    Before its first write to a bucket, which for a pipeline is part of opening, a process finds
-    out by one object below the root, ``.ckpipe-probe``, whether the store honours
-    ``If-None-Match``. A process that only reads writes nothing.
+    Before its first write to a bucket, a process probes with one object below the root,
+    ``.ckpipe-probe``, whether the store honours ``If-None-Match``. A process that only reads writes
+    nothing.
 
     Args:
-        url: ``s3://bucket/prefix``; its characters stand for themselves.
+        url: ``s3://bucket/prefix``, without percent-decoding.
         endpoint_url: The URL of a compatible store; by default AWS's own for the region.
-        region: The bucket's region; by default what the environment or the profile says.
+        region: The bucket's region; by default that of the environment or the profile.
         profile: The profile in the AWS configuration files; by default the environment's.
-        addressing_style: Whether the bucket stands in the ``path`` of the URL or in its host
-            (``virtual``); by default ``path`` with an ``endpoint_url`` and else ``auto``.
+        addressing_style: Whether the bucket is in the ``path`` of the URL or in its host
+            (``virtual``); by default ``path`` with an ``endpoint_url``, and else ``auto``.
         sse: Encryption of objects on the store, such as ``"AES256"`` or ``"aws:kms"``.
         sse_kms_key_id: The key for ``aws:kms``; by default the bucket's.
-        storage_class: The storage class of data files, such as ``"STANDARD_IA"``. The small
-            objects, which every look at the store reads, stay in the bucket's default.
-        request_payer: ``"requester"`` to pay for requests to a bucket that asks for it.
+        storage_class: The storage class of data files, such as ``"STANDARD_IA"``. Small objects,
+            which are read often, stay in the bucket's default.
+        request_payer: ``"requester"`` to pay for requests to a requester-pays bucket.
         proxy: The URL of an HTTP proxy; by default the environment's, by ``HTTPS_PROXY``,
             ``HTTP_PROXY`` and ``NO_PROXY``.
         ca_bundle: A file of certificates to trust instead of the system's.
         max_connections: The most connections at a time.
-        request_timeout: Seconds for a request without a body; a body may take as long again as
-            it would at 1 MiB/s.
+        request_timeout: Seconds for a request without a body. A body adds the time that it takes
+            at 1 MiB/s.
         require_create_only: Whether to refuse a store that ignores ``If-None-Match``. Without
             it, two runs that use one root at the same time can overwrite each other's
             checkpoints unnoticed.
 
     Raises:
-        UsageError: If the URL is of another form, or an option is out of range.
+        UsageError: If the URL has another form, or an option is out of range.
     """
 
     scheme = "s3"
@@ -229,11 +229,11 @@ class S3Backend(BucketBackend):
         self._storage_class = _given(StorageClass=storage_class)
 
     async def __aenter__(self) -> Self:
-        """Make the client; the store is not asked anything yet.
+        """Make the client; send no request yet.
 
         Raises:
-            PermissionDenied: If the credentials cannot be had.
-            StoreError: If no client can be made of the options.
+            PermissionDenied: If there are no usable credentials.
+            StoreError: If the options do not make a client.
         """
         try:
             self.client = await run_in_thread(self.make_client)
@@ -245,7 +245,7 @@ class S3Backend(BucketBackend):
             if isinstance(found, PermissionDenied):
                 raise found from error
             name = type(error).__name__
-            hint = "Look at the options of the backend and at the AWS configuration files"
+            hint = "Check the options of the backend and the AWS configuration files"
             raise StoreError(f"No S3 client can be made: {name}", hint=hint) from error
         self._stack.push_async_exit(self.client)
         return self
@@ -253,9 +253,9 @@ class S3Backend(BucketBackend):
     def make_client(self) -> Any:
         """Make a client; block while it reads the service's model and looks for credentials.
 
-        All of that is files, for which the client's library has no other way than to read them on
-        an event loop. So it gets a short-lived loop in a worker thread. The client is bound to a
-        loop by its first request only, which comes later.
+        The client's library can read these files only on an event loop. So it gets a short-lived
+        loop in a worker thread. Only its first request, which comes later, binds the client to a
+        loop.
         """
         if self._ca_bundle is not None:
             ssl.create_default_context(cafile=self._ca_bundle)  # raises if it is none
@@ -265,12 +265,12 @@ class S3Backend(BucketBackend):
         context = session.create_client(
             "s3",
             endpoint_url=self.endpoint,
-            # A compatible server seldom cares, but requests cannot be signed without a region.
+            # A compatible server rarely checks it, but requests cannot be signed without a region.
             region_name=region or ("us-east-1" if self.endpoint else None),
             verify=self._ca_bundle,
             config=AioConfig(
                 signature_version="s3v4",
-                # Bodies are not hashed for the signature, since each has a CRC-32C in its header.
+                # The signature does not hash bodies, since each has a CRC-32C in its header.
                 s3={"addressing_style": self._style, "payload_signing_enabled": False},
                 request_checksum_calculation="when_required",
                 response_checksum_validation="when_required",
@@ -284,8 +284,8 @@ class S3Backend(BucketBackend):
         )
         return asyncio.run(_entered(context))
 
-    # Requests. The client's own timeouts do not suffice: it waits for ever on a server that goes
-    # silent before it has asked for a body, or in the middle of one.
+    # Requests. The client's own timeouts are not enough: it waits for ever if a server goes silent
+    # before it has asked for a body, or in the middle of one.
 
     def refusal(self, error: BaseException | None) -> Refused | None:
         if not isinstance(error, client_errors.ClientError):
@@ -301,7 +301,7 @@ class S3Backend(BucketBackend):
         )
 
     async def _send(self, operation: str, /, **parameters: Any) -> Any:
-        """Send a request within an :meth:`attempt`, whose deadline and errors it has."""
+        """Send a request within the deadline and the error handling of an :meth:`attempt`."""
         return await getattr(self.client, operation)(**self._common, **parameters)
 
     async def ask(
@@ -314,12 +314,12 @@ class S3Backend(BucketBackend):
         nbytes: int = 0,
         **parameters: Any,
     ) -> Any:
-        """Send a request within an attempt of its own.
+        """Send a request within its own attempt.
 
         Args:
             action: The verb for the message of an error, such as ``"read"``.
             operation: The client's method.
-            key: The key concerned.
+            key: The key.
             nbytes: The size of the request's body.
             parameters: The method's parameters.
 
@@ -330,7 +330,7 @@ class S3Backend(BucketBackend):
             return await self._send(operation, **parameters)
 
     async def _answers(self, operation: str, /, **parameters: Any) -> AsyncIterator[Any]:
-        """Ask for the pages of a list, each within an attempt of its own.
+        """Request the pages of a list, each within its own attempt.
 
         Raises:
             StoreError: If the store failed.
@@ -410,7 +410,7 @@ class S3Backend(BucketBackend):
         except StoreError as error:
             if type(error) is not StoreError:
                 raise
-            # Some stores know no batches, or want them otherwise.
+            # Some stores support no batches, or only another form of them.
             for name in names:
                 await self.ask("delete", "delete_object", key=self.key(name), Key=name)
             return
@@ -447,12 +447,11 @@ class S3Backend(BucketBackend):
                 raise
 
     async def settle(self, key: str) -> None:
-        """Abort uploads of a key whose beginning was not answered.
+        """Abort open uploads of a key whose begin was not answered.
 
         If the answer to a request that begins an upload is lost, the upload may be open under an
-        id that is unknown here. So every upload that is open for the key and is not known here is
-        aborted. The key of a data file belongs to one save of one rank, so no other process has
-        an upload for it.
+        unknown id. So every open upload of the key with an unknown id is aborted. The key of a data
+        file belongs to one save of one rank, so no other process has an upload for it.
 
         Raises:
             StoreError: If the store failed.
@@ -475,7 +474,7 @@ class S3Backend(BucketBackend):
         async for page in self._answers("list_multipart_uploads", Prefix=prefix):
             for entry in page.get("Uploads", ()):
                 key = self.key(entry["Key"])
-                # Not every store looks at the prefix.
+                # Some stores ignore the prefix.
                 if key is not None and entry["Key"].startswith(prefix):
                     yield key, entry["UploadId"], entry["Initiated"].astimezone(UTC)
 
@@ -496,7 +495,7 @@ def _given(**parameters: str | None) -> dict[str, str]:
 
 @functools.cache
 def _models() -> Any:
-    """Make the loader of service models, once, since they are the same for every client."""
+    """Make the loader of service models, once for all clients."""
     return create_loader()
 
 
@@ -508,21 +507,21 @@ async def _entered(context: Any) -> Any:
 
 
 def _owned_by(owner: str | None) -> dict[str, Any]:
-    """Make the parameters by which an object names the upload that makes it."""
+    """Make the parameters that name the upload in the metadata of its object."""
     return {} if owner is None else {"Metadata": {OWNER: owner}}
 
 
 def _whole_seconds(modified: datetime) -> datetime:
-    """Cut a time to what the head of an object tells; lists are more exact on some stores."""
+    """Cut a time to whole seconds, as the head of an object has it; some lists are more exact."""
     return modified.astimezone(UTC).replace(microsecond=0)
 
 
 class MultipartUpload(BlockUpload[Mapping[str, Any]]):
-    """Send an object in parts; :meth:`begin` comes first."""
+    """Send an object in parts; call :meth:`begin` first."""
 
     _store: S3Backend
     id: str | None = None
-    """The store's id of it; None while its beginning is not answered."""
+    """The store's id of the upload; None while its begin is not answered."""
 
     async def begin(self, parameters: Mapping[str, Any]) -> None:
         """Begin the upload on the store, with further parameters.
@@ -553,15 +552,15 @@ class MultipartUpload(BlockUpload[Mapping[str, Any]]):
                 ContentLength=len(data), ChecksumCRC32C=told,
             )  # fmt: skip
         part = {"PartNumber": number + 1, "ETag": answer["ETag"]}
-        if "ChecksumCRC32C" in answer:  # so the store has checked it, and checks it once more
+        if "ChecksumCRC32C" in answer:  # the store has checked it, and will check it again
             part["ChecksumCRC32C"] = told
         self._parts[number] = part
 
     async def complete(self) -> None:
         parts = self._all_parts()
         await self._store.check_free(self.key)
-        # Some stores ignore If-None-Match here, so the check above is what there is. It is
-        # enough where names are unique, as those of data files are.
+        # Some stores ignore If-None-Match here, so only the check above remains. It is enough,
+        # because names of data files are unique.
         await self._store.ask(
             "complete", "complete_multipart_upload", key=self.key, nbytes=self._size // 100,
             Key=self._name, UploadId=self.id, MultipartUpload={"Parts": parts},
@@ -572,7 +571,7 @@ class MultipartUpload(BlockUpload[Mapping[str, Any]]):
     async def landed(self) -> bool:
         if await self._store.owner(self.key) != self._token:
             return False
-        self._store.unfinished.discard(self)  # closing settles what else may be open for the key
+        self._store.unfinished.discard(self)  # closing aborts other open uploads of the key
         return True
 
     async def end(self) -> None:
