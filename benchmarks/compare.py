@@ -1,21 +1,21 @@
-"""ckpipe beside its peers, interleaved in one run; what ``make bench`` does.
+"""Compare ckpipe with its peers, interleaved in one run; ``make bench`` runs it.
 
     python benchmarks/compare.py [--quick | --trial] [--continue] [--json FILE] [--plots DIR]
 
-Every round saves and loads once with each contender, so that a machine whose speed drifts drifts
-for all of them. *Blocked* is the time until the trainer may change the state again, *durable* until
-every file is fsynced, *cold* and *warm* a load in place past the page cache and from it. *Lost* is
-the training time that one save costs: how long it took until durable, less what the steps made
-meanwhile would have taken without it; a save that blocks costs all of its time, and is not measured
-beside a loop again. *Held up* is the call and the time after it in which the training thread could
-not run, which unlike what was lost does not change with the machine's speed. All that DCP saves is
-loaded by the same call, which is measured once.
+Every round saves and loads once with each contender, so that a drift of the machine's speed affects
+all of them. *Blocked* is the time until the trainer may change the state again, and *durable* the
+time until every file is fsynced. *Cold* and *warm* are loads in place, past the page cache and from
+it. *Lost* is the training time that one save costs: the time until durable, minus the undisturbed
+time of the steps of this period. A blocking save costs all of its time, and is not measured beside
+a loop again. *Held up* is the call and the time after it in which the training thread could not
+run. Unlike *lost*, it does not change with the machine's speed. All forms of DCP's save are loaded
+by the same call, which is measured once.
 
-Each part runs in a process of its own. A contender that fails, crashes or takes too long is left
-out of the rest of that part, with its reason; the others go on. Times are medians of all rounds;
-the rounds beside loops share what is left of the time, and each row says how many it had. All is
-written as it comes to a journal beside the JSON, from which ``--continue`` takes up a run that was
-broken off.
+Each part runs in its own process. A contender that fails, crashes or takes too long is left out of
+the rest of that part, with the reason; the others continue. Times are medians of all rounds. The
+rounds beside loops share the remaining time, and each row shows its number of rounds. All results
+are written at once to a journal beside the JSON. ``--continue`` continues an interrupted run from
+it.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ TURNS = Path(__file__).with_name("comparison_turns.py")
 
 
 class Place(NamedTuple):
-    """Where a run works.
+    """The place of a run.
 
     Args:
-        extent: The name of what is measured.
-        journal: Where it is written as it comes.
+        extent: The name of the extent.
+        journal: The journal, written as results come.
         folder: A folder on the disk that is measured.
-        json: Where results go; None for nowhere.
-        only: Text that the names of parts have that are measured.
+        json: The file of results; None for none.
+        only: Text in the names of the parts to measure.
     """
 
     extent: str
@@ -64,7 +64,7 @@ class Place(NamedTuple):
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        """What is measured."""
+        """The extent of the run."""
         return comparison_parts.EXTENTS[self.extent].parts
 
 
@@ -84,7 +84,7 @@ def run(place: Place) -> None:
 
 
 def _measure(place: Place, part: Part, extent: Extent, seconds: float) -> None:
-    """Measure a part; start again without whoever fails, hangs or crashes."""
+    """Measure a part; start again without a contender that fails, hangs or crashes."""
     later = sum(each.nominal for each in place.parts[place.parts.index(part) + 1 :])
     ends = time.monotonic() + seconds
     for number in range(len(place.parts) * 20):
@@ -112,7 +112,7 @@ def _measure(place: Place, part: Part, extent: Extent, seconds: float) -> None:
 def _watch(
     process: subprocess.Popen[bytes], place: Place, part: Part, turn_seconds: float
 ) -> str | None:
-    """Wait until a part is done or will not be; return why it was not."""
+    """Wait until a part ends; return the reason if it did not finish."""
     journal, size, wrote = place.journal, -1, 0.0
     changed = time.monotonic()
     entries: list[Entry] = []
@@ -146,14 +146,14 @@ def _ending(code: int) -> str:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Kill a process and all that it started in its session."""
+    """Kill a process and all processes of its session."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
 
 def _blame(journal: Journal, part: Part, why: str) -> bool:
-    """Write whose turn broke off; return whether the others can go on."""
+    """Write which contender's turn broke off; return whether the others can continue."""
     turn = comparison_parts.unfinished(journal.read())
     if turn is None:
         print(f"  {part.name} is given up: {why}", file=sys.stderr, flush=True)
@@ -168,7 +168,7 @@ def _blame(journal: Journal, part: Part, why: str) -> bool:
 
 
 def _write(place: Place) -> dict[str, Any]:
-    """Write what there is to the file of results, whole or not at all; return it."""
+    """Write the results so far to their file, whole or not at all; return them."""
     extent = comparison_parts.EXTENTS[place.extent]
     found = comparison_parts.results(place.journal.read(), extent)
     if place.json is not None:
@@ -179,7 +179,7 @@ def _write(place: Place) -> dict[str, Any]:
 
 
 def about() -> dict[str, Any]:
-    """The day, the machine and the versions."""
+    """Describe the day, the machine and the versions."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     model = next((line.split(":")[1].strip() for line in lines if line.startswith("model n")), "")
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -1,8 +1,8 @@
-"""What the comparison measures, in parts that run one after the other, and its journal.
+"""The parts of the comparison, which run one after the other, and its journal.
 
-A turn is one contender's share of a round. Whoever measures writes a line to the journal before a
-turn and one after it, so that a run that breaks off anywhere keeps what it has, and whoever watches
-knows whose turn did not end.
+A *turn* is one contender's share of a round. The measuring process writes a line to the journal
+before a turn and one after it. So an interrupted run keeps its results, and the watching process
+knows which contender's turn did not end.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ BESIDE = "durable beside it s"
 BLOCKING = ("torch.save", "safetensors", "DCP")
 """Contenders whose saves return only once they are durable."""
 FEWEST_ROUNDS = 3
-"""Rounds that are measured even of contenders that are slow, and beside loops if time runs out."""
+"""The rounds that are always measured, even for slow contenders and if time runs out."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """One thing that is measured of all contenders, by a process of its own.
+    """One measurement of all contenders, in its own process.
 
     Args:
         kind: ``times`` of saves and loads, a ``loop`` beside saves, or the ``peaks`` of memory.
         state: The name of the state.
         loop: The name of the loop that trains beside the saves.
-        rounds: How often, after one round to warm up.
-        nominal: Seconds that it took on two cores, to begin an estimate with.
+        rounds: The number of rounds, after one round to warm up.
+        nominal: Its seconds on two cores, as a first estimate.
     """
 
     kind: Kind
@@ -53,18 +53,18 @@ class Part:
 
     @property
     def name(self) -> str:
-        """What it is called in the journal."""
+        """The name in the journal."""
         return f"{self.kind}: {self.title}"
 
 
 @dataclass(frozen=True)
 class Extent:
-    """All that is measured, and how long it may take.
+    """All measurements of a run, and their time limits.
 
     Args:
-        parts: What is measured, what matters most first.
-        minutes: What the loops have left of these when it is their turn they share.
-        turn_seconds: How long a turn may take before its contender is given up.
+        parts: The measurements, the most important first.
+        minutes: The time of the run; the loops share the rest of it when they begin.
+        turn_seconds: The longest time of a turn before its contender is given up.
     """
 
     parts: tuple[Part, ...]
@@ -102,15 +102,15 @@ TRIAL = Extent(
     2.0,
     30.0,
 )
-"""To see whether the benchmark itself works."""
+"""The extent for a test of the benchmark itself."""
 EXTENTS = {"full": FULL, "quick": QUICK, "trial": TRIAL}
 
 
 class Journal:
-    """A file of lines that is only ever appended to.
+    """A file of lines that is only appended to.
 
     Args:
-        path: The file; it need not be there yet.
+        path: The file; it need not exist yet.
     """
 
     def __init__(self, path: Path) -> None:
@@ -118,7 +118,7 @@ class Journal:
         self._file: TextIO | None = None
 
     def write(self, **entry: Any) -> None:
-        """Append a line; the file stays open, for a contender may leave none to be opened."""
+        """Append a line; the file stays open, since a contender may use up all descriptors."""
         if self._file is None:
             self._file = self.path.open("a")
         self._file.write(json.dumps(entry) + "\n")
@@ -131,7 +131,7 @@ class Journal:
             self._file = None
 
     def read(self) -> list[Entry]:
-        """All lines that were written to their end."""
+        """Read all complete lines."""
         if not self.path.exists():
             return []
         whole = self.path.read_text().rpartition("\n")[0]
@@ -139,7 +139,7 @@ class Journal:
 
 
 def unfinished(entries: Iterable[Entry]) -> Entry | None:
-    """The turn that was begun and did not end, if there is one."""
+    """Find the turn that began and did not end, if there is one."""
     begun: Entry | None = None
     for entry in entries:
         if entry["kind"] == "began":
@@ -150,7 +150,7 @@ def unfinished(entries: Iterable[Entry]) -> Entry | None:
 
 
 def given_up(entries: Iterable[Entry], part: Part) -> set[str]:
-    """Contenders that take no further part in a part."""
+    """Find the contenders that are left out of the rest of a part."""
     return {
         each["contender"]
         for each in entries
@@ -159,7 +159,7 @@ def given_up(entries: Iterable[Entry], part: Part) -> set[str]:
 
 
 def rounds_done(entries: Iterable[Entry], part: Part) -> set[tuple[str, int]]:
-    """Contenders and rounds of a part that were measured."""
+    """Find the contenders and rounds of a part that were measured."""
     return {
         (each["contender"], each["round"])
         for each in entries
@@ -168,7 +168,7 @@ def rounds_done(entries: Iterable[Entry], part: Part) -> set[tuple[str, int]]:
 
 
 def results(entries: Iterable[Entry], extent: Extent) -> dict[str, Any]:
-    """What a journal holds, in the form that is written to a file and made into tables."""
+    """Convert a journal to the form for files and tables."""
     entries = list(entries)
     named = {part.name: part for part in extent.parts}
     tables: dict[str, dict[str, dict[str, list[float]]]] = {
@@ -208,7 +208,7 @@ def results(entries: Iterable[Entry], extent: Extent) -> dict[str, Any]:
 
 
 def _blocking(found: dict[str, Any], extent: Extent) -> None:
-    """Fill in what saves that block cost a loop: their whole time, as measured without one."""
+    """Fill in the cost of blocking saves for a loop: their whole time, measured without one."""
     for part in extent.parts:
         table = found["loops"].get(part.title)
         times: Mapping[str, Any] | None = found["states"].get(part.state)

@@ -1,6 +1,6 @@
-"""Make tables, verdicts and plots of what ``compare.py`` measured.
+"""Make tables, verdicts and plots from the results of ``compare.py``.
 
-python benchmarks/comparison_report.py OLD.json NEW.json     print what changed beyond the spread
+python benchmarks/comparison_report.py OLD.json NEW.json     print the changes beyond the spread
 python benchmarks/comparison_report.py --publish NEW.json    put tables and plots into the pages
 """
 
@@ -24,13 +24,13 @@ OTHER_WAYS = ("ckpipe, captured", "ckpipe, process", "ckpipe, process, captured"
 
 @dataclass(frozen=True)
 class Measure:
-    """Describe one measure as tables and plots show it.
+    """One measure in tables and plots.
 
     Args:
         name: The column of a table.
         title: The line above a plot.
-        unit: What the values are shown in: ``s``, ``MB``, ``MiB`` or ``of undisturbed``.
-        bare: What the machine does without any library, for comparison.
+        unit: The unit: ``s``, ``MB``, ``MiB`` or ``of undisturbed``.
+        bare: The measure of the bare machine, for comparison.
     """
 
     name: str
@@ -57,10 +57,10 @@ AXES = {"MB": "megabytes", "MiB": "mebibytes", "of undisturbed": "share of the u
 BARE = "bare machine"
 HIGHER_IS_BETTER = ("step rate",)
 LEAST_CHANGE, LEAST_CHANGE_OF_ONE = 1.02, 1.15
-"""How much has to change to be told, of several rounds and of a single one, as a ratio."""
+"""The least reported change, for several rounds and for a single one, as a ratio."""
 
 LEAST_RATE, SHARE_OF_A_SAVE = 0.85, 0.15
-"""Steps beside a save, of undisturbed ones; and the share of its duration that a save may cost."""
+"""The goals for the step rate, and for the cost of a save as a share of its duration."""
 
 _ACROSS = 3
 
@@ -75,7 +75,7 @@ Tables = dict[str, dict[str, Row]]
 
 
 def tables(results: Mapping[str, Any]) -> Tables:
-    """All that was measured, in tables of one form."""
+    """Collect all measurements in tables of one form."""
     found: Tables = {**results["states"], **results["loops"]}
     for state, peaks in results["peak memory"].items():
         row = {name: [float(peak)] for name, peak in peaks.items()}
@@ -84,7 +84,7 @@ def tables(results: Mapping[str, Any]) -> Tables:
 
 
 def text(results: Mapping[str, Any]) -> str:
-    """Tables of medians with their spread, ratios to the limit, and where ours is not first."""
+    """Write tables of medians with spread, ratios to the limit, and the measures we do not win."""
     lines: list[str] = []
     for title, measures in tables(results).items():
         lines += ["", f"{title}: median (least to most)"]
@@ -97,7 +97,7 @@ def text(results: Mapping[str, Any]) -> str:
 
 
 def verdict(results: Mapping[str, Any]) -> list[str]:
-    """Where ours is not first, in sentences."""
+    """List the measures in which ckpipe is not first, as sentences."""
     if not any(OURS in row for table in tables(results).values() for row in table.values()):
         return ["nothing of ours was measured"]
     worse = [f"ours is not first: {each}" for each in not_first(results)]
@@ -105,7 +105,7 @@ def verdict(results: Mapping[str, Any]) -> list[str]:
 
 
 def missing(results: Mapping[str, Any]) -> list[str]:
-    """What to know of the run, who was left out, and who was given up on the way, with reasons."""
+    """List notes on the run, and the contenders left out or given up, with the reasons."""
     lines = list(results.get("notes", ()))
     lines += [f"left out: {name}: {why}" for name, why in results["left out"].items()]
     return lines + [
@@ -115,7 +115,7 @@ def missing(results: Mapping[str, Any]) -> list[str]:
 
 
 def figures(results: Mapping[str, Any]) -> Iterator[tuple[str, float, str, float]]:
-    """What a save may cost a loop beside it: name, figure, sense and goal."""
+    """Yield the goals for the cost of a save beside a loop: name, figure, sense and goal."""
     for title, measures in results["loops"].items():
         lost = {name: statistics.median(row) for name, row in measures.get("lost s", {}).items()}
         ways = (OURS, *OTHER_WAYS)
@@ -137,7 +137,7 @@ def figures(results: Mapping[str, Any]) -> Iterator[tuple[str, float, str, float
 
 
 def met(value: float, sense: str, goal: float) -> bool:
-    """Whether a figure was reached."""
+    """Tell whether a goal was reached."""
     return value >= goal if sense == ">=" else value <= goal
 
 
@@ -180,7 +180,7 @@ def _bare_name(measure: Measure, name: str) -> str:
 
 
 def not_first(results: Mapping[str, Any]) -> Iterator[str]:
-    """Say where a peer's median is better than ours."""
+    """List the measures in which a peer's median is better than ours."""
     for title, key, best, theirs, ours in _beaten(results):
         measure = MEASURES[key]
         yield f"{title}, {measure.name}: {best} {shown(measure, theirs)}, ours " + (
@@ -189,7 +189,7 @@ def not_first(results: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _beaten(results: Mapping[str, Any]) -> Iterator[tuple[str, str, str, float, float]]:
-    """Yield table, measure, best peer, its median and ours, where ours is worse."""
+    """Yield table, measure, best peer, its median and ours, if ours is worse."""
     for title, measures in tables(results).items():
         for key, row in measures.items():
             medians = _medians(row)
@@ -201,7 +201,7 @@ def _beaten(results: Mapping[str, Any]) -> Iterator[tuple[str, str, str, float, 
 
 
 def _medians(row: Row) -> dict[str, float]:
-    """Return the medians of ours and of the peers."""
+    """Return the medians of ckpipe and of the peers."""
     others = (LIMIT, *OTHER_WAYS)
     return {name: statistics.median(row[name]) for name in row if name not in others}
 
@@ -261,14 +261,14 @@ def markdown(results: Mapping[str, Any]) -> str:
 
 
 def _in_order(names: Iterable[str]) -> list[str]:
-    """Order contenders: the bare machine, ours in all its ways, the peers."""
+    """Order contenders: the bare machine, ckpipe in all its ways, the peers."""
     first = (LIMIT, OURS, *OTHER_WAYS)
     found = dict.fromkeys(names)
     return [n for n in first if n in found] + [n for n in found if n not in first]
 
 
 def _rounds(measures: Mapping[str, Row]) -> str:
-    """Say how many rounds the medians of a table are of; memory is measured once."""
+    """Write the number of rounds behind the medians of a table; memory is measured once."""
     counts = {
         len(values)
         for measure, row in measures.items()
@@ -282,7 +282,7 @@ def _rounds(measures: Mapping[str, Row]) -> str:
 
 
 def draw(results: Mapping[str, Any], folder: Path) -> list[tuple[str, str]]:
-    """Draw bars for each measure of each table, and the stages and blocks of one save of ours.
+    """Draw bars for each measure of each table, and the stages and blocks of one save.
 
     Returns:
         Names and captions of the pictures, in order.
@@ -405,7 +405,7 @@ def _gantt(axis: Any, report: Mapping[str, Any]) -> None:
     blocks = report["blocks"]
     for place, kind, color, _, label in _BLOCKS:
         numbers = blocks[place] if place else [0] * len(blocks[kind])
-        # A block that is checksummed while it is copied has no time of its own for that.
+        # A block that the copy checksums has no separate time for the checksum.
         found = [each for each in zip(numbers, blocks[kind], strict=True) if each[1] is not None]
         for number in sorted({at for at, _ in found}):
             spans = [
@@ -421,7 +421,7 @@ def _gantt(axis: Any, report: Mapping[str, Any]) -> None:
 
 
 def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[str]:
-    """What differs between two runs by more than both spreads."""
+    """Yield the differences of two runs that exceed both spreads."""
     before, after = tables(old), tables(new)
     for title in before.keys() & after.keys():
         for measure in before[title].keys() & after[title].keys():
@@ -443,10 +443,10 @@ def publish(results: Mapping[str, Any], pages: tuple[Path, ...], plots: Path) ->
     """Draw the plots into the documentation, and write text between the marks of pages.
 
     Args:
-        results: What was measured.
+        results: The results.
         pages: Pages that have marks, ``<!-- bench:… -->`` for ``summary``, ``first`` (the first
             and the last plot), ``plots``, ``tables`` or ``goals``, each with
-            ``<!-- bench:end -->`` behind it.
+            ``<!-- bench:end -->`` after it.
         plots: The folder of the pictures.
     """
     plots.mkdir(parents=True, exist_ok=True)

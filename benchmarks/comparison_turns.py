@@ -1,7 +1,7 @@
-"""Measures one part of the comparison, turn by turn, into the journal; ``compare.py`` calls it.
+"""Measure one part of the comparison, turn by turn, into the journal; ``compare.py`` calls it.
 
-What is in the journal already is not measured again, and who failed in this part is left out, so
-the same call goes on where a process before it was killed.
+It skips results that are in the journal already, and leaves out contenders that failed in this
+part. So the same call continues after an earlier process was killed.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from undisturbed import Undisturbed, calm_seconds, mean_step, steady
 Turn = Callable[[Contender], dict[str, float]]
 PYTHON_ROUNDS, MATRIX = 30_000, 320
 SLOW_SECONDS = 30.0
-"""Whose turn takes longer is measured in few rounds."""
+"""A contender with longer turns is measured in few rounds."""
 
 
 def progress(text: str) -> None:
-    """Say on the terminal what is under way."""
+    """Print the current action on the terminal."""
     print(text, flush=True)
 
 
 def python_step() -> None:
-    """About two milliseconds of interpreted work."""
+    """Do about two milliseconds of interpreted work."""
     total = 0
     for number in range(PYTHON_ROUNDS):
         total += number * number
@@ -48,7 +48,7 @@ _FACTORS = torch.randn(2, MATRIX, MATRIX)
 
 
 def matmul_step() -> None:
-    """About as much in one thread of matrix products."""
+    """Do about two milliseconds of matrix products in one thread."""
     for _ in range(4):
         torch.mm(_FACTORS[0], _FACTORS[1])
 
@@ -57,7 +57,7 @@ LOOPS: dict[str, Callable[[], None]] = {"python": python_step, "matmul": matmul_
 
 
 def settle() -> None:
-    """Bring to an end what one contender has left to the system and would slow down the next."""
+    """Finish the writes and the garbage of one contender, which would slow down the next."""
     gc.collect()
     os.sync()
 
@@ -66,10 +66,10 @@ class Referee:
     """Call the turns of a part and keep the journal.
 
     Args:
-        part: What is measured.
-        journal: Where it is written.
-        ends: When the part should be over, on the monotonic clock.
-        later: Seconds that the parts after this one will take.
+        part: The part.
+        journal: The journal.
+        ends: The time at which the part should end, on the monotonic clock.
+        later: Seconds that the later parts will take.
         settle: Tidies up between turns.
     """
 
@@ -88,7 +88,7 @@ class Referee:
         self._done = comparison_parts.rounds_done(entries, part)
 
     def takes_part(self, name: str) -> bool:
-        """Whether a contender has not been given up."""
+        """Tell whether a contender has not been given up."""
         return name not in self._out
 
     def admit(self, cls: type[Contender], root: Path) -> Contender | None:
@@ -107,12 +107,12 @@ class Referee:
         return each
 
     def rounds(self, found: Sequence[Contender], turn: Turn, around: Turn | None = None) -> None:
-        """Everybody's turns, once to warm up and then round by round.
+        """Take the turns of all contenders, once to warm up and then round by round.
 
         Args:
-            found: Who takes turns.
+            found: The contenders.
             turn: Measures one contender.
-            around: Warms one up; by default a turn does.
+            around: Warms one contender up; by default a turn does.
         """
         began = longest = 0.0
         slow: set[str] = set()
@@ -133,7 +133,7 @@ class Referee:
             self._tell(number, longest)
 
     def _over(self, number: int, longest: float) -> bool:
-        """Rounds beside a loop come to an end with the time; a few are always measured."""
+        """Yield rounds beside a loop until the time is over; a few are always measured."""
         if not self.part.loop or number < comparison_parts.FEWEST_ROUNDS:
             return False
         return time.monotonic() + longest > self._ends
@@ -148,7 +148,7 @@ class Referee:
         progress(f"  {what}, {longest:.0f} s; about {left + self._later:.0f} s left of the whole")
 
     def _turn(self, each: Contender, turn: Turn, number: int) -> float:
-        """Call a turn; return how many seconds it took."""
+        """Call a turn; return its seconds."""
         self._began(each.name, number)
         began = time.monotonic()
         try:
@@ -179,7 +179,7 @@ def _reason(error: Exception) -> str:
 
 
 class Limits(Contender):
-    """What the machine itself can do, as a contender that is asked for no save."""
+    """The limits of the machine, as a contender without saves."""
 
     name = LIMIT
 
@@ -189,7 +189,7 @@ class Limits(Contender):
         self._source = torch.ones(nbytes, dtype=torch.uint8)  # zeros would have no pages yet
 
     def measure(self) -> dict[str, float]:
-        """A warm copy, one write that ends with fsync, and parallel reads."""
+        """Measure a warm copy, one write that ends with fsync, and parallel reads."""
         path, target = self.root / "raw.bin", torch.frombuffer(self._memory, dtype=torch.uint8)
         copy = raw.seconds(lambda: target[: self._nbytes].copy_(self._source))
         write = raw.write(path, self._memory, self._nbytes, 8, 16 * raw.MIB)
@@ -208,7 +208,7 @@ class Limits(Contender):
 
 
 def times(each: Contender, state: dict[str, Any]) -> dict[str, float]:
-    """Blocked, durable, cold and warm seconds of one contender, and bytes on disk."""
+    """Measure blocked, durable, cold and warm seconds of one contender, and bytes on disk."""
     if isinstance(each, Limits):
         return each.measure()
     began = time.perf_counter()
@@ -229,7 +229,7 @@ def times(each: Contender, state: dict[str, Any]) -> dict[str, float]:
 
 
 def beside(each: Contender, state: dict[str, Any], step: Callable[[], None]) -> dict[str, float]:
-    """What a loop feels of a save: its rate, its longest step and the training time it loses."""
+    """Measure the effect of a save on a loop: rate, longest step and lost training time."""
 
     def turn() -> tuple[Undisturbed, Beside]:
         before = mean_step(step, calm_seconds(each.took))
@@ -254,12 +254,12 @@ def beside(each: Contender, state: dict[str, Any], step: Callable[[], None]) -> 
 
 
 class Beside(NamedTuple):
-    """A save and the steps beside it, in seconds.
+    """The seconds of a save and of the steps beside it.
 
     Args:
         steps: The steps.
-        blocked: What the call took.
-        took: What the save took until it was durable.
+        blocked: The seconds of the call.
+        took: The seconds of the save until it was durable.
         held_up: The call and the time after it in which the training thread could not run.
     """
 
@@ -298,13 +298,13 @@ def _steps_beside(each: Contender, state: dict[str, Any], step: Callable[[], Non
 
 
 def saved(each: Contender, state: dict[str, Any]) -> dict[str, float]:
-    """A save and nothing else, to warm up."""
+    """Save once without steps, to warm up."""
     each.save(state)()
     return {}
 
 
 def timeline(ours: contenders.Ours, state: dict[str, Any]) -> dict[str, Any]:
-    """The report of one save of ours, when all is warm."""
+    """Take the report of one warm save of ckpipe."""
     ours.save(state)()
     report = ours.handle.report.to_data()
     ours.forget()
@@ -358,7 +358,7 @@ def main() -> None:
     ends = time.monotonic() + given.seconds
     measure(given.root, part, journal, Referee(part, journal, ends, given.later))
     journal.write(kind="done", part=part.name)
-    # Nobody is closed: that may hang, and who called ends all that is left of this session.
+    # No contender is closed: that may hang, and the caller ends all processes of this session.
     os._exit(0)
 
 

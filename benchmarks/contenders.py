@@ -1,4 +1,4 @@
-"""ckpipe and its peers behind one face, so that a benchmark treats all of them alike."""
+"""ckpipe and its peers behind one interface, so that a benchmark treats all of them alike."""
 
 from __future__ import annotations
 
@@ -27,35 +27,35 @@ import ckpipe
 from ckpipe.errors import UsageError
 
 ENOUGH_FILES = 50_000
-"""As many open files as the largest number of tensors needs, twice over."""
+"""Twice the number of open files that the largest number of tensors needs."""
 
 Wait = Callable[[], object]
-"""Blocks until a save is durable."""
+"""A function that blocks until a save is durable."""
 
 
 class Contender(ABC):
     """One way to save and load a state; saves go to numbered folders below its root.
 
     Args:
-        root: A folder of its own.
+        root: Its folder.
     """
 
     name: str
     blocks: bool = False
     """Whether a save returns only once it is durable."""
     loads_like: str | None = None
-    """Who loads by the same call, so that loads need not be measured twice."""
+    """The contender that loads by the same call, so that loads are not measured twice."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
         self.number = 0
         self.took = 0.0
-        """Seconds that the last save beside a loop took until it was durable."""
+        """Return the seconds of the last save beside a loop until it was durable."""
         root.mkdir(parents=True, exist_ok=True)
 
     @property
     def folder(self) -> Path:
-        """Where the last save went."""
+        """The folder of the last save."""
         return self.root / str(self.number)
 
     def save(self, state: dict[str, Any]) -> Wait:
@@ -77,15 +77,15 @@ class Contender(ABC):
         """Load the last save into the state, in place."""
 
     def forget(self) -> None:
-        """Remove what was saved, to be done outside of every clock."""
+        """Remove the save, outside of all measured times."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def files(self) -> list[Path]:
-        """The files of the last save."""
+        """List the files of the last save."""
         return [path for path in self.folder.rglob("*") if path.is_file()]
 
     def close(self) -> None:
-        """End what runs in the background."""
+        """End all background work."""
         return
 
 
@@ -113,7 +113,7 @@ class Ours(Contender):
 
     def forget(self) -> None:
         for info in self._pipeline.steps()[:-1]:
-            with contextlib.suppress(UsageError):  # what was loaded last is protected
+            with contextlib.suppress(UsageError):  # the last loaded checkpoint is protected
                 self._pipeline.delete(info.id)
 
     def files(self) -> list[Path]:
@@ -124,9 +124,9 @@ class Ours(Contender):
 
 
 class Captured(Ours):
-    """ckpipe with guarded optimizers: what they own is copied while the trainer goes on.
+    """ckpipe with guarded optimizers, whose tensors are copied while the trainer continues.
 
-    Tensors of a state that has no optimizer belong to one that is made for them.
+    If a state has no optimizer, one is made that owns its tensors.
     """
 
     name = "ckpipe, captured"
@@ -147,7 +147,7 @@ class Captured(Ours):
 
 
 class OursInProcess(Ours):
-    """ckpipe with a worker process, which writes what was copied."""
+    """ckpipe with a worker process, which writes the copies."""
 
     name, worker = "ckpipe, process", "process"
 
@@ -159,7 +159,7 @@ class CapturedInProcess(Captured):
 
 
 OTHER_WAYS: tuple[type[Ours], ...] = (Captured, OursInProcess, CapturedInProcess)
-"""Ways to save with ckpipe that are not its default, which are measured beside loops."""
+"""The other ways to save with ckpipe, which are measured beside loops."""
 
 
 class TorchSave(Contender):
@@ -177,7 +177,7 @@ class TorchSave(Contender):
 
 
 class Safetensors(Contender):
-    """``safetensors.torch.save_file`` of the flat tensors; it saves nothing else."""
+    """``safetensors.torch.save_file`` of the flat tensors, without other values."""
 
     name, blocks = "safetensors", True
 
@@ -209,7 +209,7 @@ class DcpSync(Contender):
 
 
 class DcpThread(DcpSync):
-    """``async_save`` in a thread, with one stager that is kept."""
+    """``async_save`` in a thread, with one persistent stager."""
 
     name, blocks, loads_like = "DCP async, thread", False, "DCP"
     kind = AsyncCheckpointerType.THREAD
@@ -233,7 +233,7 @@ class DcpThread(DcpSync):
 
 
 class DcpProcess(DcpThread):
-    """``async_save`` in a process; needs a process group, if only of one."""
+    """``async_save`` in a process; needs a process group, even for one rank."""
 
     name = "DCP async, process"
     kind = AsyncCheckpointerType.PROCESS
@@ -290,7 +290,7 @@ EVERYBODY: tuple[type[Contender], ...] = (
 
 
 def start_process_group(root: Path) -> None:
-    """The asynchronous process of DCP wants one, if only of one rank."""
+    """Make a process group of one rank, which DCP's asynchronous process needs."""
     if not dist.is_initialized():
         store = dist.FileStore(str(root / "store"), 1)  # type: ignore[attr-defined]
         os.environ.setdefault("MASTER_ADDR", "localhost")
@@ -299,10 +299,10 @@ def start_process_group(root: Path) -> None:
 
 
 def allow_many_files() -> str | None:
-    """Let peers share as many tensors with a process as there are: each takes an open file.
+    """Allow one open file for each tensor, which peers need to share tensors with a process.
 
     Returns:
-        What to know of it: where the system does not allow so many, torch shares them by name.
+        A note: if the system does not allow so many, torch shares them by name.
     """
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
@@ -313,7 +313,7 @@ def allow_many_files() -> str | None:
 
 
 def plain(state: dict[str, Any]) -> dict[str, Any]:
-    """The state with ``state_dict()`` called; its tensors are the live ones."""
+    """Call ``state_dict()`` on the objects of a state; the tensors are the live ones."""
     return {
         name: each.state_dict() if hasattr(each, "state_dict") else each
         for name, each in state.items()
@@ -321,7 +321,7 @@ def plain(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def flat(state: Any, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of a plain state, by path."""
+    """Collect the tensors of a plain state, by path."""
     if isinstance(state, torch.Tensor):
         yield prefix, state
     elif isinstance(state, dict):
@@ -341,7 +341,7 @@ def copy_into(state: dict[str, Any], loaded: dict[str, Any]) -> None:
 
 
 def sync(folder: Path) -> None:
-    """Make what lies in a folder durable; quick if it is already."""
+    """Make the files of a folder durable; quick if they already are."""
     for path in [*folder.rglob("*"), folder]:
         descriptor = os.open(path, os.O_RDONLY)
         try:

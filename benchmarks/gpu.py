@@ -1,15 +1,15 @@
-"""What saves cost a training loop on a GPU: the speed of the copy, and the time that steps lose.
+"""Measure the cost of saves for a training loop on a GPU: the copy, and the lost time of steps.
 
     python benchmarks/gpu.py [--rounds 7] [--root DIR] [--json FILE]
 
-Two figures, each from rounds in which both sides take turns:
+Two figures, each from interleaved rounds:
 
-* *Copy.* GPT-2 124M with AdamW, 1.5 GB, from the device into the staging memory, against a bare
-  copy of the same tensors, one after the other, into memory that torch pinned. Both sides end with
+* *Copy.* GPT-2 124M with AdamW, 1.5 GB, from the device into the staging memory, compared with a
+  bare copy of the same tensors, one after the other, into memory that torch pinned. Both end with
   the last byte in host memory.
-* *Inflation.* A network of matrices trains while a save with ``until="captured"`` goes from the
-  call to the commit; what its steps took together, call included, less what as many undisturbed
-  steps took just before, over the latter.
+* *Inflation.* A network of matrices trains while a save with ``until="captured"`` runs from the
+  call to the commit. The figure is the time of its steps, including the call, minus the time of as
+  many undisturbed steps just before, divided by the latter.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ DEVICE = "cuda"
 
 @dataclass(slots=True)
 class Measured:
-    """Seconds, round by round."""
+    """Seconds of each round."""
 
     bare: list[float] = field(default_factory=list)
     staged: list[float] = field(default_factory=list)
@@ -51,7 +51,7 @@ class Measured:
 
 
 class PinnedCopy:
-    """The bare copy: one call a tensor, into memory that torch pinned."""
+    """Make the bare copy: one call a tensor, into memory that torch pinned."""
 
     def __init__(self, tensors: list[torch.Tensor]) -> None:
         self._pairs = [
@@ -61,7 +61,7 @@ class PinnedCopy:
         ]
 
     def seconds(self) -> float:
-        """How long it takes until the last byte is there."""
+        """Measure the time until the last byte has arrived."""
         torch.cuda.synchronize()
         return raw.seconds(self._copy)
 
@@ -90,7 +90,7 @@ def measure_copy(root: Path, rounds: int, into: Measured) -> int:
 
 
 class Training:
-    """A network whose steps keep the device busy, and AdamW."""
+    """Make a network whose steps keep the device busy, and AdamW."""
 
     def __init__(self) -> None:
         layers = [nn.Linear(WIDTH, WIDTH, device=DEVICE) for _ in range(LAYERS)]
@@ -101,20 +101,20 @@ class Training:
         self.step()
 
     def step(self) -> None:
-        """One step; returns when the device has done it."""
+        """Take one step; return when the device has finished it."""
         self.model(self.batch).square().mean().backward()
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=False)
         torch.cuda.synchronize()
 
     def steps(self, count: int) -> None:
-        """Some steps."""
+        """Take some steps."""
         for _ in range(count):
             self.step()
 
 
 def measure_inflation(root: Path, rounds: int, into: Measured) -> None:
-    """Measure what the steps beside a save lose."""
+    """Measure the time that the steps beside a save lose."""
     training = Training()
     with ckpipe.SyncPipeline(root, keep_last=1, guard=training.optimizer) as pipeline:
         for number in range(WARM_UP):
@@ -128,7 +128,7 @@ def measure_inflation(root: Path, rounds: int, into: Measured) -> None:
 
 
 def _beside(training: Training, pipeline: ckpipe.SyncPipeline, number: int, into: Measured) -> int:
-    """Train from the call of a save to its commit; return how many steps that were."""
+    """Train from the call of a save to its commit; return the number of steps."""
     done = 0
 
     def train() -> None:

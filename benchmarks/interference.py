@@ -1,24 +1,27 @@
-"""What a loop that trains feels of saves beside it: ckpipe in a thread and in a process, and peers.
+"""Measure the cost of saves for a training loop: ckpipe in a thread and in a process, and peers.
 
     python benchmarks/interference.py [--mib 1024] [--rounds 5] [--minutes 5] [--s3] [--root DIR]
     python benchmarks/interference.py --loop python --only ckpipe --niceness 0 10 --minutes 0.5
 
 One thread trains: a loop of plain Python, or products of matrices that torch computes in the one
-thread. Contenders take turns in every round, so that a machine whose speed drifts drifts for all. A
-turn steps undisturbed for a while, then saves and goes on stepping until the save is durable, and
-then steps undisturbed again. It is repeated if the machine changed its speed (`undisturbed.py`).
-*Rate* is the number of steps from the return of the call until then, against what it would be
-undisturbed. *Captured* are saves with a guarded optimizer that owns the weights: they are copied
-beside steps, none of which is one of the optimizer's. *Lost* is the training time that the save
-costs, with the call, for which the trainer waits. *Held up* is the call and the time after it in
-which the training thread was kept from running; unlike what it lost, it does not change with the
-machine's speed. *Others* is what programs that have no part in this took of the processors, from
-the undisturbed steps on: where that is much, no figure means anything. One contender is a process
-that does nothing but write as many bytes (`raw_process.py`): what is lost beside it is lost to any
-save on this machine, and everybody is set beside it too, round by round. No round begins that
-would, by the longest before it, end later than ``--minutes`` after the start. With ``--s3``, ckpipe
-also saves to a server that is started on this machine; with ``--niceness``, also by workers that
-give way more or less than they do by default.
+thread. Every round has one *turn* of each contender, so that a drift of the machine's speed affects
+all of them. A turn steps undisturbed for a while, then saves and continues stepping until the save
+is durable, and then steps undisturbed again. It is repeated if the machine changed its speed
+(`undisturbed.py`).
+
+*Rate* is the number of steps from the return of the call until durable, relative to undisturbed
+steps. *Captured* are saves with a guarded optimizer that owns the weights: they are copied beside
+steps, none of which is one of the optimizer's. *Lost* is the training time that the save costs,
+including the call, for which the trainer waits. *Held up* is the call and the time after it in
+which the training thread could not run. Unlike *lost*, it does not change with the machine's speed.
+*Others* is the processor time of unrelated programs, from the undisturbed steps on: if it is large,
+the figures have no meaning.
+
+One contender is a process that only writes as many bytes (`raw_process.py`). Any save on this
+machine loses at least as much, and every contender is compared with it, round by round. A round
+does not begin if, by the longest round before, it would end later than ``--minutes`` after the
+start. With ``--s3``, ckpipe also saves to a server on this machine. With ``--niceness``, it also
+saves by workers of other niceness than the default.
 """
 
 from __future__ import annotations
@@ -82,7 +85,7 @@ class Ours(contenders.Ours):
 
 
 def python_step() -> int:
-    """Hold the interpreter's lock for some milliseconds."""
+    """Hold the GIL for some milliseconds."""
     total = 0
     for number in range(PYTHON_ROUNDS):
         total = (total * 31 + number) & 0xFFFF
@@ -90,7 +93,7 @@ def python_step() -> int:
 
 
 def matmul_step() -> Step:
-    """Make a step that lets the lock go most of the time."""
+    """Make a step that releases the GIL most of the time."""
     left, right = torch.randn(MATRIX, MATRIX), torch.randn(MATRIX, MATRIX)
     target = torch.empty(MATRIX, MATRIX)
     return lambda: torch.mm(left, right, out=target)
@@ -98,7 +101,7 @@ def matmul_step() -> Step:
 
 @dataclass(slots=True)
 class Turn:
-    """One save and the steps beside it, in seconds."""
+    """The seconds of one save and of the steps beside it."""
 
     undisturbed: Undisturbed
     call: float
@@ -109,7 +112,7 @@ class Turn:
 
     @property
     def rate(self) -> float:
-        """Steps beside the save, against undisturbed ones in the same time."""
+        """The steps beside the save, relative to undisturbed ones in the same time."""
         return len(self.steps) * self.undisturbed.step / (self.durable - self.call)
 
     @property
@@ -146,7 +149,7 @@ class Measured:
 
 
 def beside_raw(measured: Measured, bare: Measured) -> dict[str, float]:
-    """How a contender compares with the raw write of the same rounds."""
+    """Compare a contender with the raw write of the same rounds."""
     pairs = list(zip(measured.turns, bare.turns, strict=True))
     return {
         "rate / raw": statistics.median(each.rate / other.rate for each, other in pairs),
@@ -155,7 +158,7 @@ def beside_raw(measured: Measured, bare: Measured) -> dict[str, float]:
 
 
 def turn(step: Step, contender: Contender, state: dict[str, Any]) -> Turn:
-    """One save, with undisturbed steps before it and after it."""
+    """Take one save, with undisturbed steps before it and after it."""
     others = used_by_others()
     before = mean_step(step, calm_seconds(contender.took))
     began = time.perf_counter()
@@ -174,7 +177,7 @@ def turn(step: Step, contender: Contender, state: dict[str, Any]) -> Turn:
 
 
 def used_by_others() -> float:
-    """Seconds of all processors that neither this process nor what it has started has used."""
+    """Measure the processor seconds used by other programs than this process and its children."""
     load = psutil.cpu_times()
     own = [psutil.Process(), *psutil.Process().children(recursive=True)]
     times = [each.cpu_times() for each in own]
@@ -188,7 +191,7 @@ def contestants(
     given: argparse.Namespace,
     optimizer: torch.optim.Optimizer,
 ) -> dict[str, Contender]:
-    """Everybody who is wanted and can be had here, by name."""
+    """Make the requested contenders that are available here, by name."""
     found: dict[str, Contender] = {}
     kinds: tuple[Worker, ...] = ("thread", "process")
     for kind in kinds:
@@ -218,14 +221,14 @@ def contestants(
 
 
 def wanted(name: str, only: list[str]) -> bool:
-    """Whether a contender takes part: if its name has one of some parts, or there are none."""
+    """Tell whether a name contains one of the given texts; true without texts."""
     return not only or any(part in name for part in only)
 
 
 def measure(
     root: Path, server: s3_servers.S3Server | None, given: argparse.Namespace
 ) -> dict[str, dict[str, Measured]]:
-    """All contenders beside both loops."""
+    """Measure all contenders beside both loops."""
     ends = time.monotonic() + given.minutes * 60
     state = {
         "model": {
@@ -258,9 +261,9 @@ def measure(
 
 
 def tidy(contender: Contender) -> None:
-    """Remove what a peer has saved, outside of every clock; ckpipe's retention does it itself.
+    """Remove the save of a peer, outside of all measured times; ckpipe's retention removes its own.
 
-    What either left to the system to write must not slow down whose turn is next.
+    Delayed writes of the system must not slow down the next contender.
     """
     if not isinstance(contender, Ours):
         contender.forget()
@@ -268,7 +271,7 @@ def tidy(contender: Contender) -> None:
 
 
 def goals(rows: dict[str, dict[str, dict[str, float]]]) -> Iterator[tuple[str, float, str, float]]:
-    """What is to be reached on two cores and a local disk: name, figure, sense, goal."""
+    """Yield the goals on two cores and a local disk: name, figure, sense, goal."""
     for loop, found in rows.items():
         thread, process = found.get("ckpipe, thread"), found.get("ckpipe, process")
         if process is not None:
@@ -320,8 +323,8 @@ def report(results: dict[str, dict[str, Measured]], mib: int) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def bucket(folder: Path) -> Iterator[s3_servers.S3Server]:
-    """A server on this machine, with a bucket."""
-    import s3_servers  # only with --s3: who compares with peers may not have a client of S3
+    """Start a server on this machine, with a bucket."""
+    import s3_servers  # only with --s3: a comparison with peers need not have a client of S3
 
     s3_servers.set_up_process()
     with s3_servers.seaweedfs(folder) as server:
@@ -345,7 +348,7 @@ def main() -> None:
     torch.set_num_threads(1)
     folder = Path(tempfile.mkdtemp(prefix="ckpipe-interference-", dir=arguments.root or Path.cwd()))
     store = dist.HashStore()  # type: ignore[attr-defined]
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)  # DCP's process wants one
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)  # DCP's process needs one
     try:
         with contextlib.ExitStack() as stack:
             server = stack.enter_context(bucket(folder)) if arguments.s3 else None

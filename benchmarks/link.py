@@ -1,9 +1,10 @@
-"""A loopback interface on which one server is as far away as a network link makes it.
+"""A loopback interface with the rate of a network link to one server.
 
-What a server on the same two cores takes from its client is no link's doing. With the rate of one
-between them, both have processor time to spare, as where the server is another machine. Linux
-shapes what leaves an interface (tc-htb(8)); of the loopback interface that is both directions. What
-a server says to itself passes by. It takes root and a network namespace of one's own.
+Without a limit, a server on the same two cores competes with its client for processor time. With
+the rate of a link between them, both have processor time to spare, as with the server on another
+machine. Linux shapes the traffic that leaves an interface (tc-htb(8)); on the loopback interface
+these are both directions. Traffic of a server to itself is not shaped. This needs root and a
+separate network namespace.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import socket
 import subprocess
 
 ROOM = "1mb"
-"""How far a link may be ahead of its rate: some of the interface's largest packets."""
+"""The burst of the link: some of the interface's largest packets."""
 
 
 def limit(port: int, mbit: int) -> None:
@@ -23,11 +24,11 @@ def limit(port: int, mbit: int) -> None:
         mbit: The rate, in 1e6 bits a second.
 
     Raises:
-        SystemExit: If others would share the interface.
+        SystemExit: If other programs would share the interface.
     """
     if [name for _, name in socket.if_nameindex()] != ["lo"]:
         raise SystemExit("--link shapes the loopback interface: run this under `unshare --net`")
-    _tc("qdisc add dev lo root handle 1: htb")  # what no filter names passes unshaped
+    _tc("qdisc add dev lo root handle 1: htb")  # packets without a filter pass unshaped
     for number, direction in enumerate(("dport", "sport"), 1):
         rate = f"rate {mbit}mbit ceil {mbit}mbit burst {ROOM} cburst {ROOM} quantum 200000"
         _tc(f"class add dev lo parent 1: classid 1:{number} htb {rate}")

@@ -2,9 +2,9 @@
 
     python benchmarks/local.py [--root DIR] [--rounds 7] [--json FILE]
 
-Every round measures each thing once, in turn, so that a machine whose speed drifts drifts for
-all of them; the table shows medians of the rounds, and the medians of each round's ratios.
-Preallocation is outside of the raw writes; unlink is outside of both sides.
+Every round takes each measure once, so that a drift of the machine's speed affects all of them. The
+table shows medians of the rounds, and the medians of each round's ratios. Preallocation does not
+count for the raw writes; unlink counts for neither.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ Times = dict[str, list[float]]
 
 
 def data_file(root: Path) -> Path:
-    """The newest data file below a root."""
+    """Find the newest data file below a root."""
     return max(root.glob("step-*/*.safetensors"), key=lambda path: path.stat().st_mtime_ns)
 
 
 def best_lanes(measure: Callable[[int, int], float]) -> tuple[int, int]:
-    """Lanes and block size with which the machine is fastest, by the median of three tries each.
+    """Find the fastest lanes and block size of the machine, by the median of three tries each.
 
     Args:
-        measure: Seconds for so many lanes of blocks of so many bytes.
+        measure: Returns the seconds for a number of lanes and a block size in bytes.
     """
     tried = {}
     for lanes, mib in itertools.product((1, 2, 4, 8), (4, 16, 64)):
@@ -57,7 +57,7 @@ def best_lanes(measure: Callable[[int, int], float]) -> tuple[int, int]:
 
 
 def save_round(pipeline: Any, state: Any, step: int, times: Times, name: str) -> None:
-    """One save of ours; what it leaves behind is deleted outside of the clock."""
+    """Save once with ckpipe; delete old checkpoints outside of the measured time."""
     began = time.perf_counter()
     handle = pipeline.save(state, step=step)
     times[f"{name} staged"].append(time.perf_counter() - began)
@@ -68,7 +68,7 @@ def save_round(pipeline: Any, state: Any, step: int, times: Times, name: str) ->
 
 
 def measure_saves(root: Path, state: Any, nbytes: int, rounds: int) -> tuple[Times, Path]:
-    """Copy, raw write and ours, with and without overlap."""
+    """Measure copy, raw write and ckpipe, with and without overlap."""
     times: Times = defaultdict(list)
     memory = raw.touched(nbytes)
     source = torch.randn(nbytes // 4)
@@ -97,13 +97,13 @@ def measure_saves(root: Path, state: Any, nbytes: int, rounds: int) -> tuple[Tim
 def prepared_read(
     prepare: Callable[[Path], None], path: Path, memory: Any, direct: bool, lanes: int, block: int
 ) -> float:
-    """Seconds of a raw read, before which something is done to the page cache."""
+    """Measure a raw read after the page cache was prepared, in seconds."""
     prepare(path)
     return raw.read(path, memory, lanes, block, direct=direct)
 
 
 def measure_loads(root: Path, state: Any, path: Path, rounds: int) -> Times:
-    """Raw reads and ours, past the page cache and then from it."""
+    """Measure raw reads and loads, past the page cache and then from it."""
     times: Times = defaultdict(list)
     memory = raw.touched(path.stat().st_size)
     with ckpipe.SyncPipeline(root / "ours") as pipeline:
@@ -120,7 +120,7 @@ def measure_loads(root: Path, state: Any, path: Path, rounds: int) -> Times:
 
 
 def measure_tiny(root: Path, rounds: int) -> tuple[Times, int]:
-    """Twenty thousand tensors of 32 bytes: save and load, ours and DCP."""
+    """Measure saves and loads of 20,000 tensors of 32 bytes, by ckpipe and DCP."""
     times: Times = defaultdict(list)
     state = states.tiny_tensors()
     with ckpipe.SyncPipeline(root / "tiny") as pipeline:
@@ -164,7 +164,7 @@ print(peak - before)
 
 
 def measure_memory(root: Path, options: str) -> int:
-    """Peak host memory above the state over eleven saves, in bytes."""
+    """Measure the peak host memory above the state over eleven saves, in bytes."""
     code = MEMORY.format(
         here=str(Path(__file__).parent), root=str(root / "memory"), options=options
     )
@@ -185,7 +185,7 @@ print(took)
 
 
 def measure_import(rounds: int) -> float:
-    """Seconds that ``import ckpipe`` takes after ``import torch``."""
+    """Measure the seconds of ``import ckpipe`` after ``import torch``."""
     runs = [
         subprocess.run([sys.executable, "-c", IMPORT], check=True, capture_output=True)
         for _ in range(rounds)
@@ -194,7 +194,7 @@ def measure_import(rounds: int) -> float:
 
 
 def ratio(times: Times, name: str, base: str) -> float:
-    """The median of the ratios of two things measured in the same rounds."""
+    """Compute the median of the ratios of two measures of the same rounds."""
     return statistics.median(a / b for a, b in zip(times[name], times[base], strict=True))
 
 
@@ -215,7 +215,7 @@ def main() -> None:
 
 
 def run(root: Path, rounds: int) -> dict[str, Any]:
-    """Measure all and return what was measured."""
+    """Measure all and return the results."""
     memory_whole = measure_memory(root, "")
     memory_small = measure_memory(root, ", staging_bytes='256MiB'")
     state = states.gpt2_with_adamw()

@@ -1,4 +1,4 @@
-"""Peak host memory of saves, each contender in a process of its own."""
+"""Measure the peak host memory of saves, each contender in its own process."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ if __name__ == "__main__":
 
 
 class InProcess(Contender):
-    """A contender whose saves are made in a process of its own, which is asked for its peak.
+    """A contender that saves in its own process, which reports its peak.
 
     Args:
-        root: A folder of its own.
+        root: Its folder.
         name: The name of the contender.
         state_name: The name of the state that it saves.
     """
@@ -43,10 +43,10 @@ class InProcess(Contender):
 
 
 def measure(each: Contender) -> dict[str, float]:
-    """The peak of a contender.
+    """Measure the peak of a contender.
 
     Raises:
-        RuntimeError: If its process failed, with the last that it said.
+        RuntimeError: If its process failed, with its last output.
     """
     assert isinstance(each, InProcess)
     each.number += 1
@@ -65,7 +65,7 @@ def measure(each: Contender) -> dict[str, float]:
 
 
 def peak_memory(name: str, state_name: str, root: str) -> int:
-    """Peak host memory of this process above its state over a few saves, in bytes."""
+    """Measure the peak host memory of this process above its state over a few saves, in bytes."""
     contenders.allow_many_files()
     contenders.start_process_group(Path(root))
     cls = next(each for each in contenders.EVERYBODY if each.name == name)

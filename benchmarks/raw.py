@@ -1,4 +1,4 @@
-"""What the machine itself can do: the limits that ckpipe is measured against."""
+"""The limits of the machine, for comparison with ckpipe."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ MIB = 1 << 20
 
 
 def seconds(function: Callable[[], object]) -> float:
-    """How long a call takes."""
+    """Measure the seconds of a call."""
     began = time.perf_counter()
     function()
     return time.perf_counter() - began
 
 
 def touched(nbytes: int) -> mmap.mmap:
-    """Host memory that is advised to be of huge pages and has been written to."""
+    """Make host memory with huge pages advised, and write to it."""
     size = -(-nbytes // (2 * MIB)) * 2 * MIB
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.madvise(mmap.MADV_HUGEPAGE)
@@ -36,7 +36,7 @@ def _in_lanes(lanes: int, pieces: range, work: Callable[[int], object]) -> None:
 
 
 def write(path: Path, memory: mmap.mmap, nbytes: int, lanes: int, block: int) -> float:
-    """Seconds of an O_DIRECT write and fsync into a preallocated file; it is left behind."""
+    """Measure an O_DIRECT write and fsync into a preallocated file, which stays, in seconds."""
     file = preallocated(path, nbytes)
     try:
         return seconds(lambda: write_into(file, memory, nbytes, lanes, block))
@@ -45,14 +45,14 @@ def write(path: Path, memory: mmap.mmap, nbytes: int, lanes: int, block: int) ->
 
 
 def preallocated(path: Path, nbytes: int) -> int:
-    """The descriptor of an empty file that has its space, for writes past the page cache."""
+    """Open an empty preallocated file for writes past the page cache."""
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_DIRECT, 0o644)
     os.posix_fallocate(file, 0, _whole_pages(nbytes))
     return file
 
 
 def write_into(file: int, memory: mmap.mmap, nbytes: int, lanes: int, block: int) -> None:
-    """Write and sync a file that was preallocated."""
+    """Write and sync a preallocated file."""
     view, whole = memoryview(memory), _whole_pages(nbytes)
 
     def lane(at: int) -> None:
@@ -67,7 +67,7 @@ def _whole_pages(nbytes: int) -> int:
 
 
 def read(path: Path, memory: mmap.mmap, lanes: int, block: int, *, direct: bool) -> float:
-    """Seconds of a read of a file in parallel lanes, past the page cache or from it."""
+    """Measure a read in parallel lanes, past the page cache or from it, in seconds."""
     view, size = memoryview(memory), path.stat().st_size
     file = os.open(path, os.O_RDONLY | (os.O_DIRECT if direct else 0))
     end = size // 4096 * 4096 if direct else size
@@ -82,7 +82,7 @@ def read(path: Path, memory: mmap.mmap, lanes: int, block: int, *, direct: bool)
 
 
 def drop_from_cache(path: Path) -> None:
-    """Have the kernel forget a file's pages."""
+    """Drop a file's pages from the page cache."""
     file = os.open(path, os.O_RDONLY)
     os.fsync(file)
     os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)

@@ -1,10 +1,10 @@
-"""A process that writes as many bytes as a save has, and does nothing else.
+"""A process that only writes as many bytes as a save has.
 
-Theory. No save in the background can do with less than the write of its bytes, and that costs a
-loop already: a virtual disk copies them by the host's processors and over the memory that the loop
-uses, too. How the loop steps beside the bare write is what this machine leaves to any save, so what
-a save costs above that is its own. The process is started, its memory touched and its file
-preallocated before a turn, it gives way as ckpipe's worker does, and lies still between turns.
+Theory. Every save in the background must at least write its bytes. That alone costs a loop time: a
+virtual disk copies them with the host's processors, over the memory that the loop uses too. So the
+bare write is the lower bound for any save on this machine, and only the cost above it is the save's
+own. Before a turn the process is started, its memory touched and its file preallocated. It has the
+niceness of ckpipe's worker, and idles between turns.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ LANES = (1, 2, 4)
 BLOCK = 16 * raw.MIB
 TRIES = 3
 NICENESS = 10
-"""That of ckpipe's worker, by default."""
+"""The default niceness of ckpipe's worker."""
 
 AS_FAST = 1.05
-"""How much longer than the fastest a write may take that is as fast."""
+"""A write counts as equally fast up to this ratio to the fastest."""
 
 WRITE, PREPARE, DONE = b"w", b"p", b"."
 
@@ -37,8 +37,8 @@ class RawWrite(Contender):
     """A bare write of some bytes, whatever the state.
 
     Args:
-        root: A folder of its own.
-        nbytes: How many bytes.
+        root: Its folder.
+        nbytes: The number of bytes.
     """
 
     name = "raw write, process"
@@ -66,7 +66,7 @@ class RawWrite(Contender):
         raise NotImplementedError
 
     def forget(self) -> None:
-        """Make the file anew, as a save does, to be done outside of every clock."""
+        """Make the file anew, as a save does, outside of all measured times."""
         self._ask(PREPARE)
         self._answer()
 
@@ -85,16 +85,16 @@ class RawWrite(Contender):
 
 
 def fewest_lanes(seconds: Mapping[int, float]) -> int:
-    """The smallest number of lanes that is as fast as any.
+    """Find the smallest number of lanes that is as fast as any.
 
     Args:
-        seconds: How long a write takes, by the number of lanes.
+        seconds: The seconds of a write, by the number of lanes.
     """
     return min(lanes for lanes in seconds if seconds[lanes] <= AS_FAST * min(seconds.values()))
 
 
 def main(path: Path, nbytes: int) -> None:
-    """Write, and make the file anew, whenever it is told to."""
+    """Write, and make the file anew, on command."""
     step_back(NICENESS)
     step_back_together(NICENESS)
     memory = raw.touched(nbytes)

@@ -1,11 +1,11 @@
-"""What planning, committing and loading cost in worlds of 8 to 16,384 ranks.
+"""Measure the cost of planning, committing and loading in worlds of 8 to 16,384 ranks.
 
     python benchmarks/scale.py [--quick] [--json FILE] [--plots DIR]
 
-Worlds are made up, but for the bytes of tensors: every manifest is really planned, encoded and
-committed to a store in memory, and the index really merged from all of them. Of what every rank
-does alike, a few are sampled. Each measure runs in a process of its own, so that peaks of memory
-are its own; DCP's plan of all ranks runs beside, as far as it ends in time.
+Worlds are simulated without the bytes of tensors. Everything else is real: every manifest is
+planned, encoded and committed to a store in memory, and the index is merged from all of them. If
+all ranks do the same work, a few of them are sampled. Each measure runs in its own process, so its
+memory peak is its own. DCP's plan of all ranks runs too, if it ends in time.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ GOALS = {
     "bytes per shard": 64,
     "load plan s": 1,
 }
-"""What is to be reached at the largest size."""
+"""The goals at the largest size."""
 
 
 def measured(name: str, ranks: int) -> dict[str, float]:
-    """One measure in a process of its own; nothing if it does not end in time or in memory."""
+    """Run one measure in its own process; return nothing if it exceeds its time or memory."""
     command = [sys.executable, __file__, "--measure", name, str(ranks)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_SECONDS)
@@ -70,7 +70,7 @@ def measured(name: str, ranks: int) -> dict[str, float]:
 
 
 def run(runs: Mapping[str, tuple[int, ...]]) -> Results:
-    """All measures at all sizes: for each figure, its value by the number of ranks."""
+    """Run all measures at all sizes: for each figure, its value by the number of ranks."""
     results: Results = defaultdict(dict)
     for name, sizes in runs.items():
         for ranks in sizes:
@@ -80,7 +80,7 @@ def run(runs: Mapping[str, tuple[int, ...]]) -> Results:
 
 
 def report(results: Results) -> None:
-    """Print what was to be reached."""
+    """Print the goals."""
     print()
     for figure, goal in GOALS.items():
         if results.get(figure):
@@ -123,7 +123,7 @@ SHARDS = {
     "last commit s": scale_measures.SHARDS,
     "dcp global s": scale_measures.TENSORS,
 }
-"""How many shards each rank has, for figures that are drawn against all shards."""
+"""The number of shards of each rank, for figures drawn against all shards."""
 
 
 def draw(results: Results, path: Path) -> None:
@@ -154,7 +154,7 @@ def draw(results: Results, path: Path) -> None:
 
 
 def document(results: Results) -> dict[str, Any]:
-    """What is written as JSON."""
+    """Collect the results for JSON."""
     return {
         "date": datetime.now(UTC).date().isoformat(),
         "machine": {"cpus": os.cpu_count(), "platform": platform.platform()},

@@ -1,6 +1,6 @@
-"""What one size of a made-up world costs; every measure runs in a process of its own.
+"""Measure one size of a simulated world; every measure runs in its own process.
 
-Times are seconds of CPU: nothing here waits for anything, and other programs do not count.
+Times are seconds of CPU: nothing here waits, and other programs do not count.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ Figures = dict[str, float]
 
 
 def best(call: Callable[[], object], rounds: int = ROUNDS) -> float:
-    """The least milliseconds of CPU of several calls, which do not wait for anything."""
+    """Measure the least milliseconds of CPU of several calls, which do not wait."""
     times = []
     for _ in range(rounds):
         gc.collect()
@@ -61,9 +61,9 @@ def best(call: Callable[[], object], rounds: int = ROUNDS) -> float:
 
 
 def warm(call: Callable[[], object], rounds: int = 10 * ROUNDS) -> float:
-    """The same of calls one right after the other, so that the processor's caches have it all.
+    """Measure consecutive calls in the same way, with all data in the processor's caches.
 
-    A collection between two calls looks at every object of the process, and fills the caches with
+    A collection between two calls reads every object of the process, and fills the caches with
     them; so does a training step with its own data.
     """
     gc.collect()
@@ -77,7 +77,7 @@ def warm(call: Callable[[], object], rounds: int = 10 * ROUNDS) -> float:
 
 
 def plan(ranks: int) -> Figures:
-    """Milliseconds of one rank's plan of a thousand tensors, in one replica and in several."""
+    """Measure one rank's plan of a thousand tensors, in one and several replicas, in ms."""
     found: Figures = {}
     for name, replicas in (("sharded", 1), ("two replicas", 2), ("replicated", ranks)):
         world = World(ranks, TENSORS, replicas)
@@ -91,7 +91,7 @@ def plan(ranks: int) -> Figures:
 
 
 def walked(ranks: int) -> Figures:
-    """Milliseconds of the walk over a thousand DTensors, the first and later ones."""
+    """Measure the walk over a thousand DTensors, the first and later ones, in ms."""
     dist.init_process_group("fake", rank=ranks - 1, world_size=ranks, store=FakeStore())
     mesh = init_device_mesh("cpu", (ranks,))
     world, state = World(ranks, TENSORS), {}
@@ -116,7 +116,7 @@ def walked(ranks: int) -> Figures:
 
 
 def dcp(ranks: int) -> Figures:
-    """Seconds of DCP's plan of all ranks, made on one of them from the plans of each."""
+    """Measure DCP's plan of all ranks, made on one rank from the plans of each, in seconds."""
     dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
     mesh = init_device_mesh("cpu", (ranks,))
     world, state = World(ranks, TENSORS), {}
@@ -137,7 +137,7 @@ def dcp(ranks: int) -> Figures:
 
 
 def _of_rank(plan: Any, rank: int) -> Any:
-    """The plan of rank 0 as another rank would have made it."""
+    """Convert the plan of rank 0 to the plan of another rank."""
     items = []
     for item in plan.items:
         chunk, index = item.tensor_data.chunk, item.index
@@ -154,7 +154,7 @@ def _of_rank(plan: Any, rank: int) -> Any:
 
 
 class Counted(WrappedBackend):
-    """Count requests, and bytes that are got."""
+    """Count requests and received bytes."""
 
     def __init__(self, inner: MemoryBackend) -> None:
         super().__init__(inner)
@@ -170,7 +170,7 @@ class Counted(WrappedBackend):
 
 
 def requests(ranks: int) -> Figures:
-    """Requests of one rank's save that is neither its first nor the last of its world."""
+    """Count the requests of a save by a rank that is not the last, after its first save."""
     backend = Counted(MemoryBackend())
     register_backend("counted", lambda url: backend)
     os.environ.update(RANK=str(ranks // 2), WORLD_SIZE=str(ranks))
@@ -184,7 +184,7 @@ def requests(ranks: int) -> Figures:
 
 
 def index(ranks: int) -> Figures:
-    """Seconds, memory and bytes of the index of a world, from manifests that really are there."""
+    """Measure seconds, memory and bytes of the index of a world, from real manifests."""
     return asyncio.run(_index(ranks))
 
 
@@ -217,7 +217,7 @@ async def _index(ranks: int) -> Figures:
 
 
 async def _near(backend: Counted, ranks: int) -> Figures:
-    """What one rank reads of the metadata to load what it saved."""
+    """Measure the metadata that one rank reads to load its own save."""
     backend.verbs.clear()
     backend.bytes = 0
     began = time.process_time()
@@ -237,7 +237,7 @@ def _peak_bytes() -> int:
 
 
 def load(ranks: int) -> Figures:
-    """Seconds of one process to plan the load of all chunks of a world, a thousand of each rank."""
+    """Measure the plan of a load of all chunks of a world, a thousand of each rank, in seconds."""
     world = World(ranks, TENSORS)
     manifests = [_read_back(world.manifest(rank)) for rank in range(ranks)]
     data = encode_bundle(merge(manifests, "index"))

@@ -1,12 +1,12 @@
-"""What saves cost the loop that trains: a thousand tensors, saved every twenty steps.
+"""Measure the cost of saves for the loop that trains: 1,000 tensors, saved every 20 steps.
 
     python benchmarks/stall.py [--saves 200] [--every 20] [--root DIR] [--json FILE]
 
-One thread trains. Modes take turns, a few saves each, so that a machine whose speed drifts drifts
-for all of them; each turn begins with steps that nothing disturbs, and goes on stepping until its
-last save is durable. A step's time has the call of the save in it that came before. *Lost* is the
-training time that one save costs: what a turn took, less what its steps take undisturbed. The call
-with ``captured`` is measured with sharded tensors too, 750 of the thousand. 200 saves of every mode
+One thread trains. Modes are interleaved, a few saves in each *turn*, so that a drift of the
+machine's speed affects all of them. Each turn begins with undisturbed steps, and steps until its
+last save is durable. A step's time includes the call of the save before it. *Lost* is the training
+time that one save costs: the time of a turn, minus the undisturbed time of its steps. The call with
+``captured`` is also measured with sharded tensors, 750 of the thousand. 200 saves of every mode
 take about ten minutes.
 """
 
@@ -49,7 +49,7 @@ PEERS = (contenders.DcpThread, contenders.DcpProcess, contenders.TorchCheckpoint
 
 
 class Training:
-    """A deep narrow network and AdamW: 250 parameters, a thousand tensors, 25 MB.
+    """Make a deep narrow network and AdamW: 250 parameters, a thousand tensors, 25 MB.
 
     Args:
         sharded: Whether the parameters are DTensors, on a mesh of one rank.
@@ -66,7 +66,7 @@ class Training:
         self.step()
 
     def step(self) -> None:
-        """One step."""
+        """Take one step."""
         self.model(self.batch).square().mean().backward()
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=False)
@@ -91,7 +91,7 @@ class Ours(contenders.Ours):
 
 @dataclass(slots=True)
 class Measured:
-    """What one mode cost, in seconds."""
+    """The cost of one mode, in seconds."""
 
     steps: list[float] = field(default_factory=list)
     calls: list[float] = field(default_factory=list)
@@ -112,18 +112,18 @@ class Measured:
 
 
 def timed(action: Callable[[], object]) -> float:
-    """Seconds that something takes."""
+    """Measure the seconds of a call."""
     began = time.perf_counter()
     action()
     return time.perf_counter() - began
 
 
 def turn(training: Training, contender: Contender | None, every: int) -> Measured:
-    """A few saves and the steps between them, until the last save is durable.
+    """Take a few saves and the steps between them, until the last save is durable.
 
     Args:
-        training: What is trained.
-        contender: What saves; None for nobody.
+        training: The network and its optimizer.
+        contender: The contender that saves; None for no saves.
         every: Steps from one save to the next.
     """
     measured = Measured()
@@ -150,18 +150,18 @@ def turn(training: Training, contender: Contender | None, every: int) -> Measure
 
 
 class Ending:
-    """Wait for the end of a save in a thread of its own, which costs the trainer nothing."""
+    """Wait for the end of a save in a separate thread, which costs the trainer nothing."""
 
     def __init__(self, wait: Wait) -> None:
         self._future = _waiters.submit(wait)
 
     @property
     def over(self) -> bool:
-        """Whether the save is durable."""
+        """Tell whether the save is durable."""
         return self._future.done()
 
     def wait(self) -> None:
-        """Blocks until it is; raises what made it fail."""
+        """Block until the save is durable; raise its error if it failed."""
         self._future.result()
 
 
@@ -169,7 +169,7 @@ _waiters = ThreadPoolExecutor(1)
 
 
 def modes(root: Path, training: Training) -> dict[str, Contender | None]:
-    """Everybody who can be had here, by name."""
+    """Make the contenders that are available here, by name."""
     found: dict[str, Contender | None] = {
         NONE: None,
         CAPTURED: Ours(root / CAPTURED, training, CAPTURED),
@@ -184,7 +184,7 @@ def modes(root: Path, training: Training) -> dict[str, Contender | None]:
 
 
 def sharded_calls(root: Path, saves: int) -> list[float]:
-    """Seconds of calls with ``captured``, of a state of DTensors."""
+    """Measure the seconds of calls with ``captured``, for a state of DTensors."""
     training = Training(sharded=True)
     ours, calls = Ours(root / "sharded", training, CAPTURED), []
     for number in range(WARM_UP_SAVES + saves):
@@ -199,7 +199,7 @@ def sharded_calls(root: Path, saves: int) -> list[float]:
 
 
 def measure(root: Path, saves: int, every: int) -> tuple[dict[str, Measured], float]:
-    """All modes in turns, and the seconds of a warm copy of the state."""
+    """Measure all modes, interleaved, and the seconds of a warm copy of the state."""
     contenders.start_process_group(root)
     training = Training()
     results: dict[str, Measured] = {}
@@ -227,7 +227,7 @@ def measure(root: Path, saves: int, every: int) -> tuple[dict[str, Measured], fl
 
 
 def warm_copy(training: Training) -> float:
-    """Seconds that a copy of the state takes into memory that was touched before."""
+    """Measure a copy of the state into touched memory, in seconds."""
     plain = contenders.plain(training.state)
     nbytes = sum(tensor.nbytes for _, tensor in contenders.flat(plain))
     source = torch.randn(nbytes // 4)
@@ -238,7 +238,7 @@ def warm_copy(training: Training) -> float:
 def goals(
     results: dict[str, Measured], rows: dict[str, dict[str, float]], copy: float
 ) -> list[tuple[str, float, float]]:
-    """What is to be reached: name, figure, goal."""
+    """Yield the goals: name, figure, goal."""
     sharded = statistics.median(results[CAPTURED].sharded_calls) * 1e3
     peers = [row["lost per save, ms"] for name, row in rows.items() if name not in _OWN]
     highest = rows[NONE]["p99 step, ms"] + copy * 1e3 + 20

@@ -13,7 +13,7 @@ WIDTH, LAYERS, VOCABULARY, CONTEXT = 768, 12, 50257, 1024
 
 
 class Block(nn.Module):
-    """The parameters of one GPT-2 block."""
+    """Make the parameters of one GPT-2 block."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -27,7 +27,7 @@ class Block(nn.Module):
 
 
 def gpt2_with_adamw(layers: int = LAYERS, words: int = VOCABULARY) -> dict[str, Any]:
-    """GPT-2 124M and its AdamW: with all layers and words 592 tensors, 1.49 GB in float32."""
+    """Make GPT-2 124M and its AdamW: with all layers and words 592 tensors, 1.49 GB in float32."""
     model = nn.Module()
     model.wte, model.wpe = nn.Embedding(words, WIDTH), nn.Embedding(CONTEXT, WIDTH)
     model.h = nn.ModuleList(Block() for _ in range(layers))
@@ -42,7 +42,7 @@ def gpt2_with_adamw(layers: int = LAYERS, words: int = VOCABULARY) -> dict[str, 
 
 
 def tiny_tensors(count: int = 20_000) -> dict[str, Any]:
-    """Many tensors of 32 bytes, named like an optimizer's state."""
+    """Make many tensors of 32 bytes, named like an optimizer's state."""
     names = ("exp_avg", "exp_avg_sq", "step", "max_exp_avg_sq")
     state = {
         number: {name: torch.randn(8) for name in names} for number in range(count // len(names))
@@ -51,12 +51,12 @@ def tiny_tensors(count: int = 20_000) -> dict[str, Any]:
 
 
 def large_tensors(count: int = 4) -> dict[str, Any]:
-    """A few tensors of 256 MiB."""
+    """Make a few tensors of 256 MiB."""
     return {"model": {f"weight.{number}": torch.randn(64 << 20) for number in range(count)}}
 
 
 def state_bytes(state: Any) -> int:
-    """Bytes of all tensors of a state."""
+    """Count the bytes of all tensors of a state."""
     if isinstance(state, torch.Tensor):
         return state.numel() * state.itemsize
     if hasattr(state, "state_dict"):

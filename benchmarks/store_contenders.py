@@ -1,8 +1,7 @@
 """Other clients that move the same bytes to and from the same bucket, for ``stores.py``.
 
-Each moves one object in parts of one size, so many at a time, from and to memory that is there
-already. They sign and checksum as they do by default, and neither copies nor verifies for a
-checkpoint.
+Each moves one object in parts of one size, several at a time, from and to existing memory. They
+sign and checksum by their defaults, and neither copy nor verify for a checkpoint.
 """
 
 from __future__ import annotations
@@ -17,16 +16,16 @@ from ckpipe_s3 import S3Backend
 
 
 class Contender(Protocol):
-    """Writes, reads and removes one object."""
+    """A client that writes, reads and removes one object."""
 
     async def write(self) -> None:
         """Send the object."""
 
     async def read(self) -> None:
-        """Read it into the memory that it was sent from."""
+        """Read the object into the memory that it was sent from."""
 
     async def remove(self) -> None:
-        """Delete it."""
+        """Delete the object."""
 
 
 class _Sink(io.RawIOBase):
@@ -54,14 +53,14 @@ class _Sink(io.RawIOBase):
 
 
 class Boto:
-    """boto3 with its transfer manager, in a worker thread of its own.
+    """boto3 with its transfer manager, in a separate worker thread.
 
     Args:
-        url: Where.
+        url: The URL of the root.
         endpoint: The URL of the store; None for AWS.
         data: The bytes.
         part: Bytes of a part.
-        lanes: How many at a time.
+        lanes: The number of concurrent parts.
     """
 
     def __init__(
@@ -98,14 +97,14 @@ class Boto:
 
 
 class Obstore:
-    """obstore, whose requests are made by threads of Rust.
+    """obstore, which makes requests by threads of Rust.
 
     Args:
-        url: Where.
+        url: The URL of the root.
         endpoint: The URL of the store; None for AWS.
         data: The bytes.
         part: Bytes of a part.
-        lanes: How many at a time.
+        lanes: The number of concurrent parts.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
-"""Requests to S3 on sockets of one's own, signed by botocore: what a client could do at best.
+"""Requests to S3 on plain sockets, signed by botocore: the limit for any client.
 
-Heads are written and parsed here, bodies go straight from memory to the kernel and back. It speaks
-plain HTTP to one server that answers as a server should, tries nothing again, and has no deadlines;
-a backend could not leave all that out.
+It writes and parses heads itself, and bodies go straight from memory to the kernel and back. It
+speaks plain HTTP to one correct server, retries nothing, and has no deadlines; a backend could not
+leave all that out.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ HEAD_BYTES = 1 << 16
 
 
 class Lanes(NamedTuple):
-    """How many requests are under way at a time.
+    """The number of concurrent requests.
 
     Args:
         writing: Of parts.
@@ -35,7 +35,7 @@ class Lanes(NamedTuple):
 
 
 class Connection:
-    """A connection that one request after the other goes through."""
+    """A connection for one request after the other."""
 
     def __init__(self, host: str, port: int) -> None:
         self._address = host, port
@@ -79,14 +79,14 @@ class Connection:
 
 
 class Sockets:
-    """Parts and ranges on sockets of its own; boto3 begins and ends uploads.
+    """Send parts and read ranges on plain sockets; boto3 begins and ends uploads.
 
     Args:
-        url: Where.
+        url: The URL of the root.
         endpoint: The URL of the store; None for AWS.
         data: The bytes.
         part: Bytes of a part.
-        lanes: How many at a time.
+        lanes: The number of concurrent requests.
     """
 
     def __init__(

@@ -7,14 +7,14 @@
     sudo unshare --net python benchmarks/stores.py --link 1000 …    at the rate of a network link
 
 The other clients come with the extra ``bench``. Without a URL it starts SeaweedFS on this machine.
-A save, from the call until it is committed, is measured against the same bytes sent as the parts
-of one upload, from memory that is there already, with the same client, part size and lanes and no
-checksums; a load of it in place against the same bytes read in ranges into memory that nobody looks
-at. What is deleted is deleted outside of the clock. Every round measures each thing once; ratios
-are medians of each round's ratio. With a trainer each save is measured twice, alone and while
-another thread of this process runs nothing but Python. CPU time is this process's, so that of
-a worker process is not in it. Memory is what a first save and load, outside of the clock, add to
-this process beyond the arena.
+
+A save, from the call until the commit, is compared with the same bytes sent as the parts of one
+upload, from existing memory, with the same client, part size and lanes, and without checksums. A
+load of it in place is compared with the same bytes read in ranges into memory that is not checked.
+Deletions do not count. Every round takes each measure once; ratios are medians of each round's
+ratio. With a trainer each save is measured twice, alone and while another thread of this process
+runs pure Python. CPU time is that of this process, without a worker process. Memory is the memory
+that a first save and load, outside of the measured time, add to this process beyond the arena.
 """
 
 from __future__ import annotations
@@ -67,12 +67,12 @@ FIGURES = {
         0.85,
     ),
 }
-"""What is set against what, and the share of its speed that is to be reached."""
+"""The comparisons: a measure, its reference, and the goal as a share of the reference's speed."""
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What doing something took.
+    """The cost of an action.
 
     Args:
         seconds: By the clock.
@@ -89,15 +89,15 @@ Work = Callable[[], Awaitable[None]]
 
 @dataclass(frozen=True)
 class Plan:
-    """What to measure.
+    """The extent of the measurement.
 
     Args:
         mib: Size of the state.
-        rounds: How often everything is measured.
-        trainer: Whether also beside a thread that runs Python.
+        rounds: The number of rounds.
+        trainer: Whether to measure also beside a thread that runs Python.
         beside: Names of other clients.
         fields: Settings of the pipeline.
-        link_mbit: The rate of the way to the server; None for what the machine can do.
+        link_mbit: The rate of the link to the server; None for the speed of the machine.
     """
 
     mib: int
@@ -111,7 +111,7 @@ class Plan:
 async def in_lanes(
     lanes: int, pieces: Iterable[int], work: Callable[[int], Awaitable[None]]
 ) -> None:
-    """Do a piece of work after the other in each of so many lanes."""
+    """Do work items one after the other in each of several lanes."""
     waiting = iter(pieces)
 
     async def lane() -> None:
@@ -124,11 +124,11 @@ async def in_lanes(
 
 
 class Bare:
-    """The requests that a save and a load cannot do without, and nothing else.
+    """The requests that a save and a load need at least.
 
     Args:
-        store: Where, open.
-        data: The bytes of the object, and where they are read into.
+        store: The open store.
+        data: The bytes of the object, and the memory for reads.
     """
 
     def __init__(self, store: S3Backend, data: memoryview) -> None:
@@ -170,7 +170,7 @@ class Bare:
 
 
 async def cost(work: Work) -> Cost:
-    """What some work takes."""
+    """Measure the cost of some work."""
     began, cpu = time.perf_counter(), time.process_time()
     await work()
     return Cost(time.perf_counter() - began, time.process_time() - cpu)
@@ -178,7 +178,7 @@ async def cost(work: Work) -> Cost:
 
 @contextlib.contextmanager
 def trainer() -> Iterator[None]:
-    """A thread that runs nothing but Python, until the end of the block."""
+    """Run a thread of pure Python until the end of the block."""
     stop = threading.Event()
 
     def train() -> None:
@@ -198,7 +198,7 @@ def trainer() -> Iterator[None]:
 
 @contextlib.contextmanager
 def other_trainer() -> Iterator[None]:
-    """A process that runs nothing but Python, until the end of the block."""
+    """Run a process of pure Python until the end of the block."""
     process = subprocess.Popen(
         [sys.executable, "-c", "print(flush=True)\nwhile True: pass"], stdout=subprocess.PIPE
     )
@@ -212,11 +212,11 @@ def other_trainer() -> Iterator[None]:
 
 
 BESIDE = {"save": trainer, "bare write": other_trainer}
-"""What is measured a second time with a trainer, and beside what."""
+"""The actions that are measured again with a trainer, each with the kind of trainer."""
 
 
 async def peak_bytes(work: Work) -> int:
-    """The most memory that this process has during some work above what it had before."""
+    """Measure the peak memory of this process during some work, above its memory before."""
     process = psutil.Process()
     before = most = process.memory_info().rss
     stop = threading.Event()
@@ -237,7 +237,7 @@ async def peak_bytes(work: Work) -> int:
 
 
 async def measure(url: str, endpoint: str | None, plan: Plan) -> tuple[Costs, float]:
-    """Save and loads, bare, ours and others', in turn; and the MiB that ours take."""
+    """Measure saves and loads, bare, by ckpipe and by others, and the MiB that ckpipe takes."""
     costs: Costs = defaultdict(list)
     tensors = [torch.randn(8, raw.MIB // 4) for _ in range(plan.mib // 8)]
     state = {f"layer.{number}": tensor for number, tensor in enumerate(tensors)}
@@ -275,7 +275,7 @@ async def measure(url: str, endpoint: str | None, plan: Plan) -> tuple[Costs, fl
                         into[f"{name} beside a trainer"].append(await cost(work))
             for each in (bare, *others.values()):
                 await each.remove()
-            for info in (await pipeline.steps())[:-1]:  # the newest was loaded and may not go
+            for info in (await pipeline.steps())[:-1]:  # the newest was loaded and must stay
                 await pipeline.delete(info.id, force=True)
     return costs, memory_mib
 
@@ -283,9 +283,9 @@ async def measure(url: str, endpoint: str | None, plan: Plan) -> tuple[Costs, fl
 def works(
     bare: Contender, others: dict[str, Contender], save: Work, load: Work, turn: int
 ) -> dict[str, Work]:
-    """All that is measured in a round, in its order.
+    """List the actions of a round, in their order.
 
-    Who begins is another in each round: what comes first after the writes finds the server busy.
+    The first action rotates, since the first one after the writes finds the server busy.
     """
     writes = [("bare write", bare.write), ("save", save)]
     writes += [(f"{name} write", each.write) for name, each in others.items()]
@@ -299,7 +299,7 @@ def works(
 def store(
     url: str | None, endpoint: str | None, mib: int, mbit: int | None
 ) -> Iterator[tuple[str, str | None]]:
-    """The URL and endpoint that were given, or those of a server that takes so many MiB in all."""
+    """Return the given URL and endpoint, or start a server with room for a number of MiB."""
     if url is not None:
         yield url, endpoint
         return
@@ -317,13 +317,13 @@ def store(
 
 
 def ratio(costs: Costs, base: str, name: str) -> float:
-    """The median over the rounds of the speed of one thing, as a share of another's."""
+    """Compute the median over the rounds of one speed, as a share of another."""
     pairs = zip(costs[base], costs[name], strict=True)
     return statistics.median(a.seconds / b.seconds for a, b in pairs)
 
 
 def report(costs: Costs, memory_mib: float, plan: Plan) -> dict[str, Any]:
-    """Print the table, and return what was measured."""
+    """Print the table, and return the results."""
     for name, values in costs.items():
         speeds = sorted(plan.mib * raw.MIB / 1e6 / each.seconds for each in values)
         cpu = statistics.median(each.cpu for each in values) * 1024 / plan.mib

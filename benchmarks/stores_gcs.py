@@ -3,10 +3,11 @@
     python benchmarks/stores_gcs.py [--mib 512] [--rounds 5] [--json FILE]
     python benchmarks/stores_gcs.py --url gs://bucket/bench
 
-Without a URL servers are started on this machine, each of the two emulators for what it is faster
-at: that of our tests for saves, fake-gcs-server for loads. What is measured is what `stores.py`
-measures on S3: a save against the same bytes sent as parts by one request each and composed by one,
-and a load against the same bytes read in ranges, with the same client, part size and lanes.
+Without a URL it starts servers on this machine. Each of the two emulators does the work in which it
+is faster: that of our tests takes saves, fake-gcs-server serves loads. The measures are those of
+`stores.py` on S3: a save is compared with the same bytes sent as parts by one request each and
+composed by one, and a load with the same bytes read in ranges, with the same client, part size and
+lanes.
 """
 
 from __future__ import annotations
@@ -40,11 +41,11 @@ BOTH = ("save", "load")
 
 
 class Bare:
-    """The requests that a save and a load cannot do without, and nothing else.
+    """The requests that a save and a load need at least.
 
     Args:
         store: Sends the requests.
-        data: The bytes of the object, and where they are read into; at most 32 parts.
+        data: The bytes of the object, and the memory for reads; at most 32 parts.
     """
 
     def __init__(self, store: GcsBackend, data: memoryview) -> None:
@@ -97,13 +98,13 @@ class Bare:
 async def measure(
     url: str, options: dict[str, Any], plan: Plan, things: Collection[str]
 ) -> tuple[Costs, float]:
-    """Save and loads, bare and ours, in turn; and the MiB that ours take.
+    """Measure saves and loads, bare and by ckpipe, and the MiB that ckpipe takes.
 
     Args:
-        url: Where.
-        options: Of the backend.
-        plan: How large and how often.
-        things: ``"save"``, ``"load"`` or both. What is loaded is saved in the first round.
+        url: The URL of the root.
+        options: The options of the backend.
+        plan: The size and the number of rounds.
+        things: ``"save"``, ``"load"`` or both. A load reads the save of the first round.
     """
     costs: Costs = defaultdict(list)
     tensors = [torch.randn(8, raw.MIB // 4) for _ in range(plan.mib // 8)]
@@ -137,14 +138,14 @@ async def measure(
                     await bare.remove()
                 into[name].append(await cost(bare_work))
                 into[thing].append(await cost(ours))
-            if "save" in things:  # the newest may have been loaded, and may not go
+            if "save" in things:  # the newest may have been loaded, and must stay
                 for info in (await pipeline.steps())[:-1]:
                     await pipeline.delete(info.id, force=True)
     return costs, memory_mib
 
 
 def measure_here(plan: Plan) -> tuple[Costs, float]:
-    """Measure with servers that are started on this machine."""
+    """Start servers on this machine, and measure."""
     gcs_servers.set_up_process()
     costs: Costs = {}
     memory: list[float] = []

@@ -1,9 +1,9 @@
-"""How fast a loop steps when nothing runs beside it, and whether the machine kept that speed.
+"""Measure the undisturbed speed of a loop, and whether the machine kept that speed.
 
-Theory. What a save costs a loop is told by how long its steps take without one. A machine that
-others use as well changes its speed within seconds, by up to 1.7, which outweighs what most saves
-cost. So steps are timed before and after each save, and where the two differ, the machine has
-changed meanwhile: that turn tells nothing of the save, and is done again.
+Theory. The cost of a save is computed from the time of steps without one. A shared machine changes
+its speed within seconds, by up to 1.7, which is more than the cost of most saves. So steps are
+timed before and after each save. If the two differ, the machine has changed its speed meanwhile:
+that turn has no meaning, and is repeated.
 """
 
 from __future__ import annotations
@@ -16,31 +16,31 @@ from typing import NamedTuple, TypeVar
 T = TypeVar("T")
 
 MOST_CHANGE = 1.05
-"""How much slower steps may be on one side of a save than on the other."""
+"""The most that steps before and after a save may differ, as a ratio."""
 
 MOST_TRIES = 4
 LEAST_SECONDS, MOST_SECONDS = 0.5, 4.0
 
 
 class Undisturbed(NamedTuple):
-    """Seconds that a step takes before and after a save."""
+    """The seconds of a step before and after a save."""
 
     before: float
     after: float
 
     @property
     def step(self) -> float:
-        """What a step would have taken meanwhile."""
+        """The seconds of an undisturbed step meanwhile."""
         return (self.before + self.after) / 2
 
     @property
     def change(self) -> float:
-        """By what factor the machine changed its speed, at least 1."""
+        """The factor by which the machine changed its speed, at least 1."""
         return max(self) / min(self)
 
 
 def steps(step: Callable[[], object], over: Callable[[float], bool]) -> list[float]:
-    """Steps until it is over, which is asked after each with the seconds so far.
+    """Take steps until a function is true; it gets the seconds so far after each step.
 
     Returns:
         The seconds of each step.
@@ -57,26 +57,26 @@ def steps(step: Callable[[], object], over: Callable[[float], bool]) -> list[flo
 
 
 def calm_seconds(save: float) -> float:
-    """How long steps are timed on each side of a save that takes so many seconds.
+    """Compute how long steps are timed before and after a save of some seconds.
 
-    Together they are as long as the save, within bounds: an error of one per cent in what a step
-    takes is one per cent of the whole save in what is lost to it.
+    Together they are as long as the save, within bounds: an error of one percent in the time of a
+    step is an error of one percent of the whole save in its lost time.
     """
     return min(max(save / 2, LEAST_SECONDS), MOST_SECONDS)
 
 
 def mean_step(step: Callable[[], object], seconds: float) -> float:
-    """Seconds that a step takes, on average over so many seconds.
+    """Measure the average seconds of a step over some seconds.
 
-    Some time before does not count: a disk that has to get rid of what was removed, and
-    processors that were idle, make the first steps slower.
+    Some time before does not count: a disk that still frees removed files, and processors that were
+    idle, make the first steps slower.
     """
     steps(step, lambda so_far: so_far >= LEAST_SECONDS)
     return statistics.fmean(steps(step, lambda so_far: so_far >= seconds))
 
 
 def steady(turn: Callable[[], T], undisturbed: Callable[[T], Undisturbed]) -> T:
-    """Take turns until the machine has kept its speed in one; of a few the steadiest."""
+    """Take turns until the machine has kept its speed in one; else return the steadiest."""
     tried = list[T]()
     while len(tried) < MOST_TRIES:
         tried.append(turn())

@@ -1,4 +1,4 @@
-"""Made-up worlds of any number of ranks: what each holds, plans and commits, without its bytes."""
+"""Simulated worlds of any number of ranks: their tensors, plans and commits, without bytes."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class World:
     """Ranks that hold tensors cut in blocks of rows, and several replicas of them or one.
 
     Args:
-        ranks: How many ranks there are.
-        tensors: How many tensors the state has.
-        replicas: How many ranks hold each shard.
+        ranks: The number of ranks.
+        tensors: The number of tensors of the state.
+        replicas: The number of ranks that hold each shard.
     """
 
     ranks: int
@@ -36,7 +36,7 @@ class World:
 
     @cached_property
     def shardings(self) -> list[Sharding]:
-        """How each tensor lies on the ranks: shapes are as different as those of a model."""
+        """Lay out each tensor on the ranks, with shapes as different as those of a model."""
         shards = self.ranks // self.replicas
         mesh = Mesh((self.replicas, shards), tuple(range(self.ranks)))
         cut = (Placement(), Placement(0))
@@ -46,11 +46,11 @@ class World:
         ]
 
     def labels(self) -> list[str]:
-        """The labels of the tensors, named like those of a model."""
+        """Make the labels of the tensors, named like those of a model."""
         return [f"model.layers.{n // 8}.block.{n % 8}.weight" for n in range(self.tensors)]
 
     def captured(self, rank: int) -> Captured:
-        """What the walk would find on a rank."""
+        """Make the result of the walk on a rank."""
         leaves, address = [], 1 << 20
         for label, spread in zip(self.labels(), self.shardings, strict=True):
             local = spread.local_shape(rank) or (0,)
@@ -66,11 +66,11 @@ class World:
         return Captured(["dict", self.labels(), nodes], leaves, [])
 
     def plan(self, rank: int) -> RankPlan:
-        """The plan of a rank, made from nothing."""
+        """Plan a rank from scratch."""
         return LocalPlanner().plan(self.captured(rank), rank=rank, world_size=self.ranks)
 
     def manifest(self, rank: int) -> ManifestDocument:
-        """What a rank commits; its checksums are as random as those of real bytes."""
+        """Make the manifest of a rank, with checksums as random as those of real bytes."""
         captured = self.captured(rank)
         plan = LocalPlanner().plan(captured, rank=rank, world_size=self.ranks)
         count = sum(chunk_count(entry.nbytes) for entry in plan.layout.entries)
@@ -96,12 +96,12 @@ def _sums(seed: int, count: int) -> Iterator[int]:
 
 
 def shard_count(bundle: ManifestDocument) -> int:
-    """How many shards the parts of a bundle hold."""
+    """Count the shards in the parts of a bundle."""
     sizes = [len(layout.chunks) for layout in bundle.layouts]
     return sum(sizes[part.layout] for part in bundle.parts)
 
 
 def near(ranks: int, samples: int) -> list[int]:
-    """Ranks from all over a world, the first and the last among them."""
+    """Choose ranks from the whole world, including the first and the last."""
     count = min(ranks, samples)
     return sorted({math.floor(n * (ranks - 1) / max(1, count - 1)) for n in range(count)})
