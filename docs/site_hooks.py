@@ -1,4 +1,4 @@
-"""Fill the pages with what the source says; hooks of mkdocs.
+"""Fill the pages with text from the source; hooks of mkdocs.
 
 Docstrings are written for readers of the source and for ``help()`` too. Here their roles, such as
 ``:class:`~ckpipe.Settings```, become links, the tree of errors becomes a list, and the table of

@@ -197,7 +197,7 @@ class CachedFile:
     Args:
         path: The path of the file.
         key: Its key.
-        offset: Where the range begins.
+        offset: The first byte of the range.
     """
 
     descriptor = -1
