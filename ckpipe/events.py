@@ -9,11 +9,9 @@ from dataclasses import dataclass
 
 from ckpipe.errors import UsageError
 from ckpipe.interpreter import user_code
-from ckpipe.types import CheckpointInfo, SaveReport, SaveStatus, size_text
+from ckpipe.types import CheckpointInfo, SaveReport, SaveStatus, first_of, size_text
 
 logger = logging.getLogger("ckpipe")
-
-_MOST_NAMED = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,11 +152,9 @@ class IncompleteCheckpoint(Event):
     seconds: float
 
     def __str__(self) -> str:
-        ranks = ", ".join(map(str, self.absent[:_MOST_NAMED])) or "unknown"
-        more = ", …" if len(self.absent) > _MOST_NAMED else ""
         return (
             f"{self.id} is incomplete {self.seconds:.0f} s after rank {self.rank} committed; "
-            f"without a commit: ranks {ranks}{more}"
+            f"without a commit: ranks {first_of(self.absent) or 'unknown'}"
         )
 
 

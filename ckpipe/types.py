@@ -453,6 +453,13 @@ def busy_seconds(spans: Iterable[Span]) -> float:
     return total
 
 
+def first_of(names: Sequence[object], most: int = 20) -> str:
+    """Name the first of some ranks or labels, and say how many there are besides."""
+    more = len(names) - most
+    named = ", ".join(map(str, names[:most]))
+    return f"{named} and {more} more" if more > 0 else named
+
+
 def size_text(nbytes: float) -> str:
     """Describe a number of bytes for people, in powers of ten."""
     size = float(round(nbytes))

@@ -19,6 +19,7 @@ from ckpipe.types import (
     LoadReport,
     SaveReport,
     StageReport,
+    first_of,
     rate_text,
     save_report_from_data,
     size_text,
@@ -76,6 +77,12 @@ def test_sizes_for_people() -> None:
     assert shown == ["0 B", "999 B", "1 kB", "1 MB", "1.65 TB", "2 PB", "10000 EB"]
     rates = [rate_text(nbytes, 2.0) for nbytes in (0, 7, 2000, 2_980_000, 10**12)]
     assert rates == ["0 B/s", "4 B/s", "1 kB/s", "1.49 MB/s", "500 GB/s"]
+
+
+def test_the_first_of_many_are_named_and_the_others_counted() -> None:
+    shown = [first_of(()), first_of((3, 4)), first_of(range(21)), first_of(["a", "b", "c"], 2)]
+    twenty = ", ".join(map(str, range(20)))
+    assert shown == ["", "3, 4", f"{twenty} and 1 more", "a, b and 1 more"]
 
 
 @pytest.mark.parametrize("worker", ["thread", "process"])

@@ -218,6 +218,7 @@ def test_event_data_is_json_for_all_kinds() -> None:
     info = ckpipe.CheckpointInfo("id", 1, "a", 0, complete=True)
     absent = events.IncompleteCheckpoint("id", 1, 0, (3, 4), 2.0)
     assert event_data(absent)["absent"] == [3, 4]
+    assert str(absent).endswith("without a commit: ranks 3, 4")
     assert event_data(events.Completed("id", 1, 0, info))["info"]["saved_at"] is None
 
 

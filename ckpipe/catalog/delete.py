@@ -42,7 +42,7 @@ from ckpipe.catalog.find import Listing, list_root, owned_sidecars, stat_or_none
 from ckpipe.catalog.leases import leased
 from ckpipe.errors import LinkRefused, ObjectExists, StoreFull
 from ckpipe.format.names import index_key, is_own, pin_key, prefix, tombstone_key
-from ckpipe.types import CheckpointId
+from ckpipe.types import CheckpointId, first_of
 
 logger = logging.getLogger("ckpipe")
 
@@ -170,11 +170,11 @@ async def _remove(
         logger.warning("%s is deleted, but not the files behind a link: %s", id, error)
     else:
         if removed and there:
-            more = f" and {len(there) - _SHOWN} more" if len(there) > _SHOWN else ""
             logger.warning(
-                "%s is deleted. ckpipe did not write these, and left them there: %s%s",
-                id, ", ".join(sorted(there)[:_SHOWN]), more,
-            )  # fmt: skip
+                "%s is deleted. ckpipe did not write these, and left them there: %s",
+                id,
+                first_of(sorted(there), _SHOWN),
+            )
     await backend.delete([pin_key(id), *digests])
     return Removal.GONE
 

@@ -38,9 +38,7 @@ from ckpipe.loading.targets import Targets
 from ckpipe.lock.state_lock import LoadHold
 from ckpipe.loop_thread import Caller, on_caller
 from ckpipe.memory.arena import Arena
-from ckpipe.types import LoadReport, LoadResult, StageReport
-
-_MOST_NAMED = 10
+from ckpipe.types import LoadReport, LoadResult, StageReport, first_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,11 +295,10 @@ def _named_in_vain(bundle: ManifestDocument, request: LoadRequest) -> list[str]:
         raise NeedsFullIndex
     if absent and request.strict:
         held = sorted({label for tree in trees for _, _, label in children_of(tree, "")})
-        shown = ", ".join(held[:_MOST_NAMED]) + (", …" * (len(held) > _MOST_NAMED))
         raise StructureMismatch(
             f"include names what is not in the checkpoint: {', '.join(absent)}",
-            hint=f"It holds {shown or 'one value'}; globs begin there, and strict=False lets "
-            "those pass that match nothing",
+            hint=f"It holds {first_of(held, 10) or 'one value'}; globs begin there, and "
+            "strict=False lets those pass that match nothing",
         )
     return absent
 

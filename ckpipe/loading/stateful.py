@@ -27,6 +27,7 @@ from ckpipe.errors import StructureMismatch
 from ckpipe.format.keys import LabelFilter, join
 from ckpipe.format.tree import Node, children_of
 from ckpipe.loading.select import any_selected
+from ckpipe.types import first_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,7 +249,7 @@ def mismatch(
             "which has the names of the bare model"
         )
     parts = [
-        f"{title}: {_some(labels)}"
+        f"{title}: {first_of(list(map(repr, labels)), 8)}"
         for title, labels in (
             ("missing in the checkpoint", missing),
             ("unexpected in it", unexpected),
@@ -266,8 +267,3 @@ _WRAPPER_NAMES = ("module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wr
 def _unwrapped(label: str) -> str:
     """Return a label without the names under which wrappers hold a module."""
     return ".".join([part for part in label.split(".") if part not in _WRAPPER_NAMES])
-
-
-def _some(labels: list[str], most: int = 8) -> str:
-    named = ", ".join(repr(label) for label in labels[:most])
-    return f"{named} and {len(labels) - most} more" if len(labels) > most else named

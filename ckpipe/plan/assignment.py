@@ -34,6 +34,7 @@ from ckpipe.format.keys import Numbering
 from ckpipe.plan.division import MIN_PIECE_BYTES, Share, cut_dimension, shares
 from ckpipe.state.placements import Mesh, Placement, Sharding, sharding
 from ckpipe.state.tensors import TensorLeaf
+from ckpipe.types import first_of
 
 _VERSION = 1
 
@@ -358,14 +359,8 @@ def _said(spec: TensorSpec) -> str:
 def _where(spread: Sharding | None) -> str:
     if spread is None:
         return "no mesh"
-    cuts = [cut.dim for cut in spread.placements]
-    return (
-        f"a mesh {list(spread.mesh.shape)} of ranks {_listed(spread.mesh.ranks)} cut along {cuts}"
-    )
-
-
-def _listed(ranks: Sequence[int]) -> str:
-    return ", ".join(map(str, ranks[:8])) + (", …" if len(ranks) > 8 else "")
+    mesh, cuts = spread.mesh, [cut.dim for cut in spread.placements]
+    return f"a mesh {list(mesh.shape)} of ranks {first_of(mesh.ranks, 8)} cut along {cuts}"
 
 
 class _Boxes:
@@ -401,7 +396,7 @@ class _Boxes:
         if missing or sum(map(box_volume, boxes)) != box_volume(region):
             how = f"lack its box {missing[0]}" if missing else "overlap without being the same"
             raise UnsupportedState(
-                f"The boxes of this tensor on ranks {_listed(ranks)} {how}",
+                f"The boxes of this tensor on ranks {first_of(ranks, 8)} {how}",
                 key=name,
                 rank=ranks[0],
                 hint="Save all of it, and place it alike wherever it is called replicated",

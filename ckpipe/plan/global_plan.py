@@ -57,9 +57,10 @@ from ckpipe.plan.assignment import (
 )
 from ckpipe.plan.division import Piece, Share, Unit, rows_of, units, whole_of
 from ckpipe.plan.plan import RankPlan, Replicated, ReplicatedMarks, assemble, fingerprint
-from ckpipe.ranks.launch import Store, below, default_store, named_ranks
+from ckpipe.ranks.launch import Store, below, default_store
 from ckpipe.state.flatten import Captured
 from ckpipe.state.tensors import TensorLeaf
+from ckpipe.types import first_of
 
 
 class GlobalPlanner:
@@ -396,7 +397,7 @@ class PlanRounds:
 
     def _late(self, ranks: list[int]) -> PlanTimeout:
         return PlanTimeout(
-            f"Rank{'s' if len(ranks) > 1 else ''} {named_ranks(ranks)} did not take part in "
+            f"Rank{'s' if len(ranks) > 1 else ''} {first_of(ranks)} did not take part in "
             f"planning within {self._seconds:g} s",
             hint="Find out why they are late or gone; the next save plans again. Set "
             "plan.timeout_seconds to wait longer",

@@ -56,7 +56,7 @@ from ckpipe.errors import (
 )
 from ckpipe.format.names import ATTEMPTS, attempt_start_key, claim_key, launch_id
 from ckpipe.ranks.agree import Vote, create_decision, read_decision
-from ckpipe.types import CheckpointId, attempt_name, attempt_parts
+from ckpipe.types import CheckpointId, attempt_name, attempt_parts, first_of
 
 if TYPE_CHECKING:
     from ckpipe.settings import Settings
@@ -109,7 +109,6 @@ Store = Any
 _PREFIX = "ckpipe/meeting"
 _SLICE_SECONDS = 1.0
 _PAUSE_SECONDS = 0.02
-_MOST_NAMED = 20
 
 
 def default_store() -> Store | None:
@@ -220,7 +219,7 @@ class Rendezvous:
         keys = [f"{call}/hello/{rank}" for rank in others]
         if not self._wait_for(keys):
             missing = [rank for rank, key in zip(others, keys, strict=True) if not self._has(key)]
-            raise self._late(f"Ranks {named_ranks(missing)} did not {self._what}")
+            raise self._late(f"Ranks {first_of(missing)} did not {self._what}")
         hellos = ["", *(self._store.get(key).decode() for key in keys)]
         self._store.set(f"{call}/list", json.dumps({"attempt": attempt, "hellos": hellos}))
 
@@ -286,13 +285,6 @@ class Rendezvous:
             rank=self._rank,
             hint="Open the pipeline on every rank, with the same url, or on one with solo=True",
         )
-
-
-def named_ranks(ranks: list[int]) -> str:
-    """Format ranks for an error: the first twenty, and the number of the others."""
-    more = len(ranks) - _MOST_NAMED
-    named = ", ".join(map(str, ranks[:_MOST_NAMED]))
-    return f"{named} and {more} more" if more > 0 else named
 
 
 _FORMAT = "%Y%m%dT%H%M%S%f"

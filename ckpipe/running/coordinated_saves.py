@@ -30,6 +30,7 @@ from ckpipe.ranks.agree import Vote, agree, agreed
 from ckpipe.ranks.launch import Launch
 from ckpipe.ranks.schedule import SaveSchedule, SaveStepAgreement, StopRequest
 from ckpipe.save.context import SaveContext
+from ckpipe.types import first_of
 
 logger = logging.getLogger("ckpipe")
 
@@ -180,7 +181,7 @@ class CoordinatedSaves:
                 votes = await vote.votes()
                 absent = [rank for rank in range(context.world_size) if rank not in votes]
                 if votes and absent:  # there are no votes if another rank has decided by now
-                    logger.warning("Ranks %s did not vote on the step to save", absent[:20])
+                    logger.warning("Ranks %s did not vote on the step to save", first_of(absent))
                 greatest = max([bound, *votes.values()])
                 break
             await anyio.sleep(pause)

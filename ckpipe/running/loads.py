@@ -57,13 +57,12 @@ from ckpipe.running.saves import Saves
 from ckpipe.save.context import SaveContext
 from ckpipe.save.follow_up import until_complete
 from ckpipe.threads import Ahead
-from ckpipe.types import CheckpointId, CheckpointInfo, LoadResult
+from ckpipe.types import CheckpointId, CheckpointInfo, LoadResult, first_of
 
 logger = logging.getLogger("ckpipe")
 
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.02, 1.0
 _PROGRESS_SECONDS = 0.2
-_MOST_NAMED = 20
 
 _WHOLE: Json = {"damage": None, "next": None}
 _FALL_BACK = "Load another checkpoint, or let fallback=True do so"
@@ -254,10 +253,8 @@ class Loads:
                 left = until - time.monotonic()
                 if left <= 0:
                     absent = await agreements.absent(question)
-                    named = ", ".join(map(str, absent[:_MOST_NAMED]))
-                    more = ", …" * (len(absent) > _MOST_NAMED)
                     raise UnsupportedTopology(
-                        f"Ranks {named}{more} did not say within {seconds:g} s whether "
+                        f"Ranks {first_of(absent)} did not say within {seconds:g} s whether "
                         f"{info.id} is whole",
                         step=info.step,
                         rank=self._context.rank,

@@ -13,7 +13,7 @@ from ckpipe.catalog.find import DELETING, NO_INDEX, recheck, write_sidecar_of
 from ckpipe.errors import CheckpointIncomplete, CkpipeError, SaveError, StoreError
 from ckpipe.events import Completed, IncompleteCheckpoint
 from ckpipe.save.context import SaveContext
-from ckpipe.types import CheckpointInfo
+from ckpipe.types import CheckpointInfo, first_of
 
 _LOOKS = 2
 _MOST_WAITING = 64
@@ -96,10 +96,9 @@ class Follower:
         most = self._context.settings.incomplete_in_a_row
         if most is not None and self._incomplete >= most:
             self._incomplete = 0
-            named = ", ".join(map(str, absent)) or "unknown"
             raise SaveError(
                 f"The last {most} checkpoints were not completed; without a commit in the last "
-                f"one: ranks {named}",
+                f"one: ranks {first_of(absent) or 'unknown'}",
                 step=info.step,
                 rank=self._context.rank,
                 hint="Look at those ranks; older checkpoints are intact",
@@ -138,7 +137,7 @@ async def until_complete(
             continue
         left = _LONGEST_PAUSE_SECONDS if until is None else until - time.monotonic()
         if left <= 0:
-            named = ", ".join(map(str, outcome.absent)) or "unknown"
+            named = first_of(outcome.absent) or "unknown"
             raise TimeoutError(f"{info.id} is not complete; ranks without a commit: {named}")
         await anyio.sleep(min(pause, left))
         pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)

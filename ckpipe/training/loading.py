@@ -7,7 +7,7 @@ state of optimizers is attached once all bytes are verified.
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -28,6 +28,7 @@ from ckpipe.training.optimizers import (
     is_placed_like,
     load_model_state_dict,
 )
+from ckpipe.types import first_of
 
 
 def load_targets(
@@ -568,7 +569,7 @@ def _differing(one: _SavedGroup, other: _SavedGroup) -> StructureMismatch:
     keys = [key for key in {**ours, **theirs} if not _same(_only(ours, key), _only(theirs, key))]
     return StructureMismatch(
         f"Two param groups of the checkpoint are one here, and differ in {', '.join(keys)}: that "
-        f"of {_some(list(one.shapes))} and that of {_some(list(other.shapes))}",
+        f"of {_some(one.shapes)} and that of {_some(other.shapes)}",
         key=other.label,
         hint="Make the optimizer's groups as they were saved, or leave the options out with "
         f"exclude=[{other.label!r}]",
@@ -579,6 +580,5 @@ def _only(options: Mapping[str, Any], key: str) -> dict[str, Any]:
     return {key: options[key]} if key in options else {}
 
 
-def _some(names: Sequence[str], most: int = 4) -> str:
-    shown = ", ".join(map(repr, names[:most]))
-    return f"{shown} and {len(names) - most} more" if len(names) > most else shown
+def _some(names: Iterable[str]) -> str:
+    return first_of(list(map(repr, names)), 4)
