@@ -222,7 +222,7 @@ class _OptimizerMatch:
         self._match_joint(ours)
         if "state" in self._there:
             self.tree["state"] = {}
-            self._match_state(groups)
+            self._match_state()
             self._find_dropped(groups, ours)
 
     def attach(self) -> None:
@@ -377,7 +377,7 @@ class _OptimizerMatch:
         }
         self._kept = {name: s for name, s in self._kept.items() if name not in unstepped}
 
-    def _match_state(self, groups: Sequence[_SavedGroup]) -> None:
+    def _match_state(self) -> None:
         plain, model = self._there.get("plain", {}), self._saved.state.get("model", {})
         for number, each in enumerate(self._optimizers):
             self._check_units(each)
