@@ -10,6 +10,7 @@ import torch
 from ckpipe.format.checksum import CHUNK_BYTES, crc32c
 from ckpipe.format.checksummed_json import decode_json, encode_json
 from ckpipe.format.data_file import encode_header, file_rows
+from ckpipe.format.keys import LabelFilter
 from ckpipe.format.manifest import (
     Chunk,
     Layout,
@@ -19,7 +20,7 @@ from ckpipe.format.manifest import (
     TensorRow,
 )
 from ckpipe.plan.plan import LocalPlanner, RankPlan, Source
-from ckpipe.state.flatten import Captured, capture
+from ckpipe.state.flatten import Captured, OpenedState, flatten
 from ckpipe.types import CheckpointId
 
 ID = CheckpointId("20261121T034205123Z-golden", 500, 0)
@@ -38,6 +39,11 @@ class Foreign:
 
     owner: int
     entry: int | None = None
+
+
+def capture(state: Any, select: LabelFilter | None = None) -> Captured:
+    """What the walk finds in a state."""
+    return flatten(OpenedState(state), select or LabelFilter(), pickling=False).captured
 
 
 def structure_of(state: Any) -> tuple[Structure, Captured]:

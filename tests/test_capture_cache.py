@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from bundles import capture
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -27,7 +28,7 @@ from ckpipe.errors import UnsupportedState
 from ckpipe.format.keys import LabelFilter
 from ckpipe.planning import Captured, fingerprint
 from ckpipe.state.capture_cache import CaptureCache, capture_cache_of
-from ckpipe.state.flatten import OpenedState, capture, flatten
+from ckpipe.state.flatten import OpenedState, flatten
 from ckpipe.state.kinds import live_state_dict
 from ckpipe.state.tensors import TensorLeaf
 

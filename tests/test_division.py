@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from bundles import capture
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from planning_ranks import Tensor, gpt2, held_by, llama70b, mesh, on, planned
@@ -20,7 +21,6 @@ from ckpipe.format.boxes import Box, box_shape
 from ckpipe.format.manifest import Chunk
 from ckpipe.plan import division
 from ckpipe.planning import Captured, LocalPlanner, RankPlan, fingerprint
-from ckpipe.state.flatten import capture
 from ckpipe.state.placements import Mesh, Placement, Sharding, sharding
 
 WORLD = 12

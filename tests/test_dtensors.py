@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from bundles import capture
 from forks import PRELOADED
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -26,7 +27,7 @@ from ckpipe.plan import division
 from ckpipe.planning import LocalPlanner, RankPlan, fingerprint
 from ckpipe.save.program import fill_blocks, plan_blocks
 from ckpipe.state.capture_cache import capture_cache_of
-from ckpipe.state.flatten import Captured, OpenedState, capture, flatten
+from ckpipe.state.flatten import Captured, OpenedState, flatten
 
 RANK, WORLD = 1, 4
 

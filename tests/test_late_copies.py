@@ -13,6 +13,7 @@ import anyio.to_thread
 import numpy as np
 import pytest
 import torch
+from bundles import capture
 from hypothesis import given
 from hypothesis import strategies as st
 from lock_actors import PATIENCE, DaemonThreads, is_free, noted, until
@@ -37,7 +38,7 @@ from ckpipe.save.program import BlockPlan, CopyProgram, plan_blocks, split_early
 from ckpipe.save.save import Save, SaveRequest, StagedBlock
 from ckpipe.save.stage import BlockCopiers, CopyPiece
 from ckpipe.state.capture_cache import capture_cache_of
-from ckpipe.state.flatten import OpenedState, capture, flatten
+from ckpipe.state.flatten import OpenedState, flatten
 from ckpipe.state.tensors import is_dense, tensor_leaf
 from ckpipe.types import CheckpointId
 

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
+from bundles import capture
 from hypothesis import given
 from hypothesis import strategies as st
 from tensor_states import SPECS, Spec, build
@@ -32,7 +33,6 @@ from ckpipe.format.data_file import (
 )
 from ckpipe.format.dtypes import DTYPES, NAMES
 from ckpipe.planning import Captured, LocalPlanner, RankPlan, fingerprint
-from ckpipe.state.flatten import capture
 from ckpipe.state.tensors import TensorLeaf, alias_groups
 
 

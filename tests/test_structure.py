@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from bundles import capture
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -17,7 +18,7 @@ from ckpipe.errors import UnsupportedState
 from ckpipe.format.keys import LabelFilter, decode_key
 from ckpipe.format.manifest import Structure, TensorRow
 from ckpipe.format.tree import check_tree
-from ckpipe.state.flatten import ABSENT, Captured, capture
+from ckpipe.state.flatten import ABSENT, Captured
 from ckpipe.state.tensors import alias_groups, overlaps_itself, tensor_leaf
 from ckpipe.state.values import decode_value
 

@@ -248,22 +248,8 @@ class _Pickler(pickle.Pickler):
         return NotImplemented
 
 
-def capture(state: Any, *, select: LabelFilter | None = None, pickling: bool = False) -> Captured:
-    """Flatten a state without reading a byte of its tensors.
-
-    Args:
-        state: Any nesting of objects that ckpipe saves.
-        select: The filter of labels to keep.
-        pickling: True to pickle objects of other types, False to refuse them.
-
-    Raises:
-        UnsupportedState: If an object cannot be saved; names it by its label.
-    """
-    return flatten(OpenedState(state), select or LabelFilter(), pickling=pickling).captured
-
-
 def flatten(opened: OpenedState, select: LabelFilter, *, pickling: bool) -> Flattened:
-    """Make the tree of a state, and collect its tensors and values.
+    """Make the tree of a state, and note its tensors and values; reads no byte of a tensor.
 
     Raises:
         UnsupportedState: If an object cannot be saved; names the first one by its label.
