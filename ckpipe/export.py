@@ -26,7 +26,7 @@ import torch
 
 from ckpipe import threads
 from ckpipe.backend import Backend, PutMode, Upload
-from ckpipe.catalog.copy import block_bytes_for
+from ckpipe.catalog.copy import aborted_on_error, block_bytes_for
 from ckpipe.catalog.inspect import check_expansion, leaf_labels, tensor_bytes
 from ckpipe.catalog.leases import EXPORTING, under_lease
 from ckpipe.errors import CommitConflict, ObjectExists, UnsupportedState, UsageError
@@ -188,7 +188,7 @@ class _Exporting:
         block_bytes = block_bytes_for(size, wanted, self.target.limits)
         upload = await self.target.open_upload(key, size=size, block_bytes=block_bytes)
         file = ExportFile(upload, self.policy, min(size, block_bytes))
-        try:
+        async with aborted_on_error(upload):
             yield file
             await file.flush()
             try:
@@ -196,10 +196,6 @@ class _Exporting:
             except ObjectExists:
                 await self._check(key, size, file.sum, max(1, min(size, block_bytes)))
                 await upload.abort()
-        except BaseException:
-            with anyio.CancelScope(shield=True):
-                await upload.abort()
-            raise
 
     async def _check(self, key: str, size: int, sum: int, block_bytes: int) -> None:
         """Compare an existing file with the file of this export.

@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import mmap
 from bisect import bisect_right
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -219,7 +219,7 @@ class _File:
             upload = await self._target.open_upload(
                 self._key, size=self.size, block_bytes=self._block_bytes
             )
-        try:
+        async with aborted_on_error(upload):
             fault = await self._fault(self._source, send)
             if fault is not None:
                 raise ChecksumMismatch(
@@ -232,10 +232,6 @@ class _File:
             if there is not None:
                 await self._target.delete([self._key])
             await retrying(policy, lambda: self._complete(upload))
-        except BaseException:
-            with anyio.CancelScope(shield=True):
-                await upload.abort()
-            raise
 
     async def _size_there(self) -> int | None:
         there = await stat_or_none(self._target, self._key)
@@ -291,6 +287,17 @@ def block_bytes_for(size: int, wanted: int, limits: UploadLimits) -> int:
     if limits.max_blocks is not None:
         least = max(least, -(-size // limits.max_blocks))
     return wanted if wanted >= least else -(-least // _PAGE) * _PAGE
+
+
+@asynccontextmanager
+async def aborted_on_error(upload: Upload) -> AsyncIterator[None]:
+    """Abort an upload if the block raises or is cancelled."""
+    try:
+        yield
+    except BaseException:
+        with anyio.CancelScope(shield=True):
+            await upload.abort()
+        raise
 
 
 @contextmanager

@@ -27,6 +27,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from ckpipe.backend import Backend, PutMode
+from ckpipe.catalog.copy import aborted_on_error
 from ckpipe.cli.running import OK, Url, serve
 from ckpipe.cli.screen import Meter, Screen, table
 from ckpipe.errors import UsageError
@@ -332,13 +333,9 @@ async def _rate(
 
     upload = await backend.open_upload(key, size=size, block_bytes=block_bytes)
     began = time.perf_counter()
-    try:
+    async with aborted_on_error(upload):
         await in_lanes(upload.write)
         await upload.complete()
-    except BaseException:
-        with anyio.CancelScope(shield=True):
-            await upload.abort()
-        raise
     written = time.perf_counter()
     ended = await in_lanes(partial(backend.read_into, key))
     await backend.delete([key])
