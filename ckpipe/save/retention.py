@@ -17,7 +17,7 @@ from ckpipe.catalog.leases import (
     store_time,
     time_now,
 )
-from ckpipe.catalog.prune import BEHIND_LINK, decide_on, missing_text
+from ckpipe.catalog.prune import BEHIND_LINK, IN_USE, decide_on, missing_text
 from ckpipe.catalog.prune import prune as prune_store
 from ckpipe.errors import ObjectNotFound
 from ckpipe.events import Pruned
@@ -121,4 +121,4 @@ async def _time(context: StoreContext, after: CheckpointId | None) -> datetime:
 async def _protected_by_all(context: StoreContext, now: datetime, launch: str) -> dict[str, str]:
     """Return ids that retention must not remove, leased ones among them, and running launches."""
     leases = protected_subjects(live_subjects(await read_leases(context.patient), now))
-    return dict.fromkeys([*leases, launch], "a process holds a lease on it") | context.protected()
+    return dict.fromkeys([*leases, launch], IN_USE) | context.protected()
