@@ -16,6 +16,7 @@ from pipelines import Stores
 import ckpipe
 from ckpipe import errors
 from ckpipe.backend import ObjectInfo, PutMode
+from ckpipe.catalog import leases
 from ckpipe.catalog.delete import Removal, delete, finish_deletions
 from ckpipe.catalog.leases import LEASE_LIFE, Lease, live_subjects, reading, under_lease
 from ckpipe.catalog.metadata_cache import MetadataCache
@@ -99,9 +100,12 @@ def found(subject: str, age: float, holder: str = "x", renewal: int = 0) -> Obje
 
 
 def test_a_lease_lives_as_long_as_its_newest_object_is_young() -> None:
-    now, life = datetime(2025, 1, 1, tzinfo=UTC), timedelta(seconds=60)
-    leases = [found("a", 61), found("a", 59, renewal=1), found("b", 61), found("c", 60)]
-    assert live_subjects(leases, now, life) == {"a", "c"}
+    life = LEASE_LIFE.total_seconds()
+    there = [
+        found("a", life + 1), found("a", life - 1, renewal=1),
+        found("b", life + 1), found("c", life),
+    ]  # fmt: skip
+    assert live_subjects(there, datetime(2025, 1, 1, tzinfo=UTC)) == {"a", "c"}
 
 
 def saved(step: int) -> CheckpointId:
@@ -201,7 +205,10 @@ def pipeline_delete(store: Stores, name: str) -> None:
     thread.join()
 
 
-async def test_a_lease_is_renewed_while_work_lasts_and_released_after_it() -> None:
+async def test_a_lease_is_renewed_while_work_lasts_and_released_after_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(leases, "RENEW_EVERY", timedelta(microseconds=1))
     backend = FaultyBackend(MemoryBackend())
     renewed = anyio.Event()
 
@@ -209,7 +216,7 @@ async def test_a_lease_is_renewed_while_work_lasts_and_released_after_it() -> No
         return operation.verb == "put"
 
     backend.call(lambda _: renewed.set(), is_lease, nth=4)
-    async with under_lease(backend, "x", every=timedelta(microseconds=1)):
+    async with under_lease(backend, "x"):
         await renewed.wait()
         seen = await keys(backend.inner)
     assert 1 <= len(seen) <= 2, "the one before goes when the next is there"

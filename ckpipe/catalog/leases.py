@@ -47,20 +47,17 @@ REMOVE_SECONDS = 5.0
 """Seconds that the removal of the object in :func:`store_time` may outlast a cancellation."""
 
 
-def live_subjects(
-    leases: Iterable[ObjectInfo], now: datetime, life: timedelta = LEASE_LIFE
-) -> set[str]:
+def live_subjects(leases: Iterable[ObjectInfo], now: datetime) -> set[str]:
     """Return the checkpoints and launches under a live lease.
 
     Args:
         leases: The objects below ``.ckpipe/leases/``.
         now: The time, by the store's own clock.
-        life: The greatest age of a live lease.
     """
     live = set()
     for each in leases:
         subject, slash, _ = each.key.removeprefix(LEASES).partition("/")
-        if slash and now - each.modified <= life:
+        if slash and now - each.modified <= LEASE_LIFE:
             live.add(subject)
     return live
 
@@ -168,10 +165,10 @@ class Lease:
             return
         self._written = [key]
 
-    async def keep(self, every: timedelta = RENEW_EVERY) -> None:
+    async def keep(self) -> None:
         """Renew the lease at an interval until the task is cancelled."""
         while True:
-            await anyio.sleep(every.total_seconds())
+            await anyio.sleep(RENEW_EVERY.total_seconds())
             await self.renew()
 
     async def release(self) -> None:
@@ -187,9 +184,7 @@ class Lease:
 
 
 @asynccontextmanager
-async def under_lease(
-    backend: Backend, subject: str, *, every: timedelta = RENEW_EVERY
-) -> AsyncIterator[None]:
+async def under_lease(backend: Backend, subject: str) -> AsyncIterator[None]:
     """Hold a lease during a block, so that no process deletes its subject meanwhile.
 
     Errors of the block are raised as they are, not in a group.
@@ -197,11 +192,10 @@ async def under_lease(
     Args:
         backend: The store.
         subject: The checkpoint that is being read.
-        every: The time between two renewals.
     """
     lease = Lease(backend, subject)
     try:
-        async with beside(partial(lease.keep, every), f"lease on {subject}"):
+        async with beside(lease.keep, f"lease on {subject}"):
             await lease.renew()
             yield
     finally:
