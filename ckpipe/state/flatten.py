@@ -207,14 +207,14 @@ class OpenedState:
 
 def _child_label(where: Callable[[], str], kind: str, keys: list[Any] | None, index: int) -> str:
     label = where()
-    if kind in _WRAPPERS:
+    if kind in _WITH_ONE_CHILD:
         return label
     if keys is None:
         return join(label, index)
     return join(label, keys[index] if index < len(keys) else "__dict__")
 
 
-_WRAPPERS = ("root", "stateful", "registered")
+_WITH_ONE_CHILD = ("root", "stateful", "registered")
 """Kinds with one child, which has their label."""
 
 
@@ -456,7 +456,7 @@ class Flattened:
                 return [kind, head]
             self.omitted = True
             return None
-        if kind in _WRAPPERS:
+        if kind in _WITH_ONE_CHILD:
             node = self.child(opened, 0, label)
             if kind == "registered" and node is not None and self.omitted:
                 raise part_of_registered(label)
