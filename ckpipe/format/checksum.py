@@ -4,6 +4,9 @@ The AWS common runtime computes single checksums. It uses carry-less multiplicat
 processor has it, and releases the GIL for large buffers. It is imported at first use, since its
 import costs as much as the rest of ckpipe. Many checksums are computed in one call
 (:mod:`ckpipe.memory.native`).
+
+Blocks of a save are checksummed elsewhere: ``save/program.py`` has ``memory/native.py`` do so while
+it copies host memory, and ``save/serialize.py`` computes the checksums that the copy did not.
 """
 
 from __future__ import annotations
@@ -130,6 +133,8 @@ class SumTable:
 
     def cuts(self, spans: Iterable[tuple[int, int, int, int]]) -> BlockCuts:
         """Cut a block into ranges to checksum.
+
+        ``Gather.slots`` in ``save/program.py`` numbers the checksums of a block in this order.
 
         Args:
             spans: The ranges of entries in it: number of the entry, start and end in the entry,

@@ -74,7 +74,8 @@ class Gather:
         skips: Offset of the range from the tensor's first element, in bytes.
         sizes: Size of the range, in bytes.
         at: Offset in the block, in bytes.
-        slots: The index of its own checksum among those of the block; -1 if it has none.
+        slots: The index of its own checksum among those of the block, in the order of
+            ``SumTable.cuts`` in ``format/checksum.py``; -1 if it has none.
     """
 
     tensors: array[int]
