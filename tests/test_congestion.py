@@ -5,6 +5,8 @@ from __future__ import annotations
 import heapq
 import math
 import random
+from itertools import chain, repeat
+from types import SimpleNamespace
 
 import anyio
 import pytest
@@ -158,13 +160,30 @@ async def test_requests_wait_for_each_other_once_the_store_throttles() -> None:
 
 async def test_all_wait_as_long_as_the_store_asks_one_to() -> None:
     limiter, error = AimdLimiter(), Throttled("Slow down")
-    error.retry_after = 0.2
+    error.retry_after = 3600.0
     with pytest.raises(Throttled):
         async with limiter.admitted():
             raise error
-    began = anyio.current_time()
-    async with limiter.admitted():
-        assert anyio.current_time() - began > 0.15
+
+    async def wait() -> None:
+        async with limiter.admitted():
+            raise AssertionError("an hour has passed")
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(wait)
+        await anyio.wait_all_tasks_blocked()
+        tasks.cancel_scope.cancel()
+
+
+async def test_a_wait_that_ends_while_it_is_looked_at_is_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    limiter, times = AimdLimiter(), chain([9.99], repeat(10.0))
+    limiter.not_before = 10.0
+    monkeypatch.setattr("ckpipe.store.retry.time", SimpleNamespace(monotonic=lambda: next(times)))
+    with anyio.fail_after(600):
+        async with limiter.admitted():
+            pass
 
 
 async def test_other_failures_and_cancelled_turns_change_nothing() -> None:

@@ -120,10 +120,10 @@ class AimdLimiter:
 
         The request itself must not wait for the same limiter.
         """
-        while not self.may_begin(time.monotonic()):
+        while not self.may_begin(now := time.monotonic()):
             if self._ended.is_set():
                 self._ended = anyio.Event()
-            seconds = self.not_before - time.monotonic()
+            seconds = self.not_before - now
             with anyio.move_on_after(seconds if seconds > 0 else math.inf):
                 await self._ended.wait()
         era = self.begin()
