@@ -16,7 +16,7 @@ from __future__ import annotations
 import mmap
 from bisect import bisect_right
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -24,7 +24,7 @@ import anyio
 import anyio.to_thread
 
 from ckpipe.backend import Backend, PutMode, Upload, UploadLimits
-from ckpipe.catalog.find import read_document, stat_or_none, write_sidecar_of
+from ckpipe.catalog.find import locate_errors, read_document, stat_or_none, write_sidecar_of
 from ckpipe.errors import (
     ChecksumMismatch,
     CkpipeError,
@@ -215,7 +215,7 @@ class _File:
             await retrying(policy, lambda: upload.write(offset, block))
             self._settings.on_bytes(len(block))
 
-        with _located(self._id, self._rank, self._key):
+        with locate_errors(self._id.step, self._rank, self._key):
             upload = await self._target.open_upload(
                 self._key, size=self.size, block_bytes=self._block_bytes
             )
@@ -256,7 +256,7 @@ class _File:
             buffer = memoryview(mmap.mmap(-1, min(self._block_bytes, self.size)))
             for offset in offsets:
                 block = buffer[: min(self._block_bytes, self.size - offset)]
-                with _located(self._id, self._rank, self._key):
+                with locate_errors(self._id.step, self._rank, self._key):
                     await backend.read_into(self._key, offset, block)
                 check.add(*await anyio.to_thread.run_sync(check.sums_of, offset, block))
                 if use is not None:
@@ -297,19 +297,6 @@ async def aborted_on_error(upload: Upload) -> AsyncIterator[None]:
     except BaseException:
         with anyio.CancelScope(shield=True):
             await upload.abort()
-        raise
-
-
-@contextmanager
-def _located(id: CheckpointId, rank: int, key: str) -> Iterator[None]:
-    try:
-        yield
-    except ObjectNotFound as error:
-        raise MissingObject(
-            "A data file of the checkpoint is gone", step=id.step, rank=rank, key=key
-        ) from error
-    except CkpipeError as error:
-        error.located(step=id.step, rank=rank)
         raise
 
 

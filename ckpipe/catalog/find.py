@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence, Set
+from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import partial
@@ -316,6 +316,20 @@ async def read_document(
     except ObjectNotFound as error:
         gone = "The index is gone" if kind == "index" else "An object of the checkpoint is gone"
         raise MissingObject(gone, step=id.step, key=key) from error
+
+
+@contextlib.contextmanager
+def locate_errors(step: int, rank: int, key: str) -> Iterator[None]:
+    """Add to a store's errors which data file they concern; a lost file is a missing object."""
+    try:
+        yield
+    except ObjectNotFound as error:
+        raise MissingObject(
+            f"A data file of the checkpoint is gone: {error.message}", step=step, rank=rank, key=key
+        ) from error
+    except CkpipeError as error:
+        error.located(step=step, rank=rank)
+        raise
 
 
 logger = logging.getLogger("ckpipe")

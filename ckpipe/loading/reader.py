@@ -28,14 +28,8 @@ import numpy as np
 import torch
 
 from ckpipe.backend import Backend, CachedRange
-from ckpipe.errors import (
-    ChecksumMismatch,
-    CkpipeError,
-    MissingObject,
-    ObjectNotFound,
-    StoreError,
-    TruncatedObject,
-)
+from ckpipe.catalog.find import locate_errors
+from ckpipe.errors import ChecksumMismatch, StoreError, TruncatedObject
 from ckpipe.format.checksum import CHUNK_BYTES, crc32c
 from ckpipe.format.entry_table import EntryTable
 from ckpipe.format.manifest import FileRow, ManifestDocument
@@ -219,7 +213,7 @@ class Reader:
         for group in batched(reads, _CACHED_BYTES):
             first, last = group[0], group[-1]
             rank, key = self._file(first.file)
-            with _translated(self._id.step, rank, key):
+            with locate_errors(self._id.step, rank, key):
                 size = last.offset + last.size - first.offset
                 cached = await self._backend.cached(key, first.offset, size)
             if cached is None:
@@ -249,7 +243,7 @@ class Reader:
             if cached is None:
                 return whole[begin - read.offset : end - read.offset]
             part = buffer[: end - begin]
-            with _translated(self._id.step, rank, key):
+            with locate_errors(self._id.step, rank, key):
                 cached.read_into(begin - base, part)
             with self._lock:
                 self.tally.bytes += len(part)
@@ -341,7 +335,7 @@ class Reader:
 
     def _filled(self, rank: int, key: str, offset: int, buffer: memoryview) -> memoryview:
         """Fill the buffer with a range of a file and return it; call it in a thread."""
-        with _translated(self._id.step, rank, key):
+        with locate_errors(self._id.step, rank, key):
             if not self._backend.read_here(key, offset, buffer):
                 try:
                     on_loop(self._backend.read_into, key, offset, buffer)
@@ -364,7 +358,7 @@ class Reader:
         """
         row = self._data.files[file]
         rank, key = self._file(file)
-        with _translated(self._id.step, rank, key):
+        with locate_errors(self._id.step, rank, key):
             found = (await self._backend.stat(key)).size
         if found != row.size:
             kind = TruncatedObject if found < row.size else ChecksumMismatch
@@ -414,20 +408,6 @@ def lane_buffers(arena: Arena, backend: Backend, lanes: int) -> Iterator[list[me
     finally:
         for block in blocks:
             arena.give(block)
-
-
-@contextmanager
-def _translated(step: int, rank: int, key: str) -> Iterator[None]:
-    """Add step and rank to a store's errors; raise MissingObject for a lost data file."""
-    try:
-        yield
-    except ObjectNotFound as error:
-        raise MissingObject(
-            f"A data file of the checkpoint is gone: {error.message}", step=step, rank=rank, key=key
-        ) from error
-    except CkpipeError as error:
-        error.located(step=step, rank=rank)
-        raise
 
 
 async def verify(
