@@ -10,7 +10,7 @@ from typing import Any
 import anyio
 import pytest
 import torch
-from lock_actors import PATIENCE, DaemonThreads, Held
+from lock_actors import PATIENCE, DaemonThreads, Held, is_free
 from lock_actors import until as waiting
 from pipelines import Stores
 
@@ -48,8 +48,10 @@ async def test_what_changes_after_a_cancelled_save_is_in_no_checkpoint(
         call.cancel()
         with pytest.raises(asyncio.CancelledError):
             await call
+        assert not lock.statistics().waiters
         weight.fill_(1)
         trainer.end()
+        assert is_free(lock)
         await (await pipeline.save({"weight": weight}, step=2))
         assert [info.step for info in await pipeline.steps()] == [2]
 

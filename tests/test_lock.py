@@ -13,8 +13,6 @@ import weakref
 from concurrent.futures import Future
 from typing import Any
 
-import anyio
-import anyio.lowlevel
 import anyio.to_thread
 import pytest
 from lock_actors import PATIENCE, DaemonThreads, Held, is_free, noted, until
@@ -141,29 +139,6 @@ def test_a_trainer_times_out_only_when_it_asks_to(lock: StateLock, threads: Daem
     with lock.capturing(timeout=0):
         pass
     capture.end()
-
-
-def test_saving_inside_a_mutation_of_the_same_thread_raises(lock: StateLock) -> None:
-    with lock.mutating():
-        with pytest.raises(LockMisuse, match=r"'MainThread'.*\(mutating\(\)\)"):
-            lock.check_capture_allowed()
-        with pytest.raises(LockMisuse), lock.capturing():
-            pass
-        lock.check_capture_allowed(thread=-1)
-    lock.check_capture_allowed()
-    assert is_free(lock)
-
-
-def test_capturing_for_a_thread_that_is_mutating_raises(
-    lock: StateLock, threads: DaemonThreads
-) -> None:
-    trainer = Held(threads, lock.mutating)
-    with pytest.raises(LockMisuse, match="trainer_0"):
-        lock.acquire_capture(thread=trainer.ident)
-    with pytest.raises(LockMisuse, match="trainer_0"):
-        lock.check_capture_allowed(trainer.ident)
-    trainer.end()
-    assert is_free(lock)
 
 
 def test_a_refused_hold_keeps_nothing_of_its_caller_alive(lock: StateLock) -> None:
@@ -348,43 +323,6 @@ def test_a_signal_handler_does_not_wait_behind_what_it_interrupts(
 # ---- tasks ----
 
 
-async def test_a_task_waits_for_a_trainer(lock: StateLock, threads: DaemonThreads) -> None:
-    trainer = Held(threads, lock.mutating)
-    order: list[str] = []
-
-    async def capture() -> None:
-        async with lock.capturing_async(PATIENCE):
-            order.append("captured")
-
-    async with anyio.create_task_group() as tasks:
-        tasks.start_soon(capture)
-        await anyio.to_thread.run_sync(lambda: until(lock, waiters=1))
-        assert order == []
-        await anyio.to_thread.run_sync(trainer.end)
-    assert order == ["captured"]
-    assert is_free(lock)
-
-
-async def test_a_task_times_out_and_is_gone(lock: StateLock, threads: DaemonThreads) -> None:
-    trainer = Held(threads, lock.mutating)
-    with pytest.raises(StateLockTimeout, match="trainer_0"):
-        await lock.acquire_capture_async(0.01)
-    assert not lock.statistics().waiters
-    trainer.end()
-
-
-async def test_a_cancelled_task_leaves_no_ghost(lock: StateLock, threads: DaemonThreads) -> None:
-    trainer = Held(threads, lock.mutating)
-    waiting = asyncio.create_task(lock.acquire_capture_async())
-    await anyio.to_thread.run_sync(lambda: until(lock, waiters=1))
-    waiting.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await waiting
-    assert not lock.statistics().waiters
-    trainer.end()
-    assert is_free(lock)
-
-
 async def test_a_task_cancelled_as_it_is_granted_holds_nothing(
     lock: StateLock, threads: DaemonThreads
 ) -> None:
@@ -464,6 +402,3 @@ def test_repr_and_statistics_tell_who_and_why(lock: StateLock, threads: DaemonTh
     assert 0 <= holder.seconds < PATIENCE
     trainer.end()
     capture.result(PATIENCE)
-
-
-# ---- all at once ----
