@@ -13,9 +13,8 @@ from typing import Any
 import pytest
 import torch
 from lock_actors import PATIENCE, DaemonThreads, Held, is_free, noted, until
-from torch.optim import SGD, AdamW, Optimizer
+from torch.optim import SGD, AdamW
 
-from ckpipe.errors import LockMisuse, UsageError
 from ckpipe.lock.guard import guard
 from ckpipe.lock.state_lock import StateLock
 
@@ -48,53 +47,6 @@ def failing() -> None:
 def looking(lock: StateLock, seen: list[str]) -> Callable[[], None]:
     """What notes the purposes of all holds at the moment it is called."""
     return lambda: seen.extend(use.purpose for use in lock.statistics().holders)
-
-
-def test_a_step_runs_inside_the_mutating_side(lock: StateLock) -> None:
-    seen: list[str] = []
-    optimizer = Watched(inside=looking(lock, seen))
-    before = optimizer.param_groups[0]["params"][0].clone()
-    guard(lock, optimizer)
-    optimizer.step()
-    assert seen == ["Watched.step()"]
-    assert is_free(lock)
-    assert not torch.equal(before, optimizer.param_groups[0]["params"][0])
-
-
-@pytest.mark.parametrize("kind", [SGD, AdamW])
-def test_a_step_waits_for_a_running_capture(
-    kind: type[Optimizer], lock: StateLock, threads: DaemonThreads
-) -> None:
-    (parameter,) = parameters(1)
-    optimizer = kind([parameter], lr=0.1)  # type: ignore[call-arg]
-    guard(lock, optimizer)
-    capture = Held(threads, lock.capturing)
-    step = threads.submit(optimizer.step)
-    until(lock, waiters=1)
-    assert torch.equal(parameter, torch.ones(4))
-    capture.end()
-    step.result(PATIENCE)
-    assert not torch.equal(parameter, torch.ones(4))
-    assert is_free(lock)
-
-
-def test_the_closure_runs_inside(lock: StateLock) -> None:
-    (parameter,) = parameters(1)
-    optimizer = torch.optim.LBFGS([parameter], max_iter=3)
-    guard(lock, optimizer)
-    sides: list[str] = []
-
-    def closure() -> float:
-        optimizer.zero_grad()
-        loss = (parameter**2).sum()
-        loss.backward()  # type: ignore[no-untyped-call]
-        sides.extend(use.side for use in lock.statistics().holders)
-        return loss.item()
-
-    optimizer.step(closure)  # type: ignore[no-untyped-call]
-    assert sides
-    assert set(sides) == {"mutating"}
-    assert is_free(lock)
 
 
 def test_a_step_within_a_step_keeps_the_outer_hold(lock: StateLock) -> None:
@@ -152,41 +104,7 @@ def test_all_other_hooks_of_a_step_run_inside(lock: StateLock) -> None:
     assert len(seen) == 5
 
 
-def test_saving_inside_a_step_raises(lock: StateLock) -> None:
-    optimizer = Watched(inside=lock.check_capture_allowed)
-    guard(lock, optimizer)
-    with pytest.raises(LockMisuse, match=r"Watched\.step\(\)"):
-        optimizer.step()
-    lock.check_capture_allowed()
-    assert is_free(lock)
-
-
-def test_two_guards_of_one_lock_do_not_disturb_each_other(lock: StateLock) -> None:
-    seen: list[str] = []
-    optimizer = Watched(inside=looking(lock, seen))
-    first, second = guard(lock, optimizer, optimizer), guard(lock, optimizer)
-    optimizer.step()
-    assert len(seen) == 2
-    assert is_free(lock)
-    first.remove()
-    optimizer.step()
-    assert len(seen) == 3
-    second.remove()
-    optimizer.step()
-    assert len(seen) == 3
-
-
 # ---- a step that raises ----
-
-
-def test_a_step_that_raised_is_free_for_a_save_on_its_own_thread(lock: StateLock) -> None:
-    optimizer = Watched(inside=failing)
-    guard(lock, optimizer)
-    with pytest.raises(FloatingPointError):
-        optimizer.step()
-    lock.check_capture_allowed()
-    with lock.capturing(timeout=0):
-        pass
 
 
 def test_a_step_that_raised_is_free_while_its_error_is_being_handled(lock: StateLock) -> None:
@@ -461,82 +379,3 @@ def test_a_guard_removed_within_a_step_is_forgotten_with_it() -> None:
     gc.collect()
     assert alive() is None
     optimizer.step()
-
-
-@pytest.mark.parametrize("wrong", [None, torch.nn.Linear(1, 1), "scheduler"])
-def test_what_takes_no_hooks_is_refused_and_nothing_is_guarded(
-    wrong: object, lock: StateLock
-) -> None:
-    optimizer = SGD(parameters())
-    stranger: Any = wrong
-    if wrong == "scheduler":
-        stranger = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1)
-    with pytest.raises(UsageError, match=type(stranger).__name__):
-        guard(lock, optimizer, stranger)
-    assert not optimizer._optimizer_step_pre_hooks
-    with pytest.raises(UsageError):
-        guard(lock)
-
-
-def test_an_optimizer_that_only_wraps_another_is_refused(lock: StateLock) -> None:
-    class Wrapping(Optimizer):
-        def __init__(self) -> None:
-            """Do not call the base class, as wrappers that delegate everything do."""
-
-    optimizer = SGD(parameters())
-    with pytest.raises(UsageError, match="Wrapping"):
-        guard(lock, optimizer, Wrapping())
-    assert not optimizer._optimizer_step_pre_hooks
-    assert not optimizer._optimizer_step_post_hooks
-
-
-# ---- all at once ----
-
-
-def test_no_capture_sees_half_a_guarded_step(lock: StateLock, threads: DaemonThreads) -> None:
-    """Every step adds one to every element of its model; some steps raise before they begin."""
-    models = [[torch.nn.Parameter(torch.zeros(63)) for _ in range(8)] for _ in range(3)]
-    stop = threading.Event()
-    captures: list[int] = []
-
-    def train(model: list[torch.nn.Parameter]) -> int:
-        optimizer, taken = SGD(model, lr=1.0), 0
-        guard(lock, optimizer)
-        for parameter in model:
-            parameter.grad = torch.full((63,), -1.0)
-
-        def fail() -> float:
-            raise FloatingPointError("loss is not finite")
-
-        while not stop.is_set():
-            optimizer.step()
-            taken += 1
-            if taken % 10 == 0:
-                with pytest.raises(FloatingPointError):
-                    optimizer.step(fail)
-        return taken
-
-    def capture() -> None:
-        while not stop.is_set():
-            with lock.capturing(PATIENCE):
-                for model in models:
-                    seen = {value for tensor in model for value in tensor.detach().tolist()}
-                    assert len(seen) == 1, f"a capture saw {sorted(seen)}"
-            captures.append(1)
-            if len(captures) >= 150:
-                stop.set()
-
-    trainers = [threads.submit(train, model) for model in models]
-    readers = [threads.submit(capture) for _ in range(2)]
-    try:
-        for reader in readers:
-            reader.result(PATIENCE)
-    finally:
-        stop.set()
-    for trainer, model in zip(trainers, models, strict=True):
-        taken = trainer.result(PATIENCE)
-        assert taken > 0
-        assert model[0][0].item() == taken
-    lock.check_capture_allowed()
-    with lock.capturing(timeout=0):
-        pass

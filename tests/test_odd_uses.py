@@ -29,6 +29,7 @@ def refusals() -> dict[str, tuple[str, Callable[[ckpipe.SyncPipeline], object]]]
         "no hook": ("called with an event", lambda it: it.on_complete(None)),
         "deaf hook": ("called with an event", lambda it: it.on_staged(lambda: None)),
         "guard": ("cannot be guarded", lambda it: it.guard(torch.nn.Linear(1, 1))),
+        "no guard": ("No optimizer was given", lambda it: it.guard()),
     }
 
 
