@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -100,11 +99,19 @@ def load(pipeline: ckpipe.SyncPipeline, step: int) -> Any:
     return loaded_state(pipeline, step)
 
 
+def begun(
+    pipeline: ckpipe.SyncPipeline, slow: SlowCopies, state: Any, step: int = 0
+) -> ckpipe.SyncSaveHandle:
+    """Save until captured, and wait until the rest is about to be copied."""
+    handle = pipeline.save(state, step=step, until="captured")
+    assert slow.reached.wait(PATIENCE)
+    return handle
+
+
 def test_returns_before_what_the_optimizer_owns_is_copied(store: Stores, slow: SlowCopies) -> None:
     training = Training()
     with open_pipeline(store, training) as pipeline:
-        handle = pipeline.save(training.state, step=0, until="captured")
-        assert slow.reached.wait(PATIENCE)
+        handle = begun(pipeline, slow, training.state)
         assert handle.status == "capturing"
         assert handle.report.captured_seconds is not None
         assert handle.report.staged_seconds is None
@@ -121,8 +128,7 @@ def test_a_guarded_step_waits_for_the_rest(
 ) -> None:
     training = Training()
     with open_pipeline(store, training) as pipeline:
-        handle = pipeline.save(training.state, step=0, until="captured")
-        assert slow.reached.wait(PATIENCE)
+        handle = begun(pipeline, slow, training.state)
         step = threads.submit(training.optimizer.step)
         until(pipeline.lock, waiters=1)
         assert not step.done()
@@ -134,14 +140,18 @@ def test_a_guarded_step_waits_for_the_rest(
         assert len(saved_numbers(load(pipeline, 1))) > 1
 
 
+@pytest.mark.parametrize("bracket", ["step", "mutating"])
 def test_a_step_that_would_wait_too_long_goes_on_and_the_save_fails(
-    store: Stores, slow: SlowCopies
+    store: Stores, slow: SlowCopies, bracket: str
 ) -> None:
     training = Training()
     with open_pipeline(store, training, lock={"max_step_wait_seconds": 0.05}) as pipeline:
-        handle = pipeline.save(training.state, step=3, until="captured")
-        assert slow.reached.wait(PATIENCE)
-        training.optimizer.step()
+        handle = begun(pipeline, slow, training.state, step=3)
+        if bracket == "step":
+            training.optimizer.step()
+        else:
+            with pipeline.lock.mutating():
+                training.fill(9)
         slow.go_on.set()
         with pytest.raises(errors.CaptureTooSlow, match=r"0\.05 s.*step 3"):
             handle.wait()
@@ -150,18 +160,6 @@ def test_a_step_that_would_wait_too_long_goes_on_and_the_save_fails(
         assert is_free(pipeline.lock)
         pipeline.save(training.state, step=4, until="captured").wait()
         assert [each.step for each in pipeline.steps()] == [4]
-
-
-def test_mutating_waits_and_presses_like_a_step(store: Stores, slow: SlowCopies) -> None:
-    training = Training()
-    with open_pipeline(store, training, lock={"max_step_wait_seconds": 0.05}) as pipeline:
-        handle = pipeline.save(training.state, step=0, until="captured")
-        assert slow.reached.wait(PATIENCE)
-        with pipeline.lock.mutating():
-            training.fill(9)
-        slow.go_on.set()
-        with pytest.raises(errors.CaptureTooSlow):
-            handle.wait()
 
 
 async def test_a_coroutine_that_never_awaits_trains_on(store: Stores) -> None:
@@ -274,8 +272,7 @@ def test_small_tensors_that_nobody_owns_do_not_keep_large_ones_from_being_copied
     training = Training()
     others = [torch.zeros(8) for _ in range(MANY_TENSORS + 1)]
     with open_pipeline(store, training) as pipeline:
-        handle = pipeline.save(training.state | {"others": others}, step=0, until="captured")
-        assert slow.reached.wait(PATIENCE)
+        handle = begun(pipeline, slow, training.state | {"others": others})
         assert handle.report.staged_seconds is None
         slow.go_on.set()
         handle.wait()
@@ -287,8 +284,7 @@ def test_a_parameter_changed_outside_of_the_step_fails_the_save(
 ) -> None:
     training = Training()
     with open_pipeline(store, training) as pipeline:
-        handle = pipeline.save(training.state, step=0, until="captured")
-        assert slow.reached.wait(PATIENCE)
+        handle = begun(pipeline, slow, training.state)
         with torch.no_grad():
             training.model[0].weight.clamp_(-1, 1)  # type: ignore[operator]
         slow.go_on.set()
@@ -304,8 +300,7 @@ def test_memory_that_is_exchanged_outside_of_the_step_fails_the_save(
 ) -> None:
     training = Training(width)
     with open_pipeline(store, training) as pipeline:
-        handle = pipeline.save({"optimizer": training.optimizer}, step=0, until="captured")
-        assert slow.reached.wait(PATIENCE)
+        handle = begun(pipeline, slow, {"optimizer": training.optimizer})
         weight = next(training.model.parameters())
         momentum = training.optimizer.state[weight]["momentum_buffer"]
         if change == "data":
@@ -338,8 +333,7 @@ def test_writes_that_torch_does_not_count_fail_the_save(
         for step in range(2):  # with a plan to be made, and with one that is there
             slow.reached.clear()
             slow.go_on.clear()
-            handle = pipeline.save(state, step=step, until="captured")
-            assert slow.reached.wait(PATIENCE)
+            handle = begun(pipeline, slow, state, step=step)
             version = weight._version
             uncounted(weight)[:] = step + 5.0  # as a swap of averaged weights does
             assert weight._version == version
@@ -354,8 +348,7 @@ def test_writes_that_torch_does_not_count_fail_the_save(
 def test_a_cancelled_save_lets_the_trainer_go(store: Stores, slow: SlowCopies) -> None:
     training = Training()
     with open_pipeline(store, training) as pipeline:
-        handle = pipeline.save(training.state, step=0, until="captured")
-        assert slow.reached.wait(PATIENCE)
+        handle = begun(pipeline, slow, training.state)
         slow.go_on.set()
         handle.cancel()
         training.optimizer.step()
@@ -380,18 +373,6 @@ def test_leaving_on_an_exception_finishes_a_save_that_was_captured(
     assert handles[0].status == "committed"
 
 
-def test_a_load_waits_until_all_is_copied(store: Stores, tmp_path: Path) -> None:
-    training = Training()
-    with open_pipeline(store, training) as pipeline:
-        pipeline.save(training.state, step=0).wait()
-        with pipeline.lock.mutating():
-            training.fill(1)
-        handle = pipeline.save(training.state, step=1, until="captured")
-        pipeline.load(training.state, step=0)
-        handle.wait()
-        assert saved_numbers(load(pipeline, 1)) == {1.0}
-
-
 def test_a_load_breaks_no_copy_that_it_waits_for(
     store: Stores, slow: SlowCopies, threads: DaemonThreads
 ) -> None:
@@ -401,8 +382,7 @@ def test_a_load_breaks_no_copy_that_it_waits_for(
         pipeline.save(training.state, step=0).wait()
         training.fill(1)
         slow.go_on.clear()
-        handle = pipeline.save(training.state, step=1, until="captured")
-        assert slow.reached.wait(PATIENCE)
+        handle = begun(pipeline, slow, training.state, step=1)
         loading = threads.submit(pipeline.load, training.state, step=0)
         until(pipeline.lock, waiters=1)
         pipeline.load(step=0)  # which is none of the state's business
@@ -441,8 +421,7 @@ def test_a_learning_rate_that_a_scheduler_writes_to_is_copied_at_once(
             expected = float(optimizer.param_groups[0]["lr"])
             slow.reached.clear()
             slow.go_on.clear()
-            handle = pipeline.save(state, step=step, until="captured")
-            assert slow.reached.wait(PATIENCE)
+            handle = begun(pipeline, slow, state, step=step)
             optimizer.zero_grad(set_to_none=False)
             scheduler.step()
             slow.go_on.set()
@@ -466,8 +445,7 @@ def test_tensors_whose_changes_torch_does_not_count_are_captured(store: Stores) 
 def test_what_another_optimizer_owns_is_copied_at_once(store: Stores, slow: SlowCopies) -> None:
     mine, other = Training(), Training()
     with open_pipeline(store, mine) as pipeline:
-        handle = pipeline.save([mine.state, other.state], step=0, until="captured")
-        assert slow.reached.wait(PATIENCE)
+        handle = begun(pipeline, slow, [mine.state, other.state])
         other.optimizer.step()
         slow.go_on.set()
         for each in committed(pipeline, handle):
@@ -495,8 +473,7 @@ def test_an_embedding_that_writes_in_its_forward_pass_fails_the_save(
     embedding = nn.Embedding(100, 8, max_norm=0.1)
     optimizer = torch.optim.SGD(embedding.parameters())
     with ckpipe.SyncPipeline(store.url, guard=optimizer) as pipeline:
-        handle = pipeline.save({"model": embedding}, step=0, until="captured")
-        assert slow.reached.wait(PATIENCE)
+        handle = begun(pipeline, slow, {"model": embedding})
         embedding(torch.arange(100))
         slow.go_on.set()
         with pytest.raises(errors.StateChanged, match="max_norm"):
@@ -525,35 +502,7 @@ def test_closures_and_several_optimizers(store: Stores) -> None:
             assert all(torch.equal(found[name], each) for name, each in wanted.items())
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-def test_compiled_steps_wait_for_the_rest(
-    store: Stores, slow: SlowCopies, threads: DaemonThreads
-) -> None:
-    training = Training()
-    step = torch.compile(training.optimizer.step, backend="eager")
-    with open_pipeline(store, training) as pipeline:
-        step()
-        training.fill(0)
-        handle = pipeline.save(training.state, step=0, until="captured")
-        assert slow.reached.wait(PATIENCE)
-        stepping = threads.submit(step)
-        until(pipeline.lock, waiters=1)
-        slow.go_on.set()
-        stepping.result(PATIENCE)
-        assert saved_numbers(committed(pipeline, handle)) == {0.0}
-        assert training.model[0].weight.unique().tolist() != [0.0]  # type: ignore[operator]
-
-
 # ---- who waits for whom ----
-
-
-@pytest.mark.parametrize("until_", ["captured", "staged"])
-def test_saving_inside_mutating_raises(store: Stores, until_: Any) -> None:
-    training = Training()
-    with open_pipeline(store, training) as pipeline:
-        with pipeline.lock.mutating(), pytest.raises(errors.LockMisuse):
-            pipeline.save(training.state, until=until_)
-        pipeline.save(training.state, until=until_).wait()
 
 
 @pytest.mark.parametrize("until_", ["captured", "staged"])
@@ -613,8 +562,7 @@ def test_a_cancelled_save_keeps_the_lock_while_a_thread_still_reads(
 ) -> None:
     training = Training()
     with open_pipeline(store, training) as pipeline:
-        handle = pipeline.save(training.state, step=0, until="captured")
-        assert slow.reached.wait(PATIENCE)
+        handle = begun(pipeline, slow, training.state)
         cancelled = pipeline._engine.loop.submit(pipeline._engine.saves.cancel, handle._save)
         pipeline.steps()  # comes after it on the pipeline's loop
         assert [use.side for use in pipeline.lock.statistics().holders] == ["capturing"]
