@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import itertools
 import logging
 import mmap
 import os
@@ -53,25 +52,6 @@ def test_blocks_are_reused_the_last_one_first() -> None:
     assert (arena.blocks, arena.free_blocks) == (2, 0)
 
 
-def test_blocks_are_aligned_and_apart() -> None:
-    arena = Arena(BLOCK)
-    arena.reserve(3)
-    blocks = [arena.take() for _ in range(5)]
-    starts = sorted(block.address for block in blocks)
-    assert all(start % mmap.PAGESIZE == 0 for start in starts)
-    assert all(high - low >= BLOCK for low, high in itertools.pairwise(starts))
-    assert {len(block.view) for block in blocks} == {BLOCK}
-
-
-def test_view_tensor_and_address_are_the_same_bytes() -> None:
-    block = Arena(BLOCK).take()
-    block.view[:4] = b"\x01\x02\x03\x04"
-    assert block.tensor[:4].tolist() == [1, 2, 3, 4]
-    assert block.tensor.data_ptr() == block.address
-    block.tensor[BLOCK - 1] = 9
-    assert block.view[BLOCK - 1] == 9
-
-
 def test_used_blocks_go_before_untouched_ones() -> None:
     arena = Arena(BLOCK)
     arena.reserve(3)
@@ -80,17 +60,6 @@ def test_used_blocks_go_before_untouched_ones() -> None:
     arena.give(used)
     assert (arena.free_blocks, arena.touched_blocks) == (3, 1)
     assert arena.take() is used
-
-
-def test_reserving_grows_only_by_what_is_missing() -> None:
-    arena = Arena(BLOCK)
-    arena.reserve(4)
-    held = [arena.take() for _ in range(3)]
-    arena.reserve(1)
-    assert arena.blocks == 4
-    arena.reserve(3)
-    assert (arena.blocks, arena.free_blocks) == (6, 3)
-    assert len(held) == 3
 
 
 def test_touching_ahead_backs_a_block_and_keeps_its_bytes() -> None:
@@ -105,17 +74,6 @@ def test_touching_ahead_backs_a_block_and_keeps_its_bytes() -> None:
     block.view[:3] = b"abc"
     block.touch()
     assert bytes(block.view[:3]) == b"abc"
-
-
-def test_block_taken_meanwhile_is_not_handed_out_twice() -> None:
-    arena = Arena(BLOCK)
-    arena.reserve(1)
-    being_touched = arena.next_untouched
-    assert being_touched is not None
-    assert arena.take() is being_touched
-    being_touched.touch()
-    assert arena.free_blocks == 0
-    assert arena.take() is not being_touched
 
 
 def test_trimming_gives_memory_back_but_none_in_use() -> None:
@@ -161,41 +119,6 @@ def test_growing_opens_no_file() -> None:
     assert len(os.listdir("/proc/self/fd")) <= before
 
 
-def test_blocks_hold_what_tensors_are_copied_into_them() -> None:
-    block = Arena(BLOCK).take()
-    values = torch.arange(BLOCK // 8)
-    block.tensor.view(torch.int64).copy_(values)
-    assert bytes(block.view) == values.numpy().tobytes()
-
-
-FORKED = """
-import os, sys
-from ckpipe.memory.arena import Arena
-
-block = Arena({size}).take()
-block.touch()
-inherited = bytearray(b"inherited")
-
-def mapped():
-    bounds = [line.split()[0].split("-") for line in open("/proc/self/maps")]
-    return any(int(low, 16) <= block.address < int(high, 16) for low, high in bounds)
-
-assert mapped()
-child = os.fork()
-if not child:
-    os._exit(3 if mapped() or inherited != b"inherited" else 0)
-sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-"""
-
-
-@pytest.mark.parametrize("size", [BLOCK, 4 << 20])
-def test_forked_child_does_not_have_the_memory(size: int) -> None:
-    # A program of its own: forking this one would fork the threads' locks of all tests before.
-    code = [sys.executable, "-c", FORKED.format(size=size)]
-    done = subprocess.run(code, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
-
-
 def test_a_system_without_memory_refuses_in_words(tmp_path: Path) -> None:
     # In a process of its own, since the limit holds for all of it.
     script = """
@@ -224,29 +147,6 @@ with ckpipe.SyncPipeline(sys.argv[1]) as pipeline:
     assert "SaveError" in run.stdout, run.stderr
     assert "no memory for" in run.stdout
     assert run.stdout.endswith("[0, 2, 3]\n")
-
-
-def test_shared_blocks_are_the_bytes_of_their_descriptor() -> None:
-    arena = Arena(4 << 20, shared=True)
-    block = arena.take()
-    segment = block.segment
-    assert segment.descriptor is not None
-    assert segment.offset % mmap.PAGESIZE == 0
-    block.view[:5] = b"hello"
-    size = len(segment.memory)
-    other = mmap.mmap(segment.descriptor, size, mmap.MAP_SHARED, offset=segment.offset)
-    assert other[block.at : block.at + 5] == b"hello"
-    arena.give(block)
-    assert arena.next_scattered is block
-    block.join_pages()
-    assert arena.next_scattered is None
-    assert block.view[:5] == other[block.at : block.at + 5] == b"hello"
-    dropped: list[int] = []
-    arena.on_drop = lambda each: dropped.append(each.number)
-    arena.close()
-    assert dropped == [segment.number]
-    with pytest.raises(OSError, match="Bad file descriptor"):
-        os.fstat(segment.descriptor)
 
 
 # Mapped files

@@ -187,23 +187,6 @@ def test_ration_gives_everything_back(
     asyncio.run(main())
 
 
-async def test_full_ration_waits_for_a_block() -> None:
-    budget, arena = ByteBudget(2 * BLOCK), Arena(BLOCK)
-    await budget.acquire(2 * BLOCK)
-    ration = Ration(budget, arena, reserved=2, needed=3)
-    first, second = [(await ration.take(1))[0] for _ in range(2)]
-    assert ration.short
-    third = asyncio.create_task(ration.take(5))
-    await settle()
-    assert not third.done()
-    ration.give(second)
-    assert await third == [second]
-    ration.give(first)
-    assert budget.used == BLOCK  # two blocks were for three; now one is left to be given
-    ration.close()
-    assert budget.used == 0
-
-
 # What a machine has left
 
 GROUP = {"memory.max": "max", "memory.current": "700", "memory.stat": "anon 5\ninactive_file 100"}
