@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import contextlib
 import gc
 import os
@@ -104,24 +103,6 @@ def test_a_forked_child_has_what_was_before() -> None:
         assert sys.getswitchinterval() == about(SWITCH_SECONDS)
 
 
-@pytest.mark.parametrize("worker", ["thread", "process"])
-def test_saves_want_them_until_they_are_through(
-    tmp_path: Path, worker: Literal["thread", "process"]
-) -> None:
-    seen: list[float] = []
-
-    def look(event: Event) -> None:
-        if isinstance(event, BlockUploaded):
-            seen.append(sys.getswitchinterval())
-
-    with ckpipe.SyncPipeline(tmp_path, worker=worker, **SETTINGS) as opened:
-        opened.events.add(look)
-        opened.save(state_of(1)).wait()
-        settle(opened)
-        assert sys.getswitchinterval() == about(0.005)
-    assert seen == [about(0.001)] * len(seen) != []
-
-
 class Looking:
     """An object that notes the interval while it is looked at."""
 
@@ -137,9 +118,17 @@ class Looking:
 
 
 @pytest.mark.parametrize("worker", ["thread", "process"])
-@pytest.mark.parametrize(("setting", "during"), [(None, 0.005), (0.002, 0.002), (0.01, 0.005)])
+@pytest.mark.parametrize(
+    ("setting", "during"),
+    [
+        ({}, SWITCH_SECONDS),
+        ({"switch_interval_seconds": None}, 0.005),
+        ({"switch_interval_seconds": 0.002}, 0.002),
+        ({"switch_interval_seconds": 0.01}, 0.005),
+    ],
+)
 def test_the_interval_is_a_setting(
-    tmp_path: Path, worker: Literal["thread", "process"], setting: float | None, during: float
+    tmp_path: Path, worker: Literal["thread", "process"], setting: dict[str, Any], during: float
 ) -> None:
     seen: list[float] = []
     looking = Looking()
@@ -148,11 +137,11 @@ def test_the_interval_is_a_setting(
         if isinstance(event, BlockUploaded):
             seen.append(sys.getswitchinterval())
 
-    with ckpipe.SyncPipeline(
-        tmp_path, worker=worker, switch_interval_seconds=setting, **SETTINGS
-    ) as opened:
+    with ckpipe.SyncPipeline(tmp_path, worker=worker, **SETTINGS | setting) as opened:
         opened.events.add(look)
         opened.save(state_of(1) | {"looking": looking}).wait()
+        settle(opened)
+        assert sys.getswitchinterval() == about(0.005)
         looking.seen.clear()
         opened.load({"looking": looking}, include=["looking*"])
     assert seen == [about(during)] * len(seen) != []
@@ -197,26 +186,6 @@ async def test_calls_made_together_end_as_the_first_that_fails(
         await all_of([anyio.sleep_forever, fail])
 
 
-async def test_calls_made_together_return_in_their_order() -> None:
-    second = anyio.Event()
-
-    async def wait() -> int:
-        await second.wait()
-        return 1
-
-    async def go_first() -> int:
-        second.set()
-        return 2
-
-    assert await all_of([wait, go_first]) == [1, 2]
-
-
-async def test_calls_that_are_cancelled_are_cancelled_all() -> None:
-    with anyio.move_on_after(0) as scope:
-        await all_of([anyio.sleep_forever, anyio.sleep_forever])
-    assert scope.cancelled_caught
-
-
 async def test_a_cancelled_caller_goes_on_only_once_its_thread_has_ended() -> None:
     began, go_on, ended = asyncio.Event(), threading.Event(), list[int]()
     loop = asyncio.get_running_loop()
@@ -254,14 +223,6 @@ async def test_what_a_thread_awaits_after_it_was_cancelled_is_cancelled_too() ->
             with CancelScope(shield=True):
                 await anyio.sleep(0.05)  # by then nobody looks any more for whom to cancel
             go_on.set()
-
-
-async def test_what_is_cancelled_by_somebody_else_is_an_error() -> None:
-    async def cancelled() -> None:
-        raise asyncio.CancelledError
-
-    with pytest.raises(concurrent.futures.CancelledError):
-        await in_thread(on_loop, cancelled)
 
 
 async def test_the_end_of_a_thread_is_awaited_without_a_thread_that_it_may_need() -> None:
@@ -335,24 +296,6 @@ async def test_a_job_is_over_if_an_interrupt_comes_right(
         await caller.run(ran.append, 7)
     assert len(ran) == (when == "after it")
     serving.result(PATIENCE)
-
-
-async def test_errors_reach_who_asked_and_the_caller_goes_on(threads: DaemonThreads) -> None:
-    end: Future[None] = Future()
-    served = threading.Event()
-    caller = Caller()
-
-    def serve() -> None:
-        with caller:
-            caller.serve_until(end)
-        served.set()
-
-    threads.submit(serve)
-    with pytest.raises(ZeroDivisionError):
-        await caller.run(lambda: 1 // 0)
-    assert await caller.run(lambda: 7) == 7
-    end.set_result(None)
-    assert await anyio.to_thread.run_sync(served.wait, PATIENCE)
 
 
 @pytest.fixture
