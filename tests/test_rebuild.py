@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import datetime as dt
-import enum
 import io
-import pathlib
-from collections import Counter, OrderedDict, defaultdict, deque
+from collections import Counter, OrderedDict, deque
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -22,10 +19,6 @@ import ckpipe
 from ckpipe.backend import PutMode
 from ckpipe.errors import InvalidManifest, StructureMismatch, UnsupportedState
 from ckpipe.testing import MemoryBackend
-
-
-class Color(enum.Enum):
-    RED = 1
 
 
 class Pair(NamedTuple):
@@ -57,10 +50,6 @@ class Tree:
 class Celsius:
     def __init__(self, degrees: torch.Tensor) -> None:
         self.degrees = degrees
-
-
-class Tagged(torch.Tensor):
-    pass
 
 
 ckpipe.register_type(
@@ -209,34 +198,6 @@ def test_a_fresh_load_is_what_torch_loads(state: Any) -> None:
     assert_same(theirs, run_round_trip({"s": state}).state["s"])
 
 
-async def test_kinds_of_containers_and_values() -> None:
-    shared = [1]
-    state = {
-        "pair": Pair(torch.tensor(1.0), (2,)),
-        "plain": Plain(torch.arange(3)),
-        "frozen": Frozen(1, Frozen(torch.zeros(2))),
-        "default": defaultdict(list, {"a": [1]}),
-        "deque": deque([1, 2], maxlen=3),
-        "sets": [{1, "a"}, frozenset({None})],
-        "twice": [shared, shared],
-        1: "int",
-        "1": "str",
-        "a.b": {"c": 1},
-        "a": {"b.c": 2},
-        "enum": Color.RED,
-        "path": pathlib.Path("/x"),
-        "time": dt.datetime(2026, 11, 21, tzinfo=dt.UTC),
-        "nothing": {},
-    }
-    loaded = (await round_trip(state)).state
-    assert loaded.pop("sets") == state.pop("sets")
-    assert repr(loaded) == repr(state)
-    assert list(loaded) == list(state)
-    assert loaded["twice"][0] is loaded["twice"][1]
-    assert loaded["default"].default_factory is list
-    assert type(loaded["frozen"].inner) is Frozen
-
-
 async def test_no_constructor_runs() -> None:
     plain = Plain(0)
     plain.x = "made by a constructor"
@@ -263,43 +224,12 @@ async def test_cycles_close_again() -> None:
     assert loaded["after"] is loaded["tuple"][0]
 
 
-async def test_kinds_of_tensors() -> None:
-    weight = torch.nn.Parameter(torch.randn(3, 2))
-    frozen = torch.nn.Parameter(torch.randn(2), requires_grad=False)
-    tagged = torch.randn(4).as_subclass(Tagged)
+async def test_an_attribute_may_lead_back_to_its_tensor() -> None:
     marked = torch.randn(2, requires_grad=True)
     marked.note = {"self": marked, "x": torch.ones(2)}  # type: ignore[attr-defined]
-    state = {
-        "weight": weight,
-        "tied": [weight, weight.t()],
-        "frozen": frozen,
-        "buffer": torch.nn.Buffer(torch.zeros(2), persistent=False),
-        "tagged": tagged,
-        "marked": marked,
-        "numpy": [np.arange(6).reshape(2, 3), np.array(["a", "bcd"]), np.array(5, dtype=">i4")],
-        "times": np.array(["2026-11-21"], dtype="datetime64[D]"),
-    }
-    loaded = (await round_trip(state)).state
-    assert_same(state["weight"], loaded["weight"])
-    assert loaded["tied"][0] is loaded["weight"]
-    assert loaded["tied"][1].data_ptr() == loaded["weight"].data_ptr()
-    assert_same(frozen, loaded["frozen"])
-    assert isinstance(loaded["buffer"], torch.nn.Buffer)
-    assert not loaded["buffer"].persistent
-    assert type(loaded["tagged"]) is Tagged
-    assert loaded["marked"].note["self"] is loaded["marked"]
-    assert torch.equal(loaded["marked"].note["x"], torch.ones(2))
-    assert_same(state["numpy"], loaded["numpy"])
-    assert_same(state["times"], loaded["times"])
-
-
-async def test_lazy_bits_survive_with_their_values() -> None:
-    z = torch.randn(3, dtype=torch.complex64)
-    state = {"alone": torch.randn(2, dtype=torch.complex64).conj(), "z": z, "shared": z.conj(),
-             "neg": torch.randn(2, dtype=torch.complex64).conj().imag}  # fmt: skip
-    loaded = (await round_trip(state)).state
-    assert_same(state, loaded)
-    assert loaded["shared"].data_ptr() == loaded["z"].data_ptr()
+    loaded = (await round_trip({"marked": marked})).state["marked"]
+    assert loaded.note["self"] is loaded
+    assert torch.equal(loaded.note["x"], torch.ones(2))
 
 
 async def test_registered_types_are_made_of_loaded_values() -> None:
@@ -314,14 +244,6 @@ async def test_a_counter_keeps_its_class_its_keys_and_their_order() -> None:
     assert_same(counter, loaded["c"])
     assert loaded["c"].since == [7]
     assert loaded["again"] is loaded["c"]
-
-
-async def test_an_object_comes_back_as_its_state_dict() -> None:
-    model = torch.nn.BatchNorm1d(2)
-    loaded = (await round_trip({"model": model})).state["model"]
-    assert type(loaded) is OrderedDict
-    assert loaded._metadata == model.state_dict()._metadata  # type: ignore[attr-defined]
-    torch.nn.BatchNorm1d(2).load_state_dict(loaded)
 
 
 class Anything:

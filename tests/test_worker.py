@@ -175,28 +175,6 @@ def test_a_whole_session_gives_way() -> None:
     assert done.stdout.split()[-2:] == ["nice", "7"]
 
 
-def test_a_dead_worker_is_noticed_and_replaced(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    with ckpipe.SyncPipeline(tmp_path, **PROCESS) as pipeline:
-        pipeline.save(state_of(1)).wait()
-        settle(pipeline)
-        worker = worker_of(pipeline)
-        os.kill(worker, signal.SIGSTOP)
-        handle = pipeline.save(state_of(2))
-        os.kill(worker, signal.SIGKILL)
-        handle.wait(timeout=60)
-        assert re.search(r"exit code -9.*log ends with", caplog.text)
-        assert not psutil.pid_exists(worker)
-        assert 0 < (handle.report.staged_seconds or 0) < (handle.report.durable_seconds or 0)
-        last = pipeline.save(state_of(3))
-        last.wait()
-        settle(pipeline)
-        assert worker_of(pipeline) != worker
-        pipeline.verify(last.step)
-        assert pipeline._engine.context.budget.used == 0
-
-
 def test_a_worker_that_dies_after_a_commit_costs_no_save(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
