@@ -13,7 +13,6 @@ import pytest
 import torch
 from pipelines import Stores, same, stores
 from ranks import one_rank, open_rank, ranks, settle
-from stored_files import ATTEMPTS, DIGESTS, LEASES
 
 import ckpipe
 from ckpipe import errors, events
@@ -30,13 +29,16 @@ def state(rank: int) -> dict[str, Any]:
     return {"mine": torch.full((100,), rank), "rank": rank}
 
 
+def save_by(world: list[ckpipe.SyncPipeline], rank: int, step: int) -> ckpipe.CheckpointInfo:
+    """Save with one rank, and wait until it has looked who is through."""
+    info = world[rank].save(state(rank), step=step).wait()
+    settle(world[rank])
+    return info
+
+
 def save_all(world: list[ckpipe.SyncPipeline], step: int) -> list[ckpipe.CheckpointInfo]:
     """Save with one rank after the other, each when the one before has looked who is through."""
-    infos = []
-    for number, pipeline in enumerate(world):
-        infos.append(pipeline.save(state(number), step=step).wait())
-        settle(pipeline)
-    return infos
+    return [save_by(world, rank, step) for rank in range(len(world))]
 
 
 def test_checkpoint_is_complete_when_the_last_rank_has_committed(store: Stores) -> None:
@@ -188,11 +190,9 @@ class TestHealing:
 
     def test_death_before_the_index(self, store: Stores) -> None:
         with ranks(store.url, 2, on_error="warn", **FAST) as world:
-            world[0].save(state(0), step=1).wait()
-            settle(world[0])  # else it may find that it is complete, and meet the fault
+            save_by(world, 0, step=1)  # else it may find that it is complete, and meet the fault
             store.faulty.fail(errors.StoreError("dead"), is_index, times=None)
-            world[1].save(state(1), step=1).wait()
-            settle(world[1])
+            save_by(world, 1, step=1)
             with pytest.warns(RuntimeWarning, match="dead"):
                 world[1].save(state(1), step=2)
             store.faulty.heal()
@@ -208,8 +208,7 @@ class TestHealing:
             first.wait()
             settle(world[0])
             store.faulty.fail(errors.StoreError("dead"), is_index)
-            world[1].save(state(1), step=1).wait()
-            settle(world[1])
+            save_by(world, 1, step=1)
             assert first.wait_complete(timeout=60).complete
             world[1]._engine.saves.take_failures()
 
@@ -217,9 +216,7 @@ class TestHealing:
         with ranks(store.url, 3, incomplete_after_seconds=0, **FAST) as world:
             seen: list[events.Event] = []
             world[1].events.add(seen.append)
-            first = world[1].save(state(1), step=1)
-            first.wait()
-            settle(world[1])
+            first = save_by(world, 1, step=1)
             noticed = threading.Event()
             world[1].events.add(
                 lambda each: (
@@ -238,8 +235,7 @@ class TestHealing:
 
             def save(pipelines: list[int], step: int) -> None:
                 for rank in pipelines:
-                    world[rank].save(state(rank), step=step).wait()
-                    settle(world[rank])
+                    save_by(world, rank, step)
                 engine.loop.submit(engine.saves._look_back).result()
 
             save([1], 1)
@@ -265,11 +261,9 @@ class TestHealing:
     def test_saves_beside_each_other_look_at_each_once(self, store: Stores) -> None:
         with ranks(store.url, 2, **FAST) as world:
             for step in (1, 2):
-                world[1].save(state(1), step=step).wait()
-                settle(world[1])
+                save_by(world, 1, step=step)
             for step in (1, 2):
-                world[0].save(state(0), step=step).wait()
-                settle(world[0])
+                save_by(world, 0, step=step)
             loop, saves = world[1]._engine.loop, world[1]._engine.saves
             stopped = store.faulty.pause("stat")
             first = loop.submit(saves._look_back)
@@ -297,11 +291,9 @@ class TestHealing:
 
     def test_a_commit_that_could_not_be_published_is_followed(self, store: Stores) -> None:
         with ranks(store.url, 2, incomplete_after_seconds=0, on_error="warn", **FAST) as world:
-            world[0].save(state(0), step=1).wait()
-            settle(world[0])
+            save_by(world, 0, step=1)
             store.faulty.fail(errors.StoreError("dead"), is_index)
-            world[1].save(state(1), step=1).wait()
-            settle(world[1])
+            save_by(world, 1, step=1)
             assert not [key for key in store.memory._store.objects if key.endswith(".0.json")]
             engine = world[1]._engine
             engine.loop.submit(engine.saves._look_back).result()
@@ -311,11 +303,9 @@ class TestHealing:
 
     def test_read_only_root_is_listed_as_it_is(self, store: Stores) -> None:
         with ranks(store.url, 2, on_error="warn", **FAST) as world:
-            world[0].save(state(0), step=1).wait()
-            settle(world[0])
+            save_by(world, 0, step=1)
             store.faulty.fail(errors.PermissionDenied("read only"), is_index, times=None)
-            world[1].save(state(1), step=1).wait()
-            settle(world[1])
+            save_by(world, 1, step=1)
             (info,) = world[0].steps()
             assert info.reason.startswith("it has no index")
             world[1]._engine.saves.take_failures()
@@ -336,34 +326,6 @@ def test_requests_of_a_save_do_not_grow_with_the_world() -> None:
             counts[size] = sorted(each.verb for each in done if each.verb != "stat")
     assert counts[2] == counts[250] == counts[16_384]
     assert counts[2].count("put") == 1
-
-
-def test_who_completes_a_checkpoint_writes_one_small_object_more(store: Stores) -> None:
-    with ranks(store.url, 2, **FAST) as world:
-        done = []
-        for rank, pipeline in enumerate(world):
-            before = len(store.faulty.operations)
-            pipeline.save(state(rank), step=1, metrics={"loss": 0.5, "accuracy": 0.75}).wait()
-            settle(pipeline)
-            puts = [e.key for e in store.faulty.operations[before:] if e.verb == "put"]
-            done.append([key for key in puts if not key.startswith(ATTEMPTS)])
-        manifest, index, digest = done[1]
-        assert [len(keys) for keys in done] == [1, 3]
-        assert "/m/0/" in manifest
-        assert is_index(Operation("put", index))
-        assert digest.startswith(DIGESTS)
-
-
-def test_straggler_of_an_old_attempt_does_not_become_the_newest(store: Stores) -> None:
-    with ranks(store.url, 2, **FAST) as old:
-        old[0].save(state(0), step=9).wait()
-        with ranks(store.url, 2, attempt_id="restart", **FAST) as new:
-            save_all(new, 5)
-            old[1].save(state(1), step=9).wait_complete(timeout=60)
-            newest = new[0].latest()
-            assert newest is not None
-            assert newest.step == 5
-            assert [(info.step, info.complete) for info in new[1].steps()] == [(9, True), (5, True)]
 
 
 def test_straggler_after_a_deletion_revives_nothing(store: Stores) -> None:
@@ -506,37 +468,6 @@ class TestRetention:
             for thread in threads:
                 thread.join()
             assert [info.step for info in world[0].steps()] == [3]
-
-    def test_runs_on_one_root_leave_each_other_the_newest(self, store: Stores) -> None:
-        few: dict[str, Any] = {"keep_last": 1} | FAST
-        with contextlib.ExitStack() as stack:
-            alone = [
-                stack.enter_context(one_rank(store.url, 0, 1, attempt_id=name, **few))
-                for name in ("first", "second")
-            ]
-            world = stack.enter_context(ranks(store.url, 2, **few))
-            for launch in ("first", "second", "run"):
-                # As it does by itself some minutes after it was opened.
-                store.memory._store.create(f"{LEASES}{launch}/0.0", b"{}")
-            for step in (1, 2, 3):
-                for pipeline in alone:
-                    pipeline.save(state(7), step=step).wait()
-                    settle(pipeline)
-                save_all(world, step)
-            left = [(info.attempt.rpartition("-")[2], info.step) for info in world[0].steps()]
-            assert left == [("first", 3), ("second", 3), ("run", 3)]
-            for info in world[0].steps():
-                world[0].verify(info)
-
-    def test_a_run_never_removes_its_own_newest(self, store: Stores) -> None:
-        few: dict[str, Any] = {"keep_last": 1} | FAST
-        with one_rank(store.url, 0, 1, attempt_id="old", **few) as old:
-            with one_rank(store.url, 0, 1, attempt_id="new", **FAST) as new:
-                new.save(state(0), step=1).wait()
-            for step in (1, 2):
-                old.save(state(0), step=step).wait()
-                settle(old)
-            assert [info.step for info in old.steps()] == [2, 1]
 
     def test_deletion_leaves_nothing_of_any_rank(self, store: Stores) -> None:
         with ranks(store.url, 3, **FAST) as world:

@@ -116,6 +116,16 @@ def save(pipeline: SyncPipeline, net: Any, *optimizers: Optimizer) -> None:
     pipeline.save({"training": training_state(net, *optimizers)}).wait()
 
 
+def stored(
+    pipeline: SyncPipeline, kind: Callable[..., Optimizer] = AdamW, **options: Any
+) -> tuple[Net, Optimizer]:
+    """Make and train a model, and save it."""
+    net, optimizer = made(kind, **options)
+    step(net, optimizer)
+    save(pipeline, net, optimizer)
+    return net, optimizer
+
+
 def load(pipeline: SyncPipeline, net: Any, *optimizers: Optimizer, **how: Any) -> LoadResult:
     result = pipeline.load({"training": training_state(net, *optimizers)}, **how)
     assert result is not None
@@ -140,9 +150,7 @@ def refused(
 
 
 def test_a_parameter_without_state_stays_without_and_is_named(pipeline: SyncPipeline) -> None:
-    net, optimizer = made()
-    step(net, optimizer)
-    save(pipeline, net, optimizer)
+    stored(pipeline)
     other, its = made(seed=1)
     its.state[other.unused.weight] = {"step": torch.tensor(3.0)}
     result = load(pipeline, other, its)
@@ -154,9 +162,7 @@ def test_a_parameter_without_state_stays_without_and_is_named(pipeline: SyncPipe
 
 
 def test_state_that_no_optimizer_takes_is_never_dropped_in_silence(pipeline: SyncPipeline) -> None:
-    net, optimizer = made()
-    step(net, optimizer)
-    save(pipeline, net, optimizer)
+    net, optimizer = stored(pipeline)
     other = made(seed=1)[0]
     its = AdamW([*other.layers[1].parameters(), *other.norm.parameters()], lr=0.1)
     refused(pipeline, StructureMismatch, "layers.0.weight.*exclude", other, its)
@@ -206,9 +212,7 @@ class TestGroups:
         assert_same(everything(other, *its)[:2], everything(net, *optimizers)[:2])
 
     def test_another_kind_of_optimizer_is_refused(self, pipeline: SyncPipeline) -> None:
-        net, optimizer = made(SGD, momentum=0.9)
-        step(net, optimizer)
-        save(pipeline, net, optimizer)
+        stored(pipeline, SGD, momentum=0.9)
         refused(pipeline, StructureMismatch, "SGD does not fit a AdamW.*betas", *made(seed=1))
 
 
@@ -220,9 +224,7 @@ class TestModel:
     def test_other_layers_are_refused(
         self, pipeline: SyncPipeline, layers: int, how: dict[str, bool]
     ) -> None:
-        net, optimizer = made()
-        step(net, optimizer)
-        save(pipeline, net, optimizer)
+        stored(pipeline)
         other = Net(layers=layers)
         its = AdamW(other.parameters())
         refused(pipeline, StructureMismatch, f"layers.{min(layers, 2)}", other, its, **how)
@@ -237,9 +239,7 @@ class TestModel:
     def test_other_dtypes_are_cast_if_asked_for_and_state_goes_along(
         self, pipeline: SyncPipeline
     ) -> None:
-        net, optimizer = made()
-        step(net, optimizer)
-        save(pipeline, net, optimizer)
+        net, optimizer = stored(pipeline)
         other, its = made(seed=1)
         other.to(torch.bfloat16)
         refused(pipeline, DtypeMismatch, "cast", other, its)
@@ -420,9 +420,7 @@ class TestTogether:
     """State that an optimizer keeps for all its parameters together."""
 
     def test_another_order_is_refused(self, pipeline: SyncPipeline) -> None:
-        net, optimizer = made(LBFGS)
-        step(net, optimizer)
-        save(pipeline, net, optimizer)
+        stored(pipeline, LBFGS)
         other = made(seed=1)[0]
         its = LBFGS(list(other.parameters())[::-1], lr=0.1)
         refused(pipeline, StructureMismatch, "in this order", other, its)
@@ -466,9 +464,7 @@ class TestParts:
         assert load(pipeline, made(seed=1)[0]).unexpected == ("training.optimizer",)
 
     def test_one_layer(self, pipeline: SyncPipeline) -> None:
-        net, optimizer = made()
-        step(net, optimizer)
-        save(pipeline, net, optimizer)
+        net, _ = stored(pipeline)
         other, its = made(seed=1)
         before = everything(other, its)
         load(pipeline, other, its, include=["training.*.layers.0"])
@@ -480,9 +476,7 @@ class TestParts:
         )
 
     def test_a_part_of_a_parameters_state_leaves_the_rest(self, pipeline: SyncPipeline) -> None:
-        net, optimizer = made()
-        step(net, optimizer)
-        save(pipeline, net, optimizer)
+        net, optimizer = stored(pipeline)
         other, its = made(seed=1)
         step(other, its, steps=3)
         kept = copy.deepcopy(its.state[other.get_parameter("layers.0.weight")])
