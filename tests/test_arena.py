@@ -10,7 +10,6 @@ import re
 import struct
 import subprocess
 import sys
-import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -74,40 +73,6 @@ def test_touching_ahead_backs_a_block_and_keeps_its_bytes() -> None:
     block.view[:3] = b"abc"
     block.touch()
     assert bytes(block.view[:3]) == b"abc"
-
-
-def test_trimming_gives_memory_back_but_none_in_use() -> None:
-    arena = Arena(BLOCK)
-    arena.reserve(2)
-    kept = arena.take()
-    arena.reserve(4)  # a second segment, of three blocks
-    assert arena.blocks == 5
-    memory = weakref.ref(arena._segments[1].memory)
-    arena.trim(5)
-    assert arena.blocks == 5
-    arena.trim(2)
-    gc.collect()
-    assert memory() is None
-    assert arena.blocks == 2
-    arena.trim(0)
-    assert arena.blocks == 2  # a block of it is in use
-    arena.give(kept)
-    arena.trim(0)
-    assert arena.blocks == 0
-    assert arena.take() is not kept
-
-
-def test_closing_forgets_all_but_what_is_still_looked_at() -> None:
-    arena = Arena(BLOCK)
-    block = arena.take()
-    memory = weakref.ref(arena._segments[0].memory)
-    block.view[:2] = b"ok"
-    arena.close()
-    assert arena.blocks == 0
-    assert bytes(block.view[:2]) == b"ok"
-    del block
-    gc.collect()
-    assert memory() is None
 
 
 def test_growing_opens_no_file() -> None:

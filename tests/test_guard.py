@@ -306,24 +306,6 @@ def test_hooks_are_silent_on_a_thread_that_captures(
 # ---- removal ----
 
 
-def test_removal_takes_the_hooks_off(lock: StateLock) -> None:
-    seen: list[str] = []
-    optimizer = Watched(inside=looking(lock, seen))
-    other = AdamW(parameters())
-    guarded = guard(lock, optimizer, other)
-    assert guarded.optimizers == (optimizer, other)
-    assert repr(guarded) == "<StepGuard [Watched, AdamW]>"
-    guarded.remove()
-    guarded.remove()
-    for each in (optimizer, other):
-        assert not each._optimizer_step_pre_hooks
-        assert not each._optimizer_step_post_hooks
-    optimizer.step()
-    assert seen == []
-    assert not guarded.optimizers
-    assert repr(guarded) == "<StepGuard [removed]>"
-
-
 def test_removal_does_not_disturb_a_step_that_waits(
     lock: StateLock, threads: DaemonThreads
 ) -> None:

@@ -20,7 +20,6 @@ from lock_actors import PATIENCE, DaemonThreads, is_free, noted, until
 from torch import nn
 
 from ckpipe.errors import CaptureTooSlow, StateLockTimeout
-from ckpipe.format.data_file import DataFiles
 from ckpipe.format.keys import LabelFilter
 from ckpipe.lock.late_copies import (
     ByteSample,
@@ -34,11 +33,9 @@ from ckpipe.lock.state_lock import LockHold, StateLock
 from ckpipe.memory.arena import Arena
 from ckpipe.memory.cuda import SideStreams, StreamFence
 from ckpipe.planning import LocalPlanner
-from ckpipe.save.program import BlockPlan, CopyProgram, plan_blocks, split_early_late
+from ckpipe.save.program import BlockPlan, plan_blocks
 from ckpipe.save.save import Save, SaveRequest, StagedBlock
 from ckpipe.save.stage import BlockCopiers, CopyPiece
-from ckpipe.state.capture_cache import capture_cache_of
-from ckpipe.state.flatten import OpenedState, flatten
 from ckpipe.state.tensors import is_dense, tensor_leaf
 from ckpipe.types import CheckpointId
 
@@ -125,73 +122,6 @@ def test_what_has_no_memory_of_strides_is_passed_over() -> None:
     assert owned_facts([lazy, plain], []) == facts
     lazy.materialize((3,))
     assert owned_facts([lazy, plain], []) != facts
-
-
-class Layers(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def forward(self, batch: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.two(self.one(batch))
-        return result
-
-
-Trained = tuple[Layers, torch.optim.Optimizer]
-
-
-@pytest.fixture
-def trained() -> Trained:
-    model = Layers()
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.ones(1, 4)).sum().backward()
-    optimizer.step()
-    return model, optimizer
-
-
-def other_parameter(model: Layers, optimizer: torch.optim.Optimizer) -> None:
-    model.one.weight.data = torch.ones(4, 4)
-
-
-def other_moment(model: Layers, optimizer: torch.optim.Optimizer) -> None:
-    moments = optimizer.state[model.two.weight]
-    moments["exp_avg"] = moments["exp_avg"].clone()
-
-
-def one_more(model: Layers, optimizer: torch.optim.Optimizer) -> None:
-    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
-
-
-def one_less(model: Layers, optimizer: torch.optim.Optimizer) -> None:
-    del optimizer.state[model.one.bias]["exp_avg_sq"]
-
-
-def other_memory(model: Layers, optimizer: torch.optim.Optimizer) -> None:
-    optimizer.state[model.two.weight]["exp_avg"].data = torch.ones(4, 4)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [other_parameter, other_moment, other_memory, one_more, one_less],
-)
-def test_a_division_serves_until_something_changes(
-    trained: Trained,
-    change: Callable[[Layers, torch.optim.Optimizer], None],
-) -> None:
-    model, optimizer = trained
-    state = {"model": model, "optimizer": optimizer}
-    walked = flatten(OpenedState(state), LabelFilter(), pickling=False)
-    cache, captured = capture_cache_of(walked), walked.captured
-    assert cache is not None
-    plan = LocalPlanner().plan(captured, rank=0, world_size=1)
-    program = CopyProgram(plan, (), DataFiles(plan.files, plan.layout, ()), "")
-    division = split_early_late(captured, program, [optimizer])
-    again = cache.capture(OpenedState(state), LabelFilter())
-    assert again is not None
-    assert division.serves(again, program, [optimizer])
-    change(model, optimizer)
-    now = cache.capture(OpenedState(state), LabelFilter())
-    assert now is None or not division.serves(now, program, [optimizer])
 
 
 def test_addresses_may_be_of_any_device() -> None:

@@ -359,13 +359,3 @@ async def test_elements_without_bytes_are_found_before_the_first_write(
     with pytest.raises(CorruptCheckpoint):
         await load(backend, None if fresh else target)
     assert is_blank(target)
-
-
-async def test_a_tensor_in_several_boxes_is_put_together() -> None:
-    saved = torch.arange(12.0).reshape(4, 3)
-    low, high = {"box": [[0, 0], [1, 3]]}, {"offset": 12, "box": [[1, 0], [4, 3]]}
-    backend = await with_chunks(saved, low, high)
-    target = {"x": torch.zeros(3, 4).t()}
-    await load(backend, target)
-    assert torch.equal(target["x"], saved)
-    assert torch.equal((await load(backend)).state["x"], saved)

@@ -51,16 +51,6 @@ def test_the_end_of_one_pause_leaves_the_others() -> None:
     assert gc.isenabled()
 
 
-@pytest.mark.filterwarnings("default:.*use of fork:DeprecationWarning")
-def test_a_forked_child_collects() -> None:
-    with gc_paused(), gc_paused():
-        child = os.fork()
-        if child == 0:
-            os._exit(0 if gc.isenabled() else 1)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-        assert not gc.isenabled()
-
-
 def about(seconds: float) -> Any:
     """An interval as the interpreter gives it back, which counts whole microseconds."""
     return pytest.approx(seconds, abs=2e-6)
