@@ -1,10 +1,8 @@
-"""The byte budget against a simpler model, and rations that give everything back."""
+"""The byte budget, whatever is asked of it, and rations that give everything back."""
 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,34 +18,6 @@ from ckpipe.save.memory import available_bytes
 BLOCK = 4096
 
 
-@dataclass
-class Model:
-    """Who holds and who waits, first come, first served."""
-
-    capacity: int
-    held: dict[int, int] = field(default_factory=dict)
-    waiting: deque[tuple[int, int]] = field(default_factory=deque)
-
-    @property
-    def used(self) -> int:
-        return sum(self.held.values())
-
-    def acquire(self, name: int, amount: int) -> None:
-        self.waiting.append((name, amount))
-        self.serve()
-
-    def give_up(self, name: int) -> None:
-        """End a request, whether it waits or has been granted."""
-        self.held.pop(name, None)
-        self.waiting = deque(each for each in self.waiting if each[0] != name)
-        self.serve()
-
-    def serve(self) -> None:
-        while self.waiting and self.used + self.waiting[0][1] <= self.capacity:
-            name, amount = self.waiting.popleft()
-            self.held[name] = amount
-
-
 async def settle() -> None:
     """Let every task run until it waits for something."""
     for _ in range(4):
@@ -55,47 +25,51 @@ async def settle() -> None:
 
 
 class Play:
-    """Does to a budget what it does to the model, and compares the two."""
+    """Requests of a budget, in the order in which they came."""
 
     def __init__(self, capacity: int) -> None:
-        self.budget, self.model = ByteBudget(capacity), Model(capacity)
+        self.budget = ByteBudget(capacity)
+        self.amounts: dict[int, int] = {}
         self.tasks: dict[int, asyncio.Task[None]] = {}
 
+    @property
+    def held(self) -> list[int]:
+        return [name for name, task in self.tasks.items() if task.done()]
+
+    @property
+    def waiting(self) -> list[int]:
+        return [name for name, task in self.tasks.items() if not task.done()]
+
     async def acquire(self, name: int, amount: int) -> None:
-        if amount > self.model.capacity:
+        if amount > self.budget.capacity:
             with pytest.raises(ValueError, match="can never be had"):
                 await self.budget.acquire(amount)
             return
+        self.amounts[name] = amount
         self.tasks[name] = asyncio.create_task(self.budget.acquire(amount))
-        self.model.acquire(name, amount)
 
     def release(self, name: int) -> None:
-        self.budget.release(self.model.held[name])
-        self.model.give_up(name)
+        self.budget.release(self.amounts[name])
         del self.tasks[name]
 
     def cancel(self, name: int) -> None:
         self.tasks.pop(name).cancel()
-        self.model.give_up(name)
 
-    def raise_capacity(self, capacity: int) -> None:
-        self.budget.raise_capacity(capacity)
-        self.model.capacity = max(self.model.capacity, capacity)
-        self.model.serve()
-
-    def compare(self) -> None:
-        budget, model = self.budget, self.model
-        granted = {name for name, task in self.tasks.items() if task.done()}
-        assert granted == model.held.keys()
-        assert budget.used == model.used <= budget.capacity == model.capacity
-        assert budget.waiting == len(model.waiting)
+    def check(self) -> None:
+        """First come, first served: none waits that could be served, and none is overtaken."""
+        budget, held, waiting = self.budget, self.held, self.waiting
+        assert budget.used == sum(map(self.amounts.__getitem__, held)) <= budget.capacity
+        assert budget.waiting == len(waiting)
+        if waiting:
+            assert all(name < waiting[0] for name in held)
+            assert budget.used + self.amounts[waiting[0]] > budget.capacity
 
     async def end(self) -> None:
-        while self.model.waiting or self.model.held:
-            for name in list(self.model.held):
+        while self.tasks:
+            for name in self.held:
                 self.release(name)
             await settle()
-            self.compare()
+            self.check()
         assert (self.budget.used, self.budget.waiting) == (0, 0)
 
 
@@ -115,7 +89,7 @@ def test_budget_serves_in_order_and_never_above_capacity(
     async def main() -> None:
         play = Play(capacity)
         for name, (move, number) in enumerate(moves):
-            held, waiting = list(play.model.held), [each for each, _ in play.model.waiting]
+            held, waiting = play.held, play.waiting
             if move == "acquire":
                 await play.acquire(name, number)
             elif move == "release" and held:
@@ -127,9 +101,9 @@ def test_budget_serves_in_order_and_never_above_capacity(
                 play.release(held[number % len(held)])
                 play.cancel(waiting[0])
             elif move == "raise":
-                play.raise_capacity(number)
+                play.budget.raise_capacity(number)
             await settle()
-            play.compare()
+            play.check()
         await play.end()
 
     asyncio.run(main())
@@ -142,7 +116,7 @@ async def test_small_requests_do_not_overtake_a_large_one() -> None:
     await settle()
     with pytest.raises(anyio.WouldBlock):
         play.budget.acquire_nowait(1)
-    play.compare()
+    play.check()
     play.cancel(1)
     await settle()
     assert play.tasks[2].done()
