@@ -1,4 +1,4 @@
-"""What tests of the command line share: calling it, here and in a process of its own."""
+"""Calling the command line, here and in a process of its own, and other code in one."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,13 +57,17 @@ class Commands:
 
 def program(*arguments: object, **options: Any) -> Done:
     """Call the real program and wait for it."""
+    return _ended([*PROGRAM, *map(str, arguments)], **options)
+
+
+def script(code: str, *arguments: object, flags: Sequence[str] = (), **options: Any) -> Done:
+    """Run Python code in a process of its own and wait for it."""
+    return _ended([sys.executable, *flags, "-c", code, *map(str, arguments)], **options)
+
+
+def _ended(command: Sequence[str], **options: Any) -> Done:
     done = subprocess.run(
-        [*PROGRAM, *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-        **options,
+        command, capture_output=True, text=True, timeout=300, check=False, **options
     )
     return Done(done.returncode, done.stdout, done.stderr)
 

@@ -8,8 +8,6 @@ import mmap
 import os
 import re
 import struct
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from commands import script
 from ranks import settle
 
 import ckpipe
@@ -86,7 +85,7 @@ def test_growing_opens_no_file() -> None:
 
 def test_a_system_without_memory_refuses_in_words(tmp_path: Path) -> None:
     # In a process of its own, since the limit holds for all of it.
-    script = """
+    code = """
 import resource, sys
 import torch
 import ckpipe
@@ -105,13 +104,10 @@ with ckpipe.SyncPipeline(sys.argv[1]) as pipeline:
     pipeline.save(state, until="committed")
     print([info.step for info in pipeline.steps()])
 """
-    run = subprocess.run(
-        [sys.executable, "-c", script, str(tmp_path)],
-        capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
-    assert "SaveError" in run.stdout, run.stderr
-    assert "no memory for" in run.stdout
-    assert run.stdout.endswith("[0, 2, 3]\n")
+    run = script(code, tmp_path)
+    assert "SaveError" in run.out, run.err
+    assert "no memory for" in run.out
+    assert run.out.endswith("[0, 2, 3]\n")
 
 
 # Mapped files

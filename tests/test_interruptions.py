@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import subprocess
 import sys
 import threading
 from collections.abc import Callable
@@ -15,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from commands import script
 from heard_signals import signals_heard
 from pipelines import Stores
 
@@ -86,7 +86,7 @@ def test_a_second_ctrl_c_while_staged_saves_finish(store: Stores) -> None:
 
 def test_a_forked_process_neither_saves_nor_hangs(tmp_path: Path) -> None:
     # In processes of their own: the test's has threads that a fork should not copy.
-    script = """
+    code = """
 import os, sys
 import torch
 import ckpipe
@@ -108,17 +108,14 @@ with ckpipe.SyncPipeline(sys.argv[1], guard=optimizer) as pipeline:
     pipeline.save({"w": parameter}, step=2).wait()
     print([info.step for info in pipeline.steps()])
 """
-    run = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", script, str(tmp_path)],
-        capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
-    assert run.returncode == 0, run.stderr
-    assert run.stdout.startswith("PipelineClosed The pipeline belongs to the process")
-    assert run.stdout.endswith("[0, 2]\n")
+    run = script(code, tmp_path, flags=["-W", "ignore"])
+    assert run.code == 0, run.err
+    assert run.out.startswith("PipelineClosed The pipeline belongs to the process")
+    assert run.out.endswith("[0, 2]\n")
 
 
 def test_a_forked_process_does_not_wait_for_a_save_of_its_parent(tmp_path: Path) -> None:
-    script = """
+    code = """
 import os, signal, sys
 import ckpipe
 with ckpipe.SyncPipeline(sys.argv[1], worker="process") as pipeline:
@@ -137,12 +134,9 @@ with ckpipe.SyncPipeline(sys.argv[1], worker="process") as pipeline:
     os.kill(process, signal.SIGCONT)
     handle.wait()
 """
-    run = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", script, str(tmp_path)],
-        capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
-    assert run.returncode == 0, run.stderr
-    assert run.stdout == "PipelineClosed\n"
+    run = script(code, tmp_path, flags=["-W", "ignore"])
+    assert run.code == 0, run.err
+    assert run.out == "PipelineClosed\n"
 
 
 def test_a_pipeline_whose_loop_has_failed_can_be_left(tmp_path: Path) -> None:

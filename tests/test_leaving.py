@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from commands import script
 from heard_signals import signals_heard
 from pipelines import Stores, loaded_state
 from sampling import sample
@@ -277,10 +278,8 @@ assert handle.status == "committed"
 
 
 def test_a_forked_child_closes_nothing() -> None:
-    run = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", FORKED], capture_output=True, text=True, timeout=300
-    )
-    assert (run.returncode, run.stderr) == (0, "")
+    run = script(FORKED, flags=["-W", "ignore"])
+    assert (run.code, run.err) == (0, "")
 
 
 FAILING = """
@@ -295,8 +294,6 @@ pipeline.save({"w": torch.ones(3)}, step=4)
 
 
 def test_a_save_that_fails_while_the_program_ends_is_logged() -> None:
-    run = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", FAILING], capture_output=True, text=True, timeout=300
-    )
-    assert run.returncode == 0
-    assert "A checkpoint failed: no room [step 4" in run.stderr
+    run = script(FAILING, flags=["-W", "ignore"])
+    assert run.code == 0
+    assert "A checkpoint failed: no room [step 4" in run.err

@@ -6,8 +6,6 @@ import asyncio
 import gc
 import re
 import signal
-import subprocess
-import sys
 import threading
 import weakref
 from concurrent.futures import Future
@@ -15,6 +13,7 @@ from typing import Any
 
 import anyio.to_thread
 import pytest
+from commands import script
 from lock_actors import PATIENCE, DaemonThreads, Held, is_free, noted, until
 
 from ckpipe import StateLock
@@ -96,7 +95,8 @@ assert lock.statistics().holders
 
 
 def test_a_forked_child_waits_for_none_of_its_parents_threads() -> None:
-    subprocess.run([sys.executable, "-W", "ignore", "-c", FORKING], check=True, timeout=300)
+    done = script(FORKING, flags=["-W", "ignore"])
+    assert done.code == 0, done.err
 
 
 @pytest.mark.parametrize("side", ["mutating", "capturing"])

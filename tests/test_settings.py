@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import os
 import pickle
-import subprocess
-import sys
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import script
 from pydantic import BaseModel, ValidationError
 
 from ckpipe.errors import SettingsError
@@ -336,4 +335,4 @@ def test_every_setting_is_described(model: type[BaseModel]) -> None:
 
 def test_retention_rules_do_not_import_pydantic() -> None:
     code = "import sys, ckpipe.retention; sys.exit('pydantic' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    assert script(code).code == 0

@@ -9,8 +9,6 @@ import json
 import math
 import os
 import re
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -18,6 +16,7 @@ from typing import Any
 import jsonschema
 import pytest
 import torch
+from commands import script
 from lock_actors import PATIENCE
 from pipelines import Stores
 from ranks import settle
@@ -328,26 +327,16 @@ print(cell.stdout + cell.stderr, end="")
 
 def test_the_live_line_in_a_notebook_is_one_output_that_changes_in_place(tmp_path: Path) -> None:
     pytest.importorskip("IPython")
-    done = subprocess.run(
-        [sys.executable, "-c", NOTEBOOK, str(tmp_path / "run")],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-        env=os.environ | {"IPYTHONDIR": str(tmp_path)},
-    )
-    assert done.returncode == 0, done.stderr
-    first, last = done.stdout.splitlines()
+    done = script(NOTEBOOK, tmp_path / "run", env=os.environ | {"IPYTHONDIR": str(tmp_path)})
+    assert done.code == 0, done.err
+    first, last = done.out.splitlines()
     assert first == "ckpipe no save yet (0 saved)"
     assert re.fullmatch(r"ckpipe saved step 2: \S+ kB in \d+\.\d\d s \(1 saved\)", last)
 
 
 def test_without_rich_the_live_line_says_what_to_install() -> None:
     code = "import sys; sys.modules['rich.console'] = None; import ckpipe.live_line"
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False
-    )
-    assert "pip install 'ckpipe[cli]'" in done.stderr
+    assert "pip install 'ckpipe[cli]'" in script(code).err
 
 
 def test_reprs_are_diagnostics_and_show_no_tensors(tmp_path: Path) -> None:

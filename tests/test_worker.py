@@ -8,8 +8,6 @@ import os
 import re
 import resource
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +16,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from commands import script
 from pipelines import loaded_state, same, small_state, stores
 from ranks import settle
 from sampling import EVERY
@@ -168,11 +167,8 @@ def test_a_whole_session_gives_way() -> None:
         "from ckpipe.worker.server import step_back_together as go\n"
         "assert go(7)\nprint(open('/proc/self/autogroup').read())"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], check=True, stdout=subprocess.PIPE, text=True,
-        start_new_session=True, timeout=300,
-    )  # fmt: skip
-    assert done.stdout.split()[-2:] == ["nice", "7"]
+    done = script(code, start_new_session=True)
+    assert done.out.split()[-2:] == ["nice", "7"]
 
 
 def test_a_worker_that_dies_after_a_commit_costs_no_save(
@@ -369,17 +365,14 @@ except ckpipe.CkpipeError as error:
 
 
 def test_a_limit_on_threads_is_named(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", NO_THREADS, str(tmp_path)],
-        capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
-    assert "ulimit -u" in done.stdout, done.stderr
+    done = script(NO_THREADS, tmp_path)
+    assert "ulimit -u" in done.out, done.err
 
 
 def test_a_limit_on_file_sizes_is_named_where_it_keeps_memory_from_being_shared(
     tmp_path: Path,
 ) -> None:
-    script = """if True:
+    code = """if True:
         import resource, sys, ckpipe, torch
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
         with ckpipe.SyncPipeline(sys.argv[1], worker="process") as pipeline:
@@ -388,12 +381,10 @@ def test_a_limit_on_file_sizes_is_named_where_it_keeps_memory_from_being_shared(
             except ckpipe.errors.SaveError as error:
                 print(error)
     """
-    run = subprocess.run(
-        [sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, timeout=300
-    )
-    assert run.returncode == 0, run.stderr
-    assert "no memory" in run.stdout
-    assert "ulimit -f" in run.stdout
+    run = script(code, tmp_path)
+    assert run.code == 0, run.err
+    assert "no memory" in run.out
+    assert "ulimit -f" in run.out
 
 
 def test_hooks_run_in_the_trainer(pipeline: ckpipe.SyncPipeline) -> None:

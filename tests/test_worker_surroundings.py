@@ -6,7 +6,6 @@ import os
 import re
 import signal
 import site
-import subprocess
 import sys
 from pathlib import Path
 from textwrap import indent
@@ -15,6 +14,7 @@ from typing import Any
 import anyio
 import psutil
 import pytest
+from commands import script
 from ranks import settle
 from worker_runs import SETTINGS, state_of, worker_of
 
@@ -116,7 +116,7 @@ def test_saves_do_without_workers_of_another_version(
 
 
 def test_a_trainer_needs_no_standard_streams(tmp_path: Path) -> None:
-    script = """
+    code = """
 import os, sys, time
 import ckpipe, torch
 with ckpipe.SyncPipeline(sys.argv[1], worker="process") as pipeline:
@@ -134,8 +134,8 @@ with ckpipe.SyncPipeline(sys.argv[1], worker="process") as pipeline:
     pipeline.save({"w": 3}, step=3).wait()
     assert uploader._link.process.socket.fileno() > 2
 """
-    run = subprocess.run([sys.executable, "-c", script, str(tmp_path)], timeout=300)
-    assert run.returncode == 0
+    done = script(code, tmp_path)
+    assert done.code == 0, done.err
     with ckpipe.SyncPipeline(tmp_path) as pipeline:
         assert [info.step for info in pipeline.steps()] == [1, 2, 3]
 
@@ -174,19 +174,16 @@ def test_a_worker_has_no_module_of_the_trainer(
 
 def test_a_worker_of_an_isolated_interpreter_is_isolated_too(tmp_path: Path) -> None:
     (tmp_path / "json.py").write_text("raise ImportError('not meant for this program')")
-    script = """
+    code = """
 import sys
 sys.path[:0] = sys.argv[2:]
 import ckpipe
 with ckpipe.SyncPipeline(sys.argv[1], worker="process") as pipeline:
     pipeline.save({"w": 1}, step=1).wait()
 """
-    subprocess.run(
-        [sys.executable, "-I", "-c", script, str(tmp_path / "run"), *sys.path],
-        env=os.environ | {"PYTHONPATH": str(tmp_path)},
-        check=True,
-        timeout=300,
-    )
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    done = script(code, tmp_path / "run", *sys.path, flags=["-I"], env=environment)
+    assert done.code == 0, done.err
 
 
 def test_a_worker_begins_with_what_only_the_program_knows_where_to_find(
