@@ -50,17 +50,6 @@ async def test_open_and_aclose_do_what_the_block_does(store: Stores) -> None:
         await pipeline.open()
 
 
-def test_closing_raises_a_failure_of_which_nothing_was_told_once(store: Stores) -> None:
-    pipeline = ckpipe.SyncPipeline(store.url).open()
-    store.slow.hold("write")
-    pipeline.save(STATE, step=3)
-    store.faulty.fail(errors.StoreFull("no room", key="x"), "complete")
-    store.slow.release()
-    with pytest.raises(errors.StoreFull, match="step 3"):
-        pipeline.close()
-    pipeline.close()
-
-
 def test_threads_that_close_together_all_wait_for_the_end(store: Stores) -> None:
     pipeline = ckpipe.SyncPipeline(store.url).open()
     store.slow.hold("write")

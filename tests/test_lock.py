@@ -131,16 +131,6 @@ def test_a_capture_that_times_out_says_who_is_in_the_way(
         pass
 
 
-def test_a_trainer_times_out_only_when_it_asks_to(lock: StateLock, threads: DaemonThreads) -> None:
-    capture = Held(threads, lock.capturing)
-    with pytest.raises(StateLockTimeout, match="has been capturing"), lock.mutating(timeout=0.01):
-        pass
-    assert not lock.statistics().waiters
-    with lock.capturing(timeout=0):
-        pass
-    capture.end()
-
-
 def test_a_refused_hold_keeps_nothing_of_its_caller_alive(lock: StateLock) -> None:
     class Batch:
         pass

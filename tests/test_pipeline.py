@@ -340,13 +340,6 @@ def test_failure_before_all_is_staged_only_warns_if_asked_to(store: Stores) -> N
         handle.wait()
 
 
-def test_failure_that_was_seen_is_not_raised_again(store: Stores) -> None:
-    with ckpipe.SyncPipeline(store.url) as pipeline:
-        handle = save_and_lose(store, pipeline)
-        with pytest.raises(errors.StoreFull):
-            handle.wait()
-
-
 def test_a_save_that_waits_for_memory_ends_with_its_pipeline(store: Stores) -> None:
     staging = {"bytes": 65536, "block_bytes": 65536}
     state = {"a": torch.ones(10)}
@@ -388,14 +381,6 @@ def test_leaving_on_an_exception_lets_staged_saves_finish(store: Stores) -> None
         raise ZeroDivisionError
     with ckpipe.SyncPipeline(store.url) as pipeline:
         assert [each.step for each in pipeline.steps() if each.complete] == [0]
-
-
-def test_closing_gives_up_a_time_after_the_signal(store: Stores) -> None:
-    store.slow.hold("write")
-    pipeline = ckpipe.SyncPipeline(store.url, drain_timeout_seconds=0.05)
-    with pytest.raises(errors.DrainTimeout, match="step 0"), pipeline:  # noqa: PT012
-        pipeline.save({"a": torch.ones(10)}, step=0)
-        pipeline.preempt()
 
 
 def test_keep_last_zero_saves_only_what_is_final(tmp_path: Path) -> None:

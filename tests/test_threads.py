@@ -23,14 +23,12 @@ from anyio import (
     create_task_group,
     fail_after,
     to_thread,
-    wait_all_tasks_blocked,
 )
 from lock_actors import PATIENCE, DaemonThreads
 from ranks import settle
 from worker_runs import SETTINGS, state_of
 
 import ckpipe
-from ckpipe.backend import run_in_thread
 from ckpipe.errors import UsageError
 from ckpipe.events import BlockUploaded, Event
 from ckpipe.interpreter import (
@@ -174,26 +172,6 @@ async def test_calls_made_together_end_as_the_first_that_fails(
 
     with pytest.raises(failure):
         await all_of([anyio.sleep_forever, fail])
-
-
-async def test_a_cancelled_caller_goes_on_only_once_its_thread_has_ended() -> None:
-    began, go_on, ended = asyncio.Event(), threading.Event(), list[int]()
-    loop = asyncio.get_running_loop()
-
-    def work(number: int) -> None:
-        loop.call_soon_threadsafe(began.set)
-        assert go_on.wait(20)
-        ended.append(number)
-
-    task = asyncio.create_task(run_in_thread(work, 1))
-    await began.wait()
-    task.cancel()
-    await wait_all_tasks_blocked()
-    assert not task.done()
-    go_on.set()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    assert ended == [1]
 
 
 async def test_what_a_thread_awaits_after_it_was_cancelled_is_cancelled_too() -> None:
