@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -48,6 +48,24 @@ def same(left: Any, right: Any) -> bool:
 def _bits(left: torch.Tensor, right: torch.Tensor) -> bool:
     flat = [each.contiguous().reshape(-1).view(torch.uint8) for each in (left, right)]
     return torch.equal(*flat)
+
+
+class Stateful:
+    """An object whose state is what a function returns.
+
+    Args:
+        state: The function.
+        load: Called with a state that is loaded.
+    """
+
+    def __init__(self, state: Callable[[], Any], load: Callable[[Any], object] = bool) -> None:
+        self._state, self._load = state, load
+
+    def state_dict(self) -> Any:
+        return self._state()
+
+    def load_state_dict(self, state: Any) -> None:
+        self._load(state)
 
 
 class Stores:

@@ -16,7 +16,7 @@ import pytest
 import torch
 from commands import script
 from heard_signals import signals_heard
-from pipelines import Stores
+from pipelines import Stateful, Stores
 
 import ckpipe
 from ckpipe import errors, events
@@ -163,24 +163,15 @@ def test_a_pipeline_whose_loop_has_failed_can_be_left(tmp_path: Path) -> None:
     assert "what nobody foresaw" in str(caught.value.exceptions)
 
 
-class Quitter:
-    """An object whose methods raise what is no ``Exception``."""
-
-    def __init__(self, *, saves: bool) -> None:
-        self.saves = saves
-
-    def state_dict(self) -> dict[str, Any]:
-        if not self.saves:
-            raise SystemExit(3)
-        return {"value": torch.ones(3)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        raise SystemExit(4)
+def value() -> dict[str, Any]:
+    return {"value": torch.ones(3)}
 
 
 @pytest.mark.parametrize("main", [True, False])
 def test_user_code_that_leaves_the_program_does_so(store: Stores, main: bool) -> None:
     ended: list[str] = []
+    good = {"good": Stateful(value, load=lambda _: sys.exit(4))}
+    bad = {"bad": Stateful(lambda: sys.exit(3))}
 
     def train() -> None:
         store.slow.hold("write")
@@ -190,14 +181,14 @@ def test_user_code_that_leaves_the_program_does_so(store: Stores, main: bool) ->
                     ended.append(event.status) if isinstance(event, events.SaveEnded) else None
                 )
             )
-            good = pipeline.save({"good": Quitter(saves=True)}, step=0)
+            first = pipeline.save(good, step=0)
             for step in (1, 2):
                 with pytest.raises(SystemExit, match="3"):
-                    pipeline.save({"bad": Quitter(saves=False)}, step=step)
+                    pipeline.save(bad, step=step)
             store.slow.release()
-            good.wait()
+            first.wait()
             with pytest.raises(SystemExit, match="4"):
-                pipeline.load({"good": Quitter(saves=True)})
+                pipeline.load(good)
             assert pipeline.save({"w": 1}, step=3).wait().step == 3
         assert sorted(ended) == ["cancelled", "cancelled", "committed", "committed"]
 
@@ -208,33 +199,28 @@ def test_user_code_that_leaves_the_program_does_so(store: Stores, main: bool) ->
             thread.submit(train).result()
 
 
-class Interrupted:
-    """An object that a signal interrupts, whose handler ends the program."""
-
-    def state_dict(self) -> dict[str, Any]:
-        os.kill(os.getpid(), signal.SIGUSR2)
-        return {"value": torch.ones(3)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        os.kill(os.getpid(), signal.SIGUSR2)
-
-
 def test_a_signal_handler_that_leaves_the_program_during_the_walk_does_so(store: Stores) -> None:
     def leave(*_: object) -> None:
         sys.exit(5)
 
+    def interrupted(*_: object) -> dict[str, Any]:
+        os.kill(os.getpid(), signal.SIGUSR2)
+        return value()
+
+    state = {"w": Stateful(interrupted, load=interrupted)}
+
     async def train() -> None:
         async with ckpipe.Pipeline(store.url) as pipeline:
-            await pipeline.save({"w": Quitter(saves=True)}, step=0, until="committed")
+            await pipeline.save({"w": Stateful(value)}, step=0, until="committed")
             with pytest.raises(SystemExit, match="5"):
-                await pipeline.load({"w": Interrupted()})
-            await pipeline.save({"w": Interrupted()}, step=1)
+                await pipeline.load(state)
+            await pipeline.save(state, step=1)
 
     before = signal.signal(signal.SIGUSR2, leave)
     try:
         pipeline = ckpipe.SyncPipeline(store.url)
         with signals_heard(), pytest.raises(SystemExit, match="5"), pipeline:
-            pipeline.save({"w": Interrupted()}, step=0)
+            pipeline.save(state, step=0)
         with pytest.raises(SystemExit, match="5"):
             asyncio.run(train())
     finally:

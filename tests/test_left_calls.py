@@ -12,27 +12,10 @@ import pytest
 import torch
 from lock_actors import PATIENCE, DaemonThreads, Held, is_free
 from lock_actors import until as waiting
-from pipelines import Stores
+from pipelines import Stateful, Stores
 
 import ckpipe
 from ckpipe.errors import UsageError
-
-
-class Gate:
-    """An object whose state takes as long as a test likes."""
-
-    def __init__(self) -> None:
-        self.asked, self.opened, self.told = (threading.Event() for _ in range(3))
-        self.value = 0
-
-    def state_dict(self) -> dict[str, Any]:
-        self.asked.set()
-        assert self.opened.wait(PATIENCE)
-        self.told.set()
-        return {"value": self.value}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        raise NotImplementedError
 
 
 @pytest.mark.parametrize("until", ["staged", "committed"])
@@ -101,7 +84,7 @@ def test_an_interrupt_while_a_save_waits_for_memory(
 def test_an_interrupt_before_the_caller_knows_of_its_save(
     store: Stores, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    weight = torch.zeros(1000)
+    weight, gate = torch.zeros(1000), Stateful(lambda: threading.Event().wait(PATIENCE))
     with ckpipe.SyncPipeline(store.url) as pipeline:
         pipeline.save({"weight": weight}, step=0).wait()  # only later ones begin at once
         loop: Any = pipeline._loop
@@ -115,72 +98,39 @@ def test_an_interrupt_before_the_caller_knows_of_its_save(
         store.slow.hold("write")  # that it ends is not by chance
         monkeypatch.setattr(loop, "call", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            pipeline.save({"gate": Gate(), "weight": weight}, step=1)
+            pipeline.save({"gate": gate, "weight": weight}, step=1)
         store.slow.release()
         pipeline.save({"weight": weight}, step=2).wait()
         assert [info.step for info in pipeline.steps()] == [0, 2]
 
 
-class Noting:
-    """An object that counts how often its state is asked for."""
-
-    def __init__(self) -> None:
-        self.asked = 0
-
-    def state_dict(self) -> dict[str, Any]:
-        self.asked += 1
-        return {"number": self.asked, "tensor": torch.ones(3)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        raise NotImplementedError
+def ones() -> dict[str, Any]:
+    return {"tensor": torch.ones(3)}
 
 
-class Interrupted(Noting):
-    """An object whose state is asked for as a signal arrives, whose handler saves."""
-
-    def __init__(self, pipeline: ckpipe.SyncPipeline) -> None:
-        super().__init__()
-        self.pipeline = pipeline
-
-    def state_dict(self) -> dict[str, Any]:
-        with pytest.raises(UsageError, match="inside another"):
-            self.pipeline.save({"tensor": torch.ones(3)}, step=1)
-        return super().state_dict()
+def interrupted() -> dict[str, Any]:
+    raise KeyboardInterrupt
 
 
 def test_a_save_within_a_save_does_not_wait_for_its_memory(store: Stores) -> None:
+    def save_again() -> dict[str, Any]:
+        """Save, as the handler of a signal does that arrives now."""
+        with pytest.raises(UsageError, match="inside another"):
+            pipeline.save(ones(), step=1)
+        return ones()
+
     with ckpipe.SyncPipeline(store.url) as pipeline:
-        pipeline.save({"object": Noting()}, step=2).wait()
-        pipeline.save({"object": Interrupted(pipeline)}, step=3).wait()
-        pipeline.save({"tensor": torch.ones(3)}, step=4).wait()
+        pipeline.save({"object": Stateful(ones)}, step=2).wait()
+        pipeline.save({"object": Stateful(save_again)}, step=3).wait()
+        pipeline.save(ones(), step=4).wait()
         assert [info.step for info in pipeline.steps() if info.complete] == [2, 3, 4]
-
-
-class Changing:
-    """An object whose state changes, and which interrupts its caller when it is told to."""
-
-    def __init__(self) -> None:
-        self.more: Any = 1
-        self.interrupted = False
-
-    def state_dict(self) -> dict[str, Any]:
-        if self.interrupted:
-            self.interrupted = False
-            raise KeyboardInterrupt
-        return {"more": self.more, "tensor": torch.ones(3)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        raise NotImplementedError
 
 
 def test_a_save_whose_caller_is_interrupted_is_given_up(store: Stores) -> None:
     with ckpipe.SyncPipeline(store.url) as pipeline:
-        changing = Changing()
-        pipeline.save({"changing": changing}, step=0).wait()
-        changing.interrupted, changing.more = True, 2
+        pipeline.save({"object": Stateful(ones)}, step=0).wait()
         with pytest.raises(KeyboardInterrupt):
-            pipeline.save({"changing": changing}, step=1)
-        changing.more = 3
-        pipeline.save({"changing": changing}, step=2).wait()
+            pipeline.save({"object": Stateful(interrupted)}, step=1)
+        pipeline.save({"object": Stateful(ones)}, step=2).wait()
         assert [info.step for info in pipeline.steps()] == [0, 2]
         assert pipeline.statistics().budget_used == 0
