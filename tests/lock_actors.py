@@ -36,6 +36,12 @@ class DaemonThreads:
         threading.Thread(target=run, name=name, daemon=True).start()
         return future
 
+    def waiting(self, lock: StateLock, function: Callable[..., T], *args: Any) -> Future[T]:
+        """Run a function, and return once it waits for a lock, which nothing else does."""
+        future = self.submit(function, *args)
+        until(lock, waiters=1)
+        return future
+
 
 class Held:
     """A hold that another thread has from now until it is told to let go."""

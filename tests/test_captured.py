@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from lock_actors import PATIENCE, DaemonThreads, is_free, until
+from lock_actors import PATIENCE, DaemonThreads, is_free
 from pipelines import Stores, loaded_state
 from torch import nn
 
@@ -129,8 +129,7 @@ def test_a_guarded_step_waits_for_the_rest(
     training = Training()
     with open_pipeline(store, training) as pipeline:
         handle = begun(pipeline, slow, training.state)
-        step = threads.submit(training.optimizer.step)
-        until(pipeline.lock, waiters=1)
+        step = threads.waiting(pipeline.lock, training.optimizer.step)
         assert not step.done()
         slow.go_on.set()
         step.result(PATIENCE)
@@ -383,8 +382,7 @@ def test_a_load_breaks_no_copy_that_it_waits_for(
         training.fill(1)
         slow.go_on.clear()
         handle = begun(pipeline, slow, training.state, step=1)
-        loading = threads.submit(pipeline.load, training.state, step=0)
-        until(pipeline.lock, waiters=1)
+        loading = threads.waiting(pipeline.lock, pipeline.load, training.state, step=0)
         pipeline.load(step=0)  # which is none of the state's business
         assert not loading.done()
         slow.go_on.set()

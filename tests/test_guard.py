@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from lock_actors import PATIENCE, DaemonThreads, Held, is_free, noted, until
+from lock_actors import PATIENCE, DaemonThreads, Held, is_free, noted
 from torch.optim import SGD, AdamW
 
 from ckpipe.lock.guard import guard
@@ -142,8 +142,7 @@ def test_a_capture_that_waits_for_a_step_is_let_in_when_it_raises(
 
     trainer = threads.submit(train)
     assert inside.wait(PATIENCE)
-    capture = threads.submit(noted, lock.capturing(), [], "")
-    until(lock, waiters=1)
+    capture = threads.waiting(lock, noted, lock.capturing(), [], "")
     assert not capture.done()
     go_on.set()
     capture.result(PATIENCE)
@@ -278,8 +277,7 @@ def test_compiled_steps_run_inside(
     assert is_free(lock)
     before = parameter.detach().clone()
     capture = Held(threads, lock.capturing)
-    step = threads.submit(run)
-    until(lock, waiters=1)
+    step = threads.waiting(lock, run)
     assert torch.equal(parameter, before)
     capture.end()
     step.result(PATIENCE)
@@ -316,8 +314,7 @@ def test_removal_does_not_disturb_a_step_that_waits(
     optimizer.register_step_pre_hook(lambda *_: others.append("before"))
     optimizer.register_step_post_hook(lambda *_: others.append("after"))
     capture = Held(threads, lock.capturing)
-    step = threads.submit(optimizer.step)
-    until(lock, waiters=1)
+    step = threads.waiting(lock, optimizer.step)
     guarded.remove()
     capture.end()
     step.result(PATIENCE)
@@ -337,8 +334,7 @@ def test_removal_does_not_disturb_a_step_that_waits_for_another_guard(
     guard(lock, optimizer)
     others.append(guard(other, optimizer))
     capture = Held(threads, lock.capturing)
-    step = threads.submit(optimizer.step)
-    until(lock, waiters=1)
+    step = threads.waiting(lock, optimizer.step)
     for each in others:
         each.remove()
     capture.end()

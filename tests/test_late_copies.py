@@ -16,7 +16,7 @@ import torch
 from bundles import capture
 from hypothesis import given
 from hypothesis import strategies as st
-from lock_actors import PATIENCE, DaemonThreads, is_free, noted, until
+from lock_actors import PATIENCE, DaemonThreads, is_free, noted
 from torch import nn
 
 from ckpipe.errors import CaptureTooSlow, StateLockTimeout
@@ -207,8 +207,7 @@ def test_a_capture_is_not_broken_where_another_holds_on(
 ) -> None:
     plain, deferred = (LockHold(lock, -1, lock.acquire_capture(thread=-1)) for _ in range(2))
     deferred.defer(0.001)
-    trainer = threads.submit(noted, lock.mutating(), [], "")
-    until(lock, waiters=1)
+    trainer = threads.waiting(lock, noted, lock.mutating(), [], "")
     with pytest.raises(StateLockTimeout), lock.mutating(timeout=0.05):
         pass
     with deferred.reading():

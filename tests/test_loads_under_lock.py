@@ -142,8 +142,7 @@ def test_a_load_fills_what_the_state_is_when_it_has_the_lock(
 
     with pipeline.lock.mutating():
         swap()
-        loading = threads.submit(pipeline.load, training.state, step=1)
-        until(pipeline.lock, waiters=1)
+        loading = threads.waiting(pipeline.lock, pipeline.load, training.state, step=1)
         swap()
     loading.result(PATIENCE)
     assert training.numbers == {1.0}
@@ -191,8 +190,7 @@ def test_who_changes_the_state_loads_into_it_past_a_save_that_waits(
 
     def half_done() -> Any:
         training.weights[0].data.fill_(7)
-        saving = threads.submit(pipeline.save, training.state, step=3)
-        until(lock, waiters=1)
+        saving = threads.waiting(lock, pipeline.save, training.state, step=3)
         pipeline.load(training.state, step=1)
         assert lock.statistics().waiters
         return saving
@@ -308,8 +306,7 @@ def test_a_load_that_waits_for_who_leaves_the_pipeline_is_given_up(
 
     def leave() -> Any:
         with lock.mutating(), ckpipe.SyncPipeline(tmp_path / "one", state_lock=lock) as loader:
-            loading = threads.submit(loader.load, training.state, step=1)
-            until(lock, waiters=1)
+            loading = threads.waiting(lock, loader.load, training.state, step=1)
         return loading
 
     loading = threads.submit(leave).result(PATIENCE)

@@ -51,12 +51,10 @@ def test_a_trainer_waits_for_the_running_capture_and_goes_before_the_next(
 
 def test_a_thread_enters_its_own_side_again(lock: StateLock, threads: DaemonThreads) -> None:
     with lock.mutating(), lock.mutating(timeout=0):
-        capture = threads.submit(noted, lock.capturing(), [], "")
-        until(lock, waiters=1)
+        capture = threads.waiting(lock, noted, lock.capturing(), [], "")
     capture.result(PATIENCE)
     with lock.capturing():
-        trainer = threads.submit(noted, lock.mutating(), [], "")
-        until(lock, waiters=1)
+        trainer = threads.waiting(lock, noted, lock.mutating(), [], "")
         with lock.capturing(timeout=0):
             pass
         assert not trainer.done()
@@ -184,8 +182,7 @@ def test_who_captures_saves_past_a_trainer_that_waits_for_it(
     lock: StateLock, threads: DaemonThreads
 ) -> None:
     with lock.capturing():
-        trainer = threads.submit(noted, lock.mutating(), [], "")
-        until(lock, waiters=1)
+        trainer = threads.waiting(lock, noted, lock.mutating(), [], "")
         saver = threading.get_ident()
         lock.release_capture(lock.acquire_capture(0, thread=saver))
         token = asyncio.run(lock.acquire_capture_async(0, thread=saver))
@@ -218,8 +215,7 @@ def test_disallowing_reads_holds_captures_off_until_allowed(
         pass
     with pytest.raises(LockMisuse, match="disallow_state_dict_read"):
         lock.check_capture_allowed()
-    capture = threads.submit(noted, lock.capturing(), [], "")
-    until(lock, waiters=1)
+    capture = threads.waiting(lock, noted, lock.capturing(), [], "")
     lock.allow_state_dict_read()
     lock.allow_state_dict_read()
     capture.result(PATIENCE)
@@ -235,8 +231,7 @@ def test_disallowing_again_after_a_timeout_is_no_empty_gesture(
         lock.disallow_state_dict_read(timeout=0.01)
     assert lock.state_dict_read_allowed
     lock.allow_state_dict_read()
-    retry = threads.submit(lock.disallow_state_dict_read)
-    until(lock, waiters=1)
+    retry = threads.waiting(lock, lock.disallow_state_dict_read)
     capture.end()
     retry.result(PATIENCE)
     (holder,) = lock.statistics().holders
@@ -248,8 +243,7 @@ def test_each_thread_has_its_own_bracket(lock: StateLock, threads: DaemonThreads
     assert threads.submit(lambda: lock.state_dict_read_allowed).result(PATIENCE)
     threads.submit(lock.allow_state_dict_read).result(PATIENCE)
     assert not lock.state_dict_read_allowed
-    other = threads.submit(lock.disallow_state_dict_read)
-    until(lock, waiters=1)
+    other = threads.waiting(lock, lock.disallow_state_dict_read)
     lock.allow_state_dict_read()
     other.result(PATIENCE)
 
@@ -265,8 +259,7 @@ def test_a_thread_that_ends_lets_go(lock: StateLock, threads: DaemonThreads) -> 
     trainer = threading.Thread(target=train)
     trainer.start()
     assert held.wait(PATIENCE)
-    capture = threads.submit(noted, lock.capturing(), [], "")
-    until(lock, waiters=1)
+    capture = threads.waiting(lock, noted, lock.capturing(), [], "")
     assert not capture.done()
     end.set()
     # Nobody tells the lock: the capture itself has to find out while it waits.
@@ -379,8 +372,7 @@ def test_a_closed_loop_does_not_fail_the_trainer(lock: StateLock) -> None:
 def test_repr_and_statistics_tell_who_and_why(lock: StateLock, threads: DaemonThreads) -> None:
     assert repr(lock) == "<StateLock [free]>"
     trainer = Held(threads, lock.mutating)
-    capture = threads.submit(noted, lock.capturing(), [], "")
-    until(lock, waiters=1)
+    capture = threads.waiting(lock, noted, lock.capturing(), [], "")
     assert re.fullmatch(
         r"<StateLock \[mutating by 'trainer_0' for \d+\.\d s \(mutating\(\)\) \| 1 waiting\]>",
         repr(lock),
