@@ -36,9 +36,11 @@ class DaemonThreads:
         threading.Thread(target=run, name=name, daemon=True).start()
         return future
 
-    def waiting(self, lock: StateLock, function: Callable[..., T], *args: Any) -> Future[T]:
+    def waiting(
+        self, lock: StateLock, function: Callable[..., T], *args: Any, **kwargs: Any
+    ) -> Future[T]:
         """Run a function, and return once it waits for a lock, which nothing else does."""
-        future = self.submit(function, *args)
+        future = self.submit(function, *args, **kwargs)
         until(lock, waiters=1)
         return future
 

@@ -306,8 +306,7 @@ def test_a_load_that_waits_for_who_leaves_the_pipeline_is_given_up(
 
     def leave() -> Any:
         with lock.mutating(), ckpipe.SyncPipeline(tmp_path / "one", state_lock=lock) as loader:
-            loading = threads.waiting(lock, loader.load, training.state, step=1)
-        return loading
+            return threads.waiting(lock, loader.load, training.state, step=1)
 
     loading = threads.submit(leave).result(PATIENCE)
     with pytest.raises(PipelineClosed, match="state lock"):
