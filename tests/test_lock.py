@@ -330,7 +330,7 @@ async def test_a_task_sees_the_misuse_of_its_own_thread(lock: StateLock) -> None
     assert is_free(lock)
 
 
-def test_a_closed_loop_does_not_fail_the_trainer(lock: StateLock) -> None:
+def test_a_closed_loop_does_not_fail_the_trainer(lock: StateLock, threads: DaemonThreads) -> None:
     loop = asyncio.new_event_loop()
     loop.set_exception_handler(lambda loop, context: None)
 
@@ -339,27 +339,11 @@ def test_a_closed_loop_does_not_fail_the_trainer(lock: StateLock) -> None:
         await asyncio.sleep(0)
         return waiting
 
-    held = threading.Event()
-    release = threading.Event()
-    errors: list[BaseException] = []
-
-    def train() -> None:
-        try:
-            with lock.mutating():
-                held.set()
-                assert release.wait(PATIENCE)
-        except BaseException as error:
-            errors.append(error)
-
-    trainer = threading.Thread(target=train)
-    trainer.start()
-    assert held.wait(PATIENCE)
+    trainer = Held(threads, lock.mutating)
     task = loop.run_until_complete(begin())
     assert lock.statistics().waiters
     loop.close()
-    release.set()
-    trainer.join(PATIENCE)
-    assert errors == []
+    trainer.end()
     assert not task.done()
     del task
     gc.collect()

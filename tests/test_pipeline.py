@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import safetensors
 import torch
+from lock_actors import DaemonThreads, Held
 from pipelines import Stores, loaded_state, same, small_state
 
 import ckpipe
@@ -263,22 +264,14 @@ def test_saving_inside_mutating_raises_at_once(tmp_path: Path) -> None:
         pipeline.save({"a": 1}, step=0, until="committed")
 
 
-def test_a_trainer_that_holds_the_lock_fails_the_save_not_the_step(tmp_path: Path) -> None:
+def test_a_trainer_that_holds_the_lock_fails_the_save_not_the_step(
+    tmp_path: Path, threads: DaemonThreads
+) -> None:
     with ckpipe.SyncPipeline(tmp_path, lock={"timeout_seconds": 0.05}) as pipeline:
-        held, done = threading.Event(), threading.Event()
-
-        def train() -> None:
-            with pipeline.lock.mutating():
-                held.set()
-                done.wait(30)
-
-        trainer = threading.Thread(target=train, name="trainer-7")
-        trainer.start()
-        held.wait(30)
-        with pytest.raises(errors.StateLockTimeout, match="trainer-7"):
+        trainer = Held(threads, pipeline.lock.mutating)
+        with pytest.raises(errors.StateLockTimeout, match="trainer_0"):
             pipeline.save({"a": 1}, step=0)
-        done.set()
-        trainer.join()
+        trainer.end()
         pipeline.save({"a": 1}, step=1, until="committed")
 
 

@@ -19,7 +19,7 @@ import torch
 from lock_actors import PATIENCE
 from ranks import settle
 from sampling import EVERY, sample
-from test_worker_surroundings import customize
+from test_worker_surroundings import customize, traced
 from worker_runs import SETTINGS, state_of, worker_of
 
 import ckpipe
@@ -56,17 +56,6 @@ ctypes.CDLL(None).prctl(0x59616D61, ctypes.c_ulong(-1))  # any process may trace
 """
 RUN, WAIT, HANG = range(signal.SIGRTMIN, signal.SIGRTMIN + 3)
 
-TRACER = """
-import ctypes, os, sys
-call = ctypes.CDLL(None, use_errno=True).ptrace
-call.argtypes = [ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p]
-PTRACE_SEIZE, PTRACE_INTERRUPT = 0x4206, 0x4207
-process = int(sys.argv[1])
-refused = call(PTRACE_SEIZE, process, None, None) or call(PTRACE_INTERRUPT, process, None, None)
-print(os.strerror(ctypes.get_errno()) if refused else "", flush=True)
-sys.stdin.read()
-"""
-
 
 @contextmanager
 def stopped(worker: int) -> Iterator[None]:
@@ -74,17 +63,6 @@ def stopped(worker: int) -> Iterator[None]:
     os.kill(worker, signal.SIGSTOP)
     yield
     os.kill(worker, signal.SIGCONT)
-
-
-@contextmanager
-def traced(worker: int) -> Iterator[None]:
-    """A process that a debugger has interrupted."""
-    command, pipe = [sys.executable, "-c", TRACER, str(worker)], subprocess.PIPE
-    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as tracer:
-        assert tracer.stdout is not None
-        if refused := tracer.stdout.readline().strip():
-            pytest.skip(f"no process may be traced here: {refused}")
-        yield
 
 
 def kept_busy(gate: Path, with_signal: int) -> Callable[[int], AbstractContextManager[None]]:

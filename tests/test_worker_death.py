@@ -7,11 +7,8 @@ import math
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +16,7 @@ import psutil
 import pytest
 from lock_actors import PATIENCE, DaemonThreads
 from ranks import settle
-from test_worker_surroundings import PROCESS, customize
+from test_worker_surroundings import PROCESS, customize, traced
 from worker_runs import SETTINGS, state_of, worker_of
 
 import ckpipe
@@ -113,33 +110,6 @@ def test_an_exit_code_that_nobody_tells_is_not_made_up(
     assert re.search(r"exit code unknown.*SIGCHLD", caplog.text)
 
 
-TRACER = """
-import ctypes, os, sys
-call = ctypes.CDLL(None, use_errno=True).ptrace
-call.argtypes = [ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p]
-PTRACE_SEIZE, PTRACE_O_TRACEEXIT = 0x4206, 0x40
-refused = call(PTRACE_SEIZE, int(sys.argv[1]), None, PTRACE_O_TRACEEXIT)
-print(os.strerror(ctypes.get_errno()) if refused else "", flush=True)
-sys.stdin.read()
-"""
-
-
-@contextmanager
-def kept_from_ending(process: int) -> Iterator[None]:
-    """A process that is killed meanwhile stays with all it has, as one that waits for a disk.
-
-    The system lets its tracer look at it before it ends: ptrace(2).
-    """
-    command = [sys.executable, "-c", TRACER, str(process)]
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as tracer:
-        assert tracer.stdout is not None
-        if refused := tracer.stdout.readline().strip():
-            pytest.skip(f"no process may be traced here: {refused}")
-        yield
-
-
 @pytest.fixture
 def soon_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker that does not end is left to the system soon; any process may trace it."""
@@ -155,7 +125,7 @@ def test_closing_leaves_a_worker_to_the_system_that_does_not_end(
     opened = ckpipe.SyncPipeline(tmp_path / "run", **PROCESS)
     opened.__enter__()
     worker, process = idle_worker(opened), process_of(opened)
-    with kept_from_ending(worker):
+    with traced(worker, "at its end"):
         DaemonThreads().submit(opened.__exit__, None, None, None).result(PATIENCE)
         assert psutil.pid_exists(worker)
         assert f"process {worker} was killed and does not end" in caplog.text
@@ -168,7 +138,7 @@ def test_a_save_does_not_wait_for_a_dead_worker_that_does_not_end(
 ) -> None:
     with ckpipe.SyncPipeline(tmp_path / "run", **OFTEN_LOOKED_AT) as pipeline:
         worker, process = idle_worker(pipeline), process_of(pipeline)
-        with kept_from_ending(worker):
+        with traced(worker, "at its end"):
             os.kill(worker, signal.SIGSTOP)
             handle = pipeline.save(state_of(2))
             os.kill(worker, signal.SIGKILL)

@@ -6,10 +6,13 @@ import os
 import re
 import signal
 import site
+import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from textwrap import indent
-from typing import Any
+from typing import Any, Literal
 
 import anyio
 import psutil
@@ -38,6 +41,35 @@ def customize(folder: Path, monkeypatch: pytest.MonkeyPatch, code: str) -> Path:
     inherited = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(inherited))
     return path
+
+
+TRACER = """
+import ctypes, os, sys
+call = ctypes.CDLL(None, use_errno=True).ptrace
+call.argtypes = [ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p]
+PTRACE_SEIZE, PTRACE_INTERRUPT, PTRACE_O_TRACEEXIT = 0x4206, 0x4207, 0x40
+process, when = int(sys.argv[1]), sys.argv[2]
+if when == "at its end":
+    refused = call(PTRACE_SEIZE, process, None, PTRACE_O_TRACEEXIT)
+else:
+    refused = call(PTRACE_SEIZE, process, None, None) or call(PTRACE_INTERRUPT, process, None, None)
+print(os.strerror(ctypes.get_errno()) if refused else "", flush=True)
+sys.stdin.read()
+"""
+
+
+@contextmanager
+def traced(process: int, when: Literal["now", "at its end"] = "now") -> Iterator[None]:
+    """A process that a debugger has stopped, or stops when it ends: ptrace(2).
+
+    One that is killed meanwhile stays with all it has, as one that waits for a disk.
+    """
+    command, pipe = [sys.executable, "-c", TRACER, str(process), when], subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as tracer:
+        assert tracer.stdout is not None
+        if refused := tracer.stdout.readline().strip():
+            pytest.skip(f"no process may be traced here: {refused}")
+        yield
 
 
 @pytest.mark.parametrize("url", ["run", "~/run"])
