@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from bundles import ID, WRITER, manifest_of, structure_of
 from placed_targets import rank_of
-from stored_states import BLOCK_BYTES
 
 from ckpipe.backend import Backend
 from ckpipe.format.boxes import Box
@@ -29,9 +28,8 @@ from ckpipe.format.merge import merge
 from ckpipe.format.names import data_file_key, data_file_name
 from ckpipe.loading.fill import boxed
 from ckpipe.loading.load import LoadRequest, read_all
-from ckpipe.loading.reader import verify
 from ckpipe.memory.arena import Arena
-from ckpipe.types import LoadResult, VerifyResult
+from ckpipe.types import LoadResult
 
 Held = Sequence[tuple[Box, int]]
 """Boxes of a tensor that a rank holds, each with the rank that writes it."""
@@ -58,15 +56,6 @@ def request(into: Any = None, *, include: list[str] | None = None, **changes: An
     """A strict load of everything, changed as named."""
     plain = LoadRequest(into, LabelFilter(include), strict=True, cast=False, pickling=False)
     return dataclasses.replace(plain, **changes)
-
-
-async def verified(backend: Backend, bundle: ManifestDocument) -> VerifyResult:
-    """Verify with two lanes and blocks of 2 MiB."""
-    arena = Arena(BLOCK_BYTES)
-    try:
-        return await verify(backend, bundle, arena, lanes=2)
-    finally:
-        assert arena.free_blocks == arena.blocks
 
 
 async def store_ranks(

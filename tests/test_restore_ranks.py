@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections import defaultdict
 from typing import Any
@@ -199,16 +198,6 @@ async def test_no_more_is_read_than_the_part_that_is_wanted() -> None:
         assert result.report.bytes <= 64 * ((1 << 19) + (2 << 20))
 
 
-async def test_what_a_rank_saved_is_all_it_reads_in_the_same_topology() -> None:
-    backend, full = MemoryBackend(), torch.randn(8, 1024)
-    bundle = await sharded(backend, full, 4)
-    with rank_of(2, 4):
-        target = {"w": placed(torch.zeros_like(full), (4,), (Shard(0),))}
-        result = await load_as(backend, bundle, 2, 4, request(target))
-    assert result.report is not None
-    assert (result.report.reads, result.report.bytes) == (1, 8192)
-
-
 # Values that belong to a rank
 
 
@@ -258,29 +247,6 @@ async def test_what_differs_can_be_dropped_taken_from_rank_0_or_combined() -> No
 
 
 # Tied tensors
-
-
-async def test_tensors_that_were_cut_alike_from_shared_bytes_share_them_again() -> None:
-    backend, full = MemoryBackend(), numbered(4, 3)
-    held = [{"a": each, "b": each} for each in rows(4, 2, 3)]
-    bundle = _tied(await store_ranks(backend, [{"a": full, "b": full.clone()}] * 2, held))
-    state = (await load_as(backend, bundle, 0, 1, request())).state
-    assert torch.equal(state["a"], full)
-    assert state["a"].data_ptr() == state["b"].data_ptr()
-    with rank_of(1, 2):
-        tied = placed(torch.zeros(4, 3), (2,), (Shard(0),))
-        await load_as(backend, bundle, 1, 2, request({"a": tied, "b": tied.view(4, 3)}))
-        assert torch.equal(tied.to_local(), full[2:])
-
-
-def _tied(bundle: Any) -> Any:
-    """Let the chunks of the second tensor point to the entries of the first."""
-    layouts = []
-    for layout in bundle.layouts:
-        first, second = layout.chunks
-        chunks = (first, second._replace(entry=first.entry))
-        layouts.append(type(layout)(layout.entries, chunks))
-    return dataclasses.replace(bundle, layouts=tuple(layouts))
 
 
 async def test_a_target_that_ties_what_differs_is_refused() -> None:
