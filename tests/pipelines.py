@@ -98,3 +98,10 @@ def loaded_state(
     result = pipeline.load(step=step)
     assert result is not None
     return result.state
+
+
+async def awaited_state(pipeline: ckpipe.Pipeline, step: int | None = None) -> Any:
+    """Load a checkpoint that is there, or the newest, as a fresh state."""
+    result = await pipeline.load(step=step)
+    assert result is not None
+    return result.state

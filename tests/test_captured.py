@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from lock_actors import PATIENCE, DaemonThreads, is_free
-from pipelines import Stores, loaded_state
+from pipelines import Stores, awaited_state, loaded_state
 from torch import nn
 
 import ckpipe
@@ -174,9 +174,7 @@ async def test_a_coroutine_that_never_awaits_trains_on(store: Stores) -> None:
                 training.fill(number + 1)
         for number, handle in enumerate(handles):
             await handle
-            result = await pipeline.load(step=number)
-            assert result is not None
-            assert saved_numbers(result.state) == {float(number)}
+            assert saved_numbers(await awaited_state(pipeline, number)) == {float(number)}
 
 
 async def test_a_save_that_a_task_began_waits_for_a_step_of_its_thread(store: Stores) -> None:
@@ -192,10 +190,9 @@ async def test_a_save_that_a_task_began_waits_for_a_step_of_its_thread(store: St
         training.optimizer.register_step_post_hook(wait_for_the_save)
         training.optimizer.step()
         await (await task)
-        result = await pipeline.load(step=0)
-        assert result is not None
+        found = await awaited_state(pipeline, 0)
         weight = next(training.model.parameters())
-        assert torch.equal(result.state["model"]["0.weight"], weight)
+        assert torch.equal(found["model"]["0.weight"], weight)
 
 
 async def test_handles_wait_for_it_too(store: Stores) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from lock_actors import PATIENCE, DaemonThreads, Held, is_free
 from lock_actors import until as waiting
-from pipelines import Stateful, Stores
+from pipelines import Stateful, Stores, awaited_state
 
 import ckpipe
 from ckpipe.errors import UsageError
@@ -54,9 +54,7 @@ async def test_a_save_that_is_copied_goes_on_without_its_caller(store: Stores) -
         weight.fill_(1)
         store.slow.release()
     async with ckpipe.Pipeline(store.url) as pipeline:
-        result = await pipeline.load(step=1)
-    assert result is not None
-    assert not result.state["weight"].any()
+        assert not (await awaited_state(pipeline, 1))["weight"].any()
 
 
 def test_an_interrupt_while_a_save_waits_for_memory(

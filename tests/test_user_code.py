@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from lock_actors import PATIENCE, DaemonThreads, Held, is_free, until
-from pipelines import Stores, same, small_state
+from pipelines import Stores, awaited_state, same, small_state
 
 import ckpipe
 from ckpipe.errors import SaveCancelled, StateLockTimeout, UsageError
@@ -131,9 +131,8 @@ async def test_a_task_saves_while_the_trainer_changes_containers(store: Stores) 
                 after["step"] += 1
                 await asyncio.sleep(0)
             await saving.result()
-            result = await pipeline.load(step=step)
-            assert result is not None
-            assert result.state["before"]["step"] == result.state["after"]["step"]
+            found = await awaited_state(pipeline, step)
+            assert found["before"]["step"] == found["after"]["step"]
 
 
 @pytest.fixture
@@ -160,9 +159,7 @@ async def test_a_loop_that_never_yields_keeps_no_trainer_from_stepping(
             threads.submit(optimizer.step).result(PATIENCE)  # as autograd's threads do
         assert not noting.found
         await (await saving)
-        result = await pipeline.load()
-    assert result is not None
-    assert result.state["noting"]["count"] == 2
+        assert (await awaited_state(pipeline))["noting"]["count"] == 2
 
 
 async def test_a_pipeline_is_left_on_an_exception_while_the_loop_of_a_save_never_yields(
@@ -241,9 +238,7 @@ async def test_a_trainer_that_lets_go_of_the_lock_for_an_instant_only_is_saved(
         try:
             for step in range(5):
                 await (await pipeline.save({"noting": noting}, step=step))
-                result = await pipeline.load(step=step)
-                assert result is not None
-                found = result.state["noting"]
+                found = (await awaited_state(pipeline, step))["noting"]
                 assert found["value"].tolist() == [found["count"]] * 3
         finally:
             stop.set()
