@@ -11,6 +11,7 @@ import json
 import random
 import re
 import tarfile
+from collections import deque
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
@@ -89,8 +90,8 @@ class _Description:
             return items, factory, [(name, self.of(vars(value)[name])) for name in attributes]
         if isinstance(value, set | frozenset):
             return sorted(repr(self.of(each)) for each in value)
-        if isinstance(value, list | tuple):
-            return [self.of(each) for each in value]
+        if isinstance(value, list | tuple | deque):
+            return [self.of(each) for each in value], getattr(value, "maxlen", None)
         if dataclasses.is_dataclass(value):
             return [(name, self.of(vars(value)[name])) for name in attributes]
         return repr(value)

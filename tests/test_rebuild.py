@@ -14,6 +14,7 @@ from hypothesis import given, reject
 from hypothesis import strategies as st
 from stored_files import document_of, sealed
 from stored_states import load, round_trip, run_round_trip, store
+from test_features import described
 
 import ckpipe
 from ckpipe.backend import PutMode
@@ -57,43 +58,6 @@ ckpipe.register_type(
     to_state=lambda each: {"degrees": each.degrees},
     from_state=lambda state: Celsius(state["degrees"] + 0),  # a value, not a promise of one
 )
-
-
-def assert_same(saved: Any, loaded: Any) -> None:
-    """Equal in type, structure, order and values; floats and tensors to the bit."""
-    assert type(loaded) is type(saved)
-    if isinstance(saved, torch.Tensor):
-        assert (loaded.dtype, loaded.shape) == (saved.dtype, saved.shape)
-        assert steps_of(loaded) == steps_of(saved)
-        assert loaded.requires_grad == saved.requires_grad
-        assert (loaded.is_conj(), loaded.is_neg()) == (saved.is_conj(), saved.is_neg())
-        assert raw(loaded) == raw(saved)
-    elif isinstance(saved, np.ndarray):
-        assert (loaded.dtype, loaded.shape) == (saved.dtype, saved.shape)
-        assert loaded.tobytes() == saved.tobytes()
-    elif isinstance(saved, dict):
-        assert list(map(repr, loaded)) == list(map(repr, saved))
-        for one, other in zip(saved.values(), loaded.values(), strict=True):
-            assert_same(one, other)
-    elif isinstance(saved, list | tuple | deque):
-        assert len(loaded) == len(saved)
-        for one, other in zip(saved, loaded, strict=True):
-            assert_same(one, other)
-    else:
-        assert repr(loaded) == repr(saved)
-
-
-def steps_of(tensor: torch.Tensor) -> list[int]:
-    """The strides that mean something: of dimensions with more than one element, if any."""
-    if not tensor.numel():
-        return []
-    return [step for n, step in zip(tensor.shape, tensor.stride(), strict=True) if n > 1]
-
-
-def raw(tensor: torch.Tensor) -> bytes:
-    plain = tensor.detach().resolve_conj().resolve_neg()
-    plain = plain.clone(memory_format=torch.contiguous_format).view(-1)
-    return plain.view(torch.uint8).numpy().tobytes()
 
 
 values = st.one_of(
@@ -151,39 +115,10 @@ def states(draw: st.DrawFn) -> Any:
     )
 
 
-def tensors_of(state: Any) -> list[torch.Tensor]:
-    if isinstance(state, torch.Tensor):
-        return [state]
-    if isinstance(state, dict):
-        state = list(state.values())
-    if isinstance(state, list | tuple | deque):
-        return [each for part in state for each in tensors_of(part)]
-    return []
-
-
-def overlaps(state: Any) -> list[tuple[int, int, int]]:
-    """Which elements' first bytes lie in which other tensors: the sharing of a state."""
-    tensors = tensors_of(state)
-    found = []
-    for i, one in enumerate(tensors):
-        for j, other in enumerate(tensors):
-            if i != j and one.numel() and other.numel():
-                low, high = other.data_ptr(), other.data_ptr() + reach_of(other)
-                if one.data_ptr() < high and low < one.data_ptr() + reach_of(one):
-                    found.append((i, j, one.data_ptr() - low))
-    return found
-
-
-def reach_of(tensor: torch.Tensor) -> int:
-    steps = zip(tensor.shape, tensor.stride(), strict=True)
-    return (1 + sum((n - 1) * step for n, step in steps)) * tensor.itemsize
-
-
 @given(states())
 def test_a_fresh_load_is_what_was_saved(state: Any) -> None:
     loaded = run_round_trip({"s": state}).state["s"]
-    assert_same(state, loaded)
-    assert overlaps(loaded) == overlaps(state)
+    assert described(loaded) == described(state)
 
 
 @given(states())
@@ -195,7 +130,7 @@ def test_a_fresh_load_is_what_torch_loads(state: Any) -> None:
         reject()
     file.seek(0)
     theirs = torch.load(file, weights_only=False)
-    assert_same(theirs, run_round_trip({"s": state}).state["s"])
+    assert described(run_round_trip({"s": state}).state["s"]) == described(theirs)
 
 
 async def test_no_constructor_runs() -> None:
@@ -241,7 +176,7 @@ async def test_a_counter_keeps_its_class_its_keys_and_their_order() -> None:
     counter: Counter[Any] = Counter({3: 1, "3": 5, True: torch.ones(2), (2, None): -1})
     counter.since = [7]  # type: ignore[attr-defined]
     loaded = (await round_trip({"c": counter, "again": counter})).state
-    assert_same(counter, loaded["c"])
+    assert described(loaded["c"]) == described(counter)
     assert loaded["c"].since == [7]
     assert loaded["again"] is loaded["c"]
 

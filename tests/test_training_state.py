@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import LBFGS, SGD, Adam, AdamW, Optimizer
+from training_references import difference
 
 from ckpipe import SyncPipeline
 from ckpipe.distributed import training_state
@@ -90,20 +91,8 @@ def everything(net: nn.Module, *optimizers: Optimizer) -> Any:
 
 def assert_same(found: Any, expected: Any) -> None:
     """Compare to the bit, dtypes included."""
-    if isinstance(expected, torch.Tensor):
-        assert isinstance(found, torch.Tensor)
-        assert found.dtype == expected.dtype
-        assert torch.equal(found, expected)
-    elif isinstance(expected, dict):
-        assert found.keys() == expected.keys()
-        for key, value in expected.items():
-            assert_same(found[key], value)
-    elif isinstance(expected, list | tuple):
-        assert len(found) == len(expected)
-        for one, other in zip(found, expected, strict=True):
-            assert_same(one, other)
-    else:
-        assert found == expected
+    wrong = difference(found, expected)
+    assert wrong is None, wrong
 
 
 @pytest.fixture
