@@ -223,19 +223,6 @@ def test_is_refused_without_a_guard_and_by_a_small_budget(store: Stores) -> None
             pipeline.save(training.state, until="later")  # type: ignore[arg-type]
 
 
-def test_a_state_that_no_optimizer_owns_is_copied_before_it_returns(
-    store: Stores, slow: SlowCopies
-) -> None:
-    training = Training()
-    with open_pipeline(store, training) as pipeline:
-        tensor = torch.zeros(50_000)
-        handle = pipeline.save({"mine": tensor, "empty": torch.empty(0)}, step=0, until="captured")
-        tensor.fill_(1)
-        handle.wait(PATIENCE)
-        assert torch.equal(load(pipeline, 0)["mine"], torch.zeros(50_000))
-    assert not slow.reached.is_set()
-
-
 def test_a_state_without_tensors_is_saved(store: Stores) -> None:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
@@ -435,16 +422,6 @@ def test_tensors_whose_changes_torch_does_not_count_are_captured(store: Stores) 
         handle = pipeline.save(training.state, step=0, until="captured")
         found = committed(pipeline, handle)
         assert torch.equal(found["optimizer"]["state"][0]["uncounted"], uncounted)
-
-
-def test_what_another_optimizer_owns_is_copied_at_once(store: Stores, slow: SlowCopies) -> None:
-    mine, other = Training(), Training()
-    with open_pipeline(store, mine) as pipeline:
-        handle = begun(pipeline, slow, [mine.state, other.state])
-        other.optimizer.step()
-        slow.go_on.set()
-        for each in committed(pipeline, handle):
-            assert saved_numbers(each) == {0.0}
 
 
 def test_a_buffer_that_reaches_into_a_parameter_is_copied_at_once(

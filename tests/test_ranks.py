@@ -97,11 +97,6 @@ def test_of_processes_that_claim_one_rank_exactly_one_saves(store: Stores) -> No
     assert all(error is None or isinstance(error, errors.AttemptReused) for error in errors_seen)
 
 
-def test_ranks_that_name_one_attempt_begin_at_one_time(store: Stores) -> None:
-    with ranks(store.url, 3) as world:
-        assert len({info.attempt for info in save_all(world, 1)}) == 1
-
-
 def test_no_way_to_agree_names_both_ways(store: Stores) -> None:
     with pytest.raises(errors.UnsupportedTopology) as said:
         open_rank(store.url, 1, 4, attempt_id=None)
@@ -339,16 +334,6 @@ def test_straggler_after_a_deletion_revives_nothing(store: Stores) -> None:
             with pytest.raises(errors.CheckpointIncomplete, match="deleted"):
                 handle.wait_complete(timeout=60)
             assert new[1].latest() is None
-
-
-def test_late_commit_does_not_part_the_ranks(store: Stores) -> None:
-    with ranks(store.url, 2, **FAST) as world:
-        save_all(world, 1)
-        assert loaded_step(world[0]) == 1
-        with ranks(store.url, 2, attempt_id="other", **FAST) as others:
-            save_all(others, 2)
-        assert loaded_step(world[1]) == 1
-        assert [loaded_step(pipeline) for pipeline in reversed(world)] == [2, 2]
 
 
 def test_a_rank_that_the_store_failed_loads_what_the_others_have_loaded(store: Stores) -> None:
