@@ -20,18 +20,6 @@ from ckpipe import StateLock
 from ckpipe.errors import LockMisuse, StateLockTimeout
 
 
-def test_captures_share_the_lock(lock: StateLock, threads: DaemonThreads) -> None:
-    together = threading.Barrier(3)
-
-    def capture() -> None:
-        with lock.capturing():
-            together.wait(PATIENCE)
-
-    for future in [threads.submit(capture) for _ in range(3)]:
-        future.result(PATIENCE)
-    assert is_free(lock)
-
-
 def test_a_trainer_waits_for_the_running_capture_and_goes_before_the_next(
     lock: StateLock, threads: DaemonThreads
 ) -> None:
