@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from lock_actors import PATIENCE, DaemonThreads
-from pipelines import Stores, stores
+from pipelines import Stores
 from sampling import EVERY
 from torch import nn
 
@@ -46,12 +46,8 @@ class Counting(torch.optim.Optimizer):
             for parameter in group["params"]:
                 self.state[parameter]["average"] = torch.zeros_like(parameter)
 
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        self.advance()
-
     @torch.no_grad()
-    def advance(self) -> None:
-        """Set all to the next number."""
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         self.number += 1
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -96,12 +92,6 @@ class Training:
         self.optimizer.step()
         self.after_step(number)
 
-    def receive(self) -> None:
-        """What a peer does that brings a whole later state: no step of the optimizer is taken."""
-        self.after_step(self.optimizer.number + 1)
-        self.optimizer.advance()
-        self.forward(self.optimizer.number)
-
     def hook(self, part: int) -> None:
         """Has step hooks change a half of what the step itself leaves alone."""
         buffers, ema = list(self.model.buffers())[part::2], self.ema[part::2]
@@ -118,12 +108,6 @@ class Training:
 
         self.optimizer.register_step_pre_hook(before)
         self.optimizer.register_step_post_hook(after)
-
-    def look(self) -> None:
-        """What a peer does that sends a whole state."""
-        state = [dict(self.model.state_dict()), self.optimizer.state_dict(), self.ema]
-        numbers = numbers_in(state)
-        assert len(numbers) == 1, f"a transport reads {sorted(numbers)}"
 
 
 def numbers_in(state: Any) -> set[float]:
@@ -181,14 +165,11 @@ def seed() -> int:
     return drawn
 
 
-def opened(
-    store: Stores, training: Training, mode: dict[str, Any], lock: ckpipe.StateLock | None = None
-) -> ckpipe.SyncPipeline:
+def opened(store: Stores, training: Training, mode: dict[str, Any]) -> ckpipe.SyncPipeline:
     staging = {"block_bytes": BLOCK, "bytes": 256 * BLOCK} | mode.get("staging", {})
     return ckpipe.SyncPipeline(
         store.url,
         guard=training.optimizer,
-        state_lock=lock,
         staging=staging,
         lock=mode.get("lock", Lock()),
         keep_last=3,
@@ -203,17 +184,16 @@ def trains_until(stop: threading.Event, step: Callable[[], None]) -> int:
     return taken
 
 
-def race(steps: list[Callable[[], None]], *saving: Checked) -> None:
-    """Threads each of which goes on taking steps, beside pipelines that save in turns."""
+def race(steps: list[Callable[[], None]], checked: Checked) -> None:
+    """Threads each of which goes on taking steps, beside a pipeline that saves."""
     stop, threads = threading.Event(), DaemonThreads()
     training = [threads.submit(trains_until, stop, step) for step in steps]
     try:
         began, number = time.monotonic(), 0
-        while number < len(saving) or time.monotonic() < began + SECONDS:
-            saving[number % len(saving)].save(number)
+        while not number or time.monotonic() < began + SECONDS:
+            checked.save(number)
             number += 1
-        for checked in saving:
-            checked.finish()
+        checked.finish()
     finally:
         stop.set()
     assert all(each.result(PATIENCE) > 0 for each in training)
@@ -231,29 +211,6 @@ def test_threads_that_train_under_the_lock_beside_one_that_saves(
                 training.step()
 
         race([step, step], Checked(pipeline, training, mode["until"]))
-
-
-@pytest.mark.parametrize("name", MODES)
-def test_transports_that_read_and_write_the_state_beside_one_that_saves(
-    name: str, store: Stores, seed: int
-) -> None:
-    """They have the lock of a live pipeline, and nothing else of it."""
-    training, mode, lock = Training(seed), MODES[name], ckpipe.StateLock()
-
-    def train() -> None:
-        with lock.mutating():
-            training.step()
-
-    def receive() -> None:
-        with lock.mutating():
-            training.receive()
-
-    def send() -> None:
-        with lock.capturing():
-            training.look()
-
-    with opened(store, training, mode, lock) as pipeline:
-        race([train, receive, send], Checked(pipeline, training, mode["until"]))
 
 
 @pytest.mark.parametrize("name", MODES)
@@ -283,21 +240,3 @@ def test_a_trainer_that_saves_its_own_state_and_trains_on(
                 training.step()
             number += 1
         checked.finish()
-
-
-@pytest.mark.parametrize("name", MODES)
-def test_two_pipelines_that_share_a_lock_beside_a_thread_that_trains(
-    name: str, store: Stores, seed: int
-) -> None:
-    training, mode = Training(seed), MODES[name]
-    with (
-        stores() as other,
-        opened(store, training, mode) as first,
-        opened(other, training, mode, first.lock) as second,
-    ):
-
-        def step() -> None:
-            with first.lock.mutating():
-                training.step()
-
-        race([step], *(Checked(each, training, mode["until"]) for each in (first, second)))
