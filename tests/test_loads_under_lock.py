@@ -83,13 +83,6 @@ def pipeline(tmp_path: Path, training: Training) -> Iterator[ckpipe.SyncPipeline
         yield opened
 
 
-def waits(lock: ckpipe.StateLock, work: Any) -> bool:
-    """Whether some work comes to wait for the lock before it ends."""
-    with lock._changed:
-        lock._changed.wait_for(lambda: work.done() or lock.statistics().waiters, timeout=PATIENCE)
-    return bool(lock.statistics().waiters)
-
-
 @pytest.mark.parametrize("shared", [False, True])
 def test_a_save_waits_for_a_load(
     pipeline: ckpipe.SyncPipeline,
@@ -106,28 +99,12 @@ def test_a_save_waits_for_a_load(
         assert training.slow.reached.wait(PATIENCE)
         (holder,) = lock.statistics().holders
         assert (holder.side, holder.thread, holder.purpose) == ("mutating", "trainer_0", "load()")
-        saving = threads.submit(saver.save, training.state, step=3)
-        assert waits(lock, saving)
+        saving = threads.waiting(lock, saver.save, training.state, step=3)
         training.slow.go_on.set()
         loading.result(PATIENCE)
         saving.result(PATIENCE).wait()
         assert saved(saver, 3) == {1.0}
     assert is_free(lock)
-
-
-def test_a_step_waits_for_a_load(
-    pipeline: ckpipe.SyncPipeline, training: Training, threads: DaemonThreads
-) -> None:
-    for each in training.weights:
-        each.grad = torch.full_like(each, -5.0)
-    loading = threads.submit(pipeline.load, training.state, step=1)
-    assert training.slow.reached.wait(PATIENCE)
-    step = threads.submit(training.optimizer.step)
-    assert waits(pipeline.lock, step)
-    training.slow.go_on.set()
-    loading.result(PATIENCE)
-    step.result(PATIENCE)
-    assert training.weights[0][0] == 6
 
 
 def test_a_load_fills_what_the_state_is_when_it_has_the_lock(
@@ -198,22 +175,6 @@ def test_who_changes_the_state_loads_into_it_past_a_save_that_waits(
     saving = threads.submit(change).result(PATIENCE)
     saving.result(PATIENCE).wait()
     assert saved(pipeline, 3) == {1.0}
-
-
-async def test_a_coroutine_that_changes_the_state_loads_into_it(
-    pipeline: ckpipe.SyncPipeline, training: Training, threads: DaemonThreads, tmp_path: Path
-) -> None:
-    training.slow.go_on.set()
-    lock = pipeline.lock
-    async with ckpipe.Pipeline(tmp_path / "one", state_lock=lock) as loader:
-        with lock.mutating():
-            training.fill(7)
-            saving = threads.submit(pipeline.save, training.state, step=3)
-            await anyio.to_thread.run_sync(lambda: until(lock, waiters=1))
-            async with asyncio.timeout(PATIENCE):
-                await loader.load(training.state, step=1)
-        await anyio.to_thread.run_sync(lambda: saving.result(PATIENCE).wait())
-        assert saved(pipeline, 3) == {1.0}
 
 
 async def test_a_coroutine_and_others_of_its_thread_wait_for_one_another(
