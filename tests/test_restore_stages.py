@@ -44,16 +44,6 @@ async def stored(*states: Any) -> tuple[MemoryBackend, Any]:
     return backend, await store_ranks(backend, states)
 
 
-async def test_one_process_gets_the_names_of_all_ranks() -> None:
-    backend, bundle = await stored(stage(0, 1), stage(2), stage(3, 4))
-    assert len(bundle.structures) == 3
-    state = (await load_as(backend, bundle, 0, 1, request())).state
-    assert repr(state) == repr(stage(0, 1, 2, 3, 4))
-    target = blank(4, 3, 2, 1, 0)
-    await load_as(backend, bundle, 0, 1, request(target))
-    assert repr(target) == repr(stage(4, 3, 2, 1, 0))
-
-
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 async def test_stages_may_be_cut_anew_in_any_number(world_size: int) -> None:
     backend, bundle = await stored(stage(0, 1), stage(2), stage(3, 4))
