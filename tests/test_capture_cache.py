@@ -21,6 +21,7 @@ import torch
 from bundles import capture
 from hypothesis import given
 from hypothesis import strategies as st
+from pipelines import Stateful
 from torch import nn
 
 import ckpipe
@@ -343,101 +344,61 @@ class Saying(Layers):
         raise NotImplementedError
 
 
-class Asked(Holder):
-    """A module, asked for its state by anybody's object."""
-
-    def state_dict(self) -> Any:
-        return self.inside.state_dict()
-
-
 FIXED = torch.zeros(5), torch.ones(1, 3)
 
 
-def unchanged(model: Any) -> None:
-    """Leave a model as it is."""
+def swap(module: nn.Module, state: Any, prefix: str, metadata: Any) -> None:
+    state[prefix + "weight"] = FIXED[0]
 
 
-def tied(model: Any) -> None:
-    model.two.weight = model.one.weight
+def look(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+    if not keep_vars:
+        module.get_parameter("weight").data = FIXED[1]
 
 
-def overlapping(model: Any) -> None:
-    model.two.bias = nn.Parameter(model.one.weight.data[0])
-
-
-def frozen(model: Any) -> None:
-    model.one.requires_grad_(False)
-
-
-def marked(model: Any) -> None:
-    model.one.weight.mark = torch.ones(1)
-
-
-def tagged(model: Any) -> None:
-    model.buffer = torch.ones(2).as_subclass(Tagged)
-
-
-def replaced(model: Any) -> None:
-    model.one.weight.data = torch.ones(3, 3).t()
-
-
-def hooked(model: Any) -> None:
-    def swap(module: nn.Module, state: Any, prefix: str, metadata: Any) -> None:
-        state[prefix + "weight"] = FIXED[0]
-
-    model.one._register_state_dict_hook(swap)
-
-
-def asked_before(model: Any) -> None:
-    def look(module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        if not keep_vars:
-            model.one.weight.data = FIXED[1]
-
-    model.one.register_state_dict_pre_hook(look)
-
-
-def overridden(model: Any) -> None:
+def overridden(model: Any) -> Any:
     state = {"all": torch.ones(2), "weight": model.one.weight}
-    model.state_dict = lambda *args, **kwargs: state
+    return having(model, state_dict=lambda *args, **kwargs: state)
 
 
-def without_a_part(model: Any) -> None:
-    model.norm = None
-
-
-MODULE_CHANGES: list[Callable[[Layers], None]] = [
-    unchanged, tied, overlapping, frozen, marked, tagged, replaced, hooked, asked_before,
-    overridden, without_a_part,
-]  # fmt: skip
+MODULE_CHANGES: dict[str, Callable[[Any], Any]] = {
+    "unchanged": lambda m: m,
+    "tied": lambda m: having(m.two, weight=m.one.weight),
+    "overlapping": lambda m: having(m.two, bias=nn.Parameter(m.one.weight.data[0])),
+    "frozen": lambda m: m.one.requires_grad_(False),
+    "marked": lambda m: having(m.one.weight, mark=torch.ones(1)),
+    "tagged": lambda m: having(m, buffer=torch.ones(2).as_subclass(Tagged)),
+    "replaced": lambda m: having(m.one.weight, data=torch.ones(3, 3).t()),
+    "hooked": lambda m: m.one._register_state_dict_hook(swap),
+    "asked before": lambda m: m.one.register_state_dict_pre_hook(look),
+    "overridden": overridden,
+    "without a part": lambda m: having(m, norm=None),
+}
 
 
 @pytest.mark.parametrize("kind", [Layers, Saying])
 @pytest.mark.parametrize("change", MODULE_CHANGES)
-def test_a_module_is_what_its_state_dict_says(
-    kind: type[Layers], change: Callable[[Layers], None]
-) -> None:
+def test_a_module_is_what_its_state_dict_says(kind: type[Layers], change: str) -> None:
     model = kind()
-    change(model)
-    assert_alike(capture({"model": model}), {"model": Asked(model)})
+    MODULE_CHANGES[change](model)
+    assert_alike(capture({"model": model}), {"model": Stateful(model.state_dict)})
 
 
 @pytest.mark.parametrize("before", MODULE_CHANGES)
 @pytest.mark.parametrize("after", MODULE_CHANGES)
-def test_the_cache_of_a_module_finds_what_a_walk_would(
-    before: Callable[[Layers], None], after: Callable[[Layers], None]
-) -> None:
+def test_the_cache_of_a_module_finds_what_a_walk_would(before: str, after: str) -> None:
     model = Layers()
-    before(model)
+    MODULE_CHANGES[before](model)
     state = {"model": model, "one": model.one.weight}
-    if before is marked:  # a tensor in the state itself has an attribute
+    if before == "marked":  # a tensor in the state itself has an attribute
         assert capture_cache_of(flatten(OpenedState(state), ALL, pickling=False)) is None
         return
     selections = [ALL, LabelFilter(exclude=["*.two.*"])]
     caches = [cache_of(state, select) for select in selections]
-    after(model)
+    MODULE_CHANGES[after](model)
     for cache, select in zip(caches, selections, strict=True):
         found = followed(cache, state, select)
-        assert found is not None or after is not unchanged
+        assert found is not None or after != "unchanged"
         if found is not None:
             assert_alike(found, state, select)
 
