@@ -25,6 +25,7 @@ from anyio import (
     to_thread,
 )
 from lock_actors import PATIENCE, DaemonThreads
+from pipelines import Stateful
 from ranks import settle
 from worker_runs import SETTINGS, state_of
 
@@ -91,20 +92,6 @@ def test_a_forked_child_has_what_was_before() -> None:
         assert sys.getswitchinterval() == about(SWITCH_SECONDS)
 
 
-class Looking:
-    """An object that notes the interval while it is looked at."""
-
-    def __init__(self) -> None:
-        self.seen: list[float] = []
-
-    def state_dict(self) -> dict[str, Any]:
-        self.seen.append(sys.getswitchinterval())
-        return {"value": 1}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        assert state == {"value": 1}
-
-
 @pytest.mark.parametrize("worker", ["thread", "process"])
 @pytest.mark.parametrize(
     ("setting", "during"),
@@ -119,7 +106,12 @@ def test_the_interval_is_a_setting(
     tmp_path: Path, worker: Literal["thread", "process"], setting: dict[str, Any], during: float
 ) -> None:
     seen: list[float] = []
-    looking = Looking()
+    walking: list[float] = []
+    loaded: list[Any] = []
+
+    def walk() -> dict[str, Any]:
+        walking.append(sys.getswitchinterval())
+        return {"value": 1}
 
     def look(event: Event) -> None:
         if isinstance(event, BlockUploaded):
@@ -127,13 +119,15 @@ def test_the_interval_is_a_setting(
 
     with ckpipe.SyncPipeline(tmp_path, worker=worker, **SETTINGS | setting) as opened:
         opened.events.add(look)
-        opened.save(state_of(1) | {"looking": looking}).wait()
+        looking = {"looking": Stateful(walk, load=loaded.append)}
+        opened.save(state_of(1) | looking).wait()
         settle(opened)
         assert sys.getswitchinterval() == about(0.005)
-        looking.seen.clear()
-        opened.load({"looking": looking}, include=["looking*"])
+        walking.clear()
+        opened.load(looking, include=["looking*"])
+    assert loaded == [{"value": 1}]
     assert seen == [about(during)] * len(seen) != []
-    assert looking.seen == [about(during)] * len(looking.seen) != []
+    assert walking == [about(during)] * len(walking) != []
 
 
 @pytest.mark.parametrize(
