@@ -92,14 +92,6 @@ def _held(spread: Sharding | None, rank: int, shape: tuple[int, ...]) -> list[in
     return sorted(place for held in boxes for place in elements(spread.shape, held.box))
 
 
-@given(worlds())
-@settings(max_examples=10, deadline=None)
-def test_offers_are_read_as_they_were_made(world: list[list[Tensor]]) -> None:
-    for rank, state in enumerate(states_of(world)):
-        own = describe(state.tensors, state.replicated, rank=rank, world_size=WORLD)
-        assert decode_description(own.data) == own.offer
-
-
 def test_offers_of_another_version_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     data = describe([], frozenset(), rank=0, world_size=1).data
     monkeypatch.setattr("ckpipe.plan.assignment._VERSION", 2)

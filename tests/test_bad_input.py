@@ -10,7 +10,7 @@ import math
 import os
 import re
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -167,6 +167,27 @@ def test_keys_that_no_checkpoint_can_hold_are_refused(tmp_path: Path, key: Any) 
             pipeline.save({"outer": {key: 1}}, step=6)
         says(caught.value, "step 6", "outer", type(key).__name__)
         assert pipeline.steps() == []
+
+
+@pytest.mark.parametrize(
+    ("bad", "where", "what"),
+    [
+        ({"a": [1, object()]}, "a.1", "object"),
+        ({"s": torch.ones(2).to_sparse()}, "s", "sparse"),
+        ({"m": torch.empty(1, device="meta")}, "m", "meta"),
+        ({"n": np.array([object()])}, "n", "A numpy array of dtype object cannot be saved"),
+        ({"n": np.ma.array([1])}, "n", "numpy array of the class MaskedArray cannot be saved"),
+        ({"d": defaultdict(lambda: 0)}, "d", "default"),
+        ({"f": verify_one}, "f", "function"),
+        ({"x": {1, (2, frozenset())}}, "x", "set"),
+    ],
+)
+def test_values_that_no_checkpoint_can_hold_are_named(
+    tmp_path: Path, bad: Any, where: str, what: str
+) -> None:
+    with pytest.raises(errors.UnsupportedState, match=what) as caught:
+        save_one(tmp_path, bad)
+    assert caught.value.key == where
 
 
 # Damage

@@ -13,12 +13,17 @@ from safetensors.torch import load as load_safetensors
 from tensor_states import SPECS, Spec, build
 
 import ckpipe
+from ckpipe.planning import LocalPlanner
 from ckpipe.testing import MemoryBackend
 
 BLOCK_BYTES = (1 << 16, (1 << 16) + 4096, 1 << 20)
 DTYPES = (torch.float32, torch.int8, torch.float64)
 _numbers = itertools.count()
 _stores: dict[str, MemoryBackend] = {}
+
+
+class Checked(LocalPlanner):
+    """Makes the usual plans, which are checked as those of a user are."""
 
 
 async def saved(
@@ -32,9 +37,9 @@ async def saved(
         owned: What an optimizer owns, and is copied later.
     """
     guard = torch.optim.SGD([{"params": owned}]) if owned else None
-    staging = {"block_bytes": block_bytes}
+    settings: dict[str, Any] = {"staging": {"block_bytes": block_bytes}, "plan": Checked()}
     url = f"copying://{next(_numbers)}"
-    async with ckpipe.Pipeline(url, guard=guard, staging=staging, worker="thread") as pipeline:
+    async with ckpipe.Pipeline(url, guard=guard, worker="thread", **settings) as pipeline:
         handle = await pipeline.save(state, step=0, until="captured" if owned else "committed")
         info = await handle
         await pipeline.verify(0)
