@@ -99,11 +99,6 @@ def test_texts_of_numpy_keep_every_character(raw: str | bytes) -> None:
     assert list(found) == list(raw)  # numpy itself compares without NULs at the end
 
 
-def test_fold_of_a_repeated_hour_survives() -> None:
-    late = dt.datetime(2026, 10, 25, 2, 30, fold=1)
-    assert decode_value(through_json(encode_value(late))).fold == 1
-
-
 @given(st.lists(keys, unique_by=exact, max_size=10))
 def test_different_keys_have_different_forms(found: list[Any]) -> None:
     forms = {json.dumps(encode_key(key)) for key in found}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import pickle
 import random
 import zlib
@@ -16,17 +15,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpipe.errors import (
-    ChecksumMismatch,
     CorruptCheckpoint,
     InvalidExtent,
     InvalidManifest,
     OversizedMetadata,
-    TruncatedObject,
     UnsupportedState,
     UnsupportedVersion,
     WrongWorldSize,
 )
-from ckpipe.format.checksummed_json import decode_json, encode_json, json_text
+from ckpipe.format.checksummed_json import encode_json, json_text
 from ckpipe.format.codec import decode_bundle, encode_bundle
 from ckpipe.format.manifest import ManifestDocument, Structure, TensorRow
 from ckpipe.format.merge import merge
@@ -73,57 +70,27 @@ def test_rows_that_were_read_pickle_and_replace_like_others() -> None:
     assert replace(row, label="x") == TensorRow("x", row.dtype, row.shape)
 
 
-def test_values_of_other_types_stay_apart() -> None:
-    parts = [manifest_of({"v": value}, rank, 4)[0] for rank, value in enumerate((1, True, 1.0, 0))]
-    found = read(encode_bundle(merge(parts, "index")), "index")
-    assert [repr(part.values) for part in found.parts] == ["(1,)", "(True,)", "(1.0,)", "(0,)"]
-
-
-def test_every_flipped_bit_of_the_plain_form_is_found() -> None:
-    _check_all_flips(encode_bundle(manifest_of({"w": torch.ones(2), "n": 1})[0]))
-
-
-def test_every_flipped_bit_of_the_compressed_form_is_found(
+def test_every_flipped_bit_and_every_truncation_of_the_compressed_form_is_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("ckpipe.format.checksummed_json.PLAIN_BYTES", 100)
     data = encode_bundle(manifest_of({"w": torch.ones(2), "n": 1})[0])
     assert data[0] == 0x78
-    _check_all_flips(data)
-
-
-def _check_all_flips(data: bytes) -> None:
     read(data)
+    damaged = [data[:size] for size in range(len(data))]
     for bit in range(len(data) * 8):
         flipped = bytearray(data)
         flipped[bit // 8] ^= 1 << bit % 8
+        damaged.append(bytes(flipped))
+    for each in damaged:
         with pytest.raises(CorruptCheckpoint):
-            read(bytes(flipped))
-
-
-def test_every_truncation_is_found() -> None:
-    for data in (encode_bundle(manifest()), encode_bundle(large_manifest())):
-        for size in {0, 1, 3, 4, 5, 100, len(data) // 2, *range(len(data) - 40, len(data))}:
-            with pytest.raises(CorruptCheckpoint) as caught:
-                read(data[:size])
-            assert caught.value.key == KEY
-            assert caught.value.step == ID.step
-    with pytest.raises(TruncatedObject):
-        read(b"")
+            read(each)
 
 
 @given(st.binary(max_size=200))
 def test_garbage_is_refused(data: bytes) -> None:
     with pytest.raises(CorruptCheckpoint):
         read(data)
-
-
-def test_trees_as_deep_as_a_walk_can_go_are_written_and_read() -> None:
-    deep: Any = torch.ones(1)
-    for _ in range(100):
-        deep = [deep]
-    bundle = manifest_of({"deep": deep})[0]
-    assert read(encode_bundle(bundle)) == bundle
 
 
 def test_tree_that_json_cannot_write_is_refused() -> None:
@@ -161,17 +128,6 @@ def test_sixty_four_bytes_for_each_shard() -> None:
     data = encode_bundle(merge(every, "index"))
     assert len(data) <= 64 * shards * ranks
     assert read(data, "index").parts[7] == replace(every[7].parts[0], layout=7)
-
-
-def test_encoded_json_is_ordinary_json() -> None:
-    assert json.loads(encode_json({"a": "ü"}))["a"] == "ü"
-    assert decode_json(encode_json({"a": [1.5, None]}), LIMIT) == {"a": [1.5, None]}
-
-
-def test_wrong_checksum_is_told_from_a_wrong_manifest() -> None:
-    data = encode_bundle(manifest())
-    with pytest.raises(ChecksumMismatch):
-        read(data.replace(b'"step":500', b'"step":501'))
 
 
 def index() -> ManifestDocument:
