@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from ckpipe.format.checksum import CHUNK_BYTES, crc32c
 from ckpipe.format.checksummed_json import decode_json, encode_json
-from ckpipe.format.data_file import encode_header, file_rows
+from ckpipe.format.data_file import file_rows
 from ckpipe.format.keys import LabelFilter
 from ckpipe.format.manifest import (
     Chunk,
@@ -105,40 +105,6 @@ def manifest_of(
     )
     layout = Layout(plan.layout.entries, chunks)
     return ManifestDocument("manifest", ID, world_size, (structure,), (layout,), (part,)), images
-
-
-def as_shard(
-    bundle: ManifestDocument, label: str, dimension_size: int, first: int
-) -> ManifestDocument:
-    """Make a whole tensor of a manifest one block of rows of a larger one."""
-    (structure,), (layout,) = bundle.structures, bundle.layouts
-    number = next(n for n, row in enumerate(structure.tensors) if row.label == label)
-    local = structure.tensors[number].shape
-    lower = (first, *(0 for _ in local[1:]))
-    upper = (first + local[0], *local[1:])
-    bounds = f"{','.join(map(str, lower))}:{','.join(map(str, upper))}"
-    rows = [
-        replace(row, shape=(dimension_size, *local[1:])) if row.label == label else row
-        for row in structure.tensors
-    ]
-    entries = [
-        row._replace(name=f"{label}@{bounds}") if row.name == label else row
-        for row in layout.entries
-    ]
-    chunks = [
-        chunk._replace(box=(lower, upper)) if chunk.tensor == number else chunk
-        for chunk in layout.chunks
-    ]
-    header = encode_header([(r.name, r.dtype, r.shape, r.offset, r.nbytes) for r in entries])
-    (part,) = bundle.parts
-    (file,) = part.files
-    assert len(header) == file.header_bytes
-    return replace(
-        bundle,
-        structures=(replace(structure, tensors=tuple(rows)),),
-        layouts=(Layout(entries, chunks),),
-        parts=(replace(part, files=(replace(file, header_crc32c=crc32c(header)),)),),
-    )
 
 
 def images_of(captured: Captured, plan: RankPlan) -> dict[str, bytes]:

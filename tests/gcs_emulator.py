@@ -1,6 +1,6 @@
 """A strict emulator of the JSON API of Google Cloud Storage, as a server on the loopback interface.
 
-    python tests/gcs_emulator.py PORT [--folder FOLDER] [--authorize]
+    python tests/gcs_emulator.py PORT [--authorize]
 
 It serves what clients of the JSON API need to write, read, list, compose and delete objects, and
 refuses what the reference does not name, so that a misspelt parameter is an error. Pages of lists
@@ -19,7 +19,6 @@ import json
 import re
 import secrets
 from collections.abc import Awaitable, Callable, Mapping
-from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote
 
@@ -132,7 +131,6 @@ class Api:
             await self._receive(request, session, int(span[2]), int(span[3]) + 1, total)
         if total is not None and len(session.received) == total:
             return answer(self._store.finish(session), session.query)
-        self._store.keep_session(session)
         had = len(session.received)
         headers = {"Range": f"bytes=0-{had - 1}"} if had else {}
         return web.Response(status=308, reason="Resume Incomplete", headers=headers)
@@ -147,15 +145,15 @@ class Api:
             raise Refusal(400, "invalid", "not a multiple of 256 KiB")
         if start > len(session.received):
             raise Refusal(503, "backendError", "bytes before these are missing")
-        at, whole = start, False
+        at = start
         try:
             async for piece in request.content.iter_chunked(QUANTUM):
                 # What is there already stays, also if other bytes come now.
                 session.received += piece[max(0, len(session.received) - at) :]
                 at += len(piece)
-            whole = at == end
         finally:
-            self._store.keep_session(session, whole=whole)
+            if at != end:  # its connection broke, after which only whole pieces stay
+                del session.received[len(session.received) // QUANTUM * QUANTUM :]
 
     async def cancel(self, request: web.Request) -> web.Response:
         """End a session."""
@@ -342,10 +340,9 @@ def main() -> None:
     """Serve until it is stopped."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("port", type=int)
-    parser.add_argument("--folder", type=Path, help="where everything is kept; else in memory")
     parser.add_argument("--authorize", action="store_true", help="requests need a token")
     arguments = parser.parse_args()
-    app = Api(Store(arguments.folder), arguments.authorize).application()
+    app = Api(Store(), arguments.authorize).application()
     web.run_app(app, host="127.0.0.1", port=arguments.port, print=None, access_log=None)
 
 

@@ -83,20 +83,15 @@ def set_up_process() -> None:
 
 
 @contextlib.contextmanager
-def emulator(
-    folder: Path, port: int | None = None, *, keep: bool = False, authorize: bool = False
-) -> Iterator[GcsServer]:
+def emulator(folder: Path, *, authorize: bool = False) -> Iterator[GcsServer]:
     """The strict emulator of this project, which is killed in the end.
 
     Args:
         folder: Where it logs.
-        port: Its port; a free one by default.
-        keep: Whether what was stored is there again for a second server in the folder.
         authorize: Whether requests need a token.
     """
-    port = port or free_ports(1)[0]
+    [port] = free_ports(1)
     command = [sys.executable, str(HERE / "gcs_emulator.py"), str(port)]
-    command += ["--folder", str(folder / "stored")] if keep else []
     command += ["--authorize"] if authorize else []
     with running(command, folder / "emulator.log", port):
         yield GcsServer(port)

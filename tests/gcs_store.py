@@ -2,23 +2,18 @@
 
 Written from the published reference of the JSON API, and as strict as that is: conditions hold
 on every verb, checksums are verified, sessions keep what they have received in whole pieces of
-256 KiB, and only objects of one storage class are composed. With a folder everything is on disk
-when it is acknowledged, so that a server that was killed goes on where it was.
+256 KiB, and only objects of one storage class are composed.
 """
 
 from __future__ import annotations
 
 import base64
-import hashlib
 import itertools
-import json
-import os
 import secrets
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 from stored_files import crc32c
@@ -94,56 +89,18 @@ class Session:
 
 
 class Store:
-    """Buckets, their objects, and open sessions.
+    """Buckets, their objects, and open sessions."""
 
-    Args:
-        folder: Where they are kept; None for memory only.
-    """
-
-    def __init__(self, folder: Path | None = None) -> None:
-        self._folder = folder
+    def __init__(self) -> None:
         self.buckets: set[str] = set()
         self.objects: dict[tuple[str, str], Stored] = {}
         self._content: dict[tuple[str, str], bytes] = {}
         self.sessions: dict[str, Session] = {}
         self._generations = itertools.count(time.time_ns() // 1000)
-        if folder is not None:
-            folder.mkdir(exist_ok=True)
-            for file in sorted(folder.glob("*.json")):
-                self._load(file)
-
-    # On disk: what is told in a .json, the content beside it in a .data; the .json is written last.
-
-    def _load(self, file: Path) -> None:
-        told = json.loads(file.read_text())
-        if file.name.startswith("bucket-"):
-            self.buckets.add(told)
-            return
-        content = file.with_suffix(".data").read_bytes()
-        if file.name.startswith("object-"):
-            stored = Stored(**told)
-            self.objects[stored.bucket, stored.name] = stored
-            self._content[stored.bucket, stored.name] = content
-        else:
-            self.sessions[told["id"]] = Session(**told | {"received": bytearray(content)})
-
-    def _file(self, kind: str, *names: str) -> Path | None:
-        if self._folder is None:
-            return None
-        return self._folder / f"{kind}-{hashlib.sha256(repr(names).encode()).hexdigest()[:32]}.json"
-
-    def _keep(self, file: Path | None, told: object, content: bytes | bytearray = b"") -> None:
-        if file is None:
-            return
-        for path, data in ((file.with_suffix(".data"), content), (file, json.dumps(told).encode())):
-            new = path.with_suffix(".new")
-            new.write_bytes(data)
-            os.replace(new, path)
 
     def make_bucket(self, name: str) -> None:
         """Make a bucket; one that is there is left alone."""
         self.buckets.add(name)
-        self._keep(self._file("bucket", name), name)
 
     def check_bucket(self, bucket: str) -> None:
         """Refuse what concerns a bucket that is not there."""
@@ -184,15 +141,11 @@ class Store:
             told.get("contentType", "application/octet-stream"),
             dict(told.get("metadata", {})), components, query.get("kmsKeyName"),
         )  # fmt: skip
-        self._keep(self._file("object", bucket, name), asdict(stored), content)
         self.objects[bucket, name], self._content[bucket, name] = stored, content
         return stored
 
     def delete(self, stored: Stored) -> None:
         """Delete an object."""
-        file = self._file("object", stored.bucket, stored.name)
-        if file is not None:
-            file.unlink()
         del self.objects[stored.bucket, stored.name], self._content[stored.bucket, stored.name]
 
     def compose(
@@ -224,7 +177,6 @@ class Store:
         check_conditions(query, self.objects.get((bucket, check_name(told.get("name")))))
         session = Session(secrets.token_urlsafe(48), bucket, told, dict(query))
         self.sessions[session.id] = session
-        self.keep_session(session)
         return session
 
     def session(self, id: str) -> Session:
@@ -236,18 +188,6 @@ class Store:
             raise Refusal(499, "clientClosedRequest", "the upload session was ended")
         return found
 
-    def keep_session(self, session: Session, *, whole: bool = True) -> None:
-        """Make durable what a session has.
-
-        Args:
-            session: The session.
-            whole: False if its connection broke, after which only whole pieces stay.
-        """
-        if not whole:
-            del session.received[len(session.received) // QUANTUM * QUANTUM :]
-        told = asdict(replace(session, received=bytearray())) | {"received": None}
-        self._keep(self._file("session", session.id), told, bytes(session.received))
-
     def finish(self, session: Session) -> dict[str, Any]:
         """Make the object of a session that has all its bytes."""
         try:
@@ -257,14 +197,12 @@ class Store:
             raise
         session.done = made.resource()
         session.received = bytearray()
-        self.keep_session(session)
         return session.done
 
     def end(self, session: Session) -> None:
         """End a session that was not done."""
         if session.done is None:
             session.ended, session.received = True, bytearray()
-            self.keep_session(session)
 
 
 def encoded(value: int) -> str:

@@ -173,10 +173,6 @@ def test_the_boxes_of_a_range_flatten_to_the_range(
     assert len(boxes) <= 2 * len(shape) + 1
 
 
-def test_whole_rows_are_one_box() -> None:
-    assert list(flat_range_boxes((4, 3), 3, 9)) == [((1, 0), (2, 3))]
-
-
 # ---- shards, by mesh and placements, are what torch makes of them ----
 
 
@@ -246,20 +242,6 @@ def test_replicas_hold_the_same_and_others_hold_nothing_of_it(spread: Sharding) 
 def test_rank_that_is_not_on_the_mesh_holds_nothing() -> None:
     spread = sharding(Mesh((2,), (4, 6)), (Placement(0),), (8,))
     assert (spread.held(5), spread.replicas(5), spread.local_shape(5)) == ((), (), None)
-
-
-def test_strided_shard_of_fsdp_over_tensor_parallel_is_one_box() -> None:
-    placements = (Placement(0, split_factor=2), Placement(0))
-    spread = sharding(Mesh((2, 2), (0, 1, 2, 3)), placements, (8, 4))
-    assert [[held.box for held in spread.held(rank)] for rank in range(4)] == [
-        [((low, 0), (low + 2, 4))] for low in (0, 4, 2, 6)
-    ]
-
-
-def test_strided_shard_by_itself_is_several_boxes() -> None:
-    spread = sharding(Mesh((2,), (0, 1)), (Placement(0, split_factor=3),), (12,))
-    assert [held.box for held in spread.held(1)] == [((2,), (4,)), ((6,), (8,)), ((10,), (12,))]
-    assert [held.at for held in spread.held(1)] == [(0,), (2,), (4,)]
 
 
 @pytest.mark.parametrize(

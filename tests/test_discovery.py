@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import anyio
@@ -25,8 +25,7 @@ import ckpipe
 from ckpipe import errors
 from ckpipe.backend import PutMode
 from ckpipe.retention import KeepBest, KeepEvery
-from ckpipe.testing import MemoryBackend
-from ckpipe.testing.wrappers import Gate, Operation, Result, WrappedBackend
+from ckpipe.testing.wrappers import Operation
 from ckpipe.types import CheckpointId
 
 MANY, FEWER = 10_000, 1_000
@@ -178,6 +177,8 @@ async def test_the_best_by_a_mistyped_metric_raises_and_names_those_there_are(
             await pipeline.best("acuracy")
         with pytest.raises(errors.CheckpointNotFound, match="'loss' is NaN in every checkpoint"):
             await pipeline.best("loss")
+        with pytest.raises(errors.SettingsError, match="mode"):
+            await pipeline.best("loss", mode="least")  # type: ignore[arg-type]
         best = await pipeline.best("accuracy", mode="max")
         assert best is not None
         assert best.step == 1
@@ -194,51 +195,39 @@ async def test_the_best_of_indexes_that_cannot_be_read_raises(store: Stores) -> 
             await pipeline.best("loss")
 
 
-class Held(WrappedBackend):
-    """A store some of whose operations wait at a gate."""
-
-    def __init__(self, inner: MemoryBackend, holds: Callable[[Operation], bool]) -> None:
-        super().__init__(inner)
-        self.gate, self._holds = Gate(), holds
-
-    async def around(self, operation: Operation, call: Callable[[], Awaitable[Result]]) -> Result:
-        if self._holds(operation):
-            await self.gate.passed()
-        return await call()
+def puts_digest(operation: Operation) -> bool:
+    return operation.verb == "put" and operation.key.startswith(DIGESTS)
 
 
 async def test_nobody_waits_for_a_digest(store: Stores) -> None:
-    held = Held(store.memory, lambda each: each.verb == "put" and each.key.startswith(DIGESTS))
-    ckpipe.register_backend(scheme := f"{store.scheme}-held", lambda url: held)
-    async with ckpipe.Pipeline(f"{scheme}://store", worker="thread") as pipeline:
-        held.gate.hold()
+    gates = [store.faulty.pause(puts_digest, nth=nth) for nth in (1, 2)]
+    async with ckpipe.Pipeline(store.url, worker="thread") as pipeline:
         handle = await pipeline.save({"w": 2}, step=2)
         assert (await handle).complete
         assert (await handle.complete()).complete
         assert (await (await pipeline.save({"w": 3}, step=3))).complete
-        held.gate.wait_until_held(2)
+        for gate in gates:
+            gate.wait_until_held()
         assert await digests(store) == []
-        held.gate.release()
+        for gate in gates:
+            gate.release()
     assert len(await digests(store)) == 2
 
 
 async def test_nobody_waits_for_a_deletion(store: Stores) -> None:
-    held = Held(store.memory, lambda each: each.verb == "delete" and "step-" in each.key)
-    ckpipe.register_backend(scheme := f"{store.scheme}-slow", lambda url: held)
-    url = f"{scheme}://store"
-    async with ckpipe.Pipeline(url, worker="thread", keep_last=1) as pipeline:
+    async with ckpipe.Pipeline(store.url, worker="thread", keep_last=1) as pipeline:
         await (await pipeline.save({"w": torch.zeros(1 << 18)}, step=1)).complete()
-        held.gate.hold()
+        gate = store.faulty.pause(lambda each: each.verb == "delete" and "step-" in each.key)
         try:
             for step in range(2, 6):
                 state = {"w": torch.full((1 << 18,), float(step))}
                 with anyio.fail_after(20):
                     handle = await pipeline.save(state, step=step)
                     assert (await handle.complete()).complete
-            held.gate.wait_until_held()
+            gate.wait_until_held()
         finally:
-            held.gate.release()
-    async with ckpipe.Pipeline(url, worker="thread") as pipeline:
+            gate.release()
+    async with ckpipe.Pipeline(store.url) as pipeline:
         assert [info.step for info in await pipeline.steps()] == [5]
 
 

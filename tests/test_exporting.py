@@ -6,14 +6,12 @@ import importlib.util
 import json
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import safetensors.torch
 import torch
-from commands import Commands
 from pipelines import Stores, same, stores
 from ranks import settle
 from sampling import EVERY
@@ -187,27 +185,6 @@ def test_cut_short_anywhere_it_is_not_there_and_made_again_it_is_whole(
             again = [key for key in made.memory._store.objects if key.endswith(found)]
             assert len(again) == 1
     assert broken >= 3
-
-
-def test_an_export_is_made_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    _, state = training()
-    with ckpipe.SyncPipeline(tmp_path, **SMALL) as pipeline:
-        pipeline.save(state, step=1)
-    made = partial(
-        Commands(capsys), "export", tmp_path, "--format", "hf", "--max-shard", "3000B", "--json"
-    )
-    first = made().data
-    before = {each.name: each.stat().st_mtime_ns for each in export(tmp_path, "hf").iterdir()}
-    (export(tmp_path, "hf") / INDEX).unlink()  # as if it had been cut short
-    assert made().data | {"seconds": first["seconds"]} == first
-    after = {each.name: each.stat().st_mtime_ns for each in export(tmp_path, "hf").iterdir()}
-    assert {k: v for k, v in after.items() if k != INDEX} == {
-        k: v for k, v in before.items() if k != INDEX
-    }
-    (export(tmp_path, "hf") / INDEX).write_text("{}")
-    refused = made()
-    assert (refused.code, refused.data["error"]) == (3, "CommitConflict")
-    assert "A file with other bytes" in refused.err
 
 
 @pytest.mark.skipif(

@@ -136,13 +136,6 @@ async def test_an_emulator_is_found_in_the_environment(
     assert all("authorization" not in each.headers for each in seen.requests)
 
 
-async def test_a_large_upload_is_composed(seen: Seen, backend: Backend) -> None:
-    data = await upload(backend, 3)
-    assert [len(seen.headers(each)) for each in ("Begin", "Send", "Compose")] == [2, 2, 1]
-    assert await read(backend) == data
-    assert await seen.left() == []
-
-
 async def test_many_blocks_are_composed_in_a_tree(seen: Seen, backend: Backend) -> None:
     data = await upload(backend, 34, block=5000)  # one request composes 32
     assert len(seen.headers("Compose")) == 3
@@ -163,13 +156,6 @@ async def test_a_composed_object_is_known_as_ones_own(seen: Seen, backend: Backe
     assert await opened.landed()
     assert await read(backend) == data
     assert await seen.left() == []
-
-
-async def test_an_equal_object_of_somebody_else_is_not(seen: Seen, backend: Backend) -> None:
-    await upload(backend)
-    with pytest.raises(errors.ObjectExists):
-        await upload(backend)
-    assert len(await seen.left()) == 2  # until the upload is aborted, or the backend closed
 
 
 async def test_what_a_crash_left_is_swept(seen: Seen) -> None:

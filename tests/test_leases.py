@@ -19,11 +19,8 @@ from ckpipe.backend import ObjectInfo, PutMode
 from ckpipe.catalog import leases
 from ckpipe.catalog.delete import Removal, delete, finish_deletions
 from ckpipe.catalog.leases import LEASE_LIFE, Lease, live_subjects, reading, under_lease
-from ckpipe.catalog.metadata_cache import MetadataCache
-from ckpipe.catalog.prune import pin, prune, unpin
 from ckpipe.format.manifest import ManifestDocument
-from ckpipe.format.names import LEASES, PINS, index_key, lease_key, tombstone_key
-from ckpipe.retention import KeepLast
+from ckpipe.format.names import LEASES, index_key, lease_key, tombstone_key
 from ckpipe.testing import FaultyBackend, Landing, MemoryBackend
 from ckpipe.testing.wrappers import Operation
 from ckpipe.types import CheckpointId
@@ -178,17 +175,10 @@ def test_the_newest_that_is_deleted_under_a_reader_gives_way_to_the_next(store: 
     with ckpipe.SyncPipeline(store.url) as pipeline:
         infos = [pipeline.save(STATE, step=step).wait() for step in range(3)]
 
-        def remove(operation: Operation) -> None:
-            id = CheckpointId.parse(infos[2].id)
-            assert id is not None
-            thread = threading.Thread(target=anyio.run, args=(delete, store.memory, id))
-            thread.start()
-            thread.join()
-
         def is_lease(operation: Operation) -> bool:
             return operation.verb == "put" and operation.key.startswith(LEASES)
 
-        store.faulty.call(remove, is_lease)
+        store.faulty.call(lambda _: pipeline_delete(store, infos[2].id), is_lease)
         result = pipeline.load()
         assert result is not None
         assert result.id == infos[1].id
@@ -262,26 +252,6 @@ def test_a_store_that_takes_no_lease_can_still_be_read(
         assert "could not be renewed" in caplog.text
 
 
-async def test_two_that_prune_while_one_reads_leave_what_is_read(store: Stores) -> None:
-    with ckpipe.SyncPipeline(store.url) as writer:
-        for step in range(4):
-            writer.save(STATE, step=step, until="committed")
-    backend = store.memory
-    first = next(key for key in await keys(backend) if key.endswith(".0.json"))
-    lease = Lease(backend, first.removesuffix(".json"))
-    await lease.renew()
-
-    async def prune_once() -> None:
-        protected = {first.removesuffix(".json"): "leased"}
-        await prune(backend, KeepLast(1), protected, MetadataCache(), sweep_after=timedelta(days=1))
-
-    async with anyio.create_task_group() as tasks:
-        tasks.start_soon(prune_once)
-        tasks.start_soon(prune_once)
-    left = {key[:17] for key in await keys(backend) if key.startswith("step-")}
-    assert left == {"step-000000000000", "step-000000000003"}
-
-
 def test_a_pipeline_of_its_own_prunes_nothing_that_the_newest_run_resumed_from(
     store: Stores,
 ) -> None:
@@ -299,17 +269,6 @@ def test_a_pipeline_of_its_own_prunes_nothing_that_the_newest_run_resumed_from(
         resumed.save(STATE, step=5).wait()
         with ckpipe.SyncPipeline(store.url, keep_last=1) as third:
             assert ids[1] in third.prune().remove, "nobody leans on it any more"
-
-
-async def test_a_pin_that_comes_after_the_tombstone_is_refused() -> None:
-    backend, id = MemoryBackend(), CheckpointId("20250101T000000000Z-a", 1, 0)
-    await backend.put(index_key(id), b"{}", PutMode.CREATE)
-    await pin(backend, id)
-    await unpin(backend, id)
-    await backend.put(tombstone_key(id), b"{}", PutMode.CREATE)  # by who has just chosen it
-    with pytest.raises(errors.CheckpointIncomplete, match="deleted just now"):
-        await pin(backend, id)
-    assert not [key async for key in backend.list(PINS)]
 
 
 async def test_an_index_waits_for_no_lease_and_its_failure_is_told() -> None:

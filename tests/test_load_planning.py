@@ -236,12 +236,6 @@ def test_alignment_never_overdraws_the_allowance() -> None:
     assert read.size <= 2 + ALLOWANCE_BYTES
 
 
-def test_twenty_thousand_tiny_entries_are_one_read() -> None:
-    data = table_of([[32] * 20_000])
-    _, (read,) = plan_reads(data, all_needs(data), 16 << 20, 4096)
-    assert (read.first, read.stop) == (0, 20_000)
-
-
 @given(cases(), st.integers(1, 20 << 20))
 def test_batches_hold_all_reads_in_order_without_gaps(case: Case, nbytes: int) -> None:
     _, reads = plan_reads(case.data, case.needs, *case.limits, case.lanes)

@@ -119,12 +119,6 @@ def test_urls_that_name_no_directory(url: str) -> None:
         path_of(url)
 
 
-async def test_root_is_made_with_its_parents(tmp_path: Path) -> None:
-    async with LocalBackend((tmp_path / "a b" / "c").as_uri()) as backend:
-        await backend.put("key", b"x", PutMode.CREATE)
-    assert files_below(tmp_path) == ["a b/c/key"]
-
-
 async def test_a_root_whose_path_is_too_long_makes_no_directory(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match=r"too long.*shorter path"):
         await LocalBackend(f"{tmp_path}/{'x/' * 2100}").__aenter__()
@@ -176,6 +170,8 @@ async def test_root_that_vanished_is_not_made_again(tmp_path: Path) -> None:
             await backend.put("a/b", b"x", PutMode.CREATE)
         with pytest.raises(StoreError, match="No such file"):
             await backend.open_upload("a/b", size=1, block_bytes=1)
+        with pytest.raises(StoreError):
+            await backend.put_volatile(".ckpipe/leases/a/b", b"{}")
     assert not (tmp_path / "root").exists()
 
 
@@ -252,15 +248,6 @@ async def test_bulk_data_stays_out_of_the_page_cache(
     assert await backend.cached("f", 0, size) is None
     await backend.read_into("f", 0, aligned_buffer(size))
     assert await backend.cached("f", 0, size) is None
-
-
-async def test_cached_data_is_read_piece_by_piece(tmp_path: Path, backend: LocalBackend) -> None:
-    (tmp_path / "f").write_bytes(pattern(100_000))
-    found = await backend.cached("f", 5000, 90_000)
-    assert found is not None
-    buffer = memoryview(bytearray(30_000))
-    await anyio.to_thread.run_sync(found.read_into, 60_000, buffer)
-    assert buffer == pattern(100_000)[65_000:95_000]
 
 
 @pytest.mark.usefixtures("passes_cache")
@@ -344,15 +331,6 @@ async def test_a_class_that_puts_in_its_own_way_puts_all_so(tmp_path: Path) -> N
     async with Noting(str(tmp_path)) as backend:
         await backend.put_volatile("f", b"x")
         assert backend.noted == "f"
-
-
-async def test_a_volatile_object_beside_a_root_that_is_gone(tmp_path: Path) -> None:
-    (tmp_path / "root").mkdir()
-    async with LocalBackend(str(tmp_path / "root")) as backend:
-        (tmp_path / "root").rmdir()
-        with pytest.raises(StoreError):
-            await backend.put_volatile(".ckpipe/leases/a/b", b"{}")
-    assert not (tmp_path / "root").exists()
 
 
 @pytest.mark.usefixtures("passes_cache")
@@ -566,36 +544,6 @@ async def test_errors_are_translated(
 
 
 # Full disks, cancellation, crashes, races
-
-
-@pytest.mark.parametrize("native", [True, False])
-async def test_cancelled_call_waits_for_its_thread(native: bool) -> None:
-    begun, release, ended = threading.Event(), threading.Event(), threading.Event()
-
-    def work() -> None:
-        begun.set()
-        assert release.wait(30)
-        ended.set()
-
-    scope = anyio.CancelScope()
-
-    async def call() -> None:
-        with scope:
-            await run_in_thread(work)
-
-    task = asyncio.create_task(call())
-    await anyio.to_thread.run_sync(begun.wait)
-    for _ in range(3):
-        if native:
-            task.cancel()
-        else:
-            scope.cancel()
-        await anyio.wait_all_tasks_blocked()
-        assert not task.done()
-    release.set()
-    await asyncio.wait([task])
-    assert ended.is_set()
-    assert task.cancelled() is native
 
 
 class Stuck:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import pickle
-import random
 import zlib
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from bundles import ID, LIMIT, Foreign, as_shard, document_of, manifest_of, sealed
+from bundles import ID, LIMIT, Foreign, document_of, manifest_of, sealed
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -112,22 +111,6 @@ def test_members_that_a_later_writer_adds_are_ignored() -> None:
     document["hint"] = {"x": 1}
     document["parts"]["colour"] = ["red"]
     assert read(sealed(document)) == manifest()
-
-
-def test_sixty_four_bytes_for_each_shard() -> None:
-    shards, ranks, rng = 64, 100, random.Random(3)
-    states = [{f"layers.{n}.weight": torch.zeros(1, 4) for n in range(shards)}] * ranks
-    every = []
-    for rank, each in enumerate(states):
-        bundle, _ = manifest_of(each, rank, ranks)
-        for label in each:
-            bundle = as_shard(bundle, label, ranks, rank)
-        sums = tuple(rng.randrange(1 << 32) for _ in range(shards))
-        part = replace(bundle.parts[0], checksums=sums, token=f"{rng.randrange(1 << 128):032x}")
-        every.append(replace(bundle, parts=(part,)))
-    data = encode_bundle(merge(every, "index"))
-    assert len(data) <= 64 * shards * ranks
-    assert read(data, "index").parts[7] == replace(every[7].parts[0], layout=7)
 
 
 def index() -> ManifestDocument:

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from stored_files import ATTEMPTS
-from torch._C._distributed_c10d import FileStore, HashStore, TCPStore
+from torch._C._distributed_c10d import FileStore, HashStore
 
 import ckpipe
 from ckpipe.errors import UnsupportedTopology
@@ -43,10 +43,6 @@ def connect(request: pytest.FixtureRequest, tmp_path: Path) -> Make:
         store = HashStore()
         return lambda: store
     return lambda: FileStore(str(tmp_path / "store"), -1)
-
-
-def clones(store: Any, count: int) -> list[Any]:
-    return [store.clone() for _ in range(count)]
 
 
 def meeting(
@@ -91,13 +87,6 @@ def test_all_take_the_name_of_rank_0(connect: Make, order: list[int]) -> None:
     for name in ("first", "second", "third"):
         # The store keeps what earlier launches wrote.
         assert launch(connect, name, order) == [name] * 3
-
-
-def test_store_of_torchrun() -> None:
-    store = TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=20))
-    # One connection for each rank: a request that waits holds its own.
-    connections = iter(clones(store, 3))
-    assert launch(lambda: next(connections), "name", [1, 0, 2]) == ["name"] * 3
 
 
 def test_rank_of_a_new_launch_waits_for_a_new_call(connect: Make) -> None:

@@ -17,7 +17,7 @@ from sampling import EVERY, SEED
 from torch._C._distributed_c10d import FileStore, HashStore, TCPStore
 
 from ckpipe import GlobalPlanner
-from ckpipe.errors import PlanTimeout, SaveError, UnsupportedState, UnsupportedTopology
+from ckpipe.errors import PlanTimeout, SaveError, UnsupportedState
 from ckpipe.planning import RankPlan
 from ckpipe.types import JointPlanner
 
@@ -82,15 +82,6 @@ def test_one_plan_serves_until_something_changes(connect: Connect) -> None:
     second = ranks.plans("2", grown, MARKED)
     assert sum("more" in names for names in written(second)) == 1
     assert number_of(ranks) == {2}
-
-
-def test_ranks_that_stay_the_same_wait_for_nobody(store: Any) -> None:
-    ranks = Ranks(store.clone, 3)
-    ranks.plans("0", base, MARKED)
-    # In any order, one after the other, and without the last one.
-    for save, rank in (("2", 1), ("1", 1), ("1", 0), ("2", 0)):
-        (plan,) = ranks.plan(save, base, MARKED, ranks=[rank])
-        assert isinstance(plan, RankPlan)
 
 
 def test_what_is_a_rank_s_own_may_change_without_anybody_being_asked(store: Any) -> None:
@@ -325,17 +316,3 @@ async def test_waiting_ends_when_the_save_is_cancelled(store: Any) -> None:
                 await anyio.lowlevel.checkpoint()
             tasks.cancel_scope.cancel()
     assert not patience.cancelled_caught
-
-
-def test_no_store_is_refused_at_open() -> None:
-    with pytest.raises(UnsupportedTopology, match="no store to plan together through"):
-        GlobalPlanner().prepare(rank=0, world_size=2)
-    GlobalPlanner().prepare(rank=0, world_size=1)
-
-
-def test_alone_it_needs_no_store_and_writes_all() -> None:
-    planner = GlobalPlanner()
-    captured = captured_by(0, [Tensor("w", (2,)), Tensor("d", on(mesh(1), (4,), 0))], ["w"])
-    plan = planner.plan_save(captured, save="run/0", rank=0, world_size=1)
-    assert written([plan]) == [["d", "w"]]
-    assert planner.plan(captured, rank=0, world_size=1).layout == plan.layout

@@ -232,27 +232,6 @@ def test_planner_that_leaves_the_program_when_it_is_prepared_is_refused(tmp_path
         ckpipe.SyncPipeline(tmp_path, plan=Leaves()).__enter__()
 
 
-def test_right_plans_of_every_shape_pass(tmp_path: Path) -> None:
-    memory = torch.arange(24.0)
-    named = torch.nn.Parameter(torch.ones(3))
-    named.note = {"from": [1, torch.ones(2)]}  # type: ignore[attr-defined]
-    state = {
-        "named": named, "low": memory[:16], "high": memory[8:], "turned": torch.ones(3, 4).T,
-        "tied": memory,
-        "lazy": torch.ones(3, dtype=torch.complex64).conj(), "empty": torch.zeros(0, 3),
-        "scalar": torch.tensor(3), "spread": torch.ones(1).expand(4), "b": torch.ones(3).bfloat16(),
-        "part": torch.arange(20).view(4, 5)[1:3, 2:4], "bytes": memory.view(torch.uint8)[3:9],
-    }  # fmt: skip
-
-    class Own(LocalPlanner):
-        pass
-
-    with ckpipe.SyncPipeline(tmp_path, plan=Own()) as pipeline:
-        pipeline.save(state, step=1).wait()
-        loaded = loaded_state(pipeline)
-        assert all(torch.equal(loaded[name], tensor) for name, tensor in state.items())
-
-
 # plan="global" through pipelines
 
 

@@ -196,15 +196,6 @@ async def test_a_program_that_gives_no_credentials(
             pass
 
 
-async def test_a_large_upload_and_ranges(seen: Seen, backend: Backend) -> None:
-    data = await upload_two_blocks(backend)
-    assert len(seen.headers("UploadPart")) == 2
-    buffer = bytearray(BLOCK)
-    await backend.read_into("data", BLOCK - 7, memoryview(buffer))
-    assert buffer == data[BLOCK - 7 : 2 * BLOCK - 7]
-    assert await seen.left() == []
-
-
 async def test_an_upload_whose_begin_was_lost_is_ended(seen: Seen) -> None:
     async with seen.backend() as backend:
         seen.fault["CreateUpload"] = Fault.LOST

@@ -26,7 +26,6 @@ from ckpipe.catalog.leases import LEASE_LIFE
 from ckpipe.catalog.sweep import Leftovers, plan_sweep, sweep, uploads_before
 from ckpipe.errors import (
     PermissionDenied,
-    SettingsError,
     StoreError,
     StoreFull,
     StoreUnavailable,
@@ -240,22 +239,6 @@ def test_no_upload_goes_that_a_running_launch_may_have_begun(
             assert before <= opened_at
     if not opened:
         assert before == NOW - days * DAY
-
-
-def test_best_is_by_metric(tmp_path: Path) -> None:
-    nan = float("nan")
-    with ckpipe.SyncPipeline(tmp_path) as pipeline:
-        assert pipeline.best("loss") is None
-        for step, loss in enumerate([3.0, 1.0, nan, 1.0, 2.0]):
-            pipeline.save({}, step=step, metrics={"loss": loss}, until="committed")
-        pipeline.save({}, step=9, until="committed")
-    with ckpipe.SyncPipeline(tmp_path) as pipeline:
-        least, greatest = pipeline.best("loss"), pipeline.best("loss", mode="max")
-        assert least is not None
-        assert greatest is not None
-        assert (least.step, greatest.step) == (3, 0)
-        with pytest.raises(SettingsError, match="mode"):
-            pipeline.best("loss", mode="least")  # type: ignore[arg-type]
 
 
 def test_what_lacks_nothing_but_its_index_is_completed(call: Commands, tmp_path: Path) -> None:

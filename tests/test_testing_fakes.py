@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -30,24 +29,6 @@ CREATE, OVERWRITE = PutMode.CREATE, PutMode.OVERWRITE
 
 def lost() -> StoreUnavailable:
     return StoreUnavailable("The connection broke")
-
-
-class LoopThread:
-    """An event loop in a thread of its own, as a pipeline has one."""
-
-    def __init__(self, main: Callable[[], Coroutine[Any, Any, Any]]) -> None:
-        self.result: Any = None
-        self._main = main
-        self._thread = threading.Thread(target=self._run)
-        self._thread.start()
-
-    def _run(self) -> None:
-        self.result = anyio.run(self._main)
-
-    def join(self) -> Any:
-        self._thread.join(30)
-        assert not self._thread.is_alive()
-        return self.result
 
 
 # MemoryBackend
@@ -147,47 +128,7 @@ async def test_cancelling_at_an_operation(landing: Landing, lands: bool) -> None
     assert [info.key async for info in backend.list()] == (["a"] if lands else [])
 
 
-def test_pausing_from_another_thread() -> None:
-    backend = FaultyBackend(MemoryBackend("memory://paused"))
-    before = backend.pause("put")
-    after = backend.pause("put", Landing.AFTER)
-
-    async def main() -> str:
-        await backend.put("a", b"x", CREATE)
-        return "done"
-
-    async def keys() -> list[str]:
-        return [info.key async for info in MemoryBackend("memory://paused").list()]
-
-    loop = LoopThread(main)
-    before.wait_until_held()
-    assert anyio.run(keys) == []
-    before.release()
-    after.wait_until_held()
-    assert anyio.run(keys) == ["a"]
-    after.release()
-    assert loop.join() == "done"
-
-
 # SlowBackend and its gate
-
-
-def test_holding_from_another_thread() -> None:
-    backend = SlowBackend(MemoryBackend())
-    backend.hold("put")
-
-    async def main() -> list[str]:
-        async with backend, anyio.create_task_group() as tasks:
-            for key in "abc":
-                tasks.start_soon(backend.put, key, b"x", CREATE)
-        return sorted([info.key async for info in backend.list()])
-
-    loop = LoopThread(main)
-    backend.gate.wait_until_held(3)
-    assert backend.gate.waiting == 3
-    backend.release()
-    assert loop.join() == ["a", "b", "c"]
-    assert backend.gate.waiting == 0
 
 
 async def test_cancelled_waiter_leaves_the_gate() -> None:
