@@ -456,20 +456,6 @@ def test_steps_that_are_no_steps_are_refused(tmp_path: Path, step: Any) -> None:
 
 # Values
 
-NON_FINITE = [math.nan, math.inf, -math.inf]
-
-
-def test_non_finite_numbers_survive(tmp_path: Path) -> None:
-    state = {"floats": [*NON_FINITE, -0.0], "complex": complex(math.nan, -math.inf)}
-    tensor = torch.tensor(NON_FINITE)
-    metrics = dict(zip(("nan", "inf", "low"), NON_FINITE, strict=True))
-    save_one(tmp_path, state | {"tensor": tensor}, metrics=metrics)
-    result = load_one(tmp_path)
-    assert repr(result.state["floats"]) == repr(state["floats"])
-    assert repr(result.state["complex"]) == repr(state["complex"])
-    assert torch.equal(result.state["tensor"].view(torch.int32), tensor.view(torch.int32))
-    assert repr(result.metrics) == repr(metrics)
-
 
 @pytest.mark.parametrize("state", [{"at": 10**4300}, {"at": {-(10**4300): 1}}])
 def test_integers_that_no_reader_would_take_are_refused(tmp_path: Path, state: Any) -> None:

@@ -23,8 +23,6 @@ from ckpipe.format.boxes import (
     flat_range_boxes,
     flat_ranges,
     flat_start,
-    intersection,
-    moved,
 )
 from ckpipe.state.placements import Mesh, Placement, Sharding, sharding
 
@@ -63,29 +61,6 @@ def test_a_region_is_covered_as_far_as_boxes_reach_and_nowhere_twice(
     assert (left_out == (1 - held) * mask(region)).all()
     for number, part in parts:
         assert (mask(part) <= mask(boxes[number])).all()
-
-
-@given(boxes_in(), many_boxes)
-def test_the_index_finds_all_boxes_that_meet_a_region(region: Box, boxes: list[Box]) -> None:
-    found = dict(BoxIndex(boxes).meeting(region))
-    for number, box in enumerate(boxes):
-        common = mask(box) * mask(region)
-        assert (number in found) == bool(common.any())
-        if number in found:
-            assert (mask(found[number]) == common).all()
-
-
-@given(st.data())
-def test_boxes_of_a_grid_cover_it_whole_in_any_order(data: st.DataObject) -> None:
-    cuts = [
-        sorted({0, n, *data.draw(st.sets(st.integers(1, n - 1), max_size=n - 1))}) for n in SHAPE
-    ]
-    rows = itertools.product(*map(itertools.pairwise, cuts))
-    grid = [(tuple(lo for lo, _ in row), tuple(hi for _, hi in row)) for row in rows]
-    boxes = data.draw(st.permutations(grid))
-    parts, missing = BoxIndex(boxes).cover(((0, 0, 0), SHAPE))
-    assert parts == list(enumerate(boxes))
-    assert missing == []
 
 
 def test_boxes_without_dimensions_are_given_once() -> None:
@@ -144,16 +119,6 @@ def test_ranges_of_a_box_hold_it_and_are_as_few_as_asked_for(
     runs = sorted(wanted) == list(range(min(wanted), max(wanted) + 1))
     assert (start == min(wanted)) if runs else (start is None)
     assert flat_index(shape, box[0]) == min(wanted)
-
-
-@given(boxes_in(), boxes_in())
-def test_intersections_are_those_of_the_elements(a: Box, b: Box) -> None:
-    common = intersection(a, b)
-    expected = mask(a) * mask(b)
-    assert (common is None) == (not expected.any())
-    if common is not None:
-        assert (mask(common) == expected).all()
-        assert box_shape(moved(common, a[0])) == box_shape(common)
 
 
 @given(shapes, st.data())
@@ -221,22 +186,6 @@ def test_boxes_are_what_torch_gives_the_rank(spread: Sharding) -> None:
             for held in spread.held(rank):
                 found[slices(held.local)] = full[slices(held.box)]
             assert torch.equal(found, expected)
-
-
-@given(shardings())
-def test_replicas_hold_the_same_and_others_hold_nothing_of_it(spread: Sharding) -> None:
-    for rank in spread.mesh.ranks:
-        mine = {held.box for held in spread.held(rank)}
-        replicas = spread.replicas(rank)
-        assert rank in replicas
-        assert len(set(replicas)) == len(replicas)
-        for other in spread.mesh.ranks:
-            theirs = {held.box for held in spread.held(other)}
-            if other in replicas:
-                assert spread.replicas(other) == replicas
-                assert theirs == mine
-            else:
-                assert not theirs & mine
 
 
 def test_rank_that_is_not_on_the_mesh_holds_nothing() -> None:

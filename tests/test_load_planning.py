@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
-from itertools import pairwise, product
+from itertools import pairwise
 
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from ckpipe.format.boxes import Box, box_shape, box_volume, flat_ranges, intersection, moved
 from ckpipe.format.checksum import CHUNK_BYTES, chunk_count
 from ckpipe.format.entry_table import EntryTable
 from ckpipe.format.manifest import Entry, FileRow, Layout, ManifestDocument, RankManifest
-from ckpipe.loading.chunks import ChunkCopy
 from ckpipe.loading.read_plan import (
     ALLOWANCE_BYTES,
     LEAST_BYTES,
@@ -156,54 +154,6 @@ def test_reads_are_in_order_and_overlap_only_within_an_aligned_page(case: Case) 
         assert (one.file, one.offset) <= (other.file, other.offset)
         if one.file == other.file:
             assert other.offset > one.offset + one.size - 2 * case.limits[1]
-
-
-@st.composite
-def resharded(draw: st.DrawFn) -> tuple[EntryTable, list[ChunkCopy], tuple[int, int]]:
-    """A matrix that was saved in a grid of blocks, and those parts of them that a block needs."""
-    rows, columns = draw(st.integers(1, 30)), draw(st.integers(1, 3 << 20))
-    shape = (rows, columns)
-    edges = [sorted({0, n, *draw(st.lists(st.integers(0, n), max_size=3))}) for n in shape]
-    grid = [pairwise(each) for each in edges]
-    boxes: list[Box] = [
-        ((top, left), (bottom, right)) for (top, bottom), (left, right) in product(*grid)
-    ]
-    data = table_of([[box_volume(box) for box in boxes]])
-    target = tuple(sorted(draw(st.tuples(st.integers(0, n), st.integers(0, n)))) for n in shape)
-    wanted: Box = (target[0][0], target[1][0]), (target[0][1], target[1][1])
-    pieces = []
-    for number, box in enumerate(boxes):
-        common = intersection(box, wanted)
-        if common is not None:
-            inside = moved(common, box[0])
-            size = box_volume(box)
-            pieces.append(ChunkCopy(number, 0, size, None, box_shape(box), inside, None, False))
-    return data, pieces, draw(limits)
-
-
-@given(resharded())
-def test_resharding_reads_little_more_than_it_needs_and_nothing_twice(
-    case: tuple[EntryTable, list[ChunkCopy], tuple[int, int]],
-) -> None:
-    data, pieces, limit = case
-    # What is needed byte for byte, without what lies between rows that are read together.
-    exact = [
-        Need(piece.entry, lo, hi)
-        for piece in pieces
-        if piece.inside is not None
-        for lo, hi in flat_ranges(piece.shape, piece.inside, 0)
-    ]
-    runs = contiguous([absolute(data, need) for need in exact])
-    allowed = sum(hi - lo + max(ALLOWANCE_BYTES, (hi - lo) // 10) for _, lo, hi in runs)
-    chunks, reads = plan_reads(data, [need for piece in pieces for need in piece.needs(1)], *limit)
-    assert sum(read.size for read in reads) <= allowed
-    whole = [n for read in reads for n in range(read.first, read.stop)]
-    cut = {n for read in reads for n in read.cut}
-    assert len({*whole, *cut}) == len(whole) + len(cut)
-    known = {(int(chunks.entry[n]), int(chunks.lo[n])) for n in (*whole, *cut)}
-    for need in exact:
-        first, last = need.lo // CHUNK_BYTES, (need.hi - 1) // CHUNK_BYTES
-        assert all((need.entry, n * CHUNK_BYTES) in known for n in range(first, last + 1))
 
 
 def test_large_reads_are_aligned() -> None:
