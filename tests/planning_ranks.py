@@ -210,6 +210,24 @@ def written(plans: Iterable[RankPlan]) -> list[list[str]]:
     return [sorted(entry.name for entry in plan.layout.entries) for plan in plans]
 
 
+def nbytes(tensor: Tensor) -> int:
+    """The bytes of a whole tensor."""
+    shape = tensor.layout.shape if isinstance(tensor.layout, Sharding) else tensor.layout
+    dtype: torch.dtype = getattr(torch, tensor.dtype)
+    return math.prod(shape) * dtype.itemsize
+
+
+def written_bytes(plan: RankPlan) -> int:
+    """How much a rank writes."""
+    return sum(entry.nbytes for entry in plan.layout.entries)
+
+
+def check_balance(sizes: Iterable[int], mean: float) -> None:
+    """Check that no rank writes more or less than the others by more than five percent."""
+    for size in sizes:
+        assert 0.95 * mean <= size <= 1.05 * mean
+
+
 def jointly(
     size: int, captured: Callable[[int], Captured], ranks: Sequence[int] | None = None
 ) -> list[RankPlan]:

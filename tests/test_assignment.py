@@ -9,8 +9,19 @@ from collections.abc import Sequence
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planning_ranks import Tensor, captured_by, gpt2, jointly, llama70b, mesh, on, unwritten
-from test_division import WORLD, elements, spread_tensors
+from planning_ranks import (
+    Tensor,
+    captured_by,
+    check_balance,
+    gpt2,
+    jointly,
+    llama70b,
+    mesh,
+    nbytes,
+    on,
+    written_bytes,
+)
+from test_division import WORLD, check_written_once, spread_tensors
 
 from ckpipe.errors import SaveError, UnsupportedState
 from ckpipe.plan import assignment
@@ -62,34 +73,9 @@ class TestEveryWorld:
     def test_every_element_is_written_once_by_a_rank_that_has_it_in_every_plan_alike(
         self, world: list[list[Tensor]]
     ) -> None:
-        states, plans = states_of(world), plans_of(world)
-        assert unwritten(plans, states) == []
+        plans = plans_of(world)
         assert plans == plans_of(world)
-        wanted: dict[str, Counter[int]] = {}
-        found: dict[str, Counter[int]] = {}
-        for state, plan in zip(states, plans, strict=True):
-            listed: dict[str, list[int]] = {}
-            for row in plan.layout.chunks:
-                leaf = state.tensors[row.tensor]
-                places = elements(leaf.full_shape, row.box)
-                listed[leaf.label] = listed.get(leaf.label, []) + places
-                if row.owner is None:
-                    found.setdefault(leaf.label, Counter()).update(places)
-            for leaf in state.tensors:
-                held = _held(leaf.sharding, plan.rank, leaf.shape)
-                assert sorted(listed.get(leaf.label, [])) == held
-                if leaf.label not in ("own", "size"):
-                    every = range(math.prod(leaf.full_shape))
-                    wanted[leaf.label] = Counter(dict.fromkeys(every, 1))
-        assert {label: found.get(label, Counter()) for label in wanted} == wanted
-        assert found["own"] == dict.fromkeys(range(6), WORLD)
-
-
-def _held(spread: Sharding | None, rank: int, shape: tuple[int, ...]) -> list[int]:
-    if spread is None:
-        return elements(shape, None)
-    boxes = spread.held(rank)
-    return sorted(place for held in boxes for place in elements(spread.shape, held.box))
+        check_written_once(states_of(world), plans)
 
 
 def test_offers_of_another_version_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,7 +123,7 @@ MODELS = {
 @pytest.mark.parametrize("model", MODELS)
 def test_bytes_are_balanced_although_ranks_have_bytes_of_their_own(model: str) -> None:
     size, tensors = MODELS[model]
-    mean = sum(_nbytes(each) for each in tensors if not each.tied) / size
+    mean = sum(nbytes(each) for each in tensors if not each.tied) / size
     private = [int(mean / 4 * (rank % 5) / 2) for rank in range(size)]
 
     def captured(rank: int) -> Captured:
@@ -145,15 +131,7 @@ def test_bytes_are_balanced_although_ranks_have_bytes_of_their_own(model: str) -
 
     # Some ranks of the large world, since each looks at thousands of pieces.
     plans = jointly(size, captured, range(0, size, max(1, size // 6)))
-    sizes = [sum(entry.nbytes for entry in plan.layout.entries) for plan in plans]
-    mean += sum(private) / size
-    assert max(sizes) <= 1.05 * mean
-    assert min(sizes) >= 0.95 * mean
-
-
-def _nbytes(tensor: Tensor) -> int:
-    shape = tensor.layout.shape if isinstance(tensor.layout, Sharding) else tensor.layout
-    return math.prod(shape) * (2 if tensor.dtype == "bfloat16" else 4)
+    check_balance(map(written_bytes, plans), mean + sum(private) / size)
 
 
 # Replicas

@@ -58,14 +58,6 @@ async def test_a_large_upload_finds_its_key_taken(seen: Seen) -> None:
     assert await seen.left() == []
 
 
-async def test_leaving_ends_what_nobody_ended(seen: Seen) -> None:
-    async with seen.backend() as backend:
-        upload = await backend.open_upload("data", size=2 * BLOCK, block_bytes=BLOCK)
-        await upload.write(0, memoryview(bytes(BLOCK)))
-        assert len(await seen.left()) == 1
-    assert await seen.left() == []
-
-
 async def test_blocks_that_are_none(seen: Seen) -> None:
     async with seen.backend() as backend:
         with pytest.raises(errors.UsageError, match=r"staging.block_bytes to \"\d+ MiB\""):

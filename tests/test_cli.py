@@ -260,12 +260,16 @@ main()
 """
 
 
-def starting(package: str, action: str, *arguments: object) -> Done:
-    """Run the program with an action at the import of a package."""
-    program = STARTING.format(package=package, action=action)
-    command = [sys.executable, "-c", program, *map(str, arguments)]
+def python(code: str, *arguments: object) -> Done:
+    """Run some code in an interpreter of its own."""
+    command = [sys.executable, "-c", code, *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     return Done(done.returncode, done.stdout, done.stderr)
+
+
+def starting(package: str, action: str, *arguments: object) -> Done:
+    """Run the program with an action at the import of a package."""
+    return python(STARTING.format(package=package, action=action), *arguments)
 
 
 @pytest.mark.parametrize("package", ["typer", "ckpipe.cli.ls_info", "pydantic"])
@@ -417,39 +421,33 @@ def test_who_may_not_write_may_read(call: Commands, caplog: pytest.LogCaptureFix
 @pytest.mark.parametrize("missing", ["typer", "rich"])
 def test_without_its_extra_the_command_says_what_to_install(missing: str) -> None:
     done = program_without(missing, "ls", "/somewhere")
-    assert done.returncode == 2
-    assert "pip install 'ckpipe[cli]'" in done.stderr
+    assert done.code == 2
+    assert "pip install 'ckpipe[cli]'" in done.err
 
 
 @pytest.mark.parametrize("missing", ["typer", "rich"])
 @pytest.mark.parametrize("words", [["--help"], ["-h"], ["ls", "--help"]])
 def test_help_needs_no_extra(missing: str, words: list[str]) -> None:
     done = program_without(missing, *words)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "pip install 'ckpipe[cli]'" in done.stdout
+    assert (done.code, done.err) == (0, "")
+    assert "pip install 'ckpipe[cli]'" in done.out
     for command in COMMANDS:
         line = rf"(?m)^  {command.name} +{re.escape(command.summary)}$"
-        assert re.search(line, done.stdout)
+        assert re.search(line, done.out)
 
 
 @pytest.mark.parametrize("missing", ["typer", "rich"])
 def test_the_version_needs_no_extra(missing: str) -> None:
     done = program_without(missing, "--version")
-    assert (done.returncode, done.stdout, done.stderr) == (0, f"ckpipe {ckpipe.__version__}\n", "")
+    assert (done.code, done.out, done.err) == (0, f"ckpipe {ckpipe.__version__}\n", "")
     done = program_without(missing, "--version", "--json")
-    assert json.loads(done.stdout) == {"version": ckpipe.__version__}
+    assert done.data == {"version": ckpipe.__version__}
 
 
-def program_without(module: str, *words: str) -> subprocess.CompletedProcess[str]:
+def program_without(module: str, *words: str) -> Done:
     """Call the program where a module is not installed."""
     code = f"import sys; sys.modules[{module!r}] = None; from ckpipe.cli import main; main()"
-    return subprocess.run(
-        [sys.executable, "-c", code, *words],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    return python(code, *words)
 
 
 def test_what_needs_no_tensors_does_not_wait_for_torch(tmp_path: Path) -> None:
@@ -463,10 +461,5 @@ def test_what_needs_no_tensors_does_not_wait_for_torch(tmp_path: Path) -> None:
         "    code = run(command)\n"
         "    assert code == 0 and 'torch' not in sys.modules, command"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program, json.dumps(commands)],
-        capture_output=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    done = python(program, json.dumps(commands))
+    assert done.code == 0, done.err

@@ -11,7 +11,20 @@ import torch
 from bundles import capture
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planning_ranks import Tensor, gpt2, held_by, llama70b, mesh, on, planned
+from planning_ranks import (
+    Tensor,
+    captured_by,
+    check_balance,
+    gpt2,
+    held_by,
+    llama70b,
+    mesh,
+    nbytes,
+    on,
+    planned,
+    unwritten,
+    written_bytes,
+)
 
 from ckpipe.errors import UnsupportedState
 from ckpipe.format.boxes import Box
@@ -19,6 +32,7 @@ from ckpipe.format.manifest import Chunk
 from ckpipe.plan import division
 from ckpipe.planning import Captured, LocalPlanner, RankPlan, fingerprint
 from ckpipe.state.placements import Mesh, Placement, Sharding, sharding
+from ckpipe.state.tensors import TensorLeaf
 
 WORLD = 12
 
@@ -50,13 +64,36 @@ def elements(shape: Sequence[int], box: Box | None) -> list[int]:
     return found
 
 
-def plans_of(tensors: list[Tensor], world_size: int) -> list[RankPlan]:
-    alike = ("alike", "scalar")
-    return [planned(rank, world_size, tensors, alike) for rank in range(world_size)]
+def check_written_once(states: Sequence[Captured], plans: Sequence[RankPlan]) -> None:
+    """Check that each element is written once by a rank that has it, and listed by all of these.
+
+    Of ``own`` and ``size`` each rank has one of its own.
+    """
+    assert unwritten(plans, states) == []
+    wanted: dict[str, Counter[int]] = {}
+    found: dict[str, Counter[int]] = {}
+    for state, plan in zip(states, plans, strict=True):
+        listed: dict[str, list[int]] = {}
+        for row in plan.layout.chunks:
+            leaf = state.tensors[row.tensor]
+            places = elements(leaf.full_shape, row.box)
+            listed[leaf.label] = listed.get(leaf.label, []) + places
+            if row.owner is None:
+                found.setdefault(leaf.label, Counter()).update(places)
+        for leaf in state.tensors:
+            assert sorted(listed.get(leaf.label, [])) == _held(leaf, plan.rank)
+            if leaf.label not in ("own", "size"):
+                every = range(math.prod(leaf.full_shape))
+                wanted[leaf.label] = Counter(dict.fromkeys(every, 1))
+    assert {label: found.get(label, Counter()) for label in wanted} == wanted
+    assert found["own"] == dict.fromkeys(range(6), len(states))
 
 
-def _shape(tensor: Tensor) -> tuple[int, ...]:
-    return tensor.layout.shape if isinstance(tensor.layout, Sharding) else tensor.layout
+def _held(leaf: TensorLeaf, rank: int) -> list[int]:
+    if leaf.sharding is None:
+        return elements(leaf.shape, None)
+    boxes = leaf.sharding.held(rank)
+    return sorted(place for held in boxes for place in elements(leaf.full_shape, held.box))
 
 
 @pytest.fixture(params=[1, 24, 1 << 20])
@@ -73,28 +110,10 @@ class TestEveryWorld:
     def test_every_element_is_written_once_and_every_rank_lists_what_it_holds(
         self, data: st.DataObject
     ) -> None:
-        tensors = data.draw(spread_tensors())
-        plans = plans_of(tensors, WORLD)
-        for number, tensor in enumerate(tensors):
-            shape = _shape(tensor)
-            written: Counter[int] = Counter()
-            for rank, plan in enumerate(plans):
-                rows = [row for row in plan.layout.chunks if row.tensor == number]
-                listed = [place for row in rows for place in elements(shape, row.box)]
-                assert sorted(listed) == _held(tensor, rank, shape)
-                for row in rows:
-                    if row.owner is None:
-                        assert row.entry is not None
-                        written.update(elements(shape, row.box))
-            copies = WORLD if tensor.label == "own" else 1
-            assert written == dict.fromkeys(range(math.prod(shape)), copies)
-
-
-def _held(tensor: Tensor, rank: int, shape: tuple[int, ...]) -> list[int]:
-    if not isinstance(tensor.layout, Sharding):
-        return elements(shape, None)
-    boxes = tensor.layout.held(rank)
-    return sorted(place for held in boxes for place in elements(shape, held.box))
+        tensors, alike = data.draw(spread_tensors()), ("alike", "scalar")
+        ranks = range(WORLD)
+        plans = [planned(rank, WORLD, tensors, alike) for rank in ranks]
+        check_written_once([captured_by(rank, tensors, alike) for rank in ranks], plans)
 
 
 def test_rows_that_do_not_suffice_are_cut_along_another_dimension(
@@ -191,28 +210,14 @@ def test_bytes_are_balanced_within_five_percent(model: str) -> None:
     world_size, tensors = MODELS[model]
     # Some ranks of the large world, since each looks at 36,000 pieces.
     ranks = range(0, world_size, max(1, world_size // 8))
-    sizes = [_written(planned(rank, world_size, tensors)) for rank in ranks]
-    _check_balance(sizes, sum(_nbytes(each) for each in tensors if not each.tied) / world_size)
+    sizes = [written_bytes(planned(rank, world_size, tensors)) for rank in ranks]
+    check_balance(sizes, sum(nbytes(each) for each in tensors if not each.tied) / world_size)
 
 
 def test_bytes_of_replicated_shards_are_balanced() -> None:
     tensors = llama70b(mesh(64, 8), None, 0)
-    sizes = [_written(planned(rank, 512, tensors)) for rank in range(0, 512, 61)]
-    _check_balance(sizes, sum(map(_nbytes, tensors)) / 512)
-
-
-def _check_balance(sizes: list[int], mean: float) -> None:
-    assert max(sizes) <= 1.05 * mean
-    assert min(sizes) >= 0.95 * mean
-
-
-def _written(plan: RankPlan) -> int:
-    return sum(entry.nbytes for entry in plan.layout.entries)
-
-
-def _nbytes(tensor: Tensor) -> int:
-    dtype: torch.dtype = getattr(torch, tensor.dtype)
-    return math.prod(_shape(tensor)) * dtype.itemsize
+    sizes = [written_bytes(planned(rank, 512, tensors)) for rank in range(0, 512, 61)]
+    check_balance(sizes, sum(map(nbytes, tensors)) / 512)
 
 
 def test_cost_of_a_plan_does_not_grow_with_the_world() -> None:

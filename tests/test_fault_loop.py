@@ -208,25 +208,6 @@ def test_a_cancellation_at_any_operation_leaves_nothing_half_done(cases: Cases) 
             check_store(store, run, orphans=lost_opening(struck, landing))
 
 
-@pytest.mark.parametrize("overlap", [True, False])
-def test_a_handle_cancels_its_save_while_it_is_written(store: Stores, overlap: bool) -> None:
-    staging = {"block_bytes": 65536, "overlap": overlap}
-    with ckpipe.SyncPipeline(store.url, staging=staging) as pipeline:
-        pipeline.save(content(0), step=0)  # the first one claims the launch
-        check_memory(pipeline)
-        store.slow.hold("write", "complete", "put")
-        handle = pipeline.save(content(1), step=1)
-        store.slow.gate.wait_until_held()
-        handle.cancel()
-        assert handle.status == "cancelled"
-        with pytest.raises(errors.SaveCancelled, match="step 1"):
-            handle.wait()
-        check_memory(pipeline)
-        assert stale_uploads(store) == 0
-        store.slow.release()
-        pipeline.save(content(2), step=2, until="committed")
-
-
 def is_index(operation: Operation) -> bool:
     return operation.verb == "put" and operation.key.startswith("step-")
 

@@ -214,7 +214,9 @@ async def test_a_part_that_lands_during_an_abort_is_removed_on_leaving(
     assert await seen.left() == []
 
 
-async def test_an_object_that_is_overwritten_while_it_is_read(seen: Seen, backend: Backend) -> None:
+async def test_an_object_that_is_overwritten_or_deleted_while_it_is_read(
+    seen: Seen, backend: Backend
+) -> None:
     await backend.put("data", bytes(100), PutMode.CREATE)
     buffer = memoryview(bytearray(50))
     await backend.read_into("data", 0, buffer)
@@ -223,12 +225,6 @@ async def test_an_object_that_is_overwritten_while_it_is_read(seen: Seen, backen
     with pytest.raises(errors.StoreError, match="overwritten"):
         await backend.read_into("data", 50, buffer)
     await backend.read_into("data", 50, buffer)  # whoever begins again reads the new one
-
-
-async def test_an_object_that_is_deleted_while_it_is_read(seen: Seen, backend: Backend) -> None:
-    await backend.put("data", bytes(100), PutMode.CREATE)
-    buffer = memoryview(bytearray(50))
-    await backend.read_into("data", 0, buffer)
     async with seen.backend() as other:
         await other.delete(["data"])
         seen.fault["Look"] = Fault.UNAVAILABLE
@@ -238,13 +234,6 @@ async def test_an_object_that_is_deleted_while_it_is_read(seen: Seen, backend: B
             await backend.read_into("data", 50, buffer)
         await other.put("data", bytes(100), PutMode.CREATE)
     await backend.read_into("data", 50, buffer)  # whoever begins again reads the new one
-
-
-async def test_a_small_object_that_arrives_damaged(seen: Seen, backend: Backend) -> None:
-    await backend.put("data", bytes(100), PutMode.CREATE)
-    seen.fault["Get"] = Fault.FLIPPED_BACK
-    with pytest.raises(errors.StoreUnavailable, match="checksum"):
-        await backend.get("data", max_bytes=100)
 
 
 class ForgetfulStore(Store):

@@ -172,7 +172,7 @@ def self_signed(folder: Path) -> tuple[Path, Path]:
     return certificate, key
 
 
-async def test_no_credentials(seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_no_credentials(seen: Seen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name)
     async with seen.backend() as backend:
@@ -181,16 +181,8 @@ async def test_no_credentials(seen: Seen, monkeypatch: pytest.MonkeyPatch) -> No
     with pytest.raises(errors.StoreError, match="ProfileNotFound"):
         async with seen.backend(profile="nobody"):
             pass
-
-
-async def test_a_program_that_gives_no_credentials(
-    seen: Seen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = tmp_path / "config"
-    file.write_text("[profile broken]\ncredential_process = false\n")
-    monkeypatch.setenv("AWS_CONFIG_FILE", str(file))
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-        monkeypatch.delenv(name)
+    (tmp_path / "config").write_text("[profile broken]\ncredential_process = false\n")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
     with pytest.raises(errors.PermissionDenied, match="no credentials"):
         async with seen.backend(profile="broken"):
             pass
