@@ -1,4 +1,4 @@
-"""The commands that look and keep house, on real files."""
+"""The commands that look and keep house, on real files, also where Ctrl-C ends them."""
 
 from __future__ import annotations
 
@@ -463,3 +463,20 @@ def test_what_needs_no_tensors_does_not_wait_for_torch(tmp_path: Path) -> None:
     )
     done = python(program, json.dumps(commands))
     assert done.code == 0, done.err
+
+
+# Ctrl-C
+
+
+@pytest.mark.parametrize(
+    "arguments", [("verify",), ("verify", "--all"), ("timeline", "--html", "page.html")]
+)
+def test_an_interrupt_ends_a_command_that_waits_for_the_store(
+    tmp_path: Path, arguments: tuple[str, ...]
+) -> None:
+    save_steps(tmp_path / "root", 1)
+    before = set(tmp_path.rglob("*"))
+    verbs = ("read_into", "cached", "get")
+    done = interrupted(verbs, *arguments, f"stuck://{tmp_path / 'root'}", cwd=tmp_path)
+    assert (done.code, done.out, done.err) == (130, "", "")
+    assert set(tmp_path.rglob("*")) == before

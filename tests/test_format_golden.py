@@ -23,10 +23,7 @@ from ckpipe.format.checksummed_json import json_text
 from ckpipe.format.codec import decode_bundle, encode_bundle
 from ckpipe.format.manifest import BundleKind
 from ckpipe.format.merge import merge
-from ckpipe.format.names import (
-    data_file_key,
-    index_key,
-)
+from ckpipe.format.names import data_file_key, index_key
 
 DATA = Path(__file__).parent / "data" / "format-v1"
 FORMAT = Path(__file__).parent.parent / "docs" / "format.md"

@@ -215,7 +215,7 @@ async def test_a_lease_is_renewed_while_work_lasts_and_released_after_it(
 
 async def test_what_work_raises_comes_without_a_group_and_ends_the_lease() -> None:
     backend = MemoryBackend()
-    with pytest.raises(ZeroDivisionError):
+    with pytest.raises(ZeroDivisionError):  # noqa: PT012
         async with under_lease(backend, "x"):
             assert len(await keys(backend)) == 1
             raise ZeroDivisionError

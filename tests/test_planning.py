@@ -1,4 +1,4 @@
-"""Plans of saves: their fingerprints, and files and headers that keep to limits."""
+"""Plans of saves: fingerprints, files and headers that keep to limits, and who shares bytes."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ from ckpipe.format.data_file import (
 )
 from ckpipe.format.dtypes import DTYPES
 from ckpipe.planning import LocalPlanner, RankPlan, fingerprint
+from ckpipe.state.tensors import alias_groups, overlaps_itself, tensor_leaf
 
 
 def planned(state: Any) -> RankPlan:
@@ -109,3 +110,32 @@ def test_common_dtypes_need_no_torch() -> None:
         "assert item_bytes('float4_e2m1fn_x2') == 1; assert 'torch' in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
+
+
+# ---- tensors that share bytes ----
+
+
+def groups(*tensors: torch.Tensor) -> list[list[int]]:
+    return alias_groups([tensor_leaf(each, str(n))[0] for n, each in enumerate(tensors)])
+
+
+def test_numpy_arrays_over_tensors_belong_to_them() -> None:
+    base = torch.zeros(4)
+    captured = capture({"t": base, "n": base.numpy()[2:]})
+    assert alias_groups(captured.tensors) == [[0, 1]]
+
+
+def test_expanded_tensor_is_a_group_by_itself() -> None:
+    assert groups(torch.zeros(1).expand(5), torch.zeros(4)) == [[0]]
+    assert groups(torch.arange(8).as_strided((3, 4), (1, 1))) == [[0]]
+    assert groups(torch.arange(6).reshape(2, 3).T) == []
+
+
+@given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 6)), max_size=3))
+def test_self_overlap_is_never_missed(dims: list[tuple[int, int]]) -> None:
+    shape, stride = tuple(n for n, _ in dims), tuple(step for _, step in dims)
+    places = [0]
+    for n, step in dims:
+        places = [place + k * step for place in places for k in range(n)]
+    if len(set(places)) < len(places):
+        assert overlaps_itself(shape, stride)

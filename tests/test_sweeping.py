@@ -24,12 +24,7 @@ from ckpipe.backend import Backend, ObjectInfo, PutMode
 from ckpipe.catalog.find import NO_INDEX, discover
 from ckpipe.catalog.leases import LEASE_LIFE
 from ckpipe.catalog.sweep import Leftovers, plan_sweep, sweep, uploads_before
-from ckpipe.errors import (
-    PermissionDenied,
-    StoreError,
-    StoreFull,
-    StoreUnavailable,
-)
+from ckpipe.errors import PermissionDenied, StoreError, StoreFull, StoreUnavailable
 from ckpipe.format import names
 from ckpipe.format.codec import encode_bundle
 from ckpipe.format.names import LEASES, data_file_key, index_key, launch_id, manifest_key
