@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from ckpipe.format.checksum import CHUNK_BYTES, crc32c
-from ckpipe.format.checksummed_json import decode_json, encode_json
 from ckpipe.format.data_file import file_rows
 from ckpipe.format.keys import LabelFilter
 from ckpipe.format.manifest import (
@@ -144,13 +143,3 @@ def _checksums(plan: RankPlan, images: list[bytes]) -> tuple[int, ...]:
         data = images[row.file][begin : begin + row.nbytes]
         sums += [crc32c(data[lo : lo + CHUNK_BYTES]) for lo in range(0, len(data), CHUNK_BYTES)]
     return tuple(sums)
-
-
-def document_of(data: bytes) -> dict[str, Any]:
-    """The JSON of a stored bundle."""
-    return decode_json(data, LIMIT)
-
-
-def sealed(document: dict[str, Any]) -> bytes:
-    """A stored bundle of JSON, with the right checksum: what an attacker would write."""
-    return encode_json(document)

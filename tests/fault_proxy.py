@@ -17,7 +17,7 @@ import struct
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 
@@ -65,20 +65,6 @@ class Request:
 Rule = Callable[[Request], Fault | None]
 
 
-class Dialect(Protocol):
-    """What the proxy must know of a store's API."""
-
-    @property
-    def refusals(self) -> Mapping[Fault, bytes]:
-        """The answers of faults that are answers."""
-
-    def operation(self, method: str, target: str) -> str:
-        """What the API calls a request."""
-
-    def unconditional(self, first: str, headers: dict[str, str]) -> str:
-        """The first line of a request without its condition, which headers lose too."""
-
-
 class S3Dialect:
     """The API of S3."""
 
@@ -95,6 +81,7 @@ class S3Dialect:
         return refusal(status, text, "application/xml", "x-amz-request-id: REQ-42", *headers)
 
     def operation(self, method: str, target: str) -> str:
+        """What the API calls a request."""
         query = parse_qs(urlsplit(target).query, keep_blank_values=True)
         if "uploads" in query:
             return "CreateUpload" if method == "POST" else "ListUploads"
@@ -107,6 +94,7 @@ class S3Dialect:
         return method.capitalize()
 
     def unconditional(self, first: str, headers: dict[str, str]) -> str:
+        """The first line of a request without its condition, which headers lose too."""
         headers.pop("if-none-match", None)
         return first
 
@@ -144,6 +132,10 @@ class GcsDialect:
 
     def unconditional(self, first: str, headers: dict[str, str]) -> str:
         return re.sub(r"&?ifGenerationMatch=\d+", "", first)
+
+
+Dialect = S3Dialect | GcsDialect
+"""What the proxy must know of a store's API."""
 
 
 def refusal(status: int, text: bytes, content_type: str, *headers: str) -> bytes:

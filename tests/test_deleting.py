@@ -15,13 +15,13 @@ import ckpipe
 from ckpipe import errors
 from ckpipe.backend import Children
 from ckpipe.catalog.leases import Lease
-from ckpipe.catalog.metadata_cache import MetadataCache, MetadataQuery, MetadataSummary
+from ckpipe.catalog.metadata_cache import MetadataCache, MetadataSummary
 from ckpipe.catalog.prune import best, decide_on, prune
 from ckpipe.format.metrics_sidecar import MetricsSidecar
 from ckpipe.format.names import launch_id
 from ckpipe.retention import KeepLast
 from ckpipe.testing import MemoryBackend
-from ckpipe.types import CheckpointId, CheckpointInfo
+from ckpipe.types import CheckpointInfo
 
 STATE: dict[str, Any] = {"a": torch.ones(1000)}
 
@@ -104,23 +104,6 @@ DAY = timedelta(days=1)
 NOW, LATER = datetime.now(UTC), datetime.now(UTC) + 30 * DAY
 
 
-@pytest.mark.parametrize("by_another", [False, True])
-async def test_deletions_are_remembered_for_as_long_as_their_marks_stay(
-    store: Stores, by_another: bool
-) -> None:
-    *gone, _ = await anyio.to_thread.run_sync(saved, store.url, 0, 1, 2, 3)
-    backend, rule = store.memory, KeepLast(1)
-    finished: set[CheckpointId] = set()
-    another: set[CheckpointId] = set()
-    for _ in range(2):
-        await prune(backend, rule, {}, MetadataCache(deleted=finished), sweep_after=DAY, now=NOW)
-        assert finished == {each.key for each in gone}
-    who = another if by_another else finished
-    await prune(backend, rule, {}, MetadataCache(deleted=who), sweep_after=DAY, now=LATER)
-    await prune(backend, rule, {}, MetadataCache(deleted=finished), sweep_after=DAY, now=LATER)
-    assert finished == set()
-
-
 @pytest.mark.parametrize("how", ["prune", "decide", "best"])
 async def test_what_others_have_removed_is_forgotten(store: Stores, how: str) -> None:
     *gone, newest = await anyio.to_thread.run_sync(saved, store.url, 0, 1, 2, 3)
@@ -149,14 +132,3 @@ async def test_what_is_learned_while_a_root_is_listed_is_not_forgotten() -> None
 
     await decide_on(Committing(), None, {}, facts, now=NOW)
     assert facts.names() == {name}
-
-
-def test_what_is_sure_is_so_without_a_pause() -> None:
-    """In one, another task might forget what the decision goes by."""
-    name = "step-000000000001.20250101T000000000Z-x.0"
-    info = CheckpointInfo(name, 1, "20250101T000000000Z-x", 0, complete=True)
-    facts = MetadataCache({name: MetadataSummary(MetricsSidecar(0, 1, final=False, metrics={}))})
-    sure = MetadataQuery(MemoryBackend(), [info], facts, few=1).is_sure([name])
-    with pytest.raises(StopIteration) as ended:
-        sure.send(None)
-    assert ended.value.value is True

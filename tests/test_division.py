@@ -415,20 +415,3 @@ def test_a_mark_on_some_ranks_only_is_named() -> None:
 def test_private_tensors_of_one_name_may_differ() -> None:
     plans = jointly(3, lambda rank: captured_by(rank, _shape(rank)))
     assert [plan.layout.entries[0].shape for plan in plans] == [(3, 2), (3, 2), (4, 2)]
-
-
-def test_equal_shardings_are_worked_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: Counter[int] = Counter()
-    real = Sharding.held
-
-    def held(self: Sharding, rank: int) -> object:
-        calls[rank] += 1
-        return real(self, rank)
-
-    tensors = [Tensor(f"t{n}", sharding(mesh(8), on(mesh(8), (64, 8), 0).placements, (64, 8)))
-               for n in range(50)]  # fmt: skip
-    states = [captured_by(rank, tensors) for rank in range(8)]
-    monkeypatch.setattr(Sharding, "held", held)
-    jointly(8, states.__getitem__)
-    # Once for the rank's own division and once where it is decided for all.
-    assert calls == dict.fromkeys(range(8), 2)

@@ -21,7 +21,7 @@ from sampling import EVERY, SEED
 from stored_files import document_of, sealed
 
 import ckpipe
-from ckpipe import errors, events
+from ckpipe import errors
 from ckpipe.testing import Landing
 from ckpipe.testing.wrappers import Operation
 
@@ -268,14 +268,3 @@ def forged(stored: Any, old_step: int, new_step: int) -> Any:
     document = document_of(bytes(stored.data))
     assert document["step"] == old_step
     return replace(stored, data=sealed(document | {"step": new_step}))
-
-
-def test_events_tell_of_retries(store: Stores) -> None:
-    store.faulty.fail(errors.Throttled("slower"), "write", times=2)
-    seen: list[events.Event] = []
-    with ckpipe.SyncPipeline(store.url, **SETTINGS) as pipeline:
-        pipeline.events.add(seen.append)
-        pipeline.save(content(1), step=1, until="committed")
-    retries = [each for each in seen if isinstance(each, events.Retrying)]
-    assert [each.step for each in retries] == [1, 1]
-    assert "slower" in str(retries[0])

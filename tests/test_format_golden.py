@@ -17,7 +17,8 @@ import jsonschema
 import pytest
 import safetensors.torch
 import torch
-from bundles import ID, LIMIT, document_of, manifest_of
+from bundles import ID, LIMIT, manifest_of
+from stored_files import document_of
 
 from ckpipe.format.checksummed_json import json_text
 from ckpipe.format.codec import decode_bundle, encode_bundle

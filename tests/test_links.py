@@ -9,10 +9,9 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-import anyio
 import pytest
 import torch
-from pipelines import Stores, loaded_state
+from pipelines import loaded_state
 
 import ckpipe
 from ckpipe import errors
@@ -133,27 +132,6 @@ def test_what_others_put_into_a_checkpoint_stays_and_is_told_once(
     (said,) = told(caplog, "ckpipe did not write these")
     assert all(f"{first.id}/{name}" in said for name in [*theirs, "folder"])
     assert not list((root / ".ckpipe" / "deleted").glob("*1.*"))
-
-
-@pytest.mark.parametrize("force", [False, True])
-def test_other_names_below_a_prefix_do_not_hold_a_deletion_up_on_any_store(
-    store: Stores, force: bool, caplog: pytest.LogCaptureFixture
-) -> None:
-    settings: dict[str, Any] = {"retention": {"sweep_after_seconds": 0}}
-    with ckpipe.SyncPipeline(store.url, **settings) as pipeline:
-        first, _ = [pipeline.save(STATE, step=step).wait() for step in (1, 2)]
-        foreign = f"{first.id}/notes.txt"
-        anyio.run(store.memory.put, foreign, b"mine", PutMode.CREATE)
-        pipeline.delete(1, force=force)
-        left = [key for key in store.memory._store.objects if key.startswith(first.id)]
-        assert left == [foreign]
-        for _ in range(2):
-            report = pipeline.sweep()
-            assert not report.unfinished
-            assert not report.remove
-        assert f".ckpipe/deleted/{first.id}" not in store.memory._store.objects
-        assert foreign in store.memory._store.objects
-    assert len(told(caplog, foreign)) == 1
 
 
 @pytest.fixture

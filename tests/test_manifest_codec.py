@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from bundles import ID, LIMIT, Foreign, document_of, manifest_of, sealed
+from bundles import ID, LIMIT, Foreign, manifest_of
 from hypothesis import given
 from hypothesis import strategies as st
+from stored_files import document_of, sealed
+from test_hostile_checkpoints import state
 
 from ckpipe.errors import (
     CorruptCheckpoint,
@@ -28,18 +30,6 @@ from ckpipe.format.manifest import ManifestDocument, Structure, TensorRow
 from ckpipe.format.merge import merge
 
 KEY = "some/key.json"
-
-
-def state() -> dict[Any, Any]:
-    base = torch.arange(6, dtype=torch.int32)
-    return {
-        "w": torch.ones(2, 3),
-        "t": torch.arange(6.0).reshape(2, 3).T,
-        "views": [base[:4], base[2:]],
-        "one": 1,
-        "true": True,
-        ("k", 1): {"again": None},
-    }
 
 
 def manifest() -> ManifestDocument:
@@ -245,61 +235,34 @@ def test_group_and_index_have_exactly_their_ranks() -> None:
             read(sealed(index), "index")
 
 
-def test_chunk_in_what_another_rank_wrote_must_lie_there() -> None:
-    state = {"a": torch.ones(4), "b": torch.ones(2)}
-    every = [
-        manifest_of(state, 0, 2)[0],
-        manifest_of(state, 1, 2, foreign={"a": Foreign(0, 0)})[0],
-    ]
-    document = document_of(encode_bundle(merge(every, "index")))
-    read(sealed(document), "index")
-    chunks = document["layouts"][1]["chunks"]
-    place = chunks["owner"].index(0)
-    # Entry 1 of rank 0 has 8 bytes, too few for a.
-    for entry, error in ((1, InvalidExtent), (2, InvalidManifest)):
-        chunks["entry"][place] = entry
-        with pytest.raises(error):
-            read(sealed(document), "index")
-
-
-def test_chunk_of_another_rank_that_no_entry_can_hold_is_refused() -> None:
-    state = {"a": torch.ones(3, 2)}
-    every = [
-        manifest_of(state, 0, 2)[0],
-        manifest_of(state, 1, 2, foreign={"a": Foreign(0, 0)})[0],
-    ]
-    for path, value in (
-        ("layouts/1/chunks/stride", [[1 << 62, 1]]),
-        ("structures/0/tensors/shape", [[1 << 62, 1 << 62]]),
-    ):
-        document = document_of(encode_bundle(merge(every, "index")))
-        _change(document, path, value)
-        with pytest.raises(InvalidExtent):
-            read(sealed(document), "index")
-
-
-def test_chunk_in_an_unknown_entry_must_be_what_its_owner_wrote() -> None:
+@pytest.mark.parametrize(
+    ("entry", "path", "value", "error"),
+    [
+        # What rank 0 wrote is z, b, which has too few bytes, and a.
+        (2, "layouts/1/chunks/entry", [0, 1], InvalidExtent),
+        (2, "layouts/1/chunks/entry", [0, 3], InvalidManifest),
+        (2, "layouts/1/chunks/stride", [None, [1 << 62]], InvalidExtent),
+        (2, "structures/1/tensors/shape", [[2], [1 << 62, 1 << 62]], InvalidExtent),
+        (None, "structures/0/tensors/label", ["z", "b", "c"], InvalidManifest),
+        (None, "structures/0/tensors/dtype", ["float32", "float32", "int32"], InvalidManifest),
+        (None, "layouts/0/chunks/box", [None, None, [[0], [2]]], InvalidManifest),
+        (None, "layouts/0/chunks/owner", [None, None, 1], InvalidManifest),
+        (None, "layouts/1/chunks/offset", [0, 4], InvalidManifest),
+        (None, "layouts/1/chunks/stride", [None, [1]], InvalidManifest),
+    ],
+)
+def test_a_chunk_of_another_rank_must_be_what_that_one_wrote(
+    entry: int | None, path: str, value: list[Any], error: type[CorruptCheckpoint]
+) -> None:
     state = {"b": torch.ones(2), "a": torch.ones(4)}
-    every = [
-        manifest_of({"z": torch.zeros(3), **state}, 0, 2)[0],
-        manifest_of(state, 1, 2, foreign={"a": Foreign(0)})[0],
-    ]
-    index = merge(every, "index")
+    own = manifest_of(state, 1, 2, foreign={"a": Foreign(0, entry)})[0]
+    index = merge([manifest_of({"z": torch.zeros(3), **state}, 0, 2)[0], own], "index")
     assert read(encode_bundle(index), "index") == index
-    assert read(encode_bundle(every[1])) == every[1]
-    changes: list[tuple[str, list[Any]]] = [
-        ("structures/0/tensors/label", ["z", "b", "c"]),
-        ("structures/0/tensors/dtype", ["float32", "float32", "int32"]),
-        ("layouts/0/chunks/box", [None, None, [[0], [2]]]),
-        ("layouts/0/chunks/owner", [None, None, 1]),
-        ("layouts/1/chunks/offset", [0, 4]),
-        ("layouts/1/chunks/stride", [None, [1]]),
-    ]
-    for path, value in changes:
-        document = document_of(encode_bundle(index))
-        _change(document, path, value)
-        with pytest.raises(InvalidManifest):
-            read(sealed(document), "index")
+    assert read(encode_bundle(own)) == own
+    document = document_of(encode_bundle(index))
+    _change(document, path, value)
+    with pytest.raises(error):
+        read(sealed(document), "index")
 
 
 def test_what_differs_between_ranks_must_be_there() -> None:
