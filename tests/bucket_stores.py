@@ -15,7 +15,7 @@ from pipelines import loaded_state, same
 from s3_servers import S3Server
 
 import ckpipe
-from ckpipe.backend import Backend
+from ckpipe.backend import Backend, Upload
 from ckpipe_gcs import GcsBackend
 from ckpipe_s3 import S3Backend
 
@@ -33,6 +33,14 @@ def behind_proxy(server: Server, bucket: str) -> Iterator[FaultProxy]:
     dialect = S3Dialect() if isinstance(server, S3Server) else GcsDialect()
     with fault_proxy(server.port, dialect) as proxy:
         yield proxy
+
+
+async def written(backend: Backend, key: str = "data", block: int = BLOCK) -> Upload:
+    """Begin an upload of two blocks of zeros, and write both."""
+    upload = await backend.open_upload(key, size=2 * block, block_bytes=block)
+    for offset in (0, block):
+        await upload.write(offset, memoryview(bytes(block)))
+    return upload
 
 
 class Root:

@@ -20,14 +20,12 @@ from ckpipe.format.boxes import (
     Box,
     box_shape,
     flat_index,
-    flat_range_boxes,
     flat_ranges,
     flat_start,
 )
 from ckpipe.state.placements import Mesh, Placement, Sharding, sharding
 
 SHAPE = (6, 5, 4)
-shapes = st.lists(st.integers(0, 5), max_size=4).map(tuple)
 
 
 @st.composite
@@ -119,23 +117,6 @@ def test_ranges_of_a_box_hold_it_and_are_as_few_as_asked_for(
     runs = sorted(wanted) == list(range(min(wanted), max(wanted) + 1))
     assert (start == min(wanted)) if runs else (start is None)
     assert flat_index(shape, box[0]) == min(wanted)
-
-
-@given(shapes, st.data())
-def test_the_boxes_of_a_range_flatten_to_the_range(
-    shape: tuple[int, ...], data: st.DataObject
-) -> None:
-    array = np.arange(int(np.prod(shape, dtype=int))).reshape(shape)
-    lo = data.draw(st.integers(0, array.size))
-    hi = data.draw(st.integers(lo, array.size))
-    boxes = list(flat_range_boxes(shape, lo, hi))
-    found: list[int] = []
-    for starts, sizes in boxes:
-        where = tuple(slice(start, start + n) for start, n in zip(starts, sizes, strict=True))
-        assert array[where].shape == sizes
-        found += array[where].ravel().tolist()
-    assert found == list(range(lo, hi))
-    assert len(boxes) <= 2 * len(shape) + 1
 
 
 # ---- shards, by mesh and placements, are what torch makes of them ----

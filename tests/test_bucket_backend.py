@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Iterator
 
 import anyio
 import pytest
-from bucket_stores import BLOCK, Seen, behind_proxy
+from bucket_stores import BLOCK, Seen, behind_proxy, written
 from fault_proxy import Fault
 
 from ckpipe import errors
@@ -47,9 +47,7 @@ async def test_a_missing_bucket_is_told(seen: Seen) -> None:
 async def test_a_large_upload_finds_its_key_taken(seen: Seen) -> None:
     async with seen.backend() as backend:
         await backend.put("data", b"first", PutMode.CREATE)
-        upload = await backend.open_upload("data", size=2 * BLOCK, block_bytes=BLOCK)
-        for offset in (0, BLOCK):
-            await upload.write(offset, memoryview(bytes(BLOCK)))
+        upload = await written(backend)
         with pytest.raises(errors.ObjectExists):
             await upload.complete()
         assert not await upload.landed()

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from ckpipe.format.checksum import (
     ChunkSums,
     SumTable,
-    chunk_spans,
     combine,
     crc32c,
     crc32c_of_each,
@@ -49,15 +48,6 @@ def test_pieces_make_the_whole(data: bytes, cut: int) -> None:
     assert crc32c(data) == slow_crc32c(data)
     assert crc32c(memoryview(second), crc32c(first)) == crc32c(data)
     assert combine(crc32c(first), crc32c(second), len(second)) == crc32c(data)
-
-
-@given(st.integers(0, 5 << 20), st.integers(0, 5 << 20))
-def test_spans_cover_a_range_and_respect_chunks(lo: int, hi: int) -> None:
-    spans = list(chunk_spans(lo, hi))
-    assert sum(end - start for _, start, end in spans) == max(0, hi - lo)
-    for number, start, end in spans:
-        assert number << 20 <= start < end <= (number + 1) << 20
-    assert [start for _, start, _ in spans[1:]] == [end for _, _, end in spans[:-1]]
 
 
 EDGES = st.sampled_from([0, 1, 7, 8, 9, 255, 256, 257, 50_003, 400_007])

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from commands import Commands, save_steps
+from commands import Commands, damage, save_steps
 from heard_signals import HEARING
 from hypothesis import given
 from hypothesis import strategies as st
@@ -162,10 +162,7 @@ def test_diff_over_two_roots_and_of_what_is_missing(call: Commands, tmp_path: Pa
 
 def test_diff_of_a_damaged_checkpoint_says_so(call: Commands, tmp_path: Path) -> None:
     one, _ = save_steps(tmp_path, 1, 2)
-    path = tmp_path / one / "rank-00000.safetensors"
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.write_bytes(data)
+    damage(tmp_path, one)
     done = call("diff", tmp_path, 1, 2)
     assert (done.code, done.out) == (1, "")
     assert "is not what was saved" in done.err

@@ -278,15 +278,6 @@ def test_every_rank_reaches_the_index_once(world_size: int) -> None:
         assert ranks == list(range(world_size))
 
 
-@given(st.integers(0, 300_000), st.integers(1, 4))
-def test_directory_of_an_object_is_the_one_that_is_listed(number: int, level: int) -> None:
-    directory = number // 100
-    listed = names.directory(ID, level, directory)
-    assert names.group_key(ID, level, number).startswith(listed)
-    listed = names.directory(ID, 0, directory)
-    assert names.manifest_key(ID, number).startswith(listed)
-
-
 @given(st.integers(0, 10**14), st.integers(0, 1000))
 def test_names_are_read_back(step: int, count: int) -> None:
     id = CheckpointId(ID.attempt, step, count)

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from commands import Commands, save_steps
+from commands import Commands, damage, save_steps
 from pipelines import Stores, loaded_state, same, small_state, stores
 from ranks import settle
 from sampling import EVERY
@@ -309,10 +309,7 @@ def test_what_is_wrong_is_said(call: Commands, tmp_path: Path) -> None:
     assert not (tmp_path / "missing").exists()
     assert call("export", tmp_path / "missing", "--format", "hf").code == 3
     assert not (tmp_path / "missing").exists()
-    path = root / id / "rank-00000.safetensors"
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.write_bytes(data)
+    damage(root, id)
     done = call("export", root, "--format", "torch", "--to", tmp_path / "hub")
     assert (done.code, done.out) == (1, "")
     assert not list((tmp_path / "hub").rglob(TORCH_FILE)), "nothing unverified is seen"

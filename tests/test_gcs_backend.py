@@ -17,7 +17,7 @@ import gcs_servers
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
-from bucket_stores import Seen, behind_proxy
+from bucket_stores import Seen, behind_proxy, written
 from fault_proxy import Fault
 from gcloud.aio.auth import token
 from gcs_emulator import Api
@@ -144,17 +144,13 @@ async def test_many_blocks_are_composed_in_a_tree(seen: Seen, backend: Backend) 
 
 
 async def test_a_composed_object_is_known_as_ones_own(seen: Seen, backend: Backend) -> None:
-    data = bytes(2 * BLOCK)
-    key = "folder/data"
-    opened = await backend.open_upload(key, size=len(data), block_bytes=BLOCK)
-    for offset in (0, BLOCK):
-        await opened.write(offset, memoryview(data)[:BLOCK])
+    opened = await written(backend, "folder/data", BLOCK)
     assert not await opened.landed()
     seen.fault["Compose"] = Fault.LOST
     with pytest.raises(errors.StoreUnavailable):
         await opened.complete()
     assert await opened.landed()
-    assert await read(backend) == data
+    assert await read(backend) == bytes(2 * BLOCK)
     assert await seen.left() == []
 
 
@@ -163,9 +159,7 @@ async def test_what_a_crash_left_is_swept(seen: Seen) -> None:
     crashed = seen.backend()
     async with crashed, seen.backend() as backend:
         for key in ("here/data", "there/data"):
-            opened = await crashed.open_upload(key, size=2 * BLOCK, block_bytes=BLOCK)
-            for offset in (0, BLOCK):
-                await opened.write(offset, memoryview(bytes(BLOCK)))
+            await written(crashed, key, BLOCK)
         earlier = soon - timedelta(minutes=10)
         assert await backend.remove_stale_uploads("here/", before=earlier) == 0
         assert len(await seen.left()) == 4

@@ -280,16 +280,3 @@ async def test_an_index_waits_for_no_lease_and_its_failure_is_told() -> None:
         async with reading(backend, id, look):
             raise AssertionError
     assert await keys(memory) == []
-
-
-async def test_a_checkpoint_that_is_being_deleted_is_not_called_damaged() -> None:
-    backend, id = MemoryBackend(), CheckpointId("20250101T000000000Z-a", 1, 0)
-    await backend.put(tombstone_key(id), b"{}", PutMode.CREATE)
-    with pytest.raises(errors.CheckpointIncomplete, match="deleted just now"):
-        async with reading(backend, id):
-            raise AssertionError
-    await backend.delete([tombstone_key(id)])
-    with pytest.raises(errors.MissingObject):
-        async with reading(backend, id):
-            raise AssertionError
-    assert await keys(backend) == []
