@@ -9,11 +9,11 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from aiobotocore.session import get_session
 from botocore.loaders import create_loader
@@ -24,6 +24,7 @@ from ckpipe.errors import UsageError
 from ckpipe_s3 import S3Backend
 
 KEY, SECRET = "ckpipetest", "not-a-secret-at-all"
+T = TypeVar("T")
 
 
 @functools.cache
@@ -59,58 +60,54 @@ class S3Server:
             aws_secret_access_key=SECRET,
         )
 
+    def _ask(self, work: Callable[[Any], Awaitable[T]]) -> T:
+        async def ask() -> T:
+            async with self.client() as client:
+                return await work(client)
+
+        return asyncio.run(ask())
+
     def make_bucket(self, name: str) -> None:
         """Make a bucket; blocks."""
-
-        async def make() -> None:
-            async with self.client() as client:
-                await client.create_bucket(Bucket=name)
-
-        asyncio.run(make())
+        self._ask(lambda client: client.create_bucket(Bucket=name))
 
     def names(self, bucket: str, prefix: str) -> list[str]:
         """The names of all objects below a prefix; blocks."""
 
-        async def listed() -> list[str]:
-            async with self.client() as client:
-                pages = client.get_paginator("list_objects_v2").paginate(
-                    Bucket=bucket, Prefix=prefix
-                )
-                return [each["Key"] async for page in pages for each in page.get("Contents", ())]
+        async def listed(client: Any) -> list[str]:
+            pages = client.get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=prefix)
+            return [each["Key"] async for page in pages for each in page.get("Contents", ())]
 
-        return asyncio.run(listed())
+        return self._ask(listed)
 
     def delete(self, bucket: str, names: Iterable[str]) -> None:
         """Delete objects; blocks."""
 
-        async def delete() -> None:
-            async with self.client() as client:
-                for name in names:
-                    await client.delete_object(Bucket=bucket, Key=name)
+        async def delete(client: Any) -> None:
+            for name in names:
+                await client.delete_object(Bucket=bucket, Key=name)
 
-        asyncio.run(delete())
+        self._ask(delete)
 
     def flip_bit(self, bucket: str, name: str) -> None:
         """Flip a bit in the middle of an object; blocks."""
 
-        async def flip() -> None:
-            async with self.client() as client:
-                answer = await client.get_object(Bucket=bucket, Key=name)
-                data = bytearray(await answer["Body"].read())
-                data[len(data) // 2] ^= 1
-                await client.put_object(Bucket=bucket, Key=name, Body=bytes(data))
+        async def flip(client: Any) -> None:
+            answer = await client.get_object(Bucket=bucket, Key=name)
+            data = bytearray(await answer["Body"].read())
+            data[len(data) // 2] ^= 1
+            await client.put_object(Bucket=bucket, Key=name, Body=bytes(data))
 
-        asyncio.run(flip())
+        self._ask(flip)
 
     def open_uploads(self, bucket: str) -> list[str]:
         """The names of the objects that an upload is open for; blocks."""
 
-        async def listed() -> list[str]:
-            async with self.client() as client:
-                page = await client.list_multipart_uploads(Bucket=bucket)
-                return [entry["Key"] for entry in page.get("Uploads", ())]
+        async def listed(client: Any) -> list[str]:
+            page = await client.list_multipart_uploads(Bucket=bucket)
+            return [entry["Key"] for entry in page.get("Uploads", ())]
 
-        return asyncio.run(listed())
+        return self._ask(listed)
 
 
 def set_up_process() -> None:

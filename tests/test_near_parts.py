@@ -174,7 +174,7 @@ async def test_a_rank_reads_few_objects_and_bytes_and_the_index_where_these_do_n
     assert counted.gets["index"] == 1
 
 
-async def test_what_another_rank_had_is_found_through_the_index(counted: Counted) -> None:
+def test_what_another_rank_had_is_found_through_the_index(counted: Counted) -> None:
     saved(counted, lambda rank: {f"stage{rank % 3}": torch.full((2,), rank % 3 + 1.0)})
     target = {"stage2": torch.zeros(2)}
     with one_rank(URL, 3, RANKS, attempt_id="load") as pipeline:
@@ -185,7 +185,7 @@ async def test_what_another_rank_had_is_found_through_the_index(counted: Counted
             pipeline.load({"stage9": torch.zeros(2)}, step=1)
 
 
-async def test_a_load_that_turns_to_the_index_looks_at_each_object_once(counted: Counted) -> None:
+def test_a_load_that_turns_to_the_index_looks_at_each_object_once(counted: Counted) -> None:
     looks: Counter[str] = Counter()
 
     class Told(ckpipe.Progress):
@@ -216,7 +216,7 @@ async def test_a_load_that_turns_to_the_index_looks_at_each_object_once(counted:
     assert near["model"] == near["counter"] == 1
 
 
-async def test_an_object_that_lacks_something_gets_it_from_the_index(counted: Counted) -> None:
+def test_an_object_that_lacks_something_gets_it_from_the_index(counted: Counted) -> None:
     class Lenient(torch.nn.Linear):
         def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
             return super().load_state_dict(state_dict, strict=False)

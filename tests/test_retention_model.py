@@ -292,19 +292,13 @@ async def race(stops: tuple[int, int], landings: tuple[Landing, Landing], first:
     async def heal() -> None:
         await repaired(healer, await discover(healer))
 
-    async def remove() -> None:
+    async def remove_both() -> None:
         # One may be complete by then, and retention deletes it; one that is not, a sweep does.
         await prune(pruner, KeepLast(1), {}, MetadataCache(), sweep_after=DAY)
         await delete(pruner, FULL, force=True)
 
-    actors = {"healer": (healer, heal), "pruner": (pruner, remove)}
-    second = "pruner" if first == "healer" else "healer"
-    tasks = [
-        await run_until_stopped(actors[name][0], actors[name][1]()) for name in (first, second)
-    ]
-    for name, task in zip((first, second), tasks, strict=True):
-        actors[name][0].go_on.set()
-        await task
+    work = {"healer": (healer, heal()), "pruner": (pruner, remove_both())}
+    assert set((await both(work, first, False, world.store)).values()) == {None}
     keys = {each.key async for each in world.store.list("")}
     assert index_key(FULL) not in keys, "an index must not outlive the tombstone"
     seen = {
@@ -320,14 +314,11 @@ async def race(stops: tuple[int, int], landings: tuple[Landing, Landing], first:
 
 
 async def test_a_healer_that_races_a_pruner_revives_nothing() -> None:
-    every = [
-        ((i, j), (a, b), first)
-        for i in range(1, 16)
-        for j in range(1, 16)
-        for a in Landing
-        for b in Landing
-        for first in ("healer", "pruner")
-    ]
+    every = itertools.product(
+        itertools.product(range(1, 16), repeat=2),
+        itertools.product(Landing, repeat=2),
+        ("healer", "pruner"),
+    )
     await raced(race, every, 30)
 
 
