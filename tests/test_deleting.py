@@ -21,7 +21,7 @@ from ckpipe.format.metrics_sidecar import MetricsSidecar
 from ckpipe.format.names import launch_id
 from ckpipe.retention import KeepLast
 from ckpipe.testing import MemoryBackend
-from ckpipe.types import CheckpointInfo
+from ckpipe.types import CheckpointId, CheckpointInfo
 
 STATE: dict[str, Any] = {"a": torch.ones(1000)}
 
@@ -102,6 +102,23 @@ def test_what_a_running_launch_has_not_finished_is_refused(store: Stores) -> Non
 
 DAY = timedelta(days=1)
 NOW, LATER = datetime.now(UTC), datetime.now(UTC) + 30 * DAY
+
+
+@pytest.mark.parametrize("by_another", [False, True])
+async def test_deletions_are_remembered_for_as_long_as_their_marks_stay(
+    store: Stores, by_another: bool
+) -> None:
+    *gone, _ = await anyio.to_thread.run_sync(saved, store.url, 0, 1, 2, 3)
+    backend, rule = store.memory, KeepLast(1)
+    finished: set[CheckpointId] = set()
+    another: set[CheckpointId] = set()
+    for _ in range(2):
+        await prune(backend, rule, {}, MetadataCache(deleted=finished), sweep_after=DAY, now=NOW)
+        assert finished == {each.key for each in gone}
+    who = another if by_another else finished
+    await prune(backend, rule, {}, MetadataCache(deleted=who), sweep_after=DAY, now=LATER)
+    await prune(backend, rule, {}, MetadataCache(deleted=finished), sweep_after=DAY, now=LATER)
+    assert finished == set()
 
 
 @pytest.mark.parametrize("how", ["prune", "decide", "best"])
