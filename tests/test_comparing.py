@@ -79,12 +79,6 @@ def test_large_whole_numbers_are_told_apart() -> None:
     assert found.different == 1
 
 
-def test_negative_zero_is_a_difference_of_bits_only() -> None:
-    found = compare_tensors(torch.tensor([0.0]), torch.tensor([-0.0]))
-    assert found is not None
-    assert (found.different, found.norm, found.relative) == (0, 0.0, 0.0)
-
-
 def test_structures(call: Commands, tmp_path: Path) -> None:
     one = {"a": torch.zeros(2), "b": torch.zeros(3), "lr": 0.1, "gone": 1, "set": {1}}
     two = {"a": torch.zeros(2), "b": torch.zeros(4), "lr": 0.2, "new": torch.zeros(1), "set": {2}}

@@ -209,13 +209,3 @@ def test_a_linked_internal_directory_is_not_written_through(tmp_path: Path) -> N
         assert torch.equal(loaded_state(pipeline, 1)["a"], STATE["a"])
         assert [info.step for info in pipeline.steps()] == [1]
     assert files_below(place) == before
-
-
-def test_a_root_that_is_a_link_is_as_good_as_any(tmp_path: Path) -> None:
-    (tmp_path / "place").mkdir()
-    (tmp_path / "root").symlink_to(tmp_path / "place")
-    with ckpipe.SyncPipeline(tmp_path / "root", keep_last=1) as pipeline:
-        for step in range(3):
-            pipeline.save(STATE, step=step).wait()
-        pipeline.prune()
-        assert [info.step for info in pipeline.steps()] == [2]

@@ -92,13 +92,6 @@ def test_what_would_change_the_store_is_refused(root: Path, change: str) -> None
     assert everything(root) == before
 
 
-def test_a_root_that_is_not_there_is_not_made(tmp_path: Path) -> None:
-    missing = tmp_path / "none"
-    with pytest.raises(StoreError), ckpipe.SyncPipeline(missing, read_only=True):
-        pass
-    assert not missing.exists()
-
-
 def test_one_of_many_ranks_names_what_it_loads(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No process group, no other rank and no attempt id are needed to look."""
     monkeypatch.setenv("RANK", "1")
