@@ -36,7 +36,7 @@ from ckpipe.format.names import GROUP_SIZE, index_key, manifest_key
 from ckpipe.interpreter import gc_paused
 from ckpipe.loading.load import LoadRequest, match_all
 from ckpipe.loading.read_plan import plan_reads
-from ckpipe.loading.stateful import Looks
+from ckpipe.loading.stateful import InspectionMemo
 from ckpipe.planning import LocalPlanner, fingerprint
 from ckpipe.state.capture_cache import capture_cache_of
 from ckpipe.state.flatten import Flattened, OpenedState, flatten
@@ -254,7 +254,7 @@ def load(ranks: int) -> Figures:
     request = LoadRequest(target, LabelFilter(), strict=True, cast=False, pickling=False)
 
     def planned() -> None:
-        matched = match_all(bundle, request, 0, 1, Looks())
+        matched = match_all(bundle, request, 0, 1, InspectionMemo())
         plan_reads(matched.targets.stored.data, matched.targets.rounds[0].needs, 16 << 20, 4096)
 
     return {

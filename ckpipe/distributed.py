@@ -119,7 +119,7 @@ class TrainingState:
         _fill_from(self, state)
 
     def __ckpipe_targets__(self, saved: SavedObject) -> LoadTargets:
-        model, optimizers = saved.looks.once(self, self._look)
+        model, optimizers = saved.memo.once(self, self._look)
         return load_targets(saved, self._modules, model, optimizers, stages=self._stages)
 
     def __ckpipe_replicated__(self, label: str) -> bool:

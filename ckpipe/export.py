@@ -396,7 +396,7 @@ async def exported(context: SaveContext, save: Save) -> AsyncIterator[None]:
         return
     context.loading[save.name] += 1  # protects it even if no lease can be written
     try:
-        async with under_lease(context.patient, save.name + EXPORTING):
+        async with under_lease(context.retrying, save.name + EXPORTING):
             yield
             with save.clock.timing("export"):
                 info = save.committed.result()
@@ -405,7 +405,12 @@ async def exported(context: SaveContext, save: Save) -> AsyncIterator[None]:
                     info = await until_complete(context, info, seconds)
                 async with context.reading(info.key) as bundle:
                     done = await export(
-                        context.patient, bundle, context.arena, context.settings, form, policy
+                        context.retrying,
+                        bundle,
+                        context.arena,
+                        context.settings,
+                        form,
+                        policy,
                     )
     finally:
         context.loading[save.name] -= 1

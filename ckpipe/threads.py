@@ -261,7 +261,7 @@ async def beside(
         raise failure
 
 
-class Ahead(Generic[T]):
+class BackgroundTask(Generic[T]):
     """Prefetch: a value that is fetched concurrently with other work.
 
     Args:

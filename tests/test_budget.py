@@ -1,4 +1,4 @@
-"""The byte budget, whatever is asked of it, and rations that give everything back."""
+"""The byte budget, whatever is asked of it, and reservations that give everything back."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpipe.memory.arena import Arena
-from ckpipe.memory.budget import ByteBudget, Ration
+from ckpipe.memory.budget import BlockReservation, ByteBudget
 from ckpipe.save.memory import available_bytes
 
 BLOCK = 4096
@@ -136,26 +136,26 @@ def test_ration_gives_everything_back(
     async def main() -> None:
         budget, arena = ByteBudget(8 * BLOCK), Arena(BLOCK)
         await budget.acquire(reserved * BLOCK)
-        ration = Ration(budget, arena, reserved=reserved, needed=needed)
+        reservation = BlockReservation(budget, arena, reserved=reserved, needed=needed)
         while (block := arena.next_untouched) is not None:
-            block.touch()  # without it the ration waits a while for warm memory
+            block.touch()  # without it the reservation waits a while for warm memory
         held: list[Any] = []
         taken = 0
         for take, number in moves:
-            if take and taken < needed and ration.held < reserved:
-                blocks = await ration.take(min(number, needed - taken))
+            if take and taken < needed and reservation.held < reserved:
+                blocks = await reservation.take(min(number, needed - taken))
                 assert 1 <= len(blocks) <= number
                 held += blocks
                 taken += len(blocks)
             elif held:
-                ration.give(held.pop(number % len(held)))
-            assert ration.held == len(held) <= reserved
+                reservation.give(held.pop(number % len(held)))
+            assert reservation.held == len(held) <= reserved
             still_to_come = min(reserved, needed - taken + len(held))
             assert budget.used == max(still_to_come, len(held)) * BLOCK
-        ration.close()
-        assert (ration.held, budget.used) == (0, 0)
+        reservation.close()
+        assert (reservation.held, budget.used) == (0, 0)
         assert arena.free_blocks == arena.blocks == reserved
-        ration.close()
+        reservation.close()
         assert budget.used == 0
 
     asyncio.run(main())

@@ -27,7 +27,7 @@ from ckpipe.catalog.find import check_not_deleted, read_index
 from ckpipe.errors import ObjectExists, PermissionDenied, StoreError, StoreFull
 from ckpipe.format.manifest import ManifestDocument
 from ckpipe.format.names import LEASES, lease_key
-from ckpipe.threads import Ahead, beside
+from ckpipe.threads import BackgroundTask, beside
 from ckpipe.types import CheckpointId
 
 logger = logging.getLogger("ckpipe")
@@ -227,7 +227,7 @@ async def reading(
         CorruptCheckpoint: If the index is damaged.
         StoreError: If the store failed.
     """
-    metadata = Ahead(look or partial(read_index, backend, id))
+    metadata = BackgroundTask(look or partial(read_index, backend, id))
     lease = nullcontext() if read_only else under_lease(backend, str(id))
     async with metadata.started(), lease:
         await check_not_deleted(backend, id)

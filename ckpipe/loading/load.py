@@ -33,7 +33,7 @@ from ckpipe.loading.saved_state import (
     state_for,
 )
 from ckpipe.loading.select import PerRankPolicy, pruned, unmatched
-from ckpipe.loading.stateful import Looks
+from ckpipe.loading.stateful import InspectionMemo
 from ckpipe.loading.targets import Targets
 from ckpipe.lock.state_lock import LoadHold
 from ckpipe.loop_thread import Caller, on_caller
@@ -177,11 +177,11 @@ async def read_all(
         if request.hold is not None:
             await request.hold.take()
         began = time.perf_counter()
-        place, looks = (rank, world_size), Looks()
-        load = await on_caller(request.caller, _match, bundle, request, *place, looks)
+        place, memo = (rank, world_size), InspectionMemo()
+        load = await on_caller(request.caller, _match, bundle, request, *place, memo)
         if load is None:
             bundle = await read_index(backend, bundle.id)
-            load = await on_caller(request.caller, _match, bundle, request, *place, looks)
+            load = await on_caller(request.caller, _match, bundle, request, *place, memo)
             assert load is not None, "the index has the parts of all ranks"
         matched = time.perf_counter()
         load.tally = done = load.tally if tally is None else tally
@@ -217,12 +217,12 @@ def _located(step: int, rank: int) -> Iterator[None]:
 
 
 def _match(
-    bundle: ManifestDocument, request: LoadRequest, rank: int, world_size: int, looks: Looks
+    bundle: ManifestDocument, request: LoadRequest, rank: int, world_size: int, memo: InspectionMemo
 ) -> MatchedLoad | None:
     """Match the target with a checkpoint; return None if the given parts may not suffice."""
     try:
         with gc_paused(), request.holding():
-            return match_all(bundle, request, rank, world_size, looks)
+            return match_all(bundle, request, rank, world_size, memo)
     except NeedsFullIndex:
         return None
     except CkpipeError:
@@ -237,7 +237,7 @@ def _match(
 
 
 def match_all(
-    bundle: ManifestDocument, request: LoadRequest, rank: int, world_size: int, looks: Looks
+    bundle: ManifestDocument, request: LoadRequest, rank: int, world_size: int, memo: InspectionMemo
 ) -> MatchedLoad:
     """Check that the target fits, and plan the load; nothing is read or changed.
 
@@ -265,7 +265,7 @@ def match_all(
         strict=request.strict,
         pickling=request.pickling,
         distributed=world_size > 1,
-        looks=looks,
+        memo=memo,
     )
     missing = _named_in_vain(bundle, request)
     unexpected: list[str] = []

@@ -44,7 +44,7 @@ from ckpipe.loading.live_tensors import FILLABLE, misfit, writable_view
 from ckpipe.loading.saved_state import SavedState, is_generators
 from ckpipe.loading.select import PerRankItems, any_selected
 from ckpipe.loading.stateful import (
-    Looks,
+    InspectionMemo,
     SavedObject,
     SavedTensor,
     check_module,
@@ -118,7 +118,7 @@ class Matching:
         select: Selects the labels to load; None for all.
         strict: Whether plain containers must have exactly the saved keys.
         distributed: Whether other processes load other parts of the same tensors.
-        looks: The memo of facts of the target's objects; None for a new one.
+        memo: The memo of facts of the target's objects; None for a new one.
 
     Attributes:
         missing: Labels that the target has and the checkpoint has not.
@@ -139,14 +139,14 @@ class Matching:
         select: LabelFilter | None = None,
         strict: bool = True,
         distributed: bool = False,
-        looks: Looks | None = None,
+        memo: InspectionMemo | None = None,
     ) -> None:
         self._values, self._per_rank, self._common = saved.values, saved.per_rank, saved.common
         self._foreign, self._same_world = saved.foreign, saved.same_world
         self._targets, self._definitions = targets, definitions
         self._select, self._strict = select or LabelFilter(), strict
         self._pickling, self._distributed = pickling, distributed
-        self._looks = looks or Looks()
+        self._memo = memo or InspectionMemo()
         self.missing: list[str] = []
         self.unexpected: list[str] = []
         self.kept: list[str] = []
@@ -560,14 +560,14 @@ class Matching:
         if hasattr(type(target), "__ckpipe_targets__"):
             state = self._described(node, label)
             saved = SavedObject(
-                state, label, self._select, self._common, self._targets.cast, self._looks
+                state, label, self._select, self._common, self._targets.cast, self._memo
             )
             with user_code("__ckpipe_targets__", label):
                 found = target.__ckpipe_targets__(saved)
             self.kept += found.missing
             self.left += found.unexpected
             return found.tree, Use.IN_PLACE, lambda _: found.attach()
-        live = self._looks.once(target, partial(live_state, target))
+        live = self._memo.once(target, partial(live_state, target))
         use = Use.OFFERED
         if isinstance(target, torch.nn.Module):
             use = Use.FITTING

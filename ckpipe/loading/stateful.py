@@ -46,7 +46,7 @@ class SavedTensor:
 _Found = TypeVar("_Found")
 
 
-class Looks:
+class InspectionMemo:
     """A memo of the facts of live objects, for a load that is matched several times.
 
     To read such a fact may call a collective, as with FSDP1. Then all ranks must read it equally
@@ -75,7 +75,7 @@ class SavedObject:
         select: Selects the labels to load.
         common: The labels that all ranks had, if not all had the same ones.
         cast: Whether values may be converted to the dtype of a target tensor.
-        looks: The memo of facts of live objects.
+        memo: The memo of facts of live objects.
     """
 
     state: Any
@@ -83,7 +83,7 @@ class SavedObject:
     select: LabelFilter = field(default_factory=LabelFilter)
     common: frozenset[str] | None = None
     cast: bool = False
-    looks: Looks = field(default_factory=Looks)
+    memo: InspectionMemo = field(default_factory=InspectionMemo)
 
     def at(self, *path: Any) -> str:
         """Return the label of an item, by its path of keys."""

@@ -70,7 +70,7 @@ class Block:
         """Its offset in its segment, in bytes."""
         return self.address - self.segment.tensor.data_ptr()
 
-    def join_pages(self) -> None:
+    def collapse_huge_pages(self) -> None:
         """Collapse small pages to huge ones; blocking, for a worker thread.
 
         The kernel gives huge pages to private memory by itself, to shared memory only on request. A
@@ -165,7 +165,7 @@ class Arena:
         return self._free[untouched - 1] if untouched else None
 
     @property
-    def next_scattered(self) -> Block | None:
+    def next_small_paged(self) -> Block | None:
         """A free block of shared memory whose small pages are not collapsed; None without one."""
         if not self._shared or self.block_bytes < HUGE_PAGE_BYTES:
             return None

@@ -1,4 +1,4 @@
-"""The bound on staging memory: a budget in bytes that saves share, and one save's ration of it.
+"""The bound on staging memory: a budget in bytes that saves share, and one save's reservation.
 
 anyio limits the number of tasks, not a weighted sum, and wakes waiters with different amounts in no
 promised order; hence a small budget of our own. It serves requests in the order of their arrival
@@ -93,11 +93,11 @@ class ByteBudget:
             granted.set()
 
 
-class Ration:
+class BlockReservation:
     """The blocks that one save may hold, drawn and given back block by block.
 
-    A save that needs more blocks than its ration reuses them as its uploads finish. Blocks that it
-    will not need again go back to the budget at once.
+    A save that needs more blocks than its reservation reuses them as its uploads finish. Blocks
+    that it will not need again go back to the budget at once.
 
     Args:
         budget: The budget; the caller has acquired ``reserved`` blocks from it.
@@ -139,7 +139,7 @@ class Ration:
         return self._reserved >= len(self._held) + self._needed
 
     def take_all(self) -> list[Block]:
-        """Take all blocks that the save needs, at once; the ration must be whole."""
+        """Take all blocks that the save needs, at once; the reservation must be whole."""
         assert self.is_whole
         return self._draw(self._needed)
 

@@ -35,7 +35,7 @@ from ckpipe.ranks.launch import ALONE, find_topology
 from ckpipe.ranks.schedule import SignalWatch, StopRequest
 from ckpipe.running.coordinated_saves import END
 from ckpipe.running.engine import Engine, serve
-from ckpipe.running.listeners import Hooks, Ledger, Statistics, in_hook
+from ckpipe.running.listeners import Hooks, Statistics, StatisticsRecorder, in_hook
 from ckpipe.running.validation import (
     has_failed,
     location,
@@ -78,8 +78,8 @@ class PipelineBase:
             )
         self._events = EventBus()
         self._hooks = Hooks(self._events)
-        self._ledger = Ledger()
-        self._events.add(self._ledger)
+        self._recorder = StatisticsRecorder()
+        self._events.add(self._recorder)
         self._preemption = StopRequest()
         self._watch = SignalWatch(self._settings.preemption.signals, self._preemption.tell)
         self._topology = ALONE
@@ -202,7 +202,7 @@ class PipelineBase:
 
         Takes microseconds, in any thread, and also before opening and after closing.
         """
-        return self._ledger.statistics(
+        return self._recorder.statistics(
             self._under_way(),
             lanes=self._settings.upload.lanes,
             budget=self._opened.context.budget if self._opened and self._loop else None,
@@ -234,7 +234,7 @@ class PipelineBase:
         )
 
     def __repr__(self) -> str:
-        past = self._ledger.describe(self._under_way())
+        past = self._recorder.describe(self._under_way())
         inside = self._opened.describe() if self._opened and self._loop else "closed"
         text = f"{self._shown_url} [{inside}{' | ' if past else ''}{past}]"
         return f"<{type(self).__name__} {text}>"

@@ -113,8 +113,8 @@ class CoordinatedSaves:
             is_due: Returns True if this rank must call.
             is_near: Returns True if others may call soon.
         """
-        patient, key = (
-            self._context.patient,
+        retrying, key = (
+            self._context.retrying,
             agreement_key(self._context.attempt, f"{occasion}.call"),
         )
         looked = -self._every
@@ -123,13 +123,13 @@ class CoordinatedSaves:
                 if is_due():
                     await self._launch.claim()
                     with contextlib.suppress(ObjectExists):
-                        await patient.put(key, b"{}", PutMode.CREATE)
+                        await retrying.put(key, b"{}", PutMode.CREATE)
                     return
                 now = time.monotonic()
                 if is_near() and now - looked >= self._every:
                     looked = now
                     with contextlib.suppress(ObjectNotFound):
-                        await patient.stat(key)
+                        await retrying.stat(key)
                         return
             except AttemptReused:
                 raise
@@ -146,7 +146,7 @@ class CoordinatedSaves:
             ahead: Seconds that the agreement should take.
         """
         context, until = self._context, time.monotonic() + patience
-        vote = Vote(context.patient, context.attempt, occasion, context.rank, context.world_size)
+        vote = Vote(context.retrying, context.attempt, occasion, context.rank, context.world_size)
         bound: int | None = None
         while True:
             try:
@@ -186,12 +186,12 @@ class CoordinatedSaves:
                 break
             await anyio.sleep(pause)
             pause = min(2 * pause, self._every)
-        step = _step(await agree(context.patient, context.attempt, occasion, greatest))
+        step = _step(await agree(context.retrying, context.attempt, occasion, greatest))
         await vote.clear()
         return step
 
     async def _decided(self, occasion: str) -> int | None:
-        decided = await agreed(self._context.patient, self._context.attempt, occasion)
+        decided = await agreed(self._context.retrying, self._context.attempt, occasion)
         return None if decided is None else _step(decided[0])
 
 

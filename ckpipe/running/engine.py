@@ -198,17 +198,19 @@ class Engine:
 
     async def steps(self, *, metadata: bool) -> list[CheckpointInfo]:
         """List all checkpoints, the oldest first."""
-        patient, facts = self.context.patient, self.context.facts
-        listing = await pruning.listed(patient, facts)
-        infos = list(reversed(await repaired(patient, listing.infos())))
+        retrying, facts = self.context.retrying, self.context.facts
+        listing = await pruning.listed(retrying, facts)
+        infos = list(reversed(await repaired(retrying, listing.infos())))
         if metadata:
-            return await inspected(patient, infos, facts)
-        await MetadataQuery(patient, [each for each in infos if each.complete], facts, few=0).hear()
+            return await inspected(retrying, infos, facts)
+        await MetadataQuery(
+            retrying, [each for each in infos if each.complete], facts, few=0
+        ).hear()
         return [replace(described(each, facts), metadata=None) for each in infos]
 
     async def latest(self) -> CheckpointInfo | None:
         """Return the newest complete checkpoint."""
-        info = await newest_repaired(self.context.patient)
+        info = await newest_repaired(self.context.retrying)
         return None if info is None else await self._inspected(info)
 
     async def complete(self, info: CheckpointInfo, timeout: float | None) -> CheckpointInfo:
@@ -221,20 +223,20 @@ class Engine:
             return described(info, self.context.facts)
         if info.id not in self._last_inspected:
             self._last_inspected = MetadataCache()
-        (found,) = await inspected(self.context.patient, [info], self._last_inspected)
+        (found,) = await inspected(self.context.retrying, [info], self._last_inspected)
         return found
 
     async def verify(self, which: int | str) -> VerifyResult:
         """Read and check every byte of a checkpoint."""
         await self.saves.settled(which)
         context = self.context
-        info = await find_repaired(context.patient, which)
+        info = await find_repaired(context.retrying, which)
         try:
             async with context.reading(info.key) as bundle:
                 lanes = context.settings.load.lanes
-                return await verify(context.patient, bundle, context.arena, lanes=lanes)
+                return await verify(context.retrying, bundle, context.arena, lanes=lanes)
         except CorruptCheckpoint as error:
-            await check_still_there(context.patient, info.key)
+            await check_still_there(context.retrying, info.key)
             error.hint = error.hint or _PASS_OVER
             raise error.located(step=info.step) from error.__cause__
 
@@ -243,26 +245,28 @@ class Engine:
         context = self.context
         id = CheckpointId.parse(which) if isinstance(which, str) else None
         if id is None:
-            id = (await find_repaired(context.patient, which)).key
+            id = (await find_repaired(context.retrying, which)).key
         if self.saves.is_writing(id):
             raise UsageError(
                 f"{id} cannot be deleted now: it is being written",
                 step=id.step,
                 hint="Cancel the save, or wait for it",
             )
-        await remove(context.patient, str(id), protected=context.protected(), force=force)
+        await remove(context.retrying, str(id), protected=context.protected(), force=force)
 
     async def pin(self, which: int | str) -> None:
         """Protect a checkpoint from retention."""
         await self.saves.settled(which)
         await pruning.pin(
-            self.context.patient, (await find_repaired(self.context.patient, which)).key
+            self.context.retrying,
+            (await find_repaired(self.context.retrying, which)).key,
         )
 
     async def unpin(self, which: int | str) -> None:
         """End the protection."""
         await pruning.unpin(
-            self.context.patient, (await find_repaired(self.context.patient, which)).key
+            self.context.retrying,
+            (await find_repaired(self.context.retrying, which)).key,
         )
 
     async def prune(self, *, dry_run: bool) -> Decision:
@@ -276,13 +280,13 @@ class Engine:
 
     async def best(self, metric: str, mode: Literal["min", "max"]) -> CheckpointInfo | None:
         """Return the complete checkpoint with the best value of a metric."""
-        return await pruning.best(self.context.patient, metric, mode, self.context.facts)
+        return await pruning.best(self.context.retrying, metric, mode, self.context.facts)
 
     async def sweep(self, *, dry_run: bool) -> SweepReport:
         """Remove the remains of crashed runs, or only list them."""
         context = self.context
         after = context.settings.retention.sweep_after
-        return await sweep(context.patient, after, running=(context.attempt,), dry_run=dry_run)
+        return await sweep(context.retrying, after, running=(context.attempt,), dry_run=dry_run)
 
 
 async def serve(
@@ -313,17 +317,17 @@ async def serve(
         if await anyio.to_thread.run_sync(uses_process, settings, backend):
             init = await anyio.to_thread.run_sync(make_init, settings, *ranks, block)
         policy = logging_policy(settings.upload)
-        patient = RetryingBackend(backend, policy, read_only=settings.read_only)
+        retrying = RetryingBackend(backend, policy, read_only=settings.read_only)
         if settings.read_only:
-            launch = Launch(patient, unclaimed_attempt(), topology)
+            launch = Launch(retrying, unclaimed_attempt(), topology)
         else:
-            launch = await draft_launch(patient, settings.attempt_id, topology, meeting)
+            launch = await draft_launch(retrying, settings.attempt_id, topology, meeting)
         most = backend.limits.max_blocks
         largest_file = None if most is None else most * block
         planner = await anyio.to_thread.run_sync(choose_planner, topology, settings, largest_file)
         context = SaveContext(
             backend=backend,
-            patient=patient,
+            retrying=retrying,
             settings=settings,
             lock=lock,
             events=events,
@@ -348,7 +352,7 @@ async def serve(
             context.uploader, context.arena.on_drop = worker, worker.drop
         place = await anyio.to_thread.run_sync(_place_of, settings.url or "")
         events.place = place.partition("?")[0].rstrip("/")
-        lease = Lease(context.patient, launch.id)
+        lease = Lease(context.retrying, launch.id)
 
         async def keep_lease() -> None:
             await launch.claimed.wait()

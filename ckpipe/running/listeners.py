@@ -205,7 +205,7 @@ def _with(total: Statistics, status: SaveStatus, report: SaveReport | None) -> S
     )
 
 
-class Ledger:
+class StatisticsRecorder:
     """Counts the saves of one pipeline.
 
     It gets events on one thread; any thread may query it. A committed save counts at once, with all

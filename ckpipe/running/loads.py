@@ -56,7 +56,7 @@ from ckpipe.ranks.launch import Launch, Topology, agreeing_store
 from ckpipe.running.saves import Saves
 from ckpipe.save.context import SaveContext
 from ckpipe.save.follow_up import until_complete
-from ckpipe.threads import Ahead
+from ckpipe.threads import BackgroundTask
 from ckpipe.types import CheckpointId, CheckpointInfo, LoadResult, first_of
 
 logger = logging.getLogger("ckpipe")
@@ -140,7 +140,7 @@ class Loads:
                     if which is not None or not alone:
                         raise
                     # It was the newest, and is being deleted.
-                    info = await newest_repaired(self._context.patient)
+                    info = await newest_repaired(self._context.retrying)
                     continue
                 if isinstance(outcome, LoadResult):
                     self._saves.loaded(outcome.step)
@@ -175,18 +175,18 @@ class Loads:
         context, tally = self._context, ReadTally()
 
         async def look() -> ManifestDocument:
-            near = await read_near(context.patient, info.key, context.rank, context.world_size)
-            return near or await read_index(context.patient, info.key)
+            near = await read_near(context.retrying, info.key, context.rank, context.world_size)
+            return near or await read_index(context.retrying, info.key)
 
         with self._told(info):
             fault: CorruptCheckpoint | CheckpointIncomplete | None = None
             try:
                 async with (
-                    Ahead(lambda: self._tell_progress(info, tally)).started(),
+                    BackgroundTask(lambda: self._tell_progress(info, tally)).started(),
                     context.reading(info.key, look) as bundle,
                 ):
                     load = await read_all(
-                        context.patient,
+                        context.retrying,
                         bundle,
                         request,
                         context.arena,
@@ -230,7 +230,7 @@ class Loads:
         self, info: CheckpointInfo, error: CkpipeError, vote: _Vote | None
     ) -> _Verdict:
         """Propose that a checkpoint is damaged, and the next candidate; return the decision."""
-        known = await discover(self._context.patient)
+        known = await discover(self._context.retrying)
         older = (each.id for each in known if each.complete and each.key < info.key)
         following = next(older, None)  # the newest of the older ones
         how = f"{type(error).__name__}: {error}"
@@ -357,17 +357,17 @@ class Loads:
 
             seconds = context.settings.worker.resume_wait_seconds
             with self._waiting():
-                await _until_finished(context.patient, which, seconds, is_decided)
+                await _until_finished(context.retrying, which, seconds, is_decided)
             if which is not None:
                 found: CheckpointInfo | None
                 if agreements is None and isinstance(which, int):
                     found = await self._find_step(which)
                 else:
-                    found = await find_repaired(context.patient, which)
+                    found = await find_repaired(context.retrying, which)
             elif agreements is None:  # Alone: its lease tells whether the newest is being deleted.
-                found = await newest_likely(context.patient)
+                found = await newest_likely(context.retrying)
             else:
-                found = await newest_repaired(context.patient)
+                found = await newest_repaired(context.retrying)
             if agreements is None:
                 return found
             decided = (await agreements.decide(question, None if found is None else found.id),)
@@ -377,7 +377,7 @@ class Loads:
         if not isinstance(name, str):
             raise InvalidManifest(f"The ranks agreed to load {name!r:.100}, which is no checkpoint")
         try:
-            return await find_repaired(context.patient, name)
+            return await find_repaired(context.retrying, name)
         except CheckpointIncomplete as error:
             error.hint = "Another process has deleted it since; load again on all ranks"
             raise
@@ -390,7 +390,7 @@ class Loads:
         the newer.
         """
         context, seconds = self._context, self._context.settings.load.agreement_timeout_seconds
-        everything = await discover_repaired(context.patient, step)
+        everything = await discover_repaired(context.retrying, step)
         found = pick(everything, step)
         launch = launch_id(context.attempt)
         for info in everything if context.world_size > 1 else ():
@@ -401,7 +401,7 @@ class Loads:
             try:
                 with self._waiting(), suppress(CheckpointIncomplete, CorruptCheckpoint):
                     await until_complete(context, info, seconds)
-                    return await find_repaired(context.patient, step)
+                    return await find_repaired(context.retrying, step)
             except TimeoutError as error:
                 raise CheckpointIncomplete(
                     f"{error}, within {seconds:g} s",
@@ -432,7 +432,7 @@ class Loads:
                 )
             else:
                 self._agreements = ObjectAgreements(
-                    context.patient, launch.attempt, topology, launch.claim
+                    context.retrying, launch.attempt, topology, launch.claim
                 )
         return self._agreements
 
@@ -450,12 +450,12 @@ class Loads:
 
     async def _tell_fresh(self) -> None:
         """Log that training starts fresh; warn of objects that were perhaps meant to be resumed."""
-        patient, attempt = self._context.patient, self._context.attempt
+        retrying, attempt = self._context.retrying, self._context.attempt
         fresh = f"no complete checkpoint: training starts fresh at {self._place}"
         try:
             # Another rank may have begun its first save meanwhile.
-            known = [each for each in await discover(patient) if each.attempt != attempt]
-            foreign = None if known else await said_of_foreign(patient)
+            known = [each for each in await discover(retrying) if each.attempt != attempt]
+            foreign = None if known else await said_of_foreign(retrying)
         except StoreError as error:  # the result of the load is decided already
             logger.info("%s; other contents are unknown: %s", fresh, error)
             return

@@ -25,7 +25,7 @@ from ckpipe.ranks.launch import CheckpointNames, Launch
 from ckpipe.ranks.schedule import SaveSchedule, SaveStepAgreement
 from ckpipe.running.coordinated_saves import PATIENCE_SECONDS
 from ckpipe.save.context import SaveContext
-from ckpipe.save.follow_up import Follower
+from ckpipe.save.follow_up import CompletionWatcher
 from ckpipe.save.record import fail, resolve
 from ckpipe.save.run import run_save
 from ckpipe.save.save import Save, SaveRequest, SkipSave
@@ -60,7 +60,7 @@ class Saves:
         self.schedule = SaveSchedule(settings.save_every_steps, settings.save_every_seconds)
         self.agreement = SaveStepAgreement(2 * PATIENCE_SECONDS)
         self._names = CheckpointNames(launch.attempt)
-        self._follower = Follower(context)
+        self._completions = CompletionWatcher(context)
         self._active: dict[Save, anyio.Event] = {}
         self._next_step = 0
         self.have_begun = False
@@ -124,7 +124,7 @@ class Saves:
                 self._failed(save, error)
         finally:
             if save.unsettled is not None:  # also if the work after the commit failed
-                self._follower.add(save.unsettled)
+                self._completions.add(save.unsettled)
             if not save.committed.done():
                 # Cancelled through its handle, or torn down with the pipeline: waiters must know.
                 save.status = "cancelled"
@@ -160,7 +160,9 @@ class Saves:
             before, went_back = names.rollbacks, names.has_loaded
             if context.world_size > 1:
                 question = f"back-{before}-{step}-{names.count(step)}"
-                went_back = bool(await agree(context.patient, context.attempt, question, went_back))
+                went_back = bool(
+                    await agree(context.retrying, context.attempt, question, went_back)
+                )
             if went_back and names.rollbacks == before:
                 names.go_back()
         return names.name(step)
@@ -174,7 +176,7 @@ class Saves:
     async def _look_back(self) -> None:
         """Check that earlier checkpoints are complete; if that fails, the next save repeats it."""
         try:
-            await self._follower.look()
+            await self._completions.look()
         except SaveError as error:
             self.keep(error)
         except CkpipeError as error:

@@ -96,7 +96,7 @@ async def _completed(save: SaveRecord, context: StoreContext, info: CheckpointIn
 
     A rank that waits for the checkpoint may have seen all commits first, and written the index.
     """
-    outcome = await publish_up(context.patient, save.id, save.rank, context.world_size)
+    outcome = await publish_up(context.retrying, save.id, save.rank, context.world_size)
     if outcome.complete or outcome.deleted:
         save.unsettled = None
     if outcome.index is not None:
@@ -115,7 +115,7 @@ async def _tell_copies(save: SaveRecord, context: StoreContext, digest: MetricsS
     if not (digest.is_wasteful and context.is_first("ranks write the same bytes")):
         return
     with contextlib.suppress(CkpipeError):
-        if await agree(context.patient, save.id.attempt, "tells-copies", save.rank) != save.rank:
+        if await agree(context.retrying, save.id.attempt, "tells-copies", save.rank) != save.rank:
             return
     logger.warning(
         "%s of the %s of %s are copies: ranks wrote the same tensors, with equal checksums. %s",
@@ -170,7 +170,7 @@ async def _read_back_is_ours(
         CommitUnknown: If it cannot be read.
     """
     try:
-        found = await context.patient.get(key, max_bytes=MAX_STORED_BYTES)
+        found = await context.retrying.get(key, max_bytes=MAX_STORED_BYTES)
         bundle = await threads.run_sync(
             lambda: decode_bundle(found, key=key, id=save.id, kind=kind)
         )

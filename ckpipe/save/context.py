@@ -44,7 +44,7 @@ class StoreContext:
 
     Args:
         backend: The store of checkpoints; open.
-        patient: The same store, with retries of each request after transient errors.
+        retrying: The same store, with retries of each request after transient errors.
         events: The bus that gets events.
         rank: This process's rank.
         world_size: Number of ranks that save together.
@@ -69,7 +69,7 @@ class StoreContext:
     """
 
     backend: Backend
-    patient: Backend
+    retrying: Backend
     events: EventBus
     rank: int
     world_size: int
@@ -194,7 +194,7 @@ class SaveContext(StoreContext):
         self.loading[str(id)] += 1
         read_only = self.settings.read_only
         try:
-            async with reading(self.patient, id, look, read_only=read_only) as found:
+            async with reading(self.retrying, id, look, read_only=read_only) as found:
                 yield found
         finally:
             self.loading[str(id)] -= 1
@@ -213,5 +213,5 @@ class SaveContext(StoreContext):
         """Touch the memory of later saves, block by block, in a worker thread."""
         while (block := self.arena.next_untouched) is not None:
             await threads.run_sync(block.touch)
-        while (block := self.arena.next_scattered) is not None:
-            await threads.run_sync(block.join_pages)
+        while (block := self.arena.next_small_paged) is not None:
+            await threads.run_sync(block.collapse_huge_pages)

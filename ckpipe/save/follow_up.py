@@ -21,7 +21,7 @@ _MOST_HOLES = 4
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.02, 5.0
 
 
-class Follower:
+class CompletionWatcher:
     """Checks at each save whether earlier checkpoints of this rank have become complete.
 
     A save checks at most two, the oldest first. So its requests do not grow with the number of
@@ -69,7 +69,7 @@ class Follower:
 
     async def _settled(self, info: CheckpointInfo, seconds: float) -> bool:
         context = self._context
-        known = await recheck(context.patient, info)
+        known = await recheck(context.retrying, info)
         if known.complete:
             self._incomplete = 0
         if known.complete or known.reason == DELETING:
@@ -77,12 +77,12 @@ class Follower:
         if seconds < context.settings.incomplete_after_seconds:
             return False
         outcome = await complete_from_top(
-            context.patient, info.key, context.world_size, most_holes=_MOST_HOLES
+            context.retrying, info.key, context.world_size, most_holes=_MOST_HOLES
         )
         await write_sidecar_of(context.backend, outcome.index)
         if outcome.complete:
             self._incomplete = 0
-            info = await recheck(context.patient, info)
+            info = await recheck(context.retrying, info)
             context.events.emit(Completed(info.id, info.step, context.rank, info))
         elif not outcome.deleted:
             context.events.emit(
@@ -124,14 +124,14 @@ async def until_complete(
     until = None if timeout is None else time.monotonic() + timeout
     pause = _FIRST_PAUSE_SECONDS
     while True:
-        known = await recheck(context.patient, info)
+        known = await recheck(context.retrying, info)
         if known.complete:
             return known
         if context.world_size == 1 or known.reason != NO_INDEX:
             raise CheckpointIncomplete(
                 f"The checkpoint {info.id} is not complete: {known.reason}", step=info.step
             )
-        outcome = await complete_from_top(context.patient, info.key, context.world_size)
+        outcome = await complete_from_top(context.retrying, info.key, context.world_size)
         if outcome.complete:
             await write_sidecar_of(context.backend, outcome.index)
             continue

@@ -39,7 +39,7 @@ async def run(save: Save, context: SaveContext, out: MemoryObjectSendStream[Capt
         StateChanged: If the structure changed in every hold.
     """
     async with out:
-        if context.program is not None and save.ration is None:
+        if context.program is not None and save.reservation is None:
             # In a steady run, memory is reserved before trainers are blocked. It is as much as the
             # last state needed; this state is still unknown, and may need less.
             try:

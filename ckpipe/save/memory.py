@@ -16,7 +16,7 @@ from ckpipe import threads
 from ckpipe.errors import PipelineBusy, SaveError, UsageError
 from ckpipe.interpreter import local_ranks
 from ckpipe.lock.state_lock import LockHold
-from ckpipe.memory.budget import Ration
+from ckpipe.memory.budget import BlockReservation
 from ckpipe.ranks.agree import agree
 from ckpipe.save.context import Loan, SaveContext
 from ckpipe.save.save import Save, SkipSave, StagedBlock
@@ -32,7 +32,7 @@ AVAILABLE_SHARE = 0.4
 async def reserve(
     save: Save, context: SaveContext, blocks: int, hold: LockHold | None = None
 ) -> None:
-    """Give a save its ration of staging memory, for a file image of so many blocks.
+    """Give a save its reservation of staging memory, for a file image of so many blocks.
 
     Args:
         save: The save.
@@ -47,9 +47,9 @@ async def reserve(
             calling thread would wait for memory that is lent to itself.
         SaveError: If the system has no memory left; the save then holds none.
     """
-    if save.ration is not None:
-        save.ration.close()
-        save.ration = None
+    if save.reservation is not None:
+        save.reservation.close()
+        save.reservation = None
     size, budget = context.arena.block_bytes, context.budget
     wanted = size * (blocks + sum(each.count for each in context.lent.values()))
     if context.settings.staging.bytes is None and wanted > budget.capacity:
@@ -61,7 +61,7 @@ async def reserve(
     reserved = min(blocks, max(1, budget.capacity // size))
     await _acquire(save, context, reserved * size, hold)
     try:
-        save.ration = Ration(budget, context.arena, reserved=reserved, needed=blocks)
+        save.reservation = BlockReservation(budget, context.arena, reserved=reserved, needed=blocks)
     except MemoryError as error:
         budget.release(reserved * size)
         too_large = getattr(error.__cause__, "errno", None) == errno.EFBIG
@@ -74,18 +74,18 @@ async def reserve(
         ) from error
     context.recent_blocks = [*context.recent_blocks[-7:], reserved]
     if save.request.owners:
-        await _draw_all(save, context, save.ration)
+        await _draw_all(save, context, save.reservation)
 
 
-async def _draw_all(save: Save, context: SaveContext, ration: Ration) -> None:
+async def _draw_all(save: Save, context: SaveContext, reservation: BlockReservation) -> None:
     """Draw all blocks before a copy beside training, so that no step waits for memory."""
-    if not ration.is_whole:
+    if not reservation.is_whole:
         raise UsageError(
             f"The state needs more than the {size_text(context.budget.capacity)} of staging "
             'memory, so it cannot be saved with until="captured"',
             hint='Raise staging_bytes, or save with until="staged"',
         )
-    save.blocks = ration.take_all()
+    save.blocks = reservation.take_all()
     limiter = anyio.CapacityLimiter(max(1, torch.get_num_threads()))
     async with anyio.create_task_group() as tasks:
         for block in save.blocks:
@@ -106,7 +106,7 @@ async def _acquire(save: Save, context: SaveContext, amount: int, hold: LockHold
         skipped = busy
         if on_busy == "skip" and context.world_size > 1:  # the first rank decides for all
             question = f"skip-{save.id.step}-{save.id.count}"
-            skipped = bool(await agree(context.patient, context.attempt, question, busy))
+            skipped = bool(await agree(context.retrying, context.attempt, question, busy))
         if on_busy == "skip" and skipped:
             raise SkipSave("Earlier saves hold the staging memory")
     except BaseException:

@@ -59,11 +59,11 @@ async def run(
                     )
                     save.replanned |= program is not context.program
                     own = context.program = program
-            needed, ration = len(program.blocks), save.ration
+            needed, reservation = len(program.blocks), save.reservation
             has_memory = False
-            if ration is not None:
+            if reservation is not None:
                 # A save with guarded optimizers has drawn all its blocks already.
-                blocks = len(save.blocks) if save.request.owners else ration.needed
+                blocks = len(save.blocks) if save.request.owners else reservation.needed
                 has_memory = blocks == needed
             if not has_memory:
                 await reserve(save, context, needed, state.hold)

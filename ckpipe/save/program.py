@@ -255,11 +255,11 @@ def devices_of(state: Captured) -> set[str]:
     return {leaf.device for leaf in state.tensors}
 
 
-FoundSums = tuple[npt.NDArray[np.int64], npt.NDArray[np.uint32]]
+KnownChecksums = tuple[npt.NDArray[np.int64], npt.NDArray[np.uint32]]
 """Checksums of a block that its copy has computed: their indices in the block, and their values."""
 
 
-def fill_blocks(work: Sequence[tuple[BlockPlan, Block]], state: Captured) -> list[FoundSums]:
+def fill_blocks(work: Sequence[tuple[BlockPlan, Block]], state: Captured) -> list[KnownChecksums]:
     """Fill blocks; copies from a device may still be under way when it returns.
 
     One native call copies all ranges of host memory into all blocks.

@@ -93,7 +93,7 @@ class SaveRecord(abc.ABC):
         """Keys of its data files that are complete, or may be."""
         self.commit_may_exist = False
         """True if its commit was begun and may have landed: its data files must stay then."""
-        self.again = False
+        self.redelivered = False
         """True if a worker process died with it: its data files and its commit may exist."""
         self.unsettled: CheckpointInfo | None = None
         """The checkpoint, once this rank has committed and while others may not have."""

@@ -76,9 +76,9 @@ async def decide(context: StoreContext, launch: str) -> Decision:
     Raises:
         StoreError: If the store failed.
     """
-    now = await time_now(context.patient)
+    now = await time_now(context.retrying)
     protected = await _protected_by_all(context, now, launch)
-    return await decide_on(context.patient, context.rule, protected, context.facts, now=now)
+    return await decide_on(context.retrying, context.rule, protected, context.facts, now=now)
 
 
 async def prune(context: StoreContext, launch: str, after: CheckpointId | None = None) -> Decision:
@@ -96,7 +96,7 @@ async def prune(context: StoreContext, launch: str, after: CheckpointId | None =
     now = await _time(context, after)
     protected = await _protected_by_all(context, now, launch)
     decision = await prune_store(
-        context.patient, context.rule, protected, context.facts,
+        context.retrying, context.rule, protected, context.facts,
         sweep_after=context.sweep_after, now=now,
     )  # fmt: skip
     context.kept, context.unpruned = len(decision.keep), max(0, context.unpruned - waiting)
@@ -114,11 +114,11 @@ async def _time(context: StoreContext, after: CheckpointId | None) -> datetime:
     """Return the time by the store's own clock. It may be early: then retention keeps more."""
     if after is not None:
         with contextlib.suppress(ObjectNotFound):  # another process has deleted it already
-            return (await context.patient.stat(index_key(after))).modified
-    return await store_time(context.patient)
+            return (await context.retrying.stat(index_key(after))).modified
+    return await store_time(context.retrying)
 
 
 async def _protected_by_all(context: StoreContext, now: datetime, launch: str) -> dict[str, str]:
     """Return ids that retention must not remove, leased ones among them, and running launches."""
-    leases = protected_subjects(live_subjects(await read_leases(context.patient), now))
+    leases = protected_subjects(live_subjects(await read_leases(context.retrying), now))
     return dict.fromkeys([*leases, launch], IN_USE) | context.protected()

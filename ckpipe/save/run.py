@@ -8,8 +8,8 @@
 
 The first three stages handle the state, and run in the trainer. The last four handle only bytes,
 and run in the trainer too or in its worker process (:mod:`ckpipe.save.deliver`). The streams of
-blocks are unbounded, since the save's ration of memory bounds the blocks already. The other streams
-have no buffer, so a slow stage slows those before it.
+blocks are unbounded, since the save's reservation of memory bounds the blocks already. The other
+streams have no buffer, so a slow stage slows those before it.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ async def run_save(save: Save, context: SaveContext) -> None:
             else:
                 await context.uploader.deliver(save, context, blocks)
     finally:
-        save.close_ration()
+        save.close_reservation()
 
 
 async def deliver_here(

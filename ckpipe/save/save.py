@@ -22,7 +22,7 @@ from ckpipe.format.manifest import RankManifest, Structure, TensorRow
 from ckpipe.lock.state_lock import LockHold
 from ckpipe.loop_thread import Caller
 from ckpipe.memory.arena import Block
-from ckpipe.memory.budget import Ration
+from ckpipe.memory.budget import BlockReservation
 from ckpipe.save.program import BlockPlan, CopyProgram
 from ckpipe.save.record import UNKNOWN, FilledBlock, SaveRecord, fail, resolve
 from ckpipe.state.flatten import Captured
@@ -137,7 +137,7 @@ class Save(SaveRecord):
         self.staged.add_done_callback(self._staged_is_safe)
         self.scope: anyio.CancelScope | None = None
         self.cancel_requested = False
-        self.ration: Ration | None = None
+        self.reservation: BlockReservation | None = None
         self.blocks: list[Block] = []
         self.captured: Captured | None = None
         self.program: CopyProgram | None = None
@@ -197,8 +197,8 @@ class Save(SaveRecord):
     def free(self, filled: StagedBlock) -> None:
         """Give back the memory of a block that is no longer in use."""
         self._in_use.pop(filled.block, None)
-        if self.ration is not None:
-            self.ration.give(filled.block)
+        if self.reservation is not None:
+            self.reservation.give(filled.block)
 
     def use_again(
         self, filled: StagedBlock, uses: int, *, first: bool = False
@@ -214,7 +214,7 @@ class Save(SaveRecord):
         if block.uses != uses:
             return None
         if block not in self._in_use:
-            if self.ration is None or not self.ration.take_back(block, first=first):
+            if self.reservation is None or not self.reservation.take_back(block, first=first):
                 return None
             filled.users = 0
             self._in_use[block] = filled
@@ -222,11 +222,11 @@ class Save(SaveRecord):
         again.users += 1
         return again
 
-    def close_ration(self) -> None:
+    def close_reservation(self) -> None:
         """Give all memory back except blocks that readers use; no stage needs it any more."""
         keep = self._in_use if self.views else {}
-        if self.ration is not None:
-            self.ration.close(keep=keep)
+        if self.reservation is not None:
+            self.reservation.close(keep=keep)
         for filled in keep.values():
             filled.users = self.views
         self._in_use = dict(keep)

@@ -60,7 +60,7 @@ async def run(
 ) -> None:
     """Copy a state, and pass its blocks on as they are filled.
 
-    The stream needs room for all blocks; the save's ration bounds them.
+    The stream needs room for all blocks; the save's reservation bounds them.
 
     Raises:
         CaptureTooSlow: If a step would have had to wait too long for a copy beside training.
@@ -130,17 +130,17 @@ async def _split(
 
 
 async def _copy_at_once(save: Save, program: CopyProgram, copiers: BlockCopiers) -> None:
-    """Hand out blocks to copiers as they are drawn from the ration."""
-    ration = save.ration
-    assert ration is not None
+    """Hand out blocks to copiers as they are drawn from the reservation."""
+    reservation = save.reservation
+    assert reservation is not None
     plans = deque(program.blocks)
     async with anyio.create_task_group() as tasks:
         while plans:
             blocks = save.blocks  # a save with guarded optimizers has drawn all of them
             if not blocks:
-                if ration.short:
+                if reservation.short:
                     save.ready.set()  # the copy needs blocks back from the upload
-                blocks = await ration.take(len(plans))
+                blocks = await reservation.take(len(plans))
             for block in blocks:
                 plan = plans.popleft()
                 copiers.add([CopyPiece(StagedBlock(save, plan, block), plan)])

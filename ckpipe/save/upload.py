@@ -155,7 +155,7 @@ class _Uploads:
     async def _complete(self, number: int, upload: Upload) -> None:
         file = self._files.files[number]
         key = data_file_key(self._save.id, file.name)
-        tries, may_be_ours = Tries(self._policy), self._save.again
+        tries, may_be_ours = Tries(self._policy), self._save.redelivered
         # Recorded before it is complete, since a cancelled save never gets the result.
         self._save.stored.append(key)
         while True:
@@ -181,11 +181,11 @@ class _Uploads:
         """
         try:
             landed = await retrying(self._policy, upload.landed)
-            if landed is False and self._save.again:  # a dead worker may have made it
+            if landed is False and self._save.redelivered:  # a dead worker may have made it
                 await retrying(self._policy, upload.abort)
                 landed = None
             if landed is None and size is not None:
-                landed = (await self._context.patient.stat(key)).size == size
+                landed = (await self._context.retrying.stat(key)).size == size
                 if landed:  # a dead worker may have made the object, and this upload is still open
                     await self._give_up(upload)
         except StoreError:

@@ -122,7 +122,7 @@ class Begin:
         id: The checkpoint.
         began: Time of the call of ``save``, by ``time.perf_counter``, which all processes share.
         token: Identifies its manifest.
-        again: True if another worker died with it.
+        redelivered: True if another worker died with it.
         files: Its data files; None for the same as those of the save before.
         resumed_from: Id of the checkpoint that the run has loaded.
         waits: True if the copy waits for released blocks.
@@ -132,7 +132,7 @@ class Begin:
     id: CheckpointId
     began: float
     token: str
-    again: bool
+    redelivered: bool
     files: DataFiles | None
     resumed_from: str | None
     waits: bool

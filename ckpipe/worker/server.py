@@ -70,7 +70,7 @@ class RemoteSave(SaveRecord):
         self, begin: protocol.Begin, files: DataFiles, rank: int, channel: Channel
     ) -> None:
         super().__init__(begin.id, rank, begin.began, begin.token)
-        self.again, self.files = begin.again, files
+        self.redelivered, self.files = begin.redelivered, files
         self.committed.add_done_callback(self._tell_committed)
         self._plans = {(each.file, each.offset): each for each in files.blocks}
         self._number, self._waits, self._channel = begin.save, begin.waits, channel
@@ -177,7 +177,7 @@ class Service:
         async with backend:
             self._context = StoreContext(
                 backend=backend,
-                patient=RetryingBackend(backend, init.retry),
+                retrying=RetryingBackend(backend, init.retry),
                 events=events,
                 rank=init.rank,
                 world_size=init.world_size,
@@ -300,7 +300,7 @@ class Service:
 
     async def _hold(self, save: RemoteSave, subject: str) -> None:
         """Hold a lease until a save is committed: loads wait for it, and no sweep removes it."""
-        async with under_lease(self._context.patient, subject):
+        async with under_lease(self._context.retrying, subject):
             await save.settled.wait()
 
 

@@ -214,10 +214,10 @@ class WorkerConnection:
         files = None if save.files is self._files else save.files
         self._begun += 1
         transit.number = self._begun
-        waits = save.ration is None or save.ration.waits
+        waits = save.reservation is None or save.reservation.waits
         self._channel.post(
             protocol.Begin(
-                self._begun, save.id, save.began, save.token, save.again, files,
+                self._begun, save.id, save.began, save.token, save.redelivered, files,
                 self._context.resumed_from, waits,
             )
         )  # fmt: skip
@@ -542,7 +542,7 @@ class WorkerUploader:
                 return
             # A pipeline that is torn down leaves the save to the worker.
             await anyio.lowlevel.checkpoint()
-            save.again = True
+            save.redelivered = True
             if self._closed or not transit.take_again():
                 raise death
             logger.warning("%s is delivered again: %s", save.name, death)
