@@ -161,7 +161,7 @@ class TestCommit:
                 others[0].save({"rank": 0}, step=0).wait()
                 # Two processes that believe to be the same rank of the same attempt.
                 engine = others[0]._engine
-                engine.saves._names._attempt = world[0]._engine.context.attempt
+                engine.saves._names.attempt = world[0]._engine.context.attempt
                 with pytest.raises(errors.CommitConflict, match=r"step 1.*rank 0"):
                     others[0].save({"rank": 0}, step=1).wait()
             assert store.memory._store.objects[key] is theirs

@@ -94,7 +94,7 @@ def test_a_worker_that_the_system_keeps_from_speaking_is_never_killed(
 ) -> None:
     gate = tmp_path / "gate"
     customize(tmp_path, monkeypatch, ON_SIGNALS.format(gate=str(gate)))
-    silences = {
+    silences: dict[str, Callable[[int], AbstractContextManager[None]]] = {
         "stopped": stopped,
         "traced": traced,
         "runs": kept_busy(gate, RUN),

@@ -351,7 +351,7 @@ def test_a_handler_of_a_signal_may_ask_who_is_just_asking(tmp_path: Path) -> Non
         pipeline.save({"a": 1}, step=0).wait()
 
         def ask() -> None:
-            with pipeline._ledger._lock:  # where the handler strikes
+            with pipeline._recorder._lock:  # where the handler strikes
                 pipeline.statistics()
 
         asking = threading.Thread(target=ask, daemon=True)
