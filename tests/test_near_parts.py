@@ -8,22 +8,24 @@ from typing import Any
 
 import pytest
 import torch
+from bundles import ID
 from hypothesis import given
 from hypothesis import strategies as st
 from placed_targets import placed, rank_of
+from rank_states import store
 from ranks import one_rank
-from stored_files import index_key, manifest_key
 from torch.distributed.tensor import Replicate, Shard
 
 import ckpipe
-from ckpipe.backend import Backend
+from ckpipe.backend import Backend, PutMode
 from ckpipe.catalog import manifest_selection
-from ckpipe.catalog.complete import Member
+from ckpipe.catalog.complete import Member, publish_up
 from ckpipe.catalog.manifest_selection import REQUEST_BYTES, nearest
 from ckpipe.distributed import training_state
 from ckpipe.errors import StructureMismatch
 from ckpipe.format import names
-from ckpipe.format.names import group_ranks, level_sizes
+from ckpipe.format.codec import encode_bundle
+from ckpipe.format.names import group_ranks, index_key, level_sizes, manifest_key
 from ckpipe.store import registry
 from ckpipe.testing import MemoryBackend
 from ckpipe.testing.wrappers import Operation, Result, WrappedBackend
@@ -128,27 +130,27 @@ def values(state: dict[str, Any]) -> list[Any]:
     ]
 
 
-def saved(counted: Counted, make: Callable[[int], Any]) -> str:
-    """Save step 1 as each rank does, one after the other; return the id of the checkpoint."""
+async def saved(backend: Backend, make: Callable[[int], Any]) -> None:
+    """Save as each rank would, up to the index."""
     for rank in range(RANKS):
-        with rank_of(rank, RANKS), one_rank(URL, rank, RANKS, attempt_id="saving") as pipeline:
-            id = pipeline.save(make(rank), step=1).wait().id
-    counted.gets.clear()
-    return id
+        with rank_of(rank, RANKS):
+            bundle = await store(make(rank), backend, rank=rank, world_size=RANKS)
+        await backend.put(manifest_key(ID, rank), encode_bundle(bundle), PutMode.CREATE)
+        await publish_up(backend, ID, rank, RANKS)
 
 
 async def test_a_rank_reads_few_objects_and_bytes_and_the_index_where_these_do_not_serve(
     counted: Counted,
 ) -> None:
-    id = saved(counted, lambda rank: state(rank, 1.0))
-    index = len(await counted.inner.get(index_key(id), max_bytes=1 << 30))
+    await saved(counted.inner, lambda rank: state(rank, 1.0))
+    index = len(await counted.inner.get(index_key(ID), max_bytes=1 << 30))
     for rank in (0, 17):
         counted.gets.clear()
         counted.bytes = 0
         with rank_of(rank, RANKS):
             target = state(rank, 0.0)
             with one_rank(URL, rank, RANKS, attempt_id=f"load-{rank}") as pipeline:
-                result = pipeline.load(target, step=1)
+                result = pipeline.load(target, step=ID.step)
             assert result is not None
             assert values(target) == values(state(rank, 1.0))
         # Its own, that of the rank with the same shard, and that of rank 0.
@@ -156,12 +158,12 @@ async def test_a_rank_reads_few_objects_and_bytes_and_the_index_where_these_do_n
         assert counted.bytes < index
     # The index replaces manifests that cannot be used.
     for lost in (16, 7):
-        await counted.inner.delete([manifest_key(id, lost)])
+        await counted.inner.delete([manifest_key(ID, lost)])
         counted.gets.clear()
         with rank_of(7, RANKS):
             target = state(7, 0.0)
             with one_rank(URL, 7, RANKS, attempt_id=f"load-without-{lost}") as pipeline:
-                pipeline.load(target, step=1)
+                pipeline.load(target, step=ID.step)
             assert values(target) == values(state(7, 1.0))
         assert counted.gets["index"] == 1
     # As it serves another number of ranks.
@@ -169,23 +171,23 @@ async def test_a_rank_reads_few_objects_and_bytes_and_the_index_where_these_do_n
     with rank_of(20, 27):
         target = {"w0": placed(torch.zeros(18, 8), (3, 9), (Replicate(), Shard(0)))}
         with one_rank(URL, 20, 27, attempt_id="load") as pipeline:
-            pipeline.load(target, step=1, include=["w0"])
+            pipeline.load(target, step=ID.step, include=["w0"])
         assert target["w0"].to_local().ravel()[0].item() == 4 * 8 + 1
     assert counted.gets["index"] == 1
 
 
-def test_what_another_rank_had_is_found_through_the_index(counted: Counted) -> None:
-    saved(counted, lambda rank: {f"stage{rank % 3}": torch.full((2,), rank % 3 + 1.0)})
+async def test_what_another_rank_had_is_found_through_the_index(counted: Counted) -> None:
+    await saved(counted.inner, lambda rank: {f"stage{rank % 3}": torch.full((2,), rank % 3 + 1.0)})
     target = {"stage2": torch.zeros(2)}
     with one_rank(URL, 3, RANKS, attempt_id="load") as pipeline:
-        pipeline.load(target, step=1)
+        pipeline.load(target, step=ID.step)
         assert target["stage2"].tolist() == [3.0, 3.0]
         assert counted.gets["index"] == 1
         with pytest.raises(StructureMismatch, match="stage9"):
-            pipeline.load({"stage9": torch.zeros(2)}, step=1)
+            pipeline.load({"stage9": torch.zeros(2)}, step=ID.step)
 
 
-def test_a_load_that_turns_to_the_index_looks_at_each_object_once(counted: Counted) -> None:
+async def test_a_load_that_turns_to_the_index_looks_at_each_object_once(counted: Counted) -> None:
     looks: Counter[str] = Counter()
 
     class Told(ckpipe.Progress):
@@ -198,7 +200,7 @@ def test_a_load_that_turns_to_the_index_looks_at_each_object_once(counted: Count
         more = {f"stage{rank % 3}": torch.ones(2)}
         return {"training": training_state(model), "counter": ckpipe.Progress(n=1), **more}
 
-    saved(counted, part)
+    await saved(counted.inner, part)
     model: Any = torch.nn.Linear(2, 2)
     model.register_state_dict_pre_hook(lambda *_: looks.update(["model"]))
     target = {
@@ -206,17 +208,17 @@ def test_a_load_that_turns_to_the_index_looks_at_each_object_once(counted: Count
     }  # fmt: skip
     with one_rank(URL, 3, RANKS, attempt_id="load") as pipeline:
         # How often it is looked at must not depend on the parts, as a look may be a collective.
-        pipeline.load(target, step=1, include=["training", "counter"])
+        pipeline.load(target, step=ID.step, include=["training", "counter"])
         near = dict(looks)
         looks.clear()
         counted.gets.clear()
-        pipeline.load(target, step=1)
+        pipeline.load(target, step=ID.step)
     assert counted.gets["index"] == 1
     assert looks == near
     assert near["model"] == near["counter"] == 1
 
 
-def test_an_object_that_lacks_something_gets_it_from_the_index(counted: Counted) -> None:
+async def test_an_object_that_lacks_something_gets_it_from_the_index(counted: Counted) -> None:
     class Lenient(torch.nn.Linear):
         def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
             return super().load_state_dict(state_dict, strict=False)
@@ -228,9 +230,9 @@ def test_an_object_that_lacks_something_gets_it_from_the_index(counted: Counted)
         names = ("weight",) if rank % 2 else ("bias",)
         return {"model": {name: full.state_dict()[name] for name in names}}
 
-    saved(counted, part)
+    await saved(counted.inner, part)
     model = Lenient(2, 2)
     with one_rank(URL, 5, RANKS, attempt_id="load") as pipeline:
-        pipeline.load({"model": model}, step=1)
+        pipeline.load({"model": model}, step=ID.step)
     assert model.bias.tolist() == [1.0, 1.0]
     assert model.weight.tolist() == [[1.0, 1.0], [1.0, 1.0]]
