@@ -94,6 +94,15 @@ def test_a_damaged_source_is_named_and_not_copied(
     assert call("cp", tmp_path / "a", tmp_path / "b").code == 1
 
 
+def test_a_copy_that_fails_gives_its_upload_up(
+    call: Commands, tmp_path: Path, store: Stores
+) -> None:
+    (id,) = save_steps(tmp_path / "a", 1)
+    flip(tmp_path / "a" / data_file_key(id), 9)
+    assert call("cp", tmp_path / "a", store.url).code == 1
+    assert store.memory._store.uploads == {}
+
+
 def test_a_damaged_manifest_is_not_copied(call: Commands, tmp_path: Path) -> None:
     with ranks(str(tmp_path / "a"), 2) as world:
         saves = [each.save({"w": 1}, step=1) for each in world]
