@@ -96,5 +96,5 @@ class Interrupted(Hanging):
 async def test_a_read_that_nobody_has_cancelled_is_not_lost_in_silence() -> None:
     backend = Interrupted("")
     await store(state(), backend)
-    with pytest.raises(StoreError, match="gave up"):
+    with pytest.raises(StoreError, match="cancelled a read"):
         await load(backend, {key: value * 0 for key, value in state().items()})

@@ -279,7 +279,7 @@ def test_waiting_behind_oneself_is_seen() -> None:
     running = capture("a")
     waiting = after(running, trainer("t"))
     for request in (trainer("t"), load(saver="t", home="loop")):
-        assert "after its own" in refusal(waiting, request)
+        assert "behind its own request" in refusal(waiting, request)
     assert not waiting.deadlock(load(home="loop"))
     assert not waiting.deadlock(capture(saver="t"))
     assert not after(running, state=waiting).deadlock(load(within="t", saver="t"))

@@ -317,7 +317,7 @@ class LockState:
         if mutating and any(each.owner in threads for each in trainers):
             return LockMisuse(
                 f"Thread {hold.name!r} cannot wait for the state lock ({hold.purpose}) while it "
-                "waits to change the state already: each would wait for the other",
+                "waits to change the state already: it would wait behind its own request",
                 hint="Have the signal handler set a flag, and do it after the step or mutating()",
             )
         if mutating:
