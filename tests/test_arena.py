@@ -60,6 +60,17 @@ def test_used_blocks_go_before_untouched_ones() -> None:
     assert arena.take() is used
 
 
+def test_reserving_grows_only_by_what_is_missing() -> None:
+    arena = Arena(BLOCK)
+    arena.reserve(4)
+    held = [arena.take() for _ in range(3)]
+    arena.reserve(1)
+    assert arena.blocks == 4
+    arena.reserve(3)
+    assert (arena.blocks, arena.free_blocks) == (6, 3)
+    assert len(held) == 3
+
+
 def test_touching_ahead_backs_a_block_and_keeps_its_bytes() -> None:
     arena = Arena(BLOCK)
     arena.reserve(1)

@@ -68,6 +68,15 @@ def elements(tensor: torch.Tensor) -> set[int]:
     return set(seen.flatten().tolist())
 
 
+@given(st.lists(views(), max_size=4), views())
+def test_nothing_is_owned_of_which_a_byte_is_not(
+    owned: list[torch.Tensor], asked: torch.Tensor
+) -> None:
+    touched = set().union(*map(elements, owned)) if owned else set()
+    if ownership_test(owned)(tensor_leaf(asked, "asked")[0]):
+        assert elements(asked) <= touched
+
+
 def window(tensor: torch.Tensor, lo: int, hi: int) -> set[int]:
     """The places of the bytes from ``lo`` to ``hi``, counted from a tensor's first element on."""
     first = tensor.storage_offset()

@@ -260,6 +260,24 @@ async def test_a_job_is_over_if_an_interrupt_comes_right(
     serving.result(PATIENCE)
 
 
+async def test_errors_reach_who_asked_and_the_caller_goes_on(threads: DaemonThreads) -> None:
+    end: Future[None] = Future()
+    served = threading.Event()
+    caller = Caller()
+
+    def serve() -> None:
+        with caller:
+            caller.serve_until(end)
+        served.set()
+
+    threads.submit(serve)
+    with pytest.raises(ZeroDivisionError):
+        await caller.run(lambda: 1 // 0)
+    assert await caller.run(lambda: 7) == 7
+    end.set_result(None)
+    assert await anyio.to_thread.run_sync(served.wait, PATIENCE)
+
+
 @pytest.fixture
 def loop() -> Iterator[LoopThread]:
     made = LoopThread("loop of a test")
