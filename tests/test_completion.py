@@ -161,6 +161,19 @@ async def test_manifest_under_the_name_of_another_is_refused() -> None:
         await publish_up(backend, ID, 2, 3)
 
 
+async def test_deletion_while_members_are_read_is_no_error() -> None:
+    memory, every = MemoryBackend(), manifests(3)
+    backend = FaultyBackend(memory)
+    for manifest in every:
+        await commit(backend, manifest)
+    gate = backend.pause("get")
+    completing = asyncio.create_task(publish_up(backend, ID, 2, 3))
+    await asyncio.to_thread(gate.wait_until_held)
+    await delete.delete(memory, ID)
+    gate.release()
+    assert (await completing).deleted
+
+
 async def test_member_that_vanishes_without_a_tombstone_is_missing() -> None:
     memory, every = MemoryBackend(), manifests(3)
     backend = FaultyBackend(memory)
@@ -209,6 +222,13 @@ def world(size: int) -> list[ManifestDocument]:
 def names_of(index: ManifestDocument) -> list[str]:
     ((structure,), (per_rank,)) = index.structures, index.per_rank
     return [structure.tensors[number].label for number in per_rank.tensors]
+
+
+@given(st.permutations(range(7)))
+def test_order_does_not_matter(order: list[int]) -> None:
+    every = world(7)
+    expected = encode_bundle(merge(every, "index"))
+    assert encode_bundle(merge([every[rank] for rank in order], "index")) == expected
 
 
 def test_what_differs_between_ranks_is_marked() -> None:

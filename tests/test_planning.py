@@ -119,6 +119,16 @@ def groups(*tensors: torch.Tensor) -> list[list[int]]:
     return alias_groups([tensor_leaf(each, str(n))[0] for n, each in enumerate(tensors)])
 
 
+def test_overlapping_views_are_one_group_and_neighbours_are_none() -> None:
+    base = torch.arange(10)
+    assert groups(base[:5], base[5:]) == []
+    assert groups(base[:6], base[5:]) == [[0, 1]]
+    assert groups(base[5:], base[:2], base[1:6]) == [[0, 1, 2]]
+    assert groups(base, torch.arange(3), base[2:3]) == [[0, 2]]
+    assert groups(base[:0], base) == []
+    assert groups(base.view(torch.int32), base[3]) == [[0, 1]]
+
+
 def test_numpy_arrays_over_tensors_belong_to_them() -> None:
     base = torch.zeros(4)
     captured = capture({"t": base, "n": base.numpy()[2:]})
