@@ -160,6 +160,13 @@ def test_keys_that_python_takes_for_one_stay_apart(
         assert not target["a"][other].any()
 
 
+def test_keys_that_make_one_label_stay_apart(tmp_path: Path) -> None:
+    a, b, c, d = (torch.full((3,), n) for n in range(4))
+    state = {"x.y.z": a, "x.y": {"z": b}, "x": {"y.z": c, "y": {"z": d}}}
+    save_one(tmp_path, state, step=1)
+    assert same(load_one(tmp_path).state, state)
+
+
 @pytest.mark.parametrize("key", [b"bytes", frozenset(), object()], ids=["bytes", "set", "object"])
 def test_keys_that_no_checkpoint_can_hold_are_refused(tmp_path: Path, key: Any) -> None:
     with ckpipe.SyncPipeline(tmp_path) as pipeline:
@@ -559,14 +566,15 @@ def test_nesting_that_fits_the_recursion_limit_survives(
 ) -> None:
     save_one(tmp_path, nested(150), step=1)
     assert same(load_one(tmp_path).state, nested(150))
-    with pytest.raises(errors.UnsupportedState) as caught:
-        save_one(tmp_path, nested(400))
-    says(
-        caught.value,
-        f"limit of {recursion_limit}",
-        "about \\d+ containers",
-        "sys.setrecursionlimit",
-    )
+    for levels in (400, 100_000):
+        with pytest.raises(errors.UnsupportedState) as caught:
+            save_one(tmp_path, nested(levels))
+        says(
+            caught.value,
+            f"limit of {recursion_limit}",
+            "about \\d+ containers",
+            "sys.setrecursionlimit",
+        )
     sys.setrecursionlimit(20 * recursion_limit)
     save_one(tmp_path, nested(400))
     verify_one(tmp_path)

@@ -412,6 +412,17 @@ def test_a_learning_rate_that_a_scheduler_writes_to_is_copied_at_once(
             assert all(map(torch.equal, found["model"].values(), before))
 
 
+def test_what_another_optimizer_owns_is_copied_at_once(store: Stores, slow: SlowCopies) -> None:
+    mine, other = Training(), Training()
+    with open_pipeline(store, mine) as pipeline:
+        handle = begun(pipeline, slow, [mine.state, other.state])
+        other.optimizer.step()
+        slow.go_on.set()
+        handle.wait()
+        for each in load(pipeline, 0):
+            assert saved_numbers(each) == {0.0}
+
+
 def test_tensors_whose_changes_torch_does_not_count_are_captured(store: Stores) -> None:
     training = Training()
     with torch.inference_mode():

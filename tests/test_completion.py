@@ -161,6 +161,20 @@ async def test_manifest_under_the_name_of_another_is_refused() -> None:
         await publish_up(backend, ID, 2, 3)
 
 
+async def test_deletion_between_the_look_and_the_index_wins() -> None:
+    memory, every = MemoryBackend(), manifests(3)
+    backend = FaultyBackend(memory)
+    for manifest in every:
+        await commit(backend, manifest)
+    gate = backend.pause(lambda each: (each.verb, each.key) == ("put", index_key(ID)))
+    completing = asyncio.create_task(publish_up(backend, ID, 2, 3))
+    await asyncio.to_thread(gate.wait_until_held)
+    await delete.delete(memory, ID)
+    gate.release()
+    assert (await completing).deleted
+    assert await stored(memory, index_key(ID)) is None
+
+
 async def test_deletion_while_members_are_read_is_no_error() -> None:
     memory, every = MemoryBackend(), manifests(3)
     backend = FaultyBackend(memory)

@@ -107,6 +107,16 @@ def test_all_other_hooks_of_a_step_run_inside(lock: StateLock) -> None:
 # ---- a step that raises ----
 
 
+def test_a_step_that_raised_is_free_for_a_save_on_its_own_thread(lock: StateLock) -> None:
+    optimizer = Watched(inside=failing)
+    guard(lock, optimizer)
+    with pytest.raises(FloatingPointError):
+        optimizer.step()
+    lock.check_capture_allowed()
+    with lock.capturing(timeout=0):
+        pass
+
+
 def test_a_step_that_raised_is_free_while_its_error_is_being_handled(lock: StateLock) -> None:
     optimizer = Watched(inside=failing)
     guard(lock, optimizer)

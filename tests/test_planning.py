@@ -129,12 +129,6 @@ def test_overlapping_views_are_one_group_and_neighbours_are_none() -> None:
     assert groups(base.view(torch.int32), base[3]) == [[0, 1]]
 
 
-def test_numpy_arrays_over_tensors_belong_to_them() -> None:
-    base = torch.zeros(4)
-    captured = capture({"t": base, "n": base.numpy()[2:]})
-    assert alias_groups(captured.tensors) == [[0, 1]]
-
-
 def test_expanded_tensor_is_a_group_by_itself() -> None:
     assert groups(torch.zeros(1).expand(5), torch.zeros(4)) == [[0]]
     assert groups(torch.arange(8).as_strided((3, 4), (1, 1))) == [[0]]

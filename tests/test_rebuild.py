@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from bundles import capture
 from hypothesis import given, reject
 from hypothesis import strategies as st
 from stored_files import document_of, sealed
@@ -165,6 +166,25 @@ async def test_an_attribute_may_lead_back_to_its_tensor() -> None:
     loaded = (await round_trip({"marked": marked})).state["marked"]
     assert loaded.note["self"] is loaded
     assert torch.equal(loaded.note["x"], torch.ones(2))
+
+
+def test_tensors_in_attributes_have_labels_below_their_tensor() -> None:
+    weight = torch.nn.Parameter(torch.ones(1))
+    weight.extra = {"mask": torch.zeros(1), "n": 5}  # type: ignore[attr-defined]
+    captured = capture({"w": weight})
+    assert [leaf.label for leaf in captured.tensors] == ["w", "w.__dict__.extra.mask"]
+    assert captured.values == [5]
+
+
+def test_containers_in_two_places_are_shared_but_tuples_are_written_twice() -> None:
+    both: list[Any] = [1]
+    ring: dict[str, Any] = {"both": both}
+    ring["self"] = ring
+    pair = (both, ring)
+    text = repr(capture([both, ring, pair, pair]).tree)
+    assert text.count("'shared'") == 2
+    # Both again in the ring, the ring in itself, and each of them in both copies of the pair.
+    assert text.count("'ref'") == 6
 
 
 async def test_registered_types_are_made_of_loaded_values() -> None:
