@@ -1,9 +1,10 @@
-"""Real ranks that save to one bucket: one is killed, and fewer go on."""
+"""Real ranks that save to one bucket: one is killed, one is slow, all prune at once."""
 
 from __future__ import annotations
 
 import itertools
 import random
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -112,3 +113,50 @@ def test_one_of_four_is_killed_and_two_go_on(
             pipeline.verify(step)
     assert server.names(BUCKET, killed) == []
     assert [name for name in server.open_uploads(BUCKET) if name.startswith(below(case))] == []
+
+
+SAVES = 20 if EVERY else 6
+DEATHS = [
+    {"verb": verb, "key": key, "landing": landing}
+    for verb, key in (("put", "/m/0/"), ("complete", ""), ("list", "/m/0/"))
+    for landing in ("before", "after")
+]
+
+
+def newest_whole(names: list[str]) -> int:
+    """The newest step that all ranks have committed, whether or not somebody has noticed."""
+    parts = [name.partition("/m/0/000/rank-") for name in names]
+    counts = Counter(int(head.rpartition("step-")[2][:12]) for head, found, _ in parts if found)
+    return max(step for step, count in counts.items() if count == RANKS)
+
+
+@pytest.mark.parametrize("death", DEATHS if EVERY else random.Random(SEED).sample(DEATHS, 1))
+def test_ranks_that_die_lag_and_prune_at_once_lose_nothing(
+    world: Gang, server: Server, case: dict[str, Any], tmp_path: Path, death: dict[str, str]
+) -> None:
+    root, below_it = tmp_path / "run", below(case)
+    case |= {"slow": 2, "latency": 0.1 if EVERY else 0.02, "pruners": [0, 1], "until": SAVES}
+    codes = world.run("retain", root, RANKS, victim=3, nth=SAVES // 2, **death, **case)
+    assert codes == [0, 0, 0, None], "nothing is raised on those that live"
+    whole = newest_whole(server.names(BUCKET, f"{below_it}/step-"))
+    assert world.run("retain", root, RANKS, **case) == [0] * RANKS
+    assert {steps[-1] for steps in told(root, "loaded").values()} == {whole}
+    with opened(case, keep_last=2) as pipeline:
+        stay = {SAVES - 1, SAVES - 2, whole}  # the last, and what they were resumed from
+        assert {info.step for info in pipeline.steps() if info.complete} >= stay
+        pipeline.prune()
+        kept = [info for info in pipeline.steps() if info.complete]
+        assert {info.step for info in kept} == stay
+        for info in kept:
+            assert pipeline.verify(info).files == RANKS
+    inside = f"{below_it}/.ckpipe"
+    deleted = {name.rpartition("/")[2] for name in server.names(BUCKET, f"{inside}/deleted/")}
+    assert len(deleted) >= SAVES - 4
+    names = server.names(BUCKET, f"{below_it}/step-")
+    ours = [name.removeprefix(f"{below_it}/").partition("/")[0] for name in names]
+    assert not {name.removesuffix(".json") for name in ours} & deleted, "no file of theirs is left"
+    for info in kept:
+        # Data, a manifest for each rank, and the index; a world of four has one level of groups.
+        assert sum(name.removesuffix(".json") == info.id for name in ours) == 2 * RANKS + 1
+    digests = [name.rpartition("/")[2] for name in server.names(BUCKET, f"{inside}/digests/")]
+    assert {name.rsplit(".", 2)[0] for name in digests} <= {info.id for info in kept}
