@@ -382,7 +382,7 @@ class ManifestDocument:
 
     @property
     def whole(self) -> bool:
-        """Whether it has the parts of all ranks."""
+        """Tell whether it has the parts of all ranks."""
         return len(self.parts) == self.world_size
 
     def number_of(self, rank: int) -> int | None:

@@ -63,7 +63,7 @@ class MetricsSidecar:
 
     @property
     def is_wasteful(self) -> bool:
-        """Whether a quarter of the checkpoint or more is copies of the rest."""
+        """Tell whether a quarter of the checkpoint or more is copies of the rest."""
         return 0 < self.bytes <= 4 * self.copied_bytes
 
     @property

@@ -210,7 +210,7 @@ class Hold:
 
     @property
     def deferred(self) -> bool:
-        """Whether a trainer may preempt it."""
+        """Tell whether a trainer may preempt it."""
         return self.grace < math.inf
 
     def is_over(self) -> bool:
@@ -455,7 +455,7 @@ class StateLock:
 
     @property
     def state_dict_read_allowed(self) -> bool:
-        """Whether the calling thread allows reading: it has no open bracket of its own."""
+        """Tell whether the calling thread allows reading: it has no open bracket of its own."""
         return self._bracket() is None
 
     def _bracket(self) -> Hold | None:
@@ -1028,7 +1028,7 @@ class LoadHold:
 
     @property
     def is_pending(self) -> bool:
-        """Whether it is not taken yet, or has ended."""
+        """Tell whether it is not taken yet, or has ended."""
         return self._hold is None
 
     async def take(self) -> None:

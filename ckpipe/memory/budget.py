@@ -125,17 +125,17 @@ class BlockReservation:
 
     @property
     def short(self) -> bool:
-        """Whether to wait until a block is given back, as the fastest way to the next block."""
+        """Tell whether waiting for a block to come back is the fastest way to the next block."""
         return len(self._held) >= self._reserved or not self._arena.touched_blocks
 
     @property
     def waits(self) -> bool:
-        """Whether the copy is faster if blocks are given back during it."""
+        """Tell whether the copy is faster if blocks are given back during it."""
         return not self.is_whole or self._arena.touched_blocks < self._needed
 
     @property
     def is_whole(self) -> bool:
-        """Whether the save may hold all its blocks at the same time."""
+        """Tell whether the save may hold all its blocks at the same time."""
         return self._reserved >= len(self._held) + self._needed
 
     def take_all(self) -> list[Block]:
