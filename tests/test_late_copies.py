@@ -115,6 +115,13 @@ def test_dense_means_each_place_of_the_window_once(tensor: torch.Tensor) -> None
     assert is_dense(tuple(tensor.shape), tensor.stride()) == expected
 
 
+def test_what_lies_between_the_elements_of_an_owned_tensor_is_not_owned() -> None:
+    base = torch.zeros(8)
+    is_owned = ownership_test([base[::2]])
+    assert is_owned(tensor_leaf(base[::2], "own")[0])
+    assert not is_owned(tensor_leaf(base[:4], "between")[0])
+
+
 def test_tensors_deep_in_a_state_are_found() -> None:
     parameter = nn.Parameter(torch.ones(3))
     optimizer = torch.optim.SGD([parameter])
