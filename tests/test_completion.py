@@ -329,3 +329,16 @@ def test_names_are_read_back(step: int, count: int) -> None:
 )  # fmt: skip
 def test_other_names_are_no_index(key: str) -> None:
     assert names.index_id(key) is None
+
+
+async def test_straggler_does_not_revive_what_was_deleted() -> None:
+    backend, every = MemoryBackend(), manifests(3)
+    for manifest in every[:2]:
+        await commit(backend, manifest)
+    await delete.delete(backend, ID)
+    for manifest in every:
+        await commit(backend, manifest)
+    outcome = await publish_up(backend, ID, 2, 3)
+    assert (outcome.complete, outcome.deleted) == (False, True)
+    assert (await complete_from_top(backend, ID, 3)).deleted
+    assert [info.complete for info in await repaired(backend, await discover(backend))] == [False]

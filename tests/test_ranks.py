@@ -473,3 +473,15 @@ def test_each_rank_gets_its_own_back(store: Stores) -> None:
             assert result.step == 2
             assert same(result.state, state(rank))
             pipeline.verify(2)
+
+
+def test_straggler_of_an_old_attempt_does_not_become_the_newest(store: Stores) -> None:
+    with ranks(store.url, 2, **FAST) as old:
+        old[0].save(state(0), step=9).wait()
+        with ranks(store.url, 2, attempt_id="restart", **FAST) as new:
+            save_all(new, 5)
+            old[1].save(state(1), step=9).wait_complete(timeout=60)
+            newest = new[0].latest()
+            assert newest is not None
+            assert newest.step == 5
+            assert [(info.step, info.complete) for info in new[1].steps()] == [(9, True), (5, True)]
