@@ -290,3 +290,19 @@ def test_nothing_is_registered_without_cuda_or_wish_and_nothing_warns_of_it(
     registrar.most = 0
     with pytest.warns(RuntimeWarning, match="cudaErrorMemoryAllocation"):
         arena.take()
+
+
+def test_trimming_gives_back_whole_segments_of_which_no_block_is_in_use() -> None:
+    arena = Arena(BLOCK)
+    arena.reserve(2)
+    kept = arena.take()
+    arena.reserve(4)  # a second segment, of three blocks
+    arena.trim(5)
+    assert arena.blocks == 5
+    arena.trim(2)
+    assert arena.blocks == 2
+    arena.trim(0)
+    assert arena.blocks == 2, "a block of it is in use"
+    arena.give(kept)
+    arena.trim(0)
+    assert arena.blocks == 0
