@@ -154,7 +154,7 @@ class IncompleteCheckpoint(Event):
     def __str__(self) -> str:
         return (
             f"{self.id} is incomplete {self.seconds:.0f} s after rank {self.rank} committed; "
-            f"without a commit: ranks {first_of(self.absent) or 'unknown'}"
+            f"known to be without a commit: ranks {first_of(self.absent) or 'unknown'}"
         )
 
 

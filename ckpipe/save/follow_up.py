@@ -97,8 +97,8 @@ class CompletionWatcher:
         if most is not None and self._incomplete >= most:
             self._incomplete = 0
             raise SaveError(
-                f"The last {most} checkpoints were not completed; without a commit in the last "
-                f"one: ranks {first_of(absent) or 'unknown'}",
+                f"The last {most} checkpoints were not completed; known to be without a commit in "
+                f"the last one: ranks {first_of(absent) or 'unknown'}",
                 step=info.step,
                 rank=self._context.rank,
                 hint="Look at those ranks; older checkpoints are intact",
@@ -138,6 +138,8 @@ async def until_complete(
         left = _LONGEST_PAUSE_SECONDS if until is None else until - time.monotonic()
         if left <= 0:
             named = first_of(outcome.absent) or "unknown"
-            raise TimeoutError(f"{info.id} is not complete; ranks without a commit: {named}")
+            raise TimeoutError(
+                f"{info.id} is not complete; ranks known to be without a commit: {named}"
+            )
         await anyio.sleep(min(pause, left))
         pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
