@@ -336,10 +336,10 @@ def _left(info: CheckpointInfo, error: CkpipeError, sure: bool) -> CheckpointInf
 
 
 async def newest_likely(backend: Backend) -> CheckpointInfo | None:
-    """Find the checkpoint of :func:`newest_repaired` with fewer requests, without its tombstone.
+    """Find the checkpoint of :func:`newest_repaired` without the request for its tombstone.
 
-    The checkpoint may be in deletion: the caller takes a lease on it and then looks for its
-    tombstone anyway. Its pin is not looked up either.
+    So it may be in deletion. The caller takes a lease on it and then looks for its tombstone
+    anyway. Its pin is not looked up either.
 
     Raises:
         StoreError: If the store failed.
@@ -381,10 +381,11 @@ async def find_repaired(backend: Backend, which: int | str) -> CheckpointInfo:
 
 
 async def discover_repaired(backend: Backend, which: int | str) -> list[CheckpointInfo]:
-    """List all checkpoints of a root, the newest first; complete the newest of a step or id.
+    """List all checkpoints of a root, the newest first; complete those of a step or id if possible.
 
-    Costs the three lists of :func:`ckpipe.catalog.find.discover`, and more only if the newest
-    checkpoint of the step or id is incomplete.
+    It does not try those that are older than the newest complete one of the step. Costs the three
+    lists of :func:`ckpipe.catalog.find.discover`, and more only if the newest checkpoint of the
+    step or id is incomplete.
 
     Raises:
         StoreError: If the store failed.

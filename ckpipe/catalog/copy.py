@@ -85,7 +85,7 @@ class CopySettings:
         policy: The retry policy for writes of blocks.
         lanes: Blocks on their way at the same time.
         block_bytes: The size of a block in bytes; raised to the least that the target accepts.
-        on_bytes: Called with the number of verified bytes that the target got, as they arrive.
+        on_bytes: Called with the size of each block written, and of each file found intact.
     """
 
     policy: RetryPolicy

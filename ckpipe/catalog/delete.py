@@ -50,7 +50,7 @@ RETIRED_LIFE = timedelta(hours=1)
 """Life of the tombstone of a complete checkpoint that retention has removed."""
 
 _TOGETHER = 32
-"""Least number of these tombstones to remove together, since each removal costs two requests."""
+"""Least number of these tombstones to remove together: any number of them costs two requests."""
 
 _SHOWN = 5
 """Most names that a warning lists of files that ckpipe did not write."""

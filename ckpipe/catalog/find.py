@@ -146,7 +146,7 @@ async def newest_first(backend: Backend) -> AsyncGenerator[CheckpointInfo, None]
 
     Costs one delimited list, and two concurrent stats for each yielded checkpoint. So it does not
     list tombstones and pins, which may be many more than the checkpoints. After a few checkpoints
-    a list of them is cheaper after all.
+    it lists them all the same, since that is cheaper then.
 
     Raises:
         StoreError: If the store failed.

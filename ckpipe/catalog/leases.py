@@ -166,7 +166,7 @@ class Lease:
         self._written = [key]
 
     async def keep(self) -> None:
-        """Renew the lease at an interval until the task is cancelled."""
+        """Renew the lease every :data:`RENEW_EVERY` until the task is cancelled."""
         while True:
             await anyio.sleep(RENEW_EVERY.total_seconds())
             await self.renew()

@@ -182,7 +182,7 @@ class MetadataQuery:
             self._facts.told.update({name: each for name, each in told.items() if each})
 
     async def is_sure(self, names: Collection[str]) -> bool:
-        """Read the indexes of those known by a digest only; return True if there were none.
+        """Read the indexes of those without a summary; return True if there were none.
 
         If it returns True, no other task ran meanwhile that could forget a deleted checkpoint.
 

@@ -165,9 +165,9 @@ async def best(
 ) -> CheckpointInfo | None:
     """Find the complete checkpoint with the best value of a metric.
 
-    Costs the three lists of :func:`ckpipe.catalog.find.list_root`. If more than one checkpoint is
-    unknown, costs also a list of digests, the index of the winner, and once the index of each
-    checkpoint without a digest. NaN never wins; among equals the newest wins.
+    Costs the three lists of :func:`ckpipe.catalog.find.list_root`; a list of digests if more than
+    one checkpoint is unknown; and once the index of the winner and of each checkpoint without a
+    digest. NaN never wins; among equals the newest wins.
 
     Args:
         backend: The store.
@@ -361,10 +361,11 @@ async def remove(
         backend: The store.
         which: A step, or an exact id, which may also name an incomplete checkpoint.
         protected: Further ids that must stay, each with its reason.
-        force: Whether to delete it even if it is pinned, the newest, or needed by a launch or load.
+        force: Whether to delete it even if it is pinned, the newest, in ``protected``, or needed by
+            a launch or load.
 
     Returns:
-        The former state of the checkpoint.
+        The description of the checkpoint before the deletion.
 
     Raises:
         CheckpointNotFound: If there is none.

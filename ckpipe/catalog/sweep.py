@@ -185,7 +185,7 @@ def _ago(last: datetime | None, now: datetime) -> str:
 async def look_around(backend: Backend) -> Leftovers:
     """List the objects of a root besides complete checkpoints; changes nothing.
 
-    Costs a list of the root, one for each incomplete checkpoint and a few of internal objects.
+    Costs a list of the root, one for each incomplete checkpoint, and a few of internal prefixes.
 
     Raises:
         StoreError: If the store failed.

@@ -196,8 +196,8 @@ class Chunks(Columns[Chunk]):
 
 
 Place = tuple[tuple[Any, ...], slice]
-"""The dtype, shape, offset and strides of a tensor in its entry, and the slice of its part's
-checksums that are the entry's."""
+"""The dtype and shape of a tensor's entry with the tensor's offset and strides in it, and the slice
+of its part's checksums that are the entry's."""
 
 
 class Layout:

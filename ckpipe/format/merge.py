@@ -93,7 +93,7 @@ def _joined(
 
 
 def _layout_key(structure: Structure) -> Callable[[Layout], bytes]:
-    """Return a function that maps a layout to a key; layouts of other structures get other keys."""
+    """Return a function that maps a layout to a key, by which layouts of all structures compare."""
     labels = tuple(row.label for row in structure.tensors)
     numbers = {label: number for number, label in enumerate(labels)}
     digest = _digest(*labels)

@@ -6,10 +6,11 @@ for all checkpoints. It is advisory. A checkpoint may have no digest, and code t
 first reads the index (:mod:`ckpipe.catalog.metadata_cache`).
 
 The text of a digest is JSON without white space, ``[1,bytes,ranks,final,{metric:value,…}]``, and is
-the same for every writer. If ranks have written the same bytes several times, their number follows
-as a sixth element. The text is cut into at most eight pieces that fit names of 255 bytes, the
-shortest limit of common file systems. Each piece carries the CRC-32C of the checkpoint's id, its
-place and itself. So a name that was cut off, changed or given to another checkpoint does not count.
+the same for every writer. If ranks have written the same bytes several times, the number of copied
+bytes follows as a sixth element. The text is cut into at most eight pieces that fit names of 255
+bytes, the shortest limit of common file systems. Each piece carries the CRC-32C of the checkpoint's
+id, its place and itself. So a name that was cut off, changed or given to another checkpoint does
+not count.
 
 This module also counts the bytes that several ranks have written alike (:func:`copied_bytes`).
 """

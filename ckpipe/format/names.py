@@ -25,7 +25,7 @@ ATTEMPTS, DELETED = f"{INTERNAL}attempts/", f"{INTERNAL}deleted/"
 LEASES, PINS = f"{INTERNAL}leases/", f"{INTERNAL}pins/"
 
 DIGESTS = f"{INTERNAL}digests/"
-"""The prefix of the digests: empty objects whose names hold facts of checkpoints."""
+"""The prefix of the digests: their names hold facts of checkpoints, their content holds none."""
 
 BENCH = f"{INTERNAL}bench/"
 """The prefix of the objects that a benchmark of the store writes, and removes when it ends."""

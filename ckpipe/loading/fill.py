@@ -159,7 +159,7 @@ def write(target: torch.Tensor, value: torch.Tensor) -> None:
 
 
 def is_image(copied: ChunkCopy, stored: StoredTensor) -> bool:
-    """Tell whether a chunk of shared memory is more than its elements row by row."""
+    """Tell whether a chunk of shared memory is not simply its elements row by row."""
     lies_otherwise = copied.stride is not None or copied.start % stored.dtype.itemsize != 0
     return lies_otherwise or bool(stored.row.lazy)
 

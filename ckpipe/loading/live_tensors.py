@@ -82,11 +82,11 @@ def _rank_on(mesh: Any, place: Sequence[int]) -> int:
 
 
 FILLABLE = (torch.Tensor, np.ndarray)
-"""The types that a tensor can be loaded into; a constant, as a union would be made for each one."""
+"""The types that a tensor can be loaded into; a union would be made anew for every tensor."""
 
 
 def writable_view(obj: torch.Tensor | np.ndarray[Any, Any]) -> torch.Tensor | None:
-    """Return the memory of a tensor or array as a plain tensor; None if that is impossible."""
+    """Return the memory of a tensor or array as a writable plain tensor; None if impossible."""
     if isinstance(obj, np.ndarray):
         return _array_view(obj)
     kind = type(obj)

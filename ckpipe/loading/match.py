@@ -288,7 +288,8 @@ class Matching:
             made = combine(label, copies)
             if view is None or not isinstance(made, torch.Tensor) or made.shape != view.shape:
                 return made
-            with torch.inference_mode(view.is_inference()):  # its tensors are writable only in it
+            # Tensors that were made in inference mode can be written only in it.
+            with torch.inference_mode(view.is_inference()):
                 view.copy_(made.detach())
             return live
 

@@ -281,7 +281,7 @@ def _cuts_at_parts(span: _Span, part_bytes: int, left: int, lanes: int) -> list[
     """
     if span.end - span.begin <= min(part_bytes, max(LEAST_BYTES, 2 * left // lanes)):
         return [span.begin, span.end]  # One request across a boundary is cheaper than two.
-    # A boundary with less than a chunk behind it is ignored.
+    # A boundary with a chunk's size or less behind it is ignored.
     first_edge = (span.begin // part_bytes + 1) * part_bytes
     edges = range(first_edge, span.end - CHUNK_BYTES, part_bytes)
     cuts = [span.begin]

@@ -32,7 +32,7 @@ _MOST_LABELS = 10_000_000
 
 
 def any_selected(obj: Any, label: str, select: LabelFilter) -> bool:
-    """Tell whether the filter selects a label of a live object or of an item inside it."""
+    """Tell whether the filter selects a leaf of a live object, which may be the object itself."""
     return select.selects_all or any(map(select, _live_labels(obj, label, set())))
 
 

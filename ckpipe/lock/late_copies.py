@@ -86,7 +86,7 @@ def owned_facts(tensors: Iterable[torch.Tensor], objects: Sequence[Any]) -> list
 def ownership_test(tensors: Iterable[torch.Tensor]) -> Callable[[TensorLeaf], bool]:
     """Return a predicate: whether all bytes of a leaf are owned.
 
-    A leaf may span several owned tensors; then they have to cover all bytes between its ends.
+    A leaf may span several owned tensors; these must also cover the bytes between its elements.
 
     Args:
         tensors: The owned tensors; those that are not strided memory are skipped.

@@ -247,7 +247,7 @@ class LockState:
     * Mutations are granted in the order of their arrival.
     * An owner that holds a side gets it again at once, before all waiters, since the waiters
       cannot be served before that owner is done. The same holds for a capture if the thread that
-      waits for it itself captures, or releases a capture.
+      waits for it itself captures, or is needed to release a capture.
     * Several trainers that pass the lock to each other without a gap would starve a capture. After
       :data:`PATIENCE` of them have gone first, the waiting captures go once.
     * A trainer that has waited for *deferred* captures for too long may preempt them, but only if
@@ -262,7 +262,7 @@ class LockState:
         self.waiting: list[Hold] = []
         """The other requests, in the order of their arrival."""
         self.passed = 0
-        """Number of mutations granted ahead of a waiting capture since the last granted one."""
+        """Number of mutations granted ahead of a waiting capture since a capture was granted."""
 
     @property
     def everyone(self) -> list[Hold]:

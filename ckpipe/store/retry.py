@@ -165,7 +165,7 @@ class RetryPolicy:
     limiter: AimdLimiter | None = None
 
     def pause(self, failures: int, error: CkpipeError) -> float:
-        """Draw the seconds to wait after so many failures, at least as many as the store asked."""
+        """Draw the seconds to wait after so many failures, at least those the store asked for."""
         longest = min(self.backoff_max_seconds, self.backoff_seconds * 2 ** (failures - 1))
         asked = error.retry_after if isinstance(error, Throttled) else None
         return max(_jitter.uniform(0, longest), asked or 0.0)
