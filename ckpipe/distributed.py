@@ -147,7 +147,7 @@ class TrainingState:
 
 
 def _place(tensor: torch.Tensor) -> object:
-    """Return a key: equal for plain tensors of the same memory, unique for a sharded tensor."""
+    """Return a key: equal for plain tensors of the same memory, unique for others."""
     if isinstance(tensor, DTensor) or tensor.is_meta:
         return object()
     return (tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tensor.shape)

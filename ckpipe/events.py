@@ -39,7 +39,7 @@ class SaveStarted(Event):
 
 @dataclass(frozen=True, slots=True)
 class SaveSkipped(Event):
-    """A save was skipped, since earlier ones hold the staging memory.
+    """A save was skipped: memory is short, or ``keep_last=0`` keeps only final ones.
 
     Args:
         reason: The reason, as a sentence.
@@ -302,7 +302,7 @@ class EventBus:
     """Hands every event to the log and to all listeners, on the pipeline's own thread.
 
     Attributes:
-        place: The URL of the checkpoints, as lines of the log show it; empty if it is unknown.
+        place: The root of the checkpoints, as lines of the log show it; empty if it is unknown.
     """
 
     def __init__(self) -> None:

@@ -177,7 +177,7 @@ class SaveHandle(_Handle):
     async def captured(self) -> None:
         """Wait until forward and backward may go on; see :meth:`ckpipe.Pipeline.save`.
 
-        They may once the state has been copied. With ``until="captured"`` the tensors of guarded
+        They may go on once the state has been copied. With ``until="captured"`` tensors of guarded
         optimizers may be copied later.
 
         Raises:

@@ -26,7 +26,7 @@ from ckpipe.errors import UsageError
 
 
 class _Lowered:
-    """A number or flag of the process that is lowered while at least one caller wants that.
+    """A number or flag of the process: lowered while a caller wants that, then put back.
 
     Args:
         get: Returns it.

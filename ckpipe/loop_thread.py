@@ -261,7 +261,7 @@ class LoopThread:
         caller: Caller | None = None,
         **kwargs: Any,
     ) -> T:
-        """Run a coroutine function on the loop, and await it on any other loop.
+        """Run a coroutine function on the loop, and await it on any loop.
 
         A cancellation cancels it too, and returns only once it has ended, even if it is repeated.
 

@@ -346,7 +346,7 @@ class Staging(_Group):
 
     pinned: Literal["auto", "never"] = "auto"
     """Page-locking of staging memory, for fast copies from a GPU: ``auto`` page-locks it if CUDA is
-    in use, and logs one warning if that fails; ``never`` does not page-lock it."""
+    in use, and warns once if CUDA refuses; ``never`` does not page-lock it."""
 
     overlap: bool = True
     """Start the upload while staging still runs. If false, ``save`` returns a little sooner and the

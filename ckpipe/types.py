@@ -234,7 +234,7 @@ MAX_BLOCKS = 2000
 """Most blocks in the plain form of a report; if there are more, it has every n-th."""
 
 Span = tuple[float, float]
-"""Begin and end."""
+"""The times of a start and an end."""
 
 _SPANS = ("copied", "summed", "uploaded")
 _NUMBERS = ("file", "offset", "bytes", "copier", "lane")
@@ -245,9 +245,9 @@ class StageReport:
     """The times of one stage of a save or load.
 
     Args:
-        seconds: Seconds from its begin to its end; stages overlap.
+        seconds: Seconds from its start to its end; stages overlap.
         bytes: Bytes that went through it.
-        began: Its begin, in seconds after the call.
+        began: Its start, in seconds after the call.
         waited: Seconds of them in which it waited.
     """
 

@@ -250,7 +250,7 @@ class Source:
     Args:
         tensor: The number of the tensor.
         offset: Offset of the range in the entry, in bytes.
-        skip: For a window, the number of bytes to skip at the begin of the tensor's window; None if
+        skip: For a window, the number of bytes to skip at the start of the tensor's window; None if
             the tensor's elements are copied row by row, with its lazy bits resolved.
         nbytes: Size of the range, in bytes.
         part: The elements to copy, as a box of the tensor; None for all.

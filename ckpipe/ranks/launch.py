@@ -2,10 +2,10 @@
 
 The name is unique for each start and restart, and claimed before the first write. It is made at
 open by reads alone, and begins with a time that is later than that of every checkpoint on the root.
-The claim is a create-only object of each rank, and a launch writes nothing else before it. So the
-reuse of an id is noticed before any other write, and before an agreement of another launch is
-mistaken for one of this launch. Ranks with an id from the user agree on the start by one more
-object, which the first of them creates before its claim.
+The claim is a create-only object of each rank. So the reuse of an id is noticed before a checkpoint
+is written, and before an agreement of another launch is mistaken for one of this launch. A launch
+writes at most one object before its claims: if ranks have an id from the user, the first of them
+creates an object with the start, and all ranks use that start.
 
 Ranks find the name by a rendezvous through a ``torch.distributed`` store. A store and the ids in a
 launcher's environment may survive a restart, so they do not prove that two processes belong to the

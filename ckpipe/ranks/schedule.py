@@ -265,7 +265,7 @@ class StopRequest:
         return self.told and not self._answered
 
     def answer(self) -> bool:
-        """Record that a save begins; return True if it is the last one before the stop."""
+        """Record that a save begins; return True if it must not be skipped before the stop."""
         self._answered = self.told
         return self._answered
 

@@ -293,7 +293,7 @@ class PipelineBase:
         """Watch signals while the pipeline is opened, and from then on if that succeeds.
 
         Raises:
-            UsageError: If ``preemption`` is set and this is not the main thread.
+            UsageError: If there are signals to watch and this is not the main thread.
         """
         if self._opened is None and self._settings.preemption.enabled:
             # A new watch: after a failed open, a foreign handler may still call the former one.

@@ -186,7 +186,7 @@ class Engine:
         return bool(self.saves.under_way() or self._hooks.describe_running())
 
     def describe(self) -> str:
-        """Describe the saves under way, without committed ones, for a diagnostic."""
+        """Describe uncommitted saves and the staging memory, for a diagnostic."""
         statuses = (each.status for each in self.saves.under_way())
         counts = Counter(status for status in statuses if status != "committed")
         states = ", ".join(f"{count} {status}" for status, count in sorted(counts.items()))

@@ -44,7 +44,7 @@ class Saves:
         unseen: Failures that no call has reported yet; may be changed on any thread.
         accepted: Number of saves so far.
         have_begun: True once a save has claimed the launch.
-        saved_final: True once a save was final.
+        saved_final: True once a save was final, or the last one before a stop.
         schedule: Gets the steps of saves and loads.
         agreement: Gets the steps of saves.
 

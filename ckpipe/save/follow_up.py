@@ -117,7 +117,7 @@ async def until_complete(
 
     Raises:
         CheckpointIncomplete: If it was deleted.
-        TimeoutError: If it is not complete in time; names ranks that have not committed.
+        TimeoutError: If it is not complete in time; names some ranks without a commit.
         CorruptCheckpoint: If it cannot be completed, since it is damaged.
         StoreError: If the store failed.
     """

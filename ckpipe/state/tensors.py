@@ -46,7 +46,7 @@ class TensorLeaf:
         detail: The class of a subclass, the dtype of a numpy array, the persistence of a buffer.
         requires_grad: True if it collects gradients.
         lazy: Its lazy bits: any of ``c`` (conjugate) and ``n`` (negative).
-        address: The begin of its window.
+        address: The address of its window.
         window: Bytes from its first to behind its last element.
         nbytes: Bytes of its elements, each counted.
         contiguous: True if they are contiguous, row by row.

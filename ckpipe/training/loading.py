@@ -500,7 +500,7 @@ class _OptimizerMatch:
             else:
                 raise StructureMismatch(
                     "The checkpoint has state of an optimizer for all its parameters together: "
-                    f"{_some(ordered)}, in this order. No optimizer here has the same parameters",
+                    f"{_some(ordered)}, in this order. No optimizer here has them like that",
                     key=label,
                     hint="Make the optimizer over the same parameters in the same order",
                 )

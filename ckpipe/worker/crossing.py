@@ -39,7 +39,7 @@ def refuse_to_train_as_worker() -> None:
 
 
 def uses_process(settings: Settings, backend: Backend) -> bool:
-    """True if a worker process must bring the saves of a pipeline to the store.
+    """True if a worker process brings the saves of a pipeline to the store.
 
     Args:
         settings: The settings; ``url`` is set.
