@@ -64,7 +64,7 @@ class Place(NamedTuple):
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        """The extent of the run."""
+        """The parts of the extent, in their order."""
         return comparison_parts.EXTENTS[self.extent].parts
 
 

@@ -133,7 +133,7 @@ class Referee:
             self._tell(number, longest)
 
     def _over(self, number: int, longest: float) -> bool:
-        """Yield rounds beside a loop until the time is over; a few are always measured."""
+        """Tell whether the time of rounds beside a loop is over; a few are always measured."""
         if not self.part.loop or number < comparison_parts.FEWEST_ROUNDS:
             return False
         return time.monotonic() + longest > self._ends

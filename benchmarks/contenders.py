@@ -50,7 +50,7 @@ class Contender(ABC):
         self.root = root
         self.number = 0
         self.took = 0.0
-        """Return the seconds of the last save beside a loop until it was durable."""
+        """The seconds of the last save beside a loop until it was durable."""
         root.mkdir(parents=True, exist_ok=True)
 
     @property

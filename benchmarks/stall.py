@@ -238,7 +238,7 @@ def warm_copy(training: Training) -> float:
 def goals(
     results: dict[str, Measured], rows: dict[str, dict[str, float]], copy: float
 ) -> list[tuple[str, float, float]]:
-    """Yield the goals: name, figure, goal."""
+    """List the goals: name, figure, goal."""
     sharded = statistics.median(results[CAPTURED].sharded_calls) * 1e3
     peers = [row["lost per save, ms"] for name, row in rows.items() if name not in _OWN]
     highest = rows[NONE]["p99 step, ms"] + copy * 1e3 + 20

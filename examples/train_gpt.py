@@ -200,7 +200,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=2, help="another number rounds differently")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--width", type=int, default=192, help="a multiple of 32")
-    parser.add_argument("--context", type=int, default=128, help="preceding bytes in the model")
+    parser.add_argument("--context", type=int, default=128, help="preceding bytes it sees")
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--dropout", type=float, default=0.1)
     return parser.parse_args()
