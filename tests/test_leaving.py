@@ -12,7 +12,10 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import anyio
+import anyio.to_thread
 import pytest
 import torch
 from commands import script
@@ -155,6 +158,54 @@ async def test_a_leave_that_is_cancelled_gives_up_after_the_limit(store: Stores)
         await leaving
     assert handle.status == "failed"
     assert "step 7" in "".join(caught.value.__notes__)
+
+
+async def first_save_held(store: Stores, pipeline: ckpipe.Pipeline) -> asyncio.Task[Any]:
+    """Call a first save, which cannot claim the launch and so has no name yet."""
+    store.slow.hold("put")
+    saving = asyncio.create_task(pipeline.save(STATE, step=7))
+    await anyio.to_thread.run_sync(store.slow.gate.wait_until_held)
+    return saving
+
+
+def being_closed(pipeline: ckpipe.Pipeline) -> None:
+    """Return once a call to close the pipeline waits for its saves; blocking."""
+    while not pipeline._closing:
+        threading.Event().wait(0.001)
+
+
+async def test_leaving_waits_for_a_save_that_has_not_begun(store: Stores) -> None:
+    pipeline = await ckpipe.Pipeline(store.url, drain_timeout_seconds=0).open()
+    saving = await first_save_held(store, pipeline)
+    leaving = asyncio.create_task(pipeline.aclose())
+    await anyio.to_thread.run_sync(being_closed, pipeline)
+    store.slow.release()
+    await leaving
+    assert (await saving).status == "committed"
+
+
+@pytest.mark.parametrize("how", ["on an exception", "cancelled"])
+async def test_leaving_gives_up_a_save_that_has_not_begun(store: Stores, how: str) -> None:
+    pipeline = await ckpipe.Pipeline(store.url, drain_timeout_seconds=0).open()
+    saving = await first_save_held(store, pipeline)
+    failed = ValueError()
+    if how == "cancelled":
+        leaving = asyncio.create_task(pipeline.aclose())
+        await asyncio.sleep(0)
+        leaving.cancel()
+    else:
+        leaving = asyncio.create_task(pipeline.__aexit__(ValueError, failed, None))
+    with pytest.raises(errors.SaveCancelled, match="before it began") as caught:
+        await saving
+    assert caught.value.step == 7
+    store.slow.release()
+    if how == "cancelled":
+        with pytest.raises(asyncio.CancelledError) as left:
+            await leaving
+    else:
+        await leaving
+    noted = left.value if how == "cancelled" else failed
+    assert "step 7" in "".join(noted.__notes__)
 
 
 LEFT_OPEN = """

@@ -245,18 +245,26 @@ async def test_a_trainer_that_lets_go_of_the_lock_for_an_instant_only_is_saved(
             training.result(PATIENCE)
 
 
-def test_a_loop_that_is_closed_fails_its_save_and_keeps_nothing(store: Stores) -> None:
+@pytest.mark.parametrize("when", ["it claims the launch", "it needs the state"])
+def test_a_loop_that_is_closed_fails_its_save_and_keeps_nothing(store: Stores, when: str) -> None:
     noting, pipeline, loop = Noting(), ckpipe.Pipeline(store.url), asyncio.new_event_loop()
     loop.set_exception_handler(lambda loop, context: None)  # which tells of the task that is left
 
     async def begin() -> asyncio.Task[Any]:
         await pipeline.open()
+        if when == "it claims the launch":
+            store.slow.hold("put")
         saving = asyncio.create_task(pipeline.save({"noting": noting}, step=1))
         await asyncio.sleep(0)
+        if when == "it claims the launch":
+            store.slow.gate.wait_until_held()
+        else:
+            capturing(pipeline)
         return saving
 
     saving = loop.run_until_complete(begin())
     loop.close()
+    store.slow.release()
     with pytest.raises(UsageError, match="ended before state_dict"):
         asyncio.run(pipeline.aclose())
     assert not noting.found

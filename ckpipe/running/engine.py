@@ -106,6 +106,7 @@ class Engine:
 
     async def stop(self) -> None:
         """End :func:`serve`."""
+        await self.saves.close()
         without_final = self.saves.have_begun and not self.saves.saved_final
         if self._settings.retention.keep_last == 0 and without_final:
             warnings.warn(
@@ -140,6 +141,7 @@ class Engine:
         """
         if staged_only:
             self.hurry()
+            await self.saves.give_up_accepting()
             for save in [each for each in self.saves.under_way() if not each.safe.done()]:
                 await self.saves.cancel(save)
                 if save.status == "cancelled":
@@ -147,6 +149,7 @@ class Engine:
                     self.saves.unseen.append(SaveCancelled(reason, step=save.id.step))
         if await self._idle_in_time():
             return
+        await self.saves.give_up_accepting()
         for save in self.saves.under_way():
             await self.saves.give_up(save)
         with anyio.move_on_after(self._settings.drain_timeout_seconds):
@@ -165,7 +168,9 @@ class Engine:
         ends_at: float | None = None
         while self._is_busy:
             left = math.inf
-            durable = all(save.committed.done() for save in self.saves.under_way())
+            under_way = self.saves.under_way()
+            durable = all(each.committed.done() for each in under_way)
+            durable &= not self.saves.is_accepting
             if self._hurries or self._preemption.signalled or durable:
                 ends_at = ends_at or time.monotonic() + limit
                 left = ends_at - time.monotonic()
@@ -183,7 +188,8 @@ class Engine:
 
     @property
     def _is_busy(self) -> bool:
-        return bool(self.saves.under_way() or self._hooks.describe_running())
+        saves = self.saves
+        return bool(saves.is_accepting or saves.under_way() or self._hooks.describe_running())
 
     def describe(self) -> str:
         """Describe uncommitted saves and the staging memory, for a diagnostic."""

@@ -213,6 +213,7 @@ class Pipeline(PipelineBase):
                 not run while the lock was free for it.
             PipelineBusy: If memory is short and ``on_busy`` is ``"fail"``.
             PipelineClosed: If the pipeline is not open.
+            SaveCancelled: If the pipeline is left on an exception before the state is copied.
             UsageError: If ``include`` and ``exclude`` leave nothing to save, with one rank, or a
                 part of an object of a registered type. With ``until="captured"``, if no optimizer
                 is guarded or the state does not fit the staging memory. After it returned, the

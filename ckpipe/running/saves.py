@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from collections.abc import AsyncIterator
 
 import anyio
 from anyio.abc import TaskGroup
@@ -11,6 +12,7 @@ from anyio.abc import TaskGroup
 from ckpipe.errors import (
     CkpipeError,
     DrainTimeout,
+    PipelineClosed,
     SaveCancelled,
     SaveError,
     SaveSkipped,
@@ -62,6 +64,9 @@ class Saves:
         self._names = CheckpointNames(launch.attempt)
         self._completions = CompletionWatcher(context)
         self._active: dict[Save, anyio.Event] = {}
+        self._accepting: dict[anyio.CancelScope, anyio.Event] = {}
+        """Saves that have no name yet: the first waits until the launch is claimed."""
+        self._closed = False
         self._next_step = 0
         self.have_begun = False
         self.saved_final = False
@@ -74,10 +79,12 @@ class Saves:
 
         Raises:
             AttemptReused: If ``attempt_id`` was used on this root before.
+            PipelineClosed: If the pipeline was closed meanwhile.
+            SaveCancelled: If closing did not wait for it.
             StoreError: If the store failed or is unsuitable, unless ``on_error`` is ``"warn"``.
         """
         context, retention = self._context, self._context.settings.retention
-        async with self._beginning:
+        async with self._accepted(request.step):
             step = self._next_step if request.step is None else request.step
             failure = None if self.have_begun else await self._claim(step)
             # A failed save counts too, since the same save counts on the other ranks.
@@ -101,6 +108,26 @@ class Saves:
                 save.interrupts_another = any(map(save.has_the_caller_of, self._active))
                 self._active[save] = anyio.Event()
             return save
+
+    @contextlib.asynccontextmanager
+    async def _accepted(self, step: int | None) -> AsyncIterator[None]:
+        if self._closed:
+            hint = "Make a new one to go on saving"
+            raise PipelineClosed("The pipeline was closed meanwhile", step=step, hint=hint)
+        ended = anyio.Event()
+        with anyio.CancelScope() as scope:
+            self._accepting[scope] = ended
+            try:
+                async with self._beginning:
+                    yield
+            finally:
+                del self._accepting[scope]
+                ended.set()
+        if scope.cancelled_caught:
+            reason = "The save was given up, since the pipeline was closed before it began"
+            error = SaveCancelled(reason, step=step)
+            self.unseen.append(error)
+            raise error
 
     async def _run(self, save: Save) -> None:
         try:
@@ -222,6 +249,17 @@ class Saves:
             save.call_off()
             await self._active[save].wait()
 
+    async def give_up_accepting(self) -> None:
+        """End the calls whose save has not begun."""
+        for scope, ended in list(self._accepting.items()):
+            scope.cancel()
+            await ended.wait()
+
+    async def close(self) -> None:
+        """Accept no more saves."""
+        self._closed = True
+        await self.give_up_accepting()
+
     async def give_up(self, save: Save) -> None:
         """End a save, or the work after its commit, since the pipeline closes."""
         limit = self._context.settings.drain_timeout_seconds
@@ -273,9 +311,14 @@ class Saves:
         """Return the saves that have not ended; for any thread."""
         return list(self._active)
 
+    @property
+    def is_accepting(self) -> bool:
+        """True while a save was asked for and has not begun."""
+        return bool(self._accepting)
+
     async def ended(self) -> None:
-        """Wait for all saves under way."""
-        for ended in list(self._active.values()):
+        """Wait for all saves under way, and for the beginning of those that were asked for."""
+        for ended in [*self._accepting.values(), *self._active.values()]:
             await ended.wait()
 
     async def settled(self, which: int | str) -> None:
