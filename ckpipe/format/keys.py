@@ -129,6 +129,24 @@ def joined(prefix: str, keys: Iterable[object]) -> list[str]:
     return [f"{prefix}.{part}" for part in parts] if prefix else parts
 
 
+def label_order(keys: Sequence[Any]) -> list[int]:
+    """Return the indices of distinct keys in an order that depends on no order of insertion.
+
+    Ranks that have some keys in common visit those in the same order.
+    """
+    numbers = range(len(keys))
+    if len(kinds := set(map(type, keys))) == 1 and not kinds.isdisjoint((str, int)):
+        return sorted(numbers, key=keys.__getitem__)
+    return sorted(numbers, key=lambda number: _comparable(keys[number]))
+
+
+def _comparable(key: object) -> tuple[int, Any]:
+    kind = type(key)
+    if kind is str or kind is int:
+        return int(kind is int), key
+    return 2, repr(key)
+
+
 def unique_label(label: str, taken: set[str]) -> str:
     """Return a label that is not taken and is allowed in a safetensors header, and take it.
 

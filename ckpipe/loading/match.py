@@ -35,9 +35,9 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from ckpipe.errors import InvalidManifest, StructureMismatch, UnsupportedState
-from ckpipe.format.keys import Json, LabelFilter, decode_key, encode_key, join
+from ckpipe.format.keys import Json, LabelFilter, decode_key, encode_key, join, label_order
 from ckpipe.format.manifest import TensorRow
-from ckpipe.format.tree import MAPPINGS, Node, children_of, leaf_labels
+from ckpipe.format.tree import MAPPINGS, Node, children_of, leaf_labels, walk
 from ckpipe.interpreter import user_code
 from ckpipe.loading.fill import normal_tensors
 from ckpipe.loading.live_tensors import FILLABLE, misfit, writable_view
@@ -160,6 +160,8 @@ class Matching:
         # Objects that are known by their id must not die before the walk ends.
         self._alive: list[Any] = []
         self._objects: dict[int, tuple[Any, Use, Callable[[Any], object]]] = {}
+        self._tree: Node = []
+        self._homes: dict[int, str] | None = None
 
     def plan_target(self, target: Any, tree: Node) -> Factory:
         """Check a target against a tree.
@@ -171,6 +173,7 @@ class Matching:
             TargetMismatch: If they do not fit; the target is untouched.
             As :meth:`plan` does.
         """
+        self._tree = tree
         make = self.plan(tree, "", target, Use.IN_PLACE)
         if self._strict and (self.missing or self.unexpected):
             raise mismatch(
@@ -338,7 +341,7 @@ class Matching:
             raise _wrong_kind(f"a {node[0]}", live, label)
         if self._per_rank.derive is not None and is_generators(node):
             return self._derived(self._per_rank.derive, node, label)
-        children, held = children_of(node, label), live if isinstance(live, dict) else {}
+        children, held = _visited(node, label, use), live if isinstance(live, dict) else {}
         left = {_exact(key): key for key in held}
         items: list[tuple[Any, Factory]] = []
         for key, child, where in children:
@@ -354,7 +357,8 @@ class Matching:
             if use is not Use.IN_PLACE or not _stays(make, value):
                 items.append((key, make))
         if use is Use.IN_PLACE:
-            for key in left.values():
+            own = list(left.values())
+            for key in map(own.__getitem__, label_order(own)):
                 self._note_missing(held[key], join(label, key))
         elif left:
             self.objects_have_more = True
@@ -480,7 +484,7 @@ class Matching:
         return make
 
     def _dataclass(self, node: Node, label: str, live: Any, use: Use | None) -> Factory:
-        children = children_of(node, label)
+        children = _visited(node, label, use)
         if use is not Use.IN_PLACE:
             cls = resolve_class(node[1], object)
             _check_attributes(cls, node[2], label)
@@ -612,11 +616,20 @@ class Matching:
         number = node[1]
         key = number, id(live) if use is Use.IN_PLACE else None
         if key not in self._planned:
+            if node[0] == "ref":  # In the order of labels, it may come before the container.
+                label = self._home_of(number, label)
             self._planned[key] = _never
             self._alive.append(live)
             make = self.plan(self._definitions[number], label, live, use)
             self._planned[key] = partial(self._make_once, key, make)
         return lambda: self._planned[key]()
+
+    def _home_of(self, number: int, label: str) -> str:
+        """Return the label under which a shared container was saved, for a reference to it."""
+        if self._homes is None:
+            places = walk(self._tree) if self._tree else ()
+            self._homes = {node[1]: where for node, where in places if node[0] == "shared"}
+        return self._homes.get(number, label)
 
     def _make_once(self, key: _Key, make: Factory) -> Any:
         if key in self._built:
@@ -757,6 +770,18 @@ def _check_attributes(cls: Any, names: list[str], label: str) -> None:
 
 
 # Keys and kinds of the target
+
+
+def _visited(node: Node, label: str, use: Use | None) -> list[tuple[Any, Node, str]]:
+    """Return the children of a mapping or record in the order in which they are loaded.
+
+    In place, that is the order of their labels, as for a save: objects there may call collectives,
+    and each rank may have the keys in another order. Others are made in the saved order.
+    """
+    children = children_of(node, label)
+    if use is not Use.IN_PLACE:
+        return children
+    return [children[number] for number in label_order([key for key, _, _ in children])]
 
 
 def _exact(key: Any) -> Any:

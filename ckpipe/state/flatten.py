@@ -12,8 +12,10 @@ tree is a list whose first item is its kind::
     ["shared", 0, node] … ["ref", 0]      one container in two places, or inside itself
     ["absent"]                            an element that include or exclude left out
 
-A capture has two steps. First all containers are opened, in the order of the walk; this calls the
-user's ``state_dict`` methods. Then the tree is made of their contents. From one save to the next
+A capture has two steps. First all containers are opened, plain ones in the order of the walk. Then
+the user's ``state_dict`` methods are called, in the order of their labels: they may call
+collectives, and dicts may have another order on each rank. Their results are opened likewise, until
+no object is left. Then the tree is made of their contents. From one save to the next
 usually only bytes and numbers change. If the opened containers and the tensors are like those of
 the last save (see :mod:`ckpipe.state.capture_cache`), the second step is skipped. Neither step
 reads a tensor's bytes.
@@ -166,22 +168,41 @@ class OpenedState:
         self.repeated = False
         self._known: dict[int, Container] = {}
         self._referenced: set[int] = set()
+        self._waiting: dict[int, Container] = {}
         self._leaves = _SURE_LEAVES.union((dtensor_type(),))
         self.root = Container("root", None, children=[state])
         with _depth_checked():
             self._open_inner(self.root)
+            self._open_waiting()
 
     def open(self, opened: Container) -> Container:
         """Open a container and all containers in it, unless it is open; return the open one."""
+        opened = self._open(opened)
+        self._open_waiting()
+        return opened
+
+    def _open_waiting(self) -> None:
+        while self._waiting:
+            waiting, self._waiting = list(self._waiting.values()), {}
+            for each in sorted(waiting, key=_place):
+                if each.kind == "stateful":
+                    each.is_replicated = replicated_test(each.obj)
+                each.open()
+                self._open_inner(each)
+
+    def _open(self, opened: Container) -> Container:
         obj = opened.obj
         known = self._known.get(id(obj))
         if known is not None:
             self.repeated = True
             self._referenced.add(id(obj))
+            if id(obj) in self._waiting and _place(opened) < _place(known):
+                known.where = opened.where  # its first place may differ between ranks
             return known
-        if opened.kind == "stateful":
-            opened.is_replicated = replicated_test(obj)
         self._known[id(obj)] = opened
+        if opened.kind in _CALLING:
+            self._waiting[id(obj)] = opened
+            return opened
         opened.open()
         self._open_inner(opened)
         if type(obj) in SAVED_TWICE_IF_SHARED and id(obj) not in self._referenced:
@@ -201,21 +222,36 @@ class OpenedState:
             kind = kind_of(child)
             if kind is not None:
                 # No reference to the outer one: only the garbage collector would free a cycle.
-                where = partial(_child_label, outer.where, outer.kind, outer.keys, index)
-                outer.inner[index] = self.open(Container(kind, child, where, outer.live))
+                where = partial(_child_path, outer.where, outer.kind, outer.keys, index)
+                outer.inner[index] = self._open(Container(kind, child, where, outer.live))
 
 
-def _child_label(where: Callable[[], str], kind: str, keys: list[Any] | None, index: int) -> str:
-    label = where()
+def _place(opened: Container) -> str:
+    """Return the path of a container, in which 1 and ``"1"`` differ."""
+    return opened.where(repr)
+
+
+def _child_path(
+    where: Callable[[Callable[[object], str]], str],
+    kind: str,
+    keys: list[Any] | None,
+    index: int,
+    part: Callable[[object], str],
+) -> str:
+    path = where(part)
     if kind in _WITH_ONE_CHILD:
-        return label
-    if keys is None:
-        return join(label, index)
-    return join(label, keys[index] if index < len(keys) else "__dict__")
+        return path
+    key: Any = index
+    if keys is not None:
+        key = keys[index] if index < len(keys) else "__dict__"
+    return f"{path}.{part(key)}" if path else part(key)
 
 
 _WITH_ONE_CHILD = ("root", "stateful", "registered")
 """Kinds with one child, which has their label."""
+
+_CALLING = ("stateful", "registered")
+"""Kinds whose opening calls user code."""
 
 
 @contextlib.contextmanager
@@ -372,7 +408,7 @@ class Flattened:
         if attributes:
             self.repeatable = False
             where = join(label, "__dict__")
-            opened = self.opened.open(Container("dict", attributes, lambda: where))
+            opened = self.opened.open(Container("dict", attributes, lambda _: where))
             leaf.attributes = self.container(opened, where)
 
     def value(self, value: Any, label: str, place: int) -> Node | None:

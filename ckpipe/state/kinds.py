@@ -43,7 +43,7 @@ class Container:
     Args:
         kind: Its kind.
         obj: The container itself, kept alive so that its id is unique.
-        where: Returns its label, which only errors need.
+        where: Returns its path, with each key as a function writes it; called for few containers.
         attached: True if the tensors directly in it are saved as if they were detached.
 
     Attributes:
@@ -60,7 +60,7 @@ class Container:
 
     kind: str
     obj: Any
-    where: Callable[[], str] = str
+    where: Callable[[Callable[[object], str]], str] = lambda part: ""
     attached: bool = False
     children: list[Any] = field(default_factory=list)
     keys: list[Any] | None = None
@@ -69,6 +69,11 @@ class Container:
     is_replicated: ReplicatedTest | None = None
     first: int = 0
     inner: dict[int, Container] = field(default_factory=dict)
+
+    @property
+    def label(self) -> str:
+        """Its label in the state."""
+        return self.where(label_part)
 
     def open(self) -> None:
         """Set its children; call user code for objects that have some.
@@ -145,7 +150,7 @@ def _default_dict(opened: Container) -> None:
     if factory is not None and opened.head is None:
         raise UnsupportedState(
             f"A defaultdict has the factory {factory!r:.100}",
-            key=opened.where() or None,
+            key=opened.label or None,
             hint="Factories that can be saved are " + ", ".join(FACTORIES),
         )
 
@@ -162,7 +167,7 @@ def _deque(opened: Container) -> None:
 
 
 def _set(opened: Container) -> None:
-    label = opened.where()
+    label = opened.label
     # Sorted by their form, so that equal sets make equal trees.
     opened.head = sorted((encode_key(member, label) for member in opened.obj), key=repr)
 
@@ -183,7 +188,7 @@ def _dataclass(opened: Container) -> None:
 
 
 def _stateful(opened: Container) -> None:
-    with user_code("state_dict", opened.where()):
+    with user_code("state_dict", opened.label):
         state = live_state_dict(opened.obj)
         opened.live = state is not None
         opened.children = [opened.obj.state_dict() if state is None else state]
@@ -192,7 +197,7 @@ def _stateful(opened: Container) -> None:
 def _registered(opened: Container) -> None:
     known = registered_for(type(opened.obj))
     assert known is not None
-    with user_code("to_state", opened.where()):
+    with user_code("to_state", opened.label):
         opened.children, opened.head = [known.to_state(opened.obj)], known.name
 
 
