@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from ckpipe.errors import DtypeMismatch, ShapeMismatch, StructureMismatch
 from ckpipe.format.keys import join
+from ckpipe.loading.collectives import fsdp1_ranks
 from ckpipe.loading.live_tensors import is_placed
 from ckpipe.loading.stateful import LoadTargets, SavedObject, SavedTensor
 from ckpipe.state.tensors import local_part
@@ -124,6 +125,12 @@ class TrainingState:
 
     def __ckpipe_replicated__(self, label: str) -> bool:
         return not self._stages and label not in self._own
+
+    def __ckpipe_collectives__(self) -> set[int]:
+        return set().union(*map(fsdp1_ranks, self._modules))
+
+    def __ckpipe_look__(self) -> tuple[ModelNames, list[NamedOptimizer]]:
+        return self._look()
 
     def _look(self) -> tuple[ModelNames, list[NamedOptimizer]]:
         # The state comes first, since it makes sharded modules put sharded parameters in place.

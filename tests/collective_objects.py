@@ -6,17 +6,21 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from forks import Case
-from gang import SETTINGS
+from gang import SETTINGS, tell
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 import ckpipe
 from ckpipe.distributed import training_state
+from ckpipe.errors import StoreUnavailable
+from ckpipe.testing import FaultyBackend
+from ckpipe_local import LocalBackend
 
 
 class Meets:
@@ -146,3 +150,96 @@ def another_order(case: Case) -> None:
                 fresh = pipeline.load(step=number)
                 assert fresh is not None
                 assert list(fresh.state) == list(state), name
+
+
+class Declared(Meets):
+    """Says that it calls collectives."""
+
+    def __ckpipe_collectives__(self) -> range:
+        return range(dist.get_world_size())
+
+
+def _fsdp1(rank: int) -> Any:
+    model = flat(6)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 6)).sum().backward()
+    optimizer.step()
+    return training_state(model, optimizer)
+
+
+JOINT: dict[str, Callable[[int], Any]] = {
+    "training state": _fsdp1,
+    "module": lambda rank: flat(6),
+    "declared": lambda rank: Declared("declared", torch.ones(9)),
+}
+"""Objects that all ranks load together."""
+
+
+def joint_state(rank: int, what: str) -> dict[str, Any]:
+    """Make a state with such an object, and a tensor that each rank has alone."""
+    return {"plain": {"own": torch.full((7,), float(rank))}, "joint": [JOINT[what](rank)]}
+
+
+def fails_on_one_rank(case: Case) -> None:
+    """Load where one rank fails; tell what each rank got, and load again without the fault."""
+    warnings.simplefilter("ignore")
+    for number, cell in enumerate(case["cells"]):
+        _fails_on_one_rank(case, Path(f"{case['root']}-{number}"), *cell)
+        dist.barrier()
+
+
+def _fails_on_one_rank(
+    case: Case, root: Path, what: str, fault: str, fallback: bool, step: int | None
+) -> None:
+    rank, backend = dist.get_rank(), FaultyBackend(LocalBackend(str(root)))
+    scheme = f"gang{root.name.rpartition('-')[2]}"
+    ckpipe.register_backend(scheme, lambda url: backend)
+    settings = SETTINGS | {"upload": {"retries": 0}}
+    if fault == "stays away":
+        settings["load"] = {"agreement_timeout_seconds": 0.5}
+    with ckpipe.SyncPipeline(f"{scheme}://store", **settings) as pipeline:
+        state = joint_state(rank, what)
+        for saved in (1, 2):
+            pipeline.save(state, step=saved).wait_complete(timeout=300)
+        dist.barrier()
+        target = joint_state(rank, what)
+        undo: Callable[[], object] = backend.heal
+        if rank == 1:
+            target, undo = broken(backend, root, fault, target)
+        dist.barrier()
+        found: Any = None
+        try:
+            if fault != "stays away" or rank == 0:
+                result = pipeline.load(target, step=step, fallback=fallback)
+                found = result and result.step
+        except ckpipe.CkpipeError as error:
+            found = [type(error).__name__, error.step, error.rank, error.message]
+        tell(case, found=found)
+        dist.barrier()
+        if fault == "stays away":
+            return
+        undo()
+        target = joint_state(rank, what)
+        again = pipeline.load(target)
+        assert again is not None
+        assert again.step == 2
+        assert torch.equal(target["plain"]["own"], state["plain"]["own"])
+        if rank == 0:  # alone, without the objects
+            assert pipeline.load(target, step=1, include=["plain"]) is not None
+
+
+def broken(
+    backend: FaultyBackend, root: Path, fault: str, target: dict[str, Any]
+) -> tuple[dict[str, Any], Callable[[], object]]:
+    """Bring about a fault on this rank; return its target, and what undoes the fault."""
+    if fault == "damage":
+        (path,) = root.glob("step-000000000002.*.0/rank-00001.safetensors")
+        data = path.read_bytes()
+        path.write_bytes(data[:-9] + bytes([data[-9] ^ 4]) + data[-8:])
+        return target, lambda: path.write_bytes(data)
+    if fault == "shape":
+        target["plain"]["own"] = torch.zeros(8)
+    if fault == "store":
+        down = StoreUnavailable("down")
+        backend.fail(down, lambda operation: "rank-00001" in operation.key, times=None)
+    return target, backend.heal

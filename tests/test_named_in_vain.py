@@ -141,3 +141,36 @@ def test_a_checkpoint_is_named_by_a_step_an_id_or_its_info(tmp_path: Path) -> No
         for right in (1, info, info.id, torch.tensor(1)):
             pipeline.pin(right)  # type: ignore[arg-type]
         assert [each.pinned for each in pipeline.steps()] == [False, True]
+
+
+class Asked:
+    """Counts how often it is asked and loaded; a part of its state is empty."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        self.calls.append("state_dict")
+        return {"number": 1, "empty": {}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.calls.append("load_state_dict")
+
+
+@pytest.mark.parametrize("select", [{"exclude": ["asked"]}, {"include": ["num*"]}])
+@pytest.mark.parametrize("was_saved", [True, False])
+def test_an_object_that_is_left_out_is_neither_asked_nor_loaded(
+    tmp_path: Path, select: dict[str, Any], was_saved: bool
+) -> None:
+    state = {"number": 1} | ({"asked": Asked()} if was_saved else {})
+    with ckpipe.SyncPipeline(tmp_path / "run") as pipeline:
+        pipeline.save(state, step=1, until="committed")
+        asked = Asked()
+        target = {"number": 0, "asked": asked}
+        pipeline.load(target, **select)
+        assert target["number"] == 1
+        assert asked.calls == []
+        pipeline.save(state, step=2, until="committed", **select)
+        fresh = pipeline.load()
+        assert fresh is not None
+        assert fresh.state == {"number": 1}

@@ -183,6 +183,12 @@ class LabelFilter:
         wanted = self._include is None or any(_matches(label, each) for each in self._include)
         return wanted and not any(_matches(label, each) for each in self._exclude)
 
+    def may_select(self, label: str) -> bool:
+        """Tell whether the filter may select a label or one below it."""
+        if any(_matches(label, each) for each in self._exclude):
+            return False
+        return self._include is None or any(_reaches(label, each) for each in self._include)
+
 
 def label_filter(
     include: Sequence[str] | None = None, exclude: Sequence[str] | None = None
@@ -214,6 +220,16 @@ def _globs(name: str, globs: Sequence[str] | None) -> list[str] | None:
 
 def _matches(label: str, pattern: str) -> bool:
     return fnmatchcase(label, pattern) or fnmatchcase(label, f"{pattern}.*")
+
+
+def _reaches(label: str, pattern: str) -> bool:
+    """Tell whether a pattern may match a label or one below it: up to the first wildcard."""
+    plain = re.split(r"[*?\[]", pattern, maxsplit=1)[0]
+    below = f"{label}." if label else ""
+    is_glob = len(plain) < len(pattern)
+    return (
+        plain.startswith(below) or (is_glob and below.startswith(plain)) or _matches(label, pattern)
+    )
 
 
 def canonical(data: Json) -> str:

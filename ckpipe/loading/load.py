@@ -8,7 +8,7 @@ chunk before it copies it to a tensor. *Apply* puts all other values in place.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Awaitable, Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -142,6 +142,7 @@ async def read_all(
     rank: int = 0,
     world_size: int = 1,
     tally: ReadTally | None = None,
+    before_match: Callable[[InspectionMemo], Awaitable[None]] | None = None,
 ) -> MatchedLoad:
     """Match a checkpoint of any number of ranks with the target, and read all needed bytes.
 
@@ -157,6 +158,7 @@ async def read_all(
         rank: The rank that loads.
         world_size: The number of ranks that load.
         tally: Counts the reads, for progress.
+        before_match: Looks at objects of the target once the load has its hold.
 
     Returns:
         A load whose bytes are all read and verified: tensors in place are filled.
@@ -178,6 +180,8 @@ async def read_all(
             await request.hold.take()
         began = time.perf_counter()
         place, memo = (rank, world_size), InspectionMemo()
+        if before_match is not None:
+            await before_match(memo)
         load = await on_caller(request.caller, _match, bundle, request, *place, memo)
         if load is None:
             bundle = await read_index(backend, bundle.id)

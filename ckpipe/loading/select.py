@@ -21,6 +21,7 @@ from ckpipe.format.tree import (
     SETS,
     Node,
     children_of,
+    leaf_labels,
     shared_containers,
     with_items,
     with_nodes,
@@ -33,16 +34,19 @@ _MOST_LABELS = 10_000_000
 
 def any_selected(obj: Any, label: str, select: LabelFilter) -> bool:
     """Tell whether the filter selects a leaf of a live object, which may be the object itself."""
-    return select.selects_all or any(map(select, _live_labels(obj, label, set())))
+    return select.selects_all or any(map(select, _live_labels(obj, label, select, set())))
 
 
-def _live_labels(obj: Any, label: str, above: set[int]) -> Iterator[str]:
+def _live_labels(obj: Any, label: str, select: LabelFilter, above: set[int]) -> Iterator[str]:
+    """Yield labels of a live object; objects of which the filter selects nothing are not asked."""
+    if not select.may_select(label):
+        return
     children = _live_children(obj)
     if children is None or id(obj) in above:
         yield label
         return
     for key, child in children:
-        yield from _live_labels(child, join(label, key), {*above, id(obj)})
+        yield from _live_labels(child, join(label, key), select, {*above, id(obj)})
 
 
 def _live_children(obj: Any) -> list[tuple[Any, Any]] | None:
@@ -128,6 +132,8 @@ def pruned(
         if tag in ("stateful", "registered"):
             before = len(left_out)
             inner = left_of(node[-1], label)
+            if inner is not None and len(left_out) > before and not leaf_labels(inner, label):
+                inner = None  # Empty containers alone are no reason to load an object.
             if tag == "registered" and inner is not None and len(left_out) > before:
                 raise part_of_registered(label)
             return None if inner is None else [*node[:-1], inner]

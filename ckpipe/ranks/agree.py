@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -199,6 +199,21 @@ class TorchAgreements:
 
         return await self._asked(ask)
 
+    async def arrive(self, point: str) -> None:
+        """Tell the other ranks that this one has come to a point of a load."""
+        key = _arrival(point, self._topology.rank)
+        await self._asked(lambda: self._store.set(key, "1"))
+
+    async def behind(self, point: str, ranks: Sequence[int]) -> list[int]:
+        """Return the ranks that have not come to a point."""
+
+        def ask() -> list[int]:
+            if self._store.check([_arrival(point, rank) for rank in ranks]):
+                return []
+            return [rank for rank in ranks if not self._store.check([_arrival(point, rank)])]
+
+        return await self._asked(ask)
+
     async def _asked(self, ask: Callable[[], T]) -> T:
         try:
             return await anyio.to_thread.run_sync(ask, abandon_on_cancel=True)
@@ -209,6 +224,10 @@ class TorchAgreements:
                 hint="Keep rank 0 running while others load: it may hold the Store of "
                 "torch.distributed",
             ) from error
+
+
+def _arrival(point: str, rank: int) -> str:
+    return f"{point}.arrived-{rank}"
 
 
 Agreements = ObjectAgreements | TorchAgreements

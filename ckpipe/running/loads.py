@@ -8,6 +8,10 @@ first decision stands, and the two verdicts cannot compete: a rank that found da
 accept. Objects get their state only after the decision. Ranks wait for it for a bounded time, since
 a rank may have died.
 
+Joint loads. Objects that call collectives (:mod:`ckpipe.loading.collectives`) are called only when
+all their ranks have come to the same point: before the match, which reads their present state, and
+before they get the loaded state. A rank that fails tells the others, which then raise as well.
+
 A worker of an ended trainer may still be finishing a checkpoint, and holds a lease on it. A load
 waits for that: otherwise a restart that loads the newest would take the one before, and repeat the
 steps that are just being stored.
@@ -18,9 +22,11 @@ from __future__ import annotations
 import logging
 import time
 import warnings
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, replace
+from hashlib import sha256
 
 import anyio
 
@@ -48,9 +54,12 @@ from ckpipe.events import CheckpointDamaged, Loaded, LoadFailed, LoadProgress, L
 from ckpipe.format.keys import Json
 from ckpipe.format.manifest import ManifestDocument
 from ckpipe.format.names import launch_id
+from ckpipe.loading.collectives import CollectiveObjects, collective_objects
 from ckpipe.loading.load import LoadRequest, MatchedLoad, read_all
 from ckpipe.loading.reader import ReadTally
+from ckpipe.loading.stateful import InspectionMemo
 from ckpipe.lock.state_lock import LoadHold
+from ckpipe.loop_thread import on_caller
 from ckpipe.ranks.agree import Agreements, ObjectAgreements, TorchAgreements
 from ckpipe.ranks.launch import Launch, Topology, agreeing_store
 from ckpipe.running.saves import Saves
@@ -63,6 +72,7 @@ logger = logging.getLogger("ckpipe")
 
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.02, 1.0
 _PROGRESS_SECONDS = 0.2
+_LAST_WORDS_SECONDS = 5.0
 
 _WHOLE: Json = {"damage": None, "next": None}
 _FALL_BACK = "Load another checkpoint, or let fallback=True do so"
@@ -81,6 +91,47 @@ _Vote = tuple[Agreements, str]
 """The agreements of the ranks, and the name of the question whether a checkpoint is whole."""
 
 
+@dataclass(slots=True)
+class _Joint:
+    """A load into objects that call collectives.
+
+    Args:
+        agreements: The agreements of all ranks.
+        name: Its name, the same on all ranks of the objects.
+        objects: The objects.
+        attempts: The number of damaged checkpoints that it has left behind.
+    """
+
+    agreements: TorchAgreements
+    name: str
+    objects: CollectiveObjects
+    attempts: int = 0
+
+    @property
+    def attempt(self) -> str:
+        """The name of the load of one checkpoint."""
+        return f"{self.name}.{self.attempts}"
+
+    @property
+    def label(self) -> str | None:
+        """The label of the first of its objects."""
+        return self.objects.objects[0][0] or None
+
+    async def give_up(self, error: BaseException, rank: int) -> None:
+        """Tell the other ranks that this one does not go on with this checkpoint."""
+        kind = "store" if isinstance(error, StoreUnavailable) else "other"
+        if isinstance(error, CorruptCheckpoint):
+            kind = "damage"
+        said, key = str(error), None
+        if isinstance(error, CkpipeError):  # its hint is for this rank
+            said, key = error.message, error.key
+        how = f"{type(error).__name__}: {said}" if said else type(error).__name__
+        # Also a load that is cancelled tells, but does not wait for a Store that is gone.
+        with anyio.move_on_after(_LAST_WORDS_SECONDS, shield=True), suppress(CkpipeError):
+            failed = {"kind": kind, "rank": rank, "how": how, "key": key}
+            await self.agreements.decide(f"{self.attempt}.failed", failed)
+
+
 class Loads:
     """The loads of one pipeline.
 
@@ -95,6 +146,7 @@ class Loads:
         self._context, self._launch, self._saves, self._place = context, launch, saves, place
         self._agreements: Agreements | None = None
         self._calls = 0
+        self._joint_calls: Counter[tuple[int, ...]] = Counter()
         self._failed_after: int | None = None
         self._under_way: dict[anyio.CancelScope, tuple[LoadHold | None, anyio.Event]] = {}
         self._waits: set[anyio.CancelScope] = set()
@@ -122,57 +174,79 @@ class Loads:
             PipelineClosed: If the pipeline is closed before the load has its hold.
             CkpipeError: Any error of :func:`ckpipe.loading.load.read_all`.
         """
-        if which is not None:
-            await self._saves.settled(which)
         alone, named = self._context.world_size == 1, which is not None and not fallback
         with self._until_closed(request.hold), self._numbered(named) as asked:
-            agreements = None if alone or named else await self._agreeing()
-            info = await self._choose(which, agreements, asked)
-            damaged: dict[str, str] = {}
-            first: CorruptCheckpoint | None = None
-            while info is not None:
-                vote = None
-                if agreements is not None and fallback:
-                    vote = agreements, f"{asked}.ranks.{len(damaged)}"
-                try:
-                    outcome = await self._attempt(info, request, vote, fallback=fallback)
-                except CheckpointIncomplete:
-                    if which is not None or not alone:
-                        raise
-                    # It was the newest, and is being deleted.
-                    info = await newest_repaired(self._context.retrying)
-                    continue
-                if isinstance(outcome, LoadResult):
-                    self._saves.loaded(outcome.step)
-                    assert outcome.report is not None
-                    return replace(outcome, report=replace(outcome.report, damaged=damaged))
-                first = first or outcome.error
-                how = damaged[info.id] = outcome.damage or ""
-                self._context.events.emit(
-                    CheckpointDamaged(info.id, info.step, self._context.rank, how)
+            async with self._jointly(request) as joint:
+                if which is not None:
+                    await self._saves.settled(which)
+                agreements = None if alone or named else await self._agreeing()
+                return await self._first_whole(
+                    which, request, agreements, asked, joint, fallback=fallback
                 )
-                warnings.warn(f"{info.id} is damaged: {how}", RuntimeWarning, stacklevel=1)
-                info = None if outcome.next is None else _info(outcome.next)
-            if damaged:
-                if first is None:
-                    name, how = next(iter(damaged.items()))
-                    first = CorruptCheckpoint(f"{name} is damaged: {how}", step=_info(name).step)
-                first.add_note(f"None of the {len(damaged)} checkpoints that could serve is whole")
-                raise first
-            if self._context.rank == 0:
-                await self._tell_fresh()
-            return None
+
+    async def _first_whole(
+        self,
+        which: int | str | None,
+        request: LoadRequest,
+        agreements: Agreements | None,
+        asked: str,
+        joint: _Joint | None,
+        *,
+        fallback: bool,
+    ) -> LoadResult | None:
+        """Load the wanted checkpoint; with a fallback, the first that is whole."""
+        info = await self._choose(which, agreements, asked)
+        damaged: dict[str, str] = {}
+        first: CorruptCheckpoint | None = None
+        while info is not None:
+            vote = None
+            if agreements is not None and fallback:
+                vote = agreements, f"{asked}.ranks.{len(damaged)}"
+            try:
+                outcome = await self._attempt(info, request, vote, joint, fallback=fallback)
+            except CheckpointIncomplete:
+                if which is not None or self._context.world_size > 1:
+                    raise
+                # It was the newest, and is being deleted.
+                info = await newest_repaired(self._context.retrying)
+                continue
+            if isinstance(outcome, LoadResult):
+                self._saves.loaded(outcome.step)
+                assert outcome.report is not None
+                return replace(outcome, report=replace(outcome.report, damaged=damaged))
+            first = first or outcome.error
+            how = damaged[info.id] = outcome.damage or ""
+            self._context.events.emit(
+                CheckpointDamaged(info.id, info.step, self._context.rank, how)
+            )
+            warnings.warn(f"{info.id} is damaged: {how}", RuntimeWarning, stacklevel=1)
+            info = None if outcome.next is None else _info(outcome.next)
+        if damaged:
+            if first is None:
+                name, how = next(iter(damaged.items()))
+                first = CorruptCheckpoint(f"{name} is damaged: {how}", step=_info(name).step)
+            first.add_note(f"None of the {len(damaged)} checkpoints that could serve is whole")
+            raise first
+        if self._context.rank == 0:
+            await self._tell_fresh()
+        return None
 
     async def _attempt(
         self,
         info: CheckpointInfo,
         request: LoadRequest,
         vote: _Vote | None,
+        joint: _Joint | None,
         *,
         fallback: bool,
     ) -> LoadResult | _Verdict:
         """Load one checkpoint; return the verdict if it is damaged and a fallback is allowed."""
         context, tally = self._context, ReadTally()
+
+        async def look_at_objects(memo: InspectionMemo) -> None:
+            if joint is not None:
+                await self._all_at("matching", joint, info)
+                await on_caller(request.caller, _look, joint.objects, request, memo)
 
         async def look() -> ManifestDocument:
             near = await read_near(context.retrying, info.key, context.rank, context.world_size)
@@ -194,9 +268,10 @@ class Loads:
                         rank=context.rank,
                         world_size=context.world_size,
                         tally=tally,
+                        before_match=look_at_objects,
                     )
                 if vote is None:
-                    return await self._finish(load)
+                    return await self._finish(info, load, joint)
             except CorruptCheckpoint as error:
                 error.located(step=info.step)
                 if not fallback:
@@ -214,6 +289,8 @@ class Loads:
                 raise
             if fault is not None:
                 verdict = await self._refuse(info, fault, vote)
+                if joint is not None:
+                    await joint.give_up(fault, context.rank)
                 if verdict.damage is None:
                     raise InvalidManifest(
                         f"The ranks agreed that {info.id} is whole, and it is not"
@@ -222,7 +299,9 @@ class Loads:
                 assert vote is not None
                 verdict = await self._accept(info, vote)
                 if verdict.damage is None:
-                    return await self._finish(load)
+                    return await self._finish(info, load, joint)
+            if joint is not None:
+                joint.attempts += 1
             self._tell_failed(info, verdict.damage)
         return verdict
 
@@ -265,7 +344,15 @@ class Loads:
                 pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
         return _read_verdict(decided[0])
 
-    async def _finish(self, load: MatchedLoad) -> LoadResult:
+    async def _finish(
+        self, info: CheckpointInfo, load: MatchedLoad, joint: _Joint | None
+    ) -> LoadResult:
+        if joint is not None:
+            try:
+                await self._all_at("applying", joint, info)
+            except CorruptCheckpoint as error:
+                error.target_touched = load.tally.delivered
+                raise
         result = await load.apply()
         self._context.resumed_from = result.id
         assert result.report is not None
@@ -274,6 +361,62 @@ class Loads:
             Loaded(result.id, result.step, self._context.rank, seconds, nbytes)
         )
         return result
+
+    @asynccontextmanager
+    async def _jointly(self, request: LoadRequest) -> AsyncIterator[_Joint | None]:
+        """Begin a joint load if objects of the target call collectives; tell others of its error.
+
+        Such objects are called by all their ranks alike, so their joint loads have equal numbers.
+        """
+        objects = None
+        if request.into is not None and self._context.world_size > 1:
+            objects = await on_caller(
+                request.caller, collective_objects, request.into, request.select
+            )
+        agreements = None if objects is None else await self._agreeing()
+        if objects is None or not isinstance(agreements, TorchAgreements):
+            yield None
+            return
+        number = self._joint_calls[objects.ranks]
+        self._joint_calls[objects.ranks] += 1
+        members = sha256(repr(objects.ranks).encode()).hexdigest()[:16]
+        joint = _Joint(agreements, f"joint-{members}-{number}", objects)
+        try:
+            yield joint
+        except BaseException as error:
+            await joint.give_up(error, self._context.rank)
+            raise
+
+    async def _all_at(self, point: str, joint: _Joint, info: CheckpointInfo) -> None:
+        """Wait until all ranks of a joint load have come to a point, for a bounded time.
+
+        Raises:
+            CorruptCheckpoint: If one of them found damage.
+            StoreUnavailable: If the store failed one of them.
+            UnsupportedTopology: If another failed in another way, or has not come in time.
+        """
+        agreements, ranks = joint.agreements, joint.objects.ranks
+        pause, seconds = _FIRST_PAUSE_SECONDS, self._context.settings.load.agreement_timeout_seconds
+        until, here = time.monotonic() + seconds, f"{joint.attempt}.{point}"
+        await agreements.arrive(here)
+        with self._waiting():
+            while behind := await agreements.behind(here, ranks):
+                failed = await agreements.decided(f"{joint.attempt}.failed")
+                if failed is not None:
+                    raise _failed_elsewhere(failed[0], info.step)
+                left = until - time.monotonic()
+                if left <= 0:
+                    raise UnsupportedTopology(
+                        f"Ranks {first_of(behind)} did not join the load of {info.id} into objects "
+                        f"that call collectives, within {seconds:g} s",
+                        step=info.step,
+                        rank=self._context.rank,
+                        key=joint.label,
+                        hint="Call load on all ranks of these objects alike, or raise "
+                        "load.agreement_timeout_seconds",
+                    )
+                await anyio.sleep(min(pause, left))
+                pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
 
     async def close(self) -> None:
         """Wait for loads that fill a state; cancel those that wait for the lock or other ranks."""
@@ -483,6 +626,26 @@ class Loads:
                 event = LoadProgress(info.id, info.step, self._context.rank, done, total)
                 self._context.events.emit(event)
             told = done
+
+
+def _look(objects: CollectiveObjects, request: LoadRequest, memo: InspectionMemo) -> None:
+    with request.holding():
+        objects.look(memo)
+
+
+def _failed_elsewhere(failed: Json, step: int) -> CkpipeError:
+    """Return the error for a joint load that another rank has given up."""
+    rank, key, kind = failed["rank"], failed["key"], failed["kind"]
+    if kind == "damage":
+        return CorruptCheckpoint(
+            f"Rank {rank} found {failed['how']}", step=step, rank=rank, key=key
+        )
+    said = f"Rank {rank} cannot load, so none can that loads these objects with it: {failed['how']}"
+    if kind == "store":
+        hint = "Load again on all ranks"
+        return StoreUnavailable(said, step=step, rank=rank, key=key, hint=hint)
+    hint = f"Correct the error of rank {rank}, and load again on all ranks"
+    return UnsupportedTopology(said, step=step, rank=rank, key=key, hint=hint)
 
 
 def _read_verdict(data: Json) -> _Verdict:

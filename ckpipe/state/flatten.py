@@ -494,6 +494,8 @@ class Flattened:
             return None
         if kind in _WITH_ONE_CHILD:
             node = self.child(opened, 0, label)
+            if node is not None and self.omitted and not leaf_labels(node, label):
+                node = None  # empty containers alone are no part of an object
             if kind == "registered" and node is not None and self.omitted:
                 raise part_of_registered(label)
             return node and ([kind, node] if head is None else [kind, head, node])
