@@ -5,11 +5,12 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 
+from ckpipe.errors import UsageError
 from ckpipe.memory import cuda
 
 
@@ -55,47 +56,96 @@ class RngState:
     Each rank has generators of its own. A rank that did not save any, as when another number of
     ranks loads, is refused with ``PerRankValue``; with ``per_rank="derive"`` it gets generators
     that are derived from those of the lowest rank and from its own rank.
+
+    ``iter(loader)`` of a data loader draws a number. So generators that a load has set are one draw
+    ahead in the first epoch after it. :class:`Batches` sets them again at the right moment. If your
+    trainer makes its loaders itself, pass ``apply="later"`` and call :meth:`apply` just before the
+    first sample is loaded; in later epochs the call does nothing.
+
+    Args:
+        apply: ``"load"`` sets the generators when the state is loaded. ``"later"`` keeps the loaded
+            states until :meth:`apply` is called.
+
+    Raises:
+        UsageError: If ``apply`` is neither.
     """
 
+    def __init__(self, *, apply: Literal["load", "later"] = "load") -> None:
+        if apply not in ("load", "later"):
+            raise UsageError(f'apply is "load" or "later", not {apply!r:.100}')
+        self._apply = apply
+        self._loaded: dict[str, Any] | None = None
+
     def __repr__(self) -> str:
-        return "RngState()"
+        return "RngState()" if self._apply == "load" else f"RngState(apply={self._apply!r})"
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the states of all generators."""
-        state = _saved_form(
-            torch.get_rng_state(), np.random.get_state(legacy=False), random.getstate()
-        )
+        """Return the states of all generators, or the loaded ones that wait for :meth:`apply`."""
+        if self._loaded is not None:
+            return dict(self._loaded)
+        state = cpu_generators()
         if cuda.in_use():
             state["cuda"] = torch.cuda.get_rng_state_all()
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Set the states of all generators."""
-        torch.set_rng_state(state["torch"])
-        in_numpy, in_python = state["numpy"], state["python"]
-        words = {name: _as_words(value) for name, value in in_numpy["state"].items()}
-        np.random.set_state({**in_numpy, "state": words})
-        internal = tuple(in_python["internal"].tolist())
-        random.setstate((in_python["version"], internal, in_python["gauss"]))
+        """Set the states of all generators, or keep them for :meth:`apply`."""
+        self._loaded = dict(state)
+        if self._apply == "load":
+            self.apply()
+
+    def apply(self) -> None:
+        """Set the generators to those of the last load.
+
+        Once they are set, or if nothing was loaded, the call does nothing.
+        """
+        state, self._loaded = self._loaded, None
+        if state is None:
+            return
+        set_cpu_generators(state)
         if "cuda" in state and torch.cuda.is_available():
             for device, value in enumerate(state["cuda"][: torch.cuda.device_count()]):
                 torch.cuda.set_rng_state(value, device)
 
 
-def _saved_form(
-    in_torch: torch.Tensor, in_numpy: Any, in_python: tuple[Any, ...]
-) -> dict[str, Any]:
-    version, internal, gauss = in_python
-    words = {name: _as_tensor(value) for name, value in in_numpy["state"].items()}
+def cpu_generators() -> dict[str, Any]:
+    """Return the states of the global generators of Python and numpy, and of torch on the CPU."""
     return {
-        "torch": in_torch,
-        "numpy": {**in_numpy, "state": words},
-        "python": {
-            "version": version,
-            "internal": torch.from_numpy(np.array(internal, np.int64)),
-            "gauss": gauss,
-        },
+        "torch": torch.get_rng_state(),
+        "numpy": _numpy_form(np.random.get_state(legacy=False)),
+        "python": python_form(random.getstate()),
     }
+
+
+def set_cpu_generators(state: Mapping[str, Any]) -> None:
+    """Set the generators to a result of :func:`cpu_generators`."""
+    torch.set_rng_state(state["torch"])
+    np.random.set_state(_numpy_state(state["numpy"]))
+    random.setstate(python_state(state["python"]))
+
+
+def _numpy_form(state: Any) -> dict[str, Any]:
+    """Convert a state of a numpy generator to a form that ``torch.load`` accepts."""
+    words = {name: _as_tensor(value) for name, value in state["state"].items()}
+    return {**state, "state": words}
+
+
+def _numpy_state(form: Mapping[str, Any]) -> dict[str, Any]:
+    """Convert a result of :func:`_numpy_form` back."""
+    words = {name: _as_words(value) for name, value in form["state"].items()}
+    return {**form, "state": words}
+
+
+def python_form(state: tuple[Any, ...]) -> dict[str, Any]:
+    """Convert a state of a ``random.Random`` to a form that ``torch.load`` accepts."""
+    version, internal, gauss = state
+    words = torch.from_numpy(np.array(internal, np.int64))
+    return {"version": version, "internal": words, "gauss": gauss}
+
+
+def python_state(form: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Convert a result of :func:`python_form` back."""
+    return (form["version"], tuple(form["internal"].tolist()), form["gauss"])
 
 
 def _as_tensor(value: Any) -> Any:
@@ -123,15 +173,20 @@ def derived_generators(state: Mapping[str, Any], rank: int) -> dict[str, Any]:
     # rank is added instead.
     seed = (int.from_bytes(common.digest()[:4], "little") + rank) % 2**32
     bits = _BIT_GENERATORS[state["numpy"]["bit_generator"]](np.frombuffer(own[:32], np.uint32))
-    made = _saved_form(
-        torch.Generator().manual_seed(seed).get_state(),
-        np.random.RandomState(bits).get_state(legacy=False),
-        random.Random(own[32:]).getstate(),
-    )
+    made: dict[str, Any] = {
+        "torch": torch.Generator().manual_seed(seed).get_state(),
+        "numpy": _numpy_form(np.random.RandomState(bits).get_state(legacy=False)),
+        "python": python_form(random.Random(own[32:]).getstate()),
+    }
     if "cuda" in state and torch.cuda.is_available():
         devices = [torch.device("cuda", n) for n in range(torch.cuda.device_count())]
         made["cuda"] = [torch.Generator(each).manual_seed(seed).get_state() for each in devices]
     return made
+
+
+def generators_differ(before: Any, after: Any) -> bool:
+    """Compare two states of generators, of the same structure."""
+    return list(_leaves(before)) != list(_leaves(after))
 
 
 _BIT_GENERATORS = {each.__name__: each for each in np.random.BitGenerator.__subclasses__()}
