@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from ckpipe.backend import PutMode as PutMode
     from ckpipe.backend import Upload as Upload
     from ckpipe.backend import UploadLimits as UploadLimits
+    from ckpipe.batches import Batches as Batches
     from ckpipe.errors import CkpipeError as CkpipeError
     from ckpipe.handles import SaveHandle as SaveHandle
     from ckpipe.handles import SyncSaveHandle as SyncSaveHandle
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
 
 _NAMES = {
     "backend": ("Backend", "Children", "ObjectInfo", "PutMode", "Upload", "UploadLimits"),
+    "batches": ("Batches",),
     "errors": ("CkpipeError",),
     "handles": ("SaveHandle", "SyncSaveHandle"),
     "lock.state_lock": ("StateLock",),

@@ -19,8 +19,8 @@ import ckpipe
 from ckpipe import backend, errors
 
 NAMES = """
-    Backend CheckpointInfo Children CkpipeError GlobalPlanner KeepBest KeepEvery KeepIf KeepLast
-    KeepWithin LoadReport LoadResult LocalPlanner ObjectInfo Pipeline Planner Progress PutMode
+    Backend Batches CheckpointInfo Children CkpipeError GlobalPlanner KeepBest KeepEvery KeepIf
+    KeepLast KeepWithin LoadReport LoadResult LocalPlanner ObjectInfo Pipeline Planner Progress PutMode
     RngState SaveHandle SaveReport Settings StateLock Statistics SyncPipeline SyncSaveHandle Upload
     UploadLimits VerifyResult __version__ load register_backend register_type
 """

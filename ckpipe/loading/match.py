@@ -600,6 +600,8 @@ class Matching:
             return self._described(self._definitions[node[1]], label)
         if tag in ("stateful", "registered"):
             return self._described(node[-1], label)
+        if self._per_rank.derive is not None and is_generators(node):
+            return None  # It is made for this rank.
         children = [
             (key, self._described(child, where))
             for key, child, where in children_of(node, label)
