@@ -170,7 +170,12 @@ def test_boxes_of_any_ranks_load_into_any_mesh(
         bundle = await store_ranks(backend, [{"w": full}] * len(held), held)
         with rank_of(rank, rows * columns):
             target = placed(torch.zeros(shape), (rows, columns), placements)
-            await load_as(backend, bundle, rank, rows * columns, request({"w": target}))
+            try:
+                await load_as(backend, bundle, rank, rows * columns, request({"w": target}))
+            except PerRankValue:  # groups of ranks have cut it in two ways, which do not compare
+                assert not target.to_local().any()
+                whichever = request({"w": target}, per_rank="rank0")
+                await load_as(backend, bundle, rank, rows * columns, whichever)
             expected = placed(full, (rows, columns), placements)
             assert torch.equal(target.to_local(), expected.to_local())
 

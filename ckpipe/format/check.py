@@ -251,7 +251,7 @@ def facts_of(layout: Layout, tensors: Sequence[TensorRow]) -> LayoutFacts:
     return facts
 
 
-def _identity_of(tensor: TensorRow, box: Box | None) -> int:
+def identity_of(tensor: TensorRow, box: Box | None) -> int:
     """Return the identity of a chunk: equal for the same chunk of two ranks.
 
     It is a hash of label, dtype, shape and box, valid in this process. A collision lets a
@@ -265,7 +265,7 @@ def _own_identities(chunks: Chunks, tensors: Sequence[TensorRow]) -> array[int]:
     rows = zip(chunks.tensor, chunks.box, chunks.owner, strict=True)
     return array(
         "q",
-        [_identity_of(tensors[tensor], box) for tensor, box, owner in rows if owner is None],
+        [identity_of(tensors[tensor], box) for tensor, box, owner in rows if owner is None],
     )
 
 
@@ -314,7 +314,7 @@ def _check_chunks(chunks: Chunks, sizes: Sequence[int], tensors: Sequence[Tensor
                 label = tensors[tensor].label
                 raise InvalidExtent(f"A chunk of {label!r:.200} ends behind any entry")
             known = -1 if entry is None else entry
-            identity = _identity_of(tensors[tensor], box)
+            identity = identity_of(tensors[tensor], box)
             for column, cell in zip(foreign, (owner, known, end, tensor, identity), strict=True):
                 column.append(cell)
         elif entry is None:

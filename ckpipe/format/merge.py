@@ -7,7 +7,7 @@ first.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from hashlib import blake2b
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 from ckpipe.errors import InvalidManifest, WrongWorldSize
 from ckpipe.format.check import check_ranks, facts_of
 from ckpipe.format.codec import layout_text
+from ckpipe.format.copies import differing_copies
 from ckpipe.format.keys import Json, Numbering, canonical
 from ckpipe.format.manifest import (
     BundleKind,
@@ -115,8 +116,12 @@ def _per_rank(bundle: ManifestDocument) -> tuple[PerRank, ...]:
         members[part.structure].append(part)
         facts_of(bundle.layouts[part.layout], bundle.structures[part.structure].tensors)
     private = [layout.private for layout in bundle.layouts]
+    shared = differing_copies(bundle)
     return tuple(
-        PerRank(_differing_tensors(each, private), _differing_values(each)) for each in members
+        PerRank(
+            tuple(sorted({*_differing_tensors(each, private), *copies})), _differing_values(each)
+        )
+        for each, copies in zip(members, shared, strict=True)
     )
 
 
@@ -133,7 +138,7 @@ def _differing_values(parts: Sequence[RankManifest]) -> tuple[int, ...]:
 
 def _differing_tensors(
     parts: Sequence[RankManifest], private: Sequence[Mapping[int, Place]]
-) -> tuple[int, ...]:
+) -> Collection[int]:
     first, *others = parts
     if not others:
         return ()
@@ -146,7 +151,7 @@ def _differing_tensors(
             (here, mine), (there, theirs) = wanted[tensor], places[tensor]
             if here != there or first.checksums[mine] != part.checksums[theirs]:
                 differing.add(tensor)
-    return tuple(sorted(differing))
+    return differing
 
 
 def differ_privately(bundle: ManifestDocument, holders: Sequence[tuple[int, int]]) -> bool:
