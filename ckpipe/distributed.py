@@ -7,7 +7,7 @@ compiled or none. So a state that was saved under one wrapper loads under any ot
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import reduce
 from typing import Any
 
@@ -17,26 +17,32 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ckpipe.errors import DtypeMismatch, ShapeMismatch, StructureMismatch
-from ckpipe.format.keys import join
+from ckpipe.format.keys import LabelFilter, join
 from ckpipe.loading.collectives import fsdp1_ranks
 from ckpipe.loading.live_tensors import is_placed
 from ckpipe.loading.stateful import LoadTargets, SavedObject, SavedTensor
+from ckpipe.state.data_parallel import equal_places, place_of
 from ckpipe.state.tensors import local_part
 from ckpipe.training.loading import load_targets
-from ckpipe.training.names import ModelNames, names_of
+from ckpipe.training.names import ModelNames, is_sharded, names_of
 from ckpipe.training.optimizers import (
     NamedOptimizer,
     is_fsdp1,
     model_state_dict,
     named_optimizers,
+    named_state,
     optimizers_state,
-    private_state,
+    parameter_names,
 )
 
 __all__ = ["TrainingState", "training_state"]
 
 
-def training_state(model: nn.Module | Sequence[nn.Module], *optimizers: Optimizer) -> TrainingState:
+def training_state(
+    model: nn.Module | Sequence[nn.Module],
+    *optimizers: Optimizer,
+    replicated: bool | str | Sequence[str] = False,
+) -> TrainingState:
     """Make a model and its optimizers one object of a state, for any way to distribute them.
 
     A load is right to the bit, or raises a :class:`~ckpipe.errors.CkpipeError` that names the key
@@ -47,24 +53,31 @@ def training_state(model: nn.Module | Sequence[nn.Module], *optimizers: Optimize
             ``torch.compile``, activation checkpointing, FSDP1 with a device mesh, or a bare
             module. Or a list of the pipeline stages that this rank has, whose names must differ.
         optimizers: Those that step its parameters, if they are to be saved.
+        replicated: Tensors that your program keeps equal on all ranks, so that each byte is written
+            once, beside those that ckpipe knows to be equal (see :class:`TrainingState`). True
+            names all parameters and their optimizer state, but no buffer and no extra state: for a
+            bare model whose gradients your program reduces, plain parameters of a tensor-parallel
+            model, and FSDP1 with ``NO_SHARD``. Or a glob or globs of names in this object, such as
+            ``["model.head.*", "optimizer.state.head.*"]``; these name any tensor. If a named tensor
+            differs between ranks, the checkpoint mixes the values.
 
     Returns:
         An object with ``state_dict`` and ``load_state_dict``. They call no collective, except with
         FSDP1, whose flat parameters torch gathers.
     """
-    return TrainingState(model, optimizers)
+    return TrainingState(model, optimizers, replicated=replicated)
 
 
 class TrainingState:
     """A model and its optimizers; :func:`training_state` makes it.
 
-    Each rank saves the shards that it holds of sharded tensors. Plain parameters and the optimizer
-    state of plain parameters count as the same on all ranks, as data-parallel and tensor-parallel
-    training keeps them, and are written once. Buffers count as each rank's own, since a forward
-    pass changes them. So does plain state of sharded parameters, and every plain tensor in a list
-    of stages. Values that are the same on all ranks load into any number of ranks. A model that
-    keeps different plain parameters under one name on different ranks is not for this class; put
-    its ``state_dict`` into the state itself.
+    Each rank saves the shards that it holds of sharded tensors. Written once are the replicas of a
+    sharded tensor; the parameters that DDP or composable ``replicate`` keeps equal, on the ranks of
+    its process group; the state of an optimizer all of whose parameters are such, without tensors
+    of one element; and tensors that ``replicated`` names. Every other tensor is the rank's own:
+    buffers, extra state, parameters that DDP ignores or did not synchronize (``init_sync=False``),
+    copies that a ``state_dict`` makes. It goes back to its rank. If all ranks saved the same value,
+    it loads into any number of ranks.
 
     No state is invented: an optimizer that has not stepped is saved without state, and has no state
     after a load. A parameter without saved state, such as one that never had a gradient, has none
@@ -77,15 +90,23 @@ class TrainingState:
     Args:
         model: The model, or a list of stages of it.
         optimizers: Its optimizers.
+        replicated: As for :func:`training_state`.
     """
 
     def __init__(
-        self, model: nn.Module | Sequence[nn.Module], optimizers: Sequence[Optimizer]
+        self,
+        model: nn.Module | Sequence[nn.Module],
+        optimizers: Sequence[Optimizer],
+        *,
+        replicated: bool | str | Sequence[str] = False,
     ) -> None:
         self._modules = [model] if isinstance(model, nn.Module) else list(model)
         self._stages = not isinstance(model, nn.Module)
         self._optimizers = tuple(optimizers)
-        self._own: frozenset[str] = frozenset()
+        globs = [replicated] if isinstance(replicated, str) else replicated
+        self._all_equal = globs is True
+        self._named_equal = LabelFilter([] if isinstance(globs, bool) else list(globs))
+        self._equal: dict[str, bool | tuple[int, ...]] = {}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state: the model under ``model``, optimizers under ``optimizer``, by name.
@@ -105,7 +126,7 @@ class TrainingState:
         state: dict[str, Any] = {"model": tensors, "versions": model.versions}
         if optimizers:
             state["optimizer"] = optimizers_state(optimizers)
-        self._own = self._own_labels(model, optimizers)
+        self._equal = self._equal_labels(model, optimizers)
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -123,8 +144,8 @@ class TrainingState:
         model, optimizers = saved.memo.once(self, self._look)
         return load_targets(saved, self._modules, model, optimizers, stages=self._stages)
 
-    def __ckpipe_replicated__(self, label: str) -> bool:
-        return not self._stages and label not in self._own
+    def __ckpipe_replicated__(self, label: str) -> bool | tuple[int, ...]:
+        return self._named_equal(label) or self._equal.get(label, False)
 
     def __ckpipe_collectives__(self) -> set[int]:
         return set().union(*map(fsdp1_ranks, self._modules))
@@ -139,25 +160,40 @@ class TrainingState:
         model = names_of(self._modules, states)
         return model, named_optimizers(self._modules, model, self._optimizers, fsdp1=any(flat))
 
-    def _own_labels(
+    def _equal_labels(
         self, model: ModelNames, optimizers: Sequence[NamedOptimizer]
-    ) -> frozenset[str]:
-        """Return the labels of plain tensors that may differ between ranks."""
-        buffers = {_place(each) for module in self._modules for each in module.buffers()}
-        paths: list[tuple[str, ...]] = [
-            ("model", name)
-            for name, value in model.tensors()
-            if isinstance(value, torch.Tensor) and _place(value) in buffers
-        ]
-        paths += [("optimizer", "state", *path) for path in private_state(optimizers)]
-        return frozenset(reduce(join, path, "") for path in paths)
+    ) -> dict[str, bool | tuple[int, ...]]:
+        """Return the labels of tensors that several ranks hold alike, with these ranks."""
+        places = equal_places(self._modules)
+        found: dict[str, bool | tuple[int, ...]] = {}
+        for name, value in model.tensors():
+            place = place_of(value)
+            if place in places:
+                found[join("model", name)] = places[place]
+        if self._all_equal:
+            names = parameter_names(self._modules, model)
+            found |= {join("model", name): True for name in names}
+        for each in optimizers:
+            groups = {places.get(place_of(param)) for param in each.parameters if param.numel()}
+            ranks = groups.pop() if len(groups) == 1 else None
+            for path, parameter, value in named_state(each):
+                for label, tensor in _tensors_by_label(value, reduce(join, path, "optimizer")):
+                    # Plain state of a sharded parameter is that of its shard.
+                    of_shard = is_sharded(parameter) and not isinstance(tensor, DTensor)
+                    if self._all_equal and not of_shard:
+                        found[label] = True
+                    elif ranks is not None and tensor.numel() > 1:
+                        found[label] = ranks
+        return found
 
 
-def _place(tensor: torch.Tensor) -> object:
-    """Return a key: equal for plain tensors of the same memory, unique for others."""
-    if isinstance(tensor, DTensor) or tensor.is_meta:
-        return object()
-    return (tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tensor.shape)
+def _tensors_by_label(value: Any, label: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors in plain containers with their labels in the state."""
+    if isinstance(value, torch.Tensor):
+        yield label, value
+    elif type(value) in (dict, list, tuple):
+        for key, inner in value.items() if type(value) is dict else enumerate(value):
+            yield from _tensors_by_label(inner, join(label, key))
 
 
 def _fill_from(obj: Any, state: Any) -> None:

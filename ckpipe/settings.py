@@ -389,10 +389,11 @@ class Plan(_Group):
     and names the ranks that did not join."""
 
     replicated: Literal["auto", "none"] | tuple[str, ...] = "auto"
-    """Plain tensors that all ranks hold alike, so that only one rank writes each byte: with
-    ``"auto"`` the parameters of ``DistributedDataParallel`` and the tensors that other objects in
-    the state declare as replicated (:mod:`ckpipe.state.kinds`); with ``"none"`` none; with a list
-    of globs also the tensors whose labels match one. DTensors need no mention."""
+    """Plain tensors that several ranks hold alike, so that only one rank writes each byte: with
+    ``"auto"`` the parameters that ``DistributedDataParallel`` keeps equal in its process group, and
+    the tensors that other objects in the state declare as replicated
+    (:mod:`ckpipe.state.kinds`); with ``"none"`` none; with a list of globs also the tensors whose
+    labels match one, on all ranks. DTensors need no mention."""
 
 
 class Upload(_Group):

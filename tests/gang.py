@@ -263,7 +263,8 @@ def train(case: Case) -> None:
     """Train, save or load, and go on: the loss tells whether all of it came back."""
     model = wrapped(case["kind"])
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
-    state = {"training": ckpipe.distributed.training_state(model, optimizer)}
+    replicated = case.get("replicated", False)
+    state = {"training": ckpipe.distributed.training_state(model, optimizer, replicated=replicated)}
     if case["first"]:
         trained(model, optimizer, range(case["first"]))
     before = collectives()

@@ -126,7 +126,7 @@ State = Callable[[int], Sequence[Tensor]]
 def captured_by(rank: int, tensors: Iterable[Tensor], replicated: Iterable[str] = ()) -> Captured:
     """What the walk would find on a rank, with the labels of what is said to be replicated."""
     leaves, marked = held_by(rank, tensors), frozenset(replicated)
-    numbers = frozenset(n for n, leaf in enumerate(leaves) if leaf.label in marked)
+    numbers = {n: None for n, leaf in enumerate(leaves) if leaf.label in marked}
     return Captured(["absent"], leaves, [], numbers)
 
 

@@ -267,7 +267,7 @@ def test_what_is_said_of_replicas_is_asked_again() -> None:
     cache = cache_of(holder)
     found = followed(cache, holder)
     assert found is not None
-    assert found.replicated == {1}
+    assert found.replicated == {1: None}
     holder.endings = ("0",)
     assert followed(cache, holder) is None
 

@@ -47,7 +47,10 @@ def test_copies_on_meshes_of_their_own_are_written_once_if_ranks_plan_together(
     world: Gang, tmp_path: Path
 ) -> None:
     root = tmp_path / "run"
-    case = {"kind": "copies", "first": 1, "save": True, "step": 1, "settings": {"plan": "global"}}
+    case = {
+        "kind": "copies", "first": 1, "save": True, "step": 1, "settings": {"plan": "global"},
+        "replicated": True,
+    }  # fmt: skip
     assert world.run("train", root, 4, **case) == [0] * 4
     names = [name for path in root.rglob("rank-*.safetensors") for name in entry_names(path)]
     halves = [name for name in names if name.startswith("training.model.first.weight@")]
@@ -109,10 +112,12 @@ def test_optimizers_that_are_left_out_stay_as_they_are(
         assert not optimizer.state
 
 
-def test_parameters_are_replicated_and_buffers_are_not() -> None:
+def test_replicated_names_parameters_and_their_state_but_no_buffers() -> None:
     net, optimizer = made(torch.optim.Adam)
-    state = TrainingState(net, [optimizer])
+    trained(net, optimizer, range(1))
+    state = TrainingState(net, [optimizer], replicated=True)
     names = state.state_dict()["model"]
     own = {name for name in names if not state.__ckpipe_replicated__(f"model.{name}")}
     assert own == {"norm.running_mean", "norm.running_var", "norm.num_batches_tracked"}
-    assert state.__ckpipe_replicated__("optimizer.state.x.exp_avg")
+    assert state.__ckpipe_replicated__("optimizer.state.first.weight.exp_avg") is True
+    assert state.__ckpipe_replicated__("optimizer.state.first.weight.step") is True

@@ -30,7 +30,7 @@ from planning_ranks import (
     written_bytes,
 )
 
-from ckpipe.errors import SaveError, UnsupportedState
+from ckpipe.errors import SaveError, UnsupportedState, UnsupportedTopology
 from ckpipe.format.boxes import Box
 from ckpipe.format.manifest import Chunk
 from ckpipe.plan import assignment, division
@@ -157,7 +157,7 @@ def test_globs_name_what_is_replicated_besides() -> None:
     def written(planner: LocalPlanner) -> Counter[str]:
         names: Counter[str] = Counter()
         for rank in range(5):
-            captured = Captured(["absent"], held_by(rank, tensors), [], frozenset({0}))
+            captured = Captured(["absent"], held_by(rank, tensors), [], {0: None})
             plan = planner.plan(captured, rank=rank, world_size=5)
             names.update(entry.name for entry in plan.layout.entries)
         return names
@@ -195,9 +195,9 @@ def test_local_part_that_does_not_fit_its_placements_is_refused() -> None:
 
 
 def test_mesh_placements_and_marks_are_in_the_fingerprint() -> None:
-    def of(layout: Sharding, marked: frozenset[int] = frozenset()) -> object:
+    def of(layout: Sharding, marked: Sequence[int] = ()) -> object:
         leaves = held_by(0, [Tensor("w", layout), Tensor("plain", (2,))])
-        return fingerprint(Captured([], leaves, [], marked))
+        return fingerprint(Captured([], leaves, [], dict.fromkeys(marked)))
 
     shape = (4, 4)
     first = of(on(mesh(2, 2), shape, 0, None))
@@ -207,7 +207,7 @@ def test_mesh_placements_and_marks_are_in_the_fingerprint() -> None:
         of(on(Mesh((2, 2), (0, 2, 1, 3)), shape, 0, None)),
         of(on(mesh(2), shape, 0)),
         of(sharding(mesh(2, 2), (Placement(0, 2), Placement()), shape)),
-        of(on(mesh(2, 2), shape, 0, None), frozenset({1})),
+        of(on(mesh(2, 2), shape, 0, None), [1]),
     ]
     assert first not in others
     assert len(set(others)) == len(others)
@@ -274,8 +274,8 @@ def plans_of(world: Sequence[Sequence[Tensor]]) -> list[RankPlan]:
 
 
 def test_offers_of_another_version_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    data = describe([], frozenset(), rank=0, world_size=1).data
-    monkeypatch.setattr("ckpipe.plan.assignment._VERSION", 2)
+    data = describe([], {}, rank=0, world_size=1).data
+    monkeypatch.setattr("ckpipe.plan.assignment._VERSION", 3)
     with pytest.raises(SaveError, match="different versions"):
         decode_description(data)
 
@@ -410,6 +410,42 @@ def test_a_mark_on_some_ranks_only_is_named() -> None:
     tensors = [Tensor("w", on(mesh(2), (4, 2), None))]
     with pytest.raises(UnsupportedState, match="its mesh's own on rank 0 and replicated on rank 1"):
         jointly(2, lambda rank: captured_by(rank, tensors, ["w"][:rank]))
+
+
+def test_groups_that_contradict_each_other_are_named() -> None:
+    tensors = [Tensor("w", (4, 2))]
+    groups = ((0, 1), (0, 1, 2), (0, 1, 2))
+    message = "replicated over the ranks 0, 1 on rank 0 and over the ranks 0, 1, 2 on rank 1"
+    with pytest.raises(UnsupportedState, match=message):
+        jointly(3, lambda rank: Captured([], held_by(rank, tensors), [], {0: groups[rank]}))
+
+
+@pytest.mark.parametrize("group", [(1, 2), (0, 3), (-1, 0)])
+def test_a_group_without_its_rank_or_outside_of_the_world_is_refused(
+    group: tuple[int, ...],
+) -> None:
+    for layout in ((4, 2), on(mesh(3), (4, 2), None)):
+        leaves = held_by(0, [Tensor("w", layout)])
+        with pytest.raises(UnsupportedTopology, match="are said to hold this tensor alike"):
+            LocalPlanner().plan(Captured([], leaves, [], {0: group}), rank=0, world_size=3)
+
+
+def test_each_group_writes_a_tensor_once_and_leaves_it_to_no_other() -> None:
+    tensors = [Tensor("large", (400, 250)), Tensor("small", (3,))]
+    groups = [(0, 3), (1, 2, 4), (1, 2, 4), (0, 3), (1, 2, 4)]
+    states = [
+        Captured([], held_by(rank, tensors), [], dict.fromkeys((0, 1), group))
+        for rank, group in enumerate(groups)
+    ]
+    for plans in (
+        [LocalPlanner().plan(each, rank=rank, world_size=5) for rank, each in enumerate(states)],
+        jointly(5, lambda rank: states[rank]),
+    ):
+        assert not unwritten(plans, states)
+        for rank, plan in enumerate(plans):
+            assert {row.owner for row in plan.layout.chunks} <= {None, *groups[rank]}
+        for group in set(groups):
+            assert sum(written_bytes(plans[rank]) for rank in group) == 400_012
 
 
 def test_private_tensors_of_one_name_may_differ() -> None:

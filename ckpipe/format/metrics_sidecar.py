@@ -193,8 +193,9 @@ def _unspelled(text: str) -> bytes | None:
 
 
 REMEDY = (
-    "Save ckpipe.distributed.training_state(model, optimizer), or name what all ranks hold alike, "
-    'such as plan={"replicated": ["model.*"]}, so that each byte is written once'
+    "If your program keeps them equal on all ranks, save ckpipe.distributed.training_state(model, "
+    'optimizer, replicated=True), or name them, such as plan={"replicated": ["model.*"]}, so that '
+    "each byte is written once"
 )
 """A hint on how to write the bytes once: a sentence without its full stop."""
 

@@ -4,10 +4,10 @@ An *offer* lists tensors that other ranks may hold too: DTensors, and plain tens
 as replicated. The private tensors of a rank count only as a number of bytes, and may change without
 notice to other ranks.
 
-Offers are checked against each other first. All tensors of one name must be the same tensor: on all
-ranks if the name is marked as replicated, else on the ranks of its mesh. The boxes that these ranks
-hold must cover the tensor, each element in one box. So a finished plan provably writes each element
-once, by a rank that has it.
+Offers are checked against each other first. All tensors of one name must be the same tensor on the
+ranks that hold it alike: those of its replica group if the name is marked as replicated, else those
+of its mesh. The boxes that these ranks hold must cover the tensor, each element in one box. So a
+finished plan provably writes each element once, by a rank that has it.
 
 Bytes are balanced by water-filling. Tensors of few holders are placed before those of many, and of
 equal ones the large before the small. So the tensors that can go to any rank come last and level
@@ -21,7 +21,7 @@ from __future__ import annotations
 import json
 import zlib
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from typing import NamedTuple
@@ -32,11 +32,12 @@ from ckpipe.format.boxes import Box, box_shape, box_volume, whole
 from ckpipe.format.dtypes import DTYPES
 from ckpipe.format.keys import Numbering
 from ckpipe.plan.division import MIN_PIECE_BYTES, Share, cut_dimension, shares
+from ckpipe.state.kinds import ReplicaGroup
 from ckpipe.state.placements import Mesh, Placement, Sharding, sharding
 from ckpipe.state.tensors import TensorLeaf
 from ckpipe.types import first_of
 
-_VERSION = 1
+_VERSION = 2
 
 
 class TensorSpec(NamedTuple):
@@ -61,7 +62,8 @@ class Offered:
         name: Its name on all ranks that hold it.
         specs: All its tensors, in the order of their labels.
         sharding: Its layout on its mesh; None for a plain tensor.
-        replicated: True if all tensors of this name are marked as the same, on any mesh.
+        replicated: The ranks on which all tensors of this name are marked as the same, on any mesh;
+            empty if they are not marked.
         overlapping: True if its tensors overlap and are not all the same.
         window: Bytes in which overlapping tensors are written; 0 for others.
     """
@@ -69,7 +71,7 @@ class Offered:
     name: str
     specs: tuple[TensorSpec, ...]
     sharding: Sharding | None
-    replicated: bool
+    replicated: tuple[int, ...]
     overlapping: bool
     window: int = 0
 
@@ -94,13 +96,13 @@ class DescribedState:
 
 
 def describe(
-    leaves: list[TensorLeaf], marked: frozenset[int], *, rank: int, world_size: int
+    leaves: list[TensorLeaf], marked: Mapping[int, ReplicaGroup], *, rank: int, world_size: int
 ) -> DescribedState:
     """Divide a rank's state into shares, and make its offer.
 
     Args:
         leaves: The tensors.
-        marked: The numbers of the tensors that are marked as replicated.
+        marked: The numbers of the tensors that are marked as replicated, each with its ranks.
         rank: The rank.
         world_size: Number of ranks.
 
@@ -110,14 +112,15 @@ def describe(
     """
     found: list[tuple[Share, Offered | None]] = []
     elsewhere: list[TensorLeaf] = []
-    private = 0
+    private, everywhere = 0, tuple(range(world_size))
     for share in shares(leaves, marked, rank=rank, world_size=world_size):
         members = [leaves[number] for number in share.members]
         first, nbytes = members[0], members[0].nbytes
         if share.overlapping:
             top = max(leaf.address + leaf.window for leaf in members)
             nbytes = top - min(leaf.address for leaf in members)
-        alike = not marked.isdisjoint(share.members)
+        groups = [marked[number] for number in share.members if number in marked]
+        alike = (groups[0] or everywhere) if groups else ()
         # A rank that holds no element of a tensor cannot see with which others it is tied.
         if share.holding.boxes == () or not (alike or first.sharding is not None):
             private += nbytes
@@ -143,7 +146,7 @@ def _encode(offered: Sequence[Offered], elsewhere: Sequence[TensorLeaf]) -> byte
     layout changes, the encoded bytes differ, so this rank notices too that old plans do not fit.
     """
     # Each sharding is listed once, for any number of tensors.
-    spreads = Numbering()
+    spreads, groups = Numbering(), Numbering()
 
     def row_of(spread: Sharding | None) -> int | None:
         return None if spread is None else spreads.number(spread, id)
@@ -154,12 +157,13 @@ def _encode(offered: Sequence[Offered], elsewhere: Sequence[TensorLeaf]) -> byte
             (
                 each.specs,
                 row_of(each.sharding),
-                int(each.replicated),
+                groups.number(each.replicated),
                 int(each.overlapping),
                 each.window,
             )
             for each in offered
         ],
+        "groups": groups.items,
         "elsewhere": [
             (leaf.label, leaf.dtype, leaf.full_shape, row_of(leaf.sharding)) for leaf in elsewhere
         ],
@@ -188,6 +192,7 @@ def decode_description(data: bytes) -> tuple[Offered, ...]:
             "Ranks run different versions of ckpipe, which do not plan together",
             hint='Install one version everywhere, or set plan="local"',
         )
+    groups = [tuple(each) for each in content["groups"]]
     table = [
         sharding(
             Mesh(tuple(mesh), tuple(ranks)),
@@ -201,7 +206,7 @@ def decode_description(data: bytes) -> tuple[Offered, ...]:
             min(label for label, _, _ in specs),
             tuple(TensorSpec(label, dtype, tuple(shape)) for label, dtype, shape in specs),
             None if where is None else table[where],
-            bool(replicated),
+            groups[replicated],
             bool(overlapping),
             window,
         )
@@ -252,8 +257,9 @@ def assign(offers: Sequence[Sequence[Offered]], private: Sequence[int]) -> list[
             boxes.check_cover(name, tensor)
             parts += _parts(name, tensor, boxes, places, load)
     parts.sort(key=lambda part: (len(part.holders), -part.nbytes, part.name, part.number))
+    rows: dict[tuple[object, ...], _Rows] = {}
     for part in parts:
-        part.cut = _divided(part, load)
+        part.cut = _divided(part, load, rows)
     return [
         tuple(
             tuple(None if part is None else part.cut for part in places[rank][share.name])
@@ -285,19 +291,16 @@ def _tensors(name: str, holders: _Holders, boxes: _Boxes) -> Iterator[_Holders]:
     Raises:
         UnsupportedState: If ranks contradict each other about one of them.
     """
-    first_rank, first = next(iter(holders.items()))
-    for rank, share in holders.items():
-        if share is not first and share.replicated != first.replicated:
-            raise _contradiction(first_rank, first, rank, share)
-    if first.replicated:
-        for rank, share in holders.items():
-            if share is not first and not _alike(share, first):
-                raise _contradiction(first_rank, first, rank, share)
-        yield holders
-        return
     left = dict(holders)
     while left:
         rank, share = next(iter(left.items()))
+        if share.replicated:
+            ranks = [each for each in share.replicated if each in holders]
+            for each in ranks:
+                if not _alike(holders[each], share):
+                    raise _contradiction(rank, share, each, holders[each])
+            yield {each: left.pop(each) for each in ranks}
+            continue
         assert share.sharding is not None  # only replicated tensors may be plain
         ranks = [each for each in sorted(share.sharding.mesh.ranks) if boxes.of(share, each)]
         for each in ranks:
@@ -317,7 +320,8 @@ def _tensors(name: str, holders: _Holders, boxes: _Boxes) -> Iterator[_Holders]:
 
 
 def _alike(one: Offered, other: Offered) -> bool:
-    return one.specs == other.specs and one.overlapping == other.overlapping
+    facts = [(each.specs, each.overlapping, each.replicated) for each in (one, other)]
+    return facts[0] == facts[1]
 
 
 def _contradiction(rank: int, share: Offered, other_rank: int, other: Offered) -> UnsupportedState:
@@ -333,8 +337,12 @@ def _contradiction(rank: int, share: Offered, other_rank: int, other: Offered) -
             share.name, rank, f"shares memory as {sorted(mine)}", other_rank, f"as {sorted(theirs)}"
         )
     if share.replicated != other.replicated:
-        words = ("its mesh's own", "replicated")
-        said, heard = words[share.replicated], words[other.replicated]
+        said, heard = "its mesh's own", "replicated"
+        if other.replicated and share.replicated:
+            said = f"replicated over the ranks {first_of(share.replicated, 8)}"
+            heard = f"over the ranks {first_of(other.replicated, 8)}"
+        elif share.replicated:
+            said, heard = heard, said
         return _two_ways(share.name, rank, f"is {said}", other_rank, heard)
     return _two_ways(
         share.name, rank, f"lies on {_where(share.sharding)}", other_rank,
@@ -432,18 +440,37 @@ def _parts(
     return [part for part in known.values() if part is not None]
 
 
-def _divided(part: _Part, load: list[int]) -> Cut:
-    fractions = water_fill(load, part.holders, part.nbytes)
-    if part.shape and len(fractions) > 1:
-        dim = cut_dimension(part.shape, len(fractions))
-        rows = part.shape[dim]
-        stops = in_rows(fractions, rows)
-        if len(stops) > 1:
-            before = 0
-            for rank, stop in stops:
-                load[rank] += part.nbytes * (stop - before) // rows
-                before = stop
-            return Cut(tuple(stops), dim)
+_Rows = tuple[int, list[int]]
+"""The dimension along which a box is cut, and the row behind the last one of each piece."""
+
+
+def _divided(part: _Part, load: list[int], known: dict[tuple[object, ...], _Rows]) -> Cut:
+    """Divide a box between its holders.
+
+    Args:
+        part: The box.
+        load: The load of each rank so far, in bytes.
+        known: The rows of boxes that were divided before. The same box of another group of as many
+            ranks is cut alike, so that the checksums of both groups' copies can be compared.
+    """
+    key = (part.name, part.number, part.shape, len(part.holders))
+    if key in known:
+        dim, stops = known[key]
+        emptiest = sorted(part.holders, key=lambda rank: (load[rank], rank))
+        pieces = list(zip(sorted(emptiest[: len(stops)]), stops, strict=True))
+    else:
+        fractions = water_fill(load, part.holders, part.nbytes)
+        dim, pieces = 0, [(fractions[0][0], 1)]
+        if part.shape and len(fractions) > 1:
+            dim = cut_dimension(part.shape, len(fractions))
+            pieces = in_rows(fractions, part.shape[dim])
+        known[key] = dim, [stop for _, stop in pieces]
+    if len(pieces) > 1:
+        before = 0
+        for rank, stop in pieces:
+            load[rank] += part.nbytes * (stop - before) // part.shape[dim]
+            before = stop
+        return Cut(tuple(pieces), dim)
     owner = min(part.holders, key=lambda rank: (load[rank], rank))
     load[owner] += part.nbytes
     return Cut(((owner, 1),))

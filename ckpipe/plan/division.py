@@ -20,7 +20,7 @@ The rule has one precondition: ranks that hold the same shard hold it under the 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
@@ -28,8 +28,10 @@ from itertools import pairwise
 
 from ckpipe.errors import UnsupportedState, UnsupportedTopology
 from ckpipe.format.boxes import box_shape, whole
+from ckpipe.state.kinds import ReplicaGroup
 from ckpipe.state.placements import HeldBox, Mesh
 from ckpipe.state.tensors import TensorLeaf, alias_groups, overlaps_itself
+from ckpipe.types import first_of
 
 MIN_PIECE_BYTES = 128 << 10
 """Smallest mean size of the pieces of a unit, in bytes."""
@@ -102,26 +104,28 @@ class Share:
 
 
 def units(
-    leaves: list[TensorLeaf], replicated: Collection[int], *, rank: int, world_size: int
+    leaves: list[TensorLeaf], replicated: Mapping[int, ReplicaGroup], *, rank: int, world_size: int
 ) -> Iterator[Unit]:
     """Yield the units of a rank's state with their pieces and owners, by the rule above.
 
     Args:
         leaves: The tensors.
-        replicated: The numbers of the plain tensors that all ranks hold alike.
+        replicated: The numbers of the plain tensors that several ranks hold alike, each with these
+            ranks, or None for all.
         rank: The rank.
         world_size: Number of ranks.
 
     Raises:
         UnsupportedState: If the shape of a DTensor's local tensor contradicts its placements.
-        UnsupportedTopology: If a mesh has ranks outside of this world.
+        UnsupportedTopology: If a mesh or a replica group has ranks outside of this world, or a
+            replica group lacks this rank.
     """
     for share in shares(leaves, replicated, rank=rank, world_size=world_size):
         yield Unit(share.members, _pieces(share, leaves[share.members[0]]), share.overlapping)
 
 
 def shares(
-    leaves: list[TensorLeaf], replicated: Collection[int], *, rank: int, world_size: int
+    leaves: list[TensorLeaf], replicated: Mapping[int, ReplicaGroup], *, rank: int, world_size: int
 ) -> Iterator[Share]:
     """Divide a rank's state into shares, without owners.
 
@@ -138,17 +142,21 @@ def shares(
 
 
 def _holdings(
-    leaves: list[TensorLeaf], replicated: Collection[int], rank: int, world_size: int
+    leaves: list[TensorLeaf], replicated: Mapping[int, ReplicaGroup], rank: int, world_size: int
 ) -> list[Replicas]:
     """Return the boxes of each tensor that a rank holds, computed once for each sharding."""
-    private, everywhere = Replicas((rank,)), Replicas(tuple(range(world_size)))
+    private, groups = Replicas((rank,)), dict[ReplicaGroup, Replicas]()
+    for number, group in replicated.items():
+        if group not in groups:
+            _check_group(group, leaves[number].label, rank, world_size)
+            groups[group] = Replicas(tuple(range(world_size)) if group is None else group)
     replicas: dict[tuple[Mesh, tuple[bool, ...]], tuple[int, ...]] = {}
     known: dict[int, tuple[tuple[int, ...] | None, Replicas]] = {}
     found = []
     for number, leaf in enumerate(leaves):
         spread = leaf.sharding
         if spread is None:
-            found.append(everywhere if number in replicated else private)
+            found.append(groups[replicated[number]] if number in replicated else private)
             continue
         # Leaves keep their shardings alive, so an id is unique here.
         if id(spread) not in known:
@@ -179,6 +187,18 @@ def _holdings(
             )
         found.append(holding)
     return found
+
+
+def _check_group(group: ReplicaGroup, label: str, rank: int, world_size: int) -> None:
+    if group is None or (rank in group and group[0] >= 0 and group[-1] < world_size):
+        return
+    raise UnsupportedTopology(
+        f"The ranks {first_of(group, 8)} are said to hold this tensor alike, and rank {rank} of "
+        f"{world_size} saves it",
+        rank=rank,
+        key=label,
+        hint="Let all ranks of the group save, and declare a tensor on these ranks only",
+    )
 
 
 def _of_group(

@@ -85,7 +85,7 @@ class GlobalPlanner:
         store: A store that all ranks can reach, such as a ``TCPStore`` or ``FileStore``; None for
             that of the default process group.
         replicated: As for :class:`~ckpipe.LocalPlanner`; a tensor so marked is the same on every
-            rank that has it. It must be the same on all ranks.
+            rank that has it, or on every rank of its group. It must be the same on all ranks.
         timeout_seconds: Seconds that a save waits for the other ranks at most.
     """
 
@@ -164,7 +164,7 @@ class GlobalPlanner:
         if known is not None and known.fingerprint == now:
             return known
         if shared is None:
-            divided = units(captured.tensors, (), rank=rank, world_size=1)
+            divided = units(captured.tensors, {}, rank=rank, world_size=1)
         else:
             divided = divide(shared, captured.tensors, own.shares, rank=rank)
         most = self._max_file_bytes

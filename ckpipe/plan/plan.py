@@ -8,7 +8,7 @@ references none of them.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Literal
@@ -23,6 +23,7 @@ from ckpipe.format.manifest import Chunk, Entry, Layout
 from ckpipe.format.names import data_file_name
 from ckpipe.plan.division import Piece, Unit, units
 from ckpipe.state.flatten import Captured
+from ckpipe.state.kinds import ReplicaGroup
 from ckpipe.state.tensors import MAX_ITEM, TensorLeaf, alias_groups
 from ckpipe.types import JointPlanner as JointPlanner
 from ckpipe.types import Planner as Planner
@@ -77,7 +78,8 @@ def _fingerprint(captured: Captured) -> Hashable:
         groups.append(
             (low % MAX_ITEM, tuple((number, leaves[number].address - low) for number in group))
         )
-    return (captured.described(_layouts), tuple(groups), captured.replicated)
+    marks = frozenset(captured.replicated.items())
+    return (captured.described(_layouts), tuple(groups), marks)
 
 
 def _layouts(captured: Captured) -> tuple[Hashable, ...]:
@@ -93,9 +95,10 @@ class LocalPlanner:
     other ranks. Its cost grows with the number of tensors and pieces, not with the world size.
 
     Args:
-        replicated: Plain tensors that all ranks hold alike: with ``"auto"`` those that an object in
-            the state declares (see :mod:`ckpipe.state.kinds`), with ``"none"`` none, with a list of
-            globs also the tensors whose labels match one. It must be the same on all ranks.
+        replicated: Plain tensors that several ranks hold alike: with ``"auto"`` those that an
+            object in the state declares (see :mod:`ckpipe.state.kinds`), with ``"none"`` none, with
+            a list of globs also the tensors whose labels match one, on all ranks. It must be the
+            same on all ranks.
         max_file_bytes: The largest data file that the store takes, in bytes; the rest goes to
             further files. None for no limit.
     """
@@ -114,8 +117,8 @@ class LocalPlanner:
                 DTensor's local tensor contradicts its placements, or a tensor fits no file.
             UnsupportedTopology: If a DTensor lies on ranks outside of this world.
         """
-        everywhere = self._marked(captured) if world_size > 1 else ()
-        divided = units(captured.tensors, everywhere, rank=rank, world_size=world_size)
+        marked = self._marked(captured) if world_size > 1 else {}
+        divided = units(captured.tensors, marked, rank=rank, world_size=world_size)
         most = self._max_file_bytes
         return assemble(captured, divided, rank=rank, world_size=world_size, max_file_bytes=most)
 
@@ -131,13 +134,14 @@ class ReplicatedMarks:
         self._auto = replicated != "none"
         self._globs = None if isinstance(replicated, str) else LabelFilter(list(replicated))
 
-    def __call__(self, captured: Captured) -> frozenset[int]:
-        """Return the numbers of those tensors, DTensors among them."""
-        marked = captured.replicated if self._auto else frozenset()
+    def __call__(self, captured: Captured) -> Mapping[int, ReplicaGroup]:
+        """Return the numbers of those tensors, each with its ranks; DTensors are among them."""
+        marked = captured.replicated if self._auto else {}
         if self._globs is None:
             return marked
         matches = self._globs
-        return marked.union(n for n, leaf in enumerate(captured.tensors) if matches(leaf.label))
+        named = [n for n, leaf in enumerate(captured.tensors) if matches(leaf.label)]
+        return {**marked, **dict.fromkeys(named)}
 
 
 def assemble(

@@ -31,6 +31,7 @@ import torch
 
 from ckpipe.format.keys import LabelFilter
 from ckpipe.state.flatten import Captured, Flattened, OpenedState
+from ckpipe.state.kinds import ReplicaGroup, replica_group
 from ckpipe.state.tensors import (
     PLAIN_TYPES,
     Shardings,
@@ -114,10 +115,13 @@ class CaptureCache:
         like, met = self._like, opened.met
         objects = list(map(met.__getitem__, self._tensors))
         self._check_identities(met, objects)
-        replicated: set[int] = set()
+        replicated: dict[int, ReplicaGroup] = {}
         tests = [each.is_replicated for each in opened.containers if each.is_replicated]
         for is_replicated, asked in zip(tests, self._asked, strict=True):
-            replicated.update(number for label, number in asked if is_replicated(label))
+            for label, number in asked:
+                told = is_replicated(label, objects[number])
+                if told:
+                    replicated.setdefault(number, replica_group(told))
         check(replicated == like.replicated)
         values = [
             # JSON's own values are encoded as themselves.

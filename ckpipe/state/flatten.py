@@ -28,7 +28,7 @@ import contextlib
 import io
 import pickle
 import sys
-from collections.abc import Callable, Generator, Hashable, Iterator
+from collections.abc import Callable, Generator, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
@@ -43,9 +43,11 @@ from ckpipe.format.tree import RECORDS, SEQUENCES, SETS, Node, leaf_labels
 from ckpipe.state.kinds import (
     SAVED_TWICE_IF_SHARED,
     Container,
+    ReplicaGroup,
     ReplicatedTest,
     kind_of,
     part_of_registered,
+    replica_group,
     replicated_test,
 )
 from ckpipe.state.tensors import (
@@ -69,8 +71,8 @@ class Captured:
         tree: The root node.
         tensors: The leaves that hold bytes, in the order of the walk; labels are unique.
         values: The inline values, encoded.
-        replicated: The numbers of the plain tensors that an object in the state marks as held alike
-            by all ranks; see :mod:`ckpipe.state.kinds`.
+        replicated: The numbers of the tensors that an object in the state marks as held alike by
+            several ranks, each with these ranks, or None for all; see :mod:`ckpipe.state.kinds`.
         memory: For each leaf its bytes, as a plain tensor on the same memory.
         objects: For each leaf the tensor or array itself, as it is in the state.
     """
@@ -78,7 +80,7 @@ class Captured:
     tree: Node
     tensors: list[TensorLeaf]
     values: list[Json]
-    replicated: frozenset[int] = frozenset()
+    replicated: Mapping[int, ReplicaGroup] = field(default_factory=dict)
     memory: list[torch.Tensor] = field(default_factory=list)
     objects: list[Any] = field(default_factory=list)
     _derived: dict[Hashable, Any] = field(default_factory=dict)
@@ -332,7 +334,7 @@ class Flattened:
     asked: dict[int, list[tuple[str, int]]] = field(default_factory=dict)
     omitted: bool = False
     repeatable: bool = True
-    _replicated: set[int] = field(default_factory=set)
+    _replicated: dict[int, ReplicaGroup] = field(default_factory=dict)
     _claims: list[tuple[str, ReplicatedTest, list[tuple[str, int]]]] = field(default_factory=list)
     _shardings: Shardings = field(default_factory=Shardings)
     _labels: set[str] = field(default_factory=set)
@@ -353,7 +355,7 @@ class Flattened:
         for key, number in self._referenced.items():
             node = self._nodes[key]
             node[:] = ["shared", number, list(node)]
-        self.captured.tree, self.captured.replicated = tree, frozenset(self._replicated)
+        self.captured.tree, self.captured.replicated = tree, self._replicated
         self.repeatable = self.repeatable and not self.opened.repeated
 
     # Leaves
@@ -390,8 +392,9 @@ class Flattened:
         for top, is_replicated, asked in self._claims:
             below = label[len(top) + 1 :] if top else label
             asked.append((below, number))
-            if is_replicated(below):
-                self._replicated.add(number)
+            told = is_replicated(below, obj)
+            if told:
+                self._replicated.setdefault(number, replica_group(told))
         return ["tensor", number]
 
     def _new_tensor(self, obj: Any, number: int, label: str) -> None:

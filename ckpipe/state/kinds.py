@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -28,8 +28,9 @@ import torch
 from torch import nn
 
 from ckpipe.errors import InvalidManifest, UnsupportedState, UsageError
-from ckpipe.format.keys import Json, encode_key, label_part
+from ckpipe.format.keys import Json, encode_key
 from ckpipe.interpreter import user_code
+from ckpipe.state.data_parallel import equal_places, place_of
 from ckpipe.state.values import lasting_path
 
 SAVED_TWICE_IF_SHARED = frozenset((tuple, frozenset, set))
@@ -52,8 +53,7 @@ class Container:
             dict with attributes has them as one more child, without a key.
         head: Its other facts, as JSON.
         live: True if the tensors in its only child are saved as if they were detached.
-        is_replicated: Returns True for labels below it of replicated tensors; None if it has no
-            such test.
+        is_replicated: The test for replicated tensors below it; None if it has none.
         first: The index of its first child among all visited objects of a state.
         inner: Its children that are containers, by index.
     """
@@ -84,8 +84,12 @@ class Container:
         _OPENERS[self.kind](self)
 
 
-ReplicatedTest = Callable[[str], bool]
-"""Returns True if all ranks hold a tensor alike, by its label relative to its object."""
+ReplicaGroup = tuple[int, ...] | None
+"""The ranks that hold a tensor alike, in order; None for all ranks."""
+
+ReplicatedTest = Callable[[str, Any], bool | Collection[int]]
+"""Tells by the label of a tensor, relative to its object, and the tensor which ranks hold it alike:
+True for all ranks, False for none, or the ranks."""
 
 
 def kind_of(obj: Any) -> str | None:
@@ -351,15 +355,18 @@ register_type(Counter, to_state=_counts, from_state=_counter)
 
 
 def replicated_test(obj: Any) -> ReplicatedTest | None:
-    """Return an object's test for tensors that all ranks hold alike; None if it has none.
+    """Return an object's test for tensors that several ranks hold alike; None if it has none.
 
-    The test is the method ``__ckpipe_replicated__``; see ``docs/reference/state.md``. For
-    ``DistributedDataParallel``, parameters are replicated and buffers are not.
+    The test is the method ``__ckpipe_replicated__``; see ``docs/reference/state.md``. A module
+    without one holds alike what lies in the memory of a parameter that DDP keeps equal.
     """
-    own: ReplicatedTest | None = getattr(obj, "__ckpipe_replicated__", None)
+    own = getattr(obj, "__ckpipe_replicated__", None)
     if own is not None:
-        return own
-    if isinstance(obj, torch.nn.parallel.DistributedDataParallel):
-        named = obj.named_parameters(remove_duplicate=False)
-        return frozenset(label_part(name) for name, _ in named).__contains__
-    return None
+        return lambda label, _: own(label)
+    places = equal_places([obj]) if isinstance(obj, nn.Module) else {}
+    return (lambda _, tensor: places.get(place_of(tensor), False)) if places else None
+
+
+def replica_group(told: bool | Collection[int]) -> ReplicaGroup:
+    """Return the group of a tensor for which a test told that several ranks hold it alike."""
+    return None if told is True else tuple(sorted(told))  # type: ignore[arg-type]

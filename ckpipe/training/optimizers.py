@@ -324,14 +324,25 @@ def _of_fsdp1(
             if isinstance(value, DTensor) and not isinstance(tensors[name], DTensor):
                 taken["state"][number][key] = value.full_tensor()
     parameters = [tensors[name] for name in bare]
-    units = [
-        [_bare(f"{path}.{name}", model) for name in each._flat_param._fqns]
-        for path, each in modules[0].named_modules()
-        if isinstance(each, FullyShardedDataParallel)
-        and each._flat_param is not None
-        and not each._use_orig_params
-    ]
+    units = list(_units(modules[0], model))
     return NamedOptimizer(optimizer, taken, numbers, parameters, names, modules[0], units)
+
+
+def _units(module: nn.Module, model: ModelNames) -> Iterator[list[str]]:
+    """Yield the names of the parameters in each flat parameter of FSDP1."""
+    for path, each in module.named_modules():
+        if (
+            isinstance(each, FullyShardedDataParallel)
+            and each._flat_param is not None
+            and not each._use_orig_params
+        ):
+            yield [_bare(f"{path}.{name}", model) for name in each._flat_param._fqns]
+
+
+def parameter_names(modules: Sequence[nn.Module], model: ModelNames) -> set[str]:
+    """Return the names of all parameters, those in flat parameters of FSDP1 among them."""
+    found = {name for names in model.parameters.values() for name in names}
+    return found.union(*(unit for each in modules for unit in _units(each, model)))
 
 
 def _bare(path: str, model: ModelNames) -> str:
@@ -393,18 +404,18 @@ def is_placed_like(key: str, shape: Sequence[int], parameter: torch.Tensor) -> b
     return key != "step" and parameter.shape == shape
 
 
-def private_state(optimizers: Sequence[NamedOptimizer]) -> Iterator[tuple[str, str]]:
-    """Yield the names and keys of plain state that may differ between its ranks.
+def named_state(each: NamedOptimizer) -> Iterator[tuple[tuple[str, ...], torch.Tensor | None, Any]]:
+    """Yield the state of an optimizer: its path in the form above, its parameter, and its value.
 
-    That is plain state of sharded parameters.
+    State of no single parameter has no parameter.
     """
-    for each in optimizers:
+    together = each.kept_together
+    if together is not None:
+        yield ("joint", each.names[0][0]), None, together
+    if together is None or 0 not in together["state"]:
         for number, parameter, names in zip(each.numbers, each.parameters, each.names, strict=True):
-            if not is_sharded(parameter):
-                continue
             for key, value in each.taken["state"].get(number, {}).items():
-                if any(t.numel() > 1 and not isinstance(t, DTensor) for t in tensors_in(value)):
-                    yield from ((name, key) for name in names)
+                yield from ((("state", name, key), parameter, value) for name in names)
 
 
 def _groups(each: NamedOptimizer) -> Iterator[tuple[str, Any]]:

@@ -1,0 +1,111 @@
+"""Find the parameters that DistributedDataParallel keeps equal on the ranks of its process group.
+
+Theory. DDP broadcasts all parameters of its list ``_module_parameters`` when it is made, frozen
+ones too, and reduces the gradients of those that are trained. So they stay equal on the ranks of
+its process group, and only they: not the parameters that it is told to ignore, not a frozen one
+that is trained later, not buffers, and not copies that a ``state_dict`` makes. A tensor is
+therefore equal if it lies in the memory of such a parameter, whatever its name is.
+
+Three facts decide it that DDP itself keeps nowhere, or that a program may change:
+
+* ``init_sync=False`` leaves out the broadcast, and DDP does not record it. So the constructor of
+  DDP is wrapped when ckpipe is imported. A DDP object that was made before counts as unequal.
+* A parameter that was frozen then and is not now has no gradient reduced.
+* A communication hook may leave gradients unreduced, as that of post-local SGD does. Those of torch
+  reduce them, except this one; one of the program counts as unequal.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Hashable, Iterable, Iterator
+from functools import wraps
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ckpipe.state.tensors import PLAIN_TYPES
+
+_frozen_when_made: WeakKeyDictionary[nn.Module, frozenset[int]] = WeakKeyDictionary()
+"""For each DDP object that has broadcast its parameters, the ids of those that were frozen."""
+
+_make = DistributedDataParallel.__init__
+_signature = inspect.signature(_make)
+
+
+@wraps(_make)
+def _make_and_note(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
+    _make(self, *args, **kwargs)
+    if _signature.bind(self, *args, **kwargs).arguments.get("init_sync", True):
+        frozen = [id(each) for each in self._module_parameters if not each.requires_grad]
+        _frozen_when_made[self] = frozenset(frozen)
+
+
+DistributedDataParallel.__init__ = _make_and_note  # type: ignore[method-assign]
+
+
+def place_of(tensor: Any) -> Hashable:
+    """Return a key: equal for plain tensors of the same memory and layout, unique for others."""
+    if type(tensor) not in PLAIN_TYPES or tensor.layout is not torch.strided:
+        return object()
+    if tensor.is_meta or not tensor.numel():
+        return object()
+    return tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride()
+
+
+def equal_places(modules: Iterable[nn.Module]) -> dict[Hashable, tuple[int, ...]]:
+    """Return the places that hold equal bytes, each with the global ranks on which they do.
+
+    Args:
+        modules: Modules that are wrapped in DDP, or contain wrapped ones; composable ``replicate``
+            counts as such.
+    """
+    found: dict[Hashable, tuple[int, ...]] = {}
+    if not (dist.is_available() and dist.is_initialized()):
+        return found
+    for wrapper in _wrappers(modules):
+        ranks = _ranks_of(wrapper)
+        for parameter in _reduced(wrapper) if ranks else ():
+            found.setdefault(place_of(parameter), ranks)
+    return found
+
+
+def _wrappers(modules: Iterable[nn.Module]) -> Iterator[DistributedDataParallel]:
+    # A module that is not imported cannot be in use.
+    composable = sys.modules.get("torch.distributed._composable.replicate")
+    for top in modules:
+        for each in top.modules():
+            if isinstance(each, DistributedDataParallel):
+                yield each
+            elif composable is not None and isinstance(each, composable.DDP):
+                hidden = getattr(composable.replicate.state(each), "_ddp", None)
+                if hidden is not None:  # it is made in the first forward pass
+                    yield hidden
+
+
+def _ranks_of(wrapper: DistributedDataParallel) -> tuple[int, ...]:
+    try:
+        return tuple(sorted(dist.get_process_group_ranks(wrapper.process_group)))
+    except (KeyError, ValueError, RuntimeError):  # the group was destroyed
+        return ()
+
+
+def _reduced(wrapper: DistributedDataParallel) -> Iterator[nn.Parameter]:
+    frozen = _frozen_when_made.get(wrapper)
+    hooks = [hook for hook, _ in getattr(wrapper, "_comm_hooks", ())]
+    # If all gradients are reduced late, the constructor returns before the broadcast.
+    if frozen is None or wrapper._delay_all_reduce_all_params or not all(map(_reduces, hooks)):
+        return
+    for each in wrapper._module_parameters:
+        if not (each.requires_grad and id(each) in frozen):
+            yield each
+
+
+def _reduces(hook: object) -> bool:
+    name, home = getattr(hook, "__name__", ""), getattr(hook, "__module__", None) or ""
+    return home.startswith("torch.distributed.") and name != "post_localSGD_hook"

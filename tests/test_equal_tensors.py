@@ -1,0 +1,48 @@
+"""Only tensors that something keeps equal on several ranks are written once; others stay apart."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from equal_cells import RANKS, ROWS, value_of
+from gang import Gang, told
+from safetensors import safe_open
+
+
+@pytest.mark.parametrize("plan", ["local", "global"])
+def test_each_rank_gets_back_what_it_saved(world: Gang, tmp_path: Path, plan: str) -> None:
+    root = tmp_path / "run"
+    assert world.run("equal_cells:save", root, RANKS, plan=plan) == [0] * RANKS
+    wrong = []
+    for rank, every in told(root, "loaded").items():
+        for name, form, values in every:
+            expected = [[value_of(ROWS[name], rank)]] * len(values)
+            if values != expected:
+                wrong.append(f"{name}, {form}, rank {rank}: {values}, not {expected}")
+    saved = told(root, "saved")[0]
+    for name, form, id, nbytes in saved:
+        times = ROWS[name].times
+        written = written_bytes(root / "store" / f"step-{id.removeprefix('step-')}")
+        if times is not None and not times * nbytes <= written < (times + 0.5) * nbytes:
+            wrong.append(f"{name}, {form}: {written / nbytes:.2f} times its bytes, not {times}")
+    assert not wrong, "\n".join(wrong)
+
+    steps = [[name, form, id] for name, form, id, _ in saved]
+    other = tmp_path / "other"
+    assert world.run("equal_cells:load_alone", other, 1, saved=str(root), steps=steps) == [0]
+    for name, form, values in told(other, "alone")[0]:
+        row = ROWS[name]
+        alone = [[1.0]] * len(values) if row.values == "all" else "PerRankValue"
+        if values != alone:
+            wrong.append(f"{name}, {form}, alone: {values}, not {alone}")
+    assert not wrong, "\n".join(wrong)
+
+
+def written_bytes(checkpoint: Path) -> int:
+    """The bytes of all entries of a checkpoint."""
+    total = 0
+    for path in checkpoint.glob("rank-*.safetensors"):
+        with safe_open(path, "pt") as file:
+            total += sum(file.get_tensor(name).nbytes for name in list(file.keys()))
+    return total
