@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ckpipe.errors import UsageError
-from ckpipe.format.data_file import item_bytes
+from ckpipe.format.data_file import SCALARS, item_bytes
 from ckpipe.format.keys import Json, LabelFilter, unique_label
 from ckpipe.format.manifest import Layout, ManifestDocument, RankManifest, TensorRow
 from ckpipe.format.merge import differ_privately
@@ -217,10 +217,11 @@ def _other_labels(bundle: ManifestDocument) -> defaultdict[str, dict[str, None]]
 
 
 def _sharing(layout: Layout, labels: list[str]) -> Iterator[list[str]]:
-    """Yield the labels of tensors that share an entry of their own rank, group by group."""
+    """Yield the labels of tensors that share bytes of their own rank, group by group."""
+    names = layout.entries.name
     groups: defaultdict[Json, dict[str, None]] = defaultdict(dict)
     for chunk in layout.chunks:
-        if chunk.owner is None:
+        if chunk.owner is None and not names[chunk.entry or 0].endswith(SCALARS):
             groups[chunk.entry][labels[chunk.tensor]] = None
     yield from (list(group) for group in groups.values() if len(group) > 1)
 

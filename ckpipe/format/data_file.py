@@ -37,6 +37,10 @@ STORED_ITEM_BYTES = {stored: nbytes for stored, nbytes in _DTYPES.values() if st
 """Bytes of one element, by safetensors name."""
 
 
+SCALARS = "~scalars"
+"""The end of the name of an entry that gathers tensors of one element, which share no memory."""
+
+
 def stored_dtype(dtype: str) -> str | None:
     """Return the safetensors name of a torch dtype, by its name without ``torch.``; None if none.
 

@@ -23,6 +23,7 @@ from ckpipe.errors import InvalidExtent, InvalidManifest, PerRankValue
 from ckpipe.format.box_cover import BoxIndex
 from ckpipe.format.boxes import Box, flat_ranges, moved, whole
 from ckpipe.format.checksum import CHUNK_BYTES, chunk_count
+from ckpipe.format.data_file import SCALARS
 from ckpipe.format.dtypes import DTYPES
 from ckpipe.format.entry_table import EntryTable
 from ckpipe.format.manifest import Chunk, Layout, ManifestDocument, TensorRow
@@ -61,7 +62,8 @@ class RankChunks:
             self.by_tensor[chunk.tensor].append(chunk)
             if chunk.owner is None and chunk.entry is not None:
                 first = holder.setdefault(chunk.entry, chunk.tensor)
-                if chunk.stride is not None or first != chunk.tensor:
+                scalars = layout.entries.name[chunk.entry].endswith(SCALARS)
+                if chunk.stride is not None or (first != chunk.tensor and not scalars):
                     self.shared.add(chunk.entry)
 
 

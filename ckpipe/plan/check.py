@@ -231,15 +231,15 @@ def _check_bytes(
     sources = plan.sources[row.entry]
     if not sources:
         return
-    first = sources[0]
+    first = next((each for each in sources if each.offset == row.offset), sources[0])
     origin = leaves[first.tensor]
     if first.skip is None:
         part = first.part or whole_of(origin.shape).box
         alike = _memory(origin) == _memory(leaf) and part == local
-        if alike and row.offset == 0 and row.stride is None:
+        if alike and row.offset == first.offset and row.stride is None:
             return
         image = origin.contiguous and not origin.lazy and first.part is None
-        starts = {origin.address} if image else set()
+        starts = {origin.address - first.offset} if image else set()
     else:
         starts = {leaves[s.tensor].address + (s.skip or 0) - s.offset for s in sources}
     strides = (leaf.stride, None) if leaf.contiguous else (leaf.stride,)

@@ -61,11 +61,13 @@ class Unit:
         members: Their numbers, in the order of the walk.
         pieces: The pieces in which it is written. Together they are all that the rank holds of it.
         overlapping: True if its tensors overlap and are not all the same.
+        private: True if no other rank holds it.
     """
 
     members: tuple[int, ...]
     pieces: tuple[Piece, ...]
     overlapping: bool = False
+    private: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +123,9 @@ def units(
             replica group lacks this rank.
     """
     for share in shares(leaves, replicated, rank=rank, world_size=world_size):
-        yield Unit(share.members, _pieces(share, leaves[share.members[0]]), share.overlapping)
+        pieces = _pieces(share, leaves[share.members[0]])
+        private = len(share.holding.replicas) == 1
+        yield Unit(share.members, pieces, share.overlapping, private)
 
 
 def shares(

@@ -514,7 +514,7 @@ def divide(
             pieces = share.holding.written_by(rank) if share.holding.replicas else ()
         else:
             pieces = tuple(_pieces(leaves[share.members[0]], share, cuts, rank))
-        yield Unit(share.members, pieces, share.overlapping)
+        yield Unit(share.members, pieces, share.overlapping, private=offered is None)
 
 
 def _cuts(plan: SharedPlan, offered: Offered) -> tuple[Cut | None, ...] | None:

@@ -8,6 +8,7 @@ references none of them.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -17,7 +18,7 @@ from ckpipe.errors import UnsupportedState
 from ckpipe.format import data_file
 from ckpipe.format.boxes import Box, box_shape
 from ckpipe.format.checksum import chunk_count
-from ckpipe.format.data_file import DataFile, stored_dtype
+from ckpipe.format.data_file import SCALARS, DataFile, stored_dtype
 from ckpipe.format.keys import LabelFilter
 from ckpipe.format.manifest import Chunk, Entry, Layout
 from ckpipe.format.names import data_file_name
@@ -171,7 +172,13 @@ def assemble(
     leaves = captured.tensors
     drafts: list[_Draft] = []
     chunks: list[list[Chunk]] = [[] for _ in leaves]
-    for unit in divided:
+    every = list(divided)
+    gathered = _gathered(leaves, every) if world_size > 1 else []
+    drafts += [_gather(leaves, numbers) for numbers in gathered]
+    taken = set(chain.from_iterable(gathered))
+    for unit in every:
+        if not taken.isdisjoint(unit.members):
+            continue
         for piece in unit.pieces:
             if piece.owner == rank:
                 drafts.append(_draft_entry(leaves, unit, piece))
@@ -269,6 +276,36 @@ class Source:
 
 _Draft = tuple[Entry, int, tuple[Chunk, ...], tuple[Source, ...]]
 """An entry without its offset, its alignment in bytes, its chunks, and its sources."""
+
+_FEWEST_SCALARS = 8
+"""Least number of tensors of one element that are gathered in one entry."""
+
+
+def _gathered(leaves: list[TensorLeaf], units: Iterable[Unit]) -> list[list[int]]:
+    """Return the private tensors of one element that share an entry: those of one key and dtype.
+
+    An optimizer keeps a ``step`` for each parameter. An entry for each of them, on each rank, would
+    be a third more entries.
+    """
+    kinds: defaultdict[tuple[str, str], list[int]] = defaultdict(list)
+    for unit in units:
+        if unit.private and len(unit.members) == len(unit.pieces) == 1 and not unit.overlapping:
+            leaf = leaves[unit.members[0]]
+            if leaf.nbytes == leaf.itemsize and not leaf.lazy and stored_dtype(leaf.dtype):
+                kinds[leaf.label.rpartition(".")[2], leaf.dtype].append(unit.members[0])
+    return [numbers for numbers in kinds.values() if len(numbers) >= _FEWEST_SCALARS]
+
+
+def _gather(leaves: list[TensorLeaf], numbers: Sequence[int]) -> _Draft:
+    first = leaves[numbers[0]]
+    size, offsets = first.itemsize, [first.itemsize * n for n in range(len(numbers))]
+    entry = Entry(
+        f"{first.label}{SCALARS}", stored_dtype(first.dtype) or "U8", (len(numbers),), 0, 0,
+        size * len(numbers),
+    )  # fmt: skip
+    places = list(zip(numbers, offsets, strict=True))
+    members = tuple(Chunk(n, None, at, None, _fresh_stride(leaves[n])) for n, at in places)
+    return entry, size, members, tuple(Source(n, at, None, size) for n, at in places)
 
 
 def _draft_entry(leaves: list[TensorLeaf], unit: Unit, piece: Piece) -> _Draft:
