@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -50,7 +50,7 @@ class Variant:
 
 
 class Counter(nn.Module):
-    """Counts its calls, in extra state."""
+    """Counts its calls, in extra state: as a number, and in every element of two tensors."""
 
     calls = 0
 
@@ -58,11 +58,13 @@ class Counter(nn.Module):
         self.calls += 1
         return x
 
-    def get_extra_state(self) -> dict[str, int]:
-        return {"calls": self.calls}
+    def get_extra_state(self) -> dict[str, Any]:
+        tensors = {f"seen {n}": torch.full((n,), float(self.calls)) for n in (3, 100_000)}
+        return {"calls": self.calls} | tensors
 
-    def set_extra_state(self, state: dict[str, int]) -> None:
+    def set_extra_state(self, state: dict[str, Any]) -> None:
         self.calls = state["calls"]
+        assert all((state[f"seen {n}"] == self.calls).all() for n in (3, 100_000))
 
 
 class Net(nn.Module):

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed._composable.replicate import replicate
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -43,6 +45,27 @@ def _ddp(net: Net) -> nn.Module:
     return DistributedDataParallel(
         net, find_unused_parameters=net.variant != Variant(dtype=net.variant.dtype)
     )
+
+
+def _ddp_halves(net: Net) -> nn.Module:
+    """Wrap it in DDP over the lower or the upper half of the ranks."""
+    return DistributedDataParallel(
+        net,
+        find_unused_parameters=net.variant != Variant(dtype=net.variant.dtype),
+        process_group=half_of(dist.get_world_size()),
+    )
+
+
+@cache
+def half_of(size: int) -> Any:
+    halves = [range(size)] if size == 1 else [range(size // 2), range(size // 2, size)]
+    groups = [dist.new_group(list(half)) for half in halves]
+    return groups[dist.get_rank() >= size // 2 and size > 1]
+
+
+def _replicate(net: Net) -> nn.Module:
+    unused = net.variant != Variant(dtype=net.variant.dtype)
+    return replicate(net, find_unused_parameters=unused)
 
 
 def _fsdp1(net: Net) -> nn.Module:
@@ -106,6 +129,8 @@ WRAPPERS: dict[str, Callable[[Net], nn.Module | list[nn.Module]]] = {
     "checkpointed": _checkpointed,
     "stages": _stages,
     "ddp": _ddp,
+    "ddp-halves": _ddp_halves,
+    "replicate": _replicate,
     "fsdp1": _fsdp1,
     "fsdp1-mesh": _fsdp1_mesh,
     "fsdp2": _fsdp2,
