@@ -41,6 +41,7 @@ from ckpipe.format.tree import MAPPINGS, Node, children_of, leaf_labels, walk
 from ckpipe.interpreter import user_code
 from ckpipe.loading.fill import normal_tensors
 from ckpipe.loading.live_tensors import FILLABLE, misfit, writable_view
+from ckpipe.loading.rehearsal import rehearse
 from ckpipe.loading.saved_state import SavedState, is_generators
 from ckpipe.loading.select import PerRankItems, any_selected
 from ckpipe.loading.stateful import (
@@ -49,9 +50,12 @@ from ckpipe.loading.stateful import (
     SavedTensor,
     check_module,
     check_optimizer,
+    is_extra_state,
     live_state,
     loads_as_torch_does,
     mismatch,
+    saves_as_torch_does,
+    writable,
 )
 from ckpipe.loading.targets import Targets
 from ckpipe.state.kinds import FACTORIES, is_stateful, registered_as, registered_for
@@ -346,14 +350,16 @@ class Matching:
         items: list[tuple[Any, Factory]] = []
         for key, child, where in children:
             exact = _exact(key)
-            value = held[left.pop(exact)] if exact in left else NOTHING
-            if value is NOTHING:
-                if self._common is not None and self._is_elsewhere(child, label, where, live, use):
-                    continue
-                if use is Use.IN_PLACE:
-                    self.unexpected += leaf_labels(child, where)
-                    continue
-            make = self.plan(child, where, value, use)
+            value = NOTHING
+            if exact in left:
+                value = held[left.pop(exact)]
+            elif self._common is not None and self._is_elsewhere(child, label, where, live, use):
+                continue
+            elif use is Use.IN_PLACE:
+                self.unexpected += leaf_labels(child, where)
+                continue
+            resizes = use in (Use.NAMED, Use.FITTING) and is_extra_state(key)
+            make = self.plan(child, where, value, Use.OFFERED if resizes else use)
             if use is not Use.IN_PLACE or not _stays(make, value):
                 items.append((key, make))
         if use is Use.IN_PLACE:
@@ -554,9 +560,17 @@ class Matching:
         del self.missing[noted[0] :], self.unexpected[noted[1] :]  # the object reports them itself
         key = None, id(target)
         if key not in self._planned:
-            once = partial(_load_object, target, load, make, label)
+            once = partial(self._load_object, target, load, make, label)
             self._planned[key] = partial(self._make_once, key, once)
         return self._planned[key]
+
+    def _load_object(
+        self, target: Any, load: Callable[[Any], object], make: Factory, label: str
+    ) -> Any:
+        state = make()
+        with torch.no_grad(), writable(target), user_code("load_state_dict", label):
+            load(state)
+        return target
 
     def _opened(
         self, target: Any, node: Node, label: str
@@ -579,6 +593,8 @@ class Matching:
             if loads_as_torch_does(target):
                 use = Use.NAMED
                 check_module(live, node, label, self._select, self._common)
+            if use is Use.FITTING or not saves_as_torch_does(target):
+                live = self._asked(target, live, node, label)
         elif isinstance(target, torch.optim.Optimizer):
             use = Use.FITTING
             check_optimizer(target, node, label, options=self._select.selects_all)
@@ -587,6 +603,35 @@ class Matching:
             own = ((join(label, key), live[key]) for key in live if key not in names)
             self.kept += [where for where, each in own if any_selected(each, where, self._select)]
         return live, use, target.load_state_dict
+
+    def _asked(self, module: torch.nn.Module, live: Any, node: Node, label: str) -> Any:
+        """Return a module's state with the tensors to fill, after it was asked about the saved one.
+
+        A saved tensor that the module converts, drops or resizes has ``NOTHING`` to be filled.
+
+        Raises:
+            TargetMismatch: If the module refuses the saved state.
+        """
+        if not isinstance(live, dict) or node[0] not in MAPPINGS:
+            return live
+        left = len(self.left)
+        given = _empty_mapping(node)()
+        for key, child, where in children_of(node, label):
+            elsewhere = key not in live and self._common is not None
+            if not elsewhere or not self._is_elsewhere(child, label, where, live, Use.FITTING):
+                given[key] = self._described(child, where)
+        del self.left[left:]
+        if not self._select.selects_all:
+            for key in live:
+                if key not in given and not any_selected(live[key], join(label, key), self._select):
+                    given[key] = live[key]
+        if node[0] == "ordered_dict" and len(node) > 3:
+            vars(given).update(self._described(node[3], join(label, "__dict__")))
+        found = rehearse(module, given, live, module.load_state_dict, label, partial(join, label))
+        if found is None:
+            return live
+        fresh = {key: NOTHING if each is None else each for key, each in found.items()}
+        return {**live, **fresh}
 
     def _described(self, node: Node, label: str) -> Any:
         """Return a saved tree as objects, with a description in place of each tensor."""
@@ -820,13 +865,6 @@ def _wrong_kind(saved: str, live: Any, label: str) -> StructureMismatch:
 
 
 # Putting in place
-
-
-def _load_object(target: Any, load: Callable[[Any], object], make: Factory, label: str) -> Any:
-    state = make()
-    with torch.no_grad(), user_code("load_state_dict", label):
-        load(state)
-    return target
 
 
 def _set_key(made: Any, key: Any, value: Any) -> None:

@@ -17,11 +17,14 @@ fits, makes the tensors that it needs, and changes nothing. Once all bytes are r
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import reduce
+from itertools import chain
 from typing import Any, TypeVar
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from ckpipe.errors import StructureMismatch
 from ckpipe.format.keys import LabelFilter, join
@@ -143,10 +146,38 @@ def loads_as_torch_does(module: torch.nn.Module) -> bool:
             type(each)._load_from_state_dict is base._load_from_state_dict
             or type(each)._load_from_state_dict.__module__ in _NORMALIZATIONS
         )
-        and not each._load_state_dict_pre_hooks
-        and not each._load_state_dict_post_hooks
+        and all(map(is_fsdp_hook, each._load_state_dict_pre_hooks.values()))
+        and all(map(is_fsdp_hook, each._load_state_dict_post_hooks.values()))
         for each in module.modules()
     )
+
+
+def is_fsdp_hook(hook: Any) -> bool:
+    """Tell whether a hook is one of FSDP's own, which refuse and rename nothing."""
+    return str(getattr(hook, "__module__", "")).startswith("torch.distributed.fsdp.")
+
+
+def saves_as_torch_does(module: torch.nn.Module) -> bool:
+    """Tell whether the state of a module has all keys that torch's load needs, and no others."""
+    base = torch.nn.Module
+    return type(module).state_dict is base.state_dict and all(
+        type(each)._save_to_state_dict is base._save_to_state_dict and not each._state_dict_hooks
+        for each in module.modules()
+    )
+
+
+def writable(obj: Any) -> AbstractContextManager[object]:
+    """Enter inference mode for a module that was made in it: only there its tensors are written."""
+    if not isinstance(obj, torch.nn.Module):
+        return nullcontext()
+    tensors = chain(obj.parameters(), obj.buffers())
+    made_in_it = any(not is_lazy(each) and each.is_inference() for each in tensors)
+    return torch.inference_mode() if made_in_it else nullcontext()
+
+
+def is_extra_state(key: Any) -> bool:
+    """Tell whether a key of a module's state is extra state, which may change its size."""
+    return isinstance(key, str) and key.endswith("_extra_state")
 
 
 def check_module(

@@ -17,7 +17,17 @@ import torch.distributed as dist
 from torch import nn
 
 from ckpipe.errors import ShapeMismatch, SharingConflict, StructureMismatch
-from ckpipe.loading.stateful import LoadTargets, SavedObject, SavedTensor, mismatch
+from ckpipe.loading.rehearsal import rehearse
+from ckpipe.loading.stateful import (
+    LoadTargets,
+    SavedObject,
+    SavedTensor,
+    is_extra_state,
+    loads_as_torch_does,
+    mismatch,
+    saves_as_torch_does,
+    writable,
+)
 from ckpipe.state.values import class_path
 from ckpipe.training.names import ModelNames
 from ckpipe.training.optimizers import (
@@ -63,11 +73,11 @@ def load_targets(
     found = LoadTargets(tree, lambda: None)
     steps: list[Callable[[], None]] = []
     if "model" in saved.state:
-        tree["model"] = _match_model(saved, model, found, elsewhere)
+        loads = _loads_of(saved, modules, model)
+        tree["model"] = _match_model(saved, model, loads, found, elsewhere)
         if "versions" in saved.state:
             tree["versions"] = dict.fromkeys(saved.state["versions"])
-        versions = saved.state.get("versions")
-        steps.append(partial(_load_model, modules, model, tree["model"], versions))
+        steps += [partial(each.load, tree["model"]) for each in loads]
     elif any(saved.selects("model", name) for name, _ in model.tensors()):
         raise mismatch(
             [saved.at("model")], [], saved.label, hint="Load it into a state of the same form"
@@ -102,35 +112,136 @@ def _wants_optimizers(saved: SavedObject, optimizers: Sequence[NamedOptimizer]) 
 # The model
 
 
+@dataclass(slots=True)
+class _ModuleLoad:
+    """A load of one module by its own ``load_state_dict``.
+
+    Args:
+        module: The module.
+        state: Its current state.
+        names: The name of each key of its state, and of each saved key that only it knows.
+        metadata: The versions of its modules that were saved; None if there are none.
+        strict: Whether the load is to give it all its keys.
+        found: The tensor to fill for each saved key; None if the module need not be asked, or
+            cannot be.
+    """
+
+    module: nn.Module
+    state: Mapping[str, Any]
+    names: dict[str, str]
+    metadata: dict[str, Any] | None
+    strict: bool
+    found: Mapping[str, torch.Tensor | None] | None = None
+
+    def add_names(self, names: Iterable[str]) -> None:
+        """Add saved names that the module's own code may know, such as those of an old version."""
+        every = self.names.items()
+        prefixes = {key.removesuffix(name) for key, name in every}
+        if len(prefixes) == 1 and all(key.endswith(name) for key, name in every):
+            (prefix,) = prefixes
+            self.names |= {prefix + name: name for name in names}
+
+    def given(self, values: Mapping[str, Any]) -> OrderedDict[str, Any]:
+        """Return the module's state of values by their names."""
+        names = self.names.items()
+        new = OrderedDict((key, values[name]) for key, name in names if name in values)
+        if self.metadata is not None:
+            new._metadata = self.metadata  # type: ignore[attr-defined]
+        return new
+
+    def ask(self, saved: SavedObject) -> None:
+        """Ask a module with code of its own whether it takes the saved state.
+
+        Raises:
+            TargetMismatch: If it does not.
+        """
+        module = self.module
+        if loads_as_torch_does(module) and saves_as_torch_does(module):
+            return
+        self.found = rehearse(
+            module,
+            self.given(saved.state["model"]),
+            self.state,
+            partial(module.load_state_dict, strict=self.strict),
+            saved.label,
+            lambda key: saved.at("model", self.names.get(key, key)),
+        )
+
+    def target(self, key: str, value: Any) -> torch.Tensor | None:
+        """Return the tensor to fill with a saved value; None to make it anew."""
+        if self.found is not None and key in self.found:
+            return self.found[key]
+        live = self.state.get(key)
+        if not isinstance(live, torch.Tensor):
+            return None
+        if is_extra_state(key) and isinstance(value, SavedTensor):
+            fits = (live.shape, live.dtype) == (value.shape, value.dtype)
+            return live if fits else None
+        return live
+
+    def load(self, made: Mapping[str, Any]) -> None:
+        """Call ``load_state_dict``, mostly with own tensors: hooks and extra state count."""
+        with writable(self.module):
+            load_model_state_dict(self.module, self.given(made), strict=self.strict)
+
+
+def _loads_of(
+    saved: SavedObject, modules: Sequence[nn.Module], model: ModelNames
+) -> list[_ModuleLoad]:
+    there, versions = saved.state["model"], saved.state.get("versions")
+    loads = []
+    every = zip(modules, model.states, model.names, model.modules, strict=True)
+    for module, state, names, inner in every:
+        metadata = (
+            None
+            if versions is None
+            else {
+                path: {**facts, "version": versions.get(inner.get(path, path), 1)}
+                for path, facts in getattr(state, "_metadata", {}).items()
+            }
+        )
+        strict = all(name in there or saved.selects("model", name) for name in names.values())
+        loads.append(_ModuleLoad(module, state, dict(names), metadata, strict))
+    return loads
+
+
 def _match_model(
-    saved: SavedObject, model: ModelNames, found: LoadTargets, elsewhere: Callable[[str], bool]
+    saved: SavedObject,
+    model: ModelNames,
+    loads: Sequence[_ModuleLoad],
+    found: LoadTargets,
+    elsewhere: Callable[[str], bool],
 ) -> dict[str, Any]:
     """Return the target tensors of a model.
 
     Raises:
-        StructureMismatch: If checkpoint and target have different names, or a tensor is on the
-            ``meta`` device.
+        TargetMismatch: If checkpoint and target have different names, a tensor is on the ``meta``
+            device, or a module refuses its state.
     """
     live, there = dict(model.tensors()), saved.state["model"]
-    missing = [
-        saved.at("model", name)
-        for name in live
-        if name not in there and saved.selects("model", name)
-    ]
-    surplus = [saved.at("model", name) for name in there if name not in live]
-    unexpected = [label for label in surplus if not elsewhere(label)]
-    found.unexpected += [label for label in surplus if elsewhere(label)]
+    missing = [name for name in live if name not in there and saved.selects("model", name)]
+    surplus = [name for name in there if name not in live]
+    unexpected = [name for name in surplus if not elsewhere(saved.at("model", name))]
+    found.unexpected += [saved.at("model", name) for name in surplus if name not in unexpected]
+    for name in there:
+        _refuse_meta(live.get(name), saved.at("model", name))
+    tree: dict[str, Any] = {}
+    for each in loads:
+        if len(loads) == 1:
+            each.add_names(unexpected)
+        each.ask(saved)
+        tree |= {
+            name: each.target(key, there[name]) for key, name in each.names.items() if name in there
+        }
+    # Code of the module may give a tensor the values of another name.
+    taken = {id(t) for each in loads for t in (each.found or {}).values() if t is not None}
+    missing = [saved.at("model", name) for name in missing if id(live[name]) not in taken]
+    unexpected = [saved.at("model", name) for name in unexpected if tree.get(name) is None]
     if missing or unexpected:
         raise mismatch(
             missing, unexpected, saved.label, hint="Load it into a model of the same layers"
         )
-    for name in there:
-        _refuse_meta(live.get(name), saved.at("model", name))
-    return {
-        name: live[name] if isinstance(live[name], torch.Tensor) else None
-        for name in there
-        if name in live
-    }
+    return tree
 
 
 def _refuse_meta(tensor: Any, label: str) -> None:
@@ -140,24 +251,6 @@ def _refuse_meta(tensor: Any, label: str) -> None:
             key=label,
             hint="Call model.to_empty(device=...) first, and make the optimizer after that",
         )
-
-
-def _load_model(
-    modules: Sequence[nn.Module],
-    model: ModelNames,
-    made: Mapping[str, Any],
-    versions: Mapping[str, int] | None,
-) -> None:
-    """Call modules' ``load_state_dict``, mostly with own tensors: hooks and extra state count."""
-    every = zip(modules, model.states, model.names, model.modules, strict=True)
-    for module, state, names, inner in every:
-        new = OrderedDict((key, made[name]) for key, name in names.items() if name in made)
-        if versions is not None:
-            new._metadata = {  # type: ignore[attr-defined]
-                path: {**facts, "version": versions.get(inner.get(path, path), 1)}
-                for path, facts in getattr(state, "_metadata", {}).items()
-            }
-        load_model_state_dict(module, new, strict=len(new) == len(names))
 
 
 # Optimizers
