@@ -19,6 +19,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.utils import parametrizations, spectral_norm
+from torch.optim import lr_scheduler
 
 from ckpipe import Progress, RngState, SyncPipeline
 from ckpipe.distributed import training_state
@@ -210,6 +211,92 @@ def test_a_module_that_refuses_its_state_is_asked_first(
         pipeline.load(target)
     assert (caught.value.key, caught.value.step, caught.value.rank) == ("model", 0, 0)
     assert same(contents(target), before)
+
+
+def optimizer_of(rate: float) -> torch.optim.Optimizer:
+    return torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=rate)
+
+
+def step_lr(optimizer: Any) -> Any:
+    return lr_scheduler.StepLR(optimizer, 3)
+
+
+def cosine(optimizer: Any) -> Any:
+    return lr_scheduler.CosineAnnealingLR(optimizer, 9)
+
+
+def one_after_another(*kinds: Any) -> Any:
+    def make(optimizer: Any) -> Any:
+        borders = list(range(2, 2 * len(kinds), 2))
+        return lr_scheduler.SequentialLR(optimizer, [each(optimizer) for each in kinds], borders)
+
+    return make
+
+
+def by_lambda(optimizer: Any) -> Any:
+    return lr_scheduler.LambdaLR(optimizer, lambda _: 0.5)
+
+
+OBJECTS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
+    "a scaler that is disabled": (
+        lambda: GradScaler("cpu", enabled=False), lambda: GradScaler("cpu", init_scale=8)
+    ),
+    "another class of scheduler": (
+        lambda: step_lr(optimizer_of(1)), lambda: cosine(optimizer_of(2))
+    ),
+    "a scheduler without functions": (
+        lambda: step_lr(optimizer_of(1)), lambda: by_lambda(optimizer_of(2))
+    ),
+    "fewer schedulers": (
+        lambda: one_after_another(step_lr, step_lr)(optimizer_of(1)),
+        lambda: one_after_another(step_lr, step_lr, step_lr)(optimizer_of(2)),
+    ),
+    "more schedulers": (
+        lambda: one_after_another(step_lr, step_lr, step_lr)(optimizer_of(1)),
+        lambda: one_after_another(step_lr, step_lr)(optimizer_of(2)),
+    ),
+    "one scheduler for several": (
+        lambda: one_after_another(step_lr, step_lr)(optimizer_of(1)),
+        lambda: step_lr(optimizer_of(2)),
+    ),
+    "other schedulers inside": (
+        lambda: one_after_another(step_lr, cosine)(optimizer_of(1)),
+        lambda: one_after_another(step_lr, step_lr)(optimizer_of(2)),
+    ),
+    "no generators": (lambda: Progress(torch=1), lambda: RngState()),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", OBJECTS)
+def test_the_state_of_another_object_is_refused_untouched(
+    pipeline: SyncPipeline, case: str
+) -> None:
+    saved, wanted = OBJECTS[case]
+    pipeline.save({"net": linear(), "object": saved(), "x": torch.ones(2)}, step=0).wait()
+    target = {"net": linear(), "object": wanted(), "x": torch.zeros(2)}
+    before = contents(target)
+    with pytest.raises(StructureMismatch) as caught:
+        pipeline.load(target)
+    assert caught.value.key is not None
+    assert caught.value.key.startswith("object")
+    assert same(contents(target), before)
+    pipeline.load(target, exclude=["object"])
+    assert target["x"].tolist() == [1, 1]
+
+
+def test_objects_of_the_saved_class_load(pipeline: SyncPipeline) -> None:
+    kinds = [step_lr, cosine, by_lambda, one_after_another(step_lr, cosine)]
+    saved = [kind(optimizer_of(1)) for kind in kinds]
+    for each in saved:
+        each.optimizer.step()
+        each.step()
+    pipeline.save({"all": saved, "scaler": GradScaler("cpu", init_scale=4)}, step=0).wait()
+    target = [kind(optimizer_of(2)) for kind in kinds]
+    disabled = GradScaler("cpu", enabled=False)
+    result = pipeline.load({"all": target, "scaler": disabled})
+    assert [each.state_dict() for each in target] == [each.state_dict() for each in saved]
+    assert result is not None
+    assert "scaler.scale" in result.unexpected
 
 
 @pytest.mark.parametrize("form", ["raw", "training_state"])

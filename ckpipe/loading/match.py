@@ -48,6 +48,7 @@ from ckpipe.loading.stateful import (
     InspectionMemo,
     SavedObject,
     SavedTensor,
+    check_known,
     check_module,
     check_optimizer,
     is_extra_state,
@@ -598,6 +599,8 @@ class Matching:
         elif isinstance(target, torch.optim.Optimizer):
             use = Use.FITTING
             check_optimizer(target, node, label, options=self._select.selects_all)
+        elif isinstance(live, dict):
+            self.left += check_known(target, live, node, label, self._select)
         if isinstance(live, dict) and node[0] in MAPPINGS:
             names = {key if type(key) is str else decode_key(key) for key in node[1]}
             own = ((join(label, key), live[key]) for key in live if key not in names)

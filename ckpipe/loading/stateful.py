@@ -25,11 +25,13 @@ from typing import Any, TypeVar
 
 import torch
 from torch.nn.parameter import is_lazy
+from torch.optim.lr_scheduler import LRScheduler
 
 from ckpipe.errors import StructureMismatch
 from ckpipe.format.keys import LabelFilter, join
 from ckpipe.format.tree import Node, children_of
 from ckpipe.loading.select import any_selected
+from ckpipe.state_helpers import RngState
 from ckpipe.types import first_of
 
 
@@ -209,6 +211,71 @@ def check_module(
         unexpected = [each for each in unexpected if each in common]
     if missing or unexpected:
         raise mismatch(missing, unexpected, label, hint="Load it into a module of the same layers")
+
+
+def check_known(obj: Any, live: Any, node: Node, label: str, select: LabelFilter) -> list[str]:
+    """Refuse a state that a gradient scaler, a scheduler or generators cannot take.
+
+    Args:
+        obj: The object; of any other kind nothing is known.
+        live: Its current ``state_dict``.
+        node: The saved node.
+        label: Its label in the state.
+        select: Selects the labels to load.
+
+    Returns:
+        The labels that it ignores: those of an enabled scaler, if it is disabled itself.
+
+    Raises:
+        StructureMismatch: If it would fail, or if the state is that of another class.
+    """
+    is_scheduler = isinstance(obj, LRScheduler) and type(obj).__module__ == LRScheduler.__module__
+    if not is_scheduler and not isinstance(obj, torch.amp.GradScaler | RngState):
+        return []
+    saved = {key: (child, where) for key, child, where in children_of(_inside(node), label)}
+    lacks = [key for key in live if key not in saved and select(join(label, key))]
+    if isinstance(obj, torch.amp.GradScaler):
+        if not live:
+            return [where for _, where in saved.values()]
+        if lacks:
+            raise StructureMismatch(
+                f"The scaler is enabled and the saved one was not: it lacks {', '.join(lacks)}",
+                key=label or None,
+                hint="Make it with enabled=False, or leave it out with exclude",
+            )
+    elif isinstance(obj, RngState):
+        _refuse_other_class(obj, [key for key in lacks if key != "cuda"], label)
+    else:
+        more = [key for key in saved if key not in live and (key in _LISTS or _is_option(key))]
+        # torch may have added or removed an option since the save, but not both.
+        lost = [key for key in lacks if key in _LISTS or (more and _is_option(key))]
+        _refuse_other_class(obj, lost, label)
+        for key in _LISTS & live.keys() & saved.keys():
+            child, where = saved[key]
+            inner = children_of(_inside(child), where)
+            if len(inner) != len(live[key]):
+                _refuse_other_class(obj, [f"{len(live[key])} {key}"], where)
+            for number, each, place in inner if key == "_schedulers" else ():
+                nested = vars(obj)[key][number]
+                check_known(nested, live[key][number], each, place, select)
+    return []
+
+
+_LISTS = {"_schedulers", "lr_lambdas"}
+
+
+def _is_option(key: Any) -> bool:
+    return isinstance(key, str) and not key.startswith("_") and key != "verbose"
+
+
+def _refuse_other_class(obj: Any, lacks: list[str], label: str) -> None:
+    if lacks:
+        kind = type(obj).__name__
+        raise StructureMismatch(
+            f"The state is of another class: it lacks {', '.join(lacks)}, which {kind} needs",
+            key=label or None,
+            hint="Load it into an object as it was saved, or leave it out with exclude",
+        )
 
 
 def check_optimizer(obj: torch.optim.Optimizer, node: Node, label: str, *, options: bool) -> None:
