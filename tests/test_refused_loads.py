@@ -23,7 +23,7 @@ from torch.optim import lr_scheduler
 
 from ckpipe import Progress, RngState, SyncPipeline
 from ckpipe.distributed import training_state
-from ckpipe.errors import ShapeMismatch, StructureMismatch
+from ckpipe.errors import CkpipeError, ShapeMismatch, StructureMismatch
 
 # torch's functions that register hooks have no types.
 PRE, POST = "register_load_state_dict_pre_hook", "register_load_state_dict_post_hook"
@@ -577,3 +577,20 @@ def test_code_that_reads_values_loads_without_being_asked(pipeline: SyncPipeline
     pipeline.save({"m": source}, step=0).wait()
     pipeline.load({"m": target})
     assert same(dict(target.state_dict()), dict(source.state_dict()))
+
+
+def test_a_load_that_fails_half_way_tells_what_it_has_touched(pipeline: SyncPipeline) -> None:
+    class Refuses(Progress):
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            raise ValueError("another data set")
+
+    state = {"net": linear(), "epochs": Progress(n=1), "data": Refuses(n=1), "end": Progress(n=1)}
+    pipeline.save(state, step=0).wait()
+    with pytest.raises(ValueError, match="another data set") as caught:
+        pipeline.load(state)
+    where, touched = caught.value.__notes__
+    assert where == "raised by load_state_dict of 'data'"
+    assert "'net.weight'" in touched
+    assert "'net', 'epochs'" in touched
+    assert "'end'" not in touched
+    assert not isinstance(caught.value, CkpipeError)

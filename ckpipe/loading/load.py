@@ -88,6 +88,7 @@ class MatchedLoad:
         make: Puts all other values in place.
         missing: Labels that the target has and the checkpoint has not.
         unexpected: Labels that the checkpoint has and the target has not.
+        loaded: Labels of the objects that have taken their state.
         stages: Reports of the finished stages.
         tally: The count of reads.
     """
@@ -99,6 +100,7 @@ class MatchedLoad:
     make: Factory
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
+    loaded: list[str] = field(default_factory=list)
     stages: dict[str, StageReport] = field(default_factory=dict)
     tally: ReadTally = field(default_factory=ReadTally)
 
@@ -129,7 +131,26 @@ class MatchedLoad:
     def _put_in_place(self) -> Any:
         with self.request.holding():
             self.targets.finish()
-            return self.make()
+            try:
+                return self.make()
+            except Exception as error:
+                touched = self._touched()
+                if self.request.into is not None and touched:
+                    error.add_note(
+                        f"The target is half loaded from {self.bundle.id}: {touched}. "
+                        "Mend the object that raised, or leave it out with exclude, and load again"
+                    )
+                raise
+
+    def _touched(self) -> str:
+        """Tell what has new values, in words; empty if nothing has."""
+        filled, loaded = self.targets.filled, list(map(repr, self.loaded))
+        parts = []
+        if filled:
+            parts.append(f"{len(filled)} tensors are filled, such as {first_of(filled, 3)}")
+        if loaded:
+            parts.append(f"load_state_dict has returned for {first_of(loaded, 8)}")
+        return ", and ".join(parts)
 
 
 async def read_all(
@@ -284,7 +305,8 @@ def match_all(
         missing += matching.kept
         unexpected = [*unexpected, *matching.left]
     targets.settle()
-    return MatchedLoad(bundle, request, rank, targets, make, tuple(missing), tuple(unexpected))
+    labels = tuple(missing), tuple(unexpected)
+    return MatchedLoad(bundle, request, rank, targets, make, *labels, matching.loaded)
 
 
 def _named_in_vain(bundle: ManifestDocument, request: LoadRequest) -> list[str]:

@@ -132,6 +132,7 @@ class Matching:
             applies.
         left: Labels that the checkpoint has and objects do without, which is no error.
         objects_have_more: Whether an object of the target has labels that were not saved of it.
+        loaded: Labels of the objects that have taken their state.
     """
 
     def __init__(
@@ -157,6 +158,7 @@ class Matching:
         self.kept: list[str] = []
         self.left: list[str] = []
         self.objects_have_more = False
+        self.loaded: list[str] = []
         self._tensors: dict[int, Factory] = {}
         self._planned: dict[_Key, Factory] = {}
         self._built: dict[_Key, Any] = {}
@@ -571,6 +573,7 @@ class Matching:
         state = make()
         with torch.no_grad(), writable(target), user_code("load_state_dict", label):
             load(state)
+        self.loaded.append(label)
         return target
 
     def _opened(

@@ -117,6 +117,11 @@ class Targets:
         self._noted.append(LiveTensor(stored, label, view, live, regions, copies))
         return True
 
+    @property
+    def filled(self) -> list[str]:
+        """The labels of the live tensors that are filled, quoted."""
+        return [repr(live.label) for live in self._noted]
+
     def settle(self) -> None:
         """Assign every live tensor to a round; call it once all are noted."""
         lives = _distinct(self._noted)
