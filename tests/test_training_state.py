@@ -200,9 +200,68 @@ class TestGroups:
         assert step(other, *its) == step(net, *optimizers)
         assert_same(everything(other, *its)[:2], everything(net, *optimizers)[:2])
 
+    @staticmethod
+    def with_empty_groups(*names: str | None, seed: int = 0, lr: Any = 9.0) -> Run:
+        """One group with all parameters, and groups without any."""
+        torch.manual_seed(seed)
+        net = Net()
+        groups: list[dict[str, Any]] = [{"params": [], "lr": lr} for _ in names]
+        for number, (group, name) in enumerate(zip(groups, names, strict=True)):
+            group["weight_decay"] = number / 4
+            if name is not None:
+                group["name"] = name
+        groups.insert(1, {"params": list(net.parameters())})
+        return net, SGD(groups, lr=0.1, momentum=0.9)
+
+    @pytest.mark.parametrize("names", [(None,), (None, None), ("a", "b")])
+    @pytest.mark.parametrize("lr", [0.5, torch.tensor(0.5)])
+    def test_options_of_groups_without_parameters_are_kept(
+        self, pipeline: SyncPipeline, names: tuple[str | None, ...], lr: Any
+    ) -> None:
+        net, optimizer = self.with_empty_groups(*names, lr=lr)
+        step(net, optimizer)
+        save(pipeline, net, optimizer)
+        for other_lr in (9.0, torch.tensor(9.0)):
+            other, its = self.with_empty_groups(*names[::-1], seed=1, lr=other_lr)
+            load(pipeline, other, its)
+            found, saved = its.param_groups, optimizer.param_groups
+            if names[0] is not None:  # matched by name, in another order
+                found = [found[2], found[1], found[0]]
+            for ours, theirs in zip(found, saved, strict=True):
+                assert float(ours["lr"]) == float(theirs["lr"])
+                for key in ("weight_decay", "name", "momentum"):
+                    assert ours.get(key) == theirs.get(key), key
+            assert its.param_groups[0]["params"] == []
+        in_memory, its = self.with_empty_groups(*names, seed=1)
+        training_state(in_memory, its).load_state_dict(training_state(net, optimizer).state_dict())
+        assert [float(each["lr"]) for each in its.param_groups] == [
+            0.5,
+            0.1,
+            *[0.5] * len(names[1:]),
+        ]
+
+    def test_another_number_of_groups_without_parameters_is_refused(
+        self, pipeline: SyncPipeline
+    ) -> None:
+        net, optimizer = self.with_empty_groups(None)
+        step(net, optimizer)
+        save(pipeline, net, optimizer)
+        expected = step(net, optimizer)
+        for names in ((), (None, None)):
+            other, its = self.with_empty_groups(*names, seed=1)
+            refused(pipeline, StructureMismatch, "1 param groups without parameters", other, its)
+            load(pipeline, other, its, exclude=["training.optimizer.empty"])
+            assert step(other, its) == expected
+
+    def test_a_group_without_parameters_may_be_new(self, pipeline: SyncPipeline) -> None:
+        save(pipeline, *self.with_empty_groups())
+        net, optimizer = self.with_empty_groups(None, seed=1)
+        load(pipeline, net, optimizer)
+        assert [each["lr"] for each in optimizer.param_groups] == [9.0, 0.1]
+
     def test_another_kind_of_optimizer_is_refused(self, pipeline: SyncPipeline) -> None:
         stored(pipeline, SGD, momentum=0.9)
-        refused(pipeline, StructureMismatch, "SGD does not fit a AdamW.*betas", *made(seed=1))
+        refused(pipeline, StructureMismatch, "sgd:SGD.*adamw:AdamW.*betas", *made(seed=1))
 
 
 class TestModel:

@@ -29,6 +29,7 @@ from ckpipe.format.manifest import (
     FILES,
     FORMAT_VERSION,
     MAX_NUMBER,
+    OPTIMIZERS,
     PARTS,
     SHARED,
     TENSORS,
@@ -314,7 +315,8 @@ class _Reading:
     def _structure(self, data: Json, text: str) -> Structure:
         tree = _member(data, "tree", list)
         tensors = TENSORS.decode(data.get("tensors"))
-        structure = Structure(tree, tensors, _number(data, "values"))
+        optimizers = OPTIMIZERS.decode(data["optimizers"]) if "optimizers" in data else ()
+        structure = Structure(tree, tensors, _number(data, "values"), optimizers)
         self._structures.append(structure)
         self._labels.append(tuple(row.label for row in tensors))
         return structure

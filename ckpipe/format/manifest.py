@@ -60,6 +60,22 @@ class TensorRow:
 
 
 @dataclass(frozen=True, slots=True)
+class OptimizerRow:
+    """The facts of an optimizer that its ``state_dict`` lacks.
+
+    Args:
+        label: Its label in the state.
+        kind: Its class; see :func:`ckpipe.state.values.optimizer_kind`.
+        shapes: The shapes of its parameters, in the order of its groups; None for a parameter
+            whose shape is unknown or changes.
+    """
+
+    label: str
+    kind: str
+    shapes: tuple[tuple[int, ...] | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Structure:
     """The form of a state without its values.
 
@@ -67,11 +83,13 @@ class Structure:
         tree: The root node; see :mod:`ckpipe.state.flatten`.
         tensors: The tensor table that the tree's numbers point into.
         values: The number of inline values that the tree points to.
+        optimizers: The optimizers that are in the state as they are.
     """
 
     tree: list[Any]
     tensors: tuple[TensorRow, ...]
     values: int
+    optimizers: tuple[OptimizerRow, ...] = ()
 
 
 class Entry(NamedTuple):
@@ -564,6 +582,16 @@ TENSORS = Table(
     TensorRow,
 )
 
+OPTIMIZERS = Table(
+    "optimizers",
+    (
+        Column("label", texts),
+        Column("kind", texts),
+        Column("shapes", lambda cells: [tuple(optional(sizes)(each)) for each in nodes(cells)]),
+    ),
+    OptimizerRow,
+)
+
 ENTRIES = Table(
     "entries",
     (
@@ -627,8 +655,11 @@ SHARED = ("values", "writer", "metadata", "metrics")
 
 def structure_form(structure: Structure) -> dict[str, Json]:
     """Return the JSON form of a structure."""
-    return {
+    form = {
         "tree": structure.tree,
         "values": structure.values,
         "tensors": TENSORS.encode(structure.tensors),
     }
+    if structure.optimizers:
+        form["optimizers"] = OPTIMIZERS.encode(structure.optimizers)
+    return form

@@ -21,7 +21,7 @@ import torch
 
 from ckpipe.errors import InvalidExtent, InvalidManifest, PerRankValue
 from ckpipe.format.box_cover import BoxIndex
-from ckpipe.format.boxes import Box, flat_ranges, moved, whole
+from ckpipe.format.boxes import Box, box_volume, flat_ranges, moved, whole
 from ckpipe.format.checksum import CHUNK_BYTES, chunk_count
 from ckpipe.format.data_file import SCALARS
 from ckpipe.format.dtypes import DTYPES
@@ -78,6 +78,20 @@ def _key(row: TensorRow) -> _Key:
 
 Regions = tuple[HeldBox, ...] | None
 """Parts of a tensor; None for the whole, in its own shape."""
+
+
+class HeldElements(NamedTuple):
+    """The share of a target tensor's elements that a checkpoint has.
+
+    Args:
+        some: Whether it has any of them.
+        all: Whether it has all of them.
+        without: The ranks that did not save the tensor.
+    """
+
+    some: bool
+    all: bool
+    without: Sequence[int]
 
 
 class ChunkCopy(NamedTuple):
@@ -232,6 +246,28 @@ class StoredTensors:
     def is_whole(self, stored: StoredTensor) -> bool:
         """Tell whether the load's first part holds all of a tensor."""
         return not self._covered(stored, stored.near, (_all_of(stored.shape),))[1]
+
+    def held(self, stored: StoredTensor, regions: Regions) -> HeldElements:
+        """Tell how much of regions of a tensor the checkpoint has.
+
+        Raises:
+            InvalidExtent: If a chunk does not fit the tensor.
+            NeedsFullIndex: If parts that are not here may have more.
+        """
+        wanted = (_all_of(stored.shape),) if regions is None else regions
+        found, missing = self._covered(stored, stored.near, wanted)
+        if missing:
+            found, missing = self._covered(stored, self._everywhere(stored.row), wanted)
+        known = [
+            any(row.label == stored.label for row in each.tensors)
+            for each in self._bundle.structures
+        ]
+        without = [part.rank for part in self._bundle.parts if not known[part.structure]]
+        return HeldElements(
+            any(box_volume(box) for _, box, _ in found),
+            not any(box_volume(box) for box in missing),
+            without,
+        )
 
     def _find(self, stored: StoredTensor, regions: tuple[HeldBox, ...]) -> tuple[ChunkCopy, ...]:
         near = stored.near

@@ -50,6 +50,7 @@ class LoadRequest:
         select: Selects the labels to load.
         strict: Whether plain containers must have exactly the saved keys.
         cast: Whether values may be converted to the dtype of a target tensor.
+        any_optimizer: Whether an optimizer may get the state of one of another class.
         pickling: Whether pickled objects may be made.
         per_rank: The policy for values that were different on each rank, if the number of ranks
             has changed.
@@ -64,6 +65,7 @@ class LoadRequest:
     select: LabelFilter = field(default_factory=LabelFilter)
     strict: bool = True
     cast: bool = False
+    any_optimizer: bool = False
     pickling: bool = False
     per_rank: PerRankPolicy = "raise"
     hold: LoadHold | None = None
@@ -288,6 +290,7 @@ def match_all(
         definitions,
         select=select,
         strict=request.strict,
+        any_optimizer=request.any_optimizer,
         pickling=request.pickling,
         distributed=world_size > 1,
         memo=memo,

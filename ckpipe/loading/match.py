@@ -41,6 +41,7 @@ from ckpipe.format.tree import MAPPINGS, Node, children_of, leaf_labels, walk
 from ckpipe.interpreter import user_code
 from ckpipe.loading.fill import normal_tensors
 from ckpipe.loading.live_tensors import FILLABLE, misfit, writable_view
+from ckpipe.loading.optimizers import check_optimizer, has_pre_hooks
 from ckpipe.loading.rehearsal import rehearse
 from ckpipe.loading.saved_state import SavedState, is_generators
 from ckpipe.loading.select import PerRankItems, any_selected
@@ -50,7 +51,6 @@ from ckpipe.loading.stateful import (
     SavedTensor,
     check_known,
     check_module,
-    check_optimizer,
     is_extra_state,
     live_state,
     loads_as_torch_does,
@@ -122,6 +122,7 @@ class Matching:
         pickling: Whether pickled objects may be made.
         select: Selects the labels to load; None for all.
         strict: Whether plain containers must have exactly the saved keys.
+        any_optimizer: Whether an optimizer may get the state of one of another class.
         distributed: Whether other processes load other parts of the same tensors.
         memo: The memo of facts of the target's objects; None for a new one.
 
@@ -144,6 +145,7 @@ class Matching:
         pickling: bool,
         select: LabelFilter | None = None,
         strict: bool = True,
+        any_optimizer: bool = False,
         distributed: bool = False,
         memo: InspectionMemo | None = None,
     ) -> None:
@@ -152,6 +154,7 @@ class Matching:
         self._targets, self._definitions = targets, definitions
         self._select, self._strict = select or LabelFilter(), strict
         self._pickling, self._distributed = pickling, distributed
+        self._recorded, self._any_optimizer = saved.optimizers, any_optimizer
         self._memo = memo or InspectionMemo()
         self.missing: list[str] = []
         self.unexpected: list[str] = []
@@ -583,7 +586,14 @@ class Matching:
         if hasattr(type(target), "__ckpipe_targets__"):
             state = self._described(node, label)
             saved = SavedObject(
-                state, label, self._select, self._common, self._targets.cast, self._memo
+                state,
+                label,
+                self._select,
+                self._common,
+                self._targets.cast,
+                self._memo,
+                self._any_optimizer,
+                self._foreign if self._same_world else frozenset(),
             )
             with user_code("__ckpipe_targets__", label):
                 found = target.__ckpipe_targets__(saved)
@@ -600,8 +610,23 @@ class Matching:
             if use is Use.FITTING or not saves_as_torch_does(target):
                 live = self._asked(target, live, node, label)
         elif isinstance(target, torch.optim.Optimizer):
-            use = Use.FITTING
-            check_optimizer(target, node, label, options=self._select.selects_all)
+            recorded, lenient = self._recorded.get(label), self._any_optimizer
+            use = Use.OFFERED if lenient or has_pre_hooks(target) else Use.FITTING
+            state_too = lenient or recorded is None
+            looked_at = ("param_groups", "state") if state_too else ("param_groups",)
+            saved_state = {
+                key: self._described(child, where)
+                for key, child, where in children_of(node, label)
+                if key in looked_at
+            }
+            check_optimizer(
+                target,
+                saved_state,
+                recorded,
+                label,
+                any_class=lenient,
+                whole=self._select.selects_all,
+            )
         elif isinstance(live, dict):
             self.left += check_known(target, live, node, label, self._select)
         if isinstance(live, dict) and node[0] in MAPPINGS:
@@ -644,7 +669,8 @@ class Matching:
         tag = node[0]
         if tag == "tensor":
             stored = self._targets.stored[node[1]]
-            return SavedTensor(stored.dtype, tuple(stored.shape))
+            held = partial(self._targets.held, stored)
+            return SavedTensor(stored.dtype, tuple(stored.shape), held)
         if tag == "value":
             return self._value_of(node, label)
         if tag in ("shared", "ref"):

@@ -17,14 +17,14 @@ saved one and from its rank.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 from ckpipe.errors import StructureMismatch
 from ckpipe.format.keys import Json, LabelFilter, canonical
-from ckpipe.format.manifest import ManifestDocument, TensorRow
+from ckpipe.format.manifest import ManifestDocument, OptimizerRow, TensorRow
 from ckpipe.format.merge import differ_privately
 from ckpipe.format.tree import MAPPINGS, Node, nodes_of, walk, with_nodes
 from ckpipe.loading.chunks import NeedsFullIndex
@@ -46,6 +46,7 @@ class SavedState:
         foreign: The labels that the loading rank did not have itself; in a world of another size,
             where no rank is the same, those that not all ranks had.
         same_world: Whether the number of ranks is unchanged.
+        optimizers: The recorded facts of its optimizers, by label.
     """
 
     tree: Node
@@ -56,6 +57,7 @@ class SavedState:
     common: frozenset[str] | None = None
     foreign: frozenset[str] = frozenset()
     same_world: bool = True
+    optimizers: Mapping[str, OptimizerRow] = field(default_factory=dict)
 
 
 def state_of_part(bundle: ManifestDocument, number: int) -> SavedState:
@@ -63,7 +65,10 @@ def state_of_part(bundle: ManifestDocument, number: int) -> SavedState:
     part = bundle.parts[number]
     structure = bundle.structures[part.structure]
     homes = [(number, tensor) for tensor in range(len(structure.tensors))]
-    return SavedState(structure.tree, structure.tensors, homes, part.values, PerRankItems())
+    return SavedState(
+        structure.tree, structure.tensors, homes, part.values, PerRankItems(),
+        optimizers={row.label: row for row in structure.optimizers},
+    )  # fmt: skip
 
 
 def state_for(
@@ -126,9 +131,14 @@ def _merged_state(bundle: ManifestDocument, base: int, policy: PerRankPolicy | N
     labels = [frozenset(label for _, label in walk(each.tree)) for each in bundle.structures]
     common = frozenset.intersection(*labels)
     own = labels[bundle.parts[base].structure] if policy is None else common
+    optimizers = {
+        row.label: row
+        for number in reversed(members)
+        for row in bundle.structures[number].optimizers
+    }
     return SavedState(
         merged.tree, merged.rows, homes, merged.values, items, common,
-        frozenset.union(*labels) - own, same_world=policy is None,
+        frozenset.union(*labels) - own, same_world=policy is None, optimizers=optimizers,
     )  # fmt: skip
 
 

@@ -2,8 +2,9 @@
 
 ``load_state_dict`` of a module or optimizer can fail half way, with parts of the object already
 changed. So foreseeable errors are checked first: shapes, dtypes, the keys of modules that load as
-torch does by default, the groups of optimizers. The load fills the tensors of the object's current
-``state_dict`` instead of new ones, so that ``load_state_dict`` gets the object's own tensors.
+torch does by default. :mod:`ckpipe.loading.optimizers` checks optimizers. The load fills the
+tensors of the object's current ``state_dict`` instead of new ones, so that ``load_state_dict`` gets
+the object's own tensors.
 
 An object that can do better than ``load_state_dict`` has a method::
 
@@ -30,6 +31,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from ckpipe.errors import StructureMismatch
 from ckpipe.format.keys import LabelFilter, join
 from ckpipe.format.tree import Node, children_of
+from ckpipe.loading.chunks import HeldElements
 from ckpipe.loading.select import any_selected
 from ckpipe.state_helpers import RngState
 from ckpipe.types import first_of
@@ -42,10 +44,14 @@ class SavedTensor:
     Args:
         dtype: Its dtype.
         shape: Its shape; of a sharded tensor the global shape.
+        held: Tells how much of a target tensor's elements the checkpoint has; None for all.
     """
 
     dtype: torch.dtype
     shape: tuple[int, ...]
+    held: Callable[[torch.Tensor], HeldElements] | None = field(
+        default=None, compare=False, repr=False
+    )
 
 
 _Found = TypeVar("_Found")
@@ -81,6 +87,8 @@ class SavedObject:
         common: The labels that all ranks had, if not all had the same ones.
         cast: Whether values may be converted to the dtype of a target tensor.
         memo: The memo of facts of live objects.
+        any_optimizer: Whether an optimizer may get the state of one of another class.
+        foreign: The labels that the loading rank did not save itself, in a world of equal size.
     """
 
     state: Any
@@ -89,6 +97,8 @@ class SavedObject:
     common: frozenset[str] | None = None
     cast: bool = False
     memo: InspectionMemo = field(default_factory=InspectionMemo)
+    any_optimizer: bool = False
+    foreign: frozenset[str] = frozenset()
 
     def at(self, *path: Any) -> str:
         """Return the label of an item, by its path of keys."""
@@ -278,58 +288,6 @@ def _refuse_other_class(obj: Any, lacks: list[str], label: str) -> None:
         )
 
 
-def check_optimizer(obj: torch.optim.Optimizer, node: Node, label: str, *, options: bool) -> None:
-    """Refuse groups that do not fit those of an optimizer.
-
-    ``load_state_dict`` accepts the groups of another kind of optimizer, although they lack options
-    that the optimizer's step needs. The first step then fails, or works without its state. If torch
-    has added options since the save, the optimizer's ``__setstate__`` adds them; it is called on a
-    copy to find out.
-    """
-    kind = type(obj)
-    groups = next((n for key, n, _ in children_of(node, label) if key == "param_groups"), None)
-    if groups is None:
-        return
-    saved = [
-        {key: child for key, child, _ in children_of(_inside(group), "")}
-        for _, group, _ in children_of(_inside(groups), "")
-    ]
-    # The parameters of a group without "params" were not selected.
-    counts = [
-        len(children_of(_inside(group["params"]), "")) if "params" in group else None
-        for group in saved
-    ]
-    live = [len(group["params"]) for group in obj.param_groups]
-    if counts != live and None not in counts:
-        raise StructureMismatch(
-            f"The optimizer has groups of {live} parameters, the checkpoint of {counts}",
-            key=label or None,
-            hint="Make it over the same parameters in the same groups",
-        )
-    if not options or kind.load_state_dict is not torch.optim.Optimizer.load_state_dict:
-        return
-    has = sorted({key for group in saved for key in group if key not in obj.defaults} - {"params"})
-    bare: list[dict[Any, Any]] = [{**dict.fromkeys(group), "params": []} for group in saved]
-    try:
-        copy = object.__new__(kind)
-        copy.__setstate__({"defaults": dict(obj.defaults), "state": {}, "param_groups": bare})
-    except Exception:  # a custom optimizer that needs more, and raises its own error in the load
-        return
-    needed = obj.defaults.keys() - _WAYS_TO_STEP
-    lacks = sorted({key for key in needed for group in bare if key not in group})
-    if lacks:
-        raise StructureMismatch(
-            f"The state is of another kind of optimizer: it lacks {', '.join(lacks)}, which "
-            f"{kind.__name__} needs" + (f", and has {', '.join(has)}" if has else ""),
-            key=label or None,
-            hint="Make the kind of optimizer that was saved, or leave its state out with exclude",
-        )
-
-
-# torch adds one of them to the defaults of any optimizer that has loaded a state.
-_WAYS_TO_STEP = {"foreach", "fused", "capturable", "differentiable"}
-
-
 def _inside(node: Node) -> Node:
     inner: Node = node[2] if node[0] == "shared" else node
     return inner
@@ -339,7 +297,7 @@ def mismatch(
     missing: list[str], unexpected: list[str], label: str = "", *, hint: str
 ) -> StructureMismatch:
     """Return the error for labels that only the checkpoint or only the target has."""
-    bare = {_unwrapped(each) for each in missing} & {_unwrapped(each) for each in unexpected}
+    bare = {unwrapped(each) for each in missing} & {unwrapped(each) for each in unexpected}
     if bare:
         hint = (
             "The names in the checkpoint or in the target have a prefix of a wrapper, such as DDP "
@@ -362,6 +320,6 @@ def mismatch(
 _WRAPPER_NAMES = ("module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 
 
-def _unwrapped(label: str) -> str:
+def unwrapped(label: str) -> str:
     """Return a label without the names under which wrappers hold a module."""
     return ".".join([part for part in label.split(".") if part not in _WRAPPER_NAMES])

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from ckpipe.errors import InvalidExtent, SharingConflict
-from ckpipe.loading.chunks import ChunkCopy, Regions, StoredTensor, StoredTensors
+from ckpipe.loading.chunks import ChunkCopy, HeldElements, Regions, StoredTensor, StoredTensors
 from ckpipe.loading.fill import (
     Destination,
     RawBytes,
@@ -121,6 +121,15 @@ class Targets:
     def filled(self) -> list[str]:
         """The labels of the live tensors that are filled, quoted."""
         return [repr(live.label) for live in self._noted]
+
+    def held(self, stored: StoredTensor, live: torch.Tensor) -> HeldElements:
+        """Tell how much of a live tensor's elements the checkpoint has.
+
+        Raises:
+            As :meth:`fill` does.
+        """
+        regions = regions_of(live, self._shardings, stored.label) if is_placed(live) else None
+        return self.stored.held(stored, regions)
 
     def settle(self) -> None:
         """Assign every live tensor to a round; call it once all are noted."""

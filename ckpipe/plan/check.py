@@ -139,7 +139,7 @@ def _check_tables(plan: RankPlan, captured: Captured) -> None:
             files=file_rows(plan.files, [0] * len(plan.files)), checksums=(0,) * plan.checksums,
             token="", started="", writer={},
         )  # fmt: skip
-        structure = Structure(captured.tree, rows, len(captured.values))
+        structure = Structure(captured.tree, rows, len(captured.values), captured.optimizers)
         bundle = ManifestDocument(
             "manifest", _NOBODY, plan.world_size, (structure,), (plan.layout,), (part,)
         )

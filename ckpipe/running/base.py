@@ -531,6 +531,7 @@ class PipelineBase:
         *,
         strict: bool,
         cast: bool,
+        optimizer_class: str,
         per_rank: PerRankPolicy | None,
         pickle: str,
         caller: Caller | None,
@@ -539,6 +540,8 @@ class PipelineBase:
         select = label_filter(include, exclude)
         if pickle not in ("refuse", "allow"):
             raise UsageError(f"pickle is 'refuse' or 'allow', not {pickle!r}")
+        if optimizer_class not in ("same", "any"):
+            raise UsageError(f"optimizer_class is 'same' or 'any', not {optimizer_class!r}")
         per_rank = self._settings.per_rank if per_rank is None else per_rank
         if not callable(per_rank) and per_rank not in ("raise", "drop", "rank0", "derive"):
             raise UsageError(
@@ -547,5 +550,6 @@ class PipelineBase:
         hold = None if into is None else LoadHold(self._lock, caller)
         interval = self._settings.switch_interval_seconds
         return LoadRequest(
-            into, select, strict, cast, pickle == "allow", per_rank, hold, caller, interval
-        )
+            into, select, strict, cast, optimizer_class == "any", pickle == "allow", per_rank, hold,
+            caller, interval,
+        )  # fmt: skip

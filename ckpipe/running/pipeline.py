@@ -248,6 +248,7 @@ class Pipeline(PipelineBase):
         exclude: Sequence[str] | None = None,
         strict: bool = True,
         cast: bool = False,
+        optimizer_class: Literal["same", "any"] = "same",
         fallback: bool = False,
         per_rank: PerRankPolicy | None = None,
         pickle: Literal["refuse", "allow"] = "refuse",
@@ -270,6 +271,10 @@ class Pipeline(PipelineBase):
             exclude: Globs of labels to leave as they are.
             strict: True if the keys of plain containers must be the same in target and checkpoint.
             cast: True to convert tensors to the dtype of the target.
+            optimizer_class: ``"any"`` to give an optimizer the state of an optimizer of another
+                class, as torch's ``load_state_dict`` does; options and state that only one of the
+                classes has are not converted. ``"same"`` raises ``StructureMismatch``. A class of
+                the same name and options in another module is the same.
             fallback: True to continue with the next older checkpoint if one is damaged. All of
                 several ranks must call alike, and damage that one of them finds counts for all.
             per_rank: Treatment of per-rank values, and of random generators
@@ -312,6 +317,7 @@ class Pipeline(PipelineBase):
                 exclude,
                 strict=strict,
                 cast=cast,
+                optimizer_class=optimizer_class,
                 per_rank=per_rank,
                 pickle=pickle,
                 caller=caller,
@@ -547,6 +553,7 @@ class SyncPipeline(PipelineBase):
         exclude: Sequence[str] | None = None,
         strict: bool = True,
         cast: bool = False,
+        optimizer_class: Literal["same", "any"] = "same",
         fallback: bool = False,
         per_rank: PerRankPolicy | None = None,
         pickle: Literal["refuse", "allow"] = "refuse",
@@ -560,6 +567,7 @@ class SyncPipeline(PipelineBase):
                 exclude,
                 strict=strict,
                 cast=cast,
+                optimizer_class=optimizer_class,
                 per_rank=per_rank,
                 pickle=pickle,
                 caller=caller,
@@ -635,6 +643,7 @@ def load(
     exclude: Sequence[str] | None = None,
     strict: bool = True,
     cast: bool = False,
+    optimizer_class: Literal["same", "any"] = "same",
     fallback: bool = False,
     per_rank: PerRankPolicy | None = None,
     pickle: Literal["refuse", "allow"] = "refuse",
@@ -654,6 +663,7 @@ def load(
         exclude: Globs of labels to leave as they are.
         strict: True if the keys of plain containers must be the same in target and checkpoint.
         cast: True to convert tensors to the dtype of the target.
+        optimizer_class: ``"any"`` to give an optimizer the state of one of another class.
         fallback: True to continue with the next older checkpoint if one is damaged.
         per_rank: Treatment of per-rank values.
         pickle: ``"allow"`` to load pickled objects, which runs code from the checkpoint.
@@ -674,6 +684,7 @@ def load(
             exclude=exclude,
             strict=strict,
             cast=cast,
+            optimizer_class=optimizer_class,
             fallback=fallback,
             per_rank=per_rank,
             pickle=pickle,

@@ -252,4 +252,4 @@ def _structure(captured: Captured) -> Structure:
         )
         for leaf in captured.tensors
     )  # fmt: skip
-    return Structure(captured.tree, rows, len(captured.values))
+    return Structure(captured.tree, rows, len(captured.values), captured.optimizers)

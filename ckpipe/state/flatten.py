@@ -39,6 +39,7 @@ import torch
 
 from ckpipe.errors import UnsupportedState
 from ckpipe.format.keys import MAX_DIGITS, Json, LabelFilter, encode_key, join, unique_label
+from ckpipe.format.manifest import OptimizerRow
 from ckpipe.format.tree import RECORDS, SEQUENCES, SETS, Node, leaf_labels
 from ckpipe.state.kinds import (
     SAVED_TWICE_IF_SHARED,
@@ -58,7 +59,13 @@ from ckpipe.state.tensors import (
     dtensor_type,
     leaf_of,
 )
-from ckpipe.state.values import PLAIN_VALUES, NotInline, class_path, encode_value
+from ckpipe.state.values import (
+    PLAIN_VALUES,
+    NotInline,
+    class_path,
+    encode_value,
+    shapes_of_parameters,
+)
 
 T = TypeVar("T")
 
@@ -73,6 +80,7 @@ class Captured:
         values: The inline values, encoded.
         replicated: The numbers of the tensors that an object in the state marks as held alike by
             several ranks, each with these ranks, or None for all; see :mod:`ckpipe.state.kinds`.
+        optimizers: The facts of optimizers that their ``state_dict`` lacks.
         memory: For each leaf its bytes, as a plain tensor on the same memory.
         objects: For each leaf the tensor or array itself, as it is in the state.
     """
@@ -81,6 +89,7 @@ class Captured:
     tensors: list[TensorLeaf]
     values: list[Json]
     replicated: Mapping[int, ReplicaGroup] = field(default_factory=dict)
+    optimizers: tuple[OptimizerRow, ...] = ()
     memory: list[torch.Tensor] = field(default_factory=list)
     objects: list[Any] = field(default_factory=list)
     _derived: dict[Hashable, Any] = field(default_factory=dict)
@@ -128,7 +137,9 @@ class Captured:
             memory: For each leaf its bytes.
             objects: For each leaf the tensor or array itself.
         """
-        made = Captured(self.tree, leaves, values, self.replicated, memory, objects)
+        made = Captured(
+            self.tree, leaves, values, self.replicated, self.optimizers, memory, objects
+        )
         made._described = self._described
         if leaves is self.tensors:
             made._derived = self._derived
@@ -487,6 +498,11 @@ class Flattened:
         node[:] = ABSENT if filled is None else filled
         return node
 
+    def _note_optimizer(self, opened: Container, label: str) -> None:
+        if opened.head is not None:
+            row = OptimizerRow(label, opened.head, shapes_of_parameters(opened.obj))
+            self.captured.optimizers += (row,)
+
     def _filled(self, opened: Container, label: str) -> Node | None:
         """Return the node of a container; None if it has children and none is selected."""
         kind, children, keys, head = opened.kind, opened.children, opened.keys, opened.head
@@ -499,6 +515,9 @@ class Flattened:
             node = self.child(opened, 0, label)
             if node is not None and self.omitted and not leaf_labels(node, label):
                 node = None  # empty containers alone are no part of an object
+            if kind == "stateful" and node is not None:
+                self._note_optimizer(opened, label)
+                return [kind, node]
             if kind == "registered" and node is not None and self.omitted:
                 raise part_of_registered(label)
             return node and ([kind, node] if head is None else [kind, head, node])

@@ -28,10 +28,10 @@ import torch
 from torch import nn
 
 from ckpipe.errors import InvalidManifest, UnsupportedState, UsageError
-from ckpipe.format.keys import Json, encode_key
+from ckpipe.format.keys import Json, encode_key, label_part
 from ckpipe.interpreter import user_code
 from ckpipe.state.data_parallel import equal_places, place_of
-from ckpipe.state.values import lasting_path
+from ckpipe.state.values import lasting_path, optimizer_kind
 
 SAVED_TWICE_IF_SHARED = frozenset((tuple, frozenset, set))
 """Types whose objects are saved twice if they are in two places."""
@@ -192,6 +192,8 @@ def _dataclass(opened: Container) -> None:
 
 
 def _stateful(opened: Container) -> None:
+    if isinstance(opened.obj, torch.optim.Optimizer):
+        opened.head = optimizer_kind(opened.obj)
     with user_code("state_dict", opened.label):
         state = live_state_dict(opened.obj)
         opened.live = state is not None

@@ -19,6 +19,8 @@ from typing import Any, cast
 
 import numpy as np
 import torch
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
 
 from ckpipe.errors import InvalidManifest, StructureMismatch
 from ckpipe.format.dtypes import DTYPES, NAMES
@@ -251,6 +253,37 @@ _DECODERS: dict[str, Callable[..., Any]] = {
 def class_path(cls: type[Any]) -> str:
     """Return the name of a class in a manifest: its module and qualified name."""
     return f"{cls.__module__}:{cls.__qualname__}"
+
+
+_TRANSPARENT = (
+    "accelerate.optimizer:AcceleratedOptimizer",
+    "torch.distributed.optim.named_optimizer:_NamedOptimizer",
+    "torch.distributed.optim.zero_redundancy_optimizer:ZeroRedundancyOptimizer",
+)
+"""Wrappers of an optimizer whose state has its form."""
+
+
+def optimizer_kind(optimizer: Optimizer) -> str:
+    """Return the path of an optimizer's class, with that of an optimizer inside of it, if any.
+
+    A wrapper whose state has the form of the wrapped optimizer's counts as that.
+    """
+    path = class_path(type(optimizer))
+    held = (each for each in vars(optimizer).values() if isinstance(each, Optimizer))
+    inner = next((each for each in held if each is not optimizer), None)
+    if inner is None:
+        return path
+    return optimizer_kind(inner) if path in _TRANSPARENT else f"{path}({class_path(type(inner))})"
+
+
+def shapes_of_parameters(optimizer: Optimizer) -> tuple[tuple[int, ...] | None, ...]:
+    """Return the shapes of an optimizer's parameters, in order; None for those that change."""
+    parameters = [each for group in optimizer.param_groups for each in group["params"]]
+    # FSDP1 gives a parameter the shape of its shard or of all of it, as training goes on.
+    return tuple(
+        None if is_lazy(each) or hasattr(each, "_fsdp_flattened") else tuple(each.shape)
+        for each in parameters
+    )
 
 
 def lasting_path(cls: type[Any]) -> str:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ckpipe.errors import ShapeMismatch, SharingConflict, StructureMismatch
+from ckpipe.loading.optimizers import check_conversion, kind_mismatch
 from ckpipe.loading.rehearsal import rehearse
 from ckpipe.loading.stateful import (
     LoadTargets,
@@ -28,8 +29,7 @@ from ckpipe.loading.stateful import (
     saves_as_torch_does,
     writable,
 )
-from ckpipe.state.values import class_path
-from ckpipe.training.names import ModelNames
+from ckpipe.training.names import ModelNames, is_sharded
 from ckpipe.training.optimizers import (
     NO_OPTIONS,
     OWN_OPTIONS,
@@ -85,7 +85,7 @@ def load_targets(
     if "optimizer" in saved.state and not optimizers:
         found.unexpected.append(saved.at("optimizer"))
     elif "optimizer" in saved.state:
-        matching = _OptimizerMatch(saved, model, optimizers, found, elsewhere)
+        matching = _OptimizerMatch(saved, model, optimizers, found, elsewhere, stages=stages)
         tree["optimizer"] = matching.tree
         steps.append(matching.attach)
     elif _wants_optimizers(saved, optimizers):
@@ -295,9 +295,11 @@ class _OptimizerMatch:
         optimizers: Sequence[NamedOptimizer],
         found: LoadTargets,
         elsewhere: Callable[[str], bool],
+        *,
+        stages: bool,
     ) -> None:
         self._saved, self._optimizers, self._found = saved, optimizers, found
-        self._is_elsewhere = elsewhere
+        self._is_elsewhere, self._stages = elsewhere, stages
         self._there = saved.state["optimizer"]
         self.tree: dict[str, Any] = {}
         self._states: list[dict[int, dict[str, Any] | None]] = [{} for _ in optimizers]
@@ -305,6 +307,7 @@ class _OptimizerMatch:
         self._together: dict[int, dict[str, Any]] = {}
         self._kept = self._there.get("state", {})
         self._with_joint_state: set[int] = set()
+        self._of_another_class: set[int] = set()
         for each in optimizers:
             for parameter, names in zip(each.parameters, each.names, strict=True):
                 _refuse_meta(parameter, saved.at("optimizer", "state", names[0]))
@@ -312,11 +315,14 @@ class _OptimizerMatch:
         self._forget_made_up_state()
         ours = frozenset(name for names in model.parameters.values() for name in names)
         self._match_groups(groups)
+        self._match_empty_groups()
         self._match_joint(ours)
         if "state" in self._there:
             self.tree["state"] = {}
             self._match_state()
             self._find_dropped(groups, ours)
+        for number in self._of_another_class:
+            self._check_conversion(number)
 
     def attach(self) -> None:
         """Put the loaded state into the optimizers, once all of it is read."""
@@ -331,7 +337,8 @@ class _OptimizerMatch:
             together = self._together.get(number)
             if together is not None:
                 together = _moved(together, each.parameters[0].device)
-            attach(each, states, self._options[number], together)
+            other = number in self._of_another_class
+            attach(each, states, self._options[number], together, of_another_class=other)
 
     # Groups
 
@@ -391,6 +398,55 @@ class _OptimizerMatch:
                         raise _divided(groups[saved_number], home[1], name)
                 self._match_options([groups[n] for n in into], live, each, number)
 
+    def _match_empty_groups(self) -> None:
+        """Map saved groups without parameters to such groups of the same optimizer.
+
+        Raises:
+            StructureMismatch: If the optimizer has another number of them.
+        """
+        if "empty" not in self._there:
+            return
+        tree = self.tree["empty"] = {}
+        for first, saved in self._there["empty"].items():
+            label = self._saved.at("optimizer", "empty", first)
+            homes = [
+                (live, each, number)
+                for number, each in enumerate(self._optimizers)
+                if any(first in names for names in each.names) or not (first or each.names)
+                for live, _, places in each.groups
+                if not places
+            ]
+            groups = [
+                _SavedGroup(
+                    self._saved.at("optimizer", "empty", first, number),
+                    group.get("optimizer", ""),
+                    group.get("options", {}),
+                    {},
+                )
+                for number, group in saved.items()
+            ]
+            if len(homes) != len(groups):
+                # The same group may have parameters where the model is divided otherwise.
+                if self._stages or not self._saved.is_everywhere(label):
+                    self._found.unexpected.append(label)
+                    continue
+                raise StructureMismatch(
+                    f"The checkpoint has {len(groups)} param groups without parameters, and the "
+                    f"optimizer {len(homes)}",
+                    key=label,
+                    hint="Make the optimizer's groups as they were saved, or leave the options out "
+                    f"with exclude=[{label!r}]",
+                )
+            tree[first] = {
+                number: {"options": group.targets} if "options" in saved[number] else {}
+                for number, group in zip(saved, groups, strict=True)
+            }
+            named = {live.get("name"): (live, each, number) for live, each, number in homes}
+            if None not in named and named.keys() == {each.options.get("name") for each in groups}:
+                homes = [named[group.options["name"]] for group in groups]
+            for group, (live, each, number) in zip(groups, homes, strict=True):
+                self._match_options([group], live, each, number)
+
     def _check_shape(self, group: _SavedGroup, name: str, parameter: torch.Tensor) -> None:
         shape = group.shapes[name]
         if shape is not None and tuple(shape) != tuple(parameter.shape):
@@ -408,17 +464,8 @@ class _OptimizerMatch:
         each: NamedOptimizer,
         number: int,
     ) -> None:
-        kind = class_path(type(each.optimizer))
         for group in groups:
-            lacks = each.optimizer.defaults.keys() - {*OWN_OPTIONS, *group.options}
-            if group.kind and group.options and group.kind != kind and lacks:
-                raise StructureMismatch(
-                    f"The state of a {group.kind.rpartition(':')[2]} does not fit a "
-                    f"{kind.rpartition(':')[2]}: it has no {', '.join(sorted(lacks))}",
-                    key=group.label,
-                    hint="Load it into an optimizer of the same kind, or leave the optimizer out "
-                    f"with include=[{self._saved.at('model')!r}]",
-                )
+            self._check_kind(group, each, number)
             if not _same(group.compared(), groups[0].compared()):
                 raise _differing(groups[0], group)
             for key, value in group.compared().items():
@@ -432,6 +479,39 @@ class _OptimizerMatch:
                     group.targets[key] = made
         if groups and groups[0].targets:
             self._options[number].append((live, groups[0].targets))
+
+    def _check_kind(self, group: _SavedGroup, each: NamedOptimizer, number: int) -> None:
+        """Compare the class of an optimizer with that of a saved group's.
+
+        Raises:
+            StructureMismatch: If they differ, and the load may not give state to another class.
+        """
+        whole = self._saved.select.selects_all
+        error = kind_mismatch(
+            group.kind,
+            group.options if whole else None,
+            each.optimizer,
+            group.label,
+            f"include=[{self._saved.at('model')!r}]",
+        )
+        if error is not None and not self._saved.any_optimizer:
+            raise error
+        if error is not None:
+            self._of_another_class.add(number)
+
+    def _check_conversion(self, number: int) -> None:
+        each = self._optimizers[number]
+        states: dict[Any, Any] = {
+            place: self._kept[name]
+            for place, names in enumerate(each.names)
+            for name in names
+            if name in self._kept
+        }
+        for first, together in self._there.get("joint", {}).items():
+            if first in (each.names[0] if each.names else ()):
+                states |= together.get("state", {})
+        groups = [live for live, _ in self._options[number]]
+        check_conversion(each.optimizer, groups, states, self._saved.at("optimizer"))
 
     # State
 
@@ -478,11 +558,11 @@ class _OptimizerMatch:
                 for place in places:
                     names, parameter = each.names[place], each.parameters[place]
                     there = [name for name in names if name in self._kept]
-                    if not there:
+                    first = self._held_state(there[0], parameter) if there else {}
+                    if not first:
                         self._go_without(number, place, names)
                         continue
                     live = each.taken["state"].get(each.numbers[place], {})
-                    first = self._kept[there[0]]
                     lies_plain = plain.get(there[0], ())
                     state = {
                         key: _tensor_for(
@@ -499,7 +579,7 @@ class _OptimizerMatch:
                         if not self._saved.selects("optimizer", "state", there[0], key):
                             state[key] = live[key]
                     for name in there:
-                        if not _same(self._kept[name], first):
+                        if not _same(self._held_state(name, parameter), first):
                             raise SharingConflict(
                                 f"The target ties {name!r} and {there[0]!r}, for which the "
                                 "checkpoint holds different state",
@@ -509,6 +589,42 @@ class _OptimizerMatch:
                         # Each of several names has its own dict in the tree, with the same tensors.
                         self.tree["state"][name] = dict(state)
                     self._states[number][place] = self.tree["state"][there[0]]
+
+    def _held_state(self, name: str, parameter: torch.Tensor) -> Mapping[str, Any]:
+        """Return the saved state of a parameter's elements on this rank.
+
+        Some ranks may have had no state for their shards, such as those of experts that have got
+        no token yet.
+
+        Raises:
+            StructureMismatch: If this rank holds elements with saved state and others without.
+        """
+        state: Mapping[str, Any] = self._kept[name]
+        at = partial(self._saved.at, "optimizer", "state", name)
+        if all(self._saved.is_everywhere(at(key)) for key in state):
+            return state
+        held = {
+            key: value.held(parameter)
+            for key, value in state.items()
+            if isinstance(value, SavedTensor)
+            and value.held is not None
+            and value.shape == parameter.shape
+            and not self._saved.is_everywhere(at(key))
+        }
+        for key, elements in held.items():
+            if elements.some and not elements.all:
+                raise StructureMismatch(
+                    f"Ranks {first_of(list(map(str, elements.without)))} saved no state for their "
+                    "shards of this parameter, and this rank needs elements of them and others",
+                    key=at(key),
+                    hint="Load it with the ranks and shards that saved it, or drop the state of "
+                    f"the parameter with exclude=[{at()!r}]",
+                )
+        foreign = is_sharded(parameter) and at() in self._saved.foreign
+        dropped = {key for key, each in held.items() if not each.some and (foreign or not each.all)}
+        if dropped == held.keys() and (dropped or foreign):
+            return {}
+        return {key: value for key, value in state.items() if key not in dropped}
 
     def _check_units(self, each: NamedOptimizer) -> None:
         """Check that all parameters of one flat parameter of FSDP1 have state, or none has.
@@ -537,10 +653,10 @@ class _OptimizerMatch:
 
     def _go_without(self, number: int, place: int, names: Sequence[str]) -> None:
         """Record that a parameter has no saved state, if the load selects its state."""
-        if number in self._with_joint_state:
-            return
         if self._saved.selects("optimizer", "state", names[0]):
             self._states[number][place] = None
+            if number in self._with_joint_state:
+                return
             self._found.missing.append(self._saved.at("optimizer", "state", names[0]))
 
     def _find_dropped(self, groups: Sequence[_SavedGroup], ours: frozenset[str]) -> None:
@@ -587,7 +703,7 @@ class _OptimizerMatch:
                 ):
                     parts = together.keys() & {"state", "extra"}
                     tree[first] = self._together[number] = dict.fromkeys(parts)
-                    if together.get("state"):
+                    if 0 in together.get("state", {}):
                         self._with_joint_state.add(number)
                     break
             else:

@@ -5,6 +5,7 @@ The form of the saved state, which docs/format.md describes too::
     {"groups": {first: {"optimizer": class, "options": {...}, "params": {name: shape, ...}}},
      "state": {name: {key: value, ...}},
      "plain": {name: [key, ...]},
+     "empty": {first: {number: {"optimizer": class, "options": {...}}, ...}},
      "joint": {first: {"params": [name, ...], "state": {...}, "extra": {...}}}}
 
 The key of a group is the name of its first parameter. A group is a set of names, so the groups of
@@ -13,8 +14,9 @@ parameter has all its names in ``params``, and its state under each.
 
 A tensor of the shape of its parameter is placed and sharded like it when it is loaded. Any other
 tensor, and one called ``step``, is whole on each rank. ``plain`` names the exceptions. ``joint`` is
-state that belongs to no single parameter, such as that of LBFGS. ``plain`` and ``joint`` exist only
-if they are not empty.
+state that belongs to no single parameter, such as that of LBFGS. ``empty`` has the groups without
+parameters, numbered, under the first parameter of their optimizer. ``plain``, ``joint`` and
+``empty`` exist only if they are not empty.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ from torch.optim import Optimizer
 
 from ckpipe.errors import UnsupportedState
 from ckpipe.state.tensors import tensors_in
-from ckpipe.state.values import class_path
+from ckpipe.state.values import optimizer_kind
 from ckpipe.training.names import ModelNames, is_sharded
 
 OWN_OPTIONS = ("foreach", "fused", "capturable", "differentiable")
@@ -142,6 +144,8 @@ def attach(
     states: Mapping[int, dict[str, Any] | None],
     options: Sequence[tuple[dict[str, Any], dict[str, Any]]],
     together: Mapping[str, Any] | None,
+    *,
+    of_another_class: bool,
 ) -> None:
     """Put loaded state into an optimizer.
 
@@ -153,6 +157,7 @@ def attach(
         states: The new state of parameters, by their indices; None removes it.
         options: Groups with their new options.
         together: State of no single parameter, and other keys of the ``state_dict``.
+        of_another_class: Whether the state is of another class of optimizer.
     """
     for group, new in options:
         for key, value in new.items():
@@ -161,7 +166,7 @@ def attach(
                 live.fill_(value)
             else:
                 group[key] = value
-    if named.fsdp is not None or _loads_its_own_way(named.optimizer):
+    if named.fsdp is not None or of_another_class or _loads_its_own_way(named.optimizer):
         _load_state_dict(named, states, together)
     else:
         _put_state(named.optimizer.state, named.parameters, states, together)
@@ -363,6 +368,7 @@ def optimizers_state(optimizers: Sequence[NamedOptimizer]) -> dict[str, Any]:
     states: dict[str, Any] = {}
     plain: dict[str, Any] = {}
     joint: dict[str, Any] = {}
+    empty: dict[str, dict[int, Any]] = {}
     taken: set[str] = set()
     for each in optimizers:
         for names in each.names:
@@ -372,6 +378,9 @@ def optimizers_state(optimizers: Sequence[NamedOptimizer]) -> dict[str, Any]:
                 )
             taken.add(names[0])
         groups.update(_groups(each))
+        for group in _empty_groups(each):
+            of_first = empty.setdefault(each.names[0][0] if each.names else "", {})
+            of_first[len(of_first)] = group
         together = each.kept_together
         if together is not None:
             _refuse_sharded(each, together)
@@ -396,6 +405,8 @@ def optimizers_state(optimizers: Sequence[NamedOptimizer]) -> dict[str, Any]:
         found["plain"] = plain
     if joint:
         found["joint"] = joint
+    if empty:
+        found["empty"] = empty
     return found
 
 
@@ -424,9 +435,16 @@ def _groups(each: NamedOptimizer) -> Iterator[tuple[str, Any]]:
             name: each.parameters[place].shape for place in places for name in each.names[place]
         }
         if shapes:
-            options = {key: value for key, value in taken.items() if key not in NO_OPTIONS}
-            kind = class_path(type(each.optimizer))
-            yield next(iter(shapes)), {"optimizer": kind, "options": options, "params": shapes}
+            yield next(iter(shapes)), {**_options(each, taken), "params": shapes}
+
+
+def _empty_groups(each: NamedOptimizer) -> list[dict[str, Any]]:
+    return [_options(each, taken) for _, taken, places in each.groups if not places]
+
+
+def _options(each: NamedOptimizer, taken: Mapping[str, Any]) -> dict[str, Any]:
+    options = {key: value for key, value in taken.items() if key not in NO_OPTIONS}
+    return {"optimizer": optimizer_kind(each.optimizer), "options": options}
 
 
 def _is_exception(key: str, value: Any, parameter: torch.Tensor, names: Sequence[str]) -> bool:
