@@ -150,7 +150,8 @@ def attach(
     """Put loaded state into an optimizer.
 
     Its groups stay the same dicts, and tensors in them the same tensors. An optimizer with a
-    ``load_state_dict`` of its own, or with hooks on it, gets all state by that method.
+    ``load_state_dict`` of its own, or with hooks on it or on ``state_dict``, gets all state by that
+    method; so does one that gets the state of another class, which torch converts a little.
 
     Args:
         named: The optimizer.
@@ -167,7 +168,7 @@ def attach(
             else:
                 group[key] = value
     if named.fsdp is not None or of_another_class or _loads_its_own_way(named.optimizer):
-        _load_state_dict(named, states, together)
+        _load_state_dict(named, states, together, keep_dtypes=not of_another_class)
     else:
         _put_state(named.optimizer.state, named.parameters, states, together)
 
@@ -192,6 +193,8 @@ def _load_state_dict(
     named: NamedOptimizer,
     states: Mapping[int, dict[str, Any] | None],
     together: Mapping[str, Any] | None,
+    *,
+    keep_dtypes: bool,
 ) -> None:
     optimizer = named.optimizer
     packed = {**named.taken, **(together or {}).get("extra", {})}
@@ -210,7 +213,16 @@ def _load_state_dict(
             packed = FullyShardedDataParallel.optim_state_dict_to_load(
                 named.fsdp, optimizer, packed
             )
-    optimizer.load_state_dict(packed)
+    # Hooks may convert state, so state that is not loaded does not take the way through them.
+    untouched = {
+        parameter: optimizer.state[parameter]
+        for place, parameter in enumerate(named.parameters)
+        if place not in states and parameter in optimizer.state
+    }
+    with _dtypes_kept(optimizer, packed) if keep_dtypes else contextlib.nullcontext():
+        optimizer.load_state_dict(packed)
+    if together is None:
+        optimizer.state.update(untouched)
     for group, content, new in zip(groups, contents, optimizer.param_groups, strict=True):
         for key, value in new.items():
             old = content.get(key)
@@ -219,24 +231,73 @@ def _load_state_dict(
         group.clear()
         group.update(new)
     optimizer.param_groups[:] = groups
-    if type(optimizer).load_state_dict is Optimizer.load_state_dict:
-        _undo_casts(optimizer, packed)
 
 
-def _undo_casts(optimizer: Optimizer, packed: Mapping[str, Any]) -> None:
-    """Restore saved dtypes if torch has cast state to the dtype of its parameter."""
-    numbers = [number for group in packed["param_groups"] for number in group["params"]]
+@contextlib.contextmanager
+def _dtypes_kept(optimizer: Optimizer, packed: Mapping[str, Any]) -> Iterator[None]:
+    """Undo torch's casts of state to the dtype of its parameter, between the user's hooks.
+
+    Hooks before the load make the state that the optimizer is to have, and hooks after it find
+    that. If a hook changes the saved ``state_dict``, its dtypes say nothing of the optimizer's own:
+    what no hook converts back keeps the dtype that torch gives it.
+    """
+    if type(optimizer).load_state_dict is not Optimizer.load_state_dict:
+        yield
+        return
+    given: dict[str, Any] = {}
+    is_changed = bool(optimizer._optimizer_state_dict_post_hooks)
+
+    def note(_: Optimizer, state: dict[str, Any]) -> None:
+        given.update(state)
+
+    def undo(_: Optimizer) -> None:
+        _undo_casts(optimizer, given, packed["state"] if is_changed else {})
+
+    hooks = (
+        optimizer.register_load_state_dict_pre_hook(note),
+        optimizer.register_load_state_dict_post_hook(undo, prepend=True),
+    )
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _undo_casts(
+    optimizer: Optimizer, given: Mapping[str, Any], but: Mapping[Any, Mapping[str, Any]]
+) -> None:
+    """Restore the dtypes of state that torch has cast to the dtype of its parameter.
+
+    Args:
+        optimizer: The optimizer.
+        given: The state that it was given.
+        but: State whose casts stand.
+    """
+    numbers = [number for group in given["param_groups"] for number in group["params"]]
     parameters = [each for group in optimizer.param_groups for each in group["params"]]
     for number, parameter in zip(numbers, parameters, strict=True):
         live = optimizer.state.get(parameter, {})
-        for key, value in packed["state"].get(number, {}).items():
-            found = live.get(key)
-            if (
-                isinstance(value, torch.Tensor)
-                and isinstance(found, torch.Tensor)
-                and value.dtype != found.dtype == parameter.dtype
-            ):
-                live[key] = value.to(found.device)
+        left = but.get(number, {})
+        for key, value in given["state"].get(number, {}).items():
+            if key in live and not (key in left and _dtypes(left[key]) == _dtypes(value)):
+                live[key] = _uncast(live[key], value, parameter.dtype)
+
+
+def _dtypes(value: Any) -> list[torch.dtype]:
+    return [each.dtype for each in tensors_in(value)]
+
+
+def _uncast(found: Any, value: Any, dtype: torch.dtype) -> Any:
+    """Return a value as it was before torch has cast the tensors in it to a dtype."""
+    if isinstance(value, torch.Tensor) and isinstance(found, torch.Tensor):
+        return value.to(found.device) if value.dtype != found.dtype == dtype else found
+    if isinstance(value, dict) and isinstance(found, dict):
+        return {key: _uncast(each, value.get(key), dtype) for key, each in found.items()}
+    if type(value) in (list, tuple) and type(found) is type(value) and len(found) == len(value):
+        pairs = zip(found, value, strict=True)
+        return type(value)([_uncast(*each, dtype) for each in pairs])
+    return found
 
 
 def _loads_its_own_way(optimizer: Optimizer) -> bool:
@@ -251,6 +312,7 @@ def _loads_its_own_way(optimizer: Optimizer) -> bool:
         or kind.load_state_dict is not Optimizer.load_state_dict
         or optimizer._optimizer_load_state_dict_pre_hooks
         or optimizer._optimizer_load_state_dict_post_hooks
+        or optimizer._optimizer_state_dict_post_hooks
     )
 
 
