@@ -373,6 +373,15 @@ def _of_fsdp1(
             "A list of modules is not saved with FSDP1",
             hint="Use fully_shard for the stages of a model",
         )
+    for path, parameter, _ in _flat_parameters(modules[0]):
+        for name, extension in zip(parameter._fqns, parameter._param_extensions, strict=True):
+            if extension is not None:  # the original parameter is a DTensor
+                raise UnsupportedState(
+                    "FullyShardedDataParallel wraps a tensor-parallel parameter, and torch mixes "
+                    f"up the state that a {type(optimizer).__name__} has for it",
+                    key=_bare(f"{path}.{name}", model),
+                    hint="Use fully_shard, or save the model without the optimizer",
+                )
     try:
         with _sharded_state_dicts(modules[0]):
             taken = FullyShardedDataParallel.optim_state_dict(modules[0], optimizer)
@@ -395,15 +404,18 @@ def _of_fsdp1(
     return NamedOptimizer(optimizer, taken, numbers, parameters, names, modules[0], units)
 
 
-def _units(module: nn.Module, model: ModelNames) -> Iterator[list[str]]:
-    """Yield the names of the parameters in each flat parameter of FSDP1."""
+def _flat_parameters(module: nn.Module) -> Iterator[tuple[str, Any, bool]]:
+    """Yield each flat parameter of FSDP1: its path, itself, and whether its originals stay."""
     for path, each in module.named_modules():
-        if (
-            isinstance(each, FullyShardedDataParallel)
-            and each._flat_param is not None
-            and not each._use_orig_params
-        ):
-            yield [_bare(f"{path}.{name}", model) for name in each._flat_param._fqns]
+        if isinstance(each, FullyShardedDataParallel) and each._flat_param is not None:
+            yield path, each._flat_param, each._use_orig_params
+
+
+def _units(module: nn.Module, model: ModelNames) -> Iterator[list[str]]:
+    """Yield the names of the parameters that each flat parameter of FSDP1 stands for."""
+    for path, parameter, keeps_originals in _flat_parameters(module):
+        if not keeps_originals:
+            yield [_bare(f"{path}.{name}", model) for name in parameter._fqns]
 
 
 def parameter_names(modules: Sequence[nn.Module], model: ModelNames) -> set[str]:

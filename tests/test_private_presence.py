@@ -1,0 +1,68 @@
+"""State that only some ranks have for a sharded parameter, and state that torch mixes up."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from gang import Gang, told
+from private_presence import CASES, KINDS, SHAPE
+from torch import nn
+
+from ckpipe import SyncPipeline
+from ckpipe.distributed import training_state
+from ckpipe.errors import StructureMismatch
+
+KEY = "t.optimizer.state.experts"
+
+
+def test_state_of_some_ranks_goes_back_to_them_or_the_load_names_them(
+    world: Gang, tmp_path: Path
+) -> None:
+    root = tmp_path / "run"
+    assert world.run("private_presence:save_and_load", root, 2) == [0, 0]
+    loads = told(root, "loads")
+    assert {rank: len(every) for rank, every in loads.items()} == {0: 24, 1: 24}
+    saved_by = {rank: [each[4] for each in every] for rank, every in loads.items()}
+    for rank, every in loads.items():
+        for number, each in enumerate(every):
+            kind, had, layout, stepped, saved, before, found, missing, error = each
+            where = f"{kind}, rank {had} had state, {layout} on rank {rank}, stepped: {stepped}"
+            if layout == "columns":  # each rank needs elements of both
+                assert found == before, where
+                assert error is not None, where
+                assert error.startswith("StructureMismatch"), where
+                assert f"Ranks {1 - had} saved no state" in error, where
+                assert KEY in error, where
+                continue
+            assert error is None, f"{where}: {error}"
+            expected = saved if layout == "same" else saved_by[1 - rank][number]
+            assert found == expected, where
+            assert missing == ([] if expected else [KEY]), where
+    # One process needs the elements of all.
+    for step, (name, had) in enumerate(CASES):
+        net = nn.Module()
+        net.experts = nn.Parameter(torch.zeros(SHAPE))
+        optimizer = KINDS[name](net.parameters())
+        with SyncPipeline(root) as pipeline, pytest.raises(StructureMismatch) as caught:
+            pipeline.load({"t": training_state(net, optimizer)}, step=step)
+        assert f"Ranks {1 - had} saved no state" in str(caught.value)
+        assert caught.value.key
+        assert caught.value.key.startswith(KEY)
+        assert not optimizer.state
+        assert not net.experts.any()
+        with SyncPipeline(root) as pipeline:
+            pipeline.load({"t": training_state(net, optimizer)}, step=step, exclude=[KEY])
+        assert net.experts.any()
+
+
+def test_flat_parameters_over_tensor_parallel_are_refused_with_their_optimizer(
+    world: Gang, tmp_path: Path
+) -> None:
+    assert world.run("private_presence:flat_over_tensor_parallel", tmp_path, 4) == [0] * 4
+    for every in told(tmp_path, "flat").values():
+        (parallel, error, same), (alone, none, alike) = every
+        assert (parallel, same, alone, none, alike) == (True, True, False, None, True)
+        assert error.startswith("UnsupportedState")
+        assert "'0.weight'" in error
