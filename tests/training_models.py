@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import LBFGS, Optimizer
-from training_optimizers import TARGETS_OWN, optimizers_of
+from training_optimizers import TARGETS_OWN, add_hooks, optimizers_of
 from training_variants import Net, Variant
 from training_wrappers import WRAPPERS
 
@@ -91,6 +91,10 @@ def make(wrapper: str, kind: str, variant: Variant) -> Trained:
         named = {name: each for name, each in named.items() if each.requires_grad}
     runs: list[str] = []
     optimizers = optimizers_of(kind, named, variant, runs)
+    for each in optimizers:
+        add_hooks(each, variant.hooks)
+        if variant.subclass:
+            each.__class__ = type("Derived", (type(each),), {})
     for group in (group for each in optimizers for group in each.param_groups):
         if variant.options != "usual":
             group["lr"] = torch.tensor(group["lr"])

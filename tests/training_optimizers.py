@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
 
 import torch
 from torch.optim import LBFGS, SGD, Adafactor, AdamW, Optimizer, SparseAdam
@@ -99,6 +99,47 @@ def optimizers_of(
     optimizer.register_step_pre_hook(lambda *_: runs.append("before"))
     optimizer.register_step_post_hook(lambda *_: runs.append("after"))
     return [optimizer]
+
+
+SMALL = torch.float16
+"""The dtype in which hooks keep moments in saved states."""
+
+
+def is_moment(key: Any, value: Any) -> bool:
+    return key != "step" and isinstance(value, torch.Tensor) and value.is_floating_point()
+
+
+def add_hooks(optimizer: Optimizer, hooks: Literal["none", "cast", "drop"]) -> None:
+    """Let hooks change what an optimizer saves, and change it back before it loads."""
+
+    def change(
+        state: dict[str, Any], each: Callable[[dict[Any, Any]], dict[Any, Any]]
+    ) -> dict[str, Any]:
+        states = {number: each(dict(kept)) for number, kept in state["state"].items()}
+        return {**state, "state": states}
+
+    def cast(kept: dict[Any, Any], dtype: torch.dtype) -> dict[Any, Any]:
+        return {key: v.to(dtype) if is_moment(key, v) else v for key, v in kept.items()}
+
+    def drop(kept: dict[Any, Any]) -> dict[Any, Any]:
+        return {key: value for key, value in kept.items() if key != DROPPED}
+
+    def make_anew(kept: dict[Any, Any]) -> dict[Any, Any]:
+        return {**kept, DROPPED: torch.ones_like(kept["exp_avg"])}
+
+    if hooks == "cast":
+        optimizer.register_state_dict_post_hook(
+            lambda _, state: change(state, lambda kept: cast(kept, SMALL))
+        )
+        optimizer.register_load_state_dict_pre_hook(
+            lambda _, state: change(state, lambda kept: cast(kept, torch.float32))
+        )
+    elif hooks == "drop":
+        optimizer.register_state_dict_post_hook(lambda _, state: change(state, drop))
+        optimizer.register_load_state_dict_pre_hook(lambda _, state: change(state, make_anew))
+
+
+DROPPED = "exp_avg_sq"
 
 
 OPTIMIZERS: Sequence[str] = (

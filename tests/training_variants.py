@@ -31,6 +31,9 @@ class Variant:
             have or only those of the target.
         counted: Whether a module has extra state.
         summed: Whether the optimizer has state that is of no parameter.
+        subclass: Whether the optimizers are of a class derived from the usual one.
+        hooks: Whether hooks cast moments in saved states to a small dtype and back, or drop them
+            and make them anew.
     """
 
     steps: int = 2
@@ -47,6 +50,8 @@ class Variant:
     options: Literal["usual", "saved", "target"] = "usual"
     counted: bool = False
     summed: bool = False
+    subclass: bool = False
+    hooks: Literal["none", "cast", "drop"] = "none"
 
 
 class Counter(nn.Module):

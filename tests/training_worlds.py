@@ -14,7 +14,7 @@ from forks import Case
 from gang import SETTINGS, tell
 from training_cells import RANKS, SCENARIOS, TRIPLED, Cell, Saved
 from training_models import Trained, make
-from training_optimizers import LR
+from training_optimizers import DROPPED, LR, SMALL, is_moment
 from training_references import (
     Reference,
     difference,
@@ -170,6 +170,7 @@ UNINTERRUPTED = (
     "same", "into a fresh one", "unused", "frozen at both", "frozen after steps",
     "before the first step", "before any step", "groups reordered", "equal groups 2 to 1",
     "parameters reordered", "tied", "extra state", "state of no parameter",
+    "another class at both",
 )  # fmt: skip
 """Scenarios whose target is the training that was saved, and goes on as that did."""
 
@@ -195,6 +196,14 @@ def expected_of(reference: Reference, cell: Cell) -> Reference:
                 key: value.to(target.dtype) if is_cast(key, value, dtype) else value
                 for key, value in kept.items()
             }
+    hooks = SCENARIOS[cell.scenario].saved.hooks
+    for name, kept in state.items() if hooks != "none" else ():
+        state[name] = {
+            key: value.to(SMALL).to(value.dtype) if is_moment(key, value) else value
+            for key, value in kept.items()
+        }
+        if hooks == "drop":
+            state[name] = {**kept, DROPPED: torch.ones_like(kept[DROPPED])}
     if cell.scenario == "tied at the save":
         options["spare.weight"] = options["third.weight"]
         if "third.weight" in state:
