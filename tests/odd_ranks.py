@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import warnings
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -16,8 +17,10 @@ from forks import Case
 from gang import SETTINGS, URL, collectives, private, tell
 from mortal_runs import note
 from odd_states import FULL, HALVES, ODD, on, spread, wrong
+from torch.distributed._shard import sharded_tensor
+from torch.distributed._shard.sharding_spec import ChunkShardingSpec
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import ckpipe
@@ -269,3 +272,50 @@ def meshes_within_meshes(case: Case) -> None:
         except UnsupportedTopology as error:
             refused = [error.step, error.key]
             note(case["root"], json.dumps({"rank": rank, "refused": refused}))
+
+
+class Holder:
+    """An object with one thing in its state."""
+
+    def __init__(self, held: Any) -> None:
+        self.held = held
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"w": self.held}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.held = state["w"]
+
+
+def sharded_tensors(case: Case) -> None:
+    """Save ShardedTensors, and load into some; tell the errors."""
+    warnings.simplefilter("ignore")  # torch's own
+    ranks = range(dist.get_world_size())
+    spec = ChunkShardingSpec(dim=0, placements=[f"rank:{rank}/cpu" for rank in ranks])
+    sharded, plain = sharded_tensor.rand(spec, 10, 20), torch.zeros(10, 20)
+    model = FullyShardedDataParallel(
+        torch.nn.Linear(4, 4), device_id=torch.device("cpu"), use_orig_params=True
+    )
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    FullyShardedDataParallel.set_state_dict_type(model, StateDictType.SHARDED_STATE_DICT)
+    kept = FullyShardedDataParallel.optim_state_dict(model, optimizer)["state"]
+    bare = torch.nn.Linear(4, 4).state_dict()
+    plain_kept = {key: {"exp_avg": bare["bias"]} for key in kept}
+    states = {
+        "in containers": ({"in": [{"w": sharded}]}, {"in": [{"w": plain}]}),
+        "in an object": ({"in": Holder([sharded])}, {"in": {"w": [plain]}}),
+        "in a module": ({"in": model}, {"in": bare}),
+        "of an optimizer": ({"in": kept}, {"in": plain_kept}),
+    }
+    with ckpipe.SyncPipeline(case["root"], **SETTINGS) as pipeline:
+        for step, (name, (state, plain_state)) in enumerate(states.items()):
+            pipeline.save(plain_state, step=step).wait_complete(timeout=300)
+            for attempt in (pipeline.save, pipeline.load):
+                found: Any = None
+                try:
+                    attempt(state, step=step)
+                except CkpipeError as error:
+                    found = [type(error).__name__, error.key]
+                tell(case, sharded=[name, attempt.__name__, found])

@@ -76,6 +76,18 @@ def test_what_cannot_be_saved_is_refused_by_step_rank_and_key(
         assert {key for *_, key in found} <= {"in.w", "in.v"}
 
 
+def test_sharded_tensors_are_refused_by_key(world: Gang, tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    assert world.run("odd_ranks:sharded_tensors", root, 2) == [0, 0]
+    for found in told(root, "sharded").values():
+        for name, attempt, error in found:
+            if (name, attempt) == ("in an object", "load"):
+                assert error is None  # it gets a new tensor, as for any that does not fit
+                continue
+            assert error[0] == "UnsupportedState", (name, attempt)
+            assert error[1].startswith("in."), (name, attempt)
+
+
 def test_one_name_for_different_tensors_of_two_meshes_is_never_mixed(
     world: Gang, tmp_path: Path
 ) -> None:

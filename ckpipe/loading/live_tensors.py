@@ -20,7 +20,9 @@ from ckpipe.state.tensors import (
     WHILE_IT_HAS_MEMORY,
     Shardings,
     is_freed,
+    is_sharded_tensor,
     local_part,
+    unsupported_sharded_tensor,
 )
 from ckpipe.state.values import plain_numpy_dtype
 
@@ -137,6 +139,8 @@ def misfit(
         live: The tensor or array of the target.
         cast: Whether the values may be converted to the dtype of the target.
     """
+    if type(live) not in PLAIN_TYPES and is_sharded_tensor(live):
+        return unsupported_sharded_tensor(stored.label)
     if isinstance(live, torch.Tensor) and _has_no_memory(live):
         return StructureMismatch(f"The target {FREED}", key=stored.label, hint=WHILE_IT_HAS_MEMORY)
     plain = type(live) in PLAIN_TYPES and live.dtype is stored.dtype

@@ -123,8 +123,11 @@ def tensor_leaf(tensor: torch.Tensor, label: str, shardings: Shardings | None = 
         UnsupportedState: If it is sparse, nested, quantized, on the meta device, a wrapper other
             than DTensor, or a DTensor with a placement such as ``Partial``.
     """
-    if type(tensor) not in PLAIN_TYPES and type(tensor) is dtensor_type():
-        return _dtensor_leaf(tensor, label, shardings or Shardings())
+    if type(tensor) not in PLAIN_TYPES:
+        if type(tensor) is dtensor_type():
+            return _dtensor_leaf(tensor, label, shardings or Shardings())
+        if is_sharded_tensor(tensor):
+            raise unsupported_sharded_tensor(label)
     dtype, device = NAMES.get(tensor.dtype), tensor.device
     refused = _why_refused(tensor, dtype)
     if refused or dtype is None:
@@ -359,6 +362,25 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 def dtensor_type() -> Any:
     """Return the class of torch's DTensors; None if the program has not imported it."""
     return getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+
+
+def is_sharded_tensor(obj: Any) -> bool:
+    """True for torch's ShardedTensor, whose attributes raise errors of torch."""
+    kind = getattr(
+        sys.modules.get("torch.distributed._shard.sharded_tensor"), "ShardedTensor", None
+    )
+    return kind is not None and isinstance(obj, kind)
+
+
+def unsupported_sharded_tensor(label: str) -> UnsupportedState:
+    """Return the error for a ShardedTensor that is to be saved or loaded into."""
+    return UnsupportedState(
+        "This is a ShardedTensor, which ckpipe neither saves nor loads",
+        key=label or None,
+        hint="Use DTensors. FSDP1 makes them if it is wrapped with "
+        "device_mesh=init_device_mesh(...); ckpipe.distributed.training_state(model, optimizer) "
+        "then saves and loads model and optimizer",
+    )
 
 
 def local_part(tensor: Any) -> torch.Tensor:
