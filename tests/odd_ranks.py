@@ -215,6 +215,65 @@ def tied(case: Case) -> None:
     tell(case, losses=losses_of(model, optimizer, 3))
 
 
+class Loop(torch.nn.Module):
+    """Weights of its own and of a layer in it, tied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(9, 4))
+        self.inner = Tied()
+        self.inner.embedding.weight = self.inner.head.weight = self.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.inner(tokens) + self.weight.sum()
+        return out
+
+
+def tied_as(kind: str, wrapper: str) -> torch.nn.Module:
+    """Make a model with tied weights, or with equal or other weights in their place."""
+    torch.manual_seed(5)
+    model = Loop() if kind == "deep" else Tied()
+    if kind in ("equal", "other"):
+        assert isinstance(model, Tied)
+        weight = model.embedding.weight.detach().clone()
+        model.head.weight = torch.nn.Parameter(weight + (kind == "other"))
+    if wrapper == "fsdp2":
+        fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    if wrapper.startswith("fsdp1"):
+        return FullyShardedDataParallel(
+            model,
+            use_orig_params=wrapper == "fsdp1",
+            device_mesh=init_device_mesh("cpu", (dist.get_world_size(),)),
+            device_id=torch.device("cpu"),
+        )
+    return model
+
+
+def tied_in_wrappers(case: Case) -> None:
+    """Save tied weights in wrappers and load them into others; tell what came of it."""
+    warnings.simplefilter("ignore")  # torch's own
+    with ckpipe.SyncPipeline(case["root"], **SETTINGS) as pipeline:
+        for step, (kind, saved, loaded) in enumerate(case["cells"]):
+            model = tied_as(kind, saved)
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+            separate = kind in ("equal", "other")
+            if not separate:  # else the first step would make them different
+                losses_of(model, optimizer, 2)
+            state = {"training": ckpipe.distributed.training_state(model, optimizer)}
+            pipeline.save(state, step=step).wait_complete(timeout=300)
+            target = tied_as("tied" if separate else kind, loaded)
+            other = torch.optim.AdamW(target.parameters(), lr=0.1)
+            losses_of(target, other, 1)
+            state = {"training": ckpipe.distributed.training_state(target, other)}
+            try:
+                pipeline.load(state, step=step)
+                found = losses_of(target, other, 1 if separate else 3)
+                control = losses_of(model, optimizer, 1 if separate else 3)
+                tell(case, tied="loads" if found == control else [found, control])
+            except CkpipeError as error:
+                tell(case, tied=type(error).__name__)
+
+
 def losses_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> list[float]:
     """Losses of some steps on the same tokens everywhere."""
     found = []

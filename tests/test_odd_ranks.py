@@ -76,6 +76,24 @@ def test_what_cannot_be_saved_is_refused_by_step_rank_and_key(
         assert {key for *_, key in found} <= {"in.w", "in.v"}
 
 
+WRAPPERS = ("none", "fsdp2", "fsdp1", "fsdp1, flat")
+TIED = [
+    (kind, saved, loaded)
+    for kind in ("tied", "deep", "equal", "other")
+    for saved in (WRAPPERS if kind in ("tied", "deep") else ["none"])
+    for loaded in WRAPPERS
+]
+
+
+def test_tied_weights_load_into_any_wrapper_or_raise(world: Gang, tmp_path: Path) -> None:
+    cells = TIED if EVERY else [*some(TIED, 8), ("other", "none", "fsdp1, flat")]
+    root = tmp_path / "run"
+    assert world.run("odd_ranks:tied_in_wrappers", root, 2, cells=cells) == [0, 0]
+    expected = ["SharingConflict" if kind == "other" else "loads" for kind, *_ in cells]
+    for found in told(root, "tied").values():
+        assert found == expected
+
+
 def test_sharded_tensors_are_refused_by_key(world: Gang, tmp_path: Path) -> None:
     root = tmp_path / "run"
     assert world.run("odd_ranks:sharded_tensors", root, 2) == [0, 0]

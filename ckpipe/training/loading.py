@@ -35,6 +35,7 @@ from ckpipe.training.optimizers import (
     OWN_OPTIONS,
     NamedOptimizer,
     attach,
+    fsdp1_ties,
     is_placed_like,
     load_model_state_dict,
 )
@@ -214,6 +215,8 @@ def _match_model(
 ) -> dict[str, Any]:
     """Return the target tensors of a model.
 
+    FSDP1 has a new tensor for each name. Tied names get one, so that their values must agree.
+
     Raises:
         TargetMismatch: If checkpoint and target have different names, a tensor is on the ``meta``
             device, or a module refuses its state.
@@ -241,6 +244,9 @@ def _match_model(
         raise mismatch(
             missing, unexpected, saved.label, hint="Load it into a model of the same layers"
         )
+    for each in loads:
+        for names in fsdp1_ties(each.module, model).values():
+            tree |= {name: live[names[0]] for name in names if name in tree}
     return tree
 
 

@@ -373,8 +373,9 @@ def _of_fsdp1(
             "A list of modules is not saved with FSDP1",
             hint="Use fully_shard for the stages of a model",
         )
-    for path, parameter, _ in _flat_parameters(modules[0]):
-        for name, extension in zip(parameter._fqns, parameter._param_extensions, strict=True):
+    for path, each in _flat_units(modules[0]):
+        flat = each._flat_param
+        for name, extension in zip(flat._fqns, flat._param_extensions, strict=True):
             if extension is not None:  # the original parameter is a DTensor
                 raise UnsupportedState(
                     "FullyShardedDataParallel wraps a tensor-parallel parameter, and torch mixes "
@@ -392,7 +393,7 @@ def _of_fsdp1(
         ) from error
     tensors = dict(model.tensors())
     numbers = [number for group in taken["param_groups"] for number in group["params"]]
-    aliases = {name: names for names in model.parameters.values() for name in names}
+    aliases = fsdp1_ties(modules[0], model)
     bare = [model.names[0].get(number, number) for number in numbers]
     names = [[name, *(each for each in aliases.get(name, ()) if each != name)] for name in bare]
     for number, name in zip(numbers, bare, strict=True):
@@ -404,24 +405,45 @@ def _of_fsdp1(
     return NamedOptimizer(optimizer, taken, numbers, parameters, names, modules[0], units)
 
 
-def _flat_parameters(module: nn.Module) -> Iterator[tuple[str, Any, bool]]:
-    """Yield each flat parameter of FSDP1: its path, itself, and whether its originals stay."""
+def fsdp1_ties(module: nn.Module, model: ModelNames) -> dict[str, list[str]]:
+    """Return the names of parameters that FSDP1 has flattened as one, by each of these names."""
+    ties: dict[str, list[str]] = {}
+    for path, each in _flat_units(module):
+        for info in each._flat_param._shared_param_infos:
+            prime, tied = (
+                ".".join(filter(None, (path, *inside)))
+                for inside in (
+                    (info.prim_module_name, info.prim_param_name),
+                    (info.module_name, info.param_name),
+                )
+            )
+            first, name = _bare(prime, model), _bare(tied, model)
+            names = ties.setdefault(first, [first])
+            names.append(name)
+            ties[name] = names
+    return ties
+
+
+def _flat_units(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield the wrappers of FSDP1 in a module that have a flat parameter, by their paths."""
     for path, each in module.named_modules():
         if isinstance(each, FullyShardedDataParallel) and each._flat_param is not None:
-            yield path, each._flat_param, each._use_orig_params
+            yield path, each
 
 
 def _units(module: nn.Module, model: ModelNames) -> Iterator[list[str]]:
     """Yield the names of the parameters that each flat parameter of FSDP1 stands for."""
-    for path, parameter, keeps_originals in _flat_parameters(module):
-        if not keeps_originals:
-            yield [_bare(f"{path}.{name}", model) for name in parameter._fqns]
+    for path, each in _flat_units(module):
+        if not each._use_orig_params:
+            yield [_bare(f"{path}.{name}", model) for name in each._flat_param._fqns]
 
 
 def parameter_names(modules: Sequence[nn.Module], model: ModelNames) -> set[str]:
     """Return the names of all parameters, those in flat parameters of FSDP1 among them."""
     found = {name for names in model.parameters.values() for name in names}
-    return found.union(*(unit for each in modules for unit in _units(each, model)))
+    for each in modules:
+        found.update(*_units(each, model), fsdp1_ties(each, model))
+    return found
 
 
 def _bare(path: str, model: ModelNames) -> str:
