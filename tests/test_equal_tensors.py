@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -37,6 +39,39 @@ def test_each_rank_gets_back_what_it_saved(world: Gang, tmp_path: Path, plan: st
         if values != alone:
             wrong.append(f"{name}, {form}, alone: {values}, not {alone}")
     assert not wrong, "\n".join(wrong)
+
+
+WRAPPED_EARLY = """
+import sys
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+dist.init_process_group("gloo")
+net = nn.Sequential(nn.Linear(400, 250, bias=False), nn.Linear(3, 3, bias=False))
+net[0].requires_grad_(False)
+ddp = DistributedDataParallel(net)
+
+import ckpipe
+
+with ckpipe.SyncPipeline(sys.argv[1]) as pipeline:
+    pipeline.save({"net": ddp}, step=0).wait_complete(timeout=300)
+    net[0].requires_grad_(True)  # its gradients are not reduced
+    pipeline.save({"net": ddp}, step=1).wait_complete(timeout=300)
+"""
+
+
+def test_a_model_that_was_wrapped_before_ckpipe_is_imported_is_written_once(tmp_path: Path) -> None:
+    script, root = tmp_path / "early.py", tmp_path / "store"
+    script.write_text(WRAPPED_EARLY)
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
+        str(script), str(root),
+    ]  # fmt: skip
+    subprocess.run(command, check=True, capture_output=True, timeout=300)
+    once = 4 * (400 * 250 + 3 * 3)
+    found = [written_bytes(path) for path in sorted(root.glob("step-*")) if path.is_dir()]
+    assert found == [once, 2 * once]
 
 
 def written_bytes(checkpoint: Path) -> int:

@@ -20,9 +20,9 @@ from ckpipe import backend, errors
 
 NAMES = """
     Backend Batches CheckpointInfo Children CkpipeError GlobalPlanner KeepBest KeepEvery KeepIf
-    KeepLast KeepWithin LoadReport LoadResult LocalPlanner ObjectInfo Pipeline Planner Progress PutMode
-    RngState SaveHandle SaveReport Settings StateLock Statistics SyncPipeline SyncSaveHandle Upload
-    UploadLimits VerifyResult __version__ load register_backend register_type
+    KeepLast KeepWithin LoadReport LoadResult LocalPlanner ObjectInfo Pipeline Planner Progress
+    PutMode RngState SaveHandle SaveReport Settings StateLock Statistics SyncPipeline SyncSaveHandle
+    Upload UploadLimits VerifyResult __version__ load register_backend register_type
 """
 
 MODULES = ["distributed", "errors", "events", "planning", "testing"]

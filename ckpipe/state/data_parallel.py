@@ -8,9 +8,12 @@ therefore equal if it lies in the memory of such a parameter, whatever its name 
 
 Three facts decide it that DDP itself keeps nowhere, or that a program may change:
 
-* ``init_sync=False`` leaves out the broadcast, and DDP does not record it. So the constructor of
-  DDP is wrapped when ckpipe is imported. A DDP object that was made before counts as unequal.
-* A parameter that was frozen then and is not now has no gradient reduced.
+* ``init_sync=False`` leaves out the broadcast, as copying a DDP object does, and DDP does not
+  record it. So its constructor and its ``__setstate__`` are wrapped when this module is imported.
+  Of a DDP object that was made before, torch's default is assumed, with which torch makes the
+  weights equal; without it, torch demands equal weights.
+* A parameter that was frozen then and is not now has no gradient reduced. Of an older DDP object
+  only the number of reduced parameters is known, so if that differs, no trained one is equal.
 * A communication hook may leave gradients unreduced, as that of post-local SGD does. Those of torch
   reduce them, except this one; one of the program counts as unequal.
 """
@@ -31,8 +34,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ckpipe.state.tensors import PLAIN_TYPES
 
-_frozen_when_made: WeakKeyDictionary[nn.Module, frozenset[int]] = WeakKeyDictionary()
-"""For each DDP object that has broadcast its parameters, the ids of those that were frozen."""
+_frozen_when_made: WeakKeyDictionary[nn.Module, frozenset[int] | None] = WeakKeyDictionary()
+"""For each DDP object the ids of parameters that were frozen; None if it has broadcast none."""
 
 _make = DistributedDataParallel.__init__
 _signature = inspect.signature(_make)
@@ -41,12 +44,22 @@ _signature = inspect.signature(_make)
 @wraps(_make)
 def _make_and_note(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
     _make(self, *args, **kwargs)
-    if _signature.bind(self, *args, **kwargs).arguments.get("init_sync", True):
-        frozen = [id(each) for each in self._module_parameters if not each.requires_grad]
-        _frozen_when_made[self] = frozenset(frozen)
+    synchronized = _signature.bind(self, *args, **kwargs).arguments.get("init_sync", True)
+    frozen = frozenset(id(each) for each in self._module_parameters if not each.requires_grad)
+    _frozen_when_made[self] = frozen if synchronized else None
+
+
+_copy = DistributedDataParallel.__setstate__
+
+
+@wraps(_copy)
+def _copy_and_note(self: DistributedDataParallel, state: Any) -> None:
+    _copy(self, state)  # type: ignore[no-untyped-call]
+    _frozen_when_made[self] = None
 
 
 DistributedDataParallel.__init__ = _make_and_note  # type: ignore[method-assign]
+DistributedDataParallel.__setstate__ = _copy_and_note  # type: ignore[method-assign]
 
 
 def place_of(tensor: Any) -> Hashable:
@@ -96,14 +109,21 @@ def _ranks_of(wrapper: DistributedDataParallel) -> tuple[int, ...]:
 
 
 def _reduced(wrapper: DistributedDataParallel) -> Iterator[nn.Parameter]:
-    frozen = _frozen_when_made.get(wrapper)
     hooks = [hook for hook, _ in getattr(wrapper, "_comm_hooks", ())]
     # If all gradients are reduced late, the constructor returns before the broadcast.
-    if frozen is None or wrapper._delay_all_reduce_all_params or not all(map(_reduces, hooks)):
+    if wrapper._delay_all_reduce_all_params or not all(map(_reduces, hooks)):
         return
-    for each in wrapper._module_parameters:
-        if not (each.requires_grad and id(each) in frozen):
-            yield each
+    parameters = wrapper._module_parameters
+    trained = [each for each in parameters if each.requires_grad]
+    if wrapper in _frozen_when_made:
+        frozen = _frozen_when_made[wrapper]
+        if frozen is None:
+            return
+        unequal = {id(each) for each in trained} & frozen
+    else:
+        reduced = wrapper._get_ddp_logging_data()["num_parameter_tensors"]  # type: ignore[no-untyped-call]
+        unequal = {id(each) for each in trained} if len(trained) > reduced else set()
+    yield from (each for each in parameters if id(each) not in unequal)
 
 
 def _reduces(hook: object) -> bool:
