@@ -215,6 +215,26 @@ def tied(case: Case) -> None:
     tell(case, losses=losses_of(model, optimizer, 3))
 
 
+def fewer_layers(case: Case) -> None:
+    """Load a sharded module into one of fewer layers; tell the error and whether it was changed."""
+
+    def layers(count: int) -> torch.nn.Module:
+        torch.manual_seed(count)
+        model = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(count)))
+        fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+        return model
+
+    with opened(case) as pipeline:
+        pipeline.save({"model": layers(3)}, step=1).wait_complete(timeout=300)
+        target = layers(2)
+        before = [local(each).clone() for each in target.parameters()]
+        try:
+            pipeline.load({"model": target})
+        except CkpipeError as error:
+            same = all(map(torch.equal, before, map(local, target.parameters())))
+            tell(case, fewer=[type(error).__name__, error.message, same])
+
+
 class Loop(torch.nn.Module):
     """Weights of its own and of a layer in it, tied."""
 

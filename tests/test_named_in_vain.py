@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import enum
+import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -141,6 +143,73 @@ def test_a_checkpoint_is_named_by_a_step_an_id_or_its_info(tmp_path: Path) -> No
         for right in (1, info, info.id, torch.tensor(1)):
             pipeline.pin(right)  # type: ignore[arg-type]
         assert [each.pinned for each in pipeline.steps()] == [False, True]
+
+
+class Colour(enum.Enum):
+    RED = 1
+
+
+@dataclasses.dataclass
+class Spot:
+    x: int
+
+
+class Pair(NamedTuple):
+    x: int
+
+
+class Marked(torch.Tensor):
+    pass
+
+
+OF_CLASSES = {
+    "enum": Colour.RED,
+    "dataclass": Spot(1),
+    "named tuple": Pair(1),
+    "tensor": torch.zeros(2).as_subclass(Marked),
+}
+
+
+@pytest.mark.parametrize("what", OF_CLASSES)
+def test_a_class_that_is_gone_is_named_with_its_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    value = OF_CLASSES[what]
+    with ckpipe.SyncPipeline(tmp_path / "run") as pipeline:
+        pipeline.save({"in": {"it": value, "n": 1}}, step=1, until="committed")
+        monkeypatch.delattr(sys.modules[__name__], type(value).__name__)
+        with pytest.raises(errors.StructureMismatch, match=type(value).__name__) as caught:
+            pipeline.load()
+        assert caught.value.key == "in.it"
+        rest = pipeline.load(exclude=["in.it"])
+        assert rest is not None
+        assert rest.state["in"]["n"] == 1
+
+
+def test_a_member_of_an_enum_that_is_gone_is_named_with_its_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with ckpipe.SyncPipeline(tmp_path / "run") as pipeline:
+        pipeline.save({"in": [0, Colour.RED]}, step=1, until="committed")
+        other = enum.Enum("Colour", {"BLUE": 1}, module=__name__)  # type: ignore[misc]
+        monkeypatch.setattr(sys.modules[__name__], "Colour", other)
+        for target in (None, {"in": [0, other(1)]}):
+            with pytest.raises(errors.StructureMismatch, match="no member 'RED'") as caught:
+                pipeline.load(target)
+            assert caught.value.key == "in.1"
+
+
+def test_a_relative_root_in_a_directory_that_is_gone_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    refused = r"working directory was deleted.*'run'.*absolute path"
+    with pytest.raises(errors.UsageError, match=refused):
+        ckpipe.load("run")
+    with pytest.raises(errors.UsageError, match=refused), ckpipe.SyncPipeline("run"):
+        pass
 
 
 class Asked:

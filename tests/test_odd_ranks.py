@@ -76,6 +76,15 @@ def test_what_cannot_be_saved_is_refused_by_step_rank_and_key(
         assert {key for *_, key in found} <= {"in.w", "in.v"}
 
 
+def test_surplus_layers_of_a_sharded_module_are_named(world: Gang, tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    assert world.run("odd_ranks:fewer_layers", root, 2) == [0, 0]
+    for [[kind, said, is_untouched]] in told(root, "fewer").values():
+        assert kind == "StructureMismatch"
+        assert "unexpected in it: 'model.2.weight', 'model.2.bias'" in said
+        assert is_untouched
+
+
 WRAPPERS = ("none", "fsdp2", "fsdp1", "fsdp1, flat")
 TIED = [
     (kind, saved, loaded)

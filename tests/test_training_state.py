@@ -165,6 +165,29 @@ def test_state_that_no_optimizer_takes_is_never_dropped_in_silence(pipeline: Syn
     )
 
 
+@pytest.mark.parametrize("layer", ["layers.1", "unused"])
+def test_what_is_left_out_may_have_another_shape(pipeline: SyncPipeline, layer: str) -> None:
+    net, optimizer = stored(pipeline)
+    other = made(seed=1)[0]
+    wide = nn.Linear(4, 6)
+    other.set_submodule(layer, wide)
+    its = AdamW(other.parameters(), lr=0.2)
+    refused(pipeline, ShapeMismatch, "shape", other, its)
+    names = [f"{layer}.weight", f"{layer}.bias"]
+    left_out = [f"training.model.{name}" for name in names]
+    refused(pipeline, ShapeMismatch, "shape", other, its, exclude=left_out)
+    left_out += [f"training.optimizer.state.{name}" for name in names]
+    before = wide.weight.detach().clone()
+    result = load(pipeline, other, its, exclude=left_out)
+    assert_same(wide.weight.detach(), before)
+    assert not its.state[wide.weight]
+    assert its.param_groups[0]["lr"] == 0.1
+    assert_same(other.layers[0].state_dict(), dict(net.layers[0].state_dict()))
+    kept = optimizer.state[net.get_parameter("layers.0.weight")]
+    assert_same(its.state[other.get_parameter("layers.0.weight")], kept)
+    assert not {*result.missing, *result.unexpected}.intersection(left_out)
+
+
 class TestGroups:
     """Param groups, matched by the names of their parameters."""
 

@@ -387,9 +387,7 @@ class LocalBackend(Backend):
     def __init__(
         self, url: str, *, direct: bool = True, access: Literal["write", "read"] = "write"
     ) -> None:
-        path = path_of(url)
-        whole = path if os.path.isabs(path) else f"{os.getcwd()}/{path}"
-        self._root = Root(os.path.normpath(whole))
+        self._root = Root(os.path.normpath(_absolute(path_of(url))))
         self._direct, self._access = direct, access
         self._uploads: set[LocalUpload] = set()
 
@@ -489,6 +487,18 @@ class LocalBackend(Backend):
         if any(is_temporary(part) for part in check_key(key).split("/")):
             raise InvalidKey("The key has a part that begins like a temporary file", key=key)
         return key
+
+
+def _absolute(path: str) -> str:
+    if os.path.isabs(path):
+        return path
+    try:
+        return f"{os.getcwd()}/{path}"
+    except FileNotFoundError:
+        raise UsageError(
+            f"The working directory was deleted, so the relative path {path!r:.200} names no place",
+            hint="Change to a directory that exists, or give an absolute path",
+        ) from None
 
 
 def path_of(url: str) -> str:

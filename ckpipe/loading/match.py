@@ -34,7 +34,7 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
-from ckpipe.errors import InvalidManifest, StructureMismatch, UnsupportedState
+from ckpipe.errors import CkpipeError, InvalidManifest, StructureMismatch, UnsupportedState
 from ckpipe.format.keys import Json, LabelFilter, decode_key, encode_key, join, label_order
 from ckpipe.format.manifest import TensorRow
 from ckpipe.format.tree import MAPPINGS, Node, children_of, leaf_labels, walk
@@ -333,7 +333,11 @@ class Matching:
     def _decoded(self, data: Json, label: str) -> Any:
         if isinstance(data, list) and data[:1] == ["pickle"]:
             return _unpickled(data, label, allowed=self._pickling)
-        return decode_value(data)
+        try:
+            return decode_value(data)
+        except CkpipeError as error:
+            error.key = error.key or label or None
+            raise
 
     def _set(self, node: Node, label: str, live: Any, use: Use | None) -> Factory:
         if use is Use.IN_PLACE and not isinstance(live, set | frozenset):
@@ -498,7 +502,7 @@ class Matching:
     def _dataclass(self, node: Node, label: str, live: Any, use: Use | None) -> Factory:
         children = _visited(node, label, use)
         if use is not Use.IN_PLACE:
-            cls = resolve_class(node[1], object)
+            cls = resolve_class(node[1], object, label)
             _check_attributes(cls, node[2], label)
             made = [
                 (name, self.plan(child, where, getattr(live, name, NOTHING), use))
@@ -787,7 +791,8 @@ def _tensor_object(row: TensorRow, plain: torch.Tensor) -> Any:
             if row.kind == BUFFER:
                 plain = torch.nn.Buffer(plain, persistent=row.detail == "persistent")
             elif row.kind == SUBCLASS:
-                plain = plain.as_subclass(resolve_class(row.detail or "", torch.Tensor))
+                kind = resolve_class(row.detail or "", torch.Tensor, row.label)
+                plain = plain.as_subclass(kind)
             with torch._C.DisableTorchFunctionSubclass():
                 return plain.requires_grad_() if row.requires_grad else plain
     except (TypeError, ValueError, RuntimeError) as error:
@@ -826,7 +831,7 @@ def _empty_mapping(node: Node) -> Callable[[], Any]:
 
 
 def _named_tuple_class(node: Node, label: str) -> Any:
-    cls = resolve_class(node[1], tuple)
+    cls = resolve_class(node[1], tuple, label)
     if list(getattr(cls, "_fields", ())) != node[2]:
         raise StructureMismatch(
             f"The named tuple {node[1]} has the fields {getattr(cls, '_fields', ())} here "

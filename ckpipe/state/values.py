@@ -172,7 +172,10 @@ def _decode_enum(path: str, name: str) -> enum.Enum:
         names = []
     for each in names:
         if each not in members:
-            raise StructureMismatch(f"The enum {path} has no member {each!r:.100}")
+            raise StructureMismatch(
+                f"The enum {path} has no member {each!r:.100}",
+                hint="Define it as the program that saved it did, or leave it out with exclude",
+            )
     member: enum.Enum = members[names[0]] if names else kind(0)
     for each in names[1:]:
         member |= members[each]
@@ -317,10 +320,15 @@ def _at(path: str) -> Any:
     return found
 
 
-def resolve_class(path: str, base: type[Any]) -> Any:
+def resolve_class(path: str, base: type[Any], label: str = "") -> Any:
     """Return the class that a manifest names, if this program has imported it and it fits.
 
     No module is imported and no constructor runs: a manifest can only name existing classes.
+
+    Args:
+        path: The path of the class.
+        base: A class of which it must be a subclass.
+        label: The label of its object, for errors.
 
     Raises:
         StructureMismatch: If the class is not defined here, or is no subclass of ``base``.
@@ -330,6 +338,8 @@ def resolve_class(path: str, base: type[Any]) -> Any:
     if not isinstance(found, type) or not issubclass(found, base):
         raise StructureMismatch(
             f"The checkpoint holds an object of the class {path!r:.200}, which is not defined here",
-            hint=f"Import {module_name!r:.200} before loading",
+            key=label or None,
+            hint=f"Import {module_name!r:.200} before loading, define the class there, or leave "
+            "the object out with exclude",
         )
     return found

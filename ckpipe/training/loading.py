@@ -454,7 +454,9 @@ class _OptimizerMatch:
                 self._match_options([group], live, each, number)
 
     def _check_shape(self, group: _SavedGroup, name: str, parameter: torch.Tensor) -> None:
-        shape = group.shapes[name]
+        shape, select = group.shapes[name], self._saved.select
+        if not select.may_select(self._saved.at("optimizer", "state", name)):
+            return
         if shape is not None and tuple(shape) != tuple(parameter.shape):
             raise ShapeMismatch(
                 f"The optimizer's parameter has the shape {list(parameter.shape)} here and "
@@ -685,9 +687,8 @@ class _OptimizerMatch:
                 f"exclude=[{label!r}]",
             )
         known = {name for group in groups for name in group.shapes} - set(self._kept)
-        self._found.unexpected += [
-            self._saved.at("optimizer", "state", name) for name in known if name not in held
-        ]
+        labels = [self._saved.at("optimizer", "state", name) for name in known - held]
+        self._found.unexpected += filter(self._saved.select.may_select, labels)
 
     def _match_joint(self, ours: frozenset[str]) -> None:
         """Find the optimizer of each joint state.
