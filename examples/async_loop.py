@@ -17,6 +17,7 @@ from pydoc_data.topics import topics
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812  (the usual name)
+from torch.utils.data import DataLoader, TensorDataset
 
 import ckpipe
 
@@ -27,37 +28,41 @@ async def train(checkpoints: Path, steps: int, save_every: int) -> None:
     """Train some more steps after the newest checkpoint, and save now and then."""
     torch.manual_seed(1)
     text = torch.frombuffer(bytearray("".join(topics.values()).encode()), dtype=torch.uint8).long()
+    excerpts = TensorDataset(text.unfold(0, CONTEXT + 1, CONTEXT))
+    data = ckpipe.Batches(DataLoader(excerpts, batch_size=256, shuffle=True, drop_last=True))
     model = nn.Sequential(
         nn.Embedding(256, 32), nn.Flatten(), nn.Linear(32 * CONTEXT, 1024), nn.ReLU(),
         nn.Linear(1024, 256),
     )  # fmt: skip
     optimizer = torch.optim.AdamW(model.parameters())
-    state = {"model": model, "optimizer": optimizer, "rng": ckpipe.RngState()}
+    state = {"model": model, "optimizer": optimizer, "data": data}
 
     async with ckpipe.Pipeline(checkpoints, guard=optimizer) as pipeline:
         restored = await pipeline.load(state)  # in place; None if there is no checkpoint yet
         done = restored.step if restored else 0
         print(f"going on from step {done}" if restored else "starting from scratch")
 
-        handle = None
-        for step in range(done + 1, done + steps + 1):
-            loss = train_step(model, optimizer, text)  # blocks this event loop, and may
-            if step % save_every == 0:
-                if handle:
-                    print(f"    by now the save of step {handle.step} is {handle.status}")
-                handle = await pipeline.save(state, step=step)  # returns once the state is copied
-                print(f"step {step:5d}   loss {loss:.4f}   save: {handle.status}")
+        handle, step = None, done
+        while step < done + steps:
+            for (batch,) in data:
+                step += 1
+                loss = train_step(model, optimizer, batch)  # blocks this event loop, and may
+                if step % save_every == 0:
+                    if handle:
+                        print(f"    by now the save of step {handle.step} is {handle.status}")
+                    handle = await pipeline.save(state, step=step)  # once the state is copied
+                    print(f"step {step:5d}   loss {loss:.4f}   save: {handle.status}")
+                if step == done + steps:
+                    break
 
         if handle:
             info = await handle.committed()  # returns once the checkpoint is durable
             print(f"done; the newest checkpoint is {info.id}")
 
 
-def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, text: Tensor) -> float:
+def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor) -> float:
     """Take one ordinary optimizer step: predict bytes from the bytes before them."""
-    starts = torch.randint(len(text) - CONTEXT, (512, 1))
-    pieces = text[starts + torch.arange(CONTEXT + 1)]
-    loss = F.cross_entropy(model(pieces[:, :-1]), pieces[:, -1])
+    loss = F.cross_entropy(model(batch[:, :-1]), batch[:, -1])
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()

@@ -1,13 +1,13 @@
-"""A fine-tuning recipe with seven lines for checkpoints.
+"""A fine-tuning recipe with eight lines for checkpoints.
 
     python examples/finetune_recipe.py                    (seconds; saves during training)
     python examples/finetune_recipe.py --stop-after 25    (stops early ...)
     python examples/finetune_recipe.py                    (... and resumes from the newest)
 
-The base model stays frozen and is not saved: `include` names the adapters and the optimizer. Saves
-are written while training continues. The last save is also written in another form, for programs
-that do not know ckpipe: the adapters alone, as safetensors with an index, in the folder
-`step-….hf`. With `final_format="torch"` it would be a file for `torch.load`.
+The base model stays frozen and is not saved: `include` names the adapters, the optimizer and the
+position in the data. Saves are written while training continues. The last save is also written in
+another form, for programs that do not know ckpipe: the adapters alone, as safetensors with an
+index, in the folder `step-….hf`. With `final_format="torch"` it would be a file for `torch.load`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import ckpipe
 
@@ -41,9 +42,8 @@ def pretrained() -> nn.Module:
     return nn.Sequential(Adapted(nn.Linear(16, 64)), nn.GELU(), Adapted(nn.Linear(64, 1)))
 
 
-def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> float:
-    """Take one ordinary step, on data that depend on its number only."""
-    x = torch.randn(32, 16, generator=torch.Generator().manual_seed(step))
+def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> float:
+    """Take one ordinary step."""
     loss = (model(x) - x[:, :2].prod(1, keepdim=True)).square().mean()
     optimizer.zero_grad()
     loss.backward()
@@ -57,16 +57,20 @@ def finetune(output: Path, steps: int, stop_after: int | None) -> None:
     model = pretrained()
     adapters = [each for each in model.parameters() if each.requires_grad]
     optimizer = torch.optim.AdamW(adapters, lr=0.01)
-    state = {"model": model, "optimizer": optimizer}
-    trained = ["model.*.adapter_*", "optimizer"]
+    data = ckpipe.Batches(DataLoader(TensorDataset(torch.randn(320, 16)), 32, shuffle=True))
+    state = {"model": model, "optimizer": optimizer, "data": data}
+    trained = ["model.*.adapter_*", "optimizer", "data"]
     with ckpipe.SyncPipeline(output, guard=optimizer, keep_last=2, final_format="hf") as pipeline:
         restored = pipeline.load(state, include=trained)
-        for step in range(restored.step + 1 if restored else 1, steps + 1):
-            print(f"step {step} loss {train_step(model, optimizer, step).hex()}")
-            if step == stop_after:
-                return
-            if step % 10 == 0:
-                pipeline.save(state, step=step, include=trained, final=step == steps)
+        step = restored.step if restored else 0
+        while step < steps:
+            for (x,) in data:
+                step += 1
+                print(f"step {step} loss {train_step(model, optimizer, x).hex()}")
+                if step % 10 == 0:
+                    pipeline.save(state, step=step, include=trained, final=step == steps)
+                if step in (stop_after, steps):
+                    return
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ import argparse
 import json
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -23,7 +24,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F  # noqa: N812  (the usual name)
-from train_gpt import GPT, english_text, say
+from torch.utils.data import DataLoader, DistributedSampler
+from train_gpt import GPT, Excerpts, english_text, say
 
 import ckpipe
 from ckpipe.distributed import training_state
@@ -35,7 +37,9 @@ def train(options: argparse.Namespace) -> None:
     """Train from the newest complete checkpoint, or from scratch, to the last step."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(1)
-    text = english_text()
+    excerpts = Excerpts(english_text(), context=32)
+    sampler: DistributedSampler[Tensor] = DistributedSampler(excerpts, drop_last=True)
+    data = ckpipe.Batches(DataLoader(excerpts, BATCH // ranks, sampler=sampler, drop_last=True))
     model = GPT(layers=2, width=64, context=32, dropout=0.0)
     mesh = init_device_mesh("cpu", (ranks,))
     for block in model.blocks:
@@ -43,15 +47,17 @@ def train(options: argparse.Namespace) -> None:
     fully_shard(model, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     progress = ckpipe.Progress(samples=0)
-    state = {"training": training_state(model, optimizer), "progress": progress}
+    state = {"training": training_state(model, optimizer), "progress": progress, "data": data}
 
     with ckpipe.SyncPipeline(options.checkpoints, guard=optimizer) as pipeline:
-        restored = pipeline.load(state)  # all ranks choose the same checkpoint
+        # All ranks choose the same checkpoint. Another number of ranks gets generators of its own.
+        restored = pipeline.load(state, per_rank="derive")
         done = restored.step if restored else 0
         if rank == 0:
             say(f"{ranks} ranks, from step {done}")
+        batches = epochs(data)
         for step in range(done + 1, options.steps + 1):
-            loss = train_step(model, optimizer, batch_of(text, step, rank, ranks))
+            loss = train_step(model, optimizer, next(batches))
             progress.samples += BATCH
             if rank == 0:
                 say(f"step {step:4d}   loss {loss:.4f}")
@@ -75,12 +81,11 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor
     return mean.item() / dist.get_world_size()
 
 
-def batch_of(text: Tensor, step: int, rank: int, ranks: int) -> Tensor:
-    """Return this rank's share of a step's samples, which depend on the step alone."""
-    generator = torch.Generator().manual_seed(step)
-    starts = torch.randint(len(text) - 33, (BATCH, 1), generator=generator)
-    pieces: Tensor = text[starts + torch.arange(33)]
-    return pieces.chunk(ranks)[rank]
+def epochs(data: ckpipe.Batches) -> Iterator[Tensor]:
+    """Yield this rank's share of all batches, one epoch after the other."""
+    while True:
+        data.set_epoch(data.epoch)
+        yield from data
 
 
 if __name__ == "__main__":

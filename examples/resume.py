@@ -4,10 +4,9 @@
     python examples/resume.py --stop-after 25    (stops in the middle of an epoch ...)
     python examples/resume.py                    (... and resumes with the next batch)
 
-One state holds everything that the next step depends on: model, optimizer, schedule, the random
-generators (there is dropout), and the data loader with its epoch and its position. The losses of a
-stopped run equal those of an uninterrupted one, bit for bit. The StatefulDataLoader of torchdata
-also has `state_dict` and goes into the state in the same way.
+One state holds everything that the next step depends on: model, optimizer, schedule, and `Batches`
+around the data loader, with the epoch, the position and the random generators (there is dropout).
+The losses of a stopped run equal those of an uninterrupted one, bit for bit.
 
 Instead of --stop-after, send the process SIGTERM, as a scheduler does before it takes a machine
 away: the run saves its current step and leaves.
@@ -16,42 +15,13 @@ away: the run saves its current step and leaves.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import ckpipe
-
-
-class Batches:
-    """Shuffled batches, one epoch for each iteration; knows its position.
-
-    The order of an epoch depends on the seed and the epoch only, so the position is all that a
-    save needs.
-    """
-
-    def __init__(self, inputs: Tensor, targets: Tensor, size: int, seed: int = 0) -> None:
-        self.inputs, self.targets, self.size, self.seed = inputs, targets, size, seed
-        self.epoch = 0
-        self.given = 0  # batches of this epoch that were handed out
-
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        made = torch.Generator().manual_seed(self.seed + self.epoch)
-        order = torch.randperm(len(self.inputs), generator=made).split(self.size)
-        while self.given < len(order):
-            rows = order[self.given]
-            self.given += 1
-            yield self.inputs[rows], self.targets[rows]
-        self.epoch, self.given = self.epoch + 1, 0
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"epoch": self.epoch, "given": self.given}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.epoch, self.given = state["epoch"], state["given"]
 
 
 def train(checkpoints: Path, epochs: int, stop_after: int | None) -> None:
@@ -59,7 +29,8 @@ def train(checkpoints: Path, epochs: int, stop_after: int | None) -> None:
     torch.manual_seed(0)
     torch.set_num_threads(1)
     inputs = torch.randn(320, 16)
-    batches = Batches(inputs, inputs[:, :4].prod(1, keepdim=True), size=32)
+    samples = TensorDataset(inputs, inputs[:, :4].prod(1, keepdim=True))
+    data = ckpipe.Batches(DataLoader(samples, batch_size=32, shuffle=True))
     model = nn.Sequential(nn.Linear(16, 64), nn.Dropout(0.2), nn.GELU(), nn.Linear(64, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.7)
@@ -67,8 +38,7 @@ def train(checkpoints: Path, epochs: int, stop_after: int | None) -> None:
         "model": model,
         "optimizer": optimizer,
         "schedule": schedule,
-        "batches": batches,
-        "rng": ckpipe.RngState(),
+        "data": data,
     }
     with ckpipe.SyncPipeline(
         checkpoints, guard=optimizer, keep_last=2, save_every_steps=10, preemption=True
@@ -76,11 +46,11 @@ def train(checkpoints: Path, epochs: int, stop_after: int | None) -> None:
         restored = pipeline.load(state)
         step = restored.step if restored else 0
         print(f"going on after step {step}" if restored else "starting from scratch")
-        while batches.epoch < epochs:
-            for x, y in batches:
+        for epoch in range(data.epoch, epochs):
+            for x, y in data:
                 step += 1
                 loss = train_step(model, optimizer, x, y)
-                print(f"epoch {batches.epoch} step {step} loss {loss.hex()}")
+                print(f"epoch {epoch} step {step} loss {loss.hex()}")
                 if step == stop_after:
                     pipeline.preempt()  # what SIGTERM does
                 if pipeline.should_save(step):

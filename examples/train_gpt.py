@@ -16,12 +16,14 @@ import hashlib
 import json
 import math
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from pydoc_data.topics import topics
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812  (the usual name)
+from torch.utils.data import DataLoader, Dataset
 
 import ckpipe
 
@@ -29,20 +31,21 @@ import ckpipe
 def train(options: argparse.Namespace) -> None:
     """Train from the newest complete checkpoint, or from scratch, to the last step."""
     make_deterministic(options.seed, options.threads)
-    text = english_text()
+    excerpts = Excerpts(english_text(), options.context)
+    data = ckpipe.Batches(DataLoader(excerpts, options.batch, shuffle=True, drop_last=True))
     model = GPT(options.layers, options.width, options.context, options.dropout)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.1)
     scheduler = warmup_then_cosine(optimizer, options.steps)
     progress = ckpipe.Progress(bytes_seen=0)
 
-    # Everything that the next step depends on. The random state decides which text comes next and
-    # which neurons dropout silences.
+    # Everything that the next step depends on. `data` has the position in the text, and the random
+    # generators, which decide which neurons dropout silences.
     state = {
         "model": model,
         "optimizer": optimizer,
         "scheduler": scheduler,
         "progress": progress,
-        "rng": ckpipe.RngState(),
+        "data": data,
     }
 
     with (
@@ -53,9 +56,10 @@ def train(options: argparse.Namespace) -> None:
         done = restored.step if restored else 0
         say(f"resumed from step {done}" if restored else "no checkpoint yet: starting from scratch")
 
+        batches = endless(data)
         for step in range(done + 1, options.steps + 1):
             began = time.perf_counter()
-            batch = random_batch(text, options.batch, options.context)
+            batch = next(batches)
             loss = train_step(model, optimizer, scheduler, batch)
             progress.bytes_seen += batch.numel()
             trained = time.perf_counter()
@@ -150,11 +154,24 @@ def english_text() -> Tensor:
     return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).long()
 
 
-def random_batch(text: Tensor, batch: int, context: int) -> Tensor:
-    """Return random excerpts of the text: each `context` bytes, and one more to predict."""
-    starts = torch.randint(len(text) - context, (batch, 1))
-    pieces: Tensor = text[starts + torch.arange(context + 1)]
-    return pieces
+class Excerpts(Dataset[Tensor]):
+    """Excerpts of a text, one after the other: each `context` bytes, and one more to predict."""
+
+    def __init__(self, text: Tensor, context: int) -> None:
+        self.text, self.context = text, context
+
+    def __len__(self) -> int:
+        return (len(self.text) - 1) // self.context
+
+    def __getitem__(self, index: int) -> Tensor:
+        start = index * self.context
+        return self.text[start : start + self.context + 1]
+
+
+def endless(data: ckpipe.Batches) -> Iterator[Tensor]:
+    """Yield the batches of one epoch after the other."""
+    while True:
+        yield from data
 
 
 def warmup_then_cosine(
