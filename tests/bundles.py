@@ -55,7 +55,7 @@ def structure_of(state: Any) -> tuple[Structure, Captured]:
         )
         for leaf in captured.tensors
     )  # fmt: skip
-    return Structure(captured.tree, rows, len(captured.values)), captured
+    return Structure(captured.tree, rows, len(captured.values), captured.optimizers), captured
 
 
 def manifest_of(

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 import zlib
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 import torch
 from bundles import ID, LIMIT, Foreign, manifest_of
@@ -26,8 +29,10 @@ from ckpipe.errors import (
 )
 from ckpipe.format.checksummed_json import encode_json, json_text
 from ckpipe.format.codec import decode_bundle, encode_bundle
-from ckpipe.format.manifest import ManifestDocument, Structure, TensorRow
+from ckpipe.format.manifest import ManifestDocument, OptimizerRow, Structure, TensorRow
 from ckpipe.format.merge import merge
+
+DOCS = Path(__file__).parent.parent / "docs"
 
 KEY = "some/key.json"
 
@@ -58,6 +63,30 @@ def test_rows_that_were_read_pickle_and_replace_like_others() -> None:
     assert pickle.loads(pickle.dumps(bundle)) == bundle
     row = bundle.structures[0].tensors[0]
     assert replace(row, label="x") == TensorRow("x", row.dtype, row.shape)
+
+
+def optimizer_manifest() -> ManifestDocument:
+    parameters = [torch.zeros(2, 3), torch.nn.UninitializedParameter()]
+    return manifest_of({"o": torch.optim.SGD(parameters), "x": 1})[0]
+
+
+def test_facts_of_optimizers_are_written_and_merged() -> None:
+    row = OptimizerRow("o", "torch.optim.sgd:SGD", ((2, 3), None))
+    index = merge([read(encode_bundle(optimizer_manifest()))], "index")
+    decoded = read(encode_bundle(index), "index")
+    assert decoded.structures[0].optimizers == (row,)
+    schema = json.loads((DOCS / "schema" / "bundle-v1.json").read_text())
+    document = {**document_of(encode_bundle(index)), "crc32c": "00000000"}
+    jsonschema.validate(document, schema)
+
+
+@pytest.mark.parametrize("column", ["label", "kind", "shapes"])
+@pytest.mark.parametrize("cells", [None, [1], [[1]], [["x"]], ["x", "x", "x"], [[[-1]]], 7])
+def test_malformed_facts_of_optimizers_are_refused(column: str, cells: Any) -> None:
+    document = document_of(encode_bundle(optimizer_manifest()))
+    document["structures"][0]["optimizers"][column] = cells
+    with pytest.raises(InvalidManifest):
+        read(sealed(document))
 
 
 @pytest.mark.parametrize(("most_plain", "first"), [(100, b"\x78"), (100_000, b"{")])
