@@ -20,7 +20,12 @@ from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import (
     post_localSGD_hook,
 )
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, fully_shard
+from torch.distributed.fsdp import (
+    FullyShardedDataParallel,
+    MixedPrecision,
+    ShardingStrategy,
+    fully_shard,
+)
 from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adam, Optimizer
@@ -167,7 +172,8 @@ def _done(value: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
 
 def _plain(make: Callable[[nn.Module], nn.Module]) -> Trained:
     net = Net()
-    return make(net), [], params(net)
+    made = make(net)
+    return made, [], lambda: list(made.parameters())
 
 
 def _composable() -> Trained:
@@ -223,6 +229,16 @@ def _cast_buffers() -> Trained:
         mixed_precision=MixedPrecision(buffer_dtype=torch.bfloat16),
     )
     return net, [], lambda: list(net.buffers())
+
+
+def _unsharded(net: nn.Module) -> nn.Module:
+    return FullyShardedDataParallel(
+        net,
+        device_mesh=init_device_mesh("cpu", (dist.get_world_size(),)),
+        device_id=torch.device("cpu"),
+        sharding_strategy=ShardingStrategy.NO_SHARD,
+        use_orig_params=True,
+    )
 
 
 def _buffers() -> Trained:
@@ -309,6 +325,9 @@ ROWS: dict[str, Row] = {
     "moments under DDP": Row(lambda: _with_adam(ddp), "all", times=1, raw=False),
     "equal by chance": Row(_bare, "all"),
     "replicated=True": Row(_bare, "all", times=1, raw=False, replicated=True),
+    "FSDP1 with NO_SHARD": Row(
+        lambda: _plain(_unsharded), "all", times=1, raw=False, replicated=True
+    ),
     "moments of a bare module": Row(
         lambda: _with_adam(lambda net: net), "all", times=1, raw=False, replicated=True
     ),
