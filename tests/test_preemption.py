@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from lock_actors import PATIENCE, DaemonThreads
 from pipelines import Stores
 from ranks import open_rank
 
@@ -124,15 +125,25 @@ def test_leaving_waits_no_longer_than_the_grace(store: Stores) -> None:
         pipeline.save(STATE, step=0)
 
 
-def test_the_last_save_waits_where_others_are_skipped(store: Stores) -> None:
+def test_the_last_save_waits_where_others_are_skipped(
+    store: Stores, threads: DaemonThreads
+) -> None:
     staging = {"bytes": 65536, "block_bytes": 65536}
     with ckpipe.SyncPipeline(store.url, on_busy="skip", staging=staging) as pipeline:
         store.slow.hold("write")
         pipeline.save(STATE, step=0)
         assert pipeline.save(STATE, step=1).status == "skipped"
         pipeline.preempt()
-        threading.Timer(0.05, store.slow.release).start()
-        assert pipeline.save(STATE, step=2).wait(30).complete
+        budget = pipeline._engine.context.budget
+
+        def release_once_it_waits() -> None:
+            while not budget.waiting:
+                threading.Event().wait(0.001)
+            store.slow.release()
+
+        releasing = threads.submit(release_once_it_waits)
+        assert pipeline.save(STATE, step=2).wait(PATIENCE).complete
+        releasing.result(PATIENCE)
 
 
 def test_what_keeps_only_final_ones_is_saved_before_it_is_stopped(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ import psutil
 import pytest
 import torch
 from commands import script
+from lock_actors import PATIENCE, DaemonThreads
 from pipelines import loaded_state, same, small_state, stores
 from ranks import settle
 from sampling import EVERY
@@ -198,15 +199,22 @@ def test_a_worker_that_dies_after_a_commit_costs_no_save(
         assert opened._engine.context.budget.used == 0
 
 
-def test_a_cancelled_save_gives_its_memory_back(tmp_path: Path) -> None:
+def test_a_cancelled_save_gives_its_memory_back(tmp_path: Path, threads: DaemonThreads) -> None:
     with ckpipe.SyncPipeline(tmp_path, **PROCESS) as pipeline:
         pipeline.save(state_of(1)).wait()
         settle(pipeline)
         worker = worker_of(pipeline)
         os.kill(worker, signal.SIGSTOP)
         handle = pipeline.save(state_of(2))
-        threading.Timer(0.1, os.kill, (worker, signal.SIGCONT)).start()
+
+        def go_on_once_it_is_cancelled() -> None:
+            while not handle._save.cancel_requested:
+                threading.Event().wait(0.001)
+            os.kill(worker, signal.SIGCONT)
+
+        going_on = threads.submit(go_on_once_it_is_cancelled)
         handle.cancel()
+        going_on.result(PATIENCE)
         with pytest.raises(errors.SaveCancelled):
             handle.wait()
         settle(pipeline)
