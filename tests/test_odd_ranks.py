@@ -81,7 +81,7 @@ def test_surplus_layers_of_a_sharded_module_are_named(world: Gang, tmp_path: Pat
     assert world.run("odd_ranks:fewer_layers", root, 2) == [0, 0]
     for [[kind, said, is_untouched]] in told(root, "fewer").values():
         assert kind == "StructureMismatch"
-        assert "unexpected in it: 'model.2.weight', 'model.2.bias'" in said
+        assert "unexpected in it: 'model.2.bias', 'model.2.weight'" in said
         assert is_untouched
 
 
