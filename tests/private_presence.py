@@ -39,8 +39,9 @@ class Counting(Optimizer):
 KINDS: dict[str, Any] = {
     "sgd": lambda parameters: SGD(parameters, lr=0.1, momentum=0.9),
     "counting": Counting,
+    "adamw": AdamW,
 }
-CASES = [("sgd", 0), ("sgd", 1), ("counting", 1)]
+CASES = [("sgd", 0), ("sgd", 1), ("counting", 1), ("adamw", 0), ("adamw", 1)]
 """A kind of optimizer, and the rank that has state."""
 SHAPE = torch.Size((6, 4))
 
