@@ -189,10 +189,12 @@ def test_persistent_workers_go_on_between_and_inside_epochs(loader: str, count: 
     first, state = stopped(Batches(make()), count)
     assert first == whole[:count]
     assert resumed(make, state) == whole[count:]
-    seed(5)
-    data = Batches(make())
-    data.load_state_dict(between)
-    assert over(data) == whole[12:]
+    for workers in (0, 1):
+        seed(5)
+        other = cell._replace(workers=workers, persistent=bool(workers))
+        data = Batches(make_loader(other, Samples(draws=False)))
+        data.load_state_dict(between)
+        assert over(data) == whole[12:]
     data.load_state_dict(state)  # the workers that are there have drawn their seed before
     assert over(data) == whole[count:]
 
