@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import random
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,61 @@ def test_addresses_that_are_none(scheme: str, url: str) -> None:
     with pytest.raises(errors.UsageError, match=r"Write http://host:port as endpoint_url") as found:
         make(scheme, endpoint_url=url)
     assert "hunter2" not in str(found.value)
+
+
+ABSENT: dict[str, tuple[str, dict[str, str], dict[str, Any]]] = {
+    "a profile": ("s3", {}, {"profile": "absent"}),
+    "a profile of the environment": ("s3", {"AWS_PROFILE": "absent"}, {}),
+    "a file of credentials": ("s3", {"AWS_SHARED_CREDENTIALS_FILE": "/nowhere/absent"}, {}),
+    "a configuration file": ("s3", {"AWS_CONFIG_FILE": "/nowhere/absent"}, {}),
+    "a token file": (
+        "s3",
+        {
+            "AWS_WEB_IDENTITY_TOKEN_FILE": "/nowhere/absent",
+            "AWS_ROLE_ARN": "arn:aws:iam::123456789012:role/x",
+        },
+        {},
+    ),
+    "a token file of a container": (
+        "s3",
+        {
+            "AWS_CONTAINER_CREDENTIALS_FULL_URI": "http://127.0.0.1:1/x",
+            "AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE": "/nowhere/absent",
+        },
+        {},
+    ),
+    "credentials_file": ("gs", {}, {"credentials_file": "/nowhere/absent"}),
+    "GOOGLE_APPLICATION_CREDENTIALS": (
+        "gs",
+        {"GOOGLE_APPLICATION_CREDENTIALS": "/nowhere/absent"},
+        {},
+    ),
+}
+
+
+@pytest.mark.parametrize("what", ABSENT)
+async def test_a_file_or_profile_of_credentials_that_is_absent_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    scheme, environment, options = ABSENT[what]
+    for name in [each for each in os.environ if each.startswith(("AWS_", "GOOGLE_"))]:
+        monkeypatch.delenv(name)
+    found = {"HOME": str(tmp_path), "AWS_EC2_METADATA_DISABLED": "true"} | environment
+    for name, value in found.items():
+        monkeypatch.setenv(name, value)
+    if scheme == "s3":
+        options = {"endpoint_url": "http://127.0.0.1:1", "region": "us-east-1"} | options
+    with pytest.raises(errors.StoreError, match="absent") as caught:
+        async with make(scheme, **options) as backend:
+            await backend.get("key", max_bytes=10)
+    assert not caught.value.transient
+    assert caught.value.hint
+
+
+def test_the_arn_of_an_access_point_is_answered_with_its_alias() -> None:
+    arn = "arn:aws:s3:us-east-1:123456789012:accesspoint/data"
+    with pytest.raises(errors.UsageError, match=r"ARN of an access point.*-s3alias"):
+        S3Backend(f"s3://{arn}/run")
 
 
 @pytest.mark.parametrize(

@@ -178,7 +178,7 @@ async def test_no_credentials(seen: Seen, tmp_path: Path, monkeypatch: pytest.Mo
     async with seen.backend() as backend:
         with pytest.raises(errors.PermissionDenied, match="credentials"):
             await backend.get("a", max_bytes=1)
-    with pytest.raises(errors.StoreError, match="ProfileNotFound"):
+    with pytest.raises(errors.StoreError, match="no profile"):
         async with seen.backend(profile="nobody"):
             pass
     (tmp_path / "config").write_text("[profile broken]\ncredential_process = false\n")

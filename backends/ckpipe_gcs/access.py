@@ -19,6 +19,7 @@ from gcloud.aio.auth import Token
 from gcloud.aio.auth.token import TokenResponse, Type
 
 from ckpipe.errors import CkpipeError, PermissionDenied, StoreUnavailable
+from ckpipe_http.failures import unread_file
 from ckpipe_http.requests import check_endpoint, check_proxy
 
 CREDENTIALS = (
@@ -148,6 +149,8 @@ async def _refresh(source: Token, *, first: bool) -> TokenResponse:
     except aiohttp.ClientResponseError as error:
         said, status = f"{what}: the answer was {error.status}", error.status
     except (aiohttp.ClientError, OSError) as error:
+        if (unread := unread_file(error)) is not None:
+            raise PermissionDenied(f"{what}: {unread}", hint=CREDENTIALS) from None
         said, status = f"{what}: {type(error).__name__}", 0
         if first and source.token_type is Type.GCE_METADATA:
             # Without credentials the library tries this server last, and it exists only at Google.

@@ -50,7 +50,7 @@ from ckpipe_gcs.resources import (
     upload_of,
 )
 from ckpipe_http.buckets import ENDED_AT_ONCE, BlockUpload, BucketBackend, Page, Stored
-from ckpipe_http.failures import BUCKET, Refused
+from ckpipe_http.failures import BUCKET, Refused, unread_file
 from ckpipe_http.requests import (
     CONNECT_SECONDS,
     MemoryBody,
@@ -522,8 +522,12 @@ def _opening() -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError, LookupError) as error:
-        message = f"The options of the store cannot be used: {type(error).__name__}"
-        hint = "Look at the options 'ca_bundle' and 'credentials_file'"
+        why = unread_file(error) or type(error).__name__
+        message = f"The options of the store cannot be used: {why}"
+        hint = (
+            "Look at the options 'ca_bundle' and 'credentials_file', and at "
+            "GOOGLE_APPLICATION_CREDENTIALS"
+        )
         raise StoreError(message, hint=hint) from error
 
 

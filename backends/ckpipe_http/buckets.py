@@ -494,6 +494,9 @@ def _parse(url: str, scheme: str) -> tuple[str, str]:
         short = len(bucket) == 1 and bucket.isalnum()
         message = "The URL does not name a bucket"
         message += ": a bucket has a name of at least two characters" if short else ""
+        if scheme == "s3" and rest.startswith("arn:"):
+            alias = "the alias of the access point, which ends in -s3alias, as the bucket"
+            raise UsageError("The URL has the ARN of an access point", hint=f"{form}, with {alias}")
         raise UsageError(message, hint=f"{form}, without credentials or port")
     prefix = prefix.strip("/")
     if "\\" in prefix or _CONTROL.search(prefix):

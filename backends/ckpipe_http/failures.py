@@ -15,7 +15,14 @@ from typing import NamedTuple
 
 import aiohttp
 
-from ckpipe.errors import ObjectExists, ObjectNotFound, StoreError, StoreUnavailable, Throttled
+from ckpipe.errors import (
+    ObjectExists,
+    ObjectNotFound,
+    PermissionDenied,
+    StoreError,
+    StoreUnavailable,
+    Throttled,
+)
 
 MAX_RETRY_AFTER_SECONDS = 60.0
 """The longest wait that a store may request, in seconds."""
@@ -121,6 +128,16 @@ def refused(answer: Refused, what: str, key: str | None, table: Table) -> StoreE
     return made
 
 
+FILES = "Check the options and environment variables that name files of credentials"
+
+
+def unread_file(error: BaseException) -> str | None:
+    """Name the file of this machine that could not be read; None for other errors."""
+    if not isinstance(error, OSError) or not error.filename:
+        return None
+    return f"the file {error.filename!r:.300} cannot be read ({type(error).__name__})"
+
+
 def broken(error: Exception, what: str, key: str | None, table: Table) -> StoreError | None:
     """Make the error for a request that got no answer; None if the table does not know its type.
 
@@ -130,6 +147,8 @@ def broken(error: Exception, what: str, key: str | None, table: Table) -> StoreE
         key: The key.
         table: Errors by the type of the client's error.
     """
+    if (unread := unread_file(error)) is not None:
+        return PermissionDenied(f"{what}: {unread}", key=key, hint=FILES)
     found = next((table[kind] for kind in type(error).__mro__ if kind in table), None)
     if found is None:
         return None

@@ -11,7 +11,9 @@ use the same codes; if one does not, the status is enough.
 from __future__ import annotations
 
 import asyncio
+import errno
 import functools
+import os
 import re
 import ssl
 from collections.abc import AsyncIterator, Iterable, Mapping
@@ -132,6 +134,7 @@ FOREIGN: Table = {
     client_errors.BotoCoreError: Meaning(StoreError, None, "{name}"),
     "NoSuchKey": Meaning(ObjectNotFound),
     "NoSuchBucket": Meaning(StoreError, BUCKET),
+    "NoSuchAccessPoint": Meaning(StoreError, "Check the alias of the access point in the URL"),
     "NoSuchUpload": Meaning(StoreError, _LIFECYCLE),
     "PreconditionFailed": Meaning(ObjectExists),
     **dict.fromkeys(_PASSING, Meaning(StoreUnavailable)),
@@ -240,6 +243,12 @@ class S3Backend(BucketBackend):
         except client_errors.CredentialRetrievalError as error:
             message = f"Could not open the store: no credentials ({type(error).__name__})"
             raise PermissionDenied(message, hint=_KEYS) from error
+        except client_errors.ProfileNotFound as error:
+            message = (
+                f"The AWS configuration files have no profile {error.kwargs['profile']!r:.100}"
+            )
+            hint = "Check the option 'profile' and AWS_PROFILE"
+            raise PermissionDenied(message, hint=hint) from error
         except (client_errors.BotoCoreError, OSError, ValueError) as error:
             found = broken(error, "Could not open the store", None, FOREIGN)
             if isinstance(found, PermissionDenied):
@@ -261,6 +270,9 @@ class S3Backend(BucketBackend):
             ssl.create_default_context(cafile=self._ca_bundle)  # raises if it is none
         session = AioSession(profile=self._profile)
         session.register_component("data_loader", _models())
+        absent = _absent_file()
+        if absent is not None and asyncio.run(session.get_credentials()) is None:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), absent)
         region = self._region or session.get_config_variable("region")
         context = session.create_client(
             "s3",
@@ -497,6 +509,15 @@ def _given(**parameters: str | None) -> dict[str, str]:
 def _models() -> Any:
     """Make the loader of service models, once for all clients."""
     return create_loader()
+
+
+def _absent_file() -> str | None:
+    """Return a file that the environment names and the client would leave out in silence."""
+    for name in ("AWS_SHARED_CREDENTIALS_FILE", "AWS_CONFIG_FILE"):
+        path = os.path.expanduser(os.environ.get(name, ""))
+        if path and not os.path.exists(path):
+            return path
+    return None
 
 
 async def _entered(context: Any) -> Any:
