@@ -12,7 +12,8 @@ made anew for the module, as ``torch.load`` would make it: one that is converted
 or of another size than the module's own.
 
 Some code cannot be rehearsed: it reads the values of tensors, writes to tensors that are not the
-module's, or calls collectives. The rehearsal then ends without an answer.
+module's, or calls collectives. The rehearsal then ends without an answer, and the module gets new
+tensors.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from torch.overrides import TorchFunctionMode
 from ckpipe.errors import ShapeMismatch, StructureMismatch, TargetMismatch
 from ckpipe.interpreter import user_code
 from ckpipe.loading.live_tensors import is_placed
-from ckpipe.loading.stateful import SavedTensor, is_fsdp_hook, mismatch
+from ckpipe.loading.stateful import SavedTensor, is_extra_state, is_fsdp_hook, mismatch
 from ckpipe.state.tensors import local_part
 
 
@@ -84,14 +85,14 @@ def rehearse(
                 warnings.simplefilter("ignore")
                 load(run.given)
         except (_NoAnswer, NotImplementedError):
-            return None
+            return run.unanswered(state, live)
         except Exception as error:
             if not _is_of_module(error):
-                return None
+                return run.unanswered(state, live)
             missing, unexpected = found[-1] if found else ((), ())
             refusal = _refusal(error, missing, unexpected, label, at)
-            if refusal is None and any(map(is_placed, run.own.values())):
-                return None  # The code may take stand-ins for what they are: no DTensors.
+            if refusal is None and run.may_mislead:
+                return run.unanswered(state, live)
             raise refusal or _other_refusal(error, label) from error
         homes = run.homes()
     own = {_address(each) for each in run.own.values()} - {None}
@@ -120,8 +121,16 @@ def _to_fill(
     """
     foreign = isinstance(named, torch.Tensor) and id(named) not in own
     if foreign and _address(named) not in addresses:  # a copy that was made for the state
-        return named if (named.shape, named.dtype) == (saved.shape, saved.dtype) else None
+        return named if _fits(named, saved) else None
     return home if home is None or tuple(home.shape) == saved.shape else None
+
+
+def _fits(tensor: Any, saved: SavedTensor) -> bool:
+    return (
+        isinstance(tensor, torch.Tensor)
+        and not is_lazy(tensor)
+        and ((tensor.shape, tensor.dtype) == (saved.shape, saved.dtype))
+    )
 
 
 def _address(tensor: torch.Tensor) -> int | None:
@@ -168,6 +177,8 @@ class _Run:
             self.own[id(tensor)] = tensor
             self._stand_in(tensor)
         given = copy.copy(state) if isinstance(state, OrderedDict) else dict(state)
+        if isinstance(state, OrderedDict):
+            vars(given).update(self._in_state(vars(state)))  # Hooks may change the versions.
         for key, value in state.items():
             given[key] = self._in_state(value)
         self.given = given
@@ -176,6 +187,13 @@ class _Run:
             {number: self._stand_ins[number] for number in self.own},
         )
         self._shadows = [(each, vars(each), self._shadow(each)) for each in modules]
+        self._classes = [type(each) for each in modules]
+        self._hooks = [
+            (hooks, hooks.copy())
+            for each in modules
+            for name, hooks in vars(each).items()
+            if name.endswith("_hooks") and hooks
+        ]
 
     def _stand_in(self, tensor: torch.Tensor) -> torch.Tensor:
         if id(tensor) not in self._stand_ins:
@@ -206,8 +224,14 @@ class _Run:
                 object.__setattr__(each, "__dict__", shadow)
             yield
         finally:
-            for each, attributes, _ in self._shadows:
+            for (each, attributes, _), cls in zip(self._shadows, self._classes, strict=True):
                 object.__setattr__(each, "__dict__", attributes)
+                if type(each) is not cls:  # parametrizations change it
+                    object.__setattr__(each, "__class__", cls)
+            for hooks, before in self._hooks:
+                if len(hooks) != len(before):  # A handle removes its hook from the module's own.
+                    hooks.clear()
+                    hooks.update(before)
 
     def _shadow(self, module: nn.Module) -> dict[str, Any]:
         shadow = dict(vars(module))
@@ -231,6 +255,27 @@ class _Run:
         if type(module).set_extra_state is not nn.Module.set_extra_state:
             shadow["set_extra_state"] = _forget
         return shadow
+
+    @property
+    def may_mislead(self) -> bool:
+        """Whether code may raise since stand-ins are no DTensors, or on another device."""
+        return self.watch.asked_device or any(map(is_placed, self.own.values()))
+
+    def unanswered(
+        self, state: Mapping[str, Any], live: Mapping[str, Any]
+    ) -> dict[str, torch.Tensor | None] | None:
+        """Return the tensors to fill if the module was not rehearsed: those that do not fit.
+
+        They are refused. All others are made anew, since the code may rename what it gets. None for
+        a module with DTensors, whose shards can be read only into its own.
+        """
+        if any(map(is_placed, self.own.values())):
+            return None
+        return {
+            key: None if is_extra_state(key) or _fits(live.get(key), value) else live.get(key)
+            for key, value in state.items()
+            if isinstance(value, SavedTensor)
+        }
 
     def homes(self) -> dict[str, torch.Tensor]:
         """Return the tensor of the modules that takes a saved tensor unchanged, by its key."""
@@ -290,11 +335,12 @@ class _NoAnswer(BaseException):
 
 _READS = {
     "item", "tolist", "numpy", "data_ptr", "storage", "untyped_storage", "__array__", "__bool__",
-    "__complex__", "__contains__", "__dlpack__", "__float__", "__index__", "__int__", "allclose",
-    "equal", "is_nonzero",
+    "__complex__", "__contains__", "__dlpack__", "__float__", "__format__", "__index__", "__int__",
+    "allclose", "equal", "is_nonzero",
 }  # fmt: skip
 _KEEP_VALUES = {"requires_grad_", "detach_", "resize_", "resize_as_", "share_memory_", "__set__"}
 _MOVES = {"cpu", "cuda", "to", "pin_memory"}
+_PLACES = {"device", "is_cpu", "is_cuda"}
 
 
 class _Watch(TorchFunctionMode):
@@ -303,10 +349,14 @@ class _Watch(TorchFunctionMode):
     Args:
         inputs: The stand-ins of saved tensors, by key.
         own: The stand-ins of the tensors of the module, by the identity of the live tensor.
+
+    Attributes:
+        asked_device: Whether code has asked for the device of a tensor.
     """
 
     def __init__(self, inputs: Mapping[str, torch.Tensor], own: Mapping[int, torch.Tensor]) -> None:
         super().__init__()
+        self.asked_device = False
         self._inputs = inputs
         self._own = {number: each for number, each in own.items() if not is_lazy(each)}
         # Kept alive, so that the number of a storage is not used again.
@@ -321,7 +371,9 @@ class _Watch(TorchFunctionMode):
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         if name == "__get__":  # of an attribute, such as the shape
-            return func(*args)
+            attribute = func.__self__.__name__
+            self.asked_device |= attribute in _PLACES
+            return attribute != "is_meta" and func(*args)
         given = (*args, *kwargs.values())
         if name in _READS and any(isinstance(t, torch.Tensor) and t.is_meta for t in given):
             raise _NoAnswer
@@ -336,12 +388,16 @@ class _Watch(TorchFunctionMode):
         if name in _MOVES:
             return self._moved(func, name, args, kwargs)
         try:
-            return func(*args, **kwargs)
+            result = func(*args, **kwargs)
         except Exception as error:
             devices = {each.device for each in given if isinstance(each, torch.Tensor)}
-            if isinstance(error, NotImplementedError) or len(devices) > 1:
+            needs_values = isinstance(error, NotImplementedError) or " meta " in str(error)
+            if needs_values or len(devices) > 1:
                 raise _NoAnswer from error
             raise
+        if not name.endswith("_like") and not name.startswith("new_"):
+            self._note_reads(given, result)
+        return result
 
     def _moved(self, func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Convert a dtype, but leave a stand-in where it is."""
@@ -362,6 +418,14 @@ class _Watch(TorchFunctionMode):
             if number is not None:
                 whole = _same_place(each, self._own[number])
                 self.note(number, source if whole else None)
+
+    def _note_reads(self, given: Sequence[Any], result: Any) -> None:
+        """Note tensors of the module whose values go into others, so must not be filled before."""
+        made = {_number(each) for each in _tensors_in([result])}
+        for each in _tensors_in(given) if made else ():
+            number = self._own_of.get(_number(each))
+            if number is not None and _number(each) not in made:
+                self.note(number, None)
 
     def note(self, number: int, source: Any) -> None:
         """Note that a tensor of the module has the values of another one; None if of no other."""
@@ -390,6 +454,14 @@ class _Watch(TorchFunctionMode):
         for number, keys in self._sources.items():
             if None not in keys and all(takers[key] == {number} for key in keys):
                 yield from ((key, number) for key in keys if key is not None)
+
+
+def _tensors_in(values: Sequence[Any]) -> list[torch.Tensor]:
+    """Return the tensors among values and in lists of them."""
+    flat = (
+        each for value in values for each in (value if type(value) in (list, tuple) else [value])
+    )
+    return [each for each in flat if isinstance(each, torch.Tensor) and not is_lazy(each)]
 
 
 def _number(tensor: torch.Tensor) -> int:
