@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 import ckpipe
 from ckpipe.distributed import training_state
-from ckpipe.errors import StoreUnavailable
+from ckpipe.errors import StoreUnavailable, UnsupportedTopology
 from ckpipe.testing import FaultyBackend
 from ckpipe_local import LocalBackend
 
@@ -216,11 +216,14 @@ def _fails_on_one_rank(
             found = [type(error).__name__, error.step, error.rank, error.message]
         tell(case, found=found)
         dist.barrier()
-        if fault == "stays away":
-            return
         undo()
         target = joint_state(rank, what)
-        again = pipeline.load(target)
+        again = None
+        while again is None:
+            try:
+                again = pipeline.load(target)
+            except UnsupportedTopology:
+                assert fault == "stays away"  # the other rank may again come too late
         assert again is not None
         assert again.step == 2
         assert torch.equal(target["plain"]["own"], state["plain"]["own"])

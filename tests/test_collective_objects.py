@@ -38,6 +38,7 @@ def test_no_rank_waits_in_a_collective_for_one_that_failed(world: Gang, tmp_path
     cells = CELLS if EVERY else random.Random(SEED).sample(CELLS, 6)
     if not EVERY:
         cells.append(("training state", "damage", False, None))
+        cells.append(("declared", "stays away", False, None))
     root = tmp_path / "run"
     assert world.run("collective_objects:fails_on_one_rank", root, 2, cells=cells) == [0, 0]
     found = told(root, "found")

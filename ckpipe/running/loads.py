@@ -74,6 +74,7 @@ _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.02, 1.0
 _PROGRESS_SECONDS = 0.2
 _LAST_WORDS_SECONDS = 5.0
 
+_ABSENT = "absent"
 _WHOLE: Json = {"damage": None, "next": None}
 _FALL_BACK = "Load another checkpoint, or let fallback=True do so"
 
@@ -100,12 +101,14 @@ class _Joint:
         name: Its name, the same on all ranks of the objects.
         objects: The objects.
         attempts: The number of damaged checkpoints that it has left behind.
+        is_waiting: Whether this rank waits for others, none of which has called the objects.
     """
 
     agreements: TorchAgreements
     name: str
     objects: CollectiveObjects
     attempts: int = 0
+    is_waiting: bool = False
 
     @property
     def attempt(self) -> str:
@@ -120,6 +123,8 @@ class _Joint:
     async def give_up(self, error: BaseException, rank: int) -> None:
         """Tell the other ranks that this one does not go on with this checkpoint."""
         kind = "store" if isinstance(error, StoreUnavailable) else "other"
+        if self.is_waiting:
+            kind = _ABSENT
         if isinstance(error, CorruptCheckpoint):
             kind = "damage"
         said, key = str(error), None
@@ -377,10 +382,14 @@ class Loads:
         if objects is None or not isinstance(agreements, TorchAgreements):
             yield None
             return
-        number = self._joint_calls[objects.ranks]
-        self._joint_calls[objects.ranks] += 1
         members = sha256(repr(objects.ranks).encode()).hexdigest()[:16]
-        joint = _Joint(agreements, f"joint-{members}-{number}", objects)
+        while True:
+            number = self._joint_calls[objects.ranks]
+            self._joint_calls[objects.ranks] += 1
+            joint = _Joint(agreements, f"joint-{members}-{number}", objects)
+            failed = await agreements.decided(f"{joint.attempt}.failed")
+            if failed is None or failed[0]["kind"] != _ABSENT:
+                break  # Others no longer wait for this rank in a load that it did not join.
         try:
             yield joint
         except BaseException as error:
@@ -397,8 +406,9 @@ class Loads:
         """
         agreements, ranks = joint.agreements, joint.objects.ranks
         pause, seconds = _FIRST_PAUSE_SECONDS, self._context.settings.load.agreement_timeout_seconds
-        until, here = time.monotonic() + seconds, f"{joint.attempt}.{point}"
+        until, here = time.monotonic() + seconds, f"{joint.attempt}.{point}.{info.id}"
         await agreements.arrive(here)
+        joint.is_waiting = True
         with self._waiting():
             while behind := await agreements.behind(here, ranks):
                 failed = await agreements.decided(f"{joint.attempt}.failed")
@@ -417,6 +427,10 @@ class Loads:
                     )
                 await anyio.sleep(min(pause, left))
                 pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+            failed = await agreements.decided(f"{joint.attempt}.failed")
+            if failed is not None and failed[0]["kind"] == _ABSENT:
+                raise _failed_elsewhere(failed[0], info.step)
+        joint.is_waiting = False
 
     async def close(self) -> None:
         """Wait for loads that fill a state; cancel those that wait for the lock or other ranks."""
