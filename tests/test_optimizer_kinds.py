@@ -259,7 +259,10 @@ def test_parameters_in_another_order_are_refused_by_their_shapes(
     other = Net((2, 5), (4, 3))
     optimizer = kind(list(other.parameters()))
     step(optimizer, steps)
-    for how in ({}, {"optimizer_class": "any"}, {"exclude": ["o.param_groups"]}):
+    ways: list[dict[str, Any]] = [{}, {"optimizer_class": "any"}]
+    if saved[1].state:  # else nothing of it is loaded
+        ways.append({"exclude": ["o.param_groups"]})
+    for how in ways:
         refused(pipeline, ShapeMismatch, "shape", "plain", other, optimizer, **how)
 
 
