@@ -27,6 +27,7 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adam, Optimizer
 
@@ -241,6 +242,19 @@ def _unsharded(net: nn.Module) -> nn.Module:
     )
 
 
+def _shards_of_one_element() -> Trained:
+    net: Any = _sharded(nn.Sequential(*(nn.LayerNorm(RANKS) for _ in range(8))))
+    return net, [], lambda: [each.to_local() for each in net.parameters()]
+
+
+def _tensor_parallel() -> Trained:
+    net = Net()
+    net.inner = nn.Linear(2, 4)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    parallelize_module(net, mesh, {"inner": ColwiseParallel()})
+    return net, [], params(net)
+
+
 def _buffers() -> Trained:
     net = Buffered()
     return ddp(net), [], lambda: list(net.buffers())
@@ -291,6 +305,8 @@ def _of_half(net: nn.Module) -> nn.Module:
     return ddp(net, process_group=half())
 
 
+RANKS = 4
+
 ROWS: dict[str, Row] = {
     "extra state": Row(lambda: _extra(ragged=False, wrap=lambda net: net)),
     "extra state under DDP": Row(lambda: _extra(ragged=False, wrap=ddp)),
@@ -331,12 +347,14 @@ ROWS: dict[str, Row] = {
     "moments of a bare module": Row(
         lambda: _with_adam(lambda net: net), "all", times=1, raw=False, replicated=True
     ),
+    "plain parameters beside tensor-parallel ones": Row(
+        _tensor_parallel, "all", times=1, raw=False, replicated=True
+    ),
+    "shards of one element": Row(_shards_of_one_element, "all", times=RANKS),
     "named by globs": Row(
         _all_of_it, "all", times=1, raw=False, replicated=["model.average", "*.spread", "model.*l*"]
     ),
 }  # fmt: skip
-
-RANKS = 4
 
 
 def value_of(row: Row, rank: int) -> float:
@@ -355,14 +373,15 @@ def _distinct(made: Trained) -> list[list[float]]:
 
 
 def save(case: Case) -> None:
-    """Save all rows, and load each into another of the same ranks."""
+    """Save some rows, and load each into another of the same ranks."""
     warnings.simplefilter("ignore")  # torch's own
     torch.manual_seed(dist.get_rank())
     root, rank = Path(case["root"]), dist.get_rank()
     settings = SETTINGS | {"plan": case["plan"]}
     with SyncPipeline(root / "store", attempt_id="equal", **settings) as pipeline:
         saved = []
-        for name, row in ROWS.items():
+        for name in case["rows"]:
+            row = ROWS[name]
             made = row.make()
             for each in made[2]():
                 each.data.fill_(value_of(row, rank))
@@ -374,7 +393,7 @@ def save(case: Case) -> None:
                 )
         for _, _, handle in saved:
             handle.wait_complete(timeout=60)
-        targets = {name: row.make() for name, row in ROWS.items()}
+        targets = {name: ROWS[name].make() for name in case["rows"]}
         for name, form, handle in saved:
             pipeline.load(_states(ROWS[name], targets[name])[form], step=handle.id)
             values = _distinct(targets[name])
@@ -384,7 +403,7 @@ def save(case: Case) -> None:
 
 
 def load_alone(case: Case) -> None:
-    """Load all rows with other ranks, and tell what came of it."""
+    """Load the rows with other ranks, and tell what came of it."""
     warnings.simplefilter("ignore")
     with SyncPipeline(Path(case["saved"], "store"), **SETTINGS) as pipeline:
         for name, form, step in case["steps"]:

@@ -89,3 +89,19 @@ def test_a_few_and_those_of_a_single_rank_keep_entries_of_their_own(tmp_path: Pa
     with ckpipe.SyncPipeline(tmp_path) as pipeline:
         pipeline.save(state(0), step=1)
     assert len(names(tmp_path, 0)) == 11
+
+
+def test_those_of_all_ranks_load_beside_those_of_one(tmp_path: Path) -> None:
+    def steps(*experts: int) -> dict[str, Any]:
+        names = [f"layers.{n}.bias" for n in range(9)] + [f"experts.{n}.bias" for n in experts]
+        return {name: {"step": torch.tensor(float(n))} for n, name in enumerate(names)}
+
+    with ranks(str(tmp_path), 2) as world:
+        for rank, pipeline in enumerate(world):
+            own = {f"only{rank}": torch.zeros(1)}
+            pipeline.save({"state": steps(*range(9 + rank)), "own": own}, step=1).wait()
+    assert len(names(tmp_path, 0)) == 2
+    with ckpipe.SyncPipeline(tmp_path) as alone:
+        target = {"state": {f"layers.{n}.bias": {"step": torch.tensor(-1.0)} for n in range(9)}}
+        alone.load(target, include=["state.layers*"])
+    assert [each["step"].item() for each in target["state"].values()] == list(range(9))

@@ -8,6 +8,7 @@ references none of them.
 from __future__ import annotations
 
 import math
+import re
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -281,18 +282,27 @@ _FEWEST_SCALARS = 8
 """Least number of tensors of one element that are gathered in one entry."""
 
 
+_NUMBER = re.compile(r"\d+")
+
+
 def _gathered(leaves: list[TensorLeaf], units: Iterable[Unit]) -> list[list[int]]:
-    """Return the private tensors of one element that share an entry: those of one key and dtype.
+    """Return the private tensors of one element that share an entry.
 
     An optimizer keeps a ``step`` for each parameter. An entry for each of them, on each rank, would
-    be a third more entries.
+    be a third more entries. Ranks' copies are compared by entries, so those of other parameters,
+    such as experts that only one rank has, are kept apart: labels may differ in numbers only.
     """
     kinds: defaultdict[tuple[str, str], list[int]] = defaultdict(list)
     for unit in units:
         if unit.private and len(unit.members) == len(unit.pieces) == 1 and not unit.overlapping:
             leaf = leaves[unit.members[0]]
-            if leaf.nbytes == leaf.itemsize and not leaf.lazy and stored_dtype(leaf.dtype):
-                kinds[leaf.label.rpartition(".")[2], leaf.dtype].append(unit.members[0])
+            if (
+                leaf.sharding is None
+                and leaf.nbytes == leaf.itemsize
+                and not leaf.lazy
+                and stored_dtype(leaf.dtype)
+            ):
+                kinds[_NUMBER.sub("0", leaf.label), leaf.dtype].append(unit.members[0])
     return [numbers for numbers in kinds.values() if len(numbers) >= _FEWEST_SCALARS]
 
 
