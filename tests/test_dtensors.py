@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -88,6 +89,23 @@ def test_tensor_that_stands_elsewhere_first_is_vouched_for_too() -> None:
     shared = torch.ones(3)
     state = {"first": shared, "train": Vouching({"model": {"w": shared}})}
     assert capture(state).replicated == {0: None}
+
+
+@pytest.mark.parametrize(
+    ("told", "group"),
+    [
+        (True, None),
+        (np.True_, None),
+        (1, None),
+        ((1, 0), (0, 1)),
+        ([0, 0, 1], (0, 1)),
+        ({np.int64(1), 0}, (0, 1)),
+    ],
+)
+def test_ranks_that_hold_a_tensor_alike(told: Any, group: tuple[int, ...] | None) -> None:
+    state = Vouching({"model": torch.ones(2)})
+    state.__ckpipe_replicated__ = lambda label: told  # type: ignore[method-assign]
+    assert capture(state).replicated == {0: group}
 
 
 # ---- the next save ----

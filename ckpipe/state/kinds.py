@@ -22,6 +22,7 @@ import dataclasses
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
+from operator import index
 from typing import Any, TypeVar
 
 import torch
@@ -371,4 +372,4 @@ def replicated_test(obj: Any) -> ReplicatedTest | None:
 
 def replica_group(told: bool | Collection[int]) -> ReplicaGroup:
     """Return the group of a tensor for which a test told that several ranks hold it alike."""
-    return None if told is True else tuple(sorted(told))  # type: ignore[arg-type]
+    return tuple(sorted(set(map(index, told)))) if isinstance(told, Collection) else None
