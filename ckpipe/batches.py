@@ -665,7 +665,8 @@ _Source = Literal["sampler", "loading", "state"]
 def _source_of(loader: DataLoader[Any], exact_workers: bool) -> _Source:
     if not isinstance(loader.dataset, IterableDataset):
         return "loading" if exact_workers and loader.num_workers else "sampler"
-    if is_stateful(loader) or (is_stateful(loader.dataset) and not loader.num_workers):
+    # A StatefulDataLoader passes over a dataset without a state, but counts these batches twice.
+    if is_stateful(loader.dataset) and (is_stateful(loader) or not loader.num_workers):
         return "state"
     return "loading"
 
