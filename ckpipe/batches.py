@@ -22,6 +22,8 @@ from __future__ import annotations
 import copy
 import inspect
 import random
+import zlib
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -90,8 +92,9 @@ class Batches:
     a function of seed and epoch: that of a ``DistributedSampler`` or without shuffling. Else the
     load raises ``TargetMismatch`` and touches nothing.
 
-    Not exact are: samplers that draw from global generators as they go, ``in_order=False``, and,
-    unless ``exact_workers`` is set, random augmentations in workers.
+    Not exact are: a state that the dataset holds, ``in_order=False``, and, unless ``exact_workers``
+    is set, random augmentations in workers. A sampler that gives another order than in the saved
+    run, as one that draws from global generators as it goes, raises ``UsageError``.
 
     Args:
         loader: A ``torch.utils.data.DataLoader``, or a subclass such as torchdata's
@@ -102,7 +105,7 @@ class Batches:
 
     Raises:
         UsageError: If ``loader`` is no ``DataLoader``, or its workers are persistent and
-            ``exact_workers`` is set.
+            ``exact_workers`` is set, or it has loaded a position itself.
     """
 
     __slots__ = (
@@ -125,6 +128,11 @@ class Batches:
                 "impossible",
                 hint="Make the loader with persistent_workers=False, or leave exact_workers out",
             )
+        if getattr(loader, "next_iter_state", None) is not None:
+            raise UsageError(
+                "The StatefulDataLoader has loaded a position, which a Batches does not know",
+                hint="Iterate over the loader itself to the end of the epoch, then wrap it",
+            )
         self.loader = loader
         self._source = _source_of(loader, exact_workers)
         self._randomness = _Randomness(loader)
@@ -138,6 +146,8 @@ class Batches:
         self._start: _Snapshot | None = None  # before iter(), if consumed batches are loaded again
         # iter() of a copy with another sampler is that of the loader's own class.
         self._inner = copy.copy(loader)
+        # Workers that an iteration over the bare loader left have the indices of its own sampler.
+        vars(self._inner).update(_iterator=None, _initial_iter_for_state_dict=False)
         if self._source == "sampler":
             name = "sampler" if loader.batch_sampler is None else "batch_sampler"
             vars(self._inner)[name] = self._order
@@ -190,10 +200,10 @@ class Batches:
             batch = next(batches, _END)
             if batch is _END:
                 break
-            if self._source == "sampler" and not self._order.asked:
+            if self._source == "sampler" and not self._order.consume():
                 raise UsageError(
-                    "The loader does not ask its own sampler for indices, so its position is "
-                    "unknown",
+                    "The loader gives batches that it does not ask its own sampler for, so its "
+                    "position is unknown",
                     hint="Wrap the DataLoader before another library wraps it",
                 )
             self._batch += 1
@@ -418,6 +428,7 @@ class _Order:
 
     Attributes:
         by_epoch: Whether the order is a function of seed and epoch alone.
+        ahead: The indices of batches that the loop has not received yet.
     """
 
     def __init__(self, loader: DataLoader[Any], randomness: _Randomness) -> None:
@@ -446,11 +457,15 @@ class _Order:
         self._epochs = self._randomness.epochs()
         self._indices: _Indices | None = None
         self._drawn, self._exhausted = 0, False
+        self.ahead: deque[Any] = deque()
+        self._last: Any = None  # indices of the batch that it has received last
 
-    @property
-    def asked(self) -> bool:
-        """Whether the loader has asked for an order in this epoch."""
-        return self._indices is not None
+    def consume(self) -> bool:
+        """Take note that the loop received a batch; tell whether the loader asked for it here."""
+        asked = bool(self.ahead)
+        if asked:
+            self._last = self.ahead.popleft()
+        return asked
 
     def __iter__(self) -> _Indices:
         before = self._kept if self._position is None else self._position.begun["iter"]
@@ -486,9 +501,13 @@ class _Order:
         if self._before_first is not None:
             self._randomness.restore(self._before_first)
         self._drawn = position.batch if position.converted else begun["drawn"]
-        passed = sum(1 for _ in islice(inner, position.batch))
+        passed = 0
+        for passed, self._last in enumerate(islice(inner, position.batch), 1):  # noqa: B007
+            pass
         if passed < position.batch:
             raise _too_short(passed, position.batch)
+        if not position.converted and generators_differ([self._fingerprint()], [begun["last"]]):
+            raise _other_order(position.batch)
         prefetched = list(islice(inner, self._drawn - position.batch))
         if begun["exhausted"] and not position.converted:
             prefetched += inner  # none; but a sampler may draw when it is asked once more
@@ -508,11 +527,23 @@ class _Order:
         self._drawn += 1
         return found
 
+    def _fingerprint(self) -> torch.Tensor | None:
+        """Return a checksum of the last batch's indices, if they are ints and it is needed."""
+        if self.by_epoch or self._last is None:
+            return None
+        try:
+            indices = torch.as_tensor(self._last, dtype=torch.int64)
+        except (TypeError, ValueError, RuntimeError):
+            return None
+        # A tensor may belong to a rank, where a plain value would be refused for its difference.
+        return torch.tensor(zlib.crc32(indices.numpy().tobytes()))
+
     def record(self) -> dict[str, Any]:
-        """Return the beginning of the order, and how far the sampler was asked."""
+        """Return the beginning of the order, its last batch, and how far the sampler was asked."""
         return {
             "iter": self._before_iter,
             "first": self._before_first,
+            "last": self._fingerprint(),
             "drawn": self._drawn,
             "exhausted": self._exhausted,
             "epochs": self._epochs or None,
@@ -546,9 +577,11 @@ class _Indices:
         if self._prefetched is None:
             self.catch_up()
         assert self._prefetched is not None
-        for found in self._prefetched:
-            return found
-        return self._order.next_index(self._inner)
+        found = next(self._prefetched, _END)
+        if found is _END:
+            found = self._order.next_index(self._inner)
+        self._order.ahead.append(found)
+        return found
 
 
 class _Randomness:
@@ -756,4 +789,12 @@ def _too_short(found: int, wanted: int) -> UsageError:
     return UsageError(
         f"The loader ended after {found} batches, and the checkpoint lies after batch {wanted}",
         hint="Use the dataset and the sampler of the saved run",
+    )
+
+
+def _other_order(batch: int) -> UsageError:
+    return UsageError(
+        f"The sampler does not give the order of the saved run: batch {batch} has other samples",
+        hint="Let the order depend on set_epoch, on a generator that the sampler holds, or on one "
+        "draw at its beginning; or leave the position out with exclude and begin a new epoch",
     )

@@ -657,8 +657,13 @@ def test_loaders_without_a_position_are_refused() -> None:
 
     with pytest.raises(UsageError, match="takes a DataLoader, not list"):
         Batches([1, 2])  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match="does not ask its own sampler"):
+    with pytest.raises(UsageError, match="not ask its own sampler for"):
         next(iter(Batches(Other(DATA))))
+    loader = StatefulDataLoader(DATA)
+    next(iter(loader))
+    loader.load_state_dict(loader.state_dict())
+    with pytest.raises(UsageError, match="StatefulDataLoader has loaded a position"):
+        Batches(loader)
     with pytest.raises(UsageError, match="exact_workers"):
         Batches(make_loader(Cell(workers=1, persistent=True), DATA), exact_workers=True)
 
@@ -678,6 +683,46 @@ def test_a_loader_that_opens_at_its_first_batch_goes_on() -> None:
     first, state = stopped(Batches(make()), 8)
     assert first == whole[:8]
     assert resumed(make, state) == whole[8:]
+
+
+@pytest.mark.parametrize("count", [4, 7])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_order_that_the_sampler_does_not_repeat_is_refused(count: int, workers: int) -> None:
+    class Counts(Sampler[int]):
+        def __init__(self) -> None:
+            self.begun = 0
+
+        def __iter__(self) -> Iterator[int]:
+            self.begun += 1
+            made = torch.Generator().manual_seed(self.begun)
+            return iter(torch.randperm(24, generator=made).tolist())
+
+        def __len__(self) -> int:
+            return 24
+
+    def make() -> Batches:
+        data = Samples(draws=False)
+        return Batches(DataLoader(data, 4, sampler=Counts(), num_workers=workers))
+
+    _, state = stopped(make(), count)
+    data = make()
+    data.load_state_dict(state)
+    if count < 6:
+        assert len(over(data)) == 18 - count
+    else:
+        with pytest.raises(UsageError, match="batch 1 has other samples"):
+            over(data)
+
+
+def test_a_loader_may_have_been_iterated_before() -> None:
+    cell = Cell(workers=1, persistent=True, draws=False, shuffle=False)
+    loader = make_loader(cell, Samples(draws=False))
+    list(loader)
+    assert samples_of(draw_beside(Batches(loader))) == list(range(24))
+    assert samples_of(draw_beside(loader)) == list(range(24))
+    other: Any = make_loader(Cell("StatefulDataLoader", draws=False), Samples(draws=False))
+    other.state_dict()
+    assert len(list(Batches(other))) == 6
 
 
 def test_a_part_of_a_position_is_refused(tmp_path: Path) -> None:
