@@ -1,4 +1,4 @@
-"""What ranks do whose state holds objects that call collectives, as FSDP1 does."""
+"""Ranks whose state holds objects that call collectives, as FSDP1 does."""
 
 from __future__ import annotations
 

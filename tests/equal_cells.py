@@ -97,7 +97,7 @@ class PerShard(Optimizer):
 
 
 Trained = tuple[nn.Module | list[nn.Module], list[Optimizer], Tensors]
-"""What is saved, and the tensors in it that are compared."""
+"""A saved state, and the tensors in it that are compared."""
 
 
 def params(net: nn.Module, *names: str) -> Tensors:

@@ -1,4 +1,4 @@
-"""What the ranks of tests do with state that only some of them have for a sharded parameter."""
+"""Ranks of which only some have state for a sharded parameter."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ def test_a_killed_run_takes_the_batches_and_draws_the_numbers_of_the_whole_one(
 
 
 def losses(root: Path, how: str) -> dict[str, list[str]]:
-    """What each rank of a run noted, in order."""
+    """Return the notes of each rank of a run, in order."""
     found: dict[str, list[str]] = {}
     for line in notes(root):
         kind, rank, rest = line.split(" ", 2)

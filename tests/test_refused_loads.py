@@ -129,7 +129,7 @@ def same(one: Any, other: Any) -> bool:
 
 
 def traces(model: nn.Module) -> Any:
-    """What else a rehearsal could change in a module."""
+    """Other facts of a module that a rehearsal could change."""
     tensors = [*model.parameters(), *model.buffers()]
     return (
         [(id(vars(each)), list(vars(each))) for each in model.modules()],
