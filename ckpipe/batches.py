@@ -492,6 +492,8 @@ class _Order:
     def pass_over(self, inner: Iterator[Any]) -> Iterator[Any]:
         """Ask for the consumed indices and drop them; return those that workers had prefetched."""
         position, self._position = self._position, None
+        # The garbage collector would close the queues of persistent workers before it stops them.
+        settle, self._settle = self._settle, lambda: None
         if position is None:
             if self._kept is not None:
                 self._randomness.restore(self._kept_after_iter)
@@ -512,7 +514,7 @@ class _Order:
         if begun["exhausted"] and not position.converted:
             prefetched += inner  # none; but a sampler may draw when it is asked once more
             self._exhausted = True
-        self._settle()
+        settle()
         return iter(prefetched)
 
     def next_index(self, inner: Iterator[Any]) -> Any:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import itertools
 import random
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -723,6 +725,22 @@ def test_a_loader_may_have_been_iterated_before() -> None:
     other: Any = make_loader(Cell("StatefulDataLoader", draws=False), Samples(draws=False))
     other.state_dict()
     assert len(list(Batches(other))) == 6
+
+
+@pytest.mark.parametrize("loaded", [False, True])
+def test_persistent_workers_end_with_the_last_reference(loaded: bool) -> None:
+    # The garbage collector would close the queues of the workers before it stops them.
+    data = Batches(make_loader(Cell(workers=1, persistent=True, draws=False), DATA))
+    if loaded:
+        data.load_state_dict(stopped(data, 2)[1])
+    stopped(data, 8)
+    gc.disable()
+    try:
+        gone = weakref.ref(data)
+        del data
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
 def test_a_part_of_a_position_is_refused(tmp_path: Path) -> None:
