@@ -86,6 +86,8 @@ class Caller:
         # All jobs: an interrupt may come between the function of a job and its end().
         for job in self._offered:
             job.end()
+        # A job of a load holds this caller, and the target.
+        self._offered.clear()
 
     @property
     def blocks(self) -> bool:

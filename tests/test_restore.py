@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
+import anyio.to_thread
 import numpy as np
 import pytest
 import torch
 from stored_states import round_trip
 from torch import nn
 
+import ckpipe
 from ckpipe.errors import (
     DtypeMismatch,
     ShapeMismatch,
@@ -430,3 +435,35 @@ async def test_autograd_learns_of_the_change() -> None:
     await round_trip({"w": torch.zeros(2)}, {"w": weight})
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         product.backward()  # type: ignore[no-untyped-call]
+
+
+class Kept:
+    def state_dict(self) -> dict[str, int]:
+        return {"a": 1}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        pass
+
+
+@pytest.mark.parametrize("make", [Kept, lambda: torch.nn.Linear(2, 2)])
+@pytest.mark.parametrize("kind", [ckpipe.Pipeline, ckpipe.SyncPipeline])
+async def test_a_load_keeps_no_target_alive(tmp_path: Path, kind: Any, make: Any) -> None:
+    def sync(state: dict[str, Any]) -> None:
+        with ckpipe.SyncPipeline(tmp_path) as pipeline:
+            pipeline.save(state, step=0, until="committed")
+            pipeline.load(state)
+
+    gc.disable()  # else it would find a cycle, at any time and on any thread
+    try:
+        state = {"object": make()}
+        kept = weakref.ref(state["object"])
+        if kind is ckpipe.SyncPipeline:
+            await anyio.to_thread.run_sync(sync, state)
+        else:
+            async with ckpipe.Pipeline(tmp_path) as pipeline:
+                await pipeline.save(state, step=0, until="committed")
+                await pipeline.load(state)
+        state.clear()
+        assert kept() is None
+    finally:
+        gc.enable()

@@ -90,7 +90,7 @@ class MatchedLoad:
         make: Puts all other values in place.
         missing: Labels that the target has and the checkpoint has not.
         unexpected: Labels that the checkpoint has and the target has not.
-        loaded: Labels of the objects that have taken their state.
+        matching: The match, which knows the objects that have taken their state.
         stages: Reports of the finished stages.
         tally: The count of reads.
     """
@@ -102,7 +102,7 @@ class MatchedLoad:
     make: Factory
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
-    loaded: list[str] = field(default_factory=list)
+    matching: Matching
     stages: dict[str, StageReport] = field(default_factory=dict)
     tally: ReadTally = field(default_factory=ReadTally)
 
@@ -143,10 +143,12 @@ class MatchedLoad:
                         "Mend the object that raised, or leave it out with exclude, and load again"
                     )
                 raise
+            finally:
+                self.matching.forget()
 
     def _touched(self) -> str:
         """Tell what has new values, in words; empty if nothing has."""
-        filled, loaded = self.targets.filled, list(map(repr, self.loaded))
+        filled, loaded = self.targets.filled, list(map(repr, self.matching.loaded))
         parts = []
         if filled:
             parts.append(f"{len(filled)} tensors are filled, such as {first_of(filled, 3)}")
@@ -309,7 +311,7 @@ def match_all(
         unexpected = [*unexpected, *matching.left]
     targets.settle()
     labels = tuple(missing), tuple(unexpected)
-    return MatchedLoad(bundle, request, rank, targets, make, *labels, matching.loaded)
+    return MatchedLoad(bundle, request, rank, targets, make, *labels, matching)
 
 
 def _named_in_vain(bundle: ManifestDocument, request: LoadRequest) -> list[str]:

@@ -732,6 +732,11 @@ class Matching:
             late()
         return made
 
+    def forget(self) -> None:
+        """Drop all plans once they are carried out: they hold this object, and so the target."""
+        for plans in (self._planned, self._built, self._objects, self._late):
+            plans.clear()
+
     def _put(self, assign: Callable[[Any], object], make: Factory, meanwhile: Any = None) -> None:
         try:
             value = make()
