@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -66,11 +68,17 @@ with ckpipe.SyncPipeline(sys.argv[1]) as pipeline:
 def test_a_model_that_was_wrapped_before_ckpipe_is_imported_is_written_once(tmp_path: Path) -> None:
     script, root = tmp_path / "early.py", tmp_path / "store"
     script.write_text(WRAPPED_EARLY)
-    command = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
-        str(script), str(root),
-    ]  # fmt: skip
-    subprocess.run(command, check=True, capture_output=True, timeout=300)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(script), str(root)], env=os.environ | where | {"RANK": str(rank)}
+        )
+        for rank in range(2)
+    ]
+    assert [rank.wait(timeout=300) for rank in ranks] == [0, 0]
     once = 4 * (400 * 250 + 3 * 3)
     found = [written_bytes(path) for path in sorted(root.glob("step-*")) if path.is_dir()]
     assert found == [once, 2 * once]
