@@ -293,7 +293,7 @@ class Batches:
             return self._order.record()
         source = self._stateful().state_dict() if self._source == "state" else None
         epochs = self._randomness.epochs() or None
-        return {"start": self._start, "source": source, "epochs": epochs}
+        return dict(zip(_LOADED_PARTS, (self._start, source, epochs), strict=True))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take a position for the next iteration, and set the generators.
@@ -330,7 +330,13 @@ class Batches:
         Raises:
             TargetMismatch: If that is impossible.
         """
+        now = self._facts()
         absent = sorted(_PARTS - state.keys())
+        if not absent:
+            absent = [f"loader.{fact}" for fact in now if fact not in state["loader"]]
+        if not absent and state["begun"] and state["loader"]["source"] == self._source:
+            parts = self._order.record() if self._source == "sampler" else _LOADED_PARTS
+            absent = [f"begun.{part}" for part in parts if part not in state["begun"]]
         if absent:
             raise TargetMismatch(
                 f"The saved position in the data lacks {', '.join(absent)}",
@@ -339,7 +345,7 @@ class Batches:
             )
         if state["begun"] is None:
             return None
-        saved, now = state["loader"], self._facts()
+        saved = state["loader"]
         batch = _converted(state["batch"], saved, now)
         reason = batch if isinstance(batch, str) else ""
         if not now["by_epoch"] and "own" in state:
@@ -397,6 +403,7 @@ class Batches:
 
 _END = object()
 _PARTS = {"epoch", "batch", "begun", "epochs", "seeded", "loader"}
+_LOADED_PARTS = ("start", "source", "epochs")
 _UNSETTLED: WeakSet[Batches] = WeakSet()
 """Those that were loaded inside an epoch, and whose generators no iteration has set yet."""
 

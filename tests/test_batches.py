@@ -748,6 +748,10 @@ def test_a_part_of_a_position_is_refused(tmp_path: Path) -> None:
     stopped(data, 3)
     with SyncPipeline(tmp_path) as pipeline:
         pipeline.save({"data": data}, step=1, until="committed")
+        for part in ("begun.first", "begun.drawn", "begun.last", "loader.order", "loader.source"):
+            with pytest.raises(TargetMismatch, match=f"lacks {part}") as caught:
+                pipeline.load({"data": Batches(shuffled())}, exclude=[f"data.{part}"])
+            assert caught.value.key == "data"
         with pytest.raises(TargetMismatch, match="lacks begun, epochs, loader, seeded"):
             pipeline.load({"data": data}, include=["data.epoch", "data.batch"])
 
