@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from ckpipe.errors import DtypeMismatch, ShapeMismatch, StructureMismatch
+from ckpipe.errors import DtypeMismatch, ShapeMismatch, StructureMismatch, UsageError
 from ckpipe.format.keys import LabelFilter, join
 from ckpipe.loading.collectives import fsdp1_ranks
 from ckpipe.loading.live_tensors import is_placed
@@ -64,6 +64,9 @@ def training_state(
     Returns:
         An object with ``state_dict`` and ``load_state_dict``. They call no collective, except with
         FSDP1, whose flat parameters torch gathers.
+
+    Raises:
+        UsageError: If ``replicated`` is of another form.
     """
     return TrainingState(model, optimizers, replicated=replicated)
 
@@ -104,6 +107,14 @@ class TrainingState:
         self._stages = not isinstance(model, nn.Module)
         self._optimizers = tuple(optimizers)
         globs = [replicated] if isinstance(replicated, str) else replicated
+        if not (
+            isinstance(globs, bool)
+            or (isinstance(globs, list | tuple) and all(isinstance(each, str) for each in globs))
+        ):
+            raise UsageError(
+                f"replicated is True, False, a glob or a list of globs, not {replicated!r:.100}",
+                hint='Name tensors of this object, such as ["model.head.*"]',
+            )
         self._all_equal = globs is True
         self._named_equal = LabelFilter([] if isinstance(globs, bool) else list(globs))
         self._equal: dict[str, bool | tuple[int, ...]] = {}

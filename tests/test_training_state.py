@@ -554,6 +554,12 @@ def test_a_parameter_that_is_not_the_models_is_refused(pipeline: SyncPipeline) -
         save(pipeline, net, *twice)
 
 
+@pytest.mark.parametrize("replicated", [None, 1, [3], {"model.*": True}])
+def test_another_form_of_replicated_is_refused(replicated: Any) -> None:
+    with pytest.raises(UsageError, match="replicated is True, False, a glob"):
+        training_state(nn.Linear(2, 2), replicated=replicated)
+
+
 def test_a_state_in_memory_loads_as_a_checkpoint_does() -> None:
     net, optimizer = made()
     step(net, optimizer)
