@@ -258,7 +258,7 @@ class _Run:
 
     @property
     def may_mislead(self) -> bool:
-        """Whether code may raise since stand-ins are no DTensors, or on another device."""
+        """Tell whether code may raise because stand-ins are no DTensors or on meta."""
         return self.watch.asked_device or any(map(is_placed, self.own.values()))
 
     def unanswered(
