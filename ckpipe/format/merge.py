@@ -3,19 +3,33 @@
 The result depends on the manifests alone: neither on their order, nor on the groups in between. So
 all ranks that merge the same manifests write the same object, and it does not matter which is
 first.
+
+The index lists the tensors of which ranks, or groups of ranks, have written different copies.
+Ranks that hold a tensor alike write it once: each of them lists the chunks that it leaves
+to others, with their owners. If all ranks hold it alike, the distinct pairs of chunk and owner make
+up one copy of the tensor. If groups of ranks hold it alike, such as the process groups of several
+DDP objects, each group has owners of its own, and the pairs make up more than one copy. Then the
+groups are told apart, and the checksums of their copies are compared. Copies that were cut
+otherwise cannot be compared and count as different. All ranks' lists are compared in bulk, since a
+large index has millions of chunks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+import math
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from hashlib import blake2b
-from typing import Any
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
 
 from ckpipe.errors import InvalidManifest, WrongWorldSize
-from ckpipe.format.check import check_ranks, facts_of
+from ckpipe.format.check import check_ranks, facts_of, identity_of
+from ckpipe.format.checksum import chunk_count
 from ckpipe.format.codec import layout_text
-from ckpipe.format.copies import differing_copies
+from ckpipe.format.data_file import item_bytes
 from ckpipe.format.keys import Json, Numbering, canonical
 from ckpipe.format.manifest import (
     BundleKind,
@@ -25,8 +39,16 @@ from ckpipe.format.manifest import (
     Place,
     RankManifest,
     Structure,
+    TensorRow,
     structure_form,
 )
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+_MOST_PENDING = 1 << 20
+_MIX = 0x9E3779B97F4A7C15
 
 
 def merge(
@@ -116,7 +138,7 @@ def _per_rank(bundle: ManifestDocument) -> tuple[PerRank, ...]:
         members[part.structure].append(part)
         facts_of(bundle.layouts[part.layout], bundle.structures[part.structure].tensors)
     private = [layout.private for layout in bundle.layouts]
-    shared = differing_copies(bundle)
+    shared = _differing_copies(bundle)
     return tuple(
         PerRank(
             tuple(sorted({*_differing_tensors(each, private), *copies})), _differing_values(each)
@@ -173,3 +195,209 @@ def differ_privately(bundle: ManifestDocument, holders: Sequence[tuple[int, int]
         if place is not None:
             found.append((place[0], part.checksums[place[1]]))
     return len(shapes) > 1 or (len(found) == len(holders) and len(set(found)) > 1)
+
+
+# Copies of several groups of ranks
+
+
+def _differing_copies(bundle: ManifestDocument) -> list[set[int]]:
+    """Return for each structure the tensors of which groups of ranks have written different copies.
+
+    Args:
+        bundle: A bundle of all ranks.
+    """
+    found: list[set[int]] = [set() for _ in bundle.structures]
+    copies = _Copies(bundle)
+    if copies.any:
+        for tensor in copies.differing():
+            for structure, numbers in enumerate(copies.numbers):
+                if tensor in numbers:
+                    found[structure].add(numbers[tensor])
+    return found
+
+
+class _Copies:
+    """The chunks that ranks leave to others, and the tensors of all structures, numbered together.
+
+    Attributes:
+        any: True if a rank leaves chunks to others.
+        numbers: For each structure, the numbers of its tensors there, by their common numbers.
+    """
+
+    def __init__(self, bundle: ManifestDocument) -> None:
+        self._bundle = bundle
+        self._pairs = list(dict.fromkeys((part.structure, part.layout) for part in bundle.parts))
+        self.any = any(self._foreign(*pair).owner for pair in self._pairs)
+        self._rows: list[TensorRow] = []
+        self._common: list[list[int]] = []
+        known: dict[tuple[Any, ...], int] = {}
+        for structure in bundle.structures if self.any else ():
+            numbers = []
+            for row in structure.tensors:
+                number = known.setdefault((row.label, row.dtype, row.shape), len(self._rows))
+                if number == len(self._rows):
+                    self._rows.append(row)
+                numbers.append(number)
+            self._common.append(numbers)
+        self.numbers = [
+            {number: tensor for tensor, number in enumerate(numbers)} for numbers in self._common
+        ]
+        self._own: dict[int, dict[int, tuple[Any, ...]]] = {}
+
+    def differing(self) -> Iterator[int]:
+        """Yield the common numbers of tensors of which there are different copies."""
+        import numpy as np
+
+        keys, tensors, identities, ranks, sizes = self._left_to_others
+        written = np.bincount(tensors, weights=sizes, minlength=len(self._rows))
+        suspects = {
+            number for number in np.unique(tensors).tolist() if written[number] > self._size(number)
+        }
+        owners: defaultdict[int, defaultdict[int, dict[int, int]]]
+        owners = defaultdict(lambda: defaultdict(dict))
+        for number, identity, rank in self._whole_copies(keys, set(np.unique(tensors).tolist())):
+            suspects.add(number)
+            owners[number][rank][identity] = self._size(number)
+        chosen = np.isin(tensors, list(suspects))
+        columns = [column[chosen].tolist() for column in (tensors, identities, ranks, sizes)]
+        for number, identity, rank, size in zip(*columns, strict=True):
+            owners[number][rank][identity] = size
+        groups = self._groups(suspects)
+        for number in sorted(suspects):
+            copies: defaultdict[int, dict[int, int]] = defaultdict(dict)
+            writers: defaultdict[int, dict[int, int]] = defaultdict(dict)
+            for rank, chunks in owners[number].items():
+                group = groups.find(number, rank)
+                copies[group] |= chunks
+                writers[group] |= dict.fromkeys(chunks, rank)
+            whole = [
+                {(each, self._written(rank, each)) for each, rank in writers[group].items()}
+                for group, chunks in copies.items()
+                if sum(chunks.values()) == self._size(number)
+            ]
+            if any(each != whole[0] for each in whole):
+                yield number
+
+    def _groups(self, suspects: set[int]) -> _Groups:
+        """Join the ranks that leave chunks of a tensor to each other."""
+        found = _Groups()
+        layouts: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
+        for part in self._bundle.parts:
+            layouts[part.structure, part.layout].append(part.rank)
+        for (structure, layout), ranks in layouts.items():
+            foreign, numbers = self._foreign(structure, layout), self._common[structure]
+            for owner, tensor in zip(foreign.owner, foreign.tensor, strict=True):
+                if numbers[tensor] in suspects:
+                    for rank in ranks:
+                        found.join(numbers[tensor], owner, rank)
+        return found
+
+    def _foreign(self, structure: int, layout: int) -> Any:
+        tensors = self._bundle.structures[structure].tensors
+        return facts_of(self._bundle.layouts[layout], tensors).foreign
+
+    def _size(self, number: int) -> int:
+        row = self._rows[number]
+        return math.prod(row.shape) * (item_bytes(row.dtype) or 1)
+
+    @cached_property
+    def _left_to_others(self) -> tuple[npt.NDArray[np.int64], ...]:
+        """The distinct pairs of chunk and owner, as columns.
+
+        These are a key of each pair, sorted; the common number of the tensor; the identity of the
+        chunk; the owner; and the size in bytes.
+        """
+        import numpy as np
+
+        common = [np.array(numbers, np.int64) for numbers in self._common]
+        known: tuple[npt.NDArray[np.int64], ...] = tuple(np.empty(0, np.int64) for _ in range(5))
+        pending: list[tuple[npt.NDArray[np.int64], ...]] = []
+        rows = 0
+        for structure, layout in self._pairs:
+            foreign = self._foreign(structure, layout)
+            columns = np.stack([np.frombuffer(each, np.int64) for each in foreign])
+            # A chunk without an entry number has no offset, so its end is its size.
+            owner, _, size, tensor, identity = columns[:, columns[1] < 0]
+            keys = _keys(identity, owner)
+            pending.append((keys, common[structure][tensor], identity, owner, size))
+            rows += len(owner)
+            if rows > _MOST_PENDING:
+                known, pending, rows = _distinct([known, *pending]), [], 0
+        return _distinct([known, *pending])
+
+    def _whole_copies(
+        self, keys: npt.NDArray[np.int64], left: set[int]
+    ) -> Iterator[tuple[int, int, int]]:
+        """Yield the tensors that others leave to each other and a rank writes whole for itself.
+
+        Yields:
+            The common number of the tensor, the identity of the chunk, and the rank.
+        """
+        import numpy as np
+
+        for part in self._bundle.parts:
+            private = self._bundle.layouts[part.layout].private
+            numbers = self._common[part.structure]
+            for tensor in private:
+                number = numbers[tensor]
+                if number not in left:
+                    continue
+                identity = identity_of(self._rows[number], None)
+                key = _keys(np.array([identity]), np.array([part.rank]))
+                at = int(np.searchsorted(keys, key)[0])
+                if at == len(keys) or keys[at] != key[0]:
+                    yield number, identity, part.rank
+
+    def _written(self, rank: int, identity: int) -> tuple[Any, ...]:
+        """Return the facts and checksums of the bytes that a rank has written of a chunk."""
+        if rank not in self._own:
+            part = self._bundle.parts[rank]
+            layout = self._bundle.layouts[part.layout]
+            tensors = self._bundle.structures[part.structure].tensors
+            entries, own = layout.entries, dict[int, tuple[Any, ...]]()
+            ends = [0, *accumulate(map(chunk_count, entries.nbytes))]
+            for chunk in layout.chunks:
+                if chunk.owner is None and chunk.entry is not None:
+                    entry = chunk.entry
+                    sums = tuple(part.checksums[ends[entry] : ends[entry + 1]])
+                    facts = (entries.dtype[entry], entries.shape[entry], chunk.offset, chunk.stride)
+                    own[identity_of(tensors[chunk.tensor], chunk.box)] = (*facts, sums)
+            self._own[rank] = own
+        return self._own[rank].get(identity, (rank,))  # unlike any other if it is not there
+
+
+class _Groups:
+    """Disjoint sets of ranks, for each tensor."""
+
+    def __init__(self) -> None:
+        self._above: dict[tuple[int, int], int] = {}
+
+    def find(self, tensor: int, rank: int) -> int:
+        """Return the rank that stands for the group of a rank."""
+        while (above := self._above.get((tensor, rank), rank)) != rank:
+            rank = above
+        return rank
+
+    def join(self, tensor: int, one: int, other: int) -> None:
+        """Make the groups of two ranks one."""
+        one, other = self.find(tensor, one), self.find(tensor, other)
+        if one != other:
+            self._above[tensor, max(one, other)] = min(one, other)
+
+
+def _keys(identity: npt.NDArray[np.int64], owner: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    import numpy as np
+
+    mixed = owner.astype(np.uint64) * np.uint64(_MIX)
+    return identity ^ mixed.view(np.int64)
+
+
+def _distinct(
+    tables: list[tuple[npt.NDArray[np.int64], ...]],
+) -> tuple[npt.NDArray[np.int64], ...]:
+    """Join tables of pairs, and keep each pair once, in the order of keys."""
+    import numpy as np
+
+    columns = [np.concatenate(each) for each in zip(*tables, strict=True)]
+    _, first = np.unique(columns[0], return_index=True)
+    return tuple(column[first] for column in columns)

@@ -244,14 +244,11 @@ class _Run:
             for name, tensor in shadow[kind].items():
                 if tensor is not None:
                     shadow[kind][name] = self._stand_in(tensor)
-        for kind, form in (
-            ("_load_state_dict_pre_hooks", _same),
-            ("_load_state_dict_post_hooks", _only_of_misfits),
-        ):
+        for kind in ("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"):
             hooks = shadow[kind].items()
-            shadow[kind] = OrderedDict(
-                (k, form(each)) for k, each in hooks if not is_fsdp_hook(each)
-            )
+            shadow[kind] = OrderedDict((k, hook) for k, hook in hooks if not is_fsdp_hook(hook))
+        after = shadow["_load_state_dict_post_hooks"]
+        after.update({k: _only_of_misfits(hook) for k, hook in after.items()})
         if type(module).set_extra_state is not nn.Module.set_extra_state:
             shadow["set_extra_state"] = _forget
         return shadow
@@ -299,10 +296,6 @@ _CONTAINERS = (dict, OrderedDict, defaultdict, list, set)
 
 def _forget(state: Any) -> None:
     """Stand for ``set_extra_state``."""
-
-
-def _same(hook: Any) -> Any:
-    return hook
 
 
 def _only_of_misfits(hook: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
