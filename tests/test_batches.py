@@ -201,6 +201,88 @@ def test_persistent_workers_go_on_between_and_inside_epochs(loader: str, count: 
     assert over(data) == whole[count:]
 
 
+class DrawsAtItsEnd(Sampler[int]):
+    """Draws from a global generator once it has given its last index."""
+
+    def __iter__(self) -> Iterator[int]:
+        yield from range(24)
+        torch.rand(1)
+
+    def __len__(self) -> int:
+        return 24
+
+
+PREFETCHED: dict[str, Callable[[], dict[str, Any]]] = {
+    # RandomSampler draws from its generator at its end too, and with replacement on the way.
+    "by a generator": SAMPLERS["by a generator"],
+    "with replacement": lambda: {
+        "sampler": RandomSampler(DATA, True, num_samples=96, generator=_generator())
+    },
+    "drawing at its end": lambda: {"sampler": DrawsAtItsEnd()},
+}
+
+
+@pytest.mark.parametrize("sampler", PREFETCHED)
+@pytest.mark.parametrize("count", [2, 6, 8])
+def test_an_order_that_workers_had_prefetched_goes_on(sampler: str, count: int) -> None:
+    def make() -> DataLoader[Any]:
+        how = {"batch_size": 4} | PREFETCHED[sampler]()
+        return DataLoader(Samples(draws=False), num_workers=1, prefetch_factor=10, **how)
+
+    seed(1)
+    whole = over(make())
+    seed(1)
+    first, state = stopped(Batches(make()), count)
+    assert first == whole[:count]
+    assert resumed(make, state) == whole[count:]
+
+
+class DrawsOfTheLoader(Dataset[Any]):
+    """Draws from the generator of its loader."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        self.generator = generator
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> list[float]:
+        return [index + float(torch.rand(1, generator=self.generator))]
+
+
+@pytest.mark.parametrize("count", [1, 6, 8])
+def test_a_generator_that_the_dataset_draws_from_too_goes_on(count: int) -> None:
+    def make() -> DataLoader[Any]:
+        generator = _generator()
+        dataset = DrawsOfTheLoader(generator)
+        return DataLoader(dataset, batch_size=4, shuffle=True, generator=generator)
+
+    seed(1)
+    whole = over(make())
+    seed(1)
+    first, state = stopped(Batches(make()), count)
+    assert first == whole[:count]
+    assert resumed(make, state) == whole[count:]
+
+
+def test_a_load_of_the_beginning_begins_again_with_persistent_workers(tmp_path: Path) -> None:
+    data = Batches(make_loader(Cell(workers=1, persistent=True, draws=False), Samples(draws=False)))
+    seed(1)
+    state = {"data": data, "rng": RngState()}
+    with SyncPipeline(tmp_path) as pipeline:
+        pipeline.save(state, step=0, until="committed")
+        whole = over(data)
+        pipeline.load(state)
+        assert over(data) == whole
+
+
+def test_an_iteration_that_gives_no_batch_begins_no_epoch() -> None:
+    data = Batches(DataLoader(Samples(draws=False), batch_size=4))
+    iter(data)
+    assert len(list(data)) == 6
+    assert data.epoch == 1
+
+
 def test_consumed_samples_are_not_loaded(tmp_path: Path) -> None:
     class Told(Dataset[int]):
         asked: list[int]
