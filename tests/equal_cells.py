@@ -305,6 +305,14 @@ def _of_half(net: nn.Module) -> nn.Module:
     return ddp(net, process_group=half())
 
 
+def _reduced_late(net: Any) -> nn.Module:
+    """Wrap so that all gradients are reduced late: then DDP broadcasts no frozen parameter."""
+    net.large.requires_grad_(False)
+    late = [("0.small", net.small)]
+    outer = nn.Sequential(net)
+    return ddp(outer, delay_all_reduce_named_params=late, param_to_hook_all_reduce=net.small)
+
+
 RANKS = 4
 
 ROWS: dict[str, Row] = {
@@ -319,6 +327,7 @@ ROWS: dict[str, Row] = {
     "buffers that FSDP1 casts": Row(_cast_buffers, raw=False),
     "parameters that DDP ignores": Row(_ignored),
     "init_sync=False": Row(lambda: _plain(lambda net: ddp(net, init_sync=False))),
+    "reduced late": Row(lambda: _plain(_reduced_late)),
     "a copy of a DDP object": Row(_copied),
     "frozen, and trained later": Row(lambda: _adapted(unfreeze=True)),
     "post-local SGD": Row(_local_steps),
