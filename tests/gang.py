@@ -354,6 +354,7 @@ def _live(case: Case, rank: int, number: int) -> None:
     dist.init_process_group(
         "gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=300)
     )
+    dist.barrier()  # a rank that leaves earlier breaks the connecting of the others
     (CASES.get(case["do"]) or pkgutil.resolve_name(case["do"]))(case)
 
 
