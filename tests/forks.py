@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import signal
@@ -77,6 +78,7 @@ def serve(live: Callable[[Case, int, int], None]) -> None:
     Args:
         live: Runs a rank of a case; gets the case, the rank and the number of the case.
     """
+    faulthandler.enable()  # a rank that crashes in C tells the lines of its threads
     for number, line in enumerate(sys.stdin):
         case = json.loads(line)
         children = [_fork(live, case, rank, number) for rank in range(case["ranks"])]
