@@ -43,7 +43,7 @@ from torch.utils.data import (
 
 from ckpipe.errors import TargetMismatch, UsageError
 from ckpipe.loading.stateful import LoadTargets, SavedObject
-from ckpipe.ranks.launch import find_topology
+from ckpipe.ranks.world import find_topology
 from ckpipe.state.kinds import is_stateful
 from ckpipe.state_helpers import (
     RngState,

@@ -22,14 +22,8 @@ from ckpipe.errors import UnsupportedTopology
 from ckpipe.format import names as object_names
 from ckpipe.ranks import agree
 from ckpipe.ranks.agree import Vote
-from ckpipe.ranks.launch import (
-    ALONE,
-    CheckpointNames,
-    Rendezvous,
-    Topology,
-    draft_launch,
-    find_topology,
-)
+from ckpipe.ranks.launch import CheckpointNames, Rendezvous, draft_launch
+from ckpipe.ranks.world import ALONE, Topology, find_topology
 from ckpipe.testing import MemoryBackend
 from ckpipe.types import CheckpointId, attempt_parts
 

@@ -27,7 +27,7 @@ from ckpipe.interpreter import user_code
 from ckpipe.plan.division import whole_of
 from ckpipe.plan.global_plan import GlobalPlanner
 from ckpipe.plan.plan import LocalPlanner, RankPlan, Source, fingerprint, header_of
-from ckpipe.ranks.launch import Topology
+from ckpipe.ranks.world import Topology
 from ckpipe.state.flatten import Captured
 from ckpipe.state.placements import HeldBox
 from ckpipe.state.tensors import TensorLeaf

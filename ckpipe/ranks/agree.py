@@ -30,7 +30,7 @@ from ckpipe.format.keys import Json
 from ckpipe.format.names import GROUP_SIZE, agreement_key, members, merged_into, votes_prefix
 
 if TYPE_CHECKING:
-    from ckpipe.ranks.launch import Topology
+    from ckpipe.ranks.world import Topology
 
 
 class Vote:

@@ -32,11 +32,9 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import secrets
 import time
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable
 from datetime import UTC, datetime, timedelta
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any
@@ -56,51 +54,11 @@ from ckpipe.errors import (
 )
 from ckpipe.format.names import ATTEMPTS, attempt_start_key, claim_key, launch_id
 from ckpipe.ranks.agree import Vote, create_decision, read_decision
+from ckpipe.ranks.world import Topology
 from ckpipe.types import CheckpointId, attempt_name, attempt_parts, first_of
 
 if TYPE_CHECKING:
     from ckpipe.settings import Settings
-
-
-@dataclass(frozen=True, slots=True)
-class Topology:
-    """The rank of a process among those that save together.
-
-    Args:
-        rank: Its rank, from 0.
-        world_size: Number of ranks.
-    """
-
-    rank: int
-    world_size: int
-
-
-ALONE = Topology(0, 1)
-
-
-def find_topology(environment: Mapping[str, str] = os.environ) -> Topology:
-    """Return the topology of this process from its process group, else from the environment.
-
-    ``torchrun`` and most other launchers set ``RANK`` and ``WORLD_SIZE``. The function calls no
-    collective, and waits for no other rank.
-
-    Args:
-        environment: The environment with the launcher's variables.
-
-    Raises:
-        UnsupportedTopology: If the variables contradict each other.
-    """
-    if dist.is_available() and dist.is_initialized():
-        return Topology(dist.get_rank(), dist.get_world_size())
-    rank, world_size = environment.get("RANK", ""), environment.get("WORLD_SIZE", "")
-    if not rank or not world_size:
-        return ALONE
-    if not (rank.isdecimal() and world_size.isdecimal() and int(rank) < int(world_size)):
-        raise UnsupportedTopology(
-            f"RANK is {rank!r} and WORLD_SIZE is {world_size!r}, which is no valid rank",
-            hint="Correct or remove these variables, or set solo=True",
-        )
-    return Topology(int(rank), int(world_size))
 
 
 Store = Any

@@ -31,8 +31,8 @@ from ckpipe.loading.select import PerRankPolicy
 from ckpipe.lock.guard import Guarded, StepGuard, guard, optimizers_of
 from ckpipe.lock.state_lock import LoadHold, StateLock, lock_of
 from ckpipe.loop_thread import Caller, LoopThread, call_at_exit
-from ckpipe.ranks.launch import ALONE, find_topology
 from ckpipe.ranks.schedule import SignalWatch, StopRequest
+from ckpipe.ranks.world import ALONE, find_topology
 from ckpipe.running.coordinated_saves import END
 from ckpipe.running.engine import Engine, serve
 from ckpipe.running.listeners import Hooks, Statistics, StatisticsRecorder, in_hook

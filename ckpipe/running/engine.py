@@ -31,14 +31,9 @@ from ckpipe.loop_thread import LoopThread
 from ckpipe.memory.arena import Arena
 from ckpipe.memory.budget import ByteBudget
 from ckpipe.plan.check import choose_planner
-from ckpipe.ranks.launch import (
-    Launch,
-    Topology,
-    arrange_meeting,
-    draft_launch,
-    unclaimed_attempt,
-)
+from ckpipe.ranks.launch import Launch, arrange_meeting, draft_launch, unclaimed_attempt
 from ckpipe.ranks.schedule import StopRequest
+from ckpipe.ranks.world import Topology
 from ckpipe.retention import Decision
 from ckpipe.running.coordinated_saves import CoordinatedSaves
 from ckpipe.running.listeners import Hooks

@@ -61,7 +61,8 @@ from ckpipe.loading.stateful import InspectionMemo
 from ckpipe.lock.state_lock import LoadHold
 from ckpipe.loop_thread import on_caller
 from ckpipe.ranks.agree import Agreements, ObjectAgreements, TorchAgreements
-from ckpipe.ranks.launch import Launch, Topology, agreeing_store
+from ckpipe.ranks.launch import Launch, agreeing_store
+from ckpipe.ranks.world import Topology
 from ckpipe.running.saves import Saves
 from ckpipe.save.context import SaveContext
 from ckpipe.save.follow_up import until_complete
