@@ -115,7 +115,7 @@ class UnsupportedState(UsageError):
 
 
 class UnsupportedTopology(UsageError):
-    """This number of ranks needs another set-up."""
+    """This number of ranks needs another set-up, or is not that of the pipeline's opening."""
 
 
 class AttemptReused(UsageError):

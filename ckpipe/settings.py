@@ -627,7 +627,9 @@ class Settings(BaseModel):
     root; the first save checks that. By default the ranks agree on a name by themselves."""
 
     solo: bool = False
-    """Save alone, although other ranks run."""
+    """Save alone, although other ranks run. Without it, a save or load raises once a process group
+    appears or changes after opening, and a save of a process raises if ``srun``, ``mpirun`` or the
+    like has started several and there is no process group."""
 
     read_only: bool = False
     """Only list and load checkpoints, and write nothing at all: a read-only mount, or a key without

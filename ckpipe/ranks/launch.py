@@ -54,7 +54,7 @@ from ckpipe.errors import (
 )
 from ckpipe.format.names import ATTEMPTS, attempt_start_key, claim_key, launch_id
 from ckpipe.ranks.agree import Vote, create_decision, read_decision
-from ckpipe.ranks.world import Topology
+from ckpipe.ranks.world import Topology, group_topology
 from ckpipe.types import CheckpointId, attempt_name, attempt_parts, first_of
 
 if TYPE_CHECKING:
@@ -109,12 +109,13 @@ def agreeing_store(topology: Topology, settings: Settings, attempt: str) -> Stor
     Blocking.
 
     Returns:
-        The Store; None without ``torch.distributed``.
+        The Store; None if there is no process group of these ranks.
 
     Raises:
         UnsupportedTopology: If some ranks did not join in time.
     """
-    store = default_store()
+    # Ranks that the program has named may have joined a group of others.
+    store = default_store() if group_topology() == topology else None
     if store is None:
         return None
     if not _meets_at_open(settings):

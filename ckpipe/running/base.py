@@ -32,7 +32,7 @@ from ckpipe.lock.guard import Guarded, StepGuard, guard, optimizers_of
 from ckpipe.lock.state_lock import LoadHold, StateLock, lock_of
 from ckpipe.loop_thread import Caller, LoopThread, call_at_exit
 from ckpipe.ranks.schedule import SignalWatch, StopRequest
-from ckpipe.ranks.world import ALONE, find_topology
+from ckpipe.ranks.world import ALONE, World
 from ckpipe.running.coordinated_saves import END
 from ckpipe.running.engine import Engine, serve
 from ckpipe.running.listeners import Hooks, Statistics, StatisticsRecorder, in_hook
@@ -113,10 +113,12 @@ class PipelineBase:
 
         Raises:
             SettingsError: If neither is set, preemption is not either, and ``last`` is not given.
+            UnsupportedTopology: If a save would raise it.
             PipelineClosed: If the pipeline is not open.
         """
         final = None if last is None else plain_step(last)
         taken, saves, together = plain_step(step), self._engine.saves, self._topology.world_size > 1
+        self._engine.world.check(saves=True, step=taken)
         called = saves.agreement.ask(taken) if together else frozenset()
         if END in called:
             self._preemption.arrive()
@@ -335,7 +337,8 @@ class PipelineBase:
                 )
             refuse_to_train_as_worker()
             checksum.prepare()
-            self._topology = ALONE if self._settings.solo else find_topology()
+            world = World(self._settings)
+            self._topology = world.topology
             self._preemption.alone = self._topology.world_size == 1
             self._process = os.getpid()
             self._loop = loop = LoopThread("ckpipe")
@@ -345,7 +348,7 @@ class PipelineBase:
                     self._settings,
                     self._lock,
                     self._events,
-                    self._topology,
+                    world,
                     self._hooks,
                     self._preemption,
                     loop,
@@ -475,6 +478,7 @@ class PipelineBase:
                 step=step,
                 hint="Open a pipeline without read_only=True to save",
             )
+        self._engine.world.check(saves=True, step=step)
         if state is None:
             raise UsageError(
                 "There is no state to save: it is None",
@@ -547,6 +551,7 @@ class PipelineBase:
             raise UsageError(
                 f"per_rank is 'raise', 'drop', 'rank0', 'derive' or a function, not {per_rank!r}"
             )
+        self._engine.world.check(saves=False)
         hold = None if into is None else LoadHold(self._lock, caller)
         interval = self._settings.switch_interval_seconds
         return LoadRequest(

@@ -33,7 +33,7 @@ from ckpipe.memory.budget import ByteBudget
 from ckpipe.plan.check import choose_planner
 from ckpipe.ranks.launch import Launch, arrange_meeting, draft_launch, unclaimed_attempt
 from ckpipe.ranks.schedule import StopRequest
-from ckpipe.ranks.world import Topology
+from ckpipe.ranks.world import World
 from ckpipe.retention import Decision
 from ckpipe.running.coordinated_saves import CoordinatedSaves
 from ckpipe.running.listeners import Hooks
@@ -67,6 +67,7 @@ class Engine:
     Args:
         context: The context of its saves.
         launch: The name of this launch, claimed by the first save.
+        world: The world of the pipeline; each save and load checks it.
         hooks: Functions called on events.
         preemption: Tells whether this process will be stopped.
         loop: The loop.
@@ -78,6 +79,7 @@ class Engine:
         self,
         context: SaveContext,
         launch: Launch,
+        world: World,
         hooks: Hooks,
         preemption: StopRequest,
         loop: LoopThread,
@@ -85,7 +87,7 @@ class Engine:
         place: str,
     ) -> None:
         settings = context.settings
-        self.context, self.loop = context, loop
+        self.context, self.world, self.loop = context, world, loop
         self.saves = Saves(context, launch, tasks)
         self.loads = Loads(context, launch, self.saves, place)
         self.stopped = anyio.Event()
@@ -294,7 +296,7 @@ async def serve(
     settings: Settings,
     lock: StateLock,
     events: EventBus,
-    topology: Topology,
+    world: World,
     hooks: Hooks,
     preemption: StopRequest,
     loop: LoopThread,
@@ -309,6 +311,7 @@ async def serve(
         SettingsError: If the settings ask for an unavailable backend, planner or worker.
         StoreError: If the store failed.
     """
+    topology = world.topology
     meeting = await anyio.to_thread.run_sync(arrange_meeting, topology, settings)
     backend = await anyio.to_thread.run_sync(_backend_of, settings)
     async with backend:
@@ -362,7 +365,7 @@ async def serve(
 
         try:
             async with anyio.create_task_group() as tasks:
-                engine = Engine(context, launch, hooks, preemption, loop, tasks, place)
+                engine = Engine(context, launch, world, hooks, preemption, loop, tasks, place)
                 tasks.start_soon(keep_lease, name="lease of the attempt")
                 hooks.start(tasks, engine.saves.keep)
                 if topology.world_size > 1 and not settings.read_only:

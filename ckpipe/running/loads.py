@@ -583,7 +583,7 @@ class Loads:
             elif context.settings.read_only:
                 raise UnsupportedTopology(
                     "Several ranks that read only need torch.distributed to agree on a checkpoint, "
-                    "and it is not initialized",
+                    "and they have no process group",
                     rank=context.rank,
                     hint="Call torch.distributed.init_process_group before, or name the same step "
                     "or id on all ranks, without fallback; steps() lists the checkpoints",

@@ -206,6 +206,8 @@ class Pipeline(PipelineBase):
             A handle to wait for the commit; its status is ``skipped`` if the save was skipped.
 
         Raises:
+            UnsupportedTopology: If a process group has appeared or changed since opening, or a
+                launcher has started several processes that have none; see ``solo``.
             AttemptReused: If ``attempt_id`` was used on this root before; by the first save.
             UnsupportedState: If an object in the state cannot be saved; names it.
             LockMisuse: If this thread is inside ``lock.mutating()``.
@@ -304,7 +306,7 @@ class Pipeline(PipelineBase):
             PipelineClosed: If the pipeline is left before the load has the lock.
             UnsupportedVersion: If it is of a newer format.
             UnsupportedTopology: If several ranks must agree on a checkpoint, and cannot, or some do
-                not join in time.
+                not join in time. If a process group has appeared or changed since opening.
             AttemptReused: If ranks without a process group must agree, and ``attempt_id`` was used
                 on this root before.
             StoreError: If the store failed.
