@@ -126,7 +126,8 @@ class Completed(Event):
     Of many ranks only those emit it that saw the checkpoint complete: at least one, seldom all.
 
     Args:
-        info: The checkpoint.
+        info: The checkpoint, with the ``metadata`` and ``metrics`` that ``save`` was given; those
+            of rank 0 if several ranks gave their own.
         seconds: Seconds since the call of ``save``; None if it was found complete later.
     """
 

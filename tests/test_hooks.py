@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import itertools
+import os
+import signal
 import threading
 from pathlib import Path
 from typing import Any
@@ -12,11 +16,13 @@ import anyio.lowlevel
 import pytest
 import torch
 from pipelines import Stores
-from ranks import settle
+from ranks import ranks, settle
+from sampling import sample
 
 import ckpipe
 from ckpipe import errors
-from ckpipe.events import CheckpointDamaged, Completed, RankCommitted, SaveFailed, Staged
+from ckpipe.events import CheckpointDamaged, Completed, Event, RankCommitted, SaveFailed, Staged
+from ckpipe.testing.wrappers import Operation
 
 STATE: dict[str, Any] = {"a": torch.ones(100)}
 
@@ -225,3 +231,151 @@ async def _set_soon(event: threading.Event) -> None:
     for _ in range(20):
         await anyio.lowlevel.checkpoint()
     event.set()
+
+
+KINDS: dict[str, type[Event]] = {
+    "on_staged": Staged,
+    "on_committed": RankCommitted,
+    "on_complete": Completed,
+}
+
+
+@pytest.mark.parametrize(
+    ("form", "until", "awaits", "kind"),
+    sample(
+        itertools.product(
+            ["blocks", "awaits"], ["captured", "staged", "committed"], [False, True], KINDS
+        ),
+        10,
+    ),
+)
+async def test_a_hook_is_called_after_the_call_in_the_order_of_events(
+    tmp_path: Path, form: str, until: Any, awaits: bool, kind: str
+) -> None:
+    weight = torch.nn.Parameter(torch.ones(3000))
+    optimizer = torch.optim.SGD([weight])
+    handles: dict[int, Any] = {}
+    called: list[int] = []
+    early: list[int] = []
+
+    def hear(event: Event) -> None:
+        called.append(event.step)
+        if event.step not in handles:
+            early.append(event.step)
+
+    async def hear_too(event: Event) -> None:
+        await anyio.lowlevel.checkpoint()
+        hear(event)
+
+    emitted: list[int] = []
+    pipeline: Any = (ckpipe.SyncPipeline if form == "blocks" else ckpipe.Pipeline)(
+        tmp_path, guard=optimizer
+    )
+    pipeline.events.add(
+        lambda event: emitted.append(event.step) if type(event) is KINDS[kind] else None
+    )
+    getattr(pipeline, kind)(hear_too if awaits else hear)
+    # The step of a save goes down now and then, so that its order is none of the steps.
+    steps = [step ^ 3 for step in range(60)]
+    if form == "blocks":
+        with pipeline:
+            for step in steps:
+                handles[step] = pipeline.save({"w": weight}, step=step, until=until)
+    else:
+        async with pipeline:
+            for step in steps:
+                handles[step] = await pipeline.save({"w": weight}, step=step, until=until)
+    assert early == []
+    assert called == emitted
+    assert sorted(called) == sorted(steps)
+
+
+def test_a_hook_is_called_after_a_call_that_raises(store: Stores) -> None:
+    raised: list[int] = []
+    early: list[int] = []
+
+    def hear(event: SaveFailed) -> None:
+        if event.step not in raised:
+            early.append(event.step)
+
+    with ckpipe.SyncPipeline(store.url, on_error="warn") as pipeline:
+        pipeline.on_failed(hear)
+        pipeline.save(STATE, step=0, until="committed")
+        for step in range(1, 21):
+            store.faulty.fail(errors.StoreFull("no room"), "write")
+            try:
+                pipeline.save(STATE, step=step, until="committed")
+            except errors.StoreFull:
+                raised.append(step)
+    assert early == []
+    assert len(raised) == 20
+
+
+def test_a_signal_handler_that_closes_in_the_middle_of_a_call_waits_for_its_hooks(
+    store: Stores, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The call cannot end before the handler does, which waits for the hooks of the call."""
+    called: list[int] = []
+    pipeline = ckpipe.SyncPipeline(store.url, drain_timeout_seconds=20).open()
+    pipeline.on_complete(lambda event: called.append(event.step))
+
+    def close(*_: object) -> None:
+        store.slow.release()
+        pipeline.close()
+
+    def interrupt() -> None:
+        store.slow.gate.wait_until_held()
+        os.kill(os.getpid(), signal.SIGUSR2)
+
+    before = signal.signal(signal.SIGUSR2, close)
+    thread = threading.Thread(target=interrupt)
+    try:
+        store.slow.hold("write")
+        thread.start()
+        handle = pipeline.save(STATE, step=0, until="committed")
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+        thread.join()
+    assert handle.status == "committed"
+    assert called == [0]
+    assert "did not return" not in caplog.text
+
+
+@pytest.mark.parametrize("worker", ["thread", "process"])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_hook_of_completion_gets_what_the_save_was_given(
+    tmp_path: Path, worker: Any, world_size: int
+) -> None:
+    given: dict[str, Any] = {"metrics": {"loss": 0.5}, "metadata": {"tokens": [1, 2]}}
+    found: list[ckpipe.CheckpointInfo] = []
+    with contextlib.ExitStack() as stack:
+        if world_size == 1:
+            worlds = [stack.enter_context(ckpipe.SyncPipeline(tmp_path, worker=worker))]
+        else:
+            worlds = stack.enter_context(ranks(str(tmp_path), world_size, worker=worker))
+        for pipeline in worlds:
+            pipeline.on_complete(lambda event: found.append(event.info))
+            pipeline.save(STATE, step=1, **given).wait()
+    (info,) = found
+    assert (info.metrics, info.metadata, info.world_size) == (*given.values(), world_size)
+
+
+def test_a_completion_that_is_found_later_has_the_metadata_too(store: Stores) -> None:
+    found: list[ckpipe.CheckpointInfo] = []
+    with ranks(store.url, 2, incomplete_after_seconds=0.001) as pipelines:
+        pipelines[0].on_complete(lambda event: found.append(event.info))
+        # The rank that commits last dies, as it were, before it looks for the others.
+        store.faulty.fail(errors.StoreFull("no room"), _lists_ranks, times=None)
+        for number, pipeline in enumerate(pipelines):
+            pipeline.save(STATE, step=1, metadata={"rank": number}).wait()
+            settle(pipeline)
+            pipeline._engine.saves.take_failures()
+        store.faulty.heal()
+        pipelines[0].save(STATE, step=2).wait()
+        settle(pipelines[0])
+        pipelines[1].save(STATE, step=2).wait()
+    assert [(info.step, info.metadata) for info in found] == [(1, {"rank": 0})]
+
+
+def _lists_ranks(operation: Operation) -> bool:
+    return operation.verb == "list" and "step-000000000001" in operation.key

@@ -45,7 +45,7 @@ from ckpipe.running.validation import (
     plain_step,
     raise_or_warn,
 )
-from ckpipe.save.save import Save, SaveRequest
+from ckpipe.save.save import Save, SaveCall, SaveRequest
 from ckpipe.settings import PipelineFields, Settings
 from ckpipe.worker.crossing import refuse_to_train_as_worker
 
@@ -170,9 +170,11 @@ class PipelineBase:
 
         A plain function runs in a thread of its own. A coroutine function runs on the pipeline's
         own event loop, which it must not block; an awaitable that a plain function returns is
-        awaited there too. No save waits for the function. It is called for one event after the
-        other. Leaving the pipeline waits for saves that it begins, and then for the function, for
-        ``drain_timeout_seconds`` at most. Its errors are logged, and raise or warn like a failed
+        awaited there too. No save waits for the function. It is called once the call of ``save``
+        has returned or raised, and for one event after the other, in their order. Leaving the
+        pipeline waits for saves that it begins, and then for the function, for
+        ``drain_timeout_seconds`` at most; for a call of ``save`` that has not returned by then, a
+        hook waits a second more at most. Its errors are logged, and raise or warn like a failed
         save that no call waited for.
 
         Args:
@@ -402,7 +404,7 @@ class PipelineBase:
         interrupt: BaseException | None = None
         while True:
             try:
-                self._closing = True
+                self._closing = self._hooks.closing = True
                 if drained is None:
                     drained = engine.loop.submit(engine.drain, staged_only=failed)
                 drained.result()
@@ -464,6 +466,7 @@ class PipelineBase:
         include: Sequence[str] | None,
         exclude: Sequence[str] | None,
         caller: Caller | None,
+        call: SaveCall,
     ) -> SaveRequest:
         """Report earlier failures, then check the arguments of ``save``; on the caller's thread."""
         select = label_filter(include, exclude)
@@ -511,6 +514,7 @@ class PipelineBase:
             self._preemption.answer(),
             caller,
             step,
+            call,
         )
 
     @contextmanager

@@ -88,7 +88,7 @@ class Engine:
     ) -> None:
         settings = context.settings
         self.context, self.world, self.loop = context, world, loop
-        self.saves = Saves(context, launch, tasks)
+        self.saves = Saves(context, launch, tasks, hooks)
         self.loads = Loads(context, launch, self.saves, place)
         self.stopped = anyio.Event()
         self._settings, self._tasks = settings, tasks

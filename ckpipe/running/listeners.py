@@ -3,7 +3,8 @@
 Hooks. A hook may be slow, block, wait for the trainer's thread, or raise; none of that may affect a
 save. So no stage waits for a hook: an event only starts a task. Plain functions run in threads of
 their own, coroutine functions on the pipeline's loop. A hook is called for one event after the
-other, in order; different hooks do not wait for each other.
+other, in order; different hooks do not wait for each other. A hook of a save waits until the call
+of ``save`` is over, so that it finds what the caller keeps of the save, such as the handle.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ import inspect
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, TypeVar
 
 import anyio
@@ -26,10 +28,14 @@ from ckpipe.errors import UsageError
 from ckpipe.events import Event, EventBus, RankCommitted, Retrying, SaveEnded, SaveStarted
 from ckpipe.interpreter import LEAVING, refuse_exit
 from ckpipe.memory.budget import ByteBudget
-from ckpipe.save.save import Save
+from ckpipe.save.save import Save, SaveCall
 from ckpipe.types import SaveReport, SaveStatus, size_text
 
 logger = logging.getLogger("ckpipe")
+
+_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.001, 0.05
+_CLOSING_SECONDS = 1.0
+
 E = TypeVar("E", bound=Event)
 _inside: ContextVar[bool] = ContextVar("ckpipe_hook", default=False)
 
@@ -48,11 +54,13 @@ class _Hook:
     def name(self) -> str:
         return str(getattr(self.function, "__qualname__", self.function))
 
-    async def call(self, event: Event) -> None:
+    async def call(self, event: Event, ready: Callable[[], Awaitable[None]]) -> None:
+        """Call the function once the events before this one are through and this one is ready."""
         if self.turn is None:  # made on the loop that uses it
             self.turn = anyio.Lock()
         _inside.set(True)
         async with self.turn:
+            await ready()
             if inspect.iscoroutinefunction(self.function):
                 await self.function(event)
                 return
@@ -73,6 +81,9 @@ def _call_inside(function: Callable[[Any], object], event: Event) -> object:
 class Hooks:
     """Calls hooks on events.
 
+    Attributes:
+        closing: True once the pipeline is being closed; may be set on any thread.
+
     Args:
         events: The source of events.
     """
@@ -81,6 +92,8 @@ class Hooks:
         self._hooks: dict[type[Event], list[_Hook]] = {}
         self._tasks: TaskGroup | None = None
         self._running: list[tuple[_Hook, Event]] = []
+        self._calls: dict[str, SaveCall] = {}
+        self.closing = False
         self._idle = anyio.Event()
         events.add(self._heard)
 
@@ -110,6 +123,23 @@ class Hooks:
         """
         self._tasks, self._failed = tasks, failed
 
+    def await_call(self, id: str, call: SaveCall) -> None:
+        """Call no hook of a save before the call that began it is over."""
+        self._calls = {each: one for each, one in self._calls.items() if not one.is_over}
+        self._calls[id] = call
+
+    async def _call_over(self, id: str) -> None:
+        """Wait until the call that began a save is over; once the pipeline closes, not for long.
+
+        That call may be waiting for the closing, as when a signal handler closes the pipeline in
+        the middle of it, or never end, as when its event loop was closed before.
+        """
+        call, pause, left = self._calls.get(id), _FIRST_PAUSE_SECONDS, _CLOSING_SECONDS
+        while call is not None and not call.is_over and left > 0:
+            await anyio.sleep(pause)
+            left -= pause if self.closing else 0
+            pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+
     async def drained(self) -> None:
         """Wait until every hook that was called has returned."""
         while self._running:
@@ -128,7 +158,7 @@ class Hooks:
 
     async def _call(self, hook: _Hook, event: Event) -> None:
         try:
-            await hook.call(event)
+            await hook.call(event, partial(self._call_over, event.id))
         except (Exception, *LEAVING, asyncio.CancelledError) as raised:
             task = asyncio.current_task()
             if isinstance(raised, asyncio.CancelledError) and (task is None or task.cancelling()):

@@ -21,6 +21,7 @@ from ckpipe.loop_thread import Caller, this_loop
 from ckpipe.retention import Decision
 from ckpipe.running.base import PipelineBase
 from ckpipe.running.validation import Which, note_failures, raise_or_warn, which
+from ckpipe.save.save import SaveCall
 from ckpipe.settings import Settings
 from ckpipe.types import CheckpointInfo, LoadResult, VerifyResult
 
@@ -226,20 +227,24 @@ class Pipeline(PipelineBase):
             CkpipeError: With ``until="committed"``, the error of this save. Also the error of an
                 earlier save that no call waited for, unless ``on_error`` is ``"warn"``.
         """
-        with self._calling_task() as caller:
-            request = self._save_request(
-                state, step, until, metrics, metadata, final, include, exclude, caller
-            )
-            with self._while_it_copies(request):
-                save = await self._run(self._engine.saves.begin, request)
-                handle = SaveHandle(self, save)
-                copied = save.safe if until == "captured" else save.staged
-                if caller is not None:
-                    await caller.serve(copied)
-                await handle._wait(copied)
-        if until == "committed" and handle.status != "skipped":
-            await handle.committed()
-        return handle
+        call = SaveCall()
+        try:
+            with self._calling_task() as caller:
+                request = self._save_request(
+                    state, step, until, metrics, metadata, final, include, exclude, caller, call
+                )
+                with self._while_it_copies(request):
+                    save = await self._run(self._engine.saves.begin, request)
+                    handle = SaveHandle(self, save)
+                    copied = save.safe if until == "captured" else save.staged
+                    if caller is not None:
+                        await caller.serve(copied)
+                    await handle._wait(copied)
+            if until == "committed" and handle.status != "skipped":
+                await handle.committed()
+            return handle
+        finally:
+            call.is_over = True
 
     async def load(
         self,
@@ -532,19 +537,23 @@ class SyncPipeline(PipelineBase):
         exclude: Sequence[str] | None = None,
     ) -> SyncSaveHandle:
         """Save a state; return as ``until`` asks. See :meth:`ckpipe.Pipeline.save`."""
-        with Caller() as caller:
-            request = self._save_request(
-                state, step, until, metrics, metadata, final, include, exclude, caller
-            )
-            with self._while_it_copies(request):
-                save = self._call(self._engine.saves.begin, request)
-                handle = SyncSaveHandle(self, save)
-                copied = save.safe if until == "captured" else save.staged
-                caller.serve_until(copied)
-        handle._wait(copied)
-        if until == "committed" and handle.status != "skipped":
-            handle.wait()
-        return handle
+        call = SaveCall()
+        try:
+            with Caller() as caller:
+                request = self._save_request(
+                    state, step, until, metrics, metadata, final, include, exclude, caller, call
+                )
+                with self._while_it_copies(request):
+                    save = self._call(self._engine.saves.begin, request)
+                    handle = SyncSaveHandle(self, save)
+                    copied = save.safe if until == "captured" else save.staged
+                    caller.serve_until(copied)
+            handle._wait(copied)
+            if until == "committed" and handle.status != "skipped":
+                handle.wait()
+            return handle
+        finally:
+            call.is_over = True
 
     def load(
         self,

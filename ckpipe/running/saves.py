@@ -26,6 +26,7 @@ from ckpipe.ranks.agree import agree
 from ckpipe.ranks.launch import CheckpointNames, Launch
 from ckpipe.ranks.schedule import SaveSchedule, SaveStepAgreement
 from ckpipe.running.coordinated_saves import PATIENCE_SECONDS
+from ckpipe.running.listeners import Hooks
 from ckpipe.save.context import SaveContext
 from ckpipe.save.follow_up import CompletionWatcher
 from ckpipe.save.record import fail, resolve
@@ -54,10 +55,13 @@ class Saves:
         context: The context of the saves.
         launch: The launch, which the first save claims.
         tasks: The task group that runs them.
+        hooks: The functions that are called on their events.
     """
 
-    def __init__(self, context: SaveContext, launch: Launch, tasks: TaskGroup) -> None:
-        self._context, self._launch, self._tasks = context, launch, tasks
+    def __init__(
+        self, context: SaveContext, launch: Launch, tasks: TaskGroup, hooks: Hooks
+    ) -> None:
+        self._context, self._launch, self._tasks, self._hooks = context, launch, tasks, hooks
         settings = context.settings
         self.schedule = SaveSchedule(settings.save_every_steps, settings.save_every_seconds)
         self.agreement = SaveStepAgreement(2 * PATIENCE_SECONDS)
@@ -94,6 +98,7 @@ class Saves:
             self._next_step = step + 1
             self.schedule.begin_at(step)
             self.agreement.consume(step)
+            self._hooks.await_call(save.name, request.call)
             context.events.emit(SaveStarted(*save.where))
             if failure is not None:
                 self._failed(save, failure)

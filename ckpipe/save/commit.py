@@ -12,7 +12,7 @@ from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStre
 from ckpipe import threads
 from ckpipe.backend import PutMode
 from ckpipe.catalog.complete import publish_up
-from ckpipe.catalog.metadata_cache import described, summary_of
+from ckpipe.catalog.metadata_cache import described, inspected, summary_of
 from ckpipe.errors import (
     CkpipeError,
     CommitConflict,
@@ -104,7 +104,9 @@ async def _completed(save: SaveRecord, context: StoreContext, info: CheckpointIn
         context.facts.learn(info.id, known)
         await _tell_copies(save, context, known.digest)
     if outcome.complete:
-        whole = described(replace(info, complete=True, reason=""), context.facts)
+        whole = replace(info, complete=True, reason="")
+        # Another rank may have written the index at the same time: then it is read.
+        (whole,) = await inspected(context.retrying, [whole], context.facts)
         context.events.emit(Completed(*save.where, whole, save.elapsed))
     return outcome.complete
 

@@ -10,6 +10,7 @@ import anyio
 
 from ckpipe.catalog.complete import complete_from_top
 from ckpipe.catalog.find import DELETING, NO_INDEX, recheck, write_sidecar_of
+from ckpipe.catalog.metadata_cache import inspected, summary_of
 from ckpipe.errors import CheckpointIncomplete, CkpipeError, SaveError, StoreError
 from ckpipe.events import Completed, IncompleteCheckpoint
 from ckpipe.save.context import SaveContext
@@ -82,7 +83,10 @@ class CompletionWatcher:
         await write_sidecar_of(context.backend, outcome.index)
         if outcome.complete:
             self._incomplete = 0
-            info = await recheck(context.retrying, info)
+            if outcome.index is not None:
+                context.facts.learn(info.id, summary_of(outcome.index))
+            known = await recheck(context.retrying, info)
+            (info,) = await inspected(context.retrying, [known], context.facts)
             context.events.emit(Completed(info.id, info.step, context.rank, info))
         elif not outcome.deleted:
             context.events.emit(

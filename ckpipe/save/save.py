@@ -8,7 +8,7 @@ import time
 import weakref
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any
 
@@ -34,6 +34,21 @@ class SkipSave(Exception):  # a decision, not an error
     """The save must be skipped; the text is the reason."""
 
 
+class SaveCall:
+    """A call of ``save``, for the hooks of its save, which wait for the end of the call.
+
+    Attributes:
+        is_over: True once the call returns or raises. Set by a plain assignment, as the last act of
+            the call: it does not release the GIL, so the caller gets the handle before another
+            thread sees the value.
+    """
+
+    __slots__ = ("is_over",)
+
+    def __init__(self) -> None:
+        self.is_over = False
+
+
 @dataclass(frozen=True, slots=True)
 class SaveRequest:
     """The request of a caller of ``save``.
@@ -50,6 +65,7 @@ class SaveRequest:
         urgent: True if there may be no later save: it waits for memory instead of being skipped.
         caller: Runs user code on the calling thread; None if that is the pipeline's own.
         step: The step of the call; None for the one after the last.
+        call: The call.
     """
 
     state: Any
@@ -62,6 +78,7 @@ class SaveRequest:
     urgent: bool = False
     caller: Caller | None = None
     step: int | None = None
+    call: SaveCall = field(default_factory=SaveCall)
 
 
 @dataclass(frozen=True, slots=True)
