@@ -168,6 +168,8 @@ class SaveHandle(_Handle):
     """A save under way. An ``await`` of the handle waits for :meth:`committed`.
 
     A cancelled wait does not cancel the save. Any number of tasks may wait, any number of times.
+    Once the pipeline is closed, every method but :meth:`staged_state` does and returns what it did
+    before.
     """
 
     def __init__(self, pipeline: Pipeline, save: Save) -> None:
@@ -209,7 +211,9 @@ class SaveHandle(_Handle):
     async def complete(self, timeout: float | None = None) -> CheckpointInfo:
         """Wait until every rank's files are durable, and ask the store whether they are.
 
-        With many ranks, the store is asked again and again, with growing pauses of up to 5 s.
+        With many ranks, the store is asked again and again, with growing pauses of up to 5 s. Once
+        the pipeline is closed, a checkpoint that is known to be complete is not asked for again;
+        for any other the store is opened for the time of the call.
 
         Args:
             timeout: Seconds to wait; None waits for as long as it takes.
@@ -223,11 +227,12 @@ class SaveHandle(_Handle):
         with anyio.fail_after(timeout):
             info = await self.committed()
         left = None if timeout is None else max(0.0, timeout - (time.monotonic() - began))
-        return await self._pipeline._run(self._pipeline._engine.complete, info, left)
+        return await self._pipeline._complete(info, left)
 
     async def cancel(self) -> None:
         """Give the save up unless it is committed already; return once it has ended."""
-        await self._pipeline._run(self._pipeline._engine.saves.cancel, self._save)
+        if not self._pipeline._is_closed:  # else it has ended
+            await self._pipeline._run(self._pipeline._engine.saves.cancel, self._save)
 
     @asynccontextmanager
     async def staged_state(self) -> AsyncIterator[Any]:
@@ -246,6 +251,7 @@ class SaveHandle(_Handle):
         unless it is made with ``until="captured"``.
 
         Raises:
+            PipelineClosed: If the pipeline is closed: its memory is given back.
             UsageError: If the state is not all copied yet, or not all in memory any more.
         """
         context, loan = self._pipeline._engine.context, Loan()
@@ -262,7 +268,11 @@ class SaveHandle(_Handle):
 
 
 class SyncSaveHandle(_Handle):
-    """A save under way, for code without an event loop."""
+    """A save under way, for code without an event loop.
+
+    Once the pipeline is closed, every method but :meth:`staged_state` does and returns what it did
+    before.
+    """
 
     def __init__(self, pipeline: SyncPipeline, save: Save) -> None:
         self._pipeline: SyncPipeline = pipeline
@@ -308,7 +318,9 @@ class SyncSaveHandle(_Handle):
     def wait_complete(self, timeout: float | None = None) -> CheckpointInfo:
         """Block until every rank's files are durable, and ask the store whether they are.
 
-        With many ranks, the store is asked again and again, with growing pauses of up to 5 s.
+        With many ranks, the store is asked again and again, with growing pauses of up to 5 s. Once
+        the pipeline is closed, a checkpoint that is known to be complete is not asked for again;
+        for any other the store is opened for the time of the call.
 
         Args:
             timeout: Seconds to wait; None waits for as long as it takes.
@@ -321,11 +333,12 @@ class SyncSaveHandle(_Handle):
         began = time.monotonic()
         info = self.wait(timeout)
         left = None if timeout is None else max(0.0, timeout - (time.monotonic() - began))
-        return self._pipeline._call(self._pipeline._engine.complete, info, left)
+        return self._pipeline._complete(info, left)
 
     def cancel(self) -> None:
         """Give the save up unless it is committed already; return once it has ended."""
-        self._pipeline._call(self._pipeline._engine.saves.cancel, self._save)
+        if not self._pipeline._is_closed:  # else it has ended
+            self._pipeline._call(self._pipeline._engine.saves.cancel, self._save)
 
     def _wait(self, future: Future[T], timeout: float | None = None) -> T:
         if not future.done():
@@ -338,6 +351,7 @@ class SyncSaveHandle(_Handle):
         """Lend the copied state; see :meth:`ckpipe.SaveHandle.staged_state`.
 
         Raises:
+            PipelineClosed: If the pipeline is closed: its memory is given back.
             UsageError: If the state is not all copied yet, or not all in memory any more.
         """
         context, loan = self._pipeline._engine.context, Loan(threading.get_ident())

@@ -275,6 +275,17 @@ class PipelineBase:
         return self._opened
 
     @property
+    def _is_closed(self) -> bool:
+        """True if the pipeline was open and is closed: all its saves have ended."""
+        return self._opened is not None and self._loop is None
+
+    def _store_alone(self) -> Settings:
+        """Return settings to open the store of this closed pipeline again, for one question."""
+        return self._settings.override(
+            solo=True, attempt_id=None, plan="local", worker="thread", preemption=False
+        )
+
+    @property
     def _forked(self) -> bool:
         """True if this process was forked from the pipeline's process: it lacks the thread."""
         return os.getpid() != self._process

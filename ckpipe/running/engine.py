@@ -216,9 +216,11 @@ class Engine:
         info = await newest_repaired(self.context.retrying)
         return None if info is None else await self._inspected(info)
 
-    async def complete(self, info: CheckpointInfo, timeout: float | None) -> CheckpointInfo:
-        """Poll until a checkpoint that this rank has committed is complete."""
-        return await self._inspected(await until_complete(self.context, info, timeout))
+    async def complete(
+        self, info: CheckpointInfo, timeout: float | None, ranks: int
+    ) -> CheckpointInfo:
+        """Poll until a checkpoint that this rank has committed is complete on all ranks."""
+        return await self._inspected(await until_complete(self.context, info, timeout, ranks))
 
     async def _inspected(self, info: CheckpointInfo) -> CheckpointInfo:
         """Add the facts of the index, which is cached for the last checkpoint asked for."""

@@ -155,6 +155,16 @@ class Pipeline(PipelineBase):
         """Run a coroutine function of the engine on the pipeline's loop."""
         return await self._engine.loop.run(function, *args, caller=caller, **kwargs)
 
+    async def _complete(self, info: CheckpointInfo, timeout: float | None) -> CheckpointInfo:
+        """Wait until all ranks have committed; see :meth:`ckpipe.SaveHandle.complete`."""
+        ranks = self._topology.world_size
+        if not self._is_closed:
+            return await self._run(self._engine.complete, info, timeout, ranks)
+        if info.complete:
+            return info
+        async with Pipeline(settings=self._store_alone()) as store:
+            return await store._run(store._engine.complete, info, timeout, ranks)
+
     def _calling_task(self) -> AbstractContextManager[Caller | None]:
         """Run user code in the calling task; in a thread if a hook calls from this loop."""
         on_loop = self._loop is not None and self._loop.is_here
@@ -523,6 +533,16 @@ class SyncPipeline(PipelineBase):
     ) -> T:
         """Run a coroutine function of the engine on the pipeline's loop; blocking."""
         return self._engine.loop.call(function, *args, caller=caller, **kwargs)
+
+    def _complete(self, info: CheckpointInfo, timeout: float | None) -> CheckpointInfo:
+        """Wait until all ranks have committed; see :meth:`ckpipe.SaveHandle.complete`."""
+        ranks = self._topology.world_size
+        if not self._is_closed:
+            return self._call(self._engine.complete, info, timeout, ranks)
+        if info.complete:
+            return info
+        with SyncPipeline(settings=self._store_alone()) as store:
+            return store._call(store._engine.complete, info, timeout, ranks)
 
     def save(
         self,

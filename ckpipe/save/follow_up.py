@@ -110,14 +110,15 @@ class CompletionWatcher:
 
 
 async def until_complete(
-    context: SaveContext, info: CheckpointInfo, timeout: float | None
+    context: SaveContext, info: CheckpointInfo, timeout: float | None, ranks: int | None = None
 ) -> CheckpointInfo:
     """Poll with growing pauses until a checkpoint is complete.
 
     Args:
-        context: The context of its save, with the same number of ranks.
+        context: The context of its store.
         info: The checkpoint.
         timeout: Seconds to poll; None polls for as long as it takes.
+        ranks: Number of ranks that save it; None for those of the context.
 
     Raises:
         CheckpointIncomplete: If it was deleted.
@@ -126,16 +127,16 @@ async def until_complete(
         StoreError: If the store failed.
     """
     until = None if timeout is None else time.monotonic() + timeout
-    pause = _FIRST_PAUSE_SECONDS
+    pause, ranks = _FIRST_PAUSE_SECONDS, ranks or context.world_size
     while True:
         known = await recheck(context.retrying, info)
         if known.complete:
             return known
-        if context.world_size == 1 or known.reason != NO_INDEX:
+        if ranks == 1 or known.reason != NO_INDEX:
             raise CheckpointIncomplete(
                 f"The checkpoint {info.id} is not complete: {known.reason}", step=info.step
             )
-        outcome = await complete_from_top(context.retrying, info.key, context.world_size)
+        outcome = await complete_from_top(context.retrying, info.key, ranks)
         if outcome.complete:
             await write_sidecar_of(context.backend, outcome.index)
             continue
