@@ -435,9 +435,9 @@ class Load(_Group):
 
     agreement_timeout_seconds: float = Field(600.0, gt=0)
     """Seconds that a load waits for other ranks at most. With ``fallback``, it waits after its own
-    reading until they report whether the checkpoint is whole for them. If it loads a step that this
-    run is still saving, it waits until they have committed it, instead of loading an older
-    checkpoint of the step."""
+    reading until they report whether the checkpoint is whole for them. If it loads the newest
+    checkpoint, or a step, that this run is still saving, it waits until they have committed it,
+    instead of loading an older one."""
 
 
 class Lock(_Group):

@@ -1,4 +1,4 @@
-"""Ranks that only load: cases for :mod:`gang`."""
+"""Ranks that only load, or load what they have just saved: cases for :mod:`gang`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from gang import tell
+from gang import SETTINGS, URL, mortal, private, tell
 from mortal_runs import die, note
 
 import ckpipe
@@ -26,6 +26,19 @@ def newest(case: dict[str, Any]) -> None:
                         writer.save({"w": 1}, step=10 * number + again).wait()
                 loaded = pipeline.load()
                 tell(case, loaded=None if loaded is None else loaded.id)
+
+
+def load_what_was_just_saved(case: dict[str, Any]) -> None:
+    """Save and load in turns, with a store that is slow for one rank."""
+    mortal(case)
+    rank = dist.get_rank()
+    with ckpipe.SyncPipeline(URL, **SETTINGS) as pipeline:
+        for step in range(1, 4):
+            pipeline.save(private(rank, step), step=step)
+            loaded = pipeline.load()
+            assert loaded is not None
+            assert torch.equal(loaded.state["mine"], private(rank, loaded.step)["mine"])
+            tell(case, loaded=loaded.step)
 
 
 def alone(case: dict[str, Any]) -> None:

@@ -12,6 +12,11 @@ Joint loads. Objects that call collectives (:mod:`ckpipe.loading.collectives`) a
 all their ranks have come to the same point: before the match, which reads their present state, and
 before they get the loaded state. A rank that fails tells the others, which then raise as well.
 
+Own saves. The newest checkpoint may be one that this pipeline has copied and is still storing. So a
+load of the newest first waits until such saves are durable or have failed. With several ranks it
+also waits, for a bounded time, until the newest of them is complete on all, or a rank has decided
+for all: a rank whose own save failed decides at once.
+
 A worker of an ended trainer may still be finishing a checkpoint, and holds a lease on it. A load
 waits for that: otherwise a restart that loads the newest would take the one before, and repeat the
 steps that are just being stored.
@@ -515,6 +520,8 @@ class Loads:
 
             seconds = context.settings.worker.resume_wait_seconds
             with self._waiting():
+                if which is None:
+                    await self._until_own_complete(is_decided)
                 await _until_finished(context.retrying, which, seconds, is_decided)
             if which is not None:
                 found: CheckpointInfo | None
@@ -539,6 +546,24 @@ class Loads:
         except CheckpointIncomplete as error:
             error.hint = "Another process has deleted it since; load again on all ranks"
             raise
+
+    async def _until_own_complete(self, is_decided: Callable[[], Awaitable[bool]]) -> None:
+        """Wait for the saves of this pipeline that were copied before the load."""
+        context = self._context
+        pause, seconds = _FIRST_PAUSE_SECONDS, context.settings.load.agreement_timeout_seconds
+        newest, until = await self._saves.durable(), time.monotonic() + seconds
+        while newest is not None and not await is_decided():
+            try:
+                with suppress(CheckpointIncomplete, CorruptCheckpoint):  # an older one is newest
+                    await until_complete(context, newest, 0)
+                return
+            except TimeoutError as error:
+                left = until - time.monotonic()
+                if left <= 0:
+                    logger.warning("The load no longer waits for %s", error)
+                    return
+            await anyio.sleep(min(pause, left))
+            pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
 
     async def _find_step(self, step: int) -> CheckpointInfo:
         """Find the newest checkpoint of a step, after a wait for one that ranks still commit.
@@ -672,7 +697,7 @@ def _read_verdict(data: Json) -> _Verdict:
 
 def _left() -> PipelineClosed:
     return PipelineClosed(
-        "The pipeline was closed while the load waited for the state lock or for other ranks",
+        "The pipeline was closed while the load waited for saves, the state lock or other ranks",
         hint="Wait for loads before you leave the pipeline",
     )
 

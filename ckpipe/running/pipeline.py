@@ -283,6 +283,10 @@ class Pipeline(PipelineBase):
             into: The state to load into, of the same structure as the saved one; its tensors are
                 filled in place. None makes a fresh state, on the CPU.
             step: A step, the id of a checkpoint, or its info; None takes the newest complete one.
+                It then waits until the saves of this pipeline that have been copied are durable; a
+                save that fails does not count, and its error is raised as always. Several ranks
+                also wait until the newest of them is complete on all, for
+                ``load.agreement_timeout_seconds`` at most.
             include: Globs of labels to load; None loads all. Each must match a label in the
                 checkpoint, unless ``strict`` is False; then globs without a match are ``missing``.
             exclude: Globs of labels to leave as they are.
@@ -318,7 +322,7 @@ class Pipeline(PipelineBase):
                 its data had been loaded by then.
             LockMisuse: If ``into`` is given and this thread is capturing the state, as a
                 ``state_dict`` that a save calls does.
-            PipelineClosed: If the pipeline is left before the load has the lock.
+            PipelineClosed: If the pipeline is left before the load has a checkpoint and the lock.
             UnsupportedVersion: If it is of a newer format.
             UnsupportedTopology: If several ranks must agree on a checkpoint, and cannot, or some do
                 not join in time. If a process group has appeared or changed since opening.
@@ -346,8 +350,9 @@ class Pipeline(PipelineBase):
     async def steps(self, *, metadata: bool = False) -> list[CheckpointInfo]:
         """List all checkpoints of the root, complete or not, the oldest first.
 
-        Costs four delimited lists for any number of checkpoints, and one more for each without an
-        index. A checkpoint that lacks only its index is completed.
+        Waits for no save: a checkpoint that is being stored is incomplete, or not yet there. Costs
+        four delimited lists for any number of checkpoints, and one more for each without an index.
+        A checkpoint that lacks only its index is completed.
 
         Args:
             metadata: True to read the index of each complete checkpoint, once in a process, for its
@@ -362,8 +367,9 @@ class Pipeline(PipelineBase):
     async def latest(self) -> CheckpointInfo | None:
         """Find the newest complete checkpoint; None if there is none.
 
-        Costs one delimited list, two concurrent requests for the newest and for each newer one that
-        is not complete, and its index, which is read once as long as it is the newest.
+        Waits for no save under way, unlike :meth:`load` without a step. Costs one delimited list,
+        two concurrent requests for the newest and for each newer one that is not complete, and its
+        index, which is read once as long as it is the newest.
 
         Raises:
             StoreError: If the store failed.
@@ -375,10 +381,10 @@ class Pipeline(PipelineBase):
     ) -> CheckpointInfo | None:
         """Find the complete checkpoint with the best value of a metric; None if there is none yet.
 
-        NaN never wins, and of equal values the newest does. Costs four delimited lists and the
-        index of the winner, for any number of checkpoints. A checkpoint without a digest also costs
-        its index, once in a process. Digests are trusted only as long as the index of the winner
-        agrees with its own.
+        NaN never wins, and of equal values the newest does. Waits for no save under way. Costs four
+        delimited lists and the index of the winner, for any number of checkpoints. A checkpoint
+        without a digest also costs its index, once in a process. Digests are trusted only as long
+        as the index of the winner agrees with its own.
 
         Args:
             metric: A name in the ``metrics`` of ``save``.

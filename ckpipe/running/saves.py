@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import AsyncIterator
+from operator import attrgetter
 
 import anyio
 from anyio.abc import TaskGroup
@@ -22,6 +23,7 @@ from ckpipe.errors import (
 from ckpipe.events import SaveEnded, SaveFailed, SaveStarted
 from ckpipe.events import SaveSkipped as SkippedEvent
 from ckpipe.export import exported
+from ckpipe.loop_thread import wait_for
 from ckpipe.ranks.agree import agree
 from ckpipe.ranks.launch import CheckpointNames, Launch
 from ckpipe.ranks.schedule import SaveSchedule, SaveStepAgreement
@@ -32,7 +34,7 @@ from ckpipe.save.follow_up import CompletionWatcher
 from ckpipe.save.record import fail, resolve
 from ckpipe.save.run import run_save
 from ckpipe.save.save import Save, SaveRequest, SkipSave
-from ckpipe.types import CheckpointId
+from ckpipe.types import CheckpointId, CheckpointInfo
 
 logger = logging.getLogger("ckpipe")
 
@@ -325,6 +327,21 @@ class Saves:
         """Wait for all saves under way, and for the beginning of those that were asked for."""
         for ended in [*self._accepting.values(), *self._active.values()]:
             await ended.wait()
+
+    async def durable(self) -> CheckpointInfo | None:
+        """Wait until every save that has been copied by now is durable, or has failed.
+
+        No save that is still being copied is awaited: it may need the caller, or its lock.
+
+        Returns:
+            The newest checkpoint that this rank has committed and not seen complete on all ranks.
+        """
+        for save in self.under_way():
+            if save.safe.done():
+                with contextlib.suppress(Exception):  # the next save raises it, or leaving
+                    await wait_for(save.committed)
+        committed = [save.unsettled for save in self._active if save.unsettled is not None]
+        return max([*committed, *self._completions.followed], key=attrgetter("key"), default=None)
 
     async def settled(self, which: int | str) -> None:
         """Wait for saves of this process under a step or id."""

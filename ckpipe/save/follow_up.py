@@ -42,6 +42,11 @@ class CompletionWatcher:
         """Follow a checkpoint that this rank has committed and not seen complete."""
         self._open.append((info, time.monotonic()))
 
+    @property
+    def followed(self) -> list[CheckpointInfo]:
+        """The checkpoints that it follows, in the order of their commits."""
+        return [info for info, _ in self._open]
+
     async def look(self) -> None:
         """Check the oldest ones; emit an event for one that is not complete in time.
 
