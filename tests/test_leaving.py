@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
+import inspect
 import itertools
 import os
 import signal
@@ -206,6 +208,118 @@ async def test_leaving_gives_up_a_save_that_has_not_begun(store: Stores, how: st
         await leaving
     noted = left.value if how == "cancelled" else failed
     assert "step 7" in "".join(noted.__notes__)
+
+
+def being_closed_in_the_background() -> list[threading.Thread]:
+    """The threads that close pipelines which were dropped."""
+    return [each for each in threading.enumerate() if each.name == "ckpipe closing"]
+
+
+class Holder:
+    """Holds a pipeline, and itself: only the garbage collector finds it."""
+
+    def __init__(self, pipeline: Any) -> None:
+        self.pipeline, self.itself = pipeline, self
+
+
+@pytest.mark.parametrize("how", ["another takes its name", "the collector finds it"])
+@pytest.mark.parametrize("awaits", [False, True])
+async def test_a_pipeline_that_is_dropped_says_so_and_gives_its_memory_back(
+    store: Stores, awaits: bool, how: str
+) -> None:
+    async def opened() -> Any:
+        if awaits:
+            return await ckpipe.Pipeline(store.url).open()
+        return ckpipe.SyncPipeline(store.url).open()
+
+    async def save(step: int) -> None:
+        saved = pipeline.save(STATE, step=step)
+        if awaits:
+            await saved
+
+    pipeline = await opened()
+    await save(1)
+    store.slow.hold("write")
+    await save(2)
+    arena = pipeline._engine.context.arena
+    loop = pipeline._loop._thread
+    with pytest.warns(ResourceWarning, match="dropped and not closed") as warned:  # noqa: PT031
+        if how == "the collector finds it":
+            holder = Holder(pipeline)
+            del holder
+        pipeline = await opened()
+        gc.collect()
+    line = inspect.getsourcelines(opened)[1] + (2 if awaits else 3)
+    assert f"{__file__}:{line}, " in str(warned[0].message)
+    (closing,) = being_closed_in_the_background()
+    assert loop.is_alive()  # the save is not through
+    store.slow.release()
+    closing.join()
+    assert not loop.is_alive()
+    assert arena.blocks == 0
+    found = pipeline.steps()
+    assert [info.step for info in (await found if awaits else found) if info.complete] == [1, 2]
+    closed = pipeline.aclose() if awaits else pipeline.close()
+    if awaits:
+        await closed
+
+
+def test_pipelines_that_are_open_together_are_no_mistake(store: Stores) -> None:
+    with ckpipe.SyncPipeline(store.url) as first, ckpipe.SyncPipeline(store.url) as second:
+        for step, pipeline in enumerate((first, second, first)):
+            pipeline.save(STATE, step=step, until="committed")
+        del pipeline
+        gc.collect()
+        assert sorted(info.step for info in first.steps()) == [0, 1, 2]
+    assert being_closed_in_the_background() == []
+
+
+def test_a_dropped_pipeline_logs_what_failed(
+    store: Stores, caplog: pytest.LogCaptureFixture
+) -> None:
+    pipeline = ckpipe.SyncPipeline(store.url).open()
+    pipeline.save(STATE, step=0, until="committed")
+    store.faulty.fail(errors.StoreFull("no room"), "complete")
+    store.slow.hold("complete")
+    pipeline.save(STATE, step=4)
+    with pytest.warns(ResourceWarning):
+        del pipeline
+    (closing,) = being_closed_in_the_background()
+    store.slow.release()
+    closing.join()
+    assert "A checkpoint failed: no room [step 4" in caplog.text
+
+
+NOTEBOOK = """
+import code, threading, sys
+shell = code.InteractiveInterpreter()
+CELL = '''
+import ckpipe, torch
+model = torch.nn.Linear(300, 300)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+pipeline = ckpipe.SyncPipeline(ROOT, guard=optimizer, preemption=True).open()
+for step in range(FIRST, FIRST + 3):
+    optimizer.step()
+    pipeline.save({"model": model, "optimizer": optimizer}, step=step, until="captured")
+'''
+shell.locals["ROOT"] = sys.argv[1]
+for number in range(3):
+    shell.locals["FIRST"] = 3 * number
+    shell.runcode(compile(CELL, f"<cell {number}>", "exec"))
+for each in threading.enumerate():
+    if each.name == "ckpipe closing":
+        each.join()
+print(sum(each.name == "ckpipe" for each in threading.enumerate()))
+"""
+
+
+def test_a_cell_that_opens_a_pipeline_again_and_again_leaves_one_open(tmp_path: Path) -> None:
+    run = script(NOTEBOOK, tmp_path, flags=["-W", "always::ResourceWarning"])
+    assert (run.code, run.out.strip()) == (0, "1"), run.err
+    assert [f"<cell {number}>:5, was dropped" in run.err for number in range(3)] == [1, 1, 0]
+    assert "Traceback" not in run.err
+    with ckpipe.SyncPipeline(tmp_path, read_only=True) as pipeline:
+        assert [info.step for info in pipeline.steps() if info.complete] == list(range(9))
 
 
 LEFT_OPEN = """

@@ -5,12 +5,17 @@ They differ only in how their methods wait.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import sys
 import threading
+import warnings
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
+from threading import Thread
 from typing import Any, SupportsIndex, TypeVar, Unpack
 
 from torch.optim import Optimizer
@@ -29,7 +34,7 @@ from ckpipe.format.keys import label_filter
 from ckpipe.loading.load import LoadRequest
 from ckpipe.loading.select import PerRankPolicy
 from ckpipe.lock.guard import Guarded, StepGuard, guard, optimizers_of
-from ckpipe.lock.state_lock import LoadHold, StateLock, lock_of
+from ckpipe.lock.state_lock import LoadHold, StateLock, callers, lock_of
 from ckpipe.loop_thread import Caller, LoopThread, call_at_exit
 from ckpipe.ranks.schedule import SignalWatch, StopRequest
 from ckpipe.ranks.world import ALONE, World
@@ -55,8 +60,32 @@ Hook = Callable[[E], object]
 """The user's function or coroutine function that takes an event."""
 
 
+def _place_of_call() -> str:
+    """Return file and line of the code that calls ckpipe."""
+    within = ("ckpipe", "contextlib")
+    for frame in callers(sys._getframe(1)):
+        if str(frame.f_globals.get("__name__")).partition(".")[0] not in within:
+            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+    return "an unknown place"
+
+
+def _unless_dropped(
+    method: Callable[[BaseException | None], None],
+) -> Callable[[BaseException | None], None]:
+    """Return a function that calls a method, and does nothing once its object is gone."""
+    reference = weakref.WeakMethod(method)
+
+    def call(error: BaseException | None) -> None:
+        if (found := reference()) is not None:
+            found(error)
+
+    return call
+
+
 class PipelineBase:
     """A pipeline without its ways to wait."""
+
+    _loop: LoopThread | None = None
 
     def __init__(
         self,
@@ -85,7 +114,7 @@ class PipelineBase:
         self._topology = ALONE
         self._guards: list[StepGuard] = []
         self._guarded = optimizers_of(guard)
-        self._loop: LoopThread | None = None
+        self._opened_at = ""
         self._opened: Engine | None = None
         self._served: Future[None] | None = None
         self._process = os.getpid()
@@ -310,6 +339,8 @@ class PipelineBase:
         Raises:
             UsageError: If there are signals to watch and this is not the main thread.
         """
+        if self._opened is None:
+            self._opened_at = _place_of_call()
         if self._opened is None and self._settings.preemption.enabled:
             # A new watch: after a failed open, a foreign handler may still call the former one.
             self._watch = SignalWatch(self._settings.preemption.signals, self._preemption.tell)
@@ -372,7 +403,8 @@ class PipelineBase:
                 self._shut(cancel=True)
                 self._opened = None
                 raise
-            self._at_exit = call_at_exit(self._close_at_exit)
+            # By a weak reference, so that a pipeline that is dropped is closed at once.
+            self._at_exit = call_at_exit(_unless_dropped(self._close_unattended))
 
     def _close(self, *, failed: bool) -> list[Exception]:
         """Let saves finish and close; return failures that no call has seen; blocking.
@@ -443,8 +475,25 @@ class PipelineBase:
         if loop is not None:
             loop.close(cancel=cancel)
 
-    def _close_at_exit(self, error: BaseException | None) -> None:
-        """Close a pipeline that is open when the program ends, as its ``with`` block would.
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        """Close a pipeline that is dropped while it is open, in the background: saves take long."""
+        # An argument: when the program ends, this module may be gone. By then all are closed.
+        if self._loop is None or is_finalizing() or self._forked:
+            return
+        self._at_exit()
+        self._at_exit = call_at_exit(self._close_unattended)  # keeps it alive until it is closed
+        with contextlib.suppress(RuntimeError):  # the program ends, and starts no more threads
+            Thread(target=self._close_unattended, name="ckpipe closing", daemon=True).start()
+        warnings.warn(
+            f"The pipeline {self._shown_url}, opened at {self._opened_at}, was dropped and not "
+            "closed. It is closed in the background, once its saves are durable. Use it in a "
+            "with block, or close it before you open another",
+            ResourceWarning,
+            stacklevel=2,
+        )
+
+    def _close_unattended(self, error: BaseException | None = None) -> None:
+        """Close a pipeline that was dropped, or is open when the program ends, as its block would.
 
         Args:
             error: The exception that ends the program; None for a normal end.
@@ -454,7 +503,7 @@ class PipelineBase:
         saves = [each for each in self._under_way() if not each.committed.done()]
         if saves:
             logger.info(
-                "The program ends and waits for %d saves of %s, which was not closed: steps %s",
+                "Waiting for %d saves of %s, which was not closed: steps %s",
                 len(saves),
                 self._shown_url,
                 ", ".join(str(each.id.step) for each in saves),
