@@ -9,6 +9,7 @@ bytes to the same place.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ckpipe.errors import InvalidExtent, SharingConflict
+from ckpipe.errors import InvalidExtent, SharingConflict, StructureMismatch
 from ckpipe.loading.chunks import ChunkCopy, HeldElements, Regions, StoredTensor, StoredTensors
 from ckpipe.loading.fill import (
     Destination,
@@ -132,8 +133,13 @@ class Targets:
         return self.stored.held(stored, regions)
 
     def settle(self) -> None:
-        """Assign every live tensor to a round; call it once all are noted."""
+        """Assign every live tensor to a round; call it once all are noted.
+
+        Raises:
+            StructureMismatch: If the memory of one is mapped read-only.
+        """
         lives = _distinct(self._noted)
+        _refuse_read_only(lives)
         self._disputed = [group for group in _overlapping(lives) if not _lay_likewise(group)]
         disputed = {id(live) for group in self._disputed for live in group}
         for live in lives:
@@ -281,6 +287,58 @@ def _distinct(lives: Sequence[LiveTensor]) -> list[LiveTensor]:
         for live in reversed(lives)
     }
     return list(reversed(found.values()))
+
+
+def _refuse_read_only(lives: Sequence[LiveTensor]) -> None:
+    """Refuse tensors in pages that cannot be written: a write there would end the process.
+
+    torch does not know the protection of memory that it has not allocated, as of an array over a
+    file; such a storage cannot be resized. Only for these is the kernel's table of mappings read,
+    which takes about a millisecond.
+
+    Raises:
+        StructureMismatch: Names the first of them.
+    """
+    foreign = [
+        live
+        for live in lives
+        if live.tensor.is_cpu
+        and not live.tensor.untyped_storage().resizable()
+        and live.tensor.numel()
+        and isinstance(live.owner, torch.Tensor)  # numpy knows which arrays are read-only
+    ]
+    if not foreign:
+        return
+    try:
+        mappings = _read_only_mappings()
+    except OSError:  # there is no /proc
+        return
+    starts = [start for start, _, _ in mappings]
+    for live in foreign:
+        address = live.tensor.data_ptr()
+        _, stop, name = mappings[bisect_right(starts, address) - 1]
+        if address < stop:
+            raise StructureMismatch(
+                f"The target cannot be written: its memory is mapped read-only ({name})",
+                key=live.label,
+                hint="Load into a clone of it, map the file with mode 'r+' or 'c', or leave the "
+                "tensor out with exclude",
+            )
+
+
+def _read_only_mappings() -> list[tuple[int, int, str]]:
+    """Return the ranges of this process's addresses that cannot be written, with their names.
+
+    Source: ``proc_pid_maps(5)``.
+    """
+    found = [(0, 0, "")]
+    with open("/proc/self/maps", encoding="utf-8", errors="replace") as file:
+        for line in file:
+            bounds, access, _, _, _, *name = line.rstrip("\n").split(maxsplit=5)
+            if access[1] != "w":
+                start, stop = (int(bound, 16) for bound in bounds.split("-"))
+                found.append((start, stop, name[0] if name else "without a file"))
+    return found
 
 
 def _overlapping(lives: Sequence[LiveTensor]) -> list[list[LiveTensor]]:

@@ -315,7 +315,8 @@ class Pipeline(PipelineBase):
         Raises:
             CheckpointNotFound: If the step given is absent or incomplete, or this run has saved it
                 and some ranks have not committed it within ``load.agreement_timeout_seconds``.
-            TargetMismatch: If the checkpoint does not fit the target, which is untouched then.
+            TargetMismatch: If the checkpoint does not fit the target, or a tensor of the target
+                lies in memory that is mapped read-only. The target is untouched then.
             UsageError: If ``include`` and ``exclude`` leave a part of an object of a registered
                 type.
             CorruptCheckpoint: If the checkpoint is damaged; ``target_touched`` is True if some of
