@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import weakref
 from collections.abc import Callable, Iterable
@@ -32,6 +33,7 @@ from ckpipe.lock.late_copies import (
 from ckpipe.lock.state_lock import LockHold, StateLock
 from ckpipe.memory.arena import Arena
 from ckpipe.memory.cuda import SideStreams, StreamFence
+from ckpipe.memory.native import address_of, copy_bytes
 from ckpipe.planning import LocalPlanner
 from ckpipe.save.program import BlockPlan, plan_blocks
 from ckpipe.save.save import Save, SaveRequest, StagedBlock
@@ -165,7 +167,8 @@ def states(draw: st.DrawFn) -> list[torch.Tensor]:
 
 def made(state: Any) -> tuple[ByteSample, MutationDetector]:
     captured = capture(state)
-    sample = ByteSample(captured.tensors, iter(range(len(captured.tensors))))
+    ranges = [(n, 0, leaf.window, -1) for n, leaf in enumerate(captured.tensors)]
+    sample = ByteSample(captured.tensors, ranges)
     return sample, MutationDetector(captured, [], [sample])
 
 
@@ -179,6 +182,50 @@ def test_a_write_to_one_is_noticed_and_named(
     state[number].data.fill_(1)
     found = watch.changed_in(sample)
     assert (found and found.label) == (str(number) if state[number].numel() else None)
+
+
+@given(states(), st.data())
+def test_a_write_that_has_reached_one_end_is_noticed(
+    state: list[torch.Tensor], data: st.DataObject
+) -> None:
+    sample, watch = made(state)
+    number = data.draw(st.integers(0, len(state) - 1))
+    size = state[number].numel()
+    memory = state[number].as_strided((size,), (1,))
+    at = data.draw(st.integers(0, max(size - 1, 0)))
+    written = data.draw(st.sampled_from([slice(0, at + 1), slice(at, size)]))
+    memory.data[written] = 1
+    found = watch.changed_in(sample)
+    assert (found and found.label) == (str(number) if size else None)
+
+
+@given(states(), st.data())
+def test_a_write_that_was_undone_is_found_in_the_block(
+    state: list[torch.Tensor], data: st.DataObject
+) -> None:
+    captured, places = (
+        capture(state),
+        itertools.accumulate((each.numel() * each.itemsize for each in state), initial=0),
+    )
+    windows = [leaf.window for leaf in captured.tensors]
+    rows = zip(range(len(state)), [0] * len(state), windows, places, strict=False)
+    sample = ByteSample(captured.tensors, ranges := list(rows))
+    watch = MutationDetector(captured, [], [sample])
+    number = data.draw(st.integers(0, len(state) - 1))
+    block = bytearray(1 + sum(windows))
+    address = address_of(memoryview(block))
+
+    def changed_in_block(value: int) -> str | None:
+        state[number].data.fill_(value)
+        for at, (_, _, size, place) in enumerate(ranges):
+            copy_bytes(address + place, captured.tensors[at].address, size)
+        state[number].data.fill_(0)
+        assert watch.changed_in(sample) is None
+        found = watch.changed_in(sample, address)
+        return None if found is None else found.label
+
+    assert changed_in_block(0) is None
+    assert changed_in_block(1) == (str(number) if windows[number] else None)
 
 
 @given(states())

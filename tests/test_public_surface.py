@@ -73,6 +73,9 @@ _PIPELINE = {
     "on_staged": "(self, hook: Hook[Staged]) -> Hook[Staged]",
     "should_save": "(self, step: SupportsIndex, *, last: SupportsIndex | None = None) -> bool",
     "statistics": "(self) -> Statistics",
+    "swapped": """(
+        self, tensors: Iterable[torch.Tensor], values: Iterable[torch.Tensor]
+    ) -> AbstractContextManager[None]""",
     "unpin": "(self, step: Which) -> None",
     "verify": "(self, step: Which) -> VerifyResult",
     "events": "property -> EventBus",

@@ -1,4 +1,4 @@
-"""Hold the mutating side of a state lock during every optimizer step, through step hooks."""
+"""Hold the mutating side of a state lock during optimizer steps, by hooks, and swaps of weights."""
 
 from __future__ import annotations
 
@@ -90,6 +90,53 @@ def guard(lock: StateLock, *optimizers: Optimizer) -> StepGuard:
         raise UsageError("No optimizer was given to guard")
     _check(optimizers)
     return StepGuard(lock, optimizers)
+
+
+@contextmanager
+def swapped(
+    lock: StateLock, tensors: Iterable[torch.Tensor], values: Iterable[torch.Tensor]
+) -> Iterator[None]:
+    """Give tensors other values, and hold the mutating side of a lock until they have their own.
+
+    Args:
+        lock: The lock that captures of the same state take.
+        tensors: The tensors.
+        values: A value for each of them.
+
+    Raises:
+        UsageError: If they do not fit. Nothing is changed then.
+        LockMisuse: If this thread is capturing the state.
+    """
+    targets, others = list(tensors), list(values)
+    if len(targets) != len(others):
+        raise UsageError(
+            f"{len(targets)} tensors cannot be swapped for {len(others)} values",
+            hint="Pass one value for each tensor, in the same order",
+        )
+    for number, (target, other) in enumerate(zip(targets, others, strict=True)):
+        if target.shape != other.shape:
+            raise UsageError(
+                f"Tensor {number} has the shape {list(target.shape)} and its value "
+                f"{list(other.shape)}",
+                hint="Pass one value for each tensor, in the same order",
+            )
+    with lock.mutating():
+        own = [target.detach().clone() for target in targets]
+        try:
+            _copy_each(targets, others)
+            yield
+        finally:
+            try:
+                _copy_each(targets, own)
+            except BaseException:  # an interrupt must not leave some of them swapped
+                _copy_each(targets, own)
+                raise
+
+
+@torch.no_grad()
+def _copy_each(targets: Iterable[torch.Tensor], values: Iterable[torch.Tensor]) -> None:
+    for target, value in zip(targets, values, strict=True):
+        target.copy_(value)
 
 
 def optimizers_of(guarded: Guarded) -> tuple[Optimizer, ...]:

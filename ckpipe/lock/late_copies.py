@@ -8,8 +8,8 @@ steps.
 
 torch counts every change that is made through a tensor or its views. It does not count writes
 through ``.data``, NumPy or DLPack, nor those of a fused step that is not guarded. So some bytes of
-each tensor in host memory are compared as well: a swap of weights, a mask or a norm changes most of
-a tensor, and thereby its sample.
+host memory are compared as well, before the copy of a block, in the block, and after it: a swap of
+weights, a mask or a norm changes most of a tensor, and thereby its sample.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ def owned_leaves(leaves: Sequence[TensorLeaf], tensors: Iterable[torch.Tensor]) 
 
 
 SAMPLE_BYTES = 64
-"""Bytes of a tensor that are compared, from its middle: one cache line."""
+"""Bytes that are compared at each end of a range: one cache line."""
 
 MANY_TENSORS = 2_000
 """Number of tensors that are watched whatever their size: it takes a few milliseconds."""
@@ -168,30 +168,58 @@ def worth_watching(leaves: Sequence[TensorLeaf]) -> bool:
 
 
 class ByteSample:
-    """A sample of the bytes of each of several tensors, which can be read again and again.
+    """A sample of the bytes that one block takes: in the tensors, and in the block once it is full.
+
+    It has both ends of each range. If a swap that writes a tensor from its first byte to its last
+    meets a copy that does the same, one end is wrong in the tensor: the last byte before the copy
+    begins, or the first one after it ends. A swap that comes and goes in between leaves its bytes
+    in the block.
 
     Args:
         leaves: The tensors of a state.
-        numbers: The numbers of the sampled tensors. Tensors on a device are skipped, and so are
-            tensors with holes, since any code may write to a hole.
+        ranges: The copied ranges: the number of the tensor, the offset from its first element, the
+            size, and the offset in the block, in bytes; -1 if the block has other bytes, as for a
+            tensor that torch copies. Tensors on a device are skipped, and so are tensors with
+            holes, since any code may write to a hole.
     """
 
-    def __init__(self, leaves: Sequence[TensorLeaf], numbers: Iterable[int]) -> None:
-        own = [n for n in dict.fromkeys(numbers) if _can_be_sampled(leaves[n])]
-        sizes = [min(leaves[n].window, SAMPLE_BYTES) for n in own]
-        starts = [(leaves[n].window - size) // 2 for n, size in zip(own, sizes, strict=True)]
-        self._numbers, self._sizes = own, array("q", sizes)
-        self._addresses = array(
-            "q", [leaves[n].address + start for n, start in zip(own, starts, strict=True)]
-        )
-        self._nbytes, self._ends = sum(sizes), np.cumsum(sizes, dtype=np.int64)
-        self._places = self._ends - np.frombuffer(self._sizes, np.int64)
+    def __init__(
+        self, leaves: Sequence[TensorLeaf], ranges: Iterable[tuple[int, int, int, int]]
+    ) -> None:
+        rows = list(ranges)
+        sampled = {number: _can_be_sampled(leaves[number]) for number, *_ in rows}
+        self._numbers: list[int] = []
+        self._addresses, self._sizes, self._places = array("q"), array("q"), array("q")
+        for number, skip, size, place in rows:
+            if not sampled[number]:
+                continue
+            length = min(size, SAMPLE_BYTES)
+            for at in {0, size - length}:
+                self._numbers.append(number)
+                self._addresses.append(leaves[number].address + skip + at)
+                self._sizes.append(length)
+                self._places.append(-1 if place < 0 else place + at)
+        self._ends = np.cumsum(self._sizes, dtype=np.int64)
+        self._nbytes = sum(self._sizes)
 
     def read(self) -> bytes:
         """Read the current bytes; the tensors' memory must be alive."""
+        return self._read(self._addresses)
+
+    def read_copies(self, block: int) -> bytes:
+        """Read the bytes in the block, or the current ones of tensors that torch copies.
+
+        Args:
+            block: The address of the block.
+        """
+        places = np.asarray(self._places)
+        found = np.where(places < 0, np.asarray(self._addresses), places + block)
+        return self._read(array("q", found.tobytes()))
+
+    def _read(self, addresses: array[int]) -> bytes:
         found = np.empty(self._nbytes, np.uint8)
-        targets = array("q", (self._places + found.ctypes.data).tobytes())
-        copy_each(targets, self._addresses, self._sizes, release_gil=False)
+        places = self._ends - np.asarray(self._sizes) + found.ctypes.data
+        copy_each(array("q", places.tobytes()), addresses, self._sizes, release_gil=False)
         return found.tobytes()
 
     def first_difference(self, before: bytes, now: bytes) -> int | None:
@@ -231,9 +259,16 @@ class MutationDetector:
         pairs = zip(self._numbers, self._versions, now, strict=True)
         return next(self._state.tensors[n] for n, before, after in pairs if before != after)
 
-    def changed_in(self, sample: ByteSample) -> TensorLeaf | None:
-        """Return the first tensor whose sample has changed; the memory of all must be alive."""
-        number = sample.first_difference(self._seen[id(sample)], sample.read())
+    def changed_in(self, sample: ByteSample, block: int | None = None) -> TensorLeaf | None:
+        """Return the first tensor whose sample has changed; the memory of all must be alive.
+
+        Args:
+            sample: The sample.
+            block: The address of the block that the tensors were copied to, to compare the bytes
+                there; None to compare those of the tensors.
+        """
+        now = sample.read() if block is None else sample.read_copies(block)
+        number = sample.first_difference(self._seen[id(sample)], now)
         return None if number is None else self._state.tensors[number]
 
     def _versions_now(self) -> list[int]:

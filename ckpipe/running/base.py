@@ -12,12 +12,13 @@ import sys
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from threading import Thread
 from typing import Any, SupportsIndex, TypeVar, Unpack
 
+import torch
 from torch.optim import Optimizer
 
 from ckpipe.backend import without_secrets
@@ -33,7 +34,7 @@ from ckpipe.format import checksum
 from ckpipe.format.keys import label_filter
 from ckpipe.loading.load import LoadRequest
 from ckpipe.loading.select import PerRankPolicy
-from ckpipe.lock.guard import Guarded, StepGuard, guard, optimizers_of
+from ckpipe.lock.guard import Guarded, StepGuard, guard, optimizers_of, swapped
 from ckpipe.lock.state_lock import LoadHold, StateLock, callers, lock_of
 from ckpipe.loop_thread import Caller, LoopThread, call_at_exit
 from ckpipe.ranks.schedule import SignalWatch, StopRequest
@@ -244,6 +245,29 @@ class PipelineBase:
     def guard(self, *optimizers: Optimizer) -> None:
         """Make every ``step()`` of these optimizers wait for copies under way, until closing."""
         self._guards.append(guard(self._lock, *optimizers))
+
+    def swapped(
+        self, tensors: Iterable[torch.Tensor], values: Iterable[torch.Tensor]
+    ) -> AbstractContextManager[None]:
+        """Give tensors other values inside a ``with`` block, such as averaged weights for a test.
+
+        For example ``with pipeline.swapped(model.parameters(), average.parameters()):`` around an
+        evaluation. No checkpoint gets the other values: the block waits for copies under way as a
+        guarded step does, and then holds :attr:`lock` as ``lock.mutating()`` does. Saves of other
+        threads wait for its end. At its end, also after an exception, the tensors have their own
+        values again, bit for bit. Until then a copy of these lies on their device.
+
+        Args:
+            tensors: The tensors to change, such as ``model.parameters()``.
+            values: A value for each of them, in the same order, which does not share its memory. It
+                is converted to the tensor's dtype and device.
+
+        Raises:
+            UsageError: On entry, if their numbers or shapes differ. Nothing is changed then.
+            LockMisuse: On entry, if this thread is capturing the state, as a ``state_dict`` does
+                that a save calls; and by a save on this thread inside the block.
+        """
+        return swapped(self._lock, tensors, values)
 
     @property
     def lock(self) -> StateLock:

@@ -201,13 +201,18 @@ class Pipeline(PipelineBase):
             until: ``"staged"`` returns when the state is copied, ``"committed"`` when the
                 checkpoint is durable. ``"captured"`` returns when all of the state is copied except
                 the parameters and state tensors of guarded optimizers. These are copied while
-                forward and backward run; a guarded ``step()``, or ``lock.mutating()``, waits for
-                the rest of the copy. No other code may change them: torch counts no writes through
-                ``.data`` or numpy, nor fused steps of an optimizer that is not guarded. On a device
-                such writes are not noticed; in host memory they are noticed only by a sample of 64
-                bytes of each tensor. Swap averaged weights in and out under ``lock.mutating()``. A
-                step's hyperparameters are copied before the call returns. So are thousands of small
-                tensors, since a copy takes less time than to watch them.
+                forward and backward run; a guarded ``step()``, :meth:`swapped` or
+                ``lock.mutating()`` waits for the rest of the copy. No other code may change them,
+                also not for a moment, as libraries for averaged weights do: swap those with
+                :meth:`swapped`. If torch counts a change, the save fails. torch does not count
+                writes through ``.data``, numpy or DLPack, nor fused steps of an optimizer that is
+                not guarded. On a device these are not noticed, and the checkpoint may hold a
+                mixture. In host memory 64 bytes at both ends of every mebibyte are compared:
+                before the copy, in the copy, and after it. A write that leaves all these bytes as
+                they are is not noticed, and neither is one to a tensor whose elements do not fill
+                its memory, such as ``x[:, ::2]``. A step's hyperparameters are copied before the
+                call returns. So are thousands of small tensors, since a copy takes less time than
+                to watch them.
             final: True for the run's final checkpoint.
             include: Globs of labels to save, such as ``"model.*"``; None saves all. With one rank
                 there is a warning of globs that match no label.

@@ -17,7 +17,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import compress
+from itertools import chain, compress
 from typing import Any
 
 import numpy as np
@@ -353,7 +353,7 @@ class EarlyLateSplit:
         facts: The facts of the tensors that optimizers own, at that time.
         owned: The numbers of the leaves that are copied late, in order.
         halves: For each block, its early and its late work.
-        samples: For each block, a sample of the late bytes, which detects changes before the copy.
+        samples: For each block, a sample of the late bytes, which detects changes.
         worth: False if all is copied early, no matter what optimizers own.
     """
 
@@ -395,6 +395,13 @@ def split_early_late(
     if not worth_watching([captured.tensors[number] for number in owned]):
         return EarlyLateSplit(captured.tensors, program, worth=False)
     halves = [plan.split(owned) for plan in program.blocks]
-    samples = [ByteSample(captured.tensors, later.tensors) for _, later in halves]
+    samples = [_sample_of(later, captured.tensors) for _, later in halves]
     facts = owned_facts(tensors, captured.objects)
     return EarlyLateSplit(captured.tensors, program, facts, sorted(owned), halves, samples)
+
+
+def _sample_of(later: BlockPlan, leaves: Sequence[TensorLeaf]) -> ByteSample:
+    """Return a sample of the bytes that fill a block; of tensors that torch copies, of them all."""
+    gather, copied = later.gather, dict.fromkeys(copy.tensor for copy in later.copies)
+    ranges = zip(gather.tensors, gather.skips, gather.sizes, gather.at, strict=True)
+    return ByteSample(leaves, chain(ranges, ((n, 0, leaves[n].window, -1) for n in copied)))

@@ -296,7 +296,7 @@ class BlockCopiers:
                             late = _LateTensors(self._state, pieces)
                             late.check_unchanged(self._watch)
                             ends = self._fill(pieces)
-                            late.check_unchanged(self._watch)
+                            late.check_unchanged(self._watch, copied=True)
                     if ends:
                         launched.append((pieces, ends, late))
                     else:
@@ -371,8 +371,12 @@ class _LateTensors:
         self._addresses = state.addresses[numbers].tolist()
         self._memory = list(map(torch.Tensor.untyped_storage, self._tensors))
 
-    def check_unchanged(self, watch: MutationDetector) -> None:
+    def check_unchanged(self, watch: MutationDetector, *, copied: bool = False) -> None:
         """Check that the tensors have not changed since they were captured.
+
+        Args:
+            watch: Detects the changes.
+            copied: True to check the copies too, in which a change may be that was undone since.
 
         Raises:
             StateChanged: If a tensor has other memory now, or its sample has changed; torch counts
@@ -383,15 +387,16 @@ class _LateTensors:
             pairs = zip(self._numbers, found, self._addresses, strict=True)
             raise _changed_beside(self._leaves[next(n for n, now, at in pairs if now != at)])
         for piece in self._pieces:
-            changed = None if piece.sample is None else watch.changed_in(piece.sample)
-            if changed is not None:
-                raise _changed_beside(changed)
+            for block in (None, piece.filled.block.address) if copied else (None,):
+                changed = None if piece.sample is None else watch.changed_in(piece.sample, block)
+                if changed is not None:
+                    raise _changed_beside(changed)
 
 
 def _changed_beside(leaf: TensorLeaf) -> StateChanged:
     return StateChanged(
         "A tensor of a guarded optimizer was changed outside of its step while it was copied",
         key=leaf.label,
-        hint='Change it inside lock.mutating(), or save with until="staged". Embedding(max_norm=…) '
-        "changes its weight in every forward pass",
+        hint="Swap weights with pipeline.swapped(), make other changes inside lock.mutating(), or "
+        'save with until="staged". Embedding(max_norm=…) changes its weight in every forward pass',
     )
