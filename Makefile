@@ -2,7 +2,9 @@
 # another interpreter is chosen with make PYTHON=python3.12 <target>.
 
 PYTHON ?= python3
-VENV   ?= .venv
+# A release of torch beside the one of constraints.txt, given to make; it has its own environment.
+TORCH  :=
+VENV   ?= .venv$(if $(TORCH),-torch-$(TORCH))
 BIN    := $(VENV)/bin
 BENCH  := .venv-bench
 READY  := $(VENV)/.ready
@@ -18,7 +20,7 @@ unexport PYTHONDONTWRITEBYTECODE
 export NO_MKDOCS_2_WARNING := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all check check-types check-lint check-layers check-docs docs servers bench bench-quick bench-compare bench-publish bench-local bench-interference bench-scale bench-stall bench-gpu format clean
+.PHONY: help demo test test-all test-torch check check-types check-lint check-layers check-docs docs servers bench bench-quick bench-compare bench-publish bench-local bench-interference bench-scale bench-stall bench-gpu format clean
 
 help:  ## Show these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -35,6 +37,12 @@ test: check  ## All checks and the tests
 test-all: check  ## All checks and the tests in their long form
 	@echo "test: pytest, long form"
 	@CKPIPE_TEST_ALL=1 CKPIPE_TEST_SITE=$(abspath $(SITE)) $(BIN)/python -m pytest -q $(PARALLEL)
+
+test-torch: $(if $(TORCH),$(READY))  ## The tests with another torch: make test-torch TORCH=2.8.0
+	@[ -n "$(TORCH)" ] || \
+		{ echo "test: give the release of torch, as in make test-torch TORCH=2.8.0" >&2; exit 1; }
+	@echo "test: pytest, with torch $(TORCH)"
+	@$(BIN)/python -m pytest -q $(PARALLEL)
 
 check: $(READY)  ## Lint, formatting, types, layers, docs
 	@$(MAKE) --no-print-directory --jobs=2 check-types check-lint check-layers check-docs
@@ -99,8 +107,8 @@ format: $(READY)  ## Format the code and apply safe fixes
 	@$(BIN)/ruff format .
 
 clean:  ## Remove all that these targets made, environments included
-	@rm -rf $(patsubst %/.ready,%,$(wildcard $(READY) $(BENCH)/.ready)) $(DEMO) .bench site dist \
-		build .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	@rm -rf $(patsubst %/.ready,%,$(wildcard $(READY) $(BENCH)/.ready .venv-torch-*/.ready)) \
+		$(DEMO) .bench site dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # An environment with .ready in it is make's own. That file is there from the start, older than any
@@ -120,10 +128,10 @@ $(READY): pyproject.toml constraints.txt hatch_build.py ckpipe/memory/_native.c
 		{ echo "setup: ckpipe needs Python 3.11 or newer, and this is $$($(PYTHON) --version);" \
 		"give another with make PYTHON=..." >&2; exit 1; }
 	$(own)
-	@echo "setup: $(VENV) with $$($(PYTHON) --version), which takes a minute"
+	@echo "setup: $(VENV) with $$($(PYTHON) --version), which takes a minute$(if $(TORCH), and several GB)"
 	@$(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile \
-		-c constraints.txt -e '.[dev,docs,cli,s3,gcs]'
+		$(if $(TORCH),torch==$(TORCH),-c constraints.txt) -e '.[dev,docs,cli,s3,gcs]'
 	@touch $@
 
 $(BENCH)/.ready: pyproject.toml constraints.txt hatch_build.py ckpipe/memory/_native.c
