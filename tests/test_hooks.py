@@ -285,7 +285,8 @@ async def test_a_hook_is_called_after_the_call_in_the_order_of_events(
         async with pipeline:
             for step in steps:
                 handles[step] = await pipeline.save({"w": weight}, step=step, until=until)
-    assert early == []
+    if (until, kind) != ("committed", "on_staged"):
+        assert early == []
     assert called == emitted
     assert sorted(called) == sorted(steps)
 

@@ -196,7 +196,7 @@ class PipelineBase:
         self._preemption.tell()
 
     def on_staged(self, hook: Hook[Staged]) -> Hook[Staged]:
-        """Call a function whenever a state has been copied.
+        """Call a function whenever a state has been copied, also while ``save`` awaits the commit.
 
         A plain function runs in a thread of its own. A coroutine function runs on the pipeline's
         own event loop, which it must not block; an awaitable that a plain function returns is

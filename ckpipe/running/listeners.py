@@ -25,7 +25,15 @@ from anyio.abc import TaskGroup
 
 from ckpipe import threads
 from ckpipe.errors import UsageError
-from ckpipe.events import Event, EventBus, RankCommitted, Retrying, SaveEnded, SaveStarted
+from ckpipe.events import (
+    Event,
+    EventBus,
+    RankCommitted,
+    Retrying,
+    SaveEnded,
+    SaveStarted,
+    Staged,
+)
 from ckpipe.interpreter import LEAVING, refuse_exit
 from ckpipe.memory.budget import ByteBudget
 from ckpipe.save.save import Save, SaveCall
@@ -128,13 +136,15 @@ class Hooks:
         self._calls = {each: one for each, one in self._calls.items() if not one.is_over}
         self._calls[id] = call
 
-    async def _call_over(self, id: str) -> None:
+    async def _call_over(self, event: Event) -> None:
         """Wait until the call that began a save is over; once the pipeline closes, not for long.
 
         That call may be waiting for the closing, as when a signal handler closes the pipeline in
         the middle of it, or never end, as when its event loop was closed before.
         """
-        call, pause, left = self._calls.get(id), _FIRST_PAUSE_SECONDS, _CLOSING_SECONDS
+        call, pause, left = self._calls.get(event.id), _FIRST_PAUSE_SECONDS, _CLOSING_SECONDS
+        if isinstance(event, Staged) and call is not None and call.until == "committed":
+            return  # others may go on with the state long before the call returns
         while call is not None and not call.is_over and left > 0:
             await anyio.sleep(pause)
             left -= pause if self.closing else 0
@@ -158,7 +168,7 @@ class Hooks:
 
     async def _call(self, hook: _Hook, event: Event) -> None:
         try:
-            await hook.call(event, partial(self._call_over, event.id))
+            await hook.call(event, partial(self._call_over, event))
         except (Exception, *LEAVING, asyncio.CancelledError) as raised:
             task = asyncio.current_task()
             if isinstance(raised, asyncio.CancelledError) and (task is None or task.cancelling()):

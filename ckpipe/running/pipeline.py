@@ -242,7 +242,7 @@ class Pipeline(PipelineBase):
             CkpipeError: With ``until="committed"``, the error of this save. Also the error of an
                 earlier save that no call waited for, unless ``on_error`` is ``"warn"``.
         """
-        call = SaveCall()
+        call = SaveCall(until)
         try:
             with self._calling_task() as caller:
                 request = self._save_request(
@@ -569,7 +569,7 @@ class SyncPipeline(PipelineBase):
         exclude: Sequence[str] | None = None,
     ) -> SyncSaveHandle:
         """Save a state; return as ``until`` asks. See :meth:`ckpipe.Pipeline.save`."""
-        call = SaveCall()
+        call = SaveCall(until)
         try:
             with Caller() as caller:
                 request = self._save_request(

@@ -37,16 +37,19 @@ class SkipSave(Exception):  # a decision, not an error
 class SaveCall:
     """A call of ``save``, for the hooks of its save, which wait for the end of the call.
 
+    Args:
+        until: The event for which the call waits.
+
     Attributes:
         is_over: True once the call returns or raises. Set by a plain assignment, as the last act of
             the call: it does not release the GIL, so the caller gets the handle before another
             thread sees the value.
     """
 
-    __slots__ = ("is_over",)
+    __slots__ = ("is_over", "until")
 
-    def __init__(self) -> None:
-        self.is_over = False
+    def __init__(self, until: str = "staged") -> None:
+        self.until, self.is_over = until, False
 
 
 @dataclass(frozen=True, slots=True)
