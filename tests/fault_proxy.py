@@ -62,23 +62,34 @@ class Request:
     operation: str
 
 
-Rule = Callable[[Request], Fault | None]
+Rule = Callable[[Request], Fault | bytes | None]
+"""Decides what becomes of a request; bytes are an answer in place of the server's."""
+
+
+def refuse_checksums(request: Request) -> bytes | None:
+    """Refuse each request that carries a checksum in a header of S3's, as some stores do."""
+    for name in request.headers:
+        if name.startswith(("x-amz-checksum", "x-amz-sdk-checksum", "x-amz-trailer")):
+            text = f"Unsupported header '{name}' received for this API call."
+            return S3Dialect().refusal(400, "InvalidArgument", text)
+    return None
 
 
 class S3Dialect:
     """The API of S3."""
 
     def __init__(self) -> None:
-        self.refusals = {
-            Fault.UNAVAILABLE: self._refusal(503, b"SlowDown"),
-            Fault.THROTTLED: self._refusal(429, b"TooManyRequests", "Retry-After: 0.1"),
-            Fault.EXPIRED: self._refusal(400, b"ExpiredToken"),
-            Fault.FORBIDDEN: self._refusal(403, b"AccessDenied"),
+        self.refusals: dict[Fault | None, bytes] = {
+            Fault.UNAVAILABLE: self.refusal(503, "SlowDown"),
+            Fault.THROTTLED: self.refusal(429, "TooManyRequests", "no", "Retry-After: 0.1"),
+            Fault.EXPIRED: self.refusal(400, "ExpiredToken"),
+            Fault.FORBIDDEN: self.refusal(403, "AccessDenied"),
         }
 
-    def _refusal(self, status: int, code: bytes, *headers: str) -> bytes:
-        text = b"<Error><Code>%s</Code><Message>no</Message></Error>" % code
-        return refusal(status, text, "application/xml", "x-amz-request-id: REQ-42", *headers)
+    def refusal(self, status: int, code: str, text: str = "no", *headers: str) -> bytes:
+        """An answer that refuses."""
+        body = f"<Error><Code>{code}</Code><Message>{text}</Message></Error>".encode()
+        return answer(status, body, "application/xml", "x-amz-request-id: REQ-42", *headers)
 
     def operation(self, method: str, target: str) -> str:
         """What the API calls a request."""
@@ -103,18 +114,19 @@ class GcsDialect:
     """The JSON API of Google Cloud Storage."""
 
     def __init__(self) -> None:
-        self.refusals = {
-            Fault.UNAVAILABLE: self._refusal(503, "backendError"),
-            Fault.THROTTLED: self._refusal(429, "rateLimitExceeded", "Retry-After: 0.1"),
-            Fault.EXPIRED: self._refusal(401, "authError"),
-            Fault.FORBIDDEN: self._refusal(403, "forbidden"),
+        self.refusals: dict[Fault | None, bytes] = {
+            Fault.UNAVAILABLE: self.refusal(503, "backendError"),
+            Fault.THROTTLED: self.refusal(429, "rateLimitExceeded", "no", "Retry-After: 0.1"),
+            Fault.EXPIRED: self.refusal(401, "authError"),
+            Fault.FORBIDDEN: self.refusal(403, "forbidden"),
         }
 
-    def _refusal(self, status: int, reason: str, *headers: str) -> bytes:
-        error = {"code": status, "message": "no", "errors": [{"reason": reason}]}
-        text = json.dumps({"error": error}).encode()
+    def refusal(self, status: int, reason: str, text: str = "no", *headers: str) -> bytes:
+        """An answer that refuses."""
+        error = {"code": status, "message": text, "errors": [{"reason": reason}]}
+        body = json.dumps({"error": error}).encode()
         id = "X-GUploader-UploadID: REQ-42"
-        return refusal(status, text, "application/json", id, *headers)
+        return answer(status, body, "application/json", id, *headers)
 
     def operation(self, method: str, target: str) -> str:
         path, query = urlsplit(target).path, parse_qs(urlsplit(target).query)
@@ -138,8 +150,8 @@ Dialect = S3Dialect | GcsDialect
 """What the proxy must know of a store's API."""
 
 
-def refusal(status: int, text: bytes, content_type: str, *headers: str) -> bytes:
-    """An answer that refuses."""
+def answer(status: int, text: bytes, content_type: str, *headers: str) -> bytes:
+    """An answer that refuses, as it is sent."""
     lines = [f"HTTP/1.1 {status} Refused", f"Content-Type: {content_type}", *headers]
     lines += [f"Content-Length: {len(text)}", "Connection: close", "", ""]
     return "\r\n".join(lines).encode() + text
@@ -154,10 +166,10 @@ class FaultProxy:
     """
 
     def __init__(self, port: int, dialect: Dialect) -> None:
-        self._upstream, self._dialect = port, dialect
+        self._upstream, self.dialect = port, dialect
         self.port = 0
         self.rule: Rule = lambda request: None
-        self.log: list[tuple[str, Fault | None]] = []
+        self.log: list[tuple[str, Fault | bytes | None]] = []
         self.unanswered = threading.Event()
         """Set once the server has done what the client is not told."""
         self._serving: set[asyncio.Task[Any] | None] = set()
@@ -194,7 +206,7 @@ class FaultProxy:
         first = f"{method} {re.sub('^http://[^/]*', '', target)} {version}"
         named = dict(line.split(": ", 1) for line in lines)
         headers = {name.lower(): value for name, value in named.items()}
-        operation = self._dialect.operation(method, target)
+        operation = self.dialect.operation(method, target)
         size = int(headers.get("content-length", 0))
         request = Request(method, target, headers, size, operation)
         fault = self.rule(request)
@@ -211,8 +223,10 @@ class FaultProxy:
         body = await reader.readexactly(request.size)
         if fault is Fault.HANG:
             await reader.read()  # until the client gives up
-        elif fault is not None and fault in self._dialect.refusals:
-            writer.write(self._dialect.refusals[fault])
+        elif isinstance(fault, bytes) or fault in self.dialect.refusals:
+            made = fault if isinstance(fault, bytes) else self.dialect.refusals[fault]
+            start, separator, text = made.partition(b"\r\n\r\n")
+            writer.write(start + separator + (b"" if method == "HEAD" else text))
         elif fault is Fault.RESET_BEFORE:
             reset(writer)
         else:
@@ -232,7 +246,7 @@ class FaultProxy:
     ) -> None:
         headers = dict(request.headers)
         if fault is Fault.UNCONDITIONAL:
-            first = self._dialect.unconditional(first, headers)
+            first = self.dialect.unconditional(first, headers)
         head = upstream_head(first, headers)
         body = flipped(body) if fault is Fault.FLIPPED else body
         answer = await self._answer(head + body)

@@ -21,17 +21,19 @@ from ckpipe_s3 import S3Backend
 
 # Errors
 
+TEXT = "the store's own text,\n see https://me:secret@host/x?sig=secret \x1b[31m"
+
 
 def answered(code: str, status: int, **headers: str) -> Exception:
     """What the client raises for an answer."""
     metadata = {"HTTPStatusCode": status, "RequestId": "REQ-1", "HTTPHeaders": headers}
     made: Exception = client_errors.ClientError(
-        {"Error": {"Code": code, "Message": "secret"}, "ResponseMetadata": metadata}, "PutObject"
+        {"Error": {"Code": code, "Message": TEXT}, "ResponseMetadata": metadata}, "PutObject"
     )
     return made
 
 
-def refused(status: int, reason: str = "", text: str = "secret", **more: Any) -> Refused:
+def refused(status: int, reason: str = "", text: str = TEXT, **more: Any) -> Refused:
     """What an answer that refuses is made into."""
     return Refused(status, reason, text, "REQ-1", more.get("asked"))
 
@@ -54,6 +56,9 @@ CASES: dict[str, list[tuple[Exception, type[errors.CkpipeError]]]] = {
         (answered("InternalError", 500), errors.StoreUnavailable),
         (answered("BadDigest", 400), errors.StoreUnavailable),
         (answered("EntityTooLarge", 400), errors.StoreError),
+        (answered("Unknown", 409), errors.StoreUnavailable),
+        (answered("RequestTimeTooSkewed", 403), errors.StoreUnavailable),
+        (answered("ExpiredTokenException", 400), errors.PermissionDenied),
         (answered("NotImplemented", 501), errors.StoreError),
         (answered("KeyTooLongError", 400), errors.InvalidKey),
         (answered("XMinioStorageFull", 507), errors.StoreFull),
@@ -88,7 +93,11 @@ CASES: dict[str, list[tuple[Exception, type[errors.CkpipeError]]]] = {
         (refused(403, "rateLimitExceeded"), errors.Throttled),
         (refused(400, "userProjectMissing"), errors.PermissionDenied),
         (refused(400, "invalid"), errors.StoreError),
-        (refused(400, "invalid", "Provided CRC32C differs"), errors.StoreUnavailable),
+        (
+            refused(400, "invalid", f'{TEXT}. Provided CRC32C "a" doesn\'t match calculated "b"'),
+            errors.StoreUnavailable,
+        ),
+        (refused(400, "invalid", f"{TEXT}. The header crc32c is unknown"), errors.StoreError),
         (refused(429), errors.Throttled),
         (refused(503), errors.StoreUnavailable),
         (refused(503, asked=3.0), errors.Throttled),
@@ -115,8 +124,10 @@ async def test_errors_are_translated(
     assert caught.value.key == "a"
     assert f"{scheme}://bucket/a" in str(caught.value)
     assert "secret" not in str(caught.value)
+    assert str(caught.value).isprintable()
     answer = bucket.answer_to(caught.value)
-    assert ("REQ-1" in str(caught.value)) == (answer.status > 0)
+    for shown in ("REQ-1", "the store's own text, see https://***@host"):
+        assert (shown in str(caught.value)) == (answer.status > 0)
     if isinstance(caught.value, errors.Throttled):
         assert caught.value.retry_after == answer.asked
 

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import AsyncIterator
 
 import pytest
+from fault_proxy import fault_proxy, refuse_checksums
 from s3_servers import S3Server
 from sampling import EVERY
 
@@ -39,6 +40,23 @@ class TestMoto(BackendConformance):
     async def backend(self, moto_server: S3Server) -> AsyncIterator[Backend]:
         async with S3Backend(await empty_root(moto_server), endpoint_url=moto_server.url) as made:
             yield made
+
+
+class TestWithoutChecksums(TestMoto):
+    """A store that refuses a request with a checksum in a header of S3's."""
+
+    sample = 25
+
+    @pytest.fixture(params=["md5", "none"])
+    async def backend(
+        self, moto_server: S3Server, request: pytest.FixtureRequest
+    ) -> AsyncIterator[Backend]:
+        url = await empty_root(moto_server)
+        with fault_proxy(moto_server.port) as proxy:
+            proxy.rule = refuse_checksums
+            async with S3Backend(url, endpoint_url=proxy.url, checksum=request.param) as made:
+                yield made
+            assert proxy.faults() == 0
 
 
 class TestSeaweedFS(BackendConformance):

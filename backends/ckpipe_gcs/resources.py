@@ -77,16 +77,19 @@ def upload_of(name: str) -> str | None:
 async def refusal(response: aiohttp.ClientResponse) -> Refused:
     """Read the reason of an answer that refuses the request."""
     body = await response.content.read(1 << 16)
-    reason = text = ""
+    reason, text = "", body.decode(errors="replace")
     try:
         error = json.loads(body)["error"]
-        reason, text = str(error["errors"][0]["reason"]), str(error["message"])
+        text = str(error["message"])
+        reason = str(error["errors"][0]["reason"])
     except (ValueError, LookupError, TypeError):
-        pass  # an answer from a proxy before the store; its status is enough
+        # Requests to upload sessions are refused with plain text, and proxies answer with a page.
+        text = "" if text.startswith(("<", "{", "[")) else text
     headers = response.headers
     # The id of a request to an upload session would let any reader continue the upload.
-    private = "upload_id" in response.url.query
+    private = response.url.query.get("upload_id")
     request = None if private else headers.get("X-GUploader-UploadID")
+    text = text.replace(private, "***") if private else text
     asked = retry_after(headers.get("Retry-After"))
     return Refused(response.status, reason[:64] or "no reason", text, request, asked)
 

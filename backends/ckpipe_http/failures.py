@@ -1,7 +1,10 @@
 """Translate errors of stores and of their clients to errors of ckpipe, by a table for each store.
 
-Messages do not repeat texts of the store or of the client's errors: some hold URLs, and these may
-hold passwords of proxies.
+Messages repeat the store's own text, in one line and without credentials. They do not repeat texts
+of the client's errors: some hold URLs, and these may hold passwords of proxies.
+
+An answer of 4xx is permanent, except those that the tables name: a conflict, a time limit, too many
+requests, or bytes that were damaged on the way.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from typing import NamedTuple
 
 import aiohttp
 
+from ckpipe.backend import without_secrets
 from ckpipe.errors import (
     ObjectExists,
     ObjectNotFound,
@@ -27,9 +31,18 @@ from ckpipe.errors import (
 MAX_RETRY_AFTER_SECONDS = 60.0
 """The longest wait that a store may request, in seconds."""
 
+MAX_TEXT = 300
+"""The most characters of a store's own text that a message repeats."""
+
 NETWORK = "If this happens again, check the network"
 UNREACHED = "Check 'endpoint_url', and that this machine reaches the store"
 BUCKET = "Create the bucket, or name another one"
+
+_CHECKSUMS_DIFFER = re.compile(
+    r"(?=.*(?:checksum|crc|md5|sha-?256|digest)).*(?:not match|n't match|differ)", re.IGNORECASE
+)
+"""The text of an answer to bytes that were damaged on the way. An answer that refuses the checksum
+itself also names it, but compares nothing."""
 
 
 class Meaning(NamedTuple):
@@ -56,7 +69,8 @@ class Refused(Exception):
     Args:
         status: Its HTTP status.
         code: The store's word for the reason.
-        text: The store's own message, which is untrusted.
+        text: The store's own message, which is untrusted; kept as one line, cut, and without the
+            credentials of URLs.
         request: The store's id of the request.
         asked: Seconds that the store requests to wait.
     """
@@ -69,7 +83,9 @@ class Refused(Exception):
         request: str | None = None,
         asked: float | None = None,
     ) -> None:
-        self.status, self.code, self.text = status, code, text
+        line = without_secrets(" ".join(text.split()))
+        printable = "".join(each if each.isprintable() else "?" for each in line)
+        self.status, self.code, self.text = status, code, printable[:MAX_TEXT].rstrip(". ")
         self.request, self.asked = request, asked
         super().__init__(f"status {status} {code}")
 
@@ -113,7 +129,7 @@ def refused(answer: Refused, what: str, key: str | None, table: Table) -> StoreE
     passing = status >= 500 and status != 501
     found = table.get(answer.code) or table.get(status)
     found = found or Meaning(StoreUnavailable if passing else StoreError)
-    if status == 400 and "crc32c" in answer.text.lower():
+    if status == 400 and _CHECKSUMS_DIFFER.search(answer.text):
         # The network damaged the bytes; sending them again helps.
         found = Meaning(StoreUnavailable, NETWORK)
     elif status == 503 and answer.asked is not None:
@@ -122,6 +138,7 @@ def refused(answer: Refused, what: str, key: str | None, table: Table) -> StoreE
         found = Meaning(StoreError, BUCKET)
     request = f", request {answer.request}" if answer.request else ""
     message = f"{what}: {answer.code} (status {status}{request})"
+    message += f": {answer.text}" if answer.text else ""
     made = found.kind(message, key=key, hint=found.hint)
     if isinstance(made, Throttled):
         made.retry_after = answer.asked

@@ -11,8 +11,10 @@ use the same codes; if one does not, the status is enough.
 from __future__ import annotations
 
 import asyncio
+import base64
 import errno
 import functools
+import hashlib
 import os
 import re
 import ssl
@@ -37,6 +39,7 @@ from ckpipe.errors import (
     StoreFull,
     StoreUnavailable,
     Throttled,
+    UsageError,
 )
 from ckpipe_http.buckets import OWNER, BlockUpload, BucketBackend, Page, Stored
 from ckpipe_http.failures import (
@@ -76,9 +79,15 @@ _OWN = re.compile(r"(?:step-[0-9]{12,}\.[^/]+\.[0-9]+(?:\.hf|\.torch)?|\.ckpipe)
 
 _RIGHTS = "Give these credentials the rights that docs/tutorials/s3.md lists"
 _KEYS = "Check the credentials that this process finds: environment, profile, or instance role"
+_SIGNED = (
+    f"{_KEYS}. Some stores answer like this to checksums that they do not know; for these set the "
+    "option 'checksum' to 'md5' or 'none'"
+)
+_UNKNOWN = "If the store does not know this checksum, set the option 'checksum' to 'md5' or 'none'"
+_CLOCK = "Set this machine's clock"
 _REGION = "Set the option 'region' to the bucket's region, or 'endpoint_url' for another store"
 _LIFECYCLE = "Look for a lifecycle rule or a clean-up that removes uploads"
-_RENEW = "Renew the credentials; static ones cannot be refreshed"
+_RENEW = "Renew the credentials; a program that runs cannot get others from environment variables"
 
 _NO_CREDENTIALS = (
     client_errors.NoCredentialsError,
@@ -99,15 +108,20 @@ _PASSING = (
     "InternalError",
     "RequestTimeout",
     "IncompleteBody",
+    409,
 )
 _THROTTLING = (
     "SlowDown",
+    "SlowDownRead",
+    "SlowDownWrite",
     "Throttling",
     "ThrottlingException",
+    "RequestThrottled",
     "RequestLimitExceeded",
     "TooManyRequests",
 )
-_BAD_KEYS = ("InvalidAccessKeyId", "SignatureDoesNotMatch", "InvalidToken", 401)
+_BAD_KEYS = ("InvalidAccessKeyId", "InvalidClientTokenId", "InvalidToken", 401)
+_OLD_KEYS = ("ExpiredToken", "ExpiredTokenException", "RequestExpired", "TokenRefreshRequired")
 _ELSEWHERE = (
     "PermanentRedirect",
     "AuthorizationHeaderMalformed",
@@ -141,11 +155,14 @@ FOREIGN: Table = {
     **dict.fromkeys(_THROTTLING, Meaning(Throttled)),
     **dict.fromkeys(("AccessDenied", "AllAccessDisabled", 403), Meaning(PermissionDenied, _RIGHTS)),
     **dict.fromkeys(_BAD_KEYS, Meaning(PermissionDenied, _KEYS)),
-    "ExpiredToken": Meaning(PermissionDenied, _RENEW),
-    "RequestTimeTooSkewed": Meaning(PermissionDenied, "Set this machine's clock"),
+    "SignatureDoesNotMatch": Meaning(PermissionDenied, _SIGNED),
+    **dict.fromkeys(_OLD_KEYS, Meaning(PermissionDenied, _RENEW)),
+    # The clock of a machine that was suspended is set within seconds.
+    "RequestTimeTooSkewed": Meaning(StoreUnavailable, _CLOCK),
     # The network damaged the bytes; sending them again helps.
     "BadDigest": Meaning(StoreUnavailable, NETWORK),
     "XAmzContentChecksumMismatch": Meaning(StoreUnavailable, NETWORK),
+    "XAmzContentSHA256Mismatch": Meaning(StoreUnavailable, NETWORK),
     "InvalidPart": Meaning(StoreError, "Save again"),
     "QuotaExceeded": Meaning(StoreFull, "Free space within the bucket's quota"),
     **dict.fromkeys(("XMinioStorageFull", 507), Meaning(StoreFull, "Free space on the store")),
@@ -159,7 +176,7 @@ class S3Backend(BucketBackend):
 
     Small objects are written by one ``PutObject``, create-only ones with ``If-None-Match: *``.
     Large ones are multipart uploads, sent straight from the caller's memory, each part with its
-    CRC-32C for the store to verify. The backend retries nothing: errors tell whether a retry may
+    checksum for the store to verify. The backend retries nothing: errors tell whether a retry may
     help. Every request has a deadline. Credentials are found as by every AWS tool, and refreshed
     while the backend is open.
 
@@ -176,6 +193,10 @@ class S3Backend(BucketBackend):
             (``virtual``); by default ``path`` with an ``endpoint_url``, and else ``auto``.
         sse: Encryption of objects on the store, such as ``"AES256"`` or ``"aws:kms"``.
         sse_kms_key_id: The key for ``aws:kms``; by default the bucket's.
+        checksum: The checksum that each object and part carries for the store to verify:
+            ``"crc32c"``; ``"md5"`` (the header ``Content-MD5``) for stores that refuse the first,
+            which costs processor time; or ``"none"``. With ``"none"``, damage on the way to the
+            store is found only when the checkpoint is read.
         storage_class: The storage class of data files, such as ``"STANDARD_IA"``. Small objects,
             which are read often, stay in the bucket's default.
         request_payer: ``"requester"`` to pay for requests to a requester-pays bucket.
@@ -209,6 +230,7 @@ class S3Backend(BucketBackend):
         addressing_style: Literal["auto", "path", "virtual"] | None = None,
         sse: str | None = None,
         sse_kms_key_id: str | None = None,
+        checksum: Literal["crc32c", "md5", "none"] = "crc32c",
         storage_class: str | None = None,
         request_payer: Literal["requester"] | None = None,
         proxy: str | None = None,
@@ -223,7 +245,11 @@ class S3Backend(BucketBackend):
             request_timeout,
             require_create_only=require_create_only,
         )
+        if checksum not in ("crc32c", "md5", "none"):
+            message = f"checksum must be 'crc32c', 'md5' or 'none', not {checksum!r:.40}"
+            raise UsageError(message)
         self._region, self._profile, self._ca_bundle = region, profile, ca_bundle
+        self._checksum = checksum
         self._style = addressing_style or ("path" if endpoint_url else "auto")
         self._proxy = check_proxy(proxy)
         self._max_connections = positive("max_connections", max_connections)
@@ -294,7 +320,10 @@ class S3Backend(BucketBackend):
                 tcp_keepalive=True,
             ),
         )
-        return asyncio.run(_entered(context))
+        client = asyncio.run(_entered(context))
+        if self._checksum != "crc32c":
+            client.meta.events.register("before-call.s3.DeleteObjects", _with_md5)
+        return client
 
     # Requests. The client's own timeouts are not enough: it waits for ever if a server goes silent
     # before it has asked for a body, or in the middle of one.
@@ -307,7 +336,7 @@ class S3Backend(BucketBackend):
         return Refused(
             int(answer.get("HTTPStatusCode") or 0),
             str(said.get("Code") or "no code"),
-            str(said.get("Message", "")),
+            str(said.get("Message") or ""),
             answer.get("RequestId") or headers.get("x-amz-request-id"),
             retry_after(headers.get("retry-after")),
         )
@@ -338,8 +367,14 @@ class S3Backend(BucketBackend):
         Raises:
             StoreError: If it failed.
         """
-        with self.attempt(action, key, nbytes):
-            return await self._send(operation, **parameters)
+        try:
+            with self.attempt(action, key, nbytes):
+                return await self._send(operation, **parameters)
+        except StoreError as error:
+            summed = any("Checksum" in name for name in parameters)
+            if summed and error.hint is None and self.answer_to(error).status in (400, 501):
+                error.hint = _UNKNOWN
+            raise
 
     async def _answers(self, operation: str, /, **parameters: Any) -> AsyncIterator[Any]:
         """Request the pages of a list, each within its own attempt.
@@ -375,11 +410,25 @@ class S3Backend(BucketBackend):
         key: str | None = None,
     ) -> None:
         condition = {"IfNoneMatch": "*"} if create else {}
-        checksum = checksum_text(await checksum_of(data))
+        carried = await self.summed(data)
         await self.ask(
             "write", "put_object", key=key, nbytes=len(data), Key=name, Body=data,
-            ChecksumCRC32C=checksum, **condition, **_owned_by(owner), **self._writing,
+            **carried, **condition, **_owned_by(owner), **self._writing,
         )  # fmt: skip
+
+    async def summed(self, data: bytes | memoryview, value: int | None = None) -> dict[str, str]:
+        """Make the parameter with the checksum of a body.
+
+        Args:
+            data: The body.
+            value: Its CRC-32C, if it is known.
+        """
+        if self._checksum == "md5":
+            return {"ContentMD5": await run_in_thread(_md5_text, data)}
+        if self._checksum == "none":
+            return {}
+        value = await checksum_of(data) if value is None else value
+        return {"ChecksumCRC32C": checksum_text(value)}
 
     @asynccontextmanager
     async def opened(
@@ -429,13 +478,16 @@ class S3Backend(BucketBackend):
         for entry in answer.get("Errors", ()):
             key, code = self.key(entry.get("Key", "")), entry.get("Code", "")
             found = FOREIGN.get(code, Meaning(StoreError))
-            raise found.kind(f"Could not delete {self.root}{key}: {code}", key=key, hint=found.hint)
+            text = Refused(0, code, entry.get("Message") or "").text
+            message = f"Could not delete {self.root}{key}: {code}" + (f": {text}" if text else "")
+            raise found.kind(message, key=key, hint=found.hint)
 
     # Uploads
 
     async def begin(self, key: str, size: int, block_bytes: int) -> Upload:
         upload = MultipartUpload(self, key, size, block_bytes)
-        await upload.begin({**self._writing, **self._storage_class})
+        summed = {"ChecksumAlgorithm": "CRC32C"} if self._checksum == "crc32c" else {}
+        await upload.begin({**summed, **self._writing, **self._storage_class})
         return upload
 
     async def abort_upload(self, key: str, upload_id: str) -> None:
@@ -527,6 +579,16 @@ async def _entered(context: Any) -> Any:
     return client
 
 
+def _md5_text(data: bytes | memoryview) -> str:
+    return base64.b64encode(hashlib.md5(data, usedforsecurity=False).digest()).decode()
+
+
+def _with_md5(params: Any, **_: Any) -> None:
+    """Send a deletion with ``Content-MD5``, since the API wants it or another checksum."""
+    params["context"].pop("checksum", None)
+    params["headers"]["Content-MD5"] = _md5_text(params["body"])
+
+
 def _owned_by(owner: str | None) -> dict[str, Any]:
     """Make the parameters that name the upload in the metadata of its object."""
     return {} if owner is None else {"Metadata": {OWNER: owner}}
@@ -553,8 +615,7 @@ class MultipartUpload(BlockUpload[Mapping[str, Any]]):
         try:
             answer = await self._store.ask(
                 "begin an upload of", "create_multipart_upload", key=self.key,
-                Key=self._name, ChecksumAlgorithm="CRC32C", **_owned_by(self._token),
-                **parameters,
+                Key=self._name, **_owned_by(self._token), **parameters,
             )  # fmt: skip
         except StoreError as error:
             if not isinstance(error, StoreUnavailable):
@@ -565,16 +626,16 @@ class MultipartUpload(BlockUpload[Mapping[str, Any]]):
 
     async def write_summed(self, offset: int, data: memoryview, checksum: int) -> None:
         number = self._number(offset, data)
-        told = checksum_text(checksum)
+        carried = await self._store.summed(data, checksum)
         with MemoryBody(data) as body:
             answer = await self._store.ask(
                 "write a part of", "upload_part", key=self.key, nbytes=len(data),
                 Key=self._name, UploadId=self.id, PartNumber=number + 1, Body=body,
-                ContentLength=len(data), ChecksumCRC32C=told,
+                ContentLength=len(data), **carried,
             )  # fmt: skip
         part = {"PartNumber": number + 1, "ETag": answer["ETag"]}
-        if "ChecksumCRC32C" in answer:  # the store has checked it, and will check it again
-            part["ChecksumCRC32C"] = told
+        if "ChecksumCRC32C" in answer.keys() & carried.keys():
+            part |= carried  # the store has checked it, and will check it again
         self._parts[number] = part
 
     async def complete(self) -> None:
