@@ -234,7 +234,7 @@ async def test_certificates_that_are_none(scheme: str, content: str | None, tmp_
     file = tmp_path / "bundle.pem"
     if content is not None:
         file.write_text(content)
-    with pytest.raises(errors.StoreError, match="options") as found:
+    with pytest.raises(errors.StoreError, match=rf"{file}.*option 'ca_bundle'") as found:
         async with make(scheme, endpoint_url="https://127.0.0.1:9", ca_bundle=str(file)):
             pass
     assert not found.value.transient

@@ -402,3 +402,101 @@ async def test_anonymous_requests_are_refused_where_a_token_is_wanted(guarded: G
     async with with_tokens(guarded, "any-bucket", anonymous=True) as backend:
         with pytest.raises(errors.PermissionDenied, match="authError"):
             await backend.get("a", max_bytes=1)
+
+
+# Files of credentials that cannot be used
+
+
+async def test_credentials_that_another_program_renews_are_read_for_the_next_token(
+    guarded: GcsServer, credentials: Callable[..., str]
+) -> None:
+    bucket, file = await make_bucket(guarded), credentials()
+    read, write = Path(file).read_text, Path(file).write_text
+    good, bad = read(), read().replace('"good"', '"bad"')
+    async with with_tokens(guarded, bucket, credentials_file=file) as backend:
+        await backend.put("a", b"1", PutMode.CREATE)
+        # While another program writes the file, the credentials stay as they were.
+        for text, works in ((bad, 0), (good, 1), ("", 1), (good[:40], 1), (bad, 0)):
+            write(text)
+            await anyio.to_thread.run_sync(guarded.ask, "DELETE", "/emulator/tokens")
+            if works:
+                assert await backend.get("a", max_bytes=1) == b"1"
+            else:
+                with pytest.raises(errors.PermissionDenied, match=file):
+                    await backend.get("a", max_bytes=1)
+
+
+WHOLE = {
+    "type": "service_account",
+    "client_email": "a@b",
+    "private_key": "hush-hush",
+    "token_uri": "http://127.0.0.1:9",
+}
+UNUSABLE: dict[str, Callable[[Path], object]] = {
+    "absent": lambda path: None,
+    "empty": lambda path: path.write_text(""),
+    "blank": lambda path: path.write_text("\n"),
+    "cut": lambda path: path.write_text(json.dumps(WHOLE)[:60]),
+    "no text": lambda path: path.write_bytes(b"\xff\xfe{}"),
+    "{}": lambda path: path.write_text("{}"),
+    "null": lambda path: path.write_text("null"),
+    "a list": lambda path: path.write_text("[]"),
+    "an unknown type": lambda path: path.write_text(json.dumps(WHOLE | {"type": "new"})),
+    "a type that is no text": lambda path: path.write_text(json.dumps(WHOLE | {"type": ["a"]})),
+    "without a key": lambda path: path.write_text(json.dumps({"type": "service_account"})),
+    "a directory": lambda path: path.mkdir(),
+    "a link to itself": lambda path: path.symlink_to(path),
+}
+
+
+@pytest.mark.parametrize("named", ["option", "variable", "gcloud"])
+@pytest.mark.parametrize("what", UNUSABLE)
+async def test_no_other_identity_is_taken_for_a_file_that_cannot_be_used(
+    guarded: GcsServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: str, what: str
+) -> None:
+    file = tmp_path / "application_default_credentials.json"
+    UNUSABLE[what](file)
+    if named == "gcloud" and what == "absent":
+        pytest.skip("then gcloud has stored none, which is no mistake")
+    options: dict[str, Any] = {"credentials_file": str(file)} if named == "option" else {}
+    other = tmp_path / "other"
+    other.mkdir()
+    monkeypatch.setenv("CLOUDSDK_CONFIG", str(tmp_path if named == "gcloud" else other))
+    if named == "variable":
+        monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(file))
+    said = {"option": "the option 'credentials_file'", "gcloud": "gcloud auth application-default"}
+    by = said.get(named, "GOOGLE_APPLICATION_CREDENTIALS")
+
+    async def give(_: web.Request) -> web.Response:
+        return web.json_response({"access_token": "the machine's", "expires_in": 3600})
+
+    app = web.Application()
+    app.router.add_get("/token", give)
+    async with TestServer(app) as machine:
+        monkeypatch.setattr(token, "GCE_ENDPOINT_TOKEN", str(machine.make_url("/token")))
+        with pytest.raises(errors.PermissionDenied, match=f"{file}.*{by}") as caught:
+            async with with_tokens(guarded, "any-bucket", **options) as backend:
+                await backend.get("a", max_bytes=1)
+    assert caught.value.hint
+    assert "hush-hush" not in repr(caught.getrepr(showlocals=False))
+
+
+async def test_a_key_that_is_none_is_told_with_its_file(guarded: GcsServer, tmp_path: Path) -> None:
+    file = tmp_path / "key.json"
+    file.write_text(json.dumps(WHOLE))
+    async with with_tokens(guarded, "any-bucket", credentials_file=str(file)) as backend:
+        with pytest.raises(errors.PermissionDenied, match=f"{file}.*cannot be used") as caught:
+            await backend.get("a", max_bytes=1)
+    assert "hush-hush" not in repr(caught.getrepr(showlocals=False))
+
+
+async def test_the_absent_token_of_an_external_account_is_named(
+    guarded: GcsServer, tmp_path: Path
+) -> None:
+    file, subject = tmp_path / "account.json", tmp_path / "subject"
+    fields = {"audience": "a", "subject_token_type": "t", "token_url": f"{guarded.url}/token"}
+    source = {"credential_source": {"file": str(subject)}}
+    file.write_text(json.dumps({"type": "external_account"} | fields | source))
+    async with with_tokens(guarded, "any-bucket", credentials_file=str(file)) as backend:
+        with pytest.raises(errors.PermissionDenied, match=str(subject)):
+            await backend.get("a", max_bytes=1)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import ssl
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
@@ -22,13 +21,12 @@ from typing import Any, Self
 from urllib.parse import quote, urlencode
 
 import aiohttp
-from gcloud.aio.auth import Token
 from yarl import URL
 
 from ckpipe import __version__
 from ckpipe.backend import ObjectInfo, Upload, UploadLimits, for_each, run_in_thread
 from ckpipe.errors import InvalidKey, ObjectExists, ObjectNotFound, StoreError, StoreUnavailable
-from ckpipe_gcs.access import SCOPES, Tokens, find_endpoint, find_proxy
+from ckpipe_gcs.access import Tokens, find_endpoint, find_proxy, find_source
 from ckpipe_gcs.resources import (
     BYTES,
     FIELDS,
@@ -50,7 +48,7 @@ from ckpipe_gcs.resources import (
     upload_of,
 )
 from ckpipe_http.buckets import ENDED_AT_ONCE, BlockUpload, BucketBackend, Page, Stored
-from ckpipe_http.failures import BUCKET, Refused, unread_file
+from ckpipe_http.failures import BUCKET, Refused
 from ckpipe_http.requests import (
     CONNECT_SECONDS,
     MemoryBody,
@@ -60,6 +58,7 @@ from ckpipe_http.requests import (
     flag,
     positive,
     read_checksum,
+    trust,
 )
 
 logger = logging.getLogger("ckpipe")
@@ -107,8 +106,9 @@ class GcsBackend(BucketBackend):
     retry may help. Every request has a deadline.
 
     Credentials are application-default credentials, found as by every client of Google Cloud.
-    Tokens are renewed while the backend is open. With ``STORAGE_EMULATOR_HOST`` requests go to
-    that emulator, without credentials.
+    If a file of credentials cannot be used, opening raises, and takes no other credentials. Tokens
+    are renewed while the backend is open, with what the file holds by then. With
+    ``STORAGE_EMULATOR_HOST`` requests go to that emulator, without credentials.
 
     Before its first write to a bucket, a process probes with one object below the root,
     ``.ckpipe-probe``, whether the store honours ``ifGenerationMatch``. A process that only reads
@@ -182,12 +182,11 @@ class GcsBackend(BucketBackend):
         """Find the credentials; send no request yet.
 
         Raises:
-            StoreError: If the options or the file of the credentials cannot be used.
+            PermissionDenied: If a file of credentials cannot be used.
+            StoreError: If the file of certificates cannot be used.
         """
         async with AsyncExitStack() as stack:
-            with _opening():
-                trust = partial(ssl.create_default_context, cafile=self._ca_bundle)
-                context = await run_in_thread(trust)
+            context = await run_in_thread(trust, self._ca_bundle)
             self._session = await stack.enter_async_context(
                 aiohttp.ClientSession(
                     connector=aiohttp.TCPConnector(limit=self._max_connections, ssl=context),
@@ -200,16 +199,15 @@ class GcsBackend(BucketBackend):
                     proxy=find_proxy(self._proxy, self._api),
                 )
             )
-            self._tokens = Tokens(None)
+            find = None
             if not self._anonymous:
                 # Without the option, the environment names the proxy of each address.
                 session: Any = await stack.enter_async_context(
                     aiohttp.ClientSession(proxy=self._proxy, trust_env=self._proxy is None)
                 )
-                with _opening():
-                    file = self._credentials_file
-                    find = partial(Token, service_file=file, session=session, scopes=SCOPES)
-                    self._tokens = Tokens(await run_in_thread(find))
+                find = partial(find_source, self._credentials_file, session)
+            self._tokens = Tokens(find)
+            await self._tokens.open()
             self._stack = stack.pop_all()
         return self
 
@@ -514,21 +512,6 @@ class GcsBackend(BucketBackend):
         for token in stale:
             await self.remove(found[token])
         return len(stale)
-
-
-@contextmanager
-def _opening() -> Iterator[None]:
-    """Translate the errors of opening, before any request."""
-    try:
-        yield
-    except (OSError, ValueError, LookupError) as error:
-        why = unread_file(error) or type(error).__name__
-        message = f"The options of the store cannot be used: {why}"
-        hint = (
-            "Look at the options 'ca_bundle' and 'credentials_file', and at "
-            "GOOGLE_APPLICATION_CREDENTIALS"
-        )
-        raise StoreError(message, hint=hint) from error
 
 
 class Session:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import ssl
 from typing import Any, Self, TypeVar
 from urllib.parse import urlsplit
 
@@ -20,7 +21,7 @@ from aiohttp.payload import Payload
 from awscrt.checksums import crc32c
 
 from ckpipe.backend import run_in_thread
-from ckpipe.errors import UsageError
+from ckpipe.errors import StoreError, UsageError
 
 CONNECT_SECONDS = 10.0
 """The most seconds for making a connection."""
@@ -100,6 +101,24 @@ def _is_address(url: str) -> bool:
         return False
     plain = url.isprintable() and " " not in url
     return parts.scheme in ("http", "https") and bool(parts.hostname) and port != 0 and plain
+
+
+def trust(bundle: str | None, source: str = "the option 'ca_bundle'") -> ssl.SSLContext:
+    """Make the context of secure connections; block while it reads the certificates.
+
+    Args:
+        bundle: A file of certificates to trust; None for the system's.
+        source: The place that names the file, for the hint.
+
+    Raises:
+        StoreError: If the file cannot be used.
+    """
+    try:
+        return ssl.create_default_context(cafile=bundle)
+    except (OSError, ValueError) as error:
+        message = f"The file of certificates {bundle!r:.300} cannot be used"
+        message += f" ({type(error).__name__})"
+        raise StoreError(message, hint=f"Check {source}") from error
 
 
 # Checksums. These stores take a CRC-32C, big endian, in base 64

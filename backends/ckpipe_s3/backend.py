@@ -17,7 +17,6 @@ import functools
 import hashlib
 import os
 import re
-import ssl
 from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime
@@ -62,6 +61,7 @@ from ckpipe_http.requests import (
     checksum_of,
     checksum_text,
     positive,
+    trust,
 )
 
 DELETE_BATCH = 1000
@@ -293,7 +293,7 @@ class S3Backend(BucketBackend):
         loop.
         """
         if self._ca_bundle is not None:
-            ssl.create_default_context(cafile=self._ca_bundle)  # raises if it is none
+            trust(self._ca_bundle)  # raises if it cannot be used
         session = AioSession(profile=self._profile)
         session.register_component("data_loader", _models())
         absent = _absent_file()
