@@ -11,6 +11,7 @@ from typing import Any
 
 import anyio
 import pytest
+import s3_servers
 from botocore.exceptions import ClientError
 from gcs_servers import GcsServer
 from s3_servers import S3Server
@@ -236,5 +237,23 @@ async def test_certificates_that_are_none(scheme: str, content: str | None, tmp_
         file.write_text(content)
     with pytest.raises(errors.StoreError, match=rf"{file}.*option 'ca_bundle'") as found:
         async with make(scheme, endpoint_url="https://127.0.0.1:9", ca_bundle=str(file)):
+            pass
+    assert not found.value.transient
+
+
+@pytest.mark.parametrize("variable", ["AWS_CA_BUNDLE", "REQUESTS_CA_BUNDLE", "in a profile"])
+async def test_a_file_of_certificates_that_the_surroundings_name_and_that_is_absent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    s3_servers.set_up_process()
+    absent = str(tmp_path / "absent.pem")
+    if variable == "in a profile":
+        config = tmp_path / "config"
+        config.write_text(f"[default]\nca_bundle = {absent}\n")
+        monkeypatch.setenv("AWS_CONFIG_FILE", str(config))
+    else:
+        monkeypatch.setenv(variable, absent)
+    with pytest.raises(errors.StoreError, match=rf"{absent}.*{variable}") as found:
+        async with make("s3", endpoint_url="https://127.0.0.1:9"):
             pass
     assert not found.value.transient

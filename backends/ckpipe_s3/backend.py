@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import errno
-import functools
 import hashlib
 import os
 import re
@@ -25,8 +23,6 @@ from typing import Any, Literal, Self
 import aiohttp
 import botocore.exceptions as client_errors
 from aiobotocore.config import AioConfig
-from aiobotocore.session import AioSession
-from botocore.loaders import create_loader
 
 from ckpipe.backend import ObjectInfo, Upload, UploadLimits, run_in_thread
 from ckpipe.errors import (
@@ -63,6 +59,7 @@ from ckpipe_http.requests import (
     positive,
     trust,
 )
+from ckpipe_s3.access import KEYS, Keys, signed
 
 DELETE_BATCH = 1000
 """The most objects that one request deletes; a limit of S3 itself."""
@@ -78,9 +75,8 @@ MAX_PARTS = 10_000
 _OWN = re.compile(r"(?:step-[0-9]{12,}\.[^/]+\.[0-9]+(?:\.hf|\.torch)?|\.ckpipe)/.+", re.DOTALL)
 
 _RIGHTS = "Give these credentials the rights that docs/tutorials/s3.md lists"
-_KEYS = "Check the credentials that this process finds: environment, profile, or instance role"
 _SIGNED = (
-    f"{_KEYS}. Some stores answer like this to checksums that they do not know; for these set the "
+    f"{KEYS}. Some stores answer like this to checksums that they do not know; for these set the "
     "option 'checksum' to 'md5' or 'none'"
 )
 _UNKNOWN = "If the store does not know this checksum, set the option 'checksum' to 'md5' or 'none'"
@@ -132,10 +128,10 @@ _ELSEWHERE = (
 
 FOREIGN: Table = {
     **SHARED,
-    **dict.fromkeys(_NO_CREDENTIALS, Meaning(PermissionDenied, _KEYS, "no credentials ({name})")),
+    **dict.fromkeys(_NO_CREDENTIALS, Meaning(PermissionDenied, KEYS, "no credentials ({name})")),
     # Credentials that were found when the backend was opened are renewed by requests.
     client_errors.CredentialRetrievalError: Meaning(
-        StoreUnavailable, _KEYS, "the credentials could not be renewed ({name})"
+        StoreUnavailable, KEYS, "the credentials could not be renewed ({name})"
     ),
     client_errors.SSLError: TLS,
     client_errors.ProxyConnectionError: Meaning(
@@ -154,7 +150,7 @@ FOREIGN: Table = {
     **dict.fromkeys(_PASSING, Meaning(StoreUnavailable)),
     **dict.fromkeys(_THROTTLING, Meaning(Throttled)),
     **dict.fromkeys(("AccessDenied", "AllAccessDisabled", 403), Meaning(PermissionDenied, _RIGHTS)),
-    **dict.fromkeys(_BAD_KEYS, Meaning(PermissionDenied, _KEYS)),
+    **dict.fromkeys(_BAD_KEYS, Meaning(PermissionDenied, KEYS)),
     "SignatureDoesNotMatch": Meaning(PermissionDenied, _SIGNED),
     **dict.fromkeys(_OLD_KEYS, Meaning(PermissionDenied, _RENEW)),
     # The clock of a machine that was suspended is set within seconds.
@@ -178,7 +174,7 @@ class S3Backend(BucketBackend):
     Large ones are multipart uploads, sent straight from the caller's memory, each part with its
     checksum for the store to verify. The backend retries nothing: errors tell whether a retry may
     help. Every request has a deadline. Credentials are found as by every AWS tool, and refreshed
-    while the backend is open.
+    while the backend is open; those in a file are read again if the store refuses them.
 
     Before its first write to a bucket, a process probes with one object below the root,
     ``.ckpipe-probe``, whether the store honours ``If-None-Match``. A process that only reads writes
@@ -205,7 +201,7 @@ class S3Backend(BucketBackend):
         ca_bundle: A file of certificates to trust instead of the system's.
         max_connections: The most connections at a time.
         request_timeout: Seconds for a request without a body. A body adds the time that it takes
-            at 1 MiB/s.
+            at 1 MiB/s. A ``credential_process`` has half of these seconds.
         require_create_only: Whether to refuse a store that ignores ``If-None-Match``. Without
             it, two runs that use one root at the same time can overwrite each other's
             checkpoints unnoticed.
@@ -262,19 +258,14 @@ class S3Backend(BucketBackend):
 
         Raises:
             PermissionDenied: If there are no usable credentials.
+            StoreUnavailable: If a ``credential_process`` did not end in time.
             StoreError: If the options do not make a client.
         """
         try:
             self.client = await run_in_thread(self.make_client)
         except client_errors.CredentialRetrievalError as error:
             message = f"Could not open the store: no credentials ({type(error).__name__})"
-            raise PermissionDenied(message, hint=_KEYS) from error
-        except client_errors.ProfileNotFound as error:
-            message = (
-                f"The AWS configuration files have no profile {error.kwargs['profile']!r:.100}"
-            )
-            hint = "Check the option 'profile' and AWS_PROFILE"
-            raise PermissionDenied(message, hint=hint) from error
+            raise PermissionDenied(message, hint=KEYS) from error
         except (client_errors.BotoCoreError, OSError, ValueError) as error:
             found = broken(error, "Could not open the store", None, FOREIGN)
             if isinstance(found, PermissionDenied):
@@ -292,19 +283,23 @@ class S3Backend(BucketBackend):
         loop in a worker thread. Only its first request, which comes later, binds the client to a
         loop.
         """
-        if self._ca_bundle is not None:
-            trust(self._ca_bundle)  # raises if it cannot be used
-        session = AioSession(profile=self._profile)
-        session.register_component("data_loader", _models())
-        absent = _absent_file()
-        if absent is not None and asyncio.run(session.get_credentials()) is None:
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), absent)
-        region = self._region or session.get_config_variable("region")
+        # A compatible server rarely checks it, but requests cannot be signed without a region.
+        other_region = "us-east-1" if self.endpoint else None
+        self._keys = Keys(self._profile, self._region, other_region, self.timeout / 2)
+        session = self._keys.session
+        session.register_component("credential_provider", self._keys)
+        for bundle, source in (
+            (self._ca_bundle, "the option 'ca_bundle'"),
+            (session.get_config_variable("ca_bundle"), "AWS_CA_BUNDLE, and ca_bundle in a profile"),
+            (os.environ.get("REQUESTS_CA_BUNDLE"), "REQUESTS_CA_BUNDLE"),
+        ):
+            if bundle is not None:
+                trust(bundle, source)  # raises if it cannot be used
+                break
         context = session.create_client(
             "s3",
             endpoint_url=self.endpoint,
-            # A compatible server rarely checks it, but requests cannot be signed without a region.
-            region_name=region or ("us-east-1" if self.endpoint else None),
+            region_name=self._keys.region,
             verify=self._ca_bundle,
             config=AioConfig(
                 signature_version="s3v4",
@@ -320,7 +315,7 @@ class S3Backend(BucketBackend):
                 tcp_keepalive=True,
             ),
         )
-        client = asyncio.run(_entered(context))
+        client = asyncio.run(context.__aenter__())
         if self._checksum != "crc32c":
             client.meta.events.register("before-call.s3.DeleteObjects", _with_md5)
         return client
@@ -342,8 +337,18 @@ class S3Backend(BucketBackend):
         )
 
     async def _send(self, operation: str, /, **parameters: Any) -> Any:
-        """Send a request within the deadline and the error handling of an :meth:`attempt`."""
-        return await getattr(self.client, operation)(**self._common, **parameters)
+        """Send a request within the deadline and the error handling of an :meth:`attempt`.
+
+        If the store refuses the credentials, and there are others by now, it is sent once more.
+        """
+        while True:
+            signed.set(None)
+            try:
+                return await getattr(self.client, operation)(**self._common, **parameters)
+            except client_errors.ClientError as error:
+                answer = self.refusal(error) or Refused(0, "")
+                if not await self._keys.renewed(signed.get(), answer.code, answer.status):
+                    raise
 
     async def ask(
         self,
@@ -376,24 +381,33 @@ class S3Backend(BucketBackend):
                 error.hint = _UNKNOWN
             raise
 
-    async def _answers(self, operation: str, /, **parameters: Any) -> AsyncIterator[Any]:
+    async def _answers(self, operation: str, *marks: str, **parameters: Any) -> AsyncIterator[Any]:
         """Request the pages of a list, each within its own attempt.
+
+        Args:
+            operation: The client's method.
+            marks: The parameters that name the place where a page begins.
+            parameters: Its other parameters.
 
         Raises:
             StoreError: If the store failed.
         """
-        paginator = self.client.get_paginator(operation).paginate(**self._common, **parameters)
-        following = aiter(paginator)
+        begin: dict[str, Any] = {}
         while True:
-            with self.attempt("list"):
-                page = await anext(following, None)
-            if page is None:
-                return
+            page = await self.ask("list", operation, **parameters, **begin)
             yield page
+            following = {mark: page[f"Next{mark}"] for mark in marks if page.get(f"Next{mark}")}
+            if not page.get("IsTruncated") or not following:
+                return
+            if following == begin:
+                message = f"Could not list {self.root}: the same page comes again and again"
+                raise StoreError(message)
+            begin = following
 
     async def pages(self, prefix: str, delimiter: str = "") -> AsyncIterator[Page]:
         cut = {"Delimiter": delimiter} if delimiter else {}
-        async for answer in self._answers("list_objects_v2", Prefix=prefix, **cut):
+        answers = self._answers("list_objects_v2", "ContinuationToken", Prefix=prefix, **cut)
+        async for answer in answers:
             objects = [
                 Stored(entry["Key"], entry["Size"], _whole_seconds(entry["LastModified"]))
                 for entry in answer.get("Contents", ())
@@ -535,7 +549,8 @@ class S3Backend(BucketBackend):
 
     async def _begun(self, prefix: str) -> AsyncIterator[tuple[str, str, datetime]]:
         """List the key, the id and the begin of each upload that is open below a prefix."""
-        async for page in self._answers("list_multipart_uploads", Prefix=prefix):
+        marks = ("KeyMarker", "UploadIdMarker")
+        async for page in self._answers("list_multipart_uploads", *marks, Prefix=prefix):
             for entry in page.get("Uploads", ()):
                 key = self.key(entry["Key"])
                 # Some stores ignore the prefix.
@@ -555,28 +570,6 @@ class S3Backend(BucketBackend):
 
 def _given(**parameters: str | None) -> dict[str, str]:
     return {name: value for name, value in parameters.items() if value is not None}
-
-
-@functools.cache
-def _models() -> Any:
-    """Make the loader of service models, once for all clients."""
-    return create_loader()
-
-
-def _absent_file() -> str | None:
-    """Return a file that the environment names and the client would leave out in silence."""
-    for name in ("AWS_SHARED_CREDENTIALS_FILE", "AWS_CONFIG_FILE"):
-        path = os.path.expanduser(os.environ.get(name, ""))
-        if path and not os.path.exists(path):
-            return path
-    return None
-
-
-async def _entered(context: Any) -> Any:
-    client = await context.__aenter__()
-    for operation in ("list_objects_v2", "list_multipart_uploads"):
-        client.get_paginator(operation)  # reads one more file, at the first call
-    return client
 
 
 def _md5_text(data: bytes | memoryview) -> str:
