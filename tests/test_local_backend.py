@@ -25,6 +25,7 @@ import pytest
 from forks import PRELOADED
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from racing_creators import check_race
 
 from ckpipe.backend import PutMode, run_in_thread
 from ckpipe.errors import (
@@ -655,34 +656,7 @@ async def test_descriptors_outlive_their_writers(
         await begun.write(0, memoryview(b"abc"))
 
 
-def create_all(root: str, number: int, keys: int) -> list[int]:
-    """Try to create each of a number of keys, and return those it won."""
-
-    async def main() -> list[int]:
-        won: list[int] = []
-        async with LocalBackend(root) as backend:
-            for key in range(keys):
-                try:
-                    data = f"{number:06}".encode()
-                    await backend.put(f"d{key % 3}/{key}", data, PutMode.CREATE)
-                except ObjectExists:
-                    continue
-                won.append(key)
-        return won
-
-    return anyio.run(main)
-
-
 def test_create_only_between_processes(tmp_path: Path) -> None:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
-    with context.Pool(3) as pool:
-        race = partial(create_all, str(tmp_path), keys=40)
-        won = pool.map(race, range(3), chunksize=1)
-        pool.close()
-        pool.join()
-    assert sorted(key for keys in won for key in keys) == list(range(40))
-    for number, keys in enumerate(won):
-        for key in keys:
-            assert (tmp_path / f"d{key % 3}/{key}").read_text() == f"{number:06}"
-    assert len(files_below(tmp_path)) == 40
+    check_race(context, tmp_path)

@@ -10,7 +10,6 @@ import contextlib
 import ctypes
 import errno
 import os
-import stat
 import threading
 from collections import deque
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
@@ -37,8 +36,16 @@ from ckpipe.backend import (
     without_secrets,
 )
 from ckpipe.errors import InvalidKey, LinkRefused, StoreError, UsageError
-from ckpipe_local.directories import Root, is_temporary, object_info, sync_entries
-from ckpipe_local.failures import READING, needing, opening, translating, unrepeatable
+from ckpipe_local.directories import Root, is_temporary, object_info
+from ckpipe_local.failures import (
+    NOT_SUPPORTED,
+    READING,
+    needing,
+    opening,
+    translating,
+    unrepeatable,
+)
+from ckpipe_local.naming import give_name
 from ckpipe_local.reads import (
     ALIGNMENT,
     aligned_part,
@@ -159,11 +166,11 @@ class LocalUpload(Upload):
         # as written, and another sync would succeed.
         if self._synced is None:
             self._synced = False
-            with unrepeatable(f"make {self._path} durable"):
+            with unrepeatable(f"make {self._path} durable", self._key):
                 os.fsync(self._buffered)
             self._synced = True
         elif not self._synced:
-            raise StoreError(f"The disk has lost parts of {self._path}")
+            raise StoreError(f"The disk has lost parts of {self._path}", key=self._key)
         self._close()
         with self._root.directories(self._directory) as opened:
             give_name(opened[-1], self._temporary, self._name, PutMode.CREATE)
@@ -209,8 +216,7 @@ def put_object(root: Root, key: str, data: bytes, mode: PutMode, lasting: bool) 
             try:
                 _write_all(descriptor, [memoryview(data)], 0)
                 if lasting:
-                    with unrepeatable(f"make {os.path.join(root.path, key)} durable"):
-                        os.fsync(descriptor)
+                    os.fsync(descriptor)  # if it fails, another try writes another file
             finally:
                 os.close(descriptor)
             give_name(directory, temporary, name, mode, lasting=lasting)
@@ -223,58 +229,6 @@ def _remove_temporary(root: Root, directory: str, name: str) -> None:
     """Remove a temporary file, unless a link has replaced its directory."""
     with contextlib.suppress(LinkRefused):
         root.delete([os.path.join(directory, name)])
-
-
-def give_name(
-    directory: int, temporary: str, name: str, mode: PutMode, *, lasting: bool = True
-) -> None:
-    """Give a temporary file its name; exactly one of several racing creators wins.
-
-    Afterwards the name is durable; if that fails and the name is new, it is taken back, because a
-    listed object has to stay. If another file has the name, that name is made durable too.
-
-    Args:
-        directory: A descriptor of its directory.
-        temporary: Its temporary name.
-        name: Its final name.
-        mode: Whether to replace another file of that name.
-        lasting: Whether the name has to survive a power loss.
-    """
-    if mode is PutMode.CREATE:
-        try:
-            _link_new(directory, temporary, name)
-        except FileExistsError:
-            # Its creator may not have synced it yet, and the caller may rely on it.
-            if lasting:
-                sync_entries(directory)
-            raise
-        os.unlink(temporary, dir_fd=directory)
-    else:
-        os.rename(temporary, name, src_dir_fd=directory, dst_dir_fd=directory)
-    if not lasting:
-        return
-    try:
-        sync_entries(directory)
-    except OSError:
-        if mode is PutMode.CREATE:
-            with contextlib.suppress(OSError):
-                os.rename(name, temporary, src_dir_fd=directory, dst_dir_fd=directory)
-        raise
-
-
-def _link_new(directory: int, temporary: str, name: str) -> None:
-    try:
-        os.link(temporary, name, src_dir_fd=directory, dst_dir_fd=directory)
-    except FileExistsError as error:
-        with contextlib.suppress(FileNotFoundError):
-            if stat.S_ISDIR(os.stat(name, dir_fd=directory, follow_symlinks=False).st_mode):
-                raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR)) from error
-        raise
-    except OSError as error:
-        if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS):
-            raise
-        message = "The file system has no hard links, which create-only writes need"
-        raise StoreError(message, hint="Use another file system") from error
 
 
 # System calls
@@ -333,7 +287,7 @@ def _open_direct(name: str, directory: int) -> int | None:
     try:
         return os.open(name, flags, dir_fd=directory)
     except OSError as error:
-        if error.errno in (errno.EINVAL, errno.EOPNOTSUPP):
+        if error.errno in NOT_SUPPORTED | {errno.EINVAL}:
             return None
         raise
 
@@ -346,7 +300,7 @@ def _preallocate(descriptor: int, size: int) -> None:
     """
     while _libc.fallocate(descriptor, 0, 0, size):
         code = ctypes.get_errno()
-        if code in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
+        if code in NOT_SUPPORTED | {errno.EINVAL}:
             os.ftruncate(descriptor, size)
             return
         if code != errno.EINTR:
@@ -367,6 +321,9 @@ class LocalBackend(Backend):
     atomic ``link`` or ``rename`` of a temporary file that was synced before. A crash leaves at
     most temporary files behind, which no method shows. Directories that become empty are
     removed. Cached pages are read from the page cache, and other bulk data goes past it.
+
+    A file system without hard links needs ``renameat2`` with ``RENAME_NOREPLACE``; with neither,
+    opening for writing raises :class:`~ckpipe.errors.StoreError`.
 
     The root may be reached through links. If a directory below it is a link, reads go through it,
     while writing, deleting or listing all of it raises :class:`~ckpipe.errors.LinkRefused`.

@@ -12,7 +12,6 @@ neither of them.
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import secrets
 import stat
@@ -24,6 +23,7 @@ from operator import itemgetter
 
 from ckpipe.backend import Children, ObjectInfo
 from ckpipe.errors import LinkRefused, StoreError
+from ckpipe_local.naming import create_name, sync_entries
 
 TEMPORARY_PREFIX = ".ckpipe-tmp-"
 """The beginning of the names of files that are not objects yet."""
@@ -31,20 +31,12 @@ TEMPORARY_PREFIX = ".ckpipe-tmp-"
 _ABANDONED_SECONDS = 3600.0
 _CREATE_TRIES = 100
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+_NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 
 
 def is_temporary(name: str) -> bool:
     """Tell whether a file name belongs to an object that is still being written."""
     return name.startswith(TEMPORARY_PREFIX)
-
-
-def sync_entries(descriptor: int) -> None:
-    """Make the entries of an open directory durable, if its file system can."""
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
-            raise
 
 
 def _refuse_foreign_file(path: str) -> None:
@@ -122,7 +114,13 @@ class Root:
         self._missing = False
 
     def prove(self, create: bool) -> None:
-        """Prove that it can be listed, or written, or made if it is missing; make nothing."""
+        """Prove that it can be listed, or written, or made if it is missing; make nothing.
+
+        Raises:
+            OSError: If it cannot; EOPNOTSUPP if its file system creates no file without replacing
+                one of that name.
+            StoreError: If its path names a link to nothing, or a file of another program.
+        """
         _check_path(self.path)
         if not create:
             _refuse_foreign_file(self.path)
@@ -131,9 +129,14 @@ class Root:
         there = self.path
         while not os.path.lexists(there):
             there = os.path.dirname(there)
-        path = os.path.join(there, temporary_name())
-        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))
-        os.unlink(path)
+        names = temporary_name(), temporary_name()
+        directory = os.open(there, _DIRECTORY)
+        with contextlib.ExitStack() as stack:
+            stack.callback(os.close, directory)
+            for name in names:
+                stack.callback(_unlink, directory, name)
+            os.close(os.open(names[0], _NEW_FILE, 0o666, dir_fd=directory))
+            create_name(directory, *names)
         self._missing = there != self.path
 
     @contextlib.contextmanager
@@ -214,7 +217,6 @@ class Root:
             writing, which the caller closes; and the name of the file.
         """
         name = temporary_name()
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         if self._missing:
             _make_durably(self.path)
             self._missing = False
@@ -224,7 +226,7 @@ class Root:
                     opened = stack.enter_context(
                         self.directories(below, make=True, lasting=lasting)
                     )
-                    descriptor = os.open(name, flags, 0o666, dir_fd=opened[-1])
+                    descriptor = os.open(name, _NEW_FILE, 0o666, dir_fd=opened[-1])
                     break
                 except FileNotFoundError:
                     stack.close()
@@ -367,4 +369,10 @@ def _remove_abandoned(directory: int) -> None:
         for entry in found
     ):
         for entry in found:
-            os.unlink(entry.name, dir_fd=directory)
+            _unlink(directory, entry.name)
+
+
+def _unlink(directory: int, name: str) -> None:
+    """Remove a file, unless it is gone."""
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(name, dir_fd=directory)

@@ -19,6 +19,11 @@ from ckpipe.errors import (
 
 _ACCESS = "Give this user access to the directory, or name another directory"
 
+_ENOTSUPP = 524  # internal to the kernel, but NFS and others leak it; Python has no name for it
+
+NOT_SUPPORTED = frozenset({errno.EOPNOTSUPP, errno.ENOSYS, _ENOTSUPP})
+"""The errors of a call that the file system does not have."""
+
 Table = Mapping[int, tuple[type[StoreError], str | None]]
 
 WRITING: Table = {
@@ -46,10 +51,19 @@ WRITING: Table = {
     errno.ETIMEDOUT: (StoreUnavailable, None),
     errno.EAGAIN: (StoreUnavailable, None),
     errno.EBUSY: (StoreUnavailable, None),
+    errno.ETXTBSY: (StoreUnavailable, None),
     errno.ENOTCONN: (StoreUnavailable, None),
     errno.EHOSTDOWN: (StoreUnavailable, None),
     errno.EMFILE: (StoreError, "Raise the limit on open files (ulimit -n)"),
     errno.EIO: (StoreError, "The device fails: check the kernel's log"),
+    **dict.fromkeys(
+        NOT_SUPPORTED,
+        (
+            StoreError,
+            "Name a directory of another file system. If this is a mounted bucket, give its URL "
+            "instead (s3://… or gs://…)",
+        ),
+    ),
 }
 """The class and hint of each error of a write or deletion. A missing directory during a write is a
 fault of the store."""
@@ -74,12 +88,16 @@ def translating(
     try:
         yield
     except OSError as error:
-        code = error.errno or 0
-        text = os.strerror(code) if code else str(error)
-        if code == errno.ENOSPC:  # the text may give the needed and the free bytes
-            text = error.strerror or text
-        kind, hint = table.get(code, (StoreError, None))
-        raise kind(f"Could not {action}: {text}", key=key, hint=hint) from error
+        kind, hint = table.get(error.errno or 0, (StoreError, None))
+        raise kind(f"Could not {action}: {error_text(error)}", key=key, hint=hint) from error
+
+
+def error_text(error: OSError) -> str:
+    """Describe an error of the operating system, without the path that it may name."""
+    code = error.errno or 0
+    if code in (errno.ENOSPC, errno.EOPNOTSUPP) and error.strerror:  # ckpipe may have written it
+        return error.strerror
+    return os.strerror(errno.EOPNOTSUPP if code == _ENOTSUPP else code) if code else str(error)
 
 
 @contextmanager
@@ -99,13 +117,14 @@ def needing(nbytes: int, root: str) -> Iterator[None]:
 
 
 @contextmanager
-def unrepeatable(action: str) -> Iterator[None]:
+def unrepeatable(action: str, key: str) -> Iterator[None]:
     """Translate errors of an operation that must not be retried."""
     try:
-        with translating(action):
+        with translating(action, key):
             yield
     except StoreUnavailable as error:
-        raise StoreError(error.message) from error
+        hint = "Written data may be lost: check the file system or its server, and save again"
+        raise StoreError(error.message, key=key, hint=hint) from error
 
 
 @contextmanager
@@ -114,8 +133,7 @@ def opening(root: str, *, create: bool) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        code = error.errno or 0
-        said = os.strerror(code) if code else str(error)
+        code, said = error.errno or 0, error_text(error)
         if code == errno.ENOTDIR and not create:
             message = f"{root} is no directory: it or a component of the path is a file"
             raise StoreError(message, hint="Look for a mistake in the path") from error
@@ -131,6 +149,8 @@ def opening(root: str, *, create: bool) -> Iterator[None]:
         kind, found = WRITING.get(code, (StoreError, None))
         kind = StoreError if kind is InvalidKey else kind
         hint = found or "Name a directory that can be created and written"
+        if kind is StoreUnavailable:
+            hint = "Try again once its file system answers"
         if kind is StoreFull:
             hint += ", or open the pipeline with read_only=True to load only"
         raise kind(f"The directory {root} cannot be used: {said}", hint=hint) from error
