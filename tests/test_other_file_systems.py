@@ -227,6 +227,14 @@ def test_a_sync_that_fails_for_a_moment_fails_no_more_than_one_save(
             found.check_unnoticed()
 
 
+def test_names_of_files_that_are_deleted_while_open_are_passed_over(
+    other: OtherFileSystem,
+) -> None:
+    found = other.use(f"unlink 1 {ALL} 0 hidden")
+    assert found.struck
+    found.check_unnoticed()
+
+
 @pytest.mark.parametrize("there", [True, False])
 @pytest.mark.parametrize("code", [errno.EPERM, errno.EOPNOTSUPP, ENOTSUPP])
 def test_a_store_that_can_only_replace_is_refused_at_opening(

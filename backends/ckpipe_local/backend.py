@@ -36,7 +36,7 @@ from ckpipe.backend import (
     without_secrets,
 )
 from ckpipe.errors import InvalidKey, LinkRefused, StoreError, UsageError
-from ckpipe_local.directories import Root, is_temporary, object_info
+from ckpipe_local.directories import Root, is_hidden, object_info
 from ckpipe_local.failures import (
     NOT_SUPPORTED,
     READING,
@@ -323,7 +323,8 @@ class LocalBackend(Backend):
     removed. Cached pages are read from the page cache, and other bulk data goes past it.
 
     A file system without hard links needs ``renameat2`` with ``RENAME_NOREPLACE``; with neither,
-    opening for writing raises :class:`~ckpipe.errors.StoreError`.
+    opening for writing raises :class:`~ckpipe.errors.StoreError`. Names that NFS, FUSE and SMB
+    give to files that are deleted while open, such as ``.nfs…``, are no objects.
 
     The root may be reached through links. If a directory below it is a link, reads go through it,
     while writing, deleting or listing all of it raises :class:`~ckpipe.errors.LinkRefused`.
@@ -441,8 +442,9 @@ class LocalBackend(Backend):
         return os.path.join(self._root.path, self._checked(key))
 
     def _checked(self, key: str) -> str:
-        if any(is_temporary(part) for part in check_key(key).split("/")):
-            raise InvalidKey("The key has a part that begins like a temporary file", key=key)
+        if any(is_hidden(part) for part in check_key(key).split("/")):
+            message = "The key has a part that names a temporary file, or one that was deleted"
+            raise InvalidKey(message, key=key)
         return key
 
 

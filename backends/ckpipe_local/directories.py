@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import secrets
 import stat
 import time
@@ -28,6 +29,11 @@ from ckpipe_local.naming import create_name, sync_entries
 TEMPORARY_PREFIX = ".ckpipe-tmp-"
 """The beginning of the names of files that are not objects yet."""
 
+# NFS, FUSE and SMB give such a name to a file that is deleted while it is open, until it is closed.
+_DELETED = re.compile(
+    r"\.(?:nfs|smb)[0-9a-f]{24}|\.fuse_hidden[0-9a-f]{16,24}|\.__smb[0-9A-F]{4}", re.ASCII
+)
+
 _ABANDONED_SECONDS = 3600.0
 _CREATE_TRIES = 100
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
@@ -37,6 +43,11 @@ _NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 def is_temporary(name: str) -> bool:
     """Tell whether a file name belongs to an object that is still being written."""
     return name.startswith(TEMPORARY_PREFIX)
+
+
+def is_hidden(name: str) -> bool:
+    """Tell whether a file name belongs to no object: it is being written, or was deleted."""
+    return is_temporary(name) or _DELETED.fullmatch(name) is not None
 
 
 def _refuse_foreign_file(path: str) -> None:
@@ -320,7 +331,7 @@ class Root:
 def _entries(directory: str) -> list[os.DirEntry[str]]:
     try:
         with os.scandir(directory) as found:
-            return [entry for entry in found if not is_temporary(entry.name)]
+            return [entry for entry in found if not is_hidden(entry.name)]
     except (FileNotFoundError, NotADirectoryError):
         return []
 
@@ -363,7 +374,7 @@ def _remove_abandoned(directory: int) -> None:
     """
     before = time.time() - _ABANDONED_SECONDS
     with os.scandir(directory) as entries:
-        found = list(entries)
+        found = [entry for entry in entries if not _DELETED.fullmatch(entry.name)]
     if all(
         is_temporary(entry.name) and entry.stat(follow_symlinks=False).st_mtime < before
         for entry in found
