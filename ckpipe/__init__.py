@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from ckpipe import errors as errors
     from ckpipe import events as events
     from ckpipe import planning as planning
+    from ckpipe import preemption as preemption
     from ckpipe import testing as testing
     from ckpipe.backend import Backend as Backend
     from ckpipe.backend import Children as Children
@@ -75,7 +76,7 @@ _NAMES = {
 }
 _HOMES = {name: home for home, names in _NAMES.items() for name in names}
 
-_MODULES = ("distributed", "errors", "events", "planning", "testing")
+_MODULES = ("distributed", "errors", "events", "planning", "preemption", "testing")
 
 __all__ = sorted([*_HOMES, "__version__"])
 

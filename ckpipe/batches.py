@@ -43,6 +43,7 @@ from torch.utils.data import (
 
 from ckpipe.errors import TargetMismatch, UsageError
 from ckpipe.loading.stateful import LoadTargets, SavedObject
+from ckpipe.preemption import note_batch, note_loader_error, workers_protected
 from ckpipe.ranks.world import find_topology
 from ckpipe.state.kinds import is_stateful
 from ckpipe.state_helpers import (
@@ -86,6 +87,9 @@ class Batches:
     An iteration that you leave early, as by ``break``, goes on after a load. In the same process
     the next iteration begins the next epoch, as with the loader. If the loop leaves each epoch
     early, tell it with :meth:`set_epoch`.
+
+    While a pipeline with ``preemption`` is open, workers that start survive the signals that
+    announce the end; see :func:`ckpipe.preemption.worker_init`.
 
     Another number of workers resumes alike. Another number of ranks or another batch size does if
     the total batch divides the consumed samples. With another number of ranks the order has to be
@@ -197,9 +201,10 @@ class Batches:
                     "epoch was set, or another iteration began",
                     hint="Leave the loop and iterate over the Batches again",
                 )
-            batch = next(batches, _END)
+            batch = self._next(batches)
             if batch is _END:
                 break
+            note_batch()  # before anything that the state tells of it
             if self._source == "sampler" and not self._order.consume():
                 raise UsageError(
                     "The loader gives batches that it does not ask its own sampler for, so its "
@@ -209,6 +214,14 @@ class Batches:
             self._batch += 1
             yield batch
         self._epoch, self._batch, self._begun = self._epoch + 1, 0, False
+
+    def _next(self, batches: Iterator[Any]) -> Any:
+        try:
+            return next(batches, _END)
+        except Exception as error:
+            if self._source != "state":  # whose own position may have moved on
+                note_loader_error(error)
+            raise
 
     def _open(self) -> Iterator[Any]:
         """Begin an iteration, at the loaded position or at the beginning of an epoch."""
@@ -222,13 +235,14 @@ class Batches:
         self._pending, self._seeded, self._begun = None, False, True
         self._number += 1
         settle = partial(self._settle, position, kept)
-        if self._source == "sampler":
-            self._order.begin(position, kept, settle)
-            batches: Iterator[Any] = iter(self._inner)
-            self._order.catch_up()
-        else:
-            batches = self._open_source(position)
-            settle()
+        with workers_protected(self._inner, self.loader.worker_init_fn):
+            if self._source == "sampler":
+                self._order.begin(position, kept, settle)
+                batches: Iterator[Any] = iter(self._inner)
+                self._order.catch_up()
+            else:
+                batches = self._open_source(position)
+                settle()
         return batches
 
     def _open_source(self, position: _Position | None) -> Iterator[Any]:

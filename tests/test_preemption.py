@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -184,6 +186,76 @@ def test_settings_say_it_in_short_and_at_length(monkeypatch: pytest.MonkeyPatch)
     for name in ("SIGKILL", "SIGNOTHING"):
         with pytest.raises(errors.SettingsError, match=f"the signal {name} cannot"):
             ckpipe.Settings(preemption={"signals": [name]})
+
+
+class Signals:
+    """Sends a signal to this process whenever its state is read.
+
+    Args:
+        number: The signal.
+    """
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def state_dict(self) -> dict[str, Any]:
+        os.kill(os.getpid(), self.number)
+        return {"a": torch.ones(100)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+
+@contextmanager
+def raises_at(number: int, error: BaseException) -> Iterator[None]:
+    """Let a signal raise an exception on this thread, as SIGCHLD does once torch has workers."""
+
+    def handle(number: int, frame: object) -> None:
+        raise error
+
+    before = signal.signal(number, handle)
+    yield
+    assert signal.getsignal(number) is handle
+    signal.signal(number, before)
+
+
+@pytest.mark.parametrize("until", ["captured", "staged", "committed"])
+def test_an_error_of_a_handler_waits_until_the_state_is_copied(tmp_path: Path, until: Any) -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(3))], lr=0.1)
+    state = {"first": Signals(signal.SIGCHLD), "second": torch.ones(3), "optimizer": optimizer}
+    with (
+        raises_at(signal.SIGCHLD, RuntimeError("a worker died")),
+        ckpipe.SyncPipeline(tmp_path, guard=optimizer) as pipeline,
+    ):
+        with pytest.raises(RuntimeError, match="a worker died"):
+            pipeline.save(state, step=1, until=until)
+        assert pipeline.load(step=1) is not None
+        with pytest.raises(RuntimeError, match="a worker died"):
+            pipeline.save({"first": Signals(signal.SIGCHLD), "second": object()}, step=2)
+        with pytest.raises(errors.UnsupportedState):
+            pipeline.save(state, step=3)
+
+
+async def test_an_error_of_a_handler_waits_for_all_saves_of_a_loop(tmp_path: Path) -> None:
+    state = {"first": Signals(signal.SIGCHLD)}
+    with raises_at(signal.SIGCHLD, RuntimeError("a worker died")):
+        async with ckpipe.Pipeline(tmp_path) as pipeline:
+            saves = [pipeline.save(state, step=step) for step in range(3)]
+            raised = await asyncio.gather(*saves, return_exceptions=True)
+            assert any(isinstance(each, RuntimeError) for each in raised)
+    async with ckpipe.Pipeline(tmp_path) as pipeline:
+        assert [info.step for info in await pipeline.steps()] == [0, 1, 2]
+
+
+def test_a_timer_still_ends_a_save(tmp_path: Path) -> None:
+    state = {"first": Signals(signal.SIGALRM)}
+    with (
+        raises_at(signal.SIGALRM, TimeoutError("it takes too long")),
+        ckpipe.SyncPipeline(tmp_path) as pipeline,
+    ):
+        with pytest.raises(TimeoutError):
+            pipeline.save(state, step=1)
+        assert pipeline.steps() == []
 
 
 def end_of(child: int) -> int | None:

@@ -25,7 +25,7 @@ NAMES = """
     Upload UploadLimits VerifyResult __version__ load register_backend register_type
 """
 
-MODULES = ["distributed", "errors", "events", "planning", "testing"]
+MODULES = ["distributed", "errors", "events", "planning", "preemption", "testing"]
 
 BACKEND_NAMES = """
     Backend CachedRange Children ObjectInfo PutMode Upload UploadLimits check_key check_prefix

@@ -11,12 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ckpipe.preemption import SignalWatch, StopRequest
 from ckpipe.ranks.schedule import (
     Pace,
     SaveSchedule,
     SaveStepAgreement,
-    SignalWatch,
-    StopRequest,
 )
 
 

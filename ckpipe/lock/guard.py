@@ -50,6 +50,11 @@ class StepGuard:
         """The guarded optimizers; none once the guard is removed."""
         return tuple(hooks.optimizer for hooks in self._hooks)
 
+    @property
+    def steps(self) -> int:
+        """The number of steps that have begun."""
+        return sum(hooks.steps for hooks in self._hooks)
+
     def remove(self) -> None:
         """Remove the hooks: steps that begin from now on do not lock. Never waits.
 
@@ -170,6 +175,7 @@ class _StepHooks:
 
     def __init__(self, lock: StateLock, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
+        self.steps = 0
         self._lock = lock
         self._active = True
         self._process = os.getpid()
@@ -193,6 +199,7 @@ class _StepHooks:
         if os.getpid() != self._process:
             # The fork copied the lock, perhaps held by threads that this process does not have.
             return
+        self.steps += 1
         with self._at_hook():
             if self._active and not self._lock.captures_here():
                 mark = FrameMark.of(_step_frame(sys._getframe(1)))

@@ -3,7 +3,8 @@
 With a call for each range, a gibibyte acquires the GIL a thousand times. Beside a Python loop, each
 acquisition waits for the switch interval. So C does the work (``_native.c``, compiled when ckpipe
 is installed). Where the library is missing, or with ``CKPIPE_NATIVE=0``, ``memmove`` and the
-CRC-32C of the AWS common runtime do the same, range by range.
+CRC-32C of the AWS common runtime do the same, range by range. The library also has a handler of
+signals, for the workers of data loaders, which has no such substitute.
 
 Ranges are given by addresses and sizes, in arrays of one length. The caller keeps their memory
 alive. Targets overlap neither sources nor each other.
@@ -18,6 +19,7 @@ import os
 import sys
 from array import array
 from collections import deque
+from collections.abc import Iterable
 from pathlib import Path
 
 logger = logging.getLogger("ckpipe")
@@ -49,6 +51,7 @@ def open_library(path: Path = _PATH) -> tuple[ctypes.CDLL, ctypes.CDLL]:
             function = getattr(library, name)
             function.argtypes = [ctypes.c_void_p] * count + [ctypes.c_size_t]
             function.restype = ctypes.c_size_t if name == "verify_copy_each" else None
+    free.survive_signals.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     found, tested = ctypes.c_uint32(), ctypes.c_char_p(_TESTED)
     size = ctypes.c_size_t(len(_TESTED))
     free.crc32c_each(ctypes.byref(tested), ctypes.byref(size), ctypes.byref(found), 1)
@@ -177,6 +180,26 @@ def verify_copy_each(
         if target:
             copy_bytes(target, source, nbytes)
     return len(sizes)
+
+
+def survive_signals(numbers: Iterable[int], sender: int) -> bool:
+    """Ignore signals in this process, except SIGTERM from one sender, which ends it at once.
+
+    Programs that this process starts get the default actions.
+
+    Args:
+        numbers: The signals.
+        sender: The id of the process that may end this one.
+
+    Returns:
+        False if the compiled library is missing; nothing is changed then. Python's own handlers
+        are not told who sent a signal.
+    """
+    if _free is None:
+        return False
+    signals = array("i", numbers)
+    done: int = _free.survive_signals(_items(signals), len(signals), sender)
+    return done == 0
 
 
 def _check_lengths(*columns: array[int]) -> None:

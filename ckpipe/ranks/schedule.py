@@ -6,26 +6,16 @@ step until the step to save is decided. In the second, the ranks decide on the g
 bounds, which no rank can have passed. At the pace of training, the bounds are as many steps ahead
 as the agreement should take, so as a rule no trainer waits. The trainer asks in its own thread and
 the pipeline proposes on its loop, so one lock guards all of it; it is held for microseconds.
-
-Preemption. A signal handler runs between any two instructions of the main thread, which may hold
-any lock. So ckpipe's handler only writes two attributes and calls the earlier handler. The training
-loop polls; nothing interrupts it.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-import os
-import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
-from types import FrameType
-from typing import Any
-
-from ckpipe.errors import UsageError
+from collections.abc import Callable
 
 
 class SaveSchedule:
@@ -62,6 +52,11 @@ class SaveSchedule:
     def is_set(self) -> bool:
         """True if there are marks or a longest time."""
         return self._steps is not None or self._seconds is not None
+
+    @property
+    def newest(self) -> int | None:
+        """The step of the last save or load; None before the first."""
+        return self._last[0] if self._begun else None
 
     def due(self, step: int) -> bool:
         """True if a save is due at a step."""
@@ -220,143 +215,3 @@ class SaveStepAgreement:
             for occasion, (bound, decided) in self._open.items()
             if decided is None and step >= bound
         ]
-
-
-class StopRequest:
-    """A request to stop this process: its time, and whether a save has answered it.
-
-    All methods may be called in any thread and in signal handlers.
-
-    Args:
-        clock: Returns the time in seconds.
-    """
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._since: float | None = None
-        self._answered = self._arrived = False
-        self.alone = True
-        """True if no other rank takes part. If one does, all ranks leave together: the request
-        takes effect once the agreed step is reached (:meth:`arrive`)."""
-
-    def tell(self) -> None:
-        """Record that the process will be stopped; only the first call counts."""
-        if self._since is None:
-            self._since = self._clock()
-
-    def arrive(self) -> None:
-        """Record that the step at which all ranks save is reached."""
-        self.tell()
-        self._arrived = True
-
-    @property
-    def signalled(self) -> bool:
-        """True if this process or another rank will be stopped."""
-        return self._since is not None
-
-    @property
-    def told(self) -> bool:
-        """True if it is time to save and to leave."""
-        return self.signalled and (self.alone or self._arrived)
-
-    @property
-    def wants_save(self) -> bool:
-        """True if it is time, and no save has begun since."""
-        return self.told and not self._answered
-
-    def answer(self) -> bool:
-        """Record that a save begins; return True if it must not be skipped before the stop."""
-        self._answered = self.told
-        return self._answered
-
-    def seconds_left(self, grace: float | None) -> float | None:
-        """Return the rest of the time between the request and the stop.
-
-        Args:
-            grace: That time in seconds; None if it is not known.
-
-        Returns:
-            Seconds, at least 0; None without a request or a known time.
-        """
-        if self._since is None or grace is None:
-            return None
-        return max(0.0, self._since + grace - self._clock())
-
-
-class SignalWatch:
-    """Hands signals to a function and then to the earlier handler.
-
-    The default action of a signal, which for most is to end the process, is suppressed. Forked
-    processes, such as those of data loaders, inherit the handlers. There, the handlers only do the
-    earlier action, so such a process can still be ended.
-
-    Args:
-        names: Signals such as ``SIGTERM``.
-        told: Called on each of them; safe in a signal handler.
-    """
-
-    def __init__(self, names: Iterable[str], told: Callable[[], None]) -> None:
-        self._numbers = [signal.Signals[name] for name in names]
-        self._told = told
-        self._before: dict[int, Any] = {}
-        self._watching = False
-        self._process = os.getpid()
-
-    def begin(self) -> None:
-        """Install the handlers.
-
-        Raises:
-            UsageError: If there are signals and this is not the main thread: Python allows handlers
-                only there.
-        """
-        if self._numbers and threading.current_thread() is not threading.main_thread():
-            raise UsageError(
-                "Signals can only be watched from the main thread",
-                hint="Open the pipeline there, or set preemption.signals to [] and call "
-                "pipeline.preempt() yourself",
-            )
-        self._watching, self._process = True, os.getpid()
-        for number in self._numbers:
-            self._before[number] = signal.signal(number, self._handle)
-
-    def end(self) -> None:
-        """Restore the earlier handlers, unless others were installed since.
-
-        Some of ckpipe's handlers cannot be removed, since other handlers may call them or this is
-        not the main thread. These only do the earlier action from now on.
-        """
-        self._watching = False
-        if threading.current_thread() is not threading.main_thread():
-            return
-        for number, before in self._before.items():
-            if signal.getsignal(number) == self._handle:
-                before = _still_of_use(number, before)
-                # None stands for a handler that was not installed from Python.
-                signal.signal(number, signal.SIG_DFL if before is None else before)
-
-    def before(self, number: int) -> Any:
-        """Return the earlier handler of a signal if this watch has ended, else None."""
-        return None if self._watching else self._before.get(number)
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        before = self._before.get(number)
-        if self._watching and os.getpid() == self._process:
-            self._told()
-        elif before is signal.SIG_DFL:
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
-        if callable(before):
-            before(number, frame)
-
-
-def _still_of_use(number: int, handler: Any) -> Any:
-    """Return a handler; skip handlers of ended watches back to the earlier ones.
-
-    Of two pipelines that were open together, the one that was opened first may be closed first.
-    """
-    while isinstance(watch := getattr(handler, "__self__", None), SignalWatch):
-        before = watch.before(number)
-        if before is None:
-            break
-        handler = before
-    return handler

@@ -37,10 +37,11 @@ from ckpipe.loading.select import PerRankPolicy
 from ckpipe.lock.guard import Guarded, StepGuard, guard, optimizers_of, swapped
 from ckpipe.lock.state_lock import LoadHold, StateLock, callers, lock_of
 from ckpipe.loop_thread import Caller, LoopThread, call_at_exit
-from ckpipe.ranks.schedule import SignalWatch, StopRequest
+from ckpipe.preemption import SignalWatch, StopRequest
 from ckpipe.ranks.world import ALONE, World
 from ckpipe.running.coordinated_saves import END
 from ckpipe.running.engine import Engine, serve
+from ckpipe.running.last_save import LastSave, LastState
 from ckpipe.running.listeners import Hooks, Statistics, StatisticsRecorder, in_hook
 from ckpipe.running.validation import (
     has_failed,
@@ -112,6 +113,7 @@ class PipelineBase:
         self._events.add(self._recorder)
         self._preemption = StopRequest()
         self._watch = SignalWatch(self._settings.preemption.signals, self._preemption.tell)
+        self._last_state = LastState(self._preemption)
         self._topology = ALONE
         self._guards: list[StepGuard] = []
         self._guarded = optimizers_of(guard)
@@ -150,6 +152,8 @@ class PipelineBase:
         taken, saves, together = plain_step(step), self._engine.saves, self._topology.world_size > 1
         self._engine.world.check(saves=True, step=taken)
         called = saves.agreement.ask(taken) if together else frozenset()
+        if self._settings.preemption.enabled:
+            self._last_state.tell(taken, self._guards)
         if END in called:
             self._preemption.arrive()
         if self._preemption.told:
@@ -486,6 +490,18 @@ class PipelineBase:
                     self._settings.drain_timeout_seconds,
                 )
 
+    def _last_save(self, error: BaseException | None) -> LastSave | None:
+        """Return the save to make before leaving; warn of steps that are lost."""
+        if self._opened is None or self._loop is None or self._closing or self._forked:
+            return None
+        if not self._settings.preemption.enabled:
+            return None
+        schedule, alone = self._opened.saves.schedule, self._topology.world_size == 1
+        last = self._last_state.take(error, self._guards, schedule, alone=alone)
+        if last is not None and error is not None:  # else the save would raise them, and not begin
+            note_failures(self._opened.saves.take_failures(), error)
+        return last
+
     def _hurry(self) -> None:
         """Apply ``drain_timeout_seconds`` from now on, since the program is interrupted."""
         if self._loop is not None and self._opened is not None and not self._forked:
@@ -587,6 +603,8 @@ class PipelineBase:
                     hint="Open the pipeline with guard=optimizer, or save with until='staged'",
                 )
         self._lock.check_capture_allowed()
+        if self._settings.preemption.enabled:
+            self._last_state.saves(state, include, exclude)
         return SaveRequest(
             state,
             select,
@@ -640,6 +658,8 @@ class PipelineBase:
                 f"per_rank is 'raise', 'drop', 'rank0', 'derive' or a function, not {per_rank!r}"
             )
         self._engine.world.check(saves=False)
+        if self._settings.preemption.enabled:
+            self._last_state.loads(into)
         hold = None if into is None else LoadHold(self._lock, caller)
         interval = self._settings.switch_interval_seconds
         return LoadRequest(

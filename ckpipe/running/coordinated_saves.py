@@ -26,9 +26,10 @@ from ckpipe.errors import (
     ObjectNotFound,
 )
 from ckpipe.format.names import agreement_key
+from ckpipe.preemption import StopRequest
 from ckpipe.ranks.agree import Vote, agree, agreed
 from ckpipe.ranks.launch import Launch
-from ckpipe.ranks.schedule import SaveSchedule, SaveStepAgreement, StopRequest
+from ckpipe.ranks.schedule import SaveSchedule, SaveStepAgreement
 from ckpipe.save.context import SaveContext
 from ckpipe.types import first_of
 

@@ -31,8 +31,8 @@ from ckpipe.loop_thread import LoopThread
 from ckpipe.memory.arena import Arena
 from ckpipe.memory.budget import ByteBudget
 from ckpipe.plan.check import choose_planner
+from ckpipe.preemption import StopRequest
 from ckpipe.ranks.launch import Launch, arrange_meeting, draft_launch, unclaimed_attempt
-from ckpipe.ranks.schedule import StopRequest
 from ckpipe.ranks.world import World
 from ckpipe.retention import Decision
 from ckpipe.running.coordinated_saves import CoordinatedSaves

@@ -18,6 +18,7 @@ from ckpipe.errors import CheckpointNotFound, UsageError
 from ckpipe.handles import SaveHandle, SyncSaveHandle
 from ckpipe.loading.select import PerRankPolicy
 from ckpipe.loop_thread import Caller, this_loop
+from ckpipe.preemption import errors_of_handlers_deferred
 from ckpipe.retention import Decision
 from ckpipe.running.base import PipelineBase
 from ckpipe.running.validation import Which, note_failures, raise_or_warn, which
@@ -109,6 +110,11 @@ class Pipeline(PipelineBase):
     async def _leave(self, error: BaseException | None) -> None:
         closed: Future[list[Exception]] = Future()
         with self._leaving():
+            if (last := self._last_save(error)) is not None:
+                with last.beside(error):
+                    await self.save(
+                        last.state, last.step, include=last.include, exclude=last.exclude
+                    )
             try:
                 await self._close_in_thread(closed, failed=error is not None)
             except BaseException as cancelled:
@@ -191,6 +197,9 @@ class Pipeline(PipelineBase):
         or after the call has returned. No object on the store is ever overwritten: a second save
         of a step makes another checkpoint of it. If the call is cancelled, or left by any
         exception, before the state is copied, the save is given up; afterwards the save goes on.
+        An ``Exception`` that a signal handler raises meanwhile, as torch's does when a worker of a
+        data loader dies, is raised once the state is copied. Handlers of timers, such as SIGALRM,
+        raise at once.
 
         Args:
             state: Any nesting of containers, tensors, arrays, plain values and objects that have
@@ -244,7 +253,7 @@ class Pipeline(PipelineBase):
         """
         call = SaveCall(until)
         try:
-            with self._calling_task() as caller:
+            with errors_of_handlers_deferred(), self._calling_task() as caller:
                 request = self._save_request(
                     state, step, until, metrics, metadata, final, include, exclude, caller, call
                 )
@@ -530,6 +539,9 @@ class SyncPipeline(PipelineBase):
 
     def _leave(self, error: BaseException | None) -> None:
         with self._leaving():
+            if (last := self._last_save(error)) is not None:
+                with last.beside(error):
+                    self.save(last.state, last.step, include=last.include, exclude=last.exclude)
             failures = self._close(failed=error is not None)
         if error is None:
             raise_or_warn(failures, self._settings.on_error)
@@ -571,7 +583,7 @@ class SyncPipeline(PipelineBase):
         """Save a state; return as ``until`` asks. See :meth:`ckpipe.Pipeline.save`."""
         call = SaveCall(until)
         try:
-            with Caller() as caller:
+            with errors_of_handlers_deferred(), Caller() as caller:
                 request = self._save_request(
                     state, step, until, metrics, metadata, final, include, exclude, caller, call
                 )

@@ -1,0 +1,385 @@
+"""Save once more when a signal announces the end of this process.
+
+Theory. A handler in Python runs between any two instructions of the main thread, which may hold any
+lock. So ckpipe's handler only writes two attributes and calls the earlier handler. The training
+loop polls; nothing interrupts it.
+
+Data loaders. Slurm, systemd and ``torchrun`` send the signal to all processes of a job, and it
+would end the workers of a data loader before the loop has taken its last step. So workers ignore
+it (:func:`worker_init`). But the trainer ends its workers by SIGTERM as well: those that hang when
+their loader is closed, and all that are left when it ends, for which it then waits. Only a handler
+in C is told the sender. A signal that comes before a worker has its handler stays pending, because
+the worker is started with the signals blocked.
+
+Handlers that raise. When a worker dies, torch raises an exception between any two instructions of
+the main thread, in ``save`` too. There it is deferred until the state is copied
+(:func:`errors_of_handlers_deferred`).
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import multiprocessing.resource_tracker
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from ckpipe.errors import UsageError
+from ckpipe.memory import native
+
+if TYPE_CHECKING:
+    from torch.utils.data import DataLoader
+
+__all__ = ["worker_init"]
+
+logger = logging.getLogger("ckpipe")
+
+SIGNALS = ("SIGTERM", "SIGUSR1")
+"""Signals that announce the end unless the settings name others."""
+
+
+class StopRequest:
+    """A request to stop this process: its time, and whether a save has answered it.
+
+    All methods may be called in any thread and in signal handlers.
+
+    Args:
+        clock: Returns the time in seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._since: float | None = None
+        self._answered = self._arrived = False
+        self.alone = True
+        """True if no other rank takes part. If one does, all ranks leave together: the request
+        takes effect once the agreed step is reached (:meth:`arrive`)."""
+
+    def tell(self) -> None:
+        """Record that the process will be stopped; only the first call counts."""
+        if self._since is None:
+            self._since = self._clock()
+
+    def arrive(self) -> None:
+        """Record that the step at which all ranks save is reached."""
+        self.tell()
+        self._arrived = True
+
+    @property
+    def signalled(self) -> bool:
+        """True if this process or another rank will be stopped."""
+        return self._since is not None
+
+    @property
+    def told(self) -> bool:
+        """True if it is time to save and to leave."""
+        return self.signalled and (self.alone or self._arrived)
+
+    @property
+    def answered(self) -> bool:
+        """True if a save has begun since it was time."""
+        return self._answered
+
+    @property
+    def wants_save(self) -> bool:
+        """True if it is time, and no save has begun since."""
+        return self.told and not self._answered
+
+    def answer(self) -> bool:
+        """Record that a save begins; return True if it must not be skipped before the stop."""
+        self._answered = self.told
+        return self._answered
+
+    def seconds_left(self, grace: float | None) -> float | None:
+        """Return the rest of the time between the request and the stop.
+
+        Args:
+            grace: That time in seconds; None if it is not known.
+
+        Returns:
+            Seconds, at least 0; None without a request or a known time.
+        """
+        if self._since is None or grace is None:
+            return None
+        return max(0.0, self._since + grace - self._clock())
+
+
+class SignalWatch:
+    """Hands signals to a function and then to the earlier handler.
+
+    The default action of a signal, which for most is to end the process, is suppressed. Forked
+    processes, such as those of data loaders, inherit the handlers. There, the handlers only do the
+    earlier action, so such a process can still be ended.
+
+    Args:
+        names: Signals such as ``SIGTERM``.
+        told: Called on each of them; safe in a signal handler.
+    """
+
+    def __init__(self, names: Iterable[str], told: Callable[[], None]) -> None:
+        self.names = tuple(names)
+        self._numbers = [signal.Signals[name] for name in self.names]
+        self._told = told
+        self._before: dict[int, Any] = {}
+        self._watching = False
+        self._process = os.getpid()
+
+    def begin(self) -> None:
+        """Install the handlers.
+
+        Raises:
+            UsageError: If there are signals and this is not the main thread: Python allows handlers
+                only there.
+        """
+        if self._numbers and threading.current_thread() is not threading.main_thread():
+            raise UsageError(
+                "Signals can only be watched from the main thread",
+                hint="Open the pipeline there, or set preemption.signals to [] and call "
+                "pipeline.preempt() yourself",
+            )
+        self._watching, self._process = True, os.getpid()
+        _watches.append(self)
+        for number in self._numbers:
+            self._before[number] = signal.signal(number, self._handle)
+
+    def end(self) -> None:
+        """Restore the earlier handlers, unless others were installed since.
+
+        Some of ckpipe's handlers cannot be removed, since other handlers may call them or this is
+        not the main thread. These only do the earlier action from now on.
+        """
+        self._watching = False
+        if self in _watches:
+            _watches.remove(self)
+        if threading.current_thread() is not threading.main_thread():
+            return
+        for number, before in self._before.items():
+            if signal.getsignal(number) == self._handle:
+                before = _still_of_use(number, before)
+                # None stands for a handler that was not installed from Python.
+                signal.signal(number, signal.SIG_DFL if before is None else before)
+
+    def before(self, number: int) -> Any:
+        """Return the earlier handler of a signal if this watch has ended, else None."""
+        return None if self._watching else self._before.get(number)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        before = self._before.get(number)
+        if self._watching and os.getpid() == self._process:
+            self._told()
+        elif before is signal.SIG_DFL:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        if callable(before):
+            before(number, frame)
+
+
+_watches: list[SignalWatch] = []
+"""The watches that have begun and not ended."""
+
+
+def _still_of_use(number: int, handler: Any) -> Any:
+    """Return a handler; skip handlers of ended watches back to the earlier ones.
+
+    Of two pipelines that were open together, the one that was opened first may be closed first.
+    """
+    while isinstance(watch := getattr(handler, "__self__", None), SignalWatch):
+        before = watch.before(number)
+        if before is None:
+            break
+        handler = before
+    return handler
+
+
+# Workers of data loaders
+
+
+def worker_init(worker_id: int, signals: Iterable[str] = SIGNALS) -> None:
+    """Let a worker of a ``DataLoader`` survive the signals that announce the end of a job.
+
+    A ``worker_init_fn`` for loaders that you iterate without :class:`~ckpipe.Batches`, which does
+    the same by itself while a pipeline with ``preemption`` is open::
+
+        DataLoader(dataset, num_workers=4, worker_init_fn=ckpipe.preemption.worker_init)
+
+    From then on the worker ignores these signals, except SIGTERM from the process that made the
+    loader. It ends as before when that process closes the loader, ends, or dies. Programs that the
+    worker starts are not affected. Works with all start methods.
+
+    Args:
+        worker_id: The number of the worker, as torch passes it.
+        signals: The names of the signals. Pass others by ``functools.partial``.
+
+    Needs the compiled library of ckpipe. Where it is missing, worker 0 logs a warning, and the
+    signals end workers as before.
+    """
+    trainer = multiprocessing.parent_process()
+    if trainer is None or threading.current_thread() is not threading.main_thread():
+        return  # the workers of this loader are no processes
+    numbers = [signal.Signals[name] for name in signals]
+    try:
+        assert trainer.pid is not None
+        if not native.survive_signals(numbers, trainer.pid):
+            if worker_id == 0:
+                logger.warning(
+                    "Signals that stop the whole job end the workers of the data loader too, since "
+                    "the compiled library of ckpipe is missing"
+                )
+        elif os.getppid() != trainer.pid:
+            # The parent is the fork server. The signal may end it, which torch would take for the
+            # end of the trainer.
+            from torch.utils.data._utils.worker import ManagerWatchdog
+
+            ManagerWatchdog.is_alive = lambda self: trainer.is_alive()  # type: ignore[method-assign]
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
+
+
+def _init_worker(
+    inner: Callable[[int], None] | None, signals: tuple[str, ...], worker_id: int
+) -> None:
+    worker_init(worker_id, signals)
+    if inner is not None:
+        inner(worker_id)
+
+
+@contextmanager
+def workers_protected(
+    loader: DataLoader[Any], init: Callable[[int], None] | None
+) -> Iterator[None]:
+    """Let the workers that a loader starts in the block survive the signals that are watched.
+
+    Without an open pipeline that watches signals this changes nothing.
+
+    Args:
+        loader: The loader; its ``worker_init_fn`` is set.
+        init: The ``worker_init_fn`` of the program.
+    """
+    names = tuple(dict.fromkeys(name for watch in _watches for name in watch.names))
+    loader.worker_init_fn = partial(_init_worker, init, names) if names else init
+    if not names or not loader.num_workers or not _inherit_the_mask(loader):
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.Signals[name] for name in names])
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _inherit_the_mask(loader: DataLoader[Any]) -> bool:
+    """Tell whether workers begin with this thread's mask, and :func:`worker_init` resets it."""
+    if type(loader)._get_iterator.__module__.partition(".")[0] not in ("torch", "torchdata"):
+        return False
+    method = (loader.multiprocessing_context or multiprocessing).get_start_method()
+    if method == "spawn":  # which starts this process first, and that unblocks SIGTERM here
+        multiprocessing.resource_tracker.ensure_running()
+    # A fork server that is started with signals blocked would hand that on to all its children.
+    return bool(method != "forkserver")
+
+
+# Handlers that raise
+
+_TIMERS = {signal.SIGALRM, signal.SIGVTALRM, signal.SIGPROF}
+_DEFERRED = tuple(sorted(signal.valid_signals() - _TIMERS))
+
+
+class _DeferredErrors:
+    """Handlers that are wrapped so that their exceptions are kept; on the main thread only."""
+
+    def __init__(self) -> None:
+        self._blocks: set[object] = set()
+        self._wrapped: list[tuple[int, Any, Any]] = []
+        self._errors: list[Exception] = []
+
+    def begin(self, block: object) -> None:
+        first = not self._blocks  # coroutines of one loop may await several saves
+        self._blocks.add(block)
+        for number in _DEFERRED if first else ():
+            handler = signal.getsignal(number)
+            if callable(handler) and handler is not signal.default_int_handler:
+                wrapper = partial(self._call, handler)
+                self._wrapped.append((number, handler, wrapper))
+                signal.signal(number, wrapper)
+
+    def end(self, block: object) -> list[Exception]:
+        self._blocks.discard(block)
+        while self._wrapped and not self._blocks:
+            number, handler, wrapper = self._wrapped.pop()
+            if signal.getsignal(number) is wrapper:
+                signal.signal(number, handler)
+        errors, self._errors = self._errors, []
+        return errors
+
+    def _call(self, handler: Any, number: int, frame: FrameType | None) -> None:
+        try:
+            handler(number, frame)
+        except Exception as error:
+            if not self._blocks:
+                raise
+            self._errors.append(error)
+
+
+_deferred = _DeferredErrors()
+
+
+@contextmanager
+def errors_of_handlers_deferred() -> Iterator[None]:
+    """Raise exceptions of signal handlers at the end of the block, not inside it.
+
+    ``SystemExit`` and ``KeyboardInterrupt`` are not deferred, nor are exceptions of handlers of
+    timers (SIGALRM, SIGVTALRM, SIGPROF), which bound the time of a call. On other threads than the
+    main one handlers do not run, and this does nothing.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    block = object()
+    try:
+        _deferred.begin(block)
+        yield
+    except BaseException as error:
+        for each in _deferred.end(block):
+            error.add_note(f"Meanwhile the handler of a signal raised {each!r}")
+        raise
+    finally:
+        late = _deferred.end(block)
+    if late:
+        raise late[0]
+
+
+# Data loaders that fail
+
+_batches_received = 0
+
+
+def note_batch() -> None:
+    """Record that a loop over ``Batches`` receives a batch."""
+    global _batches_received
+    _batches_received += 1
+
+
+def batches_received() -> int:
+    """Return the number of batches that loops over ``Batches`` have received in this process."""
+    return _batches_received
+
+
+def note_loader_error(error: Exception) -> None:
+    """Record that a loader has raised an exception in place of a batch."""
+    error.__ckpipe_loader__ = True  # type: ignore[attr-defined]
+
+
+def is_loader_error(error: BaseException | None) -> bool:
+    """Tell whether an exception, or one that it was raised from, came out of a loader."""
+    while error is not None:
+        if hasattr(error, "__ckpipe_loader__"):
+            return True
+        error = error.__cause__ or error.__context__
+    return False

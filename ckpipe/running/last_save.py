@@ -1,0 +1,133 @@
+"""The save that a loop did not make after a stop was announced, made on leaving.
+
+Its data loader failed, as it does when its workers were stopped too, or the signal came after
+``should_save`` and before the loop looked at ``preempted``.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from ckpipe.lock.guard import StepGuard
+from ckpipe.preemption import StopRequest, batches_received, is_loader_error
+from ckpipe.ranks.schedule import SaveSchedule
+from ckpipe.state.kinds import is_stateful
+
+logger = logging.getLogger("ckpipe")
+
+
+@dataclass(frozen=True, slots=True)
+class LastSave:
+    """A save to make on leaving: the arguments of ``save``."""
+
+    state: Any
+    step: int
+    include: Sequence[str] | None
+    exclude: Sequence[str] | None
+
+    @contextmanager
+    def beside(self, error: BaseException | None) -> Iterator[None]:
+        """Raise an error of the save only if the program does not leave on another one."""
+        logger.info("Step %d is saved on leaving, since a stop was announced after it", self.step)
+        try:
+            yield
+        except Exception as failure:
+            if error is None:
+                raise
+            text = f"The save of step {self.step} on leaving raised {failure!r}"
+            logger.error("%s", text)
+            error.add_note(text)
+
+
+class LastState:
+    """The state of the last step, and whether it still is that state.
+
+    It is if since ``should_save`` no guarded optimizer has stepped and no loop over ``Batches`` has
+    received a batch. A state is used again only if it cannot be a copy of former values: it was
+    loaded into or saved before, or it is made of objects that have a ``state_dict``.
+
+    Args:
+        preemption: The request to stop.
+    """
+
+    def __init__(self, preemption: StopRequest) -> None:
+        self._preemption = preemption
+        self._state: Any = None
+        self._is_live = False
+        self._selection: tuple[Sequence[str] | None, Sequence[str] | None] = (None, None)
+        self._told: int | None = None
+        self._marks = (0, 0)
+
+    def tell(self, step: int, guards: Sequence[StepGuard]) -> None:
+        """Record the step that ``should_save`` is told."""
+        self._told, self._marks = step, _marks(guards)
+
+    def loads(self, into: Any) -> None:
+        """Record that a load fills a state."""
+        self._state, self._is_live, self._selection = into, into is not None, (None, None)
+
+    def saves(
+        self, state: Any, include: Sequence[str] | None, exclude: Sequence[str] | None
+    ) -> None:
+        """Record that a state is saved."""
+        self._is_live = state is self._state or _is_made_of_objects(state)
+        self._state, self._selection = state, (include, exclude)
+
+    def take(
+        self,
+        error: BaseException | None,
+        guards: Sequence[StepGuard],
+        schedule: SaveSchedule,
+        *,
+        alone: bool,
+    ) -> LastSave | None:
+        """Return the save to make before leaving; warn of steps that are lost.
+
+        Args:
+            error: The exception on which the pipeline is left, if any.
+            guards: The guarded optimizers.
+            schedule: Knows the newest saved or loaded step.
+            alone: True if no other rank takes part in saves.
+        """
+        state, self._state = self._state, None
+        step, newest = self._told, schedule.newest
+        if not self._preemption.signalled or self._preemption.answered or step is None:
+            return None
+        if newest is not None and newest >= step:
+            return None
+        if error is not None and not is_loader_error(error):
+            reason = f"the loop was left on a {type(error).__name__}"
+        elif not alone:
+            reason = "the ranks had not come to the step on which they agree"
+        elif not guards:
+            reason = "no optimizer is guarded, so the state may be that of another step"
+        elif self._marks != _marks(guards):
+            reason = "the state has changed since should_save"
+        elif not self._is_live:
+            reason = "the state that was saved last may hold copies of former values"
+        else:
+            return LastSave(state, step, *self._selection)
+        logger.warning(
+            "A stop was announced, and step %d is not saved: %s. %s",
+            step,
+            reason,
+            "There is no checkpoint to resume from"
+            if newest is None
+            else f"A resume goes on from the checkpoint of step {newest}",
+        )
+        return None
+
+
+def _marks(guards: Sequence[StepGuard]) -> tuple[int, int]:
+    return batches_received(), sum(guard.steps for guard in guards)
+
+
+def _is_made_of_objects(state: Any) -> bool:
+    if is_stateful(state):
+        return True
+    parts = state.values() if isinstance(state, Mapping) else state
+    return isinstance(state, Mapping | list | tuple) and all(map(_is_made_of_objects, parts))

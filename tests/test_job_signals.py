@@ -1,0 +1,148 @@
+"""Signals to all processes of a job, as Slurm and systemd send them, while a loader has workers."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import random
+import signal
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from forks import Case, Forks, forks
+from mortal_runs import notes
+from preempted_runs import STEP_SECONDS, Run
+from sampling import EVERY, SEED, sample
+
+import ckpipe
+
+PROGRAM = str(Path(__file__).with_name("preempted_runs.py"))
+CELLS = list(itertools.product(["fork", "spawn", "forkserver"], [False, True], ["data", "step"]))
+RUNS = 40 if EVERY else 1
+
+
+@pytest.fixture(scope="module")
+def trainers() -> Iterator[Forks]:
+    """The process that forks trainers."""
+    with forks(PROGRAM) as made:
+        yield made
+
+
+def run_job(trainers: Forks, case: Case, disturb: Callable[[int], None]) -> int | None:
+    """Run a case, and wait until its process group is empty; return the trainer's exit code.
+
+    Args:
+        trainers: Forks the trainer.
+        case: The case.
+        disturb: Called with the process group once the trainer has begun.
+    """
+    root = Path(case["root"])
+    with ThreadPoolExecutor(1) as pool:
+        ended = pool.submit(trainers.run, case)
+        until(lambda: ended.done() or bool(noted(root, "group")))
+        group = noted(root, "group")[0]
+        try:
+            disturb(group)
+            code = ended.result()
+            until(lambda: is_empty(group))  # workers see by themselves that the trainer is gone
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(group, signal.SIGKILL)
+    return code
+
+
+def until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        time.sleep(0.001)
+
+
+def is_empty(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+def noted(root: Path, word: str) -> list[int]:
+    """The numbers that a run has noted under a word."""
+    return [int(line.split()[1]) for line in notes(root) if line.startswith(f"{word} ")]
+
+
+def check(root: Path, case: Case) -> None:
+    """Check that the newest checkpoint is the whole state of the last step."""
+    run = Run(case)
+    with ckpipe.SyncPipeline(root) as pipeline:
+        loaded = pipeline.load(run.state)
+    assert loaded is not None
+    assert loaded.step == noted(root, "step")[-1]
+    assert (run.weight.item(), run.position) == (loaded.step, loaded.step)
+
+
+@pytest.mark.parametrize("number", range(RUNS))
+@pytest.mark.parametrize(("method", "persistent", "bound"), sample(CELLS, 4))
+def test_the_last_step_is_saved_whenever_the_job_is_told_to_stop(
+    trainers: Forks, tmp_path: Path, method: str, persistent: bool, bound: str, number: int
+) -> None:
+    root = tmp_path / "run"
+    case = {"root": str(root), "method": method, "persistent": persistent, "bound": bound}
+    moment = random.Random(f"{SEED} {method} {persistent} {bound} {number}")
+    first, delay = moment.randrange(1, 14), moment.random() * 2 * STEP_SECONDS
+    sent = moment.choice([signal.SIGTERM, signal.SIGUSR1])
+
+    def stop(group: int) -> None:
+        until(lambda: first in noted(root, "step") or is_empty(group))
+        time.sleep(delay)
+        os.killpg(group, sent)
+
+    code = run_job(trainers, case, stop)
+    check(root, case)
+    if method != "forkserver":  # which the signal may end, and its workers with it
+        assert code == 0
+
+
+FORKED: Case = {"method": "fork", "persistent": True, "bound": "data"}
+
+
+def stop_at_once(root: Path) -> Callable[[int], None]:
+    def stop(group: int) -> None:
+        until(lambda: bool(noted(root, "step")))
+        os.killpg(group, signal.SIGTERM)
+
+    return stop
+
+
+def test_workers_end_with_the_program_and_their_own_function_is_called(
+    trainers: Forks, tmp_path: Path
+) -> None:
+    root = tmp_path / "run"
+    case = {**FORKED, "root": str(root), "held": True, "init": True}
+    assert run_job(trainers, case, stop_at_once(root)) == 0
+    assert sorted(noted(root, "worker")) == [0, 1]
+    check(root, case)
+
+
+@pytest.mark.parametrize("every", [1000, 2])
+def test_a_loader_that_fails_after_the_stop_loses_no_step(
+    trainers: Forks, tmp_path: Path, every: int
+) -> None:
+    root = tmp_path / "run"
+    case = {**FORKED, "root": str(root), "dies": 3, "every": every}
+    assert run_job(trainers, case, lambda group: None) == 1
+    check(root, case)
+
+
+@pytest.mark.parametrize("every", [1000, 2])
+def test_steps_that_are_lost_are_told(trainers: Forks, tmp_path: Path, every: int) -> None:
+    root = tmp_path / "run"
+    case = {**FORKED, "root": str(root), "dies": 3, "every": every, "unguarded": True}
+    assert run_job(trainers, case, lambda group: None) == 1
+    (warning,) = [line for line in notes(root) if line.startswith("WARNING A stop")]
+    assert "step 3 is not saved: no optimizer is guarded" in warning
+    assert warning.endswith(
+        "checkpoint of step 2" if every == 2 else "no checkpoint to resume from"
+    )
