@@ -112,11 +112,16 @@ class StopRequest:
 
 
 class SignalWatch:
-    """Hands signals to a function and then to the earlier handler.
+    """Hands signals to a function and then to another handler.
+
+    That is the earlier one, or one that was installed since (:meth:`renew`).
 
     The default action of a signal, which for most is to end the process, is suppressed. Forked
     processes, such as those of data loaders, inherit the handlers. There, the handlers only do the
     earlier action, so such a process can still be ended.
+
+    Attributes:
+        watches: True from the beginning of the watch to its end.
 
     Args:
         names: Signals such as ``SIGTERM``.
@@ -128,7 +133,9 @@ class SignalWatch:
         self._numbers = [signal.Signals[name] for name in self.names]
         self._told = told
         self._before: dict[int, Any] = {}
-        self._watching = False
+        self._later: dict[int, Any] = {}
+        self._calling: set[int] = set()
+        self.watches = False
         self._process = os.getpid()
 
     def begin(self) -> None:
@@ -144,41 +151,75 @@ class SignalWatch:
                 hint="Open the pipeline there, or set preemption.signals to [] and call "
                 "pipeline.preempt() yourself",
             )
-        self._watching, self._process = True, os.getpid()
+        self.watches, self._process = True, os.getpid()
         _watches.append(self)
         for number in self._numbers:
             self._before[number] = signal.signal(number, self._handle)
 
+    def renew(self) -> None:
+        """Install the handlers again where other code has replaced them since.
+
+        The handler of the other code is called after them, and is left when the watch ends. On
+        other threads than the main one this does nothing.
+        """
+        if not self.watches or os.getpid() != self._process:
+            return
+        if threading.current_thread() is not threading.main_thread():
+            return
+        for number in self._numbers:
+            handler = signal.getsignal(number)
+            if not self._is_called_by(handler, number) and not _deferred.wraps(number, handler):
+                self._later[number] = handler
+                signal.signal(number, self._handle)
+
+    def _is_called_by(self, handler: Any, number: int) -> bool:
+        """Tell whether a handler is that of this watch, or of one that was begun later."""
+        while isinstance(watch := getattr(handler, "__self__", None), SignalWatch):
+            if watch is self:
+                return True
+            handler = watch._next(number)
+        return False
+
+    def _next(self, number: int) -> Any:
+        return self._later.get(number, self._before.get(number))
+
     def end(self) -> None:
-        """Restore the earlier handlers, unless others were installed since.
+        """Restore the handlers that ckpipe's call, unless others were installed since.
 
         Some of ckpipe's handlers cannot be removed, since other handlers may call them or this is
         not the main thread. These only do the earlier action from now on.
         """
-        self._watching = False
+        self.watches = False
         if self in _watches:
             _watches.remove(self)
         if threading.current_thread() is not threading.main_thread():
             return
-        for number, before in self._before.items():
+        for number in self._before:
             if signal.getsignal(number) == self._handle:
-                before = _still_of_use(number, before)
+                before = _still_of_use(number, self._drop(number))
                 # None stands for a handler that was not installed from Python.
                 signal.signal(number, signal.SIG_DFL if before is None else before)
 
-    def before(self, number: int) -> Any:
-        """Return the earlier handler of a signal if this watch has ended, else None."""
-        return None if self._watching else self._before.get(number)
+    def _drop(self, number: int) -> Any:
+        """Return the handler to install in place of this watch's, which calls it no more."""
+        return self._later.pop(number, self._before.get(number))
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        before = self._before.get(number)
-        if self._watching and os.getpid() == self._process:
+        # A handler that was installed later may itself call this one as its earlier one.
+        inside = number in self._calling
+        handler = self._before.get(number) if inside else self._next(number)
+        if self.watches and os.getpid() == self._process:
             self._told()
-        elif before is signal.SIG_DFL:
+        elif handler is signal.SIG_DFL:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
-        if callable(before):
-            before(number, frame)
+        if callable(handler):
+            self._calling.add(number)
+            try:
+                handler(number, frame)
+            finally:
+                if not inside:
+                    self._calling.discard(number)
 
 
 _watches: list[SignalWatch] = []
@@ -191,10 +232,9 @@ def _still_of_use(number: int, handler: Any) -> Any:
     Of two pipelines that were open together, the one that was opened first may be closed first.
     """
     while isinstance(watch := getattr(handler, "__self__", None), SignalWatch):
-        before = watch.before(number)
-        if before is None:
+        if watch.watches:
             break
-        handler = before
+        handler = watch._drop(number)
     return handler
 
 
@@ -317,6 +357,10 @@ class _DeferredErrors:
                 signal.signal(number, handler)
         errors, self._errors = self._errors, []
         return errors
+
+    def wraps(self, number: int, handler: Any) -> bool:
+        """True if this is a handler that is wrapped at the moment."""
+        return any((number, handler) == (each, wrapper) for each, _, wrapper in self._wrapped)
 
     def _call(self, handler: Any, number: int, frame: FrameType | None) -> None:
         try:

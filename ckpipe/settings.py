@@ -510,7 +510,9 @@ class Preemption(_Group):
 
     signals: tuple[str, ...] = ("SIGTERM", "SIGUSR1")
     """Names of the signals. An earlier handler is called too; the default action is suppressed. A
-    handler that Python's ``signal`` does not know, such as one of ``faulthandler``, is lost."""
+    handler that other code installs later is called too, from the next ``should_save`` or
+    ``preempted`` of the main thread on. A handler that Python's ``signal`` does not know, such as
+    one of ``faulthandler``, is lost."""
 
     grace_seconds: float | None = Field(None, gt=0)
     """Seconds from the signal until the process is killed. On exit, the pipeline waits for saves

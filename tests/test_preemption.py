@@ -6,7 +6,7 @@ import asyncio
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -95,6 +95,58 @@ def test_a_handler_that_came_later_stays_and_ours_does_as_before(
     assert signal.getsignal(signal.SIGUSR2) is handle
     send()
     assert (len(later), len(calls), pipeline.preempted) == (1, 1, False)
+    signal.signal(signal.SIGUSR2, original)
+
+
+CALLS: list[Callable[[ckpipe.SyncPipeline], object]] = [
+    lambda pipeline: pipeline.should_save(1),
+    lambda pipeline: pipeline.preempted,
+]
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("chains", [True, False])
+def test_a_handler_that_comes_later_is_called_too(
+    tmp_path: Path, calls: list[int], chains: bool, call: Callable[[ckpipe.SyncPipeline], object]
+) -> None:
+    original = signal.getsignal(signal.SIGUSR2)
+    later: list[int] = []
+    with (
+        ckpipe.SyncPipeline(tmp_path / "a", **USR2) as first,
+        ckpipe.SyncPipeline(tmp_path / "b", **USR2) as second,
+    ):
+        ours = signal.getsignal(signal.SIGUSR2)
+
+        def handle(number: int, frame: Any) -> None:
+            later.append(number)
+            if chains:
+                assert callable(ours)
+                ours(number, frame)
+
+        signal.signal(signal.SIGUSR2, handle)
+        for pipeline in (first, second, first):
+            assert not call(pipeline)
+        send()
+        assert first.preempted
+        assert second.preempted
+        assert (len(later), len(calls)) == (1, int(chains))
+    assert signal.getsignal(signal.SIGUSR2) is handle
+    send()
+    assert (len(later), len(calls)) == (2, 2 * int(chains))
+    signal.signal(signal.SIGUSR2, original)
+
+
+async def test_a_handler_of_the_event_loop_is_called_too(tmp_path: Path, calls: list[int]) -> None:
+    original = signal.getsignal(signal.SIGUSR2)
+    loop, heard = asyncio.get_running_loop(), asyncio.Event()
+    async with ckpipe.Pipeline(tmp_path, **USR2) as pipeline:
+        loop.add_signal_handler(signal.SIGUSR2, heard.set)
+        assert not pipeline.should_save(1)
+        send()
+        await heard.wait()
+        assert pipeline.preempted
+        assert pipeline.should_save(1)
+    loop.remove_signal_handler(signal.SIGUSR2)
     signal.signal(signal.SIGUSR2, original)
 
 

@@ -153,6 +153,7 @@ class PipelineBase:
         self._engine.world.check(saves=True, step=taken)
         called = saves.agreement.ask(taken) if together else frozenset()
         if self._settings.preemption.enabled:
+            self._watch.renew()
             self._last_state.tell(taken, self._guards)
         if END in called:
             self._preemption.arrive()
@@ -181,6 +182,7 @@ class PipelineBase:
         :meth:`should_save` is False. The end of the ``with`` block then waits for saves for
         ``preemption.grace_seconds`` after the signal at most.
         """
+        self._watch.renew()
         return self._preemption.told
 
     def preempt(self) -> None:
