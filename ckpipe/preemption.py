@@ -25,6 +25,9 @@ import os
 import signal
 import threading
 import time
+
+# Not signal.getsignal, which looks each handler up in an enum, at ten times the cost.
+from _signal import getsignal  # type: ignore[import-not-found]
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -167,10 +170,9 @@ class SignalWatch:
         if threading.current_thread() is not threading.main_thread():
             return
         for number in self._numbers:
-            handler = signal.getsignal(number)
+            handler = getsignal(number)
             if not self._is_called_by(handler, number) and not _deferred.wraps(number, handler):
-                self._later[number] = handler
-                signal.signal(number, self._handle)
+                self._later[number] = signal.signal(number, self._handle)
 
     def _is_called_by(self, handler: Any, number: int) -> bool:
         """Tell whether a handler is that of this watch, or of one that was begun later."""
@@ -328,7 +330,7 @@ def _inherit_the_mask(loader: DataLoader[Any]) -> bool:
 # Handlers that raise
 
 _TIMERS = {signal.SIGALRM, signal.SIGVTALRM, signal.SIGPROF}
-_DEFERRED = tuple(sorted(signal.valid_signals() - _TIMERS))
+_DEFERRED = tuple(sorted(map(int, signal.valid_signals() - _TIMERS)))
 
 
 class _DeferredErrors:
@@ -343,7 +345,7 @@ class _DeferredErrors:
         first = not self._blocks  # coroutines of one loop may await several saves
         self._blocks.add(block)
         for number in _DEFERRED if first else ():
-            handler = signal.getsignal(number)
+            handler = getsignal(number)
             if callable(handler) and handler is not signal.default_int_handler:
                 wrapper = partial(self._call, handler)
                 self._wrapped.append((number, handler, wrapper))
