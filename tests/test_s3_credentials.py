@@ -450,3 +450,34 @@ async def test_a_named_file_that_is_not_wanted_may_be_anything(
         else:
             with pytest.raises(errors.PermissionDenied, match="no credentials"):
                 await backend.put("a", b"x", PutMode.OVERWRITE)
+
+
+FRESH = """
+import json, secrets
+token = secrets.token_hex(8)
+print(json.dumps({"Version": 1, "AccessKeyId": "K", "SecretAccessKey": "s", "SessionToken": token}))
+"""
+
+
+@pytest.mark.parametrize("profile", ["program", "role"])
+async def test_a_store_that_refuses_all_keys_is_not_asked_for_ever(
+    moto_server: S3Server,
+    proxy: FaultProxy,
+    surroundings: Callable[[Mapping[str, str]], None],
+    tmp_path: Path,
+    profile: str,
+) -> None:
+    config, program = tmp_path / "config", tmp_path / "fresh.py"
+    program.write_text(FRESH)
+    command = shlex.join([sys.executable, str(program)])
+    config.write_text(
+        f"[profile program]\ncredential_process = {command}\n"
+        "[profile role]\nrole_arn = arn:aws:iam::123456789012:role/x\nsource_profile = program\n"
+    )
+    surroundings({"AWS_CONFIG_FILE": str(config)})
+    options: dict[str, Any] = {"endpoint_url": proxy.url, "request_timeout": 8.0}
+    proxy.rule = lambda request: S3Dialect().refusal(400, "InvalidToken", "Not a token of ours")
+    async with S3Backend(f"s3://{BUCKET}/refused", profile=profile, **options) as backend:
+        with pytest.raises(errors.PermissionDenied, match="Not a token of ours"):
+            await backend.get("a", max_bytes=1)
+    assert len(proxy.log) == 4

@@ -339,16 +339,19 @@ class S3Backend(BucketBackend):
     async def _send(self, operation: str, /, **parameters: Any) -> Any:
         """Send a request within the deadline and the error handling of an :meth:`attempt`.
 
-        If the store refuses the credentials, and there are others by now, it is sent once more.
+        If the store refuses the credentials, and there are others by now, it is sent again, at most
+        three times: a role or a program may give others each time, and all may be refused.
         """
-        while True:
+        for left in reversed(range(4)):
             signed.set(None)
             try:
                 return await getattr(self.client, operation)(**self._common, **parameters)
             except client_errors.ClientError as error:
                 answer = self.refusal(error) or Refused(0, "")
-                if not await self._keys.renewed(signed.get(), answer.code, answer.status):
+                used = signed.get()
+                if not left or not await self._keys.renewed(used, answer.code, answer.status):
                     raise
+        raise AssertionError
 
     async def ask(
         self,
