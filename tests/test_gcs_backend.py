@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import random
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from datetime import UTC, datetime, timedelta
@@ -424,6 +425,45 @@ async def test_credentials_that_another_program_renews_are_read_for_the_next_tok
             else:
                 with pytest.raises(errors.PermissionDenied, match=file):
                     await backend.get("a", max_bytes=1)
+
+
+@pytest.mark.parametrize("begun", ["with a file", "with the machine's own"])
+async def test_the_identity_stays_when_a_stored_file_comes_or_goes(
+    guarded: GcsServer,
+    credentials: Callable[..., str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    begun: str,
+) -> None:
+    bucket, file = await make_bucket(guarded), credentials()
+    stored = tmp_path / "application_default_credentials.json"
+    monkeypatch.setenv("CLOUDSDK_CONFIG", str(tmp_path))
+    asked: list[str] = []
+
+    async def give(_: web.Request) -> web.Response:
+        asked.append("the machine")
+        return web.json_response({"access_token": "the machine's", "expires_in": 3600})
+
+    app = web.Application()
+    app.router.add_get("/token", give)
+    async with TestServer(app) as machine:
+        monkeypatch.setattr(token, "GCE_ENDPOINT_TOKEN", str(machine.make_url("/token")))
+        if begun == "with a file":
+            os.replace(file, stored)
+            async with with_tokens(guarded, bucket) as backend:
+                await backend.put("a", b"1", PutMode.CREATE)
+                os.unlink(stored)
+                await anyio.to_thread.run_sync(guarded.ask, "DELETE", "/emulator/tokens")
+                assert await backend.get("a", max_bytes=1) == b"1"
+            assert not asked
+            return
+        async with with_tokens(guarded, bucket) as backend:
+            for number in range(2):
+                with pytest.raises(errors.PermissionDenied):
+                    await backend.get("a", max_bytes=1)
+                if number == 0:
+                    os.replace(file, stored)
+        assert len(asked) == 3  # each after the first replaces a refused token
 
 
 WHOLE = {

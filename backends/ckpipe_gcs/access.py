@@ -210,10 +210,14 @@ class Tokens:
     async def _renew(self, source: Source) -> None:
         assert self._find is not None
         try:
-            self._source = source = await run_in_thread(self._find)
+            found = await run_in_thread(self._find)
         except StoreError as error:
             # Another program may be writing the file. What it held before may still be valid.
             logger.debug("The credentials cannot be read again yet: %s", error)
+        else:
+            # If the file that gcloud stores has come or gone, this is another identity.
+            if found.name == source.name:
+                self._source = source = found
         try:
             answer = await _refresh(source, first=not self._ends)
         except CkpipeError as error:
