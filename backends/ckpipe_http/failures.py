@@ -39,7 +39,9 @@ UNREACHED = "Check 'endpoint_url', and that this machine reaches the store"
 BUCKET = "Create the bucket, or name another one"
 
 _CHECKSUMS_DIFFER = re.compile(
-    r"(?=.*(?:checksum|crc|md5|sha-?256|digest)).*(?:not match|n't match|differ)", re.IGNORECASE
+    r"(?=.*(?:checksum|crc|md5|sha-?256|digest))"
+    r".*(?:not match|n't match|(?<!type )mismatch|differs?\b|different from|different than)",
+    re.IGNORECASE,
 )
 """The text of an answer to bytes that were damaged on the way. An answer that refuses the checksum
 itself also names it, but compares nothing."""
