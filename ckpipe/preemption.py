@@ -424,8 +424,10 @@ def note_loader_error(error: Exception) -> None:
 
 def is_loader_error(error: BaseException | None) -> bool:
     """Tell whether an exception, or one that it was raised from, came out of a loader."""
-    while error is not None:
+    seen: set[int] = set()  # "raise error from error" makes a cycle
+    while error is not None and id(error) not in seen:
         if hasattr(error, "__ckpipe_loader__"):
             return True
+        seen.add(id(error))
         error = error.__cause__ or error.__context__
     return False

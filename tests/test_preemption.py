@@ -342,3 +342,20 @@ def test_two_pipelines_are_told_and_put_the_handler_back_in_any_order(
     first.__exit__(None, None, None)
     second.__exit__(None, None, None)
     assert calls == [signal.SIGUSR2]
+
+
+def test_an_error_that_is_its_own_cause_ends_the_program(
+    tmp_path: Path, threads: DaemonThreads
+) -> None:
+    error = ValueError("wrong")
+    error.__cause__ = error
+
+    def leave() -> None:
+        told = {"enabled": True, "signals": []}
+        with ckpipe.SyncPipeline(tmp_path, preemption=told) as pipeline:
+            pipeline.should_save(1)
+            pipeline.preempt()
+            raise error
+
+    with pytest.raises(ValueError, match="wrong"):
+        threads.submit(leave).result(PATIENCE)
