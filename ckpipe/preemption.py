@@ -117,7 +117,9 @@ class StopRequest:
 class SignalWatch:
     """Hands signals to a function and then to another handler.
 
-    That is the earlier one, or one that was installed since (:meth:`renew`).
+    That is the earlier one, or one that was installed since (:meth:`renew`). Of several, the newest
+    is called first. Each of them may call this watch in turn, as the earlier handler that it found,
+    and so reaches the next older one.
 
     The default action of a signal, which for most is to end the process, is suppressed. Forked
     processes, such as those of data loaders, inherit the handlers. There, the handlers only do the
@@ -136,8 +138,8 @@ class SignalWatch:
         self._numbers = [signal.Signals[name] for name in self.names]
         self._told = told
         self._before: dict[int, Any] = {}
-        self._later: dict[int, Any] = {}
-        self._calling: set[int] = set()
+        self._later: dict[int, list[Any]] = {}
+        self._depths: dict[int, int] = {}
         self.watches = False
         self._process = os.getpid()
 
@@ -172,7 +174,10 @@ class SignalWatch:
         for number in self._numbers:
             handler = getsignal(number)
             if not self._is_called_by(handler, number) and not _deferred.wraps(number, handler):
-                self._later[number] = signal.signal(number, self._handle)
+                later = self._later.setdefault(number, [])
+                if handler in later:
+                    later.remove(handler)
+                later.append(signal.signal(number, self._handle))
 
     def _is_called_by(self, handler: Any, number: int) -> bool:
         """Tell whether a handler is that of this watch, or of one that was begun later."""
@@ -182,8 +187,10 @@ class SignalWatch:
             handler = watch._next(number)
         return False
 
-    def _next(self, number: int) -> Any:
-        return self._later.get(number, self._before.get(number))
+    def _next(self, number: int, depth: int = 0) -> Any:
+        """Return the handler to call: the newest, or an older one if newer ones are running."""
+        later = self._later.get(number, ())
+        return later[-1 - depth] if depth < len(later) else self._before.get(number)
 
     def end(self) -> None:
         """Restore the handlers that ckpipe's call, unless others were installed since.
@@ -204,24 +211,23 @@ class SignalWatch:
 
     def _drop(self, number: int) -> Any:
         """Return the handler to install in place of this watch's, which calls it no more."""
-        return self._later.pop(number, self._before.get(number))
+        later = self._later.get(number)
+        return later.pop() if later else self._before.get(number)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        # A handler that was installed later may itself call this one as its earlier one.
-        inside = number in self._calling
-        handler = self._before.get(number) if inside else self._next(number)
+        depth = self._depths.get(number, 0)
+        handler = self._next(number, depth)
         if self.watches and os.getpid() == self._process:
             self._told()
         elif handler is signal.SIG_DFL:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
         if callable(handler):
-            self._calling.add(number)
+            self._depths[number] = depth + 1
             try:
                 handler(number, frame)
             finally:
-                if not inside:
-                    self._calling.discard(number)
+                self._depths[number] = depth
 
 
 _watches: list[SignalWatch] = []

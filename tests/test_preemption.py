@@ -136,6 +136,32 @@ def test_a_handler_that_comes_later_is_called_too(
     signal.signal(signal.SIGUSR2, original)
 
 
+def test_all_handlers_that_come_later_are_called(tmp_path: Path, calls: list[int]) -> None:
+    original = signal.getsignal(signal.SIGUSR2)
+    called: list[str] = []
+
+    def install(name: str) -> Any:
+        def handle(number: int, frame: Any) -> None:
+            called.append(name)
+            assert callable(before)
+            before(number, frame)
+
+        before = signal.signal(signal.SIGUSR2, handle)
+        return handle
+
+    with ckpipe.SyncPipeline(tmp_path, **USR2) as pipeline:
+        for name in ("first", "second"):
+            newest = install(name)
+            assert not pipeline.preempted
+        send()
+        assert pipeline.preempted
+        assert (called, len(calls)) == (["second", "first"], 1)
+    assert signal.getsignal(signal.SIGUSR2) is newest
+    send()
+    assert (called, len(calls)) == (["second", "first"] * 2, 2)
+    signal.signal(signal.SIGUSR2, original)
+
+
 async def test_a_handler_of_the_event_loop_is_called_too(tmp_path: Path, calls: list[int]) -> None:
     original = signal.getsignal(signal.SIGUSR2)
     loop, heard = asyncio.get_running_loop(), asyncio.Event()
