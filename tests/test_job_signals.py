@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import itertools
 import os
@@ -11,14 +12,17 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from forks import Case, Forks, forks
 from mortal_runs import notes
 from preempted_runs import STEP_SECONDS, Run
 from sampling import EVERY, SEED, sample
 
 import ckpipe
+from ckpipe import errors
 
 PROGRAM = str(Path(__file__).with_name("preempted_runs.py"))
 CELLS = list(itertools.product(["fork", "spawn", "forkserver"], [False, True], ["data", "step"]))
@@ -146,3 +150,55 @@ def test_steps_that_are_lost_are_told(trainers: Forks, tmp_path: Path, every: in
     assert warning.endswith(
         "checkpoint of step 2" if every == 2 else "no checkpoint to resume from"
     )
+
+
+class Refusing:
+    """A part of a state that can be saved or not.
+
+    Args:
+        error: Raised by ``state_dict``.
+    """
+
+    def __init__(self) -> None:
+        self.error: BaseException | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        if self.error is not None:
+            raise self.error
+        return {"a": torch.ones(1)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+
+@pytest.mark.parametrize("error", [ValueError("refused"), KeyboardInterrupt("refused")])
+def test_a_pipeline_is_closed_although_its_last_save_fails(
+    tmp_path: Path, error: BaseException
+) -> None:
+    part, optimizer = Refusing(), torch.optim.SGD([torch.nn.Parameter(torch.ones(3))], lr=0.1)
+    state = {"part": part, "optimizer": optimizer}
+    pipeline = ckpipe.SyncPipeline(tmp_path, guard=optimizer, preemption=True)
+    with pytest.raises(type(error), match="refused"), pipeline:  # noqa: PT012
+        pipeline.save(state, step=1)
+        assert not pipeline.should_save(2)
+        part.error = error
+        pipeline.preempt()
+    with pytest.raises(errors.PipelineClosed):
+        pipeline.steps()
+
+
+@pytest.mark.parametrize("error", [ValueError("refused"), asyncio.CancelledError("refused")])
+async def test_an_awaiting_pipeline_is_closed_although_its_last_save_fails(
+    tmp_path: Path, error: BaseException
+) -> None:
+    part, optimizer = Refusing(), torch.optim.SGD([torch.nn.Parameter(torch.ones(3))], lr=0.1)
+    state = {"part": part, "optimizer": optimizer}
+    pipeline = ckpipe.Pipeline(tmp_path, guard=optimizer, preemption=True)
+    with pytest.raises(type(error), match="refused"):  # noqa: PT012
+        async with pipeline:
+            await pipeline.save(state, step=1)
+            assert not pipeline.should_save(2)
+            part.error = error
+            pipeline.preempt()
+    with pytest.raises(errors.PipelineClosed):
+        await pipeline.steps()

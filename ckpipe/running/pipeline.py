@@ -108,24 +108,33 @@ class Pipeline(PipelineBase):
         await self._leave(exc)
 
     async def _leave(self, error: BaseException | None) -> None:
-        closed: Future[list[Exception]] = Future()
         with self._leaving():
-            if (last := self._last_save(error)) is not None:
-                with last.beside(error):
-                    await self.save(
-                        last.state, last.step, include=last.include, exclude=last.exclude
-                    )
             try:
-                await self._close_in_thread(closed, failed=error is not None)
-            except BaseException as cancelled:
-                error = cancelled
+                if (last := self._last_save(error)) is not None:
+                    with last.beside(error):
+                        await self.save(
+                            last.state, last.step, include=last.include, exclude=last.exclude
+                        )
+            except BaseException as failure:
+                await self._close_on(failure)
                 raise
-            finally:
-                failures = closed.result()
-                if error is not None:
-                    note_failures(failures, error)
+            failures = await self._close_on(error)
         if error is None:
             raise_or_warn(failures, self._settings.on_error)
+
+    async def _close_on(self, error: BaseException | None) -> list[Exception]:
+        """Close, and return failures that no call has seen; an error is told of them."""
+        closed: Future[list[Exception]] = Future()
+        try:
+            await self._close_in_thread(closed, failed=error is not None)
+        except BaseException as cancelled:
+            error = cancelled
+            raise
+        finally:
+            failures = closed.result()
+            if error is not None:
+                note_failures(failures, error)
+        return failures
 
     async def _close_in_thread(self, closed: Future[list[Exception]], *, failed: bool) -> None:
         """Close in a thread; after a cancellation, ``drain_timeout_seconds`` applies."""
@@ -539,9 +548,13 @@ class SyncPipeline(PipelineBase):
 
     def _leave(self, error: BaseException | None) -> None:
         with self._leaving():
-            if (last := self._last_save(error)) is not None:
-                with last.beside(error):
-                    self.save(last.state, last.step, include=last.include, exclude=last.exclude)
+            try:
+                if (last := self._last_save(error)) is not None:
+                    with last.beside(error):
+                        self.save(last.state, last.step, include=last.include, exclude=last.exclude)
+            except BaseException as failure:
+                note_failures(self._close(failed=True), failure)
+                raise
             failures = self._close(failed=error is not None)
         if error is None:
             raise_or_warn(failures, self._settings.on_error)
