@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import itertools
 import os
 import random
@@ -202,3 +203,44 @@ async def test_an_awaiting_pipeline_is_closed_although_its_last_save_fails(
             pipeline.preempt()
     with pytest.raises(errors.PipelineClosed):
         await pipeline.steps()
+
+
+class Ends(torch.utils.data.Dataset[int]):
+    """Numbers of which the last one cannot be read."""
+
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, index: int) -> int:
+        if index == 2:
+            raise ValueError("no more")
+        return index
+
+
+@pytest.mark.parametrize("saves", [False, True])
+def test_the_last_save_is_not_that_of_another_state(tmp_path: Path, saves: bool) -> None:
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    data = ckpipe.Batches(torch.utils.data.DataLoader(Ends()))
+    state = {"model": model, "optimizer": optimizer, "data": data}
+    told = {"enabled": True, "signals": []}
+    with ckpipe.SyncPipeline(tmp_path) as pipeline:
+        pipeline.save(state, step=0)
+    with (  # noqa: PT012
+        pytest.raises(ValueError, match="no more"),
+        ckpipe.SyncPipeline(tmp_path, guard=optimizer, preemption=told) as pipeline,
+    ):
+        pipeline.load(state)
+        for step, _ in enumerate(data, 1):
+            optimizer.step()
+            if pipeline.should_save(step):
+                pipeline.save(state, step=step)
+            if saves and step == 1:
+                pipeline.save(state, step=step).wait(60)
+            if step == 2:
+                pipeline.load({"model": copy.deepcopy(model)}, step=0, include=["model.*"])
+                pipeline.preempt()
+    with ckpipe.SyncPipeline(tmp_path) as pipeline:
+        loaded = pipeline.load(state)
+    assert loaded is not None
+    assert (loaded.step, data.batch) == (2, 2)

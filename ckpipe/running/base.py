@@ -606,7 +606,7 @@ class PipelineBase:
                 )
         self._lock.check_capture_allowed()
         if self._settings.preemption.enabled:
-            self._last_state.saves(state, include, exclude)
+            self._last_state.saves(state, include, exclude, self._guards)
         return SaveRequest(
             state,
             select,
@@ -661,7 +661,7 @@ class PipelineBase:
             )
         self._engine.world.check(saves=False)
         if self._settings.preemption.enabled:
-            self._last_state.loads(into)
+            self._last_state.loads(into, self._guards)
         hold = None if into is None else LoadHold(self._lock, caller)
         interval = self._settings.switch_interval_seconds
         return LoadRequest(

@@ -7,7 +7,7 @@ Its data loader failed, as it does when its workers were stopped too, or the sig
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -66,16 +66,33 @@ class LastState:
         """Record the step that ``should_save`` is told."""
         self._told, self._marks = step, _marks(guards)
 
-    def loads(self, into: Any) -> None:
-        """Record that a load fills a state."""
+    def loads(self, into: Any, guards: Sequence[StepGuard]) -> None:
+        """Record that a load fills a state, unless another state is trained."""
+        if into is not None and self._is_other(into, guards):
+            return
         self._state, self._is_live, self._selection = into, into is not None, (None, None)
 
     def saves(
-        self, state: Any, include: Sequence[str] | None, exclude: Sequence[str] | None
+        self,
+        state: Any,
+        include: Sequence[str] | None,
+        exclude: Sequence[str] | None,
+        guards: Sequence[StepGuard],
     ) -> None:
-        """Record that a state is saved."""
+        """Record that a state is saved, unless another state is trained."""
+        if self._is_other(state, guards):
+            return
         self._is_live = state is self._state or _is_made_of_objects(state)
         self._state, self._selection = state, (include, exclude)
+
+    def _is_other(self, state: Any, guards: Sequence[StepGuard]) -> bool:
+        """Tell whether a state has no guarded optimizer, and the recorded one has.
+
+        Weights that are loaded or saved for a test are such a state.
+        """
+        owners = {id(optimizer) for guard in guards for optimizer in guard.optimizers}
+        known = self._state
+        return state is not known and _has_one(known, owners) and not _has_one(state, owners)
 
     def take(
         self,
@@ -131,3 +148,10 @@ def _is_made_of_objects(state: Any) -> bool:
         return True
     parts = state.values() if isinstance(state, Mapping) else state
     return isinstance(state, Mapping | list | tuple) and all(map(_is_made_of_objects, parts))
+
+
+def _has_one(state: Any, owners: Set[int]) -> bool:
+    parts = state.values() if isinstance(state, Mapping) else state
+    if isinstance(state, Mapping | list | tuple):
+        return any(_has_one(each, owners) for each in parts)
+    return id(state) in owners
