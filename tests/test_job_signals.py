@@ -244,3 +244,12 @@ def test_the_last_save_is_not_that_of_another_state(tmp_path: Path, saves: bool)
         loaded = pipeline.load(state)
     assert loaded is not None
     assert (loaded.step, data.batch) == (2, 2)
+
+
+def test_a_state_that_contains_itself_is_saved_before_the_stop(tmp_path: Path) -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(3))], lr=0.1)
+    state: dict[str, Any] = {"optimizer": optimizer}
+    state["self"] = state
+    with ckpipe.SyncPipeline(tmp_path, guard=optimizer, preemption=True) as pipeline:
+        for step in (1, 2):
+            assert pipeline.save(state, step=step).wait(60).complete

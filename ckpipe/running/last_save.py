@@ -144,14 +144,21 @@ def _marks(guards: Sequence[StepGuard]) -> tuple[int, int]:
 
 
 def _is_made_of_objects(state: Any) -> bool:
-    if is_stateful(state):
-        return True
-    parts = state.values() if isinstance(state, Mapping) else state
-    return isinstance(state, Mapping | list | tuple) and all(map(_is_made_of_objects, parts))
+    return all(map(is_stateful, _leaves(state)))
 
 
 def _has_one(state: Any, owners: Set[int]) -> bool:
-    parts = state.values() if isinstance(state, Mapping) else state
-    if isinstance(state, Mapping | list | tuple):
-        return any(_has_one(each, owners) for each in parts)
-    return id(state) in owners
+    return any(id(each) in owners for each in _leaves(state))
+
+
+def _leaves(state: Any) -> Iterator[Any]:
+    """Return the objects in the containers of a state, which may contain themselves."""
+    seen: set[int] = set()
+    found = [state]
+    while found:
+        each = found.pop()
+        if is_stateful(each) or not isinstance(each, Mapping | list | tuple):
+            yield each
+        elif id(each) not in seen:
+            seen.add(id(each))
+            found += each.values() if isinstance(each, Mapping) else each
