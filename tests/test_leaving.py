@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -114,6 +115,42 @@ def leave_while_a_save_is_held(
         store.slow.release()
         thread.join()
     return handle
+
+
+def test_an_error_of_a_handler_gives_no_save_up(store: Stores) -> None:
+    pipeline = ckpipe.SyncPipeline(store.url).open()
+    called = threading.Event()
+
+    def handle(number: int, frame: object) -> None:
+        called.set()
+        raise RuntimeError("a worker died")
+
+    def kill_worker() -> None:
+        os.kill(os.getpid(), signal.SIGUSR2)
+        called.wait()
+        store.slow.release()
+
+    before = signal.signal(signal.SIGUSR2, handle)
+    store.slow.hold("write")
+    saved = pipeline.save(STATE, step=0)
+    killing = threading.Thread(target=once, args=(lambda: pipeline._closing, kill_worker))
+    try:
+        with signals_heard(), pytest.raises(RuntimeError) as caught, pipeline:  # noqa: PT012
+            killing.start()
+            raise ValueError("the loader failed")
+    finally:
+        called.set()
+        store.slow.release()
+        killing.join()
+        signal.signal(signal.SIGUSR2, before)
+    assert saved.status == "committed"
+    assert isinstance(caught.value.__context__, ValueError)
+
+
+def once(condition: Callable[[], bool], then: Callable[[], object]) -> None:
+    while not condition():
+        time.sleep(0.001)
+    then()
 
 
 def test_a_normal_leave_has_no_limit(store: Stores) -> None:

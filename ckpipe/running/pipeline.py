@@ -555,7 +555,9 @@ class SyncPipeline(PipelineBase):
             except BaseException as failure:
                 note_failures(self._close(failed=True), failure)
                 raise
-            failures = self._close(failed=error is not None)
+            # Workers of data loaders may die one after the other, and each gave the saves up.
+            with nullcontext() if error is None else errors_of_handlers_deferred():
+                failures = self._close(failed=error is not None)
         if error is None:
             raise_or_warn(failures, self._settings.on_error)
         else:
