@@ -27,7 +27,7 @@ from ckpipe import errors
 
 PROGRAM = str(Path(__file__).with_name("preempted_runs.py"))
 CELLS = list(itertools.product(["fork", "spawn", "forkserver"], [False, True], ["data", "step"]))
-RUNS = 40 if EVERY else 1
+RUNS = 10 if EVERY else 1
 
 
 @pytest.fixture(scope="module")
