@@ -2,7 +2,8 @@
 
 Theory. A handler in Python runs between any two instructions of the main thread, which may hold any
 lock. So ckpipe's handler only writes two attributes and calls the earlier handler. The training
-loop polls; nothing interrupts it.
+loop polls; nothing interrupts it. While the main thread is in a collective, no handler in Python
+runs. A thread learns of the signal from Python's handler in C (:class:`_WakeupSocket`).
 
 Data loaders. Slurm, systemd and ``torchrun`` send the signal to all processes of a job, and it
 would end the workers of a data loader before the loop has taken its last step. So workers ignore
@@ -18,11 +19,15 @@ the main thread, in ``save`` too. There it is deferred until the state is copied
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import multiprocessing
 import multiprocessing.resource_tracker
 import os
+import select
 import signal
+import socket
+import struct
 import threading
 import time
 
@@ -130,7 +135,8 @@ class SignalWatch:
 
     Args:
         names: Signals such as ``SIGTERM``.
-        told: Called on each of them; safe in a signal handler.
+        told: Called on each of them, in a signal handler and in a thread; it may be called twice
+            for one signal.
     """
 
     def __init__(self, names: Iterable[str], told: Callable[[], None]) -> None:
@@ -157,6 +163,8 @@ class SignalWatch:
                 "pipeline.preempt() yourself",
             )
         self.watches, self._process = True, os.getpid()
+        if self._numbers:
+            _wakeup.begin()
         _watches.append(self)
         for number in self._numbers:
             self._before[number] = signal.signal(number, self._handle)
@@ -167,7 +175,7 @@ class SignalWatch:
         The handler of the other code is called after them, and is left when the watch ends. On
         other threads than the main one this does nothing.
         """
-        if not self.watches or os.getpid() != self._process:
+        if not self.watches_here:
             return
         if threading.current_thread() is not threading.main_thread():
             return
@@ -208,6 +216,18 @@ class SignalWatch:
                 before = _still_of_use(number, self._drop(number))
                 # None stands for a handler that was not installed from Python.
                 signal.signal(number, signal.SIG_DFL if before is None else before)
+        if not any(each.watches_here and each.names for each in _watches):
+            _wakeup.end()
+
+    @property
+    def watches_here(self) -> bool:
+        """True from the beginning to the end, but not in a forked process."""
+        return self.watches and os.getpid() == self._process
+
+    def notice(self, numbers: bytes) -> None:
+        """Record signals whose handlers may not have run yet; callable on any thread."""
+        if self.watches_here and not set(numbers).isdisjoint(self._numbers):
+            self._told()
 
     def _drop(self, number: int) -> Any:
         """Return the handler to install in place of this watch's, which calls it no more."""
@@ -217,7 +237,7 @@ class SignalWatch:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         depth = self._depths.get(number, 0)
         handler = self._next(number, depth)
-        if self.watches and os.getpid() == self._process:
+        if self.watches_here:
             self._told()
         elif handler is signal.SIG_DFL:
             signal.signal(number, signal.SIG_DFL)
@@ -244,6 +264,141 @@ def _still_of_use(number: int, handler: Any) -> Any:
             break
         handler = watch._drop(number)
     return handler
+
+
+class _Descriptor:
+    """A descriptor of other code, which may close it at any time.
+
+    Args:
+        number: Its number; -1 for none.
+    """
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+        self._file = self._open_file()
+
+    def _open_file(self) -> tuple[int, int] | None:
+        try:
+            status = os.fstat(self._number)
+        except OSError:
+            return None
+        return status.st_dev, status.st_ino
+
+    @property
+    def number(self) -> int:
+        """The number; -1 once it stands for no file, or for another one."""
+        file = self._open_file()
+        return self._number if file is not None and file == self._file else -1
+
+    def write(self, numbers: bytes) -> None:
+        """Write numbers of signals; lose them where the owner does not read."""
+        if (number := self.number) >= 0:
+            with contextlib.suppress(OSError):
+                os.write(number, numbers)
+
+
+class _WakeupSocket:
+    """Notices signals at once, also while the main thread cannot run their handlers.
+
+    Python's handler in C writes the number of each signal to one descriptor of the process
+    (``signal.set_wakeup_fd``). A thread reads it here, tells the watches, and passes every number
+    on to the descriptor that was installed before, such as that of an event loop. Where other code
+    installs its own later, only the handlers in Python notice signals.
+
+    Both ends and the thread stay until the process ends, since code that has replaced the
+    descriptor may put it back at any time.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()  # a handler in Python may open or close a pipeline
+        self._ends: tuple[socket.socket, socket.socket] | None = None
+        self._begun = False
+        self._former = _Descriptor(-1)
+
+    def begin(self) -> None:
+        """Install the descriptor; on the main thread only."""
+        with self._lock:
+            try:
+                reader, writer = self._ends = self._ends or self._started()
+            except (OSError, RuntimeError):
+                return  # the pipeline needs descriptors and threads too, and says that they lack
+            self._pass_on(reader, self._former)  # the new watch is not told of earlier signals
+            installed = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+            self._begun = True
+            if installed != writer.fileno():
+                self._former = _Descriptor(installed)
+
+    def _started(self) -> tuple[socket.socket, socket.socket]:
+        reader, writer = socket.socketpair()
+        try:
+            reader.setblocking(False)
+            writer.setblocking(False)
+            if hasattr(socket, "SO_PASSCRED"):
+                reader.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+            name = "ckpipe signals"
+            threading.Thread(target=self._serve, args=(reader,), name=name, daemon=True).start()
+        except BaseException:
+            reader.close()
+            writer.close()
+            raise
+        return reader, writer
+
+    def _serve(self, reader: socket.socket) -> None:
+        poll = select.poll()
+        poll.register(reader, select.POLLIN)
+        while True:
+            poll.poll()
+            with self._lock:
+                self._pass_on(reader, self._former)
+
+    def _pass_on(self, reader: socket.socket, former: _Descriptor) -> None:
+        """Tell the watches, and the former owner, of all signals that have come."""
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                space = socket.CMSG_SPACE(_CREDENTIALS.size)
+                numbers, items, *_ = reader.recvmsg(4096, space)
+                # A signal of a forked process, which shares the socket until begin_in_child.
+                if any(_CREDENTIALS.unpack(item)[0] != os.getpid() for *_, item in items):
+                    continue
+                former.write(numbers)
+                for watch in tuple(_watches):
+                    watch.notice(numbers)
+
+    def end(self) -> None:
+        """Put the former descriptor back, unless other code has installed one since.
+
+        On the main thread only.
+        """
+        if not self._begun or self._ends is None:
+            return
+        reader, writer = self._ends
+        with self._lock:
+            self._begun = False
+            self._pass_on(reader, self._former)
+            # Only a call that installs a descriptor tells which one was installed.
+            installed = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+            owner = self._former if installed == writer.fileno() else _Descriptor(installed)
+            # The owner's choice whether a full buffer is reported cannot be learned.
+            signal.set_wakeup_fd(owner.number, warn_on_full_buffer=False)
+            self._pass_on(reader, owner)
+
+    def begin_in_child(self) -> None:
+        """Leave the sockets to the process that this one was forked from."""
+        if self._ends is not None:
+            installed = signal.set_wakeup_fd(-1)
+            if installed != self._ends[1].fileno():
+                signal.set_wakeup_fd(installed)
+            for end in self._ends:
+                end.close()
+        self._lock, self._ends, self._begun = threading.RLock(), None, False
+        self._former = _Descriptor(-1)
+
+
+_CREDENTIALS = struct.Struct("3i")
+"""Process, user and group of a sender, as Linux tells them."""
+
+_wakeup = _WakeupSocket()
+os.register_at_fork(after_in_child=_wakeup.begin_in_child)
 
 
 # Workers of data loaders
