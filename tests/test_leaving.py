@@ -359,6 +359,27 @@ def test_a_cell_that_opens_a_pipeline_again_and_again_leaves_one_open(tmp_path: 
         assert [info.step for info in pipeline.steps() if info.complete] == list(range(9))
 
 
+DROPPED_AT_EXIT = """
+import atexit, sys
+import ckpipe, torch
+class Trainer:
+    def __init__(self):
+        self.pipeline = ckpipe.SyncPipeline(sys.argv[1]).open()
+        atexit.register(self.tear_down)
+    def tear_down(self):
+        self.pipeline = None
+trainer = Trainer()
+trainer.pipeline.save({"w": torch.ones(4 << 20)}, step=1)
+"""
+
+
+def test_a_pipeline_that_is_dropped_while_the_program_ends_is_closed(tmp_path: Path) -> None:
+    run = script(DROPPED_AT_EXIT, tmp_path)
+    assert run.code == 0, run.err
+    with ckpipe.SyncPipeline(tmp_path, read_only=True) as pipeline:
+        assert [info.step for info in pipeline.steps() if info.complete] == [1]
+
+
 LEFT_OPEN = """
 import atexit, multiprocessing, os, sys, threading
 import torch

@@ -15,6 +15,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from threading import Thread
 from typing import Any, SupportsIndex, TypeVar, Unpack
 
@@ -71,17 +72,12 @@ def _place_of_call() -> str:
     return "an unknown place"
 
 
-def _unless_dropped(
-    method: Callable[[BaseException | None], None],
-) -> Callable[[BaseException | None], None]:
-    """Return a function that calls a method, and does nothing once its object is gone."""
-    reference = weakref.WeakMethod(method)
-
-    def call(error: BaseException | None) -> None:
-        if (found := reference()) is not None:
-            found(error)
-
-    return call
+def _close_at_exit(
+    reference: weakref.ref[PipelineBase], dropped: list[PipelineBase], error: BaseException | None
+) -> None:
+    found = next(iter(dropped), None) or reference()
+    if found is not None:
+        found._close_unattended(error)
 
 
 class PipelineBase:
@@ -123,6 +119,8 @@ class PipelineBase:
         self._process = os.getpid()
         self._closing = False
         self._at_exit: Callable[[], None] = lambda: None
+        self._dropped: list[PipelineBase] = []
+        """This pipeline from when it is dropped until it is closed."""
         self._life = threading.RLock()
 
     def should_save(self, step: SupportsIndex, *, last: SupportsIndex | None = None) -> bool:
@@ -434,7 +432,7 @@ class PipelineBase:
                 self._opened = None
                 raise
             # By a weak reference, so that a pipeline that is dropped is closed at once.
-            self._at_exit = call_at_exit(_unless_dropped(self._close_unattended))
+            self._at_exit = call_at_exit(partial(_close_at_exit, weakref.ref(self), self._dropped))
 
     def _close(self, *, failed: bool) -> list[Exception]:
         """Let saves finish and close; return failures that no call has seen; blocking.
@@ -511,6 +509,7 @@ class PipelineBase:
 
     def _shut(self, *, cancel: bool) -> None:
         self._at_exit()
+        self._dropped.clear()
         while self._guards:
             self._guards.pop().remove()
         loop, self._loop = self._loop, None
@@ -522,8 +521,8 @@ class PipelineBase:
         # An argument: when the program ends, this module may be gone. By then all are closed.
         if self._loop is None or is_finalizing() or self._forked:
             return
-        self._at_exit()
-        self._at_exit = call_at_exit(self._close_unattended)  # keeps it alive until it is closed
+        # Keeps it alive. A new call at exit would come too late if the program ends already.
+        self._dropped.append(self)
         with contextlib.suppress(RuntimeError):  # the program ends, and starts no more threads
             Thread(target=self._close_unattended, name="ckpipe closing", daemon=True).start()
         warnings.warn(
