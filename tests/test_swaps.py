@@ -301,6 +301,30 @@ def test_values_that_do_not_fit_are_refused_untouched(
     assert is_free(pipeline.lock)
 
 
+def test_values_that_are_no_tensors_are_refused(store: Stores) -> None:
+    model, average = nn.Linear(2, 2), nn.Linear(2, 2)
+    pipeline: Any = ckpipe.SyncPipeline(store.url)
+    for one, other in [
+        (model.state_dict(), average.state_dict()),
+        (model.named_parameters(), average.named_parameters()),
+        ([model.bias], [average.bias.detach().numpy()]),
+    ]:
+        with pytest.raises(errors.UsageError, match="only tensors"), pipeline.swapped(one, other):
+            pass
+    assert is_free(pipeline.lock)
+
+
+def test_a_decorator_swaps_at_every_call(store: Stores) -> None:
+    model, average = nn.Linear(2, 2), nn.Linear(2, 2)
+    pipeline: Any = ckpipe.SyncPipeline(store.url)
+
+    def is_swapped() -> bool:
+        return torch.equal(model.weight, average.weight)
+
+    decorated = pipeline.swapped(model.parameters(), average.parameters())(is_swapped)
+    assert (decorated(), decorated()) == (True, True)
+
+
 def test_a_save_inside_is_refused(store: Stores) -> None:
     weight = torch.zeros(2)
     with (

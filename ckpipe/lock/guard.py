@@ -119,6 +119,12 @@ def swapped(
             hint="Pass one value for each tensor, in the same order",
         )
     for number, (target, other) in enumerate(zip(targets, others, strict=True)):
+        for each in (target, other):
+            if not isinstance(each, torch.Tensor):
+                raise UsageError(
+                    f"Number {number} is a {type(each).__name__}, and only tensors can be swapped",
+                    hint="Pass model.parameters(), or the values of a dict",
+                )
         if target.shape != other.shape:
             raise UsageError(
                 f"Tensor {number} has the shape {list(target.shape)} and its value "

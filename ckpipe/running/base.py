@@ -271,7 +271,8 @@ class PipelineBase:
             LockMisuse: On entry, if this thread is capturing the state, as a ``state_dict`` does
                 that a save calls; and by a save on this thread inside the block.
         """
-        return swapped(self._lock, tensors, values)
+        # Lists, since a decorator enters the block at each call and an iterator serves only once.
+        return swapped(self._lock, list(tensors), list(values))
 
     @property
     def lock(self) -> StateLock:
