@@ -267,7 +267,8 @@ class PipelineBase:
                 is converted to the tensor's dtype and device.
 
         Raises:
-            UsageError: On entry, if their numbers or shapes differ. Nothing is changed then.
+            UsageError: On entry, if their numbers or shapes differ, or one is no tensor. Nothing is
+                changed then.
             LockMisuse: On entry, if this thread is capturing the state, as a ``state_dict`` does
                 that a save calls; and by a save on this thread inside the block.
         """
