@@ -8,6 +8,7 @@ import re
 import shlex
 import sys
 import textwrap
+import tomllib
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -142,6 +143,18 @@ def test_commands_that_pages_show_are_understood() -> None:
                 group.commands[words[1]].make_context(words[1], words[2:])
                 seen.add(words[1])
     assert seen >= {"ls", "info", "verify", "diff", "cp", "timeline", "prune"}
+
+
+def test_pages_promise_the_oldest_torch_that_pip_accepts() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    [accepted] = [each for each in project["dependencies"] if each.startswith("torch")]
+    promised = {
+        name(page): set(re.findall(r"torch (\S+)\s+or\s+newer", page.read_text(encoding="utf-8")))
+        for page in PAGES
+    }
+    oldest = {accepted.removeprefix("torch>=")}
+    assert promised["README.md"] == promised["docs/install.md"] == oldest
+    assert all(each <= oldest for each in promised.values())
 
 
 def test_the_tutorial_shows_the_example_as_it_is() -> None:
