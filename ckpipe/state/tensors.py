@@ -446,7 +446,6 @@ def _placement(placement: Any, label: str) -> Placement:
 
     if type(placement) is Replicate:
         return Placement()
-    # Older releases of torch derive the strided shard from the plain one.
     if type(placement) is _StridedShard:
         return Placement(placement.dim, int(placement.split_factor))
     if type(placement) is Shard:
