@@ -221,6 +221,7 @@ def test_a_run_that_finds_nothing_to_load_says_where_it_starts(
     assert caplog.text.count("training starts fresh") == 1
 
 
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")  # DCP of torch 2.10 uses it
 def test_a_fresh_start_beside_something_to_resume_is_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
