@@ -38,9 +38,9 @@ test-all: check  ## All checks and the tests in their long form
 	@echo "test: pytest, long form"
 	@CKPIPE_TEST_ALL=1 CKPIPE_TEST_SITE=$(abspath $(SITE)) $(BIN)/python -m pytest -q $(PARALLEL)
 
-test-torch: $(if $(TORCH),$(READY))  ## The tests with another torch: make test-torch TORCH=2.8.0
+test-torch: $(if $(TORCH),$(READY))  ## The tests with another torch: make test-torch TORCH=2.10.0
 	@[ -n "$(TORCH)" ] || \
-		{ echo "test: give the release of torch, as in make test-torch TORCH=2.8.0" >&2; exit 1; }
+		{ echo "test: give the release of torch, as in make test-torch TORCH=2.10.0" >&2; exit 1; }
 	@echo "test: pytest, with torch $(TORCH)"
 	@$(BIN)/python -m pytest -q $(PARALLEL)
 

@@ -55,7 +55,7 @@ def files(folder: Path) -> dict[Path, bytes]:
         (".venv", [".venv/.ready"]),
         ("mine", ["VENV=mine", "docs"]),
         (".venv-bench", ["bench-quick"]),
-        (".venv-torch-2.8.0", ["test-torch", "TORCH=2.8.0"]),
+        (".venv-torch-2.10.0", ["test-torch", "TORCH=2.10.0"]),
     ],
 )
 def test_an_environment_that_make_did_not_make_is_left_alone(
@@ -88,16 +88,16 @@ def test_a_setup_that_broke_off_is_taken_up_again(clone: Path) -> None:
 
 
 def test_another_torch_has_an_environment_of_its_own(clone: Path) -> None:
-    done = make(clone, "test-torch", "TORCH=2.8.0")
+    done = make(clone, "test-torch", "TORCH=2.10.0")
     assert done.returncode == 0, done.stderr
-    installed = (clone / ".venv-torch-2.8.0/bin/installed").read_text()
-    assert "torch==2.8.0" in installed
+    installed = (clone / ".venv-torch-2.10.0/bin/installed").read_text()
+    assert "torch==2.10.0" in installed
     assert "constraints.txt" not in installed
     ran = next(line for line in done.stdout.splitlines() if "pytest -q" in line)
-    assert ran.startswith(".venv-torch-2.8.0/bin/python -m pytest")
+    assert ran.startswith(".venv-torch-2.10.0/bin/python -m pytest")
     assert not (clone / ".venv").exists()
     assert make(clone, "clean").returncode == 0
-    assert not (clone / ".venv-torch-2.8.0").exists()
+    assert not (clone / ".venv-torch-2.10.0").exists()
 
 
 def test_another_torch_must_be_named(clone: Path, monkeypatch: pytest.MonkeyPatch) -> None:
