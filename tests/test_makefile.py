@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -35,9 +36,12 @@ def clone(tmp_path: Path) -> Path:
 
 
 def make(clone: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    # Variables that were given to a make that runs these tests are not for this one.
+    own = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
     return subprocess.run(
         ["make", f"PYTHON={clone}/python", *words],
         cwd=clone,
+        env=own,
         capture_output=True,
         text=True,
         timeout=300,
