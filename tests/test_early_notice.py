@@ -92,6 +92,8 @@ def comes(condition: Heard) -> bool:
 def owner() -> Iterator[socket.socket]:
     """Own the descriptor of signals, as an event loop does; yields the end to read."""
     reader, writer = socket.socketpair()
+    # A loader of another test has left a handler, and each command that ends sends this signal.
+    of_children = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     with reader, writer:
         reader.settimeout(PATIENCE)
         writer.setblocking(False)
@@ -100,6 +102,7 @@ def owner() -> Iterator[socket.socket]:
             yield reader
         finally:
             assert signal.set_wakeup_fd(before) in (writer.fileno(), -1)
+            signal.signal(signal.SIGCHLD, of_children)
 
 
 def installed() -> int:

@@ -90,8 +90,10 @@ def test_a_save_that_comes_to_nothing_does_not_count(store: Stores, how: str) ->
         store.faulty.fail(errors.StoreFull("no room"), "complete")
         handle = pipeline.save(state(2), step=2)
     elif how == "the store is down":
-        store.faulty.fail(down, lambda _: True, times=None)
+        store.slow.hold("write")  # else the call itself may raise
         handle = pipeline.save(state(2), step=2)
+        store.faulty.fail(down, lambda _: True, times=None)
+        store.slow.release()
     else:
         store.slow.hold("write")
         handle = pipeline.save(state(2), step=2)
