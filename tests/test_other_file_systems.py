@@ -149,7 +149,7 @@ def each_call(
         effect: Whether the call takes effect before it fails.
         besides: Other rules that hold.
     """
-    numbers = range(1, 10_000) if EVERY else [1, 2, 3, *sample(range(4, 20), 2)]
+    numbers = range(1, 10_000) if EVERY else [1, *sample(range(2, 20), 2)]
     for number in numbers:
         found = other.use(f"{call} {number} 1 {code} {effect}; {besides}")
         if number == 1:
@@ -161,16 +161,19 @@ def each_call(
 
 @pytest.mark.parametrize(
     ("call", "code", "besides"),
-    [
-        ("link", errno.EEXIST, ""),
-        ("link", errno.EIO, ""),
-        ("link", errno.ESTALE, ""),
-        ("noreplace", errno.EEXIST, NO_LINKS),
-        ("noreplace", errno.ENOENT, NO_LINKS),
-        ("unlink", errno.ENOENT, ""),
-        ("rmdir", errno.ENOENT, ""),
-        ("mkdir", errno.EEXIST, ""),
-    ],
+    sample(
+        [
+            ("link", errno.EEXIST, ""),
+            ("link", errno.EIO, ""),
+            ("link", errno.ESTALE, ""),
+            ("noreplace", errno.EEXIST, NO_LINKS),
+            ("noreplace", errno.ENOENT, NO_LINKS),
+            ("unlink", errno.ENOENT, ""),
+            ("rmdir", errno.ENOENT, ""),
+            ("mkdir", errno.EEXIST, ""),
+        ],
+        5,
+    ),
 )
 def test_a_call_that_took_effect_and_says_otherwise_does_no_harm(
     other: OtherFileSystem, call: str, code: int, besides: str
@@ -180,7 +183,8 @@ def test_a_call_that_took_effect_and_says_otherwise_does_no_harm(
 
 
 @pytest.mark.parametrize(
-    "call", ["link", "unlink", "rmdir", "mkdir", "open", "write", "syncdir", "preallocate"]
+    "call",
+    sample(["link", "unlink", "rmdir", "mkdir", "open", "write", "syncdir", "preallocate"], 4),
 )
 def test_a_call_that_fails_for_a_moment_is_made_again(other: OtherFileSystem, call: str) -> None:
     for found in each_call(other, call, errno.ESTALE, "before"):
@@ -206,7 +210,9 @@ def test_a_call_that_the_file_system_lacks_is_made_up_for(
     found.check_unnoticed()
 
 
-@pytest.mark.parametrize("call", ["link", "sync", "write", "preallocate", "mkdir", "create"])
+@pytest.mark.parametrize(
+    "call", sample(["link", "sync", "write", "preallocate", "mkdir", "create"], 3)
+)
 def test_a_quota_that_ends_anywhere_fails_one_save(other: OtherFileSystem, call: str) -> None:
     for found in each_call(other, call, errno.EDQUOT, "before"):
         assert len(found.errors) <= 1

@@ -12,6 +12,7 @@ from bucket_stores import BLOCK, Root, Seen, behind_proxy, written
 from fault_proxy import Fault, FaultProxy, Request, refuse_checksums
 from pipelines import same
 from s3_servers import S3Server
+from sampling import sample
 
 import ckpipe
 from ckpipe import errors
@@ -134,7 +135,7 @@ async def _call(backend: Backend, operation: str, key: str) -> Callable[[], Awai
     return calls[operation]
 
 
-@pytest.mark.parametrize("number", range(8))
+@pytest.mark.parametrize("number", sample(range(8), 3))
 async def test_permanent_refusals_are_told_at_once(seen: Seen, number: int) -> None:
     operation = OPERATIONS[seen.scheme][number]
     for answer in PERMANENT[seen.scheme]:
@@ -153,7 +154,7 @@ async def test_permanent_refusals_are_told_at_once(seen: Seen, number: int) -> N
             assert "set the option 'checksum' to 'md5' or 'none'" in str(error)
 
 
-@pytest.mark.parametrize("number", range(8))
+@pytest.mark.parametrize("number", sample(range(8), 3))
 async def test_passing_refusals_are_retried(seen: Seen, number: int) -> None:
     operation = OPERATIONS[seen.scheme][number]
     for answer in PASSING[seen.scheme]:

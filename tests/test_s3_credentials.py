@@ -20,6 +20,7 @@ from aiohttp.test_utils import TestServer
 from bucket_stores import BLOCK, Store, behind_proxy
 from fault_proxy import FaultProxy, Request, S3Dialect, fault_proxy
 from s3_servers import S3Server
+from sampling import sample
 
 from ckpipe import errors
 from ckpipe.backend import PutMode
@@ -191,8 +192,7 @@ REFUSALS = (
 )
 
 
-@pytest.mark.parametrize("source", SOURCES)
-@pytest.mark.parametrize("refusal", REFUSALS)
+@pytest.mark.parametrize(("source", "refusal"), sample(itertools.product(SOURCES, REFUSALS), 6))
 def test_a_save_goes_on_with_keys_that_another_program_renews(
     moto_server: S3Server,
     proxy: FaultProxy,

@@ -14,6 +14,7 @@ import torch
 import world_runs
 from forks import Forks, forks
 from mortal_runs import notes
+from sampling import sample
 from torch.multiprocessing.spawn import spawn
 from world_runs import Trial
 
@@ -74,7 +75,7 @@ def worlds() -> Iterator[Forks]:
         yield process
 
 
-@pytest.fixture(params=["blocks", "awaits"])
+@pytest.fixture(params=sample(["blocks", "awaits"], 1))
 def awaits(request: pytest.FixtureRequest) -> bool:
     """True for ``Pipeline``, False for ``SyncPipeline``."""
     return bool(request.param == "awaits")
