@@ -18,7 +18,7 @@ from sampling import sample
 @pytest.mark.parametrize("plan", sample(["local", "global"], 1))
 def test_each_rank_gets_back_what_it_saved(world: Gang, tmp_path: Path, plan: str) -> None:
     root = tmp_path / "run"
-    rows = sample(ROWS, 12)
+    rows = sample(ROWS, 8)
     assert world.run("equal_cells:save", root, RANKS, plan=plan, rows=rows) == [0] * RANKS
     wrong = []
     for rank, every in told(root, "loaded").items():

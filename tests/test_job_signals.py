@@ -89,7 +89,7 @@ def check(root: Path, case: Case) -> None:
 
 
 @pytest.mark.parametrize("number", range(RUNS))
-@pytest.mark.parametrize(("method", "persistent", "bound"), sample(CELLS, 3))
+@pytest.mark.parametrize(("method", "persistent", "bound"), sample(CELLS, 2))
 def test_the_last_step_is_saved_whenever_the_job_is_told_to_stop(
     trainers: Forks, tmp_path: Path, method: str, persistent: bool, bound: str, number: int
 ) -> None:

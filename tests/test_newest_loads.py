@@ -13,7 +13,7 @@ import torch
 from gang import Gang, told
 from pipelines import Stateful, Stores, loaded_state
 from ranks import one_rank, ranks, settle
-from sampling import sample
+from sampling import EVERY, sample
 
 import ckpipe
 from ckpipe import errors
@@ -241,6 +241,7 @@ def test_a_load_waits_for_a_rank_that_is_gone_no_longer_than_agreed(
     assert "without a commit: 1" in told
 
 
+@pytest.mark.skipif(not EVERY, reason="slow: make test-all runs it")
 def test_real_ranks_load_what_they_have_just_saved(world: Gang, tmp_path: Path) -> None:
     root = tmp_path / "run"
     assert world.run("reading_ranks:load_what_was_just_saved", root, 3, slow=1) == [0] * 3

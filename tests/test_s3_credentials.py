@@ -192,7 +192,7 @@ REFUSALS = (
 )
 
 
-@pytest.mark.parametrize(("source", "refusal"), sample(itertools.product(SOURCES, REFUSALS), 6))
+@pytest.mark.parametrize(("source", "refusal"), sample(itertools.product(SOURCES, REFUSALS), 4))
 def test_a_save_goes_on_with_keys_that_another_program_renews(
     moto_server: S3Server,
     proxy: FaultProxy,

@@ -16,7 +16,7 @@ from training_optimizers import OPTIMIZERS
 
 CELLS = list(dict.fromkeys(every_cell()))
 PLAIN = [each for each in CELLS if each.saved_in == each.wrapper == "plain"]
-SAMPLE = 20
+SAMPLE = 12
 
 
 def sampled() -> list[Cell]:
