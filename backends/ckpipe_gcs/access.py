@@ -51,6 +51,9 @@ RENEW_SECONDS = 225.0
 """A token is renewed so many seconds before its end. Metadata servers issue a new one somewhat
 earlier."""
 
+RETRY_SECONDS = 10
+"""Seconds from a request for a token that failed to the next one, while the former is valid."""
+
 REFRESH_TIMEOUT = 30
 """The most seconds that one request for a token may take."""
 
@@ -224,6 +227,7 @@ class Tokens:
             if self._value is None or time.monotonic() > self._ends:
                 raise
             logger.warning("The token could not be renewed yet: %s", error)
+            self._renew_at = min(self._ends, time.monotonic() + RETRY_SECONDS)
             return
         now, life = time.monotonic(), answer.expires_in
         self._value, self._ends = answer.value, now + life
