@@ -72,6 +72,17 @@ def stopped(data: Batches, count: int) -> tuple[Seen, dict[str, Any]]:
                 return seen, copy.deepcopy(data.state_dict())
 
 
+def check_goes_on(make: Callable[[], DataLoader[Any]], counts: Iterable[int]) -> None:
+    """Check that runs that stop after some batches go on as the whole run does."""
+    seed(1)
+    whole = over(make())
+    for count in counts:
+        seed(1)
+        first, state = stopped(Batches(make()), count)
+        assert first == whole[:count]
+        assert resumed(make, state) == whole[count:]
+
+
 def resumed(make: Callable[[], DataLoader[Any]], state: dict[str, Any], **how: Any) -> Seen:
     """Load a state into new objects, in a process that has drawn other numbers, and go on."""
     seed(5)
@@ -164,14 +175,8 @@ def test_each_sampler_goes_on_in_the_same_order(loader: str, sampler: str) -> No
         made: DataLoader[Any] = cls(DATA, **SAMPLERS[sampler]())
         return made
 
-    seed(1)
-    whole = over(make())
-    batches = len(whole) // 3
-    for count in (1, batches, batches + 2, 2 * batches, len(whole)):
-        seed(1)
-        first, state = stopped(Batches(make()), count)
-        assert first == whole[:count]
-        assert resumed(make, state) == whole[count:]
+    batches = len(make())
+    check_goes_on(make, [1, batches, batches + 2, 2 * batches, 3 * batches])
 
 
 @pytest.mark.parametrize("loader", ["DataLoader", "StatefulDataLoader"])
@@ -229,12 +234,7 @@ def test_an_order_that_workers_had_prefetched_goes_on(sampler: str, count: int) 
         how = {"batch_size": 4} | PREFETCHED[sampler]()
         return DataLoader(Samples(draws=False), num_workers=1, prefetch_factor=10, **how)
 
-    seed(1)
-    whole = over(make())
-    seed(1)
-    first, state = stopped(Batches(make()), count)
-    assert first == whole[:count]
-    assert resumed(make, state) == whole[count:]
+    check_goes_on(make, [count])
 
 
 class DrawsOfTheLoader(Dataset[Any]):
@@ -257,12 +257,7 @@ def test_a_generator_that_the_dataset_draws_from_too_goes_on(count: int) -> None
         dataset = DrawsOfTheLoader(generator)
         return DataLoader(dataset, batch_size=4, shuffle=True, generator=generator)
 
-    seed(1)
-    whole = over(make())
-    seed(1)
-    first, state = stopped(Batches(make()), count)
-    assert first == whole[:count]
-    assert resumed(make, state) == whole[count:]
+    check_goes_on(make, [count])
 
 
 def test_a_load_of_the_beginning_begins_again_with_persistent_workers(tmp_path: Path) -> None:
@@ -761,12 +756,7 @@ def test_a_loader_that_opens_at_its_first_batch_goes_on() -> None:
     def make() -> DataLoader[Any]:
         return Doubling(DATA, batch_size=4, shuffle=True)
 
-    seed(1)
-    whole = over(make())
-    seed(1)
-    first, state = stopped(Batches(make()), 8)
-    assert first == whole[:8]
-    assert resumed(make, state) == whole[8:]
+    check_goes_on(make, [8])
 
 
 @pytest.mark.parametrize("count", [4, 7])
