@@ -30,9 +30,6 @@ import socket
 import struct
 import threading
 import time
-
-# Not signal.getsignal, which looks each handler up in an enum, at ten times the cost.
-from _signal import getsignal  # type: ignore[import-not-found]
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -180,7 +177,7 @@ class SignalWatch:
         if threading.current_thread() is not threading.main_thread():
             return
         for number in self._numbers:
-            handler = getsignal(number)
+            handler = signal.getsignal(number)
             if not self._is_called_by(handler, number) and not _deferred.wraps(number, handler):
                 later = self._later.setdefault(number, [])
                 if handler in later:
@@ -506,7 +503,7 @@ class _DeferredErrors:
         first = not self._blocks  # coroutines of one loop may await several saves
         self._blocks.add(block)
         for number in _DEFERRED if first else ():
-            handler = getsignal(number)
+            handler = signal.getsignal(number)
             if callable(handler) and handler is not signal.default_int_handler:
                 wrapper = partial(self._call, handler)
                 self._wrapped.append((number, handler, wrapper))
