@@ -246,7 +246,7 @@ KINDS: dict[str, type[Event]] = {
         itertools.product(
             ["blocks", "awaits"], ["captured", "staged", "committed"], [False, True], KINDS
         ),
-        10,
+        6,
     ),
 )
 async def test_a_hook_is_called_after_the_call_in_the_order_of_events(

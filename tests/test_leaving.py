@@ -447,7 +447,7 @@ PYTHONS = [sys.executable, *filter(None, os.environ.get("CKPIPE_TEST_PYTHONS", "
 
 
 @pytest.mark.parametrize(
-    ("worker", "ending"), sample(itertools.product(["thread", "process"], ENDINGS), 5)
+    ("worker", "ending"), sample(itertools.product(["thread", "process"], ENDINGS), 3)
 )
 @pytest.mark.parametrize("python", PYTHONS)
 def test_no_save_is_lost_when_a_program_ends_with_its_pipeline_open(

@@ -43,7 +43,7 @@ def trained(step: int) -> tuple[dict[str, Any], torch.optim.Optimizer]:
         itertools.product(
             ["captured", "staged", "committed"], [False, True], [False, True], ["thread", "process"]
         ),
-        8,
+        5,
     ),
 )
 def test_what_was_just_saved_is_the_newest(

@@ -34,7 +34,7 @@ KINDS: dict[str, Callable[..., Optimizer]] = {
     if isinstance(kind, type) and issubclass(kind, Optimizer) and kind is not Optimizer
 }
 PAIRS = [pair for pair in itertools.product(KINDS, KINDS) if pair[0] != pair[1]]
-SAMPLE = PAIRS if EVERY else random.Random(SEED).sample(PAIRS, 20)
+SAMPLE = PAIRS if EVERY else random.Random(SEED).sample(PAIRS, 12)
 
 
 class Net(nn.Module):

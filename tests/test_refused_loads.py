@@ -144,7 +144,7 @@ def pipeline(tmp_path: Path) -> Iterator[SyncPipeline]:
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # that of torch.compile
-@pytest.mark.parametrize(("kind", "layers", "form"), sample(CELLS, 12))
+@pytest.mark.parametrize(("kind", "layers", "form"), sample(CELLS, 8))
 def test_another_number_of_layers_is_refused_untouched(
     tmp_path: Path, kind: str, layers: tuple[int, int], form: str
 ) -> None:
