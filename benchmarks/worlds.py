@@ -10,7 +10,6 @@ from functools import cached_property
 import torch
 
 from ckpipe.format.checksum import chunk_count
-from ckpipe.format.data_file import file_rows
 from ckpipe.format.manifest import ManifestDocument, RankManifest, Structure, TensorRow
 from ckpipe.planning import Captured, LocalPlanner, RankPlan
 from ckpipe.state.placements import Mesh, Placement, Sharding, sharding
@@ -77,7 +76,7 @@ class World:
         rows = tuple(_row(leaf) for leaf in captured.tensors)
         part = RankManifest(
             rank=rank, structure=0, layout=0, values=(),
-            files=file_rows(plan.files, list(_sums(rank, len(plan.files)))),
+            files=tuple(file.row for file in plan.files),
             checksums=tuple(_sums(rank + self.ranks, count)), token=f"{rank:032x}",
             started="2026-11-21T03:42:05.123+00:00", writer={"ckpipe": "0.1.0"},
         )  # fmt: skip

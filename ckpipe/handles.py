@@ -15,7 +15,6 @@ import anyio.to_thread
 import torch
 
 from ckpipe.errors import UnsupportedTopology
-from ckpipe.format.data_file import file_rows
 from ckpipe.format.manifest import ManifestDocument
 from ckpipe.format.tree import shared_containers
 from ckpipe.loading.chunks import StoredTensor, StoredTensors
@@ -104,8 +103,7 @@ def lent_state(save: Save, held: Sequence[StagedBlock]) -> Any:
     structure, part = save.contents()
     rows = tuple(replace(row, device="cpu") for row in structure.tensors)
     structure = replace(structure, tensors=rows)
-    headers = [0] * len(program.plan.files)
-    part = replace(part, files=file_rows(program.plan.files, headers))
+    part = replace(part, files=tuple(file.row for file in program.plan.files))
     bundle = ManifestDocument("manifest", save.id, 1, (structure,), (program.plan.layout,), (part,))
     saved = state_of_part(bundle, 0)
     stored = StoredTensors(bundle, saved.rows, saved.homes)

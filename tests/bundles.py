@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from ckpipe.format.checksum import CHUNK_BYTES, crc32c
-from ckpipe.format.data_file import file_rows
 from ckpipe.format.keys import LabelFilter
 from ckpipe.format.manifest import (
     Chunk,
@@ -95,7 +94,7 @@ def manifest_of(
         structure=0,
         layout=0,
         values=tuple(held.values),
-        files=file_rows(plan.files, [crc32c(file.header) for file in plan.files]),
+        files=tuple(file.row for file in plan.files),
         checksums=_checksums(plan, list(images.values())),
         token=f"{rank:032x}",
         started="2026-11-21T03:42:05.123+00:00",
@@ -107,10 +106,10 @@ def manifest_of(
 
 
 def images_of(captured: Captured, plan: RankPlan) -> dict[str, bytes]:
-    """The data files of a plan, put together in the simplest way."""
+    """The data files of a plan by key, put together in the simplest way."""
     images = {}
     for file in plan.files:
-        image = bytearray(file.size)
+        image = bytearray(file.row.size)
         image[: len(file.header)] = file.header
         for number in file.entries:
             begin = len(file.header) + plan.layout.entries[number].offset
@@ -118,8 +117,8 @@ def images_of(captured: Captured, plan: RankPlan) -> dict[str, bytes]:
                 at = begin + source.offset
                 data = _source_bytes(captured, source)
                 image[at : at + source.nbytes] = data
-        assert len(image) == file.size
-        images[file.name] = bytes(image)
+        assert len(image) == file.row.size
+        images[file.row.key(ID)] = bytes(image)
     return images
 
 

@@ -25,7 +25,7 @@ from ckpipe.format.manifest import (
     RankManifest,
 )
 from ckpipe.format.merge import merge
-from ckpipe.format.names import data_file_key, data_file_name
+from ckpipe.format.names import data_file_name
 from ckpipe.loading.fill import boxed
 from ckpipe.loading.load import LoadRequest, read_all
 from ckpipe.memory.arena import Arena
@@ -40,13 +40,12 @@ async def store(
 ) -> ManifestDocument:
     """Write the data files of a rank's state and return its manifest."""
     bundle, images = manifest_of(state, rank, world_size, planned_for=world_size)
-    for name, image in images.items():
-        await _write(backend, name, image)
+    for key, image in images.items():
+        await _write(backend, key, image)
     return bundle
 
 
-async def _write(backend: Backend, name: str, image: bytes) -> None:
-    key = data_file_key(ID, name)
+async def _write(backend: Backend, key: str, image: bytes) -> None:
     upload = await backend.open_upload(key, size=len(image), block_bytes=len(image))
     await upload.write(0, memoryview(image))
     await upload.complete()
@@ -73,8 +72,8 @@ async def store_ranks(
         boxes = held[rank] if held else {}
         manifest, image = _rank(rank, len(states), state, boxes)
         manifests.append(manifest)
-        if image:
-            await _write(backend, data_file_name(rank, 0), image)
+        for file in manifest.parts[0].files:
+            await _write(backend, file.key(ID), image)
     return merged(manifests)
 
 

@@ -18,13 +18,13 @@ import pytest
 import safetensors.torch
 import torch
 from bundles import ID, LIMIT, manifest_of
-from stored_files import document_of
+from stored_files import data_file_key, document_of
 
 from ckpipe.format.checksummed_json import json_text
 from ckpipe.format.codec import decode_bundle, encode_bundle
 from ckpipe.format.manifest import BundleKind
 from ckpipe.format.merge import merge
-from ckpipe.format.names import data_file_key, index_key
+from ckpipe.format.names import index_key
 
 DATA = Path(__file__).parent / "data" / "format-v1"
 FORMAT = Path(__file__).parent.parent / "docs" / "format.md"
@@ -82,7 +82,7 @@ def test_schema_refuses_what_the_format_refuses(name: str, value: Any) -> None:
 
 
 def test_data_file_of_then_opens_with_safetensors() -> None:
-    image = dict(kept(1))[data_file_key(ID, "rank-00000.safetensors")]
+    image = dict(kept(1))[data_file_key(ID)]
     found = safetensors.torch.load(image)
     assert torch.equal(found["model.weight"], torch.arange(12.0).reshape(3, 4))
     assert found["~__metadata__"].tolist() == [7]

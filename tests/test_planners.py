@@ -157,7 +157,7 @@ def _header(plan: RankPlan) -> RankPlan:
 
 def _file(plan: RankPlan) -> RankPlan:
     (file,) = plan.files
-    return replace(plan, files=(replace(file, name="../other.safetensors"),))
+    return replace(plan, files=(replace(file, row=replace(file.row, name="../other.safetensors")),))
 
 
 def _no_such_tensor(plan: RankPlan) -> RankPlan:

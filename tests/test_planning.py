@@ -55,7 +55,7 @@ def test_long_headers_open_another_file(monkeypatch: pytest.MonkeyPatch) -> None
     assert len(plan.files) > 1
     assert [number for file in plan.files for number in file.entries] == list(range(200))
     assert all(len(file.header) <= 16 << 10 for file in plan.files)
-    assert len({file.name for file in plan.files}) == len(plan.files)
+    assert len({file.row.name for file in plan.files}) == len(plan.files)
 
 
 @given(SPECS, st.integers(12 << 10, 40 << 10))
@@ -65,15 +65,15 @@ def test_no_file_is_larger_than_the_store_takes(spec: Spec, most: int) -> None:
     if any(entry.nbytes > most - (8 << 10) for entry in whole.layout.entries):
         return
     plan = LocalPlanner(max_file_bytes=most).plan(captured, rank=0, world_size=1)
-    assert all(file.size <= most for file in plan.files)
-    assert len({file.name for file in plan.files}) == len(plan.files)
+    assert all(file.row.size <= most for file in plan.files)
+    assert len({file.row.name for file in plan.files}) == len(plan.files)
     assert [number for file in plan.files for number in file.entries] == list(
         range(len(whole.layout.entries))
     )
     # A file is closed only for what did not fit it.
     for file, following in pairwise(plan.files):
         first = plan.layout.entries[following.entries[0]]
-        assert file.size + first.nbytes + (8 << 10) > most
+        assert file.row.size + first.nbytes + (8 << 10) > most
 
 
 # ---- headers ----

@@ -27,7 +27,7 @@ from ckpipe.catalog.sweep import Leftovers, plan_sweep, sweep, uploads_before
 from ckpipe.errors import PermissionDenied, StoreError, StoreFull, StoreUnavailable
 from ckpipe.format import names
 from ckpipe.format.codec import encode_bundle
-from ckpipe.format.names import LEASES, data_file_key, index_key, launch_id, manifest_key
+from ckpipe.format.names import LEASES, index_key, launch_id, manifest_key
 from ckpipe.testing import FaultyBackend, MemoryBackend
 from ckpipe.types import CheckpointId, CheckpointInfo
 
@@ -239,8 +239,7 @@ def test_no_upload_goes_that_a_running_launch_may_have_begun(
 def test_what_lacks_nothing_but_its_index_is_completed(call: Commands, tmp_path: Path) -> None:
     for rank in range(2):
         bundle, images = manifest_of({"a": torch.full((3,), rank)}, rank, 2)
-        files = {data_file_key(ID, name): image for name, image in images.items()}
-        for key, data in {**files, manifest_key(ID, rank): encode_bundle(bundle)}.items():
+        for key, data in {**images, manifest_key(ID, rank): encode_bundle(bundle)}.items():
             (tmp_path / key).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / key).write_bytes(data)
     age(tmp_path, 2)
@@ -261,8 +260,7 @@ async def committed_by_all(backend: Backend) -> None:
     """Store a checkpoint of two ranks that lacks nothing but its index."""
     for rank in range(2):
         bundle, images = manifest_of({"a": torch.full((3,), rank)}, rank, 2)
-        files = {data_file_key(ID, name): image for name, image in images.items()}
-        for key, data in {**files, manifest_key(ID, rank): encode_bundle(bundle)}.items():
+        for key, data in {**images, manifest_key(ID, rank): encode_bundle(bundle)}.items():
             await backend.put(key, data, PutMode.CREATE)
 
 

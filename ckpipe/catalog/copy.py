@@ -47,7 +47,7 @@ from ckpipe.format.checksum import (
 from ckpipe.format.codec import MAX_STORED_BYTES
 from ckpipe.format.entry_table import EntryTable
 from ckpipe.format.manifest import BundleKind
-from ckpipe.format.names import data_file_key, index_key, is_own, prefix, tombstone_key
+from ckpipe.format.names import index_key, is_own, prefix, tombstone_key
 from ckpipe.store.retry import RetryPolicy, retrying, warn_of_damaged_transfer
 from ckpipe.threads import all_of, run_lanes
 from ckpipe.types import CheckpointId
@@ -188,7 +188,7 @@ class _File:
         self._source, self._target, self._settings = source, target, settings
         self._id, self._data, self._number = id, data, number
         self._rank = data.ranks[number]
-        self._key, self.size = data_file_key(id, data.files[number].name), data.files[number].size
+        self._key, self.size = data.keys[number], data.files[number].size
         self._block_bytes = block_bytes_for(self.size, settings.block_bytes, target.limits)
 
     async def bring(self) -> bool:

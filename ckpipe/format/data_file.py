@@ -17,7 +17,7 @@ from functools import cached_property
 from json.encoder import encode_basestring_ascii
 
 from ckpipe.errors import OversizedMetadata
-from ckpipe.format.checksum import BlockCuts, SumTable, crc32c
+from ckpipe.format.checksum import BlockCuts, SumTable
 from ckpipe.format.manifest import FileRow, Layout
 
 _DTYPES: dict[str, tuple[str | None, int]] = {
@@ -127,16 +127,14 @@ class DataFile:
     """One data file.
 
     Args:
-        name: Its name below the checkpoint's prefix.
+        row: Its row in the manifest.
         header: The bytes before its data.
         entries: The numbers of its entries.
-        size: Its size in bytes.
     """
 
-    name: str
+    row: FileRow
     header: bytes
     entries: range
-    size: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,12 +190,12 @@ class DataFiles:
     @cached_property
     def size(self) -> int:
         """Bytes of all data files."""
-        return sum(file.size for file in self.files)
+        return sum(file.row.size for file in self.files)
 
     @cached_property
-    def header_sums(self) -> list[int]:
-        """The CRC-32C of each file's header."""
-        return [crc32c(file.header) for file in self.files]
+    def rows(self) -> tuple[FileRow, ...]:
+        """The rows of its files in the manifest."""
+        return tuple(file.row for file in self.files)
 
     @cached_property
     def sum_table(self) -> SumTable:
@@ -215,11 +213,3 @@ class DataFiles:
             spans = ((span.entry, span.lo, span.hi, span.at) for span in block.spans)
             known = self._cuts[block.file, block.offset] = self.sum_table.cuts(spans)
         return known
-
-
-def file_rows(files: Sequence[DataFile], header_sums: list[int]) -> tuple[FileRow, ...]:
-    """Return the rows of data files for their manifest."""
-    return tuple(
-        FileRow(file.name, file.size, len(file.header), value)
-        for file, value in zip(files, header_sums, strict=True)
-    )

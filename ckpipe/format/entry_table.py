@@ -20,6 +20,7 @@ class EntryTable:
 
     Attributes:
         files: The data files.
+        keys: For each file, its key in the store.
         ranks: For each file, the rank that wrote it.
         sizes: For each entry, its size in bytes.
         entry_files: For each entry, the number of its file.
@@ -31,6 +32,7 @@ class EntryTable:
     def __init__(self, bundle: ManifestDocument) -> None:
         self._bundle = bundle
         self.files: list[FileRow] = []
+        self.keys: list[str] = []
         self.ranks: list[int] = []
         self.sizes: list[int] = []
         self.entry_files: list[int] = []
@@ -64,6 +66,7 @@ class EntryTable:
         self._firsts.append(base)
         self._rows.append(entries)
         self.files += manifest.files
+        self.keys += [each.key(self._bundle.id) for each in manifest.files]
         self.ranks += [manifest.rank] * len(manifest.files)
         self.sizes += entries.nbytes
         self.entry_files += [file + each for each in entries.file]

@@ -25,6 +25,7 @@ from ckpipe.errors import InvalidManifest
 from ckpipe.format.boxes import Box
 from ckpipe.format.checksum import chunk_count
 from ckpipe.format.keys import Json
+from ckpipe.format.names import prefix
 from ckpipe.types import CheckpointId
 
 FORMAT_VERSION = 1
@@ -321,6 +322,10 @@ class FileRow:
     size: int
     header_bytes: int
     header_crc32c: int
+
+    def key(self, id: CheckpointId) -> str:
+        """Return the key of the file in the store of its checkpoint."""
+        return prefix(id) + self.name
 
 
 @dataclass(frozen=True, slots=True)

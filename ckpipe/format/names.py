@@ -57,11 +57,6 @@ def data_file_name(rank: int, number: int) -> str:
     return f"rank-{rank:05d}{tail}.safetensors"
 
 
-def data_file_key(id: CheckpointId, name: str) -> str:
-    """Return the key of a data file whose name :func:`data_file_name` made."""
-    return prefix(id) + name
-
-
 def directory(id: CheckpointId, level: int, number: int) -> str:
     """Return the prefix that the members of one group share; a list of it tells if it is full."""
     return f"{prefix(id)}m/{level}/{number:03d}/"

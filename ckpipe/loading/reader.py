@@ -33,7 +33,6 @@ from ckpipe.errors import ChecksumMismatch, StoreError, TruncatedObject
 from ckpipe.format.checksum import CHUNK_BYTES, crc32c
 from ckpipe.format.entry_table import EntryTable
 from ckpipe.format.manifest import FileRow, ManifestDocument
-from ckpipe.format.names import data_file_key
 from ckpipe.interpreter import available_cpus, gc_paused
 from ckpipe.loading.fill import Destination, RawBytes
 from ckpipe.loading.read_plan import Need, Read, ReadChunks, batched, least_read_bytes, plan_reads
@@ -348,7 +347,7 @@ class Reader:
 
     def _file(self, file: int) -> tuple[int, str]:
         """Return the rank that wrote a data file, and its key."""
-        return self._data.ranks[file], data_file_key(self._id, self._data.files[file].name)
+        return self._data.ranks[file], self._data.keys[file]
 
     async def check_file(self, file: int) -> None:
         """Verify the size and the header of a data file.

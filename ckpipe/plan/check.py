@@ -14,7 +14,6 @@ from ckpipe.errors import CkpipeError, UsageError
 from ckpipe.format.box_cover import BoxIndex
 from ckpipe.format.boxes import Box, box_shape, box_volume
 from ckpipe.format.check import check_bundle
-from ckpipe.format.data_file import file_rows
 from ckpipe.format.dtypes import DTYPES
 from ckpipe.format.manifest import (
     Chunk,
@@ -136,7 +135,7 @@ def _check_tables(plan: RankPlan, captured: Captured) -> None:
     try:
         part = RankManifest(
             rank=plan.rank, structure=0, layout=0, values=tuple(captured.values),
-            files=file_rows(plan.files, [0] * len(plan.files)), checksums=(0,) * plan.checksums,
+            files=tuple(file.row for file in plan.files), checksums=(0,) * plan.checksums,
             token="", started="", writer={},
         )  # fmt: skip
         structure = Structure(captured.tree, rows, len(captured.values), captured.optimizers)
@@ -149,9 +148,9 @@ def _check_tables(plan: RankPlan, captured: Captured) -> None:
     for number, file in enumerate(plan.files):
         entries = [entry for entry in plan.layout.entries if entry.file == number]
         if list(plan.layout.entries[file.entries.start : file.entries.stop]) != entries:
-            raise _Wrong(f"gives the file {file.name} the entries of another")
+            raise _Wrong(f"gives the file {file.row.name} the entries of another")
         if file.header != header_of(entries):
-            raise _Wrong(f"gives the file {file.name} a header that does not match its entries")
+            raise _Wrong(f"gives the file {file.row.name} a header that does not match its entries")
     for chunk in plan.layout.chunks:
         if chunk.owner == plan.rank:
             raise _Wrong("names the rank itself as another owner")

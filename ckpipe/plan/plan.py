@@ -18,10 +18,10 @@ from typing import Literal
 from ckpipe.errors import UnsupportedState
 from ckpipe.format import data_file
 from ckpipe.format.boxes import Box, box_shape
-from ckpipe.format.checksum import chunk_count
+from ckpipe.format.checksum import chunk_count, crc32c
 from ckpipe.format.data_file import SCALARS, DataFile, stored_dtype
 from ckpipe.format.keys import LabelFilter
-from ckpipe.format.manifest import Chunk, Entry, Layout
+from ckpipe.format.manifest import Chunk, Entry, FileRow, Layout
 from ckpipe.format.names import data_file_name
 from ckpipe.plan.division import Piece, Unit, units
 from ckpipe.state.flatten import Captured
@@ -54,7 +54,7 @@ class RankPlan:
     @property
     def size(self) -> int:
         """Bytes of all data files."""
-        return sum(file.size for file in self.files)
+        return sum(file.row.size for file in self.files)
 
     @property
     def checksums(self) -> int:
@@ -244,8 +244,9 @@ def _lay_out(
 
 def _file(entries: list[Entry], first: int, nbytes: int, rank: int, number: int) -> DataFile:
     header = header_of(entries[first:])
-    name = data_file_name(rank, number)
-    return DataFile(name, header, range(first, len(entries)), len(header) + nbytes)
+    size = len(header) + nbytes
+    row = FileRow(data_file_name(rank, number), size, len(header), crc32c(header))
+    return DataFile(row, header, range(first, len(entries)))
 
 
 def header_of(entries: Iterable[Entry]) -> bytes:

@@ -24,7 +24,7 @@ from ckpipe.errors import (
 )
 from ckpipe.events import Completed, RankCommitted
 from ckpipe.format.codec import MAX_STORED_BYTES, decode_bundle, encode_bundle
-from ckpipe.format.data_file import DataFiles, file_rows
+from ckpipe.format.data_file import DataFiles
 from ckpipe.format.manifest import BundleKind, ManifestDocument
 from ckpipe.format.metrics_sidecar import REMEDY, MetricsSidecar
 from ckpipe.format.names import index_key, manifest_key
@@ -132,7 +132,7 @@ def _drawn_up(
     structure, part = save.contents()
     part = replace(
         part,
-        files=file_rows(files.files, files.header_sums),
+        files=files.rows,
         checksums=tuple(save.checksums),
         resumed_from=context.resumed_from,
     )

@@ -145,7 +145,7 @@ def plan_blocks(
     """
     blocks: list[BlockPlan] = []
     for number, file in enumerate(plan.files):
-        cutter = _Cutter(leaves, block_bytes, -(-file.size // block_bytes))
+        cutter = _Cutter(leaves, block_bytes, -(-file.row.size // block_bytes))
         cutter.fill(0, file.header)
         rows = plan.layout.entries[file.entries.start : file.entries.stop]
         for entry_number, entry in zip(file.entries, rows, strict=True):
@@ -163,7 +163,7 @@ def plan_blocks(
                 BlockPlan(
                     number,
                     offset,
-                    min(block_bytes, file.size - offset),
+                    min(block_bytes, file.row.size - offset),
                     tuple(draft.spans),
                     tuple(draft.fills),
                     tuple(draft.copies),

@@ -22,7 +22,6 @@ from ckpipe.errors import CkpipeError, ObjectExists, StoreError, StoreFull
 from ckpipe.events import BlockUploaded
 from ckpipe.format.checksum import combine, crc32c
 from ckpipe.format.data_file import DataFiles
-from ckpipe.format.names import data_file_key
 from ckpipe.save.context import StoreContext
 from ckpipe.save.record import FilledBlock, SaveRecord
 from ckpipe.store.retry import Tries, retrying, telling
@@ -125,18 +124,19 @@ class _Uploads:
             return known
         async with self._opening:
             if number not in self._uploads:
-                file = self._files.files[number]
-                key = data_file_key(self._save.id, file.name)
-                block_bytes = self._context.block_bytes
+                row, context = self._files.rows[number], self._context
                 open_upload = partial(
-                    self._context.backend.open_upload, key, size=file.size, block_bytes=block_bytes
+                    context.backend.open_upload,
+                    row.key(self._save.id),
+                    size=row.size,
+                    block_bytes=context.block_bytes,
                 )
                 with self._save.clock.timing("upload"):
                     try:
                         upload = await retrying(self._policy, open_upload)
                     except StoreFull:
                         # The delayed prune may free room.
-                        if not await self._context.pruned():
+                        if not await context.pruned():
                             raise
                         upload = await retrying(self._policy, open_upload)
                 self._uploads[number] = upload
@@ -153,8 +153,8 @@ class _Uploads:
             del self._uploads[number]
 
     async def _complete(self, number: int, upload: Upload) -> None:
-        file = self._files.files[number]
-        key = data_file_key(self._save.id, file.name)
+        row = self._files.rows[number]
+        key = row.key(self._save.id)
         tries, may_be_ours = Tries(self._policy), self._save.redelivered
         # Recorded before it is complete, since a cancelled save never gets the result.
         self._save.stored.append(key)
@@ -164,7 +164,7 @@ class _Uploads:
             except CkpipeError as error:
                 taken = isinstance(error, ObjectExists)
                 may_be_ours = may_be_ours or not taken
-                if await self._landed(upload, key, file.size if may_be_ours else None):
+                if await self._landed(upload, key, row.size if may_be_ours else None):
                     return None
                 if taken:  # another writer uses this name: none of these objects is surely ours
                     self._save.stored.clear()
