@@ -394,18 +394,18 @@ async def exported(context: SaveContext, save: Save) -> AsyncIterator[None]:
     if form == "ckpipe" or context.rank != 0 or not save.request.final:
         yield
         return
-    context.loading[save.name] += 1  # protects it even if no lease can be written
+    context.store.loading[save.name] += 1  # protects it even if no lease can be written
     try:
-        async with under_lease(context.retrying, save.name + EXPORTING):
+        async with under_lease(context.store.retrying, save.name + EXPORTING):
             yield
             with save.clock.timing("export"):
                 info = save.committed.result()
                 if not info.complete:
                     seconds = context.settings.incomplete_after_seconds
-                    info = await until_complete(context, info, seconds)
+                    info = await until_complete(context.store, info, seconds)
                 async with context.reading(info.key) as bundle:
                     done = await export(
-                        context.retrying,
+                        context.store.retrying,
                         bundle,
                         context.arena,
                         context.settings,
@@ -413,5 +413,5 @@ async def exported(context: SaveContext, save: Save) -> AsyncIterator[None]:
                         policy,
                     )
     finally:
-        context.loading[save.name] -= 1
+        context.store.loading[save.name] -= 1
     context.events.emit(CheckpointExported(*save.where, done.folder, done.files, done.bytes))

@@ -42,7 +42,7 @@ def files_of(pipeline: ckpipe.SyncPipeline) -> dict[str, int]:
     """The sizes of the data files on the store."""
 
     async def listed() -> dict[str, int]:
-        backend = pipeline._engine.context.retrying
+        backend = pipeline._engine.context.store.retrying
         return {
             info.key.rpartition("/")[2]: info.size
             async for info in backend.list()

@@ -115,7 +115,7 @@ class CoordinatedSaves:
             is_near: Returns True if others may call soon.
         """
         retrying, key = (
-            self._context.retrying,
+            self._context.store.retrying,
             agreement_key(self._context.attempt, f"{occasion}.call"),
         )
         looked = -self._every
@@ -147,7 +147,9 @@ class CoordinatedSaves:
             ahead: Seconds that the agreement should take.
         """
         context, until = self._context, time.monotonic() + patience
-        vote = Vote(context.retrying, context.attempt, occasion, context.rank, context.world_size)
+        vote = Vote(
+            context.store.retrying, context.attempt, occasion, context.rank, context.world_size
+        )
         bound: int | None = None
         while True:
             try:
@@ -187,12 +189,12 @@ class CoordinatedSaves:
                 break
             await anyio.sleep(pause)
             pause = min(2 * pause, self._every)
-        step = _step(await agree(context.retrying, context.attempt, occasion, greatest))
+        step = _step(await agree(context.store.retrying, context.attempt, occasion, greatest))
         await vote.clear()
         return step
 
     async def _decided(self, occasion: str) -> int | None:
-        decided = await agreed(self._context.retrying, self._context.attempt, occasion)
+        decided = await agreed(self._context.store.retrying, self._context.attempt, occasion)
         return None if decided is None else _step(decided[0])
 
 

@@ -40,7 +40,7 @@ from ckpipe.running.listeners import Hooks
 from ckpipe.running.loads import Loads
 from ckpipe.running.saves import Saves
 from ckpipe.save import retention
-from ckpipe.save.context import SaveContext
+from ckpipe.save.context import PruneState, SaveContext, StoreContext
 from ckpipe.save.follow_up import until_complete
 from ckpipe.settings import Settings
 from ckpipe.store.registry import create_backend, scheme_of
@@ -201,7 +201,7 @@ class Engine:
 
     async def steps(self, *, metadata: bool) -> list[CheckpointInfo]:
         """List all checkpoints, the oldest first."""
-        retrying, facts = self.context.retrying, self.context.facts
+        retrying, facts = self.context.store.retrying, self.context.store.facts
         listing = await pruning.listed(retrying, facts)
         infos = list(reversed(await repaired(retrying, listing.infos())))
         if metadata:
@@ -213,35 +213,35 @@ class Engine:
 
     async def latest(self) -> CheckpointInfo | None:
         """Return the newest complete checkpoint."""
-        info = await newest_repaired(self.context.retrying)
+        info = await newest_repaired(self.context.store.retrying)
         return None if info is None else await self._inspected(info)
 
     async def complete(
         self, info: CheckpointInfo, timeout: float | None, ranks: int
     ) -> CheckpointInfo:
         """Poll until a checkpoint that this rank has committed is complete on all ranks."""
-        return await self._inspected(await until_complete(self.context, info, timeout, ranks))
+        return await self._inspected(await until_complete(self.context.store, info, timeout, ranks))
 
     async def _inspected(self, info: CheckpointInfo) -> CheckpointInfo:
         """Add the facts of the index, which is cached for the last checkpoint asked for."""
-        if info.id in self.context.facts.known:
-            return described(info, self.context.facts)
+        if info.id in self.context.store.facts.known:
+            return described(info, self.context.store.facts)
         if info.id not in self._last_inspected:
             self._last_inspected = MetadataCache()
-        (found,) = await inspected(self.context.retrying, [info], self._last_inspected)
+        (found,) = await inspected(self.context.store.retrying, [info], self._last_inspected)
         return found
 
     async def verify(self, which: int | str) -> VerifyResult:
         """Read and check every byte of a checkpoint."""
         await self.saves.settled(which)
         context = self.context
-        info = await find_repaired(context.retrying, which)
+        info = await find_repaired(context.store.retrying, which)
         try:
             async with context.reading(info.key) as bundle:
                 lanes = context.settings.load.lanes
-                return await verify(context.retrying, bundle, context.arena, lanes=lanes)
+                return await verify(context.store.retrying, bundle, context.arena, lanes=lanes)
         except CorruptCheckpoint as error:
-            await check_still_there(context.retrying, info.key)
+            await check_still_there(context.store.retrying, info.key)
             error.hint = error.hint or _PASS_OVER
             raise error.located(step=info.step) from error.__cause__
 
@@ -250,48 +250,54 @@ class Engine:
         context = self.context
         id = CheckpointId.parse(which) if isinstance(which, str) else None
         if id is None:
-            id = (await find_repaired(context.retrying, which)).key
+            id = (await find_repaired(context.store.retrying, which)).key
         if self.saves.is_writing(id):
             raise UsageError(
                 f"{id} cannot be deleted now: it is being written",
                 step=id.step,
                 hint="Cancel the save, or wait for it",
             )
-        await remove(context.retrying, str(id), protected=context.protected(), force=force)
+        await remove(
+            context.store.retrying, str(id), protected=context.store.protected(), force=force
+        )
 
     async def pin(self, which: int | str) -> None:
         """Protect a checkpoint from retention."""
         await self.saves.settled(which)
         await pruning.pin(
-            self.context.retrying,
-            (await find_repaired(self.context.retrying, which)).key,
+            self.context.store.retrying,
+            (await find_repaired(self.context.store.retrying, which)).key,
         )
 
     async def unpin(self, which: int | str) -> None:
         """End the protection."""
         await pruning.unpin(
-            self.context.retrying,
-            (await find_repaired(self.context.retrying, which)).key,
+            self.context.store.retrying,
+            (await find_repaired(self.context.store.retrying, which)).key,
         )
 
     async def prune(self, *, dry_run: bool) -> Decision:
         """Apply the retention rules now, or only decide."""
         launch = launch_id(self.context.attempt)
         return await (
-            retention.decide(self.context, launch)
+            retention.decide(self.context.store, launch)
             if dry_run
-            else retention.prune(self.context, launch)
+            else retention.prune(self.context.store, launch)
         )
 
     async def best(self, metric: str, mode: Literal["min", "max"]) -> CheckpointInfo | None:
         """Return the complete checkpoint with the best value of a metric."""
-        return await pruning.best(self.context.retrying, metric, mode, self.context.facts)
+        return await pruning.best(
+            self.context.store.retrying, metric, mode, self.context.store.facts
+        )
 
     async def sweep(self, *, dry_run: bool) -> SweepReport:
         """Remove the remains of crashed runs, or only list them."""
         context = self.context
         after = context.settings.retention.sweep_after
-        return await sweep(context.retrying, after, running=(context.attempt,), dry_run=dry_run)
+        return await sweep(
+            context.store.retrying, after, running=(context.attempt,), dry_run=dry_run
+        )
 
 
 async def serve(
@@ -331,9 +337,23 @@ async def serve(
         most = backend.limits.max_blocks
         largest_file = None if most is None else most * block
         planner = await anyio.to_thread.run_sync(choose_planner, topology, settings, largest_file)
-        context = SaveContext(
+        store = StoreContext(
             backend=backend,
             retrying=retrying,
+            events=events,
+            rank=topology.rank,
+            world_size=topology.world_size,
+            rule=settings.retention.rule,
+            block_bytes=block,
+            lanes=settings.upload.lanes,
+            retry=logging_policy(settings.upload),
+            sweep_after=settings.retention.sweep_after,
+            keep_reports=settings.keep_reports,
+            switch_interval=settings.switch_interval_seconds,
+            prunes=PruneState(_PRUNE_DELAY_SECONDS),
+        )
+        context = SaveContext(
+            store=store,
             settings=settings,
             lock=lock,
             events=events,
@@ -343,22 +363,14 @@ async def serve(
             rank=topology.rank,
             world_size=topology.world_size,
             attempt=launch.attempt,
-            rule=settings.retention.rule,
-            block_bytes=block,
-            lanes=settings.upload.lanes,
-            retry=logging_policy(settings.upload),
-            sweep_after=settings.retention.sweep_after,
-            keep_reports=settings.keep_reports,
-            switch_interval=settings.switch_interval_seconds,
-            prune_delay=_PRUNE_DELAY_SECONDS,
         )
         worker = None
         if init is not None:
-            worker = WorkerUploader(settings.worker, init, context)
+            worker = WorkerUploader(settings.worker, init, store)
             context.uploader, context.arena.on_drop = worker, worker.drop
         place = await anyio.to_thread.run_sync(_place_of, settings.url or "")
         events.place = place.partition("?")[0].rstrip("/")
-        lease = Lease(context.retrying, launch.id)
+        lease = Lease(context.store.retrying, launch.id)
 
         async def keep_lease() -> None:
             await launch.claimed.wait()

@@ -219,7 +219,7 @@ class Loads:
                 if which is not None or self._context.world_size > 1:
                     raise
                 # It was the newest, and is being deleted.
-                info = await newest_repaired(self._context.retrying)
+                info = await newest_repaired(self._context.store.retrying)
                 continue
             if isinstance(outcome, LoadResult):
                 self._saves.loaded(outcome.step)
@@ -260,8 +260,10 @@ class Loads:
                 await on_caller(request.caller, _look, joint.objects, request, memo)
 
         async def look() -> ManifestDocument:
-            near = await read_near(context.retrying, info.key, context.rank, context.world_size)
-            return near or await read_index(context.retrying, info.key)
+            near = await read_near(
+                context.store.retrying, info.key, context.rank, context.world_size
+            )
+            return near or await read_index(context.store.retrying, info.key)
 
         with self._told(info):
             fault: CorruptCheckpoint | CheckpointIncomplete | None = None
@@ -271,7 +273,7 @@ class Loads:
                     context.reading(info.key, look) as bundle,
                 ):
                     load = await read_all(
-                        context.retrying,
+                        context.store.retrying,
                         bundle,
                         request,
                         context.arena,
@@ -320,7 +322,7 @@ class Loads:
         self, info: CheckpointInfo, error: CkpipeError, vote: _Vote | None
     ) -> _Verdict:
         """Propose that a checkpoint is damaged, and the next candidate; return the decision."""
-        known = await discover(self._context.retrying)
+        known = await discover(self._context.store.retrying)
         older = (each.id for each in known if each.complete and each.key < info.key)
         following = next(older, None)  # the newest of the older ones
         how = f"{type(error).__name__}: {error}"
@@ -365,7 +367,7 @@ class Loads:
                 error.target_touched = load.tally.delivered
                 raise
         result = await load.apply()
-        self._context.resumed_from = result.id
+        self._context.store.resumed_from = result.id
         assert result.report is not None
         seconds, nbytes = result.report.seconds, result.report.bytes
         self._context.events.emit(
@@ -522,17 +524,17 @@ class Loads:
             with self._waiting():
                 if which is None:
                     await self._until_own_complete(is_decided)
-                await _until_finished(context.retrying, which, seconds, is_decided)
+                await _until_finished(context.store.retrying, which, seconds, is_decided)
             if which is not None:
                 found: CheckpointInfo | None
                 if agreements is None and isinstance(which, int):
                     found = await self._find_step(which)
                 else:
-                    found = await find_repaired(context.retrying, which)
+                    found = await find_repaired(context.store.retrying, which)
             elif agreements is None:  # Alone: its lease tells whether the newest is being deleted.
-                found = await newest_likely(context.retrying)
+                found = await newest_likely(context.store.retrying)
             else:
-                found = await newest_repaired(context.retrying)
+                found = await newest_repaired(context.store.retrying)
             if agreements is None:
                 return found
             decided = (await agreements.decide(question, None if found is None else found.id),)
@@ -542,7 +544,7 @@ class Loads:
         if not isinstance(name, str):
             raise InvalidManifest(f"The ranks agreed to load {name!r:.100}, which is no checkpoint")
         try:
-            return await find_repaired(context.retrying, name)
+            return await find_repaired(context.store.retrying, name)
         except CheckpointIncomplete as error:
             error.hint = "Another process has deleted it since; load again on all ranks"
             raise
@@ -555,7 +557,7 @@ class Loads:
         while newest is not None and not await is_decided():
             try:
                 with suppress(CheckpointIncomplete, CorruptCheckpoint):  # an older one is newest
-                    await until_complete(context, newest, 0)
+                    await until_complete(context.store, newest, 0)
                 return
             except TimeoutError as error:
                 left = until - time.monotonic()
@@ -573,7 +575,7 @@ class Loads:
         the newer.
         """
         context, seconds = self._context, self._context.settings.load.agreement_timeout_seconds
-        everything = await discover_repaired(context.retrying, step)
+        everything = await discover_repaired(context.store.retrying, step)
         found = pick(everything, step)
         launch = launch_id(context.attempt)
         for info in everything if context.world_size > 1 else ():
@@ -583,8 +585,8 @@ class Loads:
                 continue
             try:
                 with self._waiting(), suppress(CheckpointIncomplete, CorruptCheckpoint):
-                    await until_complete(context, info, seconds)
-                    return await find_repaired(context.retrying, step)
+                    await until_complete(context.store, info, seconds)
+                    return await find_repaired(context.store.retrying, step)
             except TimeoutError as error:
                 raise CheckpointIncomplete(
                     f"{error}, within {seconds:g} s",
@@ -615,7 +617,7 @@ class Loads:
                 )
             else:
                 self._agreements = ObjectAgreements(
-                    context.retrying, launch.attempt, topology, launch.claim
+                    context.store.retrying, launch.attempt, topology, launch.claim
                 )
         return self._agreements
 
@@ -633,7 +635,7 @@ class Loads:
 
     async def _tell_fresh(self) -> None:
         """Log that training starts fresh; warn of objects that were perhaps meant to be resumed."""
-        retrying, attempt = self._context.retrying, self._context.attempt
+        retrying, attempt = self._context.store.retrying, self._context.attempt
         fresh = f"no complete checkpoint: training starts fresh at {self._place}"
         try:
             # Another rank may have begun its first save meanwhile.

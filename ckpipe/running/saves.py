@@ -195,7 +195,7 @@ class Saves:
             if context.world_size > 1:
                 question = f"back-{before}-{step}-{names.count(step)}"
                 went_back = bool(
-                    await agree(context.retrying, context.attempt, question, went_back)
+                    await agree(context.store.retrying, context.attempt, question, went_back)
                 )
             if went_back and names.rollbacks == before:
                 names.go_back()

@@ -1,4 +1,4 @@
-"""The context of all saves of one pipeline: its store, and in the trainer its memory."""
+"""The context of all saves of one pipeline: its store, its memory, its lock."""
 
 from __future__ import annotations
 
@@ -38,9 +38,43 @@ _MOST_UNPRUNED, _MOST_UNPRUNED_SHARE = 16, 4
 the second times the number of kept ones, whichever is more."""
 
 
+@dataclass(slots=True)
+class PruneState:
+    """The prunes of one store by one process.
+
+    Args:
+        delay: Seconds between a commit and its prune.
+        lock: Held during the delay and the prune, by one save at a time.
+        pending: True if a prune will begin; it serves all checkpoints complete by then.
+        kept: Number of checkpoints that the last prune kept.
+        unpruned: Number of checkpoints completed here that wait for a prune, or for its end.
+    """
+
+    delay: float = 0.0
+    lock: anyio.Lock = field(default_factory=anyio.Lock)
+    pending: bool = False
+    kept: int = 0
+    unpruned: int = 0
+
+    async def catch_up(self) -> None:
+        """Wait for the prune under way if many checkpoints wait for it.
+
+        Otherwise saves that are quicker than deletions would leave ever more checkpoints.
+        """
+        if self.unpruned > max(_MOST_UNPRUNED, _MOST_UNPRUNED_SHARE * self.kept):
+            await self.ended()
+
+    async def ended(self) -> bool:
+        """Wait for the prunes that are pending or under way; False if there are none."""
+        if not self.lock.locked():
+            return False
+        async with self.lock:
+            return True
+
+
 @dataclass(slots=True, kw_only=True)
 class StoreContext:
-    """The context of the stages that bring saves to the store.
+    """The context of the stages that bring saves to one store, in the trainer or in its worker.
 
     Args:
         backend: The store of checkpoints; open.
@@ -61,11 +95,7 @@ class StoreContext:
         loading: Number of loads and copies that read each checkpoint now.
         limiter: Admits writes of blocks, of all saves together.
         told: One-time warnings that were given.
-        prune_delay: Seconds between a commit and its prune.
-        pruning: Held during the delay and the prune, by one save at a time.
-        prune_pending: True if a prune will begin; it serves all checkpoints complete by then.
-        kept: Number of checkpoints that the last prune kept.
-        unpruned: Number of checkpoints completed here that wait for a prune, or for its end.
+        prunes: The prunes that wait or run.
     """
 
     backend: Backend
@@ -85,11 +115,7 @@ class StoreContext:
     loading: Counter[str] = field(default_factory=Counter)
     limiter: AimdLimiter = field(default_factory=AimdLimiter)
     told: set[str] = field(default_factory=set)
-    prune_delay: float = 0.0
-    pruning: anyio.Lock = field(default_factory=anyio.Lock)
-    prune_pending: bool = False
-    kept: int = 0
-    unpruned: int = 0
+    prunes: PruneState = field(default_factory=PruneState)
 
     def protected(self) -> dict[str, str]:
         """Return ids that retention must not remove, each with its reason."""
@@ -103,21 +129,6 @@ class StoreContext:
         first = warning not in self.told
         self.told.add(warning)
         return first
-
-    async def let_retention_catch_up(self) -> None:
-        """Wait for the prune under way if many checkpoints wait for it.
-
-        Otherwise saves that are quicker than deletions would leave ever more checkpoints.
-        """
-        if self.unpruned > max(_MOST_UNPRUNED, _MOST_UNPRUNED_SHARE * self.kept):
-            await self.pruned()
-
-    async def pruned(self) -> bool:
-        """Wait for the prunes that are pending or under way; False if there are none."""
-        if not self.pruning.locked():
-            return False
-        async with self.pruning:
-            return True
 
 
 class Uploader(Protocol):
@@ -155,10 +166,14 @@ class Loan:
 
 
 @dataclass(slots=True, kw_only=True)
-class SaveContext(StoreContext):
-    """Backend, memory, lock and cached plan of one pipeline.
+class SaveContext:
+    """Store, memory, lock and cached plan of one pipeline.
 
     Args:
+        store: The store of its checkpoints.
+        events: The bus that gets events.
+        rank: This process's rank.
+        world_size: Number of ranks that save together.
         settings: The settings.
         lock: The lock between trainers and copies.
         arena: Host memory.
@@ -173,6 +188,10 @@ class SaveContext(StoreContext):
         lent: The saves whose staged state is being read.
     """
 
+    store: StoreContext
+    events: EventBus
+    rank: int
+    world_size: int
     settings: Settings
     lock: StateLock
     arena: Arena
@@ -191,13 +210,13 @@ class SaveContext(StoreContext):
         self, id: CheckpointId, look: Callable[[], Awaitable[ManifestDocument]] | None = None
     ) -> AsyncIterator[ManifestDocument]:
         """Lease a checkpoint for a block, as :func:`ckpipe.catalog.leases.reading` does."""
-        self.loading[str(id)] += 1
-        read_only = self.settings.read_only
+        store, read_only = self.store, self.settings.read_only
+        store.loading[str(id)] += 1
         try:
-            async with reading(self.retrying, id, look, read_only=read_only) as found:
+            async with reading(store.retrying, id, look, read_only=read_only) as found:
                 yield found
         finally:
-            self.loading[str(id)] -= 1
+            store.loading[str(id)] -= 1
 
     def trim(self) -> None:
         """Shrink the arena to the need of the last saves."""

@@ -13,7 +13,7 @@ from ckpipe.catalog.find import DELETING, NO_INDEX, recheck, write_sidecar_of
 from ckpipe.catalog.metadata_cache import inspected, summary_of
 from ckpipe.errors import CheckpointIncomplete, CkpipeError, SaveError, StoreError
 from ckpipe.events import Completed, IncompleteCheckpoint
-from ckpipe.save.context import SaveContext
+from ckpipe.save.context import SaveContext, StoreContext
 from ckpipe.types import CheckpointInfo, first_of
 
 _LOOKS = 2
@@ -74,8 +74,8 @@ class CompletionWatcher:
             self._open.popleft()
 
     async def _settled(self, info: CheckpointInfo, seconds: float) -> bool:
-        context = self._context
-        known = await recheck(context.retrying, info)
+        context, store = self._context, self._context.store
+        known = await recheck(store.retrying, info)
         if known.complete:
             self._incomplete = 0
         if known.complete or known.reason == DELETING:
@@ -83,15 +83,15 @@ class CompletionWatcher:
         if seconds < context.settings.incomplete_after_seconds:
             return False
         outcome = await complete_from_top(
-            context.retrying, info.key, context.world_size, most_holes=_MOST_HOLES
+            store.retrying, info.key, context.world_size, most_holes=_MOST_HOLES
         )
-        await write_sidecar_of(context.backend, outcome.index)
+        await write_sidecar_of(store.backend, outcome.index)
         if outcome.complete:
             self._incomplete = 0
             if outcome.index is not None:
-                context.facts.learn(info.id, summary_of(outcome.index))
-            known = await recheck(context.retrying, info)
-            (info,) = await inspected(context.retrying, [known], context.facts)
+                store.facts.learn(info.id, summary_of(outcome.index))
+            known = await recheck(store.retrying, info)
+            (info,) = await inspected(store.retrying, [known], store.facts)
             context.events.emit(Completed(info.id, info.step, context.rank, info))
         elif not outcome.deleted:
             context.events.emit(
@@ -115,12 +115,12 @@ class CompletionWatcher:
 
 
 async def until_complete(
-    context: SaveContext, info: CheckpointInfo, timeout: float | None, ranks: int | None = None
+    store: StoreContext, info: CheckpointInfo, timeout: float | None, ranks: int | None = None
 ) -> CheckpointInfo:
     """Poll with growing pauses until a checkpoint is complete.
 
     Args:
-        context: The context of its store.
+        store: The context of its store.
         info: The checkpoint.
         timeout: Seconds to poll; None polls for as long as it takes.
         ranks: Number of ranks that save it; None for those of the context.
@@ -132,18 +132,18 @@ async def until_complete(
         StoreError: If the store failed.
     """
     until = None if timeout is None else time.monotonic() + timeout
-    pause, ranks = _FIRST_PAUSE_SECONDS, ranks or context.world_size
+    pause, ranks = _FIRST_PAUSE_SECONDS, ranks or store.world_size
     while True:
-        known = await recheck(context.retrying, info)
+        known = await recheck(store.retrying, info)
         if known.complete:
             return known
         if ranks == 1 or known.reason != NO_INDEX:
             raise CheckpointIncomplete(
                 f"The checkpoint {info.id} is not complete: {known.reason}", step=info.step
             )
-        outcome = await complete_from_top(context.retrying, info.key, ranks)
+        outcome = await complete_from_top(store.retrying, info.key, ranks)
         if outcome.complete:
-            await write_sidecar_of(context.backend, outcome.index)
+            await write_sidecar_of(store.backend, outcome.index)
             continue
         left = _LONGEST_PAUSE_SECONDS if until is None else until - time.monotonic()
         if left <= 0:

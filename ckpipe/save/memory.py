@@ -106,7 +106,7 @@ async def _acquire(save: Save, context: SaveContext, amount: int, hold: LockHold
         skipped = busy
         if on_busy == "skip" and context.world_size > 1:  # the first rank decides for all
             question = f"skip-{save.id.step}-{save.id.count}"
-            skipped = bool(await agree(context.retrying, context.attempt, question, busy))
+            skipped = bool(await agree(context.store.retrying, context.attempt, question, busy))
         if on_busy == "skip" and skipped:
             raise SkipSave("Earlier saves hold the staging memory")
     except BaseException:

@@ -50,16 +50,17 @@ async def run(
                 await write_sidecar(context.backend, info.key, context.facts.digest(info.id))
             if context.rule is None:
                 continue
-            context.unpruned += 1
-            if context.prune_pending:
+            prunes = context.prunes
+            prunes.unpruned += 1
+            if prunes.pending:
                 continue
-            context.prune_pending = True
+            prunes.pending = True
             async with contextlib.AsyncExitStack() as held:
                 try:
-                    await held.enter_async_context(context.pruning)
-                    await anyio.sleep(context.prune_delay)
+                    await held.enter_async_context(prunes.lock)
+                    await anyio.sleep(prunes.delay)
                 finally:
-                    context.prune_pending = False
+                    prunes.pending = False
                 with save.clock.timing("retention"):
                     decision = await prune(context, launch_id(save.id.attempt), after=save.id)
             for name in decision.remove:
@@ -92,14 +93,15 @@ async def prune(context: StoreContext, launch: str, after: CheckpointId | None =
     Raises:
         StoreError: If the store failed; another prune continues where this one stopped.
     """
-    waiting = context.unpruned
+    prunes = context.prunes
+    waiting = prunes.unpruned
     now = await _time(context, after)
     protected = await _protected_by_all(context, now, launch)
     decision = await prune_store(
         context.retrying, context.rule, protected, context.facts,
         sweep_after=context.sweep_after, now=now,
     )  # fmt: skip
-    context.kept, context.unpruned = len(decision.keep), max(0, context.unpruned - waiting)
+    prunes.kept, prunes.unpruned = len(decision.keep), max(0, prunes.unpruned - waiting)
     for name in decision.keep:  # also those that cannot be deleted through a link
         reason = decision.reasons[name]
         if reason.startswith(BEHIND_LINK) and context.is_first(f"link of {name}"):

@@ -47,9 +47,9 @@ async def run_save(save: Save, context: SaveContext) -> None:
             tasks.start_soon(plan.run, save, context, captured, planned_out, name=f"plan {name}")
             tasks.start_soon(stage.run, save, context, planned, blocks_out, name=f"stage {name}")
             if context.uploader is None:
-                await deliver_here(save, context, blocks)
+                await deliver_here(save, context.store, blocks)
             else:
-                await context.uploader.deliver(save, context, blocks)
+                await context.uploader.deliver(save, context.store, blocks)
     finally:
         save.close_reservation()
 

@@ -49,7 +49,7 @@ async def run(
     uploads = _Uploads(save, context, save.files)
     async with inbox, out:
         try:
-            await context.let_retention_catch_up()
+            await context.prunes.catch_up()
             async with anyio.create_task_group() as lanes:
                 # The first file is opened while its first block is being copied.
                 lanes.start_soon(uploads.open_first, name="opening of the first file")
@@ -136,7 +136,7 @@ class _Uploads:
                         upload = await retrying(self._policy, open_upload)
                     except StoreFull:
                         # The delayed prune may free room.
-                        if not await context.pruned():
+                        if not await context.prunes.ended():
                             raise
                         upload = await retrying(self._policy, open_upload)
                 self._uploads[number] = upload
