@@ -1,4 +1,4 @@
-"""Choose a checkpoint to load, the same on all ranks, and fall back if it is damaged.
+"""Load a checkpoint, the same on all ranks, and fall back if it is damaged.
 
 Theory. Each of many ranks verifies only the bytes that it reads, so a checkpoint is known to be
 whole only after all ranks have read. For each candidate they agree on a verdict
@@ -11,39 +11,22 @@ a rank may have died.
 Joint loads. Objects that call collectives (:mod:`ckpipe.loading.collectives`) are called only when
 all their ranks have come to the same point: before the match, which reads their present state, and
 before they get the loaded state. A rank that fails tells the others, which then raise as well.
-
-Own saves. The newest checkpoint may be one that this pipeline has copied and is still storing. So a
-load of the newest first waits until such saves are durable or have failed. With several ranks it
-also waits, for a bounded time, until the newest of them is complete on all, or a rank has decided
-for all: a rank whose own save failed decides at once.
-
-A worker of an ended trainer may still be finishing a checkpoint, and holds a lease on it. A load
-waits for that: otherwise a restart that loads the newest would take the one before, and repeat the
-steps that are just being stored.
 """
 
 from __future__ import annotations
 
-import logging
 import time
 import warnings
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from hashlib import sha256
 
 import anyio
 
-from ckpipe.backend import Backend
-from ckpipe.catalog.complete import (
-    discover_repaired,
-    find_repaired,
-    newest_likely,
-    newest_repaired,
-)
-from ckpipe.catalog.find import NO_INDEX, discover, pick, read_index, said_of_foreign
-from ckpipe.catalog.leases import leased
+from ckpipe.catalog.complete import newest_repaired
+from ckpipe.catalog.find import discover, read_index
 from ckpipe.catalog.manifest_selection import read_near
 from ckpipe.errors import (
     CheckpointIncomplete,
@@ -51,14 +34,12 @@ from ckpipe.errors import (
     CorruptCheckpoint,
     InvalidManifest,
     PipelineClosed,
-    StoreError,
     StoreUnavailable,
     UnsupportedTopology,
 )
 from ckpipe.events import CheckpointDamaged, Loaded, LoadFailed, LoadProgress, LoadStarted
 from ckpipe.format.keys import Json
 from ckpipe.format.manifest import ManifestDocument
-from ckpipe.format.names import launch_id
 from ckpipe.loading.collectives import CollectiveObjects, collective_objects
 from ckpipe.loading.load import LoadRequest, MatchedLoad, read_all
 from ckpipe.loading.reader import ReadTally
@@ -68,13 +49,11 @@ from ckpipe.loop_thread import on_caller
 from ckpipe.ranks.agree import Agreements, ObjectAgreements, TorchAgreements
 from ckpipe.ranks.launch import Launch, agreeing_store
 from ckpipe.ranks.world import Topology
+from ckpipe.running.choose import choose, tell_fresh
 from ckpipe.running.saves import Saves
 from ckpipe.save.context import SaveContext
-from ckpipe.save.follow_up import until_complete
 from ckpipe.threads import BackgroundTask
 from ckpipe.types import CheckpointId, CheckpointInfo, LoadResult, first_of
-
-logger = logging.getLogger("ckpipe")
 
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.02, 1.0
 _PROGRESS_SECONDS = 0.2
@@ -206,7 +185,8 @@ class Loads:
         fallback: bool,
     ) -> LoadResult | None:
         """Load the wanted checkpoint; with a fallback, the first that is whole."""
-        info = await self._choose(which, agreements, asked)
+        with self._waiting():
+            info = await choose(self._context, self._saves, which, agreements, asked)
         damaged: dict[str, str] = {}
         first: CorruptCheckpoint | None = None
         while info is not None:
@@ -239,7 +219,7 @@ class Loads:
             first.add_note(f"None of the {len(damaged)} checkpoints that could serve is whole")
             raise first
         if self._context.rank == 0:
-            await self._tell_fresh()
+            await tell_fresh(self._context, self._place)
         return None
 
     async def _attempt(
@@ -252,37 +232,10 @@ class Loads:
         fallback: bool,
     ) -> LoadResult | _Verdict:
         """Load one checkpoint; return the verdict if it is damaged and a fallback is allowed."""
-        context, tally = self._context, ReadTally()
-
-        async def look_at_objects(memo: InspectionMemo) -> None:
-            if joint is not None:
-                await self._all_at("matching", joint, info)
-                await on_caller(request.caller, _look, joint.objects, request, memo)
-
-        async def look() -> ManifestDocument:
-            near = await read_near(
-                context.store.retrying, info.key, context.rank, context.world_size
-            )
-            return near or await read_index(context.store.retrying, info.key)
-
         with self._told(info):
             fault: CorruptCheckpoint | CheckpointIncomplete | None = None
             try:
-                async with (
-                    BackgroundTask(lambda: self._tell_progress(info, tally)).started(),
-                    context.reading(info.key, look) as bundle,
-                ):
-                    load = await read_all(
-                        context.store.retrying,
-                        bundle,
-                        request,
-                        context.arena,
-                        lanes=context.settings.load.lanes,
-                        rank=context.rank,
-                        world_size=context.world_size,
-                        tally=tally,
-                        before_match=look_at_objects,
-                    )
+                load = await self._read(info, request, joint)
                 if vote is None:
                     return await self._finish(info, load, joint)
             except CorruptCheckpoint as error:
@@ -303,7 +256,7 @@ class Loads:
             if fault is not None:
                 verdict = await self._refuse(info, fault, vote)
                 if joint is not None:
-                    await joint.give_up(fault, context.rank)
+                    await joint.give_up(fault, self._context.rank)
                 if verdict.damage is None:
                     raise InvalidManifest(
                         f"The ranks agreed that {info.id} is whole, and it is not"
@@ -317,6 +270,38 @@ class Loads:
                 joint.attempts += 1
             self._tell_failed(info, verdict.damage)
         return verdict
+
+    async def _read(
+        self, info: CheckpointInfo, request: LoadRequest, joint: _Joint | None
+    ) -> MatchedLoad:
+        """Read a checkpoint under a lease, and verify it; no object has its state yet."""
+        context, tally = self._context, ReadTally()
+        retrying, rank, world_size = context.store.retrying, context.rank, context.world_size
+
+        async def look_at_objects(memo: InspectionMemo) -> None:
+            if joint is not None:
+                await self._all_at("matching", joint, info)
+                await on_caller(request.caller, _look, joint.objects, request, memo)
+
+        async def look() -> ManifestDocument:
+            near = await read_near(retrying, info.key, rank, world_size)
+            return near or await read_index(retrying, info.key)
+
+        async with (
+            BackgroundTask(lambda: self._tell_progress(info, tally)).started(),
+            context.reading(info.key, look) as bundle,
+        ):
+            return await read_all(
+                retrying,
+                bundle,
+                request,
+                context.arena,
+                lanes=context.settings.load.lanes,
+                rank=rank,
+                world_size=world_size,
+                tally=tally,
+                before_match=look_at_objects,
+            )
 
     async def _refuse(
         self, info: CheckpointInfo, error: CkpipeError, vote: _Vote | None
@@ -505,98 +490,6 @@ class Loads:
                 self._calls, self._failed_after = number, self._saves.accepted
             raise
 
-    async def _choose(
-        self, which: int | str | None, agreements: Agreements | None, question: str
-    ) -> CheckpointInfo | None:
-        """Find the checkpoint to load, the same on all ranks; None if there is none.
-
-        The first rank decides for all. So a checkpoint may become complete between the lists of two
-        ranks, and both still load the same one.
-        """
-        context = self._context
-        decided = None if agreements is None else await agreements.decided(question)
-        if decided is None:
-
-            async def is_decided() -> bool:
-                return agreements is not None and await agreements.decided(question) is not None
-
-            seconds = context.settings.worker.resume_wait_seconds
-            with self._waiting():
-                if which is None:
-                    await self._until_own_complete(is_decided)
-                await _until_finished(context.store.retrying, which, seconds, is_decided)
-            if which is not None:
-                found: CheckpointInfo | None
-                if agreements is None and isinstance(which, int):
-                    found = await self._find_step(which)
-                else:
-                    found = await find_repaired(context.store.retrying, which)
-            elif agreements is None:  # Alone: its lease tells whether the newest is being deleted.
-                found = await newest_likely(context.store.retrying)
-            else:
-                found = await newest_repaired(context.store.retrying)
-            if agreements is None:
-                return found
-            decided = (await agreements.decide(question, None if found is None else found.id),)
-        (name,) = decided
-        if name is None:
-            return None
-        if not isinstance(name, str):
-            raise InvalidManifest(f"The ranks agreed to load {name!r:.100}, which is no checkpoint")
-        try:
-            return await find_repaired(context.store.retrying, name)
-        except CheckpointIncomplete as error:
-            error.hint = "Another process has deleted it since; load again on all ranks"
-            raise
-
-    async def _until_own_complete(self, is_decided: Callable[[], Awaitable[bool]]) -> None:
-        """Wait for the saves of this pipeline that were copied before the load."""
-        context = self._context
-        pause, seconds = _FIRST_PAUSE_SECONDS, context.settings.load.agreement_timeout_seconds
-        newest, until = await self._saves.durable(), time.monotonic() + seconds
-        while newest is not None and not await is_decided():
-            try:
-                with suppress(CheckpointIncomplete, CorruptCheckpoint):  # an older one is newest
-                    await until_complete(context.store, newest, 0)
-                return
-            except TimeoutError as error:
-                left = until - time.monotonic()
-                if left <= 0:
-                    logger.warning("The load no longer waits for %s", error)
-                    return
-            await anyio.sleep(min(pause, left))
-            pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
-
-    async def _find_step(self, step: int) -> CheckpointInfo:
-        """Find the newest checkpoint of a step, after a wait for one that ranks still commit.
-
-        Otherwise a rank that lists earlier would find an older one, and ranks would load different
-        ones. There is no wait if there is no older one, or if only an earlier launch could commit
-        the newer.
-        """
-        context, seconds = self._context, self._context.settings.load.agreement_timeout_seconds
-        everything = await discover_repaired(context.store.retrying, step)
-        found = pick(everything, step)
-        launch = launch_id(context.attempt)
-        for info in everything if context.world_size > 1 else ():
-            if info.key == found.key:
-                break
-            if info.step != step or info.reason != NO_INDEX or launch_id(info.attempt) != launch:
-                continue
-            try:
-                with self._waiting(), suppress(CheckpointIncomplete, CorruptCheckpoint):
-                    await until_complete(context.store, info, seconds)
-                    return await find_repaired(context.store.retrying, step)
-            except TimeoutError as error:
-                raise CheckpointIncomplete(
-                    f"{error}, within {seconds:g} s",
-                    step=step,
-                    rank=context.rank,
-                    hint=f"Load another step on all ranks, or {found.id}, which is older; "
-                    "raise load.agreement_timeout_seconds to wait longer",
-                ) from None
-        return found
-
     async def _agreeing(self) -> Agreements:
         """Return the agreements: in the torch.distributed Store, else through objects."""
         if self._agreements is None:
@@ -632,29 +525,6 @@ class Loads:
             how = "it was cancelled" if cancelled else f"{type(error).__name__}: {error}"
             self._tell_failed(info, how)
             raise
-
-    async def _tell_fresh(self) -> None:
-        """Log that training starts fresh; warn of objects that were perhaps meant to be resumed."""
-        retrying, attempt = self._context.store.retrying, self._context.attempt
-        fresh = f"no complete checkpoint: training starts fresh at {self._place}"
-        try:
-            # Another rank may have begun its first save meanwhile.
-            known = [each for each in await discover(retrying) if each.attempt != attempt]
-            foreign = None if known else await said_of_foreign(retrying)
-        except StoreError as error:  # the result of the load is decided already
-            logger.info("%s; other contents are unknown: %s", fresh, error)
-            return
-        incomplete = [each for each in known if each.reason == NO_INDEX]
-        if incomplete:
-            count = len(incomplete)
-            which = f"the newest of {count} incomplete checkpoints" if count > 1 else "the only one"
-            logger.warning(
-                "%s; %s there, %s, is incomplete: %s", fresh, which, incomplete[0].id, NO_INDEX
-            )
-        elif foreign is not None:
-            logger.warning("%s. %s", fresh, foreign)
-        else:
-            logger.info("%s", fresh)
 
     def _tell_failed(self, info: CheckpointInfo, error: str) -> None:
         self._context.events.emit(LoadFailed(info.id, info.step, self._context.rank, error))
@@ -709,59 +579,3 @@ def _info(name: str) -> CheckpointInfo:
     if id is None:
         raise InvalidManifest(f"The ranks agreed to load {name!r:.100}, which is no checkpoint")
     return CheckpointInfo(name, id.step, id.attempt, id.count, complete=True)
-
-
-_FIRST_LOOK_SECONDS, _LONGEST_LOOK_SECONDS = 0.05, 2.0
-
-
-async def _until_finished(
-    backend: Backend,
-    which: int | str | None,
-    seconds: float,
-    is_decided: Callable[[], Awaitable[bool]],
-) -> None:
-    """Wait until no worker is finishing a checkpoint that a load might take.
-
-    Costs one list if there is no lease. If present leases cannot be told from expired ones, since
-    the store is full, failing or not writable, there is no wait: it is better to load an older
-    checkpoint than none.
-
-    Args:
-        backend: The store.
-        which: The step or id to be loaded; None for the newest.
-        seconds: Seconds to wait at most.
-        is_decided: Returns True if another rank has meanwhile decided for all.
-    """
-    until, pause = time.monotonic() + seconds, _FIRST_LOOK_SECONDS
-    told = False
-    while names := await _unfinished(backend, which):
-        if await is_decided():
-            return
-        left = until - time.monotonic()
-        if left <= 0:
-            logger.warning("The load no longer waits for %s", ", ".join(names))
-            return
-        if not told:
-            logger.info("Workers of an earlier launch still finish %s", ", ".join(names))
-            told = True
-        await anyio.sleep(min(pause, left))
-        pause = min(2 * pause, _LONGEST_LOOK_SECONDS)
-
-
-async def _unfinished(backend: Backend, which: int | str | None) -> list[str]:
-    try:
-        held = {CheckpointId.parse(subject) for subject in await leased(backend)} - {None}
-        known = await discover(backend) if held else []
-    except StoreError as error:
-        logger.warning("Workers that finish a newer checkpoint cannot be looked up: %s", error)
-        return []
-    settled = {info.key for info in known if info.complete or info.reason != NO_INDEX}
-    # A save that is only staged may have no object on the store but its lease.
-    open_ones = [id for id in held if id is not None and id not in settled]
-    complete = [info.key for info in known if info.complete]
-    if which is not None:
-        complete, open_ones = (
-            [id for id in ids if which in (str(id), id.step)] for ids in (complete, open_ones)
-        )
-    newest = max(complete, default=None)
-    return [str(id) for id in open_ones if newest is None or id > newest]

@@ -1,0 +1,219 @@
+"""Choose the checkpoint to load, the same on all ranks, once saves under way have ended.
+
+Own saves. The newest checkpoint may be one that this pipeline has copied and is still storing. So a
+load of the newest first waits until such saves are durable or have failed. With several ranks it
+also waits, for a bounded time, until the newest of them is complete on all, or a rank has decided
+for all: a rank whose own save failed decides at once.
+
+A worker of an ended trainer may still be finishing a checkpoint, and holds a lease on it. A load
+waits for that: otherwise a restart that loads the newest would take the one before, and repeat the
+steps that are just being stored.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+
+import anyio
+
+from ckpipe.backend import Backend
+from ckpipe.catalog.complete import (
+    discover_repaired,
+    find_repaired,
+    newest_likely,
+    newest_repaired,
+)
+from ckpipe.catalog.find import NO_INDEX, discover, pick, said_of_foreign
+from ckpipe.catalog.leases import leased
+from ckpipe.errors import CheckpointIncomplete, CorruptCheckpoint, InvalidManifest, StoreError
+from ckpipe.format.names import launch_id
+from ckpipe.ranks.agree import Agreements
+from ckpipe.running.saves import Saves
+from ckpipe.save.context import SaveContext
+from ckpipe.save.follow_up import until_complete
+from ckpipe.types import CheckpointId, CheckpointInfo
+
+logger = logging.getLogger("ckpipe")
+
+_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.02, 1.0
+
+
+async def choose(
+    context: SaveContext,
+    saves: Saves,
+    which: int | str | None,
+    agreements: Agreements | None,
+    question: str,
+) -> CheckpointInfo | None:
+    """Find the checkpoint to load, the same on all ranks; None if there is none.
+
+    The first rank decides for all. So a checkpoint may become complete between the lists of two
+    ranks, and both still load the same one.
+    """
+    decided = None if agreements is None else await agreements.decided(question)
+    if decided is None:
+
+        async def is_decided() -> bool:
+            return agreements is not None and await agreements.decided(question) is not None
+
+        seconds = context.settings.worker.resume_wait_seconds
+        if which is None:
+            await _until_own_complete(context, saves, is_decided)
+        await _until_finished(context.store.retrying, which, seconds, is_decided)
+        if which is not None:
+            found: CheckpointInfo | None
+            if agreements is None and isinstance(which, int):
+                found = await _find_step(context, which)
+            else:
+                found = await find_repaired(context.store.retrying, which)
+        elif agreements is None:  # Alone: its lease tells whether the newest is being deleted.
+            found = await newest_likely(context.store.retrying)
+        else:
+            found = await newest_repaired(context.store.retrying)
+        if agreements is None:
+            return found
+        decided = (await agreements.decide(question, None if found is None else found.id),)
+    (name,) = decided
+    if name is None:
+        return None
+    if not isinstance(name, str):
+        raise InvalidManifest(f"The ranks agreed to load {name!r:.100}, which is no checkpoint")
+    try:
+        return await find_repaired(context.store.retrying, name)
+    except CheckpointIncomplete as error:
+        error.hint = "Another process has deleted it since; load again on all ranks"
+        raise
+
+
+async def _until_own_complete(
+    context: SaveContext, saves: Saves, is_decided: Callable[[], Awaitable[bool]]
+) -> None:
+    """Wait for the saves of this pipeline that were copied before the load."""
+    pause, seconds = _FIRST_PAUSE_SECONDS, context.settings.load.agreement_timeout_seconds
+    newest, until = await saves.durable(), time.monotonic() + seconds
+    while newest is not None and not await is_decided():
+        try:
+            with suppress(CheckpointIncomplete, CorruptCheckpoint):  # an older one is newest
+                await until_complete(context.store, newest, 0)
+            return
+        except TimeoutError as error:
+            left = until - time.monotonic()
+            if left <= 0:
+                logger.warning("The load no longer waits for %s", error)
+                return
+        await anyio.sleep(min(pause, left))
+        pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+
+
+async def _find_step(context: SaveContext, step: int) -> CheckpointInfo:
+    """Find the newest checkpoint of a step, after a wait for one that ranks still commit.
+
+    Otherwise a rank that lists earlier would find an older one, and ranks would load different
+    ones. There is no wait if there is no older one, or if only an earlier launch could commit
+    the newer.
+    """
+    seconds = context.settings.load.agreement_timeout_seconds
+    everything = await discover_repaired(context.store.retrying, step)
+    found = pick(everything, step)
+    launch = launch_id(context.attempt)
+    for info in everything if context.world_size > 1 else ():
+        if info.key == found.key:
+            break
+        if info.step != step or info.reason != NO_INDEX or launch_id(info.attempt) != launch:
+            continue
+        try:
+            with suppress(CheckpointIncomplete, CorruptCheckpoint):
+                await until_complete(context.store, info, seconds)
+                return await find_repaired(context.store.retrying, step)
+        except TimeoutError as error:
+            raise CheckpointIncomplete(
+                f"{error}, within {seconds:g} s",
+                step=step,
+                rank=context.rank,
+                hint=f"Load another step on all ranks, or {found.id}, which is older; "
+                "raise load.agreement_timeout_seconds to wait longer",
+            ) from None
+    return found
+
+
+_FIRST_LOOK_SECONDS, _LONGEST_LOOK_SECONDS = 0.05, 2.0
+
+
+async def _until_finished(
+    backend: Backend,
+    which: int | str | None,
+    seconds: float,
+    is_decided: Callable[[], Awaitable[bool]],
+) -> None:
+    """Wait until no worker is finishing a checkpoint that a load might take.
+
+    Costs one list if there is no lease. If present leases cannot be told from expired ones, since
+    the store is full, failing or not writable, there is no wait: it is better to load an older
+    checkpoint than none.
+
+    Args:
+        backend: The store.
+        which: The step or id to be loaded; None for the newest.
+        seconds: Seconds to wait at most.
+        is_decided: Returns True if another rank has meanwhile decided for all.
+    """
+    until, pause = time.monotonic() + seconds, _FIRST_LOOK_SECONDS
+    told = False
+    while names := await _unfinished(backend, which):
+        if await is_decided():
+            return
+        left = until - time.monotonic()
+        if left <= 0:
+            logger.warning("The load no longer waits for %s", ", ".join(names))
+            return
+        if not told:
+            logger.info("Workers of an earlier launch still finish %s", ", ".join(names))
+            told = True
+        await anyio.sleep(min(pause, left))
+        pause = min(2 * pause, _LONGEST_LOOK_SECONDS)
+
+
+async def _unfinished(backend: Backend, which: int | str | None) -> list[str]:
+    try:
+        held = {CheckpointId.parse(subject) for subject in await leased(backend)} - {None}
+        known = await discover(backend) if held else []
+    except StoreError as error:
+        logger.warning("Workers that finish a newer checkpoint cannot be looked up: %s", error)
+        return []
+    settled = {info.key for info in known if info.complete or info.reason != NO_INDEX}
+    # A save that is only staged may have no object on the store but its lease.
+    open_ones = [id for id in held if id is not None and id not in settled]
+    complete = [info.key for info in known if info.complete]
+    if which is not None:
+        complete, open_ones = (
+            [id for id in ids if which in (str(id), id.step)] for ids in (complete, open_ones)
+        )
+    newest = max(complete, default=None)
+    return [str(id) for id in open_ones if newest is None or id > newest]
+
+
+async def tell_fresh(context: SaveContext, place: str) -> None:
+    """Log that training starts fresh; warn of objects that were perhaps meant to be resumed."""
+    retrying, attempt = context.store.retrying, context.attempt
+    fresh = f"no complete checkpoint: training starts fresh at {place}"
+    try:
+        # Another rank may have begun its first save meanwhile.
+        known = [each for each in await discover(retrying) if each.attempt != attempt]
+        foreign = None if known else await said_of_foreign(retrying)
+    except StoreError as error:  # the result of the load is decided already
+        logger.info("%s; other contents are unknown: %s", fresh, error)
+        return
+    incomplete = [each for each in known if each.reason == NO_INDEX]
+    if incomplete:
+        count = len(incomplete)
+        which = f"the newest of {count} incomplete checkpoints" if count > 1 else "the only one"
+        logger.warning(
+            "%s; %s there, %s, is incomplete: %s", fresh, which, incomplete[0].id, NO_INDEX
+        )
+    elif foreign is not None:
+        logger.warning("%s. %s", fresh, foreign)
+    else:
+        logger.info("%s", fresh)
