@@ -28,8 +28,8 @@ from stores import LANES, OBJECT, PART, READ_LANES, Costs, Plan, cost, in_lanes,
 
 import ckpipe
 from ckpipe_gcs import GcsBackend
-from ckpipe_gcs.backend import MAX_SOURCES
 from ckpipe_gcs.resources import json_body, related
+from ckpipe_gcs.uploads import MAX_SOURCES
 from ckpipe_http.requests import MemoryBody
 
 # isort: split
