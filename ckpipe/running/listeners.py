@@ -14,10 +14,9 @@ import inspect
 import logging
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, TypeVar
 
 import anyio
@@ -56,29 +55,24 @@ def in_hook() -> bool:
 @dataclass(eq=False, slots=True)
 class _Hook:
     function: Callable[[Any], object]
-    turn: anyio.Lock | None = None
+    turn: anyio.Lock = field(default_factory=anyio.Lock)
 
     @property
     def name(self) -> str:
         return str(getattr(self.function, "__qualname__", self.function))
 
-    async def call(self, event: Event, ready: Callable[[], Awaitable[None]]) -> None:
-        """Call the function once the events before this one are through and this one is ready."""
-        if self.turn is None:  # made on the loop that uses it
-            self.turn = anyio.Lock()
+    async def call(self, event: Event) -> None:
         _inside.set(True)
-        async with self.turn:
-            await ready()
-            if inspect.iscoroutinefunction(self.function):
-                await self.function(event)
-                return
-            # A limiter of its own: a blocked hook must not occupy a thread of the pipeline's work.
-            limiter = anyio.CapacityLimiter(1)
-            returned = await threads.run_sync(
-                _call_inside, self.function, event, limiter=limiter, abandon_on_cancel=True
-            )
-            if inspect.isawaitable(returned):  # an object or lambda may hide a coroutine function
-                await returned
+        if inspect.iscoroutinefunction(self.function):
+            await self.function(event)
+            return
+        # A limiter of its own: a blocked hook must not occupy a thread of the pipeline's work.
+        limiter = anyio.CapacityLimiter(1)
+        returned = await threads.run_sync(
+            _call_inside, self.function, event, limiter=limiter, abandon_on_cancel=True
+        )
+        if inspect.isawaitable(returned):  # an object or lambda may hide a coroutine function
+            await returned
 
 
 def _call_inside(function: Callable[[Any], object], event: Event) -> object:
@@ -168,7 +162,9 @@ class Hooks:
 
     async def _call(self, hook: _Hook, event: Event) -> None:
         try:
-            await hook.call(event, partial(self._call_over, event))
+            async with hook.turn:
+                await self._call_over(event)
+                await hook.call(event)
         except (Exception, *LEAVING, asyncio.CancelledError) as raised:
             task = asyncio.current_task()
             if isinstance(raised, asyncio.CancelledError) and (task is None or task.cancelling()):
