@@ -13,7 +13,6 @@ import os
 from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
-from types import TracebackType
 from typing import Any, Self, TextIO
 
 from ckpipe.events import BlockUploaded, Event, LoadProgress
@@ -28,15 +27,14 @@ def event_data(event: Event) -> dict[str, Any]:
 
     The report of a save comes without its blocks: there may be thousands.
     """
-    fields = {field.name: getattr(event, field.name) for field in dataclasses.fields(event)}
-    return {"event": type(event).__name__} | {key: _plain(each) for key, each in fields.items()}
+    return {"event": type(event).__name__, **_plain(event)}
 
 
 def _plain(value: Any) -> Any:
     if isinstance(value, SaveReport):
         return {key: each for key, each in value.to_data().items() if key != "blocks"}
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return _plain(dataclasses.asdict(value))
+        return {each.name: _plain(getattr(value, each.name)) for each in dataclasses.fields(value)}
     if isinstance(value, dict):
         return {key: _plain(each) for key, each in value.items()}
     if isinstance(value, float):
@@ -69,22 +67,15 @@ class JsonLines:
         skip: Collection[type[Event]] = (BlockUploaded, LoadProgress),
     ) -> None:
         self._skip = tuple(skip)
-        self._thread = ThreadPoolExecutor(1, "ckpipe event lines")
-        self._opened = contextlib.ExitStack()
-        self._file: TextIO | None = None
-        try:
-            # This starts the thread too, so that no listener waits for that.
-            self._thread.submit(self._open, target).result()
-        except BaseException:
-            self._thread.shutdown()
-            raise
-
-    def _open(self, target: str | os.PathLike[str] | TextIO) -> None:
+        self._closing = contextlib.ExitStack()
+        self._file: TextIO | None
         if isinstance(target, str | os.PathLike):
             file = open(target, "a", encoding="utf-8")  # noqa: SIM115  the stack closes it
-            self._file = self._opened.enter_context(file)
+            self._file = self._closing.enter_context(file)
         else:
             self._file = target
+        self._thread = ThreadPoolExecutor(1, "ckpipe event lines")
+        self._thread.submit(int)  # starts it, so that no listener waits for that
 
     def __call__(self, event: Event) -> None:
         """Queue an event for writing; return at once."""
@@ -111,17 +102,12 @@ class JsonLines:
         """Wait until all events are written, and close the file if it was opened here."""
         self._thread.shutdown()
         self._file = None
-        self._opened.close()
+        self._closing.close()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.close()
 
 

@@ -9,7 +9,6 @@ import io
 import threading
 import time
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Self
 
 from ckpipe.events import (
@@ -141,12 +140,7 @@ class LiveLine:
             self._live.start()
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         if self._drawer is not None:
             self._over.set()
             self._drawer.join()
