@@ -25,7 +25,7 @@ import anyio.from_thread
 import torch
 
 from ckpipe import threads
-from ckpipe.backend import Backend, PutMode, Upload
+from ckpipe.backend import Backend, Upload
 from ckpipe.catalog.copy import aborted_on_error, block_bytes_for
 from ckpipe.catalog.inspect import check_expansion, leaf_labels, tensor_bytes
 from ckpipe.catalog.leases import EXPORTING, under_lease
@@ -40,7 +40,7 @@ from ckpipe.save.context import SaveContext
 from ckpipe.save.follow_up import until_complete
 from ckpipe.save.save import Save
 from ckpipe.settings import Settings
-from ckpipe.store.retry import RetryPolicy, logging_policy, retrying
+from ckpipe.store.retry import RetryPolicy, create_once, logging_policy, retrying
 
 INDEX = "model.safetensors.index.json"
 TORCH_FILE = "state.pt"
@@ -145,9 +145,7 @@ class _Exporting:
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weights.items()))}
         body = json.dumps(index, indent=2).encode()
         key = self.folder + INDEX
-        try:
-            await self.target.put(key, body, PutMode.CREATE)
-        except ObjectExists:
+        if not await create_once(self.target, key, body):
             await self._check(key, len(body), await threads.run_sync(crc32c, body), 1 << 20)
         return Exported(self.folder, (*names, INDEX), self.written + len(body))
 

@@ -23,7 +23,7 @@ from functools import partial
 from itertools import takewhile
 
 from ckpipe import threads
-from ckpipe.backend import Backend, PutMode
+from ckpipe.backend import Backend
 from ckpipe.catalog.find import (
     NO_INDEX,
     discover,
@@ -42,7 +42,6 @@ from ckpipe.errors import (
     InvalidManifest,
     LinkRefused,
     MissingObject,
-    ObjectExists,
     StoreError,
     UnsupportedVersion,
 )
@@ -64,6 +63,7 @@ from ckpipe.format.names import (
     tombstone_key,
 )
 from ckpipe.interpreter import gc_paused
+from ckpipe.store.retry import create_once
 from ckpipe.threads import all_of
 from ckpipe.types import CheckpointId, CheckpointInfo
 
@@ -178,7 +178,7 @@ async def _write_group(
         return
     merged = await _merge(backend, id, level - 1, number, world_size, group)
     if merged is not None:
-        await _create(backend, key, merged[1])
+        await create_once(backend, key, merged[1])  # other ranks make the same bytes
 
 
 async def _write_index(backend: Backend, id: CheckpointId, level: int, world_size: int) -> Outcome:
@@ -191,7 +191,7 @@ async def _write_index(backend: Backend, id: CheckpointId, level: int, world_siz
     if merged is None:
         return _DELETED
     index, data = merged
-    created = await _create(backend, key, data)
+    created = await create_once(backend, key, data)
     if await stat_or_none(backend, tombstone):
         # Deleted since the first check: an index must not outlive the tombstone.
         await backend.delete([key])
@@ -268,15 +268,6 @@ async def read_member(
     if place != (level, number):
         raise InvalidManifest(f"This {kind} is not the one of its key", step=id.step, key=key)
     return bundle, len(data)
-
-
-async def _create(backend: Backend, key: str, data: bytes) -> bool:
-    """Create an object that another rank may create as well, with the same bytes."""
-    try:
-        await backend.put(key, data, PutMode.CREATE)
-    except ObjectExists:
-        return False
-    return True
 
 
 logger = logging.getLogger("ckpipe")

@@ -23,14 +23,13 @@ from functools import partial
 import anyio
 import anyio.to_thread
 
-from ckpipe.backend import Backend, PutMode, Upload, UploadLimits
+from ckpipe.backend import Backend, Upload, UploadLimits
 from ckpipe.catalog.find import locate_errors, read_document, stat_or_none, write_sidecar_of
 from ckpipe.errors import (
     ChecksumMismatch,
     CkpipeError,
     CommitConflict,
     MissingObject,
-    ObjectExists,
     ObjectNotFound,
     TruncatedObject,
     UsageError,
@@ -48,7 +47,7 @@ from ckpipe.format.codec import MAX_STORED_BYTES
 from ckpipe.format.entry_table import EntryTable
 from ckpipe.format.manifest import BundleKind
 from ckpipe.format.names import index_key, is_own, prefix, tombstone_key
-from ckpipe.store.retry import RetryPolicy, retrying, warn_of_damaged_transfer
+from ckpipe.store.retry import RetryPolicy, create_once, retrying, warn_of_damaged_transfer
 from ckpipe.threads import all_of, run_lanes
 from ckpipe.types import CheckpointId
 
@@ -158,9 +157,7 @@ async def _copy_metadata(
 
 
 async def _create(target: Backend, key: str, data: bytes) -> None:
-    try:
-        await target.put(key, data, PutMode.CREATE)
-    except ObjectExists:
+    if not await create_once(target, key, data):
         await _same(target, key, data)
 
 

@@ -31,17 +31,17 @@ do not count without the tombstone either, unless all manifests and thus all dat
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections.abc import Iterable, Sequence
 from datetime import datetime, timedelta
 from enum import Enum, auto
 
-from ckpipe.backend import Backend, ObjectInfo, PutMode
+from ckpipe.backend import Backend, ObjectInfo
 from ckpipe.catalog.find import Listing, list_root, owned_sidecars, stat_or_none
 from ckpipe.catalog.leases import leased
-from ckpipe.errors import LinkRefused, ObjectExists, StoreFull
+from ckpipe.errors import LinkRefused, StoreFull
 from ckpipe.format.names import index_key, is_own, pin_key, prefix, tombstone_key
+from ckpipe.store.retry import create_once
 from ckpipe.types import CheckpointId, first_of
 
 logger = logging.getLogger("ckpipe")
@@ -123,8 +123,7 @@ async def _keys(backend: Backend, id: CheckpointId) -> list[str]:
 
 
 async def _mark(backend: Backend, id: CheckpointId) -> None:
-    with contextlib.suppress(ObjectExists):
-        await backend.put(tombstone_key(id), b"{}", PutMode.CREATE)
+    await create_once(backend, tombstone_key(id))
 
 
 async def _remove_unless_held(

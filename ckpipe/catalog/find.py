@@ -20,7 +20,6 @@ from ckpipe.errors import (
     CheckpointNotFound,
     CkpipeError,
     MissingObject,
-    ObjectExists,
     ObjectNotFound,
 )
 from ckpipe.format.codec import MAX_STORED_BYTES, MOST_ROWS, decode_bundle
@@ -44,7 +43,7 @@ from ckpipe.format.names import (
     tombstone_key,
 )
 from ckpipe.interpreter import gc_paused
-from ckpipe.store.retry import read_decoded
+from ckpipe.store.retry import create_once, read_decoded
 from ckpipe.threads import all_of
 from ckpipe.types import CheckpointId, CheckpointInfo
 
@@ -342,8 +341,7 @@ async def write_sidecar(backend: Backend, id: CheckpointId, digest: MetricsSidec
     """
     try:
         for key in sidecar_keys(id, digest):
-            with contextlib.suppress(ObjectExists):
-                await backend.put_volatile(key, b"{}")
+            await create_once(backend, key, durable=False)
     except CkpipeError as error:
         logger.info("%s has no digest; readers use its index instead: %s", id, error)
 

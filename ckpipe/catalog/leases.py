@@ -12,7 +12,6 @@ data stays until the lease has ended.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
@@ -24,9 +23,10 @@ import anyio
 
 from ckpipe.backend import Backend, ObjectInfo
 from ckpipe.catalog.find import check_not_deleted, read_index
-from ckpipe.errors import ObjectExists, PermissionDenied, StoreError, StoreFull
+from ckpipe.errors import PermissionDenied, StoreError, StoreFull
 from ckpipe.format.manifest import ManifestDocument
 from ckpipe.format.names import LEASES, lease_key
+from ckpipe.store.retry import create_once
 from ckpipe.threads import BackgroundTask, beside
 from ckpipe.types import CheckpointId
 
@@ -87,19 +87,13 @@ async def store_time(backend: Backend) -> datetime:
     """
     key = lease_key("clock", secrets.token_hex(8))
     try:
-        await _write(backend, key)
+        await create_once(backend, key, durable=False)
         return (await backend.stat(key)).modified
     except StoreFull:
         return datetime.now(UTC)
     finally:
         with anyio.move_on_after(REMOVE_SECONDS, shield=True):
             await backend.delete([key])
-
-
-async def _write(backend: Backend, key: str) -> None:
-    """Write a lease; if it exists, an earlier try with a lost answer has written it."""
-    with contextlib.suppress(ObjectExists):
-        await backend.put_volatile(key, b"{}")
 
 
 async def time_now(backend: Backend) -> datetime:
@@ -153,7 +147,7 @@ class Lease:
         # Noted first, since a write with a lost answer leaves the object behind.
         older, self._written = self._written, [*self._written, key]
         try:
-            await _write(self._backend, key)
+            await create_once(self._backend, key, durable=False)
             if older:
                 await self._backend.delete(older)
         except PermissionDenied:

@@ -28,7 +28,7 @@ from datetime import datetime, timedelta
 from types import MappingProxyType
 from typing import Literal
 
-from ckpipe.backend import Backend, PutMode
+from ckpipe.backend import Backend
 from ckpipe.catalog.delete import Removal, delete, finish_deletions
 from ckpipe.catalog.find import (
     NO_INDEX,
@@ -52,13 +52,13 @@ from ckpipe.errors import (
     CheckpointNotFound,
     CorruptCheckpoint,
     LinkRefused,
-    ObjectExists,
     UnsupportedVersion,
     UsageError,
 )
 from ckpipe.format.metrics_sidecar import sidecar_keys
 from ckpipe.format.names import launch_id, pin_key
 from ckpipe.retention import Candidate, Decision, KeepBest, Rule, decide
+from ckpipe.store.retry import create_once
 from ckpipe.types import CheckpointId, CheckpointInfo
 
 PINNED = "it is pinned"
@@ -297,15 +297,12 @@ async def pin(backend: Backend, id: CheckpointId) -> None:
     """
 
     async with under_lease(backend, str(id)):
-        try:
-            await backend.put(pin_key(id), b"{}", PutMode.CREATE)
-        except ObjectExists:
-            await check_not_deleted(backend, id)
-            return
+        created = await create_once(backend, pin_key(id))
         try:
             await check_not_deleted(backend, id)
         except CheckpointIncomplete:
-            await backend.delete([pin_key(id)])
+            if created:
+                await backend.delete([pin_key(id)])
             raise
 
 

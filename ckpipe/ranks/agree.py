@@ -16,7 +16,6 @@ list.
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections.abc import Awaitable, Callable, Sequence
 from operator import itemgetter
@@ -24,10 +23,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import anyio.to_thread
 
-from ckpipe.backend import Backend, PutMode
-from ckpipe.errors import InvalidManifest, ObjectExists, ObjectNotFound, UnsupportedTopology
+from ckpipe.backend import Backend
+from ckpipe.errors import InvalidManifest, ObjectNotFound, UnsupportedTopology
 from ckpipe.format.keys import Json
 from ckpipe.format.names import GROUP_SIZE, agreement_key, members, merged_into, votes_prefix
+from ckpipe.store.retry import create_once
 
 if TYPE_CHECKING:
     from ckpipe.ranks.world import Topology
@@ -64,8 +64,7 @@ class Vote:
             group = number // GROUP_SIZE
             directory = f"{self._prefix}{level}/{group:03d}/"
             # It exists if an answer was lost, or if another rank saw the directory complete too.
-            with contextlib.suppress(ObjectExists):
-                await self._backend.put(f"{directory}{number:05d}.{vote}", b"{}", PutMode.CREATE)
+            await create_once(self._backend, f"{directory}{number:05d}.{vote}")
             votes = await self._votes(directory)
             wanted = members(level, group, self._world_size)
             if not votes.keys() >= set(wanted):
@@ -282,8 +281,7 @@ async def create_decision(
         StoreError: If the store failed.
     """
     # After a lost answer, the existing object may be our own; that makes no difference.
-    with contextlib.suppress(ObjectExists):
-        await backend.put(key, json.dumps(document).encode(), PutMode.CREATE)
+    if await create_once(backend, key, json.dumps(document).encode()):
         return parse(document)
     found = await read_decision(backend, key, what, parse)
     if found is None:

@@ -43,11 +43,10 @@ import anyio
 import anyio.to_thread
 import torch.distributed as dist
 
-from ckpipe.backend import Backend, PutMode
+from ckpipe.backend import Backend
 from ckpipe.catalog.find import discover
 from ckpipe.errors import (
     AttemptReused,
-    ObjectExists,
     SettingsError,
     StoreError,
     UnsupportedTopology,
@@ -55,6 +54,7 @@ from ckpipe.errors import (
 from ckpipe.format.names import ATTEMPTS, attempt_start_key, claim_key, launch_id
 from ckpipe.ranks.agree import Vote, create_decision, read_decision
 from ckpipe.ranks.world import Topology, group_topology
+from ckpipe.store.retry import create_once
 from ckpipe.types import CheckpointId, attempt_name, attempt_parts, first_of
 
 if TYPE_CHECKING:
@@ -288,17 +288,15 @@ class Launch:
             if self._shares_start:
                 self.attempt = await _agree_on_start(self._backend, self.attempt)
             key = claim_key(self.id, self._topology.rank)
-            try:
-                await self._backend.put(key, self._claim, PutMode.CREATE)
-            except ObjectExists:
-                # It may be our own claim, if an answer was lost.
-                if await self._backend.get(key, max_bytes=_MAX_BYTES) != self._claim:
-                    raise AttemptReused(
-                        f"The attempt id {self.id!r} was used here before",
-                        rank=self._topology.rank,
-                        hint="Give every launch and restart an id of its own, or leave attempt_id "
-                        "unset",
-                    ) from None
+            created = await create_once(self._backend, key, self._claim)
+            # An existing one may be our own claim, if an answer was lost.
+            if not created and await self._backend.get(key, max_bytes=_MAX_BYTES) != self._claim:
+                raise AttemptReused(
+                    f"The attempt id {self.id!r} was used here before",
+                    rank=self._topology.rank,
+                    hint="Give every launch and restart an id of its own, or leave attempt_id "
+                    "unset",
+                )
             self.claimed.set()
             return self.attempt
 

@@ -17,12 +17,10 @@ from collections.abc import Callable
 
 import anyio
 
-from ckpipe.backend import PutMode
 from ckpipe.errors import (
     AttemptReused,
     CkpipeError,
     InvalidManifest,
-    ObjectExists,
     ObjectNotFound,
 )
 from ckpipe.format.names import agreement_key
@@ -31,6 +29,7 @@ from ckpipe.ranks.agree import Vote, agree, agreed
 from ckpipe.ranks.launch import Launch
 from ckpipe.ranks.schedule import SaveSchedule, SaveStepAgreement
 from ckpipe.save.context import SaveContext
+from ckpipe.store.retry import create_once
 from ckpipe.types import first_of
 
 logger = logging.getLogger("ckpipe")
@@ -123,8 +122,7 @@ class CoordinatedSaves:
             try:
                 if is_due():
                     await self._launch.claim()
-                    with contextlib.suppress(ObjectExists):
-                        await retrying.put(key, b"{}", PutMode.CREATE)
+                    await create_once(retrying, key)
                     return
                 now = time.monotonic()
                 if is_near() and now - looked >= self._every:

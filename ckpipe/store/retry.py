@@ -21,10 +21,11 @@ from typing import TYPE_CHECKING, TypeVar
 import anyio
 
 from ckpipe import threads
-from ckpipe.backend import Backend, Upload
+from ckpipe.backend import Backend, PutMode, Upload
 from ckpipe.errors import (
     CkpipeError,
     CorruptCheckpoint,
+    ObjectExists,
     PermissionDenied,
     StoreError,
     StoreUnavailable,
@@ -231,6 +232,33 @@ async def retrying(policy: RetryPolicy, operation: Callable[[], Awaitable[T]]) -
             return await tries.once(operation)
         except CkpipeError as error:
             await tries.wait_after(error)
+
+
+async def create_once(
+    backend: Backend, key: str, data: bytes = b"{}", *, durable: bool = True
+) -> bool:
+    """Create an object unless it exists; return whether this call has created it.
+
+    If it exists, another writer has created it, or an earlier try whose answer was lost: a caller
+    that must know reads it back. ``docs/design.md`` lists what proves an object to be one's own.
+
+    Args:
+        backend: The store.
+        key: The key.
+        data: The object.
+        durable: False if it need not survive a crash of this machine.
+
+    Raises:
+        StoreError: If the store failed.
+    """
+    try:
+        if durable:
+            await backend.put(key, data, PutMode.CREATE)
+        else:
+            await backend.put_volatile(key, data)
+    except ObjectExists:
+        return False
+    return True
 
 
 def telling(policy: RetryPolicy, events: EventBus, id: CheckpointId, rank: int) -> RetryPolicy:
