@@ -207,9 +207,7 @@ class Loads:
                 return replace(outcome, report=replace(outcome.report, damaged=damaged))
             first = first or outcome.error
             how = damaged[info.id] = outcome.damage or ""
-            self._context.events.emit(
-                CheckpointDamaged(info.id, info.step, self._context.rank, how)
-            )
+            self._context.events.emit(CheckpointDamaged(*self._where(info), how))
             warnings.warn(f"{info.id} is damaged: {how}", RuntimeWarning, stacklevel=1)
             info = None if outcome.next is None else _info(outcome.next)
         if damaged:
@@ -268,7 +266,7 @@ class Loads:
                     return await self._finish(info, load, joint)
             if joint is not None:
                 joint.attempts += 1
-            self._tell_failed(info, verdict.damage)
+            self._context.events.emit(LoadFailed(*self._where(info), verdict.damage))
         return verdict
 
     async def _read(
@@ -355,9 +353,7 @@ class Loads:
         self._context.store.resumed_from = result.id
         assert result.report is not None
         seconds, nbytes = result.report.seconds, result.report.bytes
-        self._context.events.emit(
-            Loaded(result.id, result.step, self._context.rank, seconds, nbytes)
-        )
+        self._context.events.emit(Loaded(*self._where(result), seconds, nbytes))
         return result
 
     @asynccontextmanager
@@ -517,17 +513,18 @@ class Loads:
     @contextmanager
     def _told(self, info: CheckpointInfo) -> Iterator[None]:
         """Emit the event that a load has begun, and another if the block raises."""
-        self._context.events.emit(LoadStarted(info.id, info.step, self._context.rank))
+        self._context.events.emit(LoadStarted(*self._where(info)))
         try:
             yield
         except BaseException as error:
             cancelled = isinstance(error, anyio.get_cancelled_exc_class())
             how = "it was cancelled" if cancelled else f"{type(error).__name__}: {error}"
-            self._tell_failed(info, how)
+            self._context.events.emit(LoadFailed(*self._where(info), how))
             raise
 
-    def _tell_failed(self, info: CheckpointInfo, error: str) -> None:
-        self._context.events.emit(LoadFailed(info.id, info.step, self._context.rank, error))
+    def _where(self, loaded: CheckpointInfo | LoadResult) -> tuple[str, int, int]:
+        """Return the first fields of all its events: the name, the step and this rank."""
+        return loaded.id, loaded.step, self._context.rank
 
     async def _tell_progress(self, info: CheckpointInfo, tally: ReadTally) -> None:
         told = 0
@@ -535,8 +532,7 @@ class Loads:
             await anyio.sleep(_PROGRESS_SECONDS)
             done, total = tally.bytes, max(tally.bytes, tally.planned)
             if done != told:
-                event = LoadProgress(info.id, info.step, self._context.rank, done, total)
-                self._context.events.emit(event)
+                self._context.events.emit(LoadProgress(*self._where(info), done, total))
             told = done
 
 
