@@ -15,9 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from typing import Any, Self, TextIO
 
-from ckpipe.events import BlockUploaded, Event, LoadProgress
-from ckpipe.format.keys import encode_float
-from ckpipe.types import SaveReport
+from ckpipe.events import BlockUploaded, Event, LoadProgress, SaveEnded
+from ckpipe.types import plain_data
 
 logger = logging.getLogger("ckpipe")
 
@@ -27,21 +26,11 @@ def event_data(event: Event) -> dict[str, Any]:
 
     The report of a save comes without its blocks: there may be thousands.
     """
-    return {"event": type(event).__name__, **_plain(event)}
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, SaveReport):
-        return {key: each for key, each in value.to_data().items() if key != "blocks"}
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {each.name: _plain(getattr(value, each.name)) for each in dataclasses.fields(value)}
-    if isinstance(value, dict):
-        return {key: _plain(each) for key, each in value.items()}
-    if isinstance(value, float):
-        return encode_float(value)  # as JSON has no word for NaN
-    if isinstance(value, tuple):
-        return [_plain(each) for each in value]
-    return value.isoformat() if isinstance(value, datetime) else value
+    fields = {each.name: getattr(event, each.name) for each in dataclasses.fields(event)}
+    if isinstance(event, SaveEnded):
+        fields["report"] = event.report.to_data()
+        del fields["report"]["blocks"]
+    return {"event": type(event).__name__, **plain_data(fields)}
 
 
 class JsonLines:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
@@ -473,6 +473,21 @@ def size_text(nbytes: float) -> str:
 def rate_text(nbytes: int, seconds: float) -> str:
     """Describe a rate in bytes per second for people."""
     return f"{size_text(nbytes / seconds)}/s"
+
+
+def plain_data(data: Any) -> Any:
+    """Convert data for the json module: floats that are not finite to text, sets to lists."""
+    if is_dataclass(data) and not isinstance(data, type):
+        return {each.name: plain_data(getattr(data, each.name)) for each in fields(data)}
+    if isinstance(data, dict):
+        return {str(key): plain_data(value) for key, value in data.items()}
+    if isinstance(data, list | tuple | set | frozenset):
+        return [plain_data(each) for each in data]
+    if isinstance(data, float) and not math.isfinite(data):
+        return repr(data)
+    if data is None or isinstance(data, str | int | float):
+        return data
+    return data.isoformat() if hasattr(data, "isoformat") else str(data)
 
 
 def _rounded(seconds: float | None) -> float | None:

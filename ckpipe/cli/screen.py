@@ -7,11 +7,9 @@ takes longer than a second shows its progress, its rate and the time left.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import io
 import json
-import math
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -38,6 +36,7 @@ from rich.text import Text
 
 from ckpipe.backend import without_secrets
 from ckpipe.cli.commands import drop
+from ckpipe.types import plain_data
 
 if TYPE_CHECKING:
     from ckpipe.settings import Settings
@@ -261,20 +260,3 @@ def visible(text: str) -> str:
 def one_line(text: str) -> str:
     """Escape the characters that do not print, including newlines."""
     return visible(text).replace("\n", "\\n")
-
-
-def plain_data(data: Any) -> Any:
-    """Convert data for the json module: floats that are not finite to text, sets to lists."""
-    if dataclasses.is_dataclass(data) and not isinstance(data, type):
-        return {
-            field.name: plain_data(getattr(data, field.name)) for field in dataclasses.fields(data)
-        }
-    if isinstance(data, dict):
-        return {str(key): plain_data(value) for key, value in data.items()}
-    if isinstance(data, list | tuple | set | frozenset):
-        return [plain_data(each) for each in data]
-    if isinstance(data, float) and not math.isfinite(data):
-        return repr(data)
-    if data is None or isinstance(data, str | int | float):
-        return data
-    return data.isoformat() if hasattr(data, "isoformat") else str(data)
