@@ -5,9 +5,11 @@ ckpipe prints nothing by itself: a program that wants the line enters it and add
 
 from __future__ import annotations
 
+import contextlib
 import io
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Self
 
@@ -76,8 +78,7 @@ class LiveLine:
         self._saves: dict[str, _Work] = {}
         self._loads: dict[str, _Work] = {}
         self._last, self._failed, self._saved = "", False, 0
-        self._over = threading.Event()
-        self._drawer: threading.Thread | None = None
+        self._shown = contextlib.ExitStack()
         self._live = Live(
             get_renderable=self._line,
             console=self._console,
@@ -135,21 +136,17 @@ class LiveLine:
 
     def __enter__(self) -> Self:
         if self._console.is_jupyter:
-            self._drawer = self._draw_below_the_cell()
+            self._shown.enter_context(self._drawn_below_the_cell())
         elif self._console.is_terminal:
-            self._live.start()
+            self._shown.enter_context(self._live)
         return self
 
     def __exit__(self, *exc: object) -> None:
-        if self._drawer is not None:
-            self._over.set()
-            self._drawer.join()
-            self._drawer = None
-        elif self._console.is_terminal:
-            self._live.stop()
+        self._shown.close()
 
-    def _draw_below_the_cell(self) -> threading.Thread:
-        """Start a thread that redraws the line in place if it has changed; needs no widgets."""
+    @contextlib.contextmanager
+    def _drawn_below_the_cell(self) -> Iterator[None]:
+        """Redraw the line in place if it has changed, in a thread of its own; needs no widgets."""
         from IPython.display import display
 
         width = self._console.width
@@ -160,22 +157,22 @@ class LiveLine:
                 plain.print(self._line())
             return {"text/plain": capture.get().rstrip()}
 
-        shown = drawn()
-        output = display(shown, raw=True, display_id=True)
+        first, over = drawn(), threading.Event()
+        output = display(first, raw=True, display_id=True)
 
         def draw() -> None:
-            nonlocal shown
-            ended = False
+            shown, ended = first, False
             while not ended:
-                ended = self._over.wait(1 / _DRAWN_PER_SECOND)
+                ended = over.wait(1 / _DRAWN_PER_SECOND)
                 if (now := drawn()) != shown:
                     shown = now
                     output.update(now, raw=True)
 
-        self._over.clear()
         drawer = threading.Thread(target=draw, name="ckpipe live line", daemon=True)
         drawer.start()
-        return drawer
+        yield
+        over.set()
+        drawer.join()
 
 
 __all__ = ["LiveLine"]
