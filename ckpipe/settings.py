@@ -547,9 +547,8 @@ class Worker(_Group):
 
     hang_seconds: float = Field(300.0, gt=0)
     """Seconds after which a hanging worker process is killed and replaced. It hangs as long as it
-    sends no message, and at each check of the trainer all its threads sleep and it has used no
-    processor time. A worker that runs, is stopped or traced, swaps or waits for a disk is never
-    killed."""
+    sends no message, and at each check of the trainer all its threads sleep. A worker that runs, is
+    stopped or traced, swaps or waits for a disk is never killed."""
 
     stop_seconds: float = Field(5.0, ge=0)
     """Seconds that a worker process has to end when the pipeline closes, before it is killed."""

@@ -24,7 +24,7 @@ from ckpipe.errors import DrainTimeout
 from ckpipe.worker import uploader
 from ckpipe.worker.process import WorkerProcess
 
-OFTEN_LOOKED_AT: dict[str, Any] = {"worker": {"mode": "process", "hang_seconds": 9}} | SETTINGS
+BRIEF: dict[str, Any] = {"worker": {"mode": "process", "hang_seconds": 1}} | SETTINGS
 PATIENT: dict[str, Any] = {"worker": {"mode": "process", "hang_seconds": 6000}} | SETTINGS
 
 
@@ -136,7 +136,7 @@ def test_closing_leaves_a_worker_to_the_system_that_does_not_end(
 def test_a_save_does_not_wait_for_a_dead_worker_that_does_not_end(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with ckpipe.SyncPipeline(tmp_path / "run", **OFTEN_LOOKED_AT) as pipeline:
+    with ckpipe.SyncPipeline(tmp_path / "run", **BRIEF) as pipeline:
         worker, process = idle_worker(pipeline), process_of(pipeline)
         with traced(worker, "at its end"):
             os.kill(worker, signal.SIGSTOP)

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import anyio
+import psutil
 import pytest
 from commands import script
 from hypothesis import given
@@ -23,7 +26,7 @@ from ckpipe.format.manifest import RankManifest
 from ckpipe.save.record import StageTimings
 from ckpipe.types import CheckpointId
 from ckpipe.worker.channel import Channel, close_socket, socket_pair
-from ckpipe.worker.process import ProcessState, is_still, parse_state, process_state
+from ckpipe.worker.process import is_held
 from ckpipe.worker.protocol import (
     BlockReleased,
     Ended,
@@ -236,13 +239,11 @@ def test_sockets_are_closed_once() -> None:
         close_socket(each)
 
 
-def test_state_of_this_process() -> None:
-    with open("/proc/self/stat", "rb") as file:
-        state = parse_state(file.read())
-    assert state.letter == "R"
-    odd = b"12 (a) S 3) T 1 " + b"0 " * 4 + b"1024 0 0 30 0 7 5 0"
-    assert parse_state(odd) == ProcessState("T", 42, killed=True)
-
+NAMED_ODDLY = """
+open("/proc/self/comm", "w").write("(a) S 3) T 1")
+print("begun", flush=True)
+input()
+"""
 
 BUSY_THREAD = """
 import hashlib, threading
@@ -253,31 +254,32 @@ input()
 """
 
 
-def test_a_process_is_awake_while_any_thread_of_it_is() -> None:
+@contextmanager
+def asking(code: str) -> Iterator[int]:
+    """The id of a process whose main thread sleeps, as it has come to its prompt."""
     pipe = subprocess.PIPE
-    with subprocess.Popen([sys.executable, "-c", BUSY_THREAD], stdin=pipe, stdout=pipe) as process:
+    with subprocess.Popen([sys.executable, "-c", code], stdin=pipe, stdout=pipe) as process:
         try:
             assert process.stdout is not None
             assert process.stdout.readline() == b"begun\n"
-            main = Path(f"/proc/{process.pid}/task/{process.pid}/stat")
-            while parse_state(main.read_bytes()).letter != "S":
-                os.sched_yield()  # until the main thread has come to its prompt
-            states = [process_state(process.pid) for _ in range(5)]
+            main = psutil.Process(process.pid)
+            while main.status() != psutil.STATUS_SLEEPING:
+                os.sched_yield()
+            yield process.pid
         finally:
             process.kill()
-    assert {each.letter for each in states if each is not None} == {"R"}
-    assert process_state(process.pid) is None
 
 
-@pytest.mark.parametrize("letter", ["R", "D", "T", "t", "Z"])
-def test_a_process_that_does_not_sleep_is_not_still(letter: str) -> None:
-    assert not is_still(ProcessState(letter, 5), ProcessState(letter, 5))
+def test_a_process_is_held_while_it_is_stopped_and_not_while_it_sleeps() -> None:
+    with asking(NAMED_ODDLY) as process:
+        assert not is_held(process)
+        os.kill(process, signal.SIGSTOP)
+        while psutil.Process(process).status() != psutil.STATUS_STOPPED:
+            os.sched_yield()
+        assert is_held(process)
+    assert not is_held(process)
 
 
-def test_a_process_is_still_that_sleeps_and_does_nothing() -> None:
-    asleep = ProcessState("S", 5)
-    assert is_still(asleep, asleep)
-    for before in [ProcessState("S", 4), ProcessState("R", 5), None]:
-        assert not is_still(asleep, before)
-    assert not is_still(None, asleep)
-    assert not is_still(None, None)
+def test_a_process_is_held_while_any_thread_of_it_runs() -> None:
+    with asking(BUSY_THREAD) as process:
+        assert all(is_held(process) for _ in range(5))

@@ -1,9 +1,8 @@
 """Start, observe and end a worker process: all blocking calls for it.
 
-A hang is judged by the process state of the system. Silence proves nothing: a machine that pages, a
-disk that does not answer, a debugger or a stopped process group can silence a healthy worker for
-any time. A process hangs if in many checks in a row it has sent no message, all its threads sleep,
-and it has done no work since the check before.
+Silence proves no hang: a machine that pages, a disk that does not answer, a debugger or a stopped
+process group can silence a healthy worker for any time. A process hangs if it has sent no message
+for a time, and many looks within that time found all its threads asleep.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ import tempfile
 import threading
 import time
 from concurrent.futures import Future, wait
-from dataclasses import dataclass
+from glob import glob
 from pathlib import Path
 from socket import socket
 
@@ -28,64 +27,27 @@ from ckpipe.worker.channel import close_socket, socket_pair
 from ckpipe.worker.protocol import IGNORED, MARK, TELL_STACKS
 
 LOOKS = 30
-"""Number of checks in a row with the same result after which a process counts as hanging."""
+"""Number of looks in a row at a silent and sleeping process after which it counts as hanging."""
 
 _PF_SIGNALED = 0x400  # <linux/sched.h>
-_PENDING = ("SigPnd:", "ShdPnd:")
+_SIGKILL_PENDING = 1 << signal.SIGKILL - 1
 
 
-@dataclass(frozen=True, slots=True)
-class ProcessState:
-    """The state of a process and its threads.
+def is_held(id: int) -> bool:
+    """True if the system keeps a process from running, so that it may go on later.
 
-    Args:
-        letter: ``R`` for running, ``S`` for sleeping, ``D`` for waiting for a device, ``T`` or
-            ``t`` for stopped, ``Z`` for ended: proc(5). ``S`` only if all threads sleep.
-        work: Clock ticks that its threads have used, and pages that they had to wait for.
-        killed: True if a signal ends it. It may still exist while it waits for a device, but runs
-            no more instructions.
+    One of its threads runs or waits for a processor (``R``), waits for a device (``D``) or is
+    stopped (``T``, ``t``), and is not killed: proc(5). All threads count: the thread of the event
+    loop may sleep because another one holds an import's lock or the GIL.
     """
-
-    letter: str
-    work: int
-    killed: bool = False
-
-
-def parse_state(stat: bytes) -> ProcessState:
-    """Read the state in a ``/proc/…/stat``: proc(5), fields 3, 9, 12, 14 and 15."""
-    # The name in parentheses may contain any characters, parentheses too.
-    fields = stat[stat.rindex(b")") + 2 :].split()
-    work = int(fields[9]) + int(fields[11]) + int(fields[12])
-    return ProcessState(fields[0].decode(), work, bool(int(fields[6]) & _PF_SIGNALED))
-
-
-def process_state(id: int) -> ProcessState | None:
-    """Read the state of a process and its threads; None if it has ended.
-
-    All threads count: the thread of the event loop may sleep because another thread holds an
-    import's lock or the GIL, and waits for a disk, a processor or a debugger.
-    """
-    folder = Path(f"/proc/{id}")
-    letters = set()
-    try:
-        state = parse_state((folder / "stat").read_bytes())
-        for task in (folder / "task").iterdir() if state.letter == "S" else ():
-            with contextlib.suppress(OSError):  # that thread has just ended
-                letters.add(parse_state((task / "stat").read_bytes()).letter)
-        status = (folder / "status").read_text().splitlines()
-    except OSError:
-        return None
-    pending = [int(line.split()[1], 16) for line in status if line.startswith(_PENDING)]
-    return ProcessState(
-        letter=next((each for each in "DRTt" if each in letters), state.letter),
-        work=state.work,
-        killed=state.killed or any(mask & 1 << signal.SIGKILL - 1 for mask in pending),
-    )
-
-
-def is_still(now: ProcessState | None, before: ProcessState | None) -> bool:
-    """True if a process sleeps and has done no work between two checks."""
-    return now is not None and now.letter == "S" and now == before
+    for file in glob(f"/proc/{id}/task/*/stat"):
+        with contextlib.suppress(OSError):  # that thread has just ended
+            # The name in parentheses may contain any characters, parentheses too.
+            fields = Path(file).read_bytes().rpartition(b") ")[2].split()
+            killed = int(fields[6]) & _PF_SIGNALED or int(fields[28]) & _SIGKILL_PENDING
+            if fields[0] in (b"R", b"D", b"T", b"t") and not killed:
+                return True
+    return False
 
 
 SHOWN_LINES = 12

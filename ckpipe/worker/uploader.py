@@ -48,7 +48,7 @@ from ckpipe.save.save import Save, StagedBlock
 from ckpipe.settings import Worker
 from ckpipe.worker import protocol
 from ckpipe.worker.channel import Channel
-from ckpipe.worker.process import LOOKS, WorkerProcess, is_still, process_state
+from ckpipe.worker.process import LOOKS, WorkerProcess, is_held
 
 logger = logging.getLogger("ckpipe")
 
@@ -178,25 +178,20 @@ class WorkerConnection:
         process: The process, just started.
         init: The first message for it.
         context: The context that gets its events.
-        hang_seconds: Seconds of a hang after which it is killed.
     """
 
-    def __init__(
-        self,
-        process: WorkerProcess,
-        init: protocol.Init,
-        context: StoreContext,
-        hang_seconds: float,
-    ) -> None:
+    def __init__(self, process: WorkerProcess, init: protocol.Init, context: StoreContext) -> None:
         self.process, self._context = process, context
-        self._hang_seconds = hang_seconds
+        self._heartbeat = init.heartbeat
         self._channel = Channel(process.socket)
         self._saves: dict[int, SaveInTransit] = {}
         self._begun = 0
         self._segments: set[int] = set()
         self._files: DataFiles | None = None
         self._structure: Structure | None = None
-        self._closing = self._heard = False
+        self._closing = False
+        self._silent = 0
+        """Number of looks at it in a row in which it was silent and asleep."""
         self._failure: Exception | None = None
         self._loop = asyncio.get_running_loop()
         self._listening = anyio.CancelScope()
@@ -309,7 +304,7 @@ class WorkerConnection:
             self._loop.call_soon_threadsafe(self._listening.cancel)
 
     def _hear(self, message: protocol.Message) -> None:
-        self._heard = True
+        self._silent = 0
         match message:
             case protocol.BlockReleased():
                 if (transit := self._saves.get(message.save)) is not None:
@@ -339,18 +334,13 @@ class WorkerConnection:
 
     async def _watch(self) -> None:
         """Kill the worker if it hangs; an end is noticed at once elsewhere."""
-        before, looks = None, 0
-        while looks < LOOKS:
-            await anyio.sleep(self._hang_seconds / LOOKS)
-            now = await threads.run_sync(process_state, self.process.id)
-            if now is not None and now.killed:
-                self._abandon_soon()
-            looks = looks + 1 if is_still(now, before) and not self._heard else 0
-            before, self._heard = now, False
+        while self._silent < LOOKS:
+            await anyio.sleep(self._heartbeat)
+            held = await threads.run_sync(is_held, self.process.id)
+            self._silent = 0 if held else self._silent + 1
         self._failure = WorkerDied(
-            f"it hung: each of {LOOKS} times in {self._hang_seconds:g} s that the trainer looked, "
-            "it had said nothing, all its threads slept (S) and it had used no processor time "
-            "(worker.hang_seconds). It was killed"
+            f"it hung: in {LOOKS * self._heartbeat:g} s (worker.hang_seconds) it said nothing, and "
+            f"{LOOKS} looks found all its threads asleep (S) or killed. It was killed"
         )
         self.process.tell_stacks()
         await anyio.sleep(STACKS_SECONDS)
@@ -359,9 +349,6 @@ class WorkerConnection:
     def kill(self) -> None:
         """Kill the worker. If it does not end soon, it is left to the system."""
         self.process.kill()
-        self._abandon_soon()
-
-    def _abandon_soon(self) -> None:
         # A killed process ends at once, unless it waits for a device.
         deadline = anyio.current_time() + REAP_SECONDS
         self._listening.deadline = min(self._listening.deadline, deadline)
@@ -490,8 +477,7 @@ class WorkerUploader:
                     f"No worker process could be started: {error}",
                     hint="Set worker='thread' to save without one",
                 ) from error
-            hang_seconds = self._settings.hang_seconds
-            self._link = WorkerConnection(process, self._init, self._context, hang_seconds)
+            self._link = WorkerConnection(process, self._init, self._context)
             self._tasks.start_soon(self._link.run, name=f"worker {process.id}")
             return self._link
 
