@@ -114,9 +114,9 @@ class BlockReservation:
         arena.reserve(min(reserved, needed))
 
     @property
-    def needed(self) -> int:
-        """Blocks that it has yet to hand out."""
-        return self._needed
+    def blocks(self) -> int:
+        """Blocks that are in use, and that it has yet to hand out."""
+        return len(self._held) + self._needed
 
     @property
     def held(self) -> int:
@@ -136,7 +136,7 @@ class BlockReservation:
     @property
     def is_whole(self) -> bool:
         """Tell whether the save may hold all its blocks at the same time."""
-        return self._reserved >= len(self._held) + self._needed
+        return self._reserved >= self.blocks
 
     def take_all(self) -> list[Block]:
         """Take all blocks that the save needs, at once; the reservation must be whole."""

@@ -32,7 +32,7 @@ AVAILABLE_SHARE = 0.4
 async def reserve(
     save: Save, context: SaveContext, blocks: int, hold: LockHold | None = None
 ) -> None:
-    """Give a save its reservation of staging memory, for a file image of so many blocks.
+    """Give a save its reservation of staging memory, unless it has one for so many blocks.
 
     Args:
         save: The save.
@@ -48,6 +48,8 @@ async def reserve(
         SaveError: If the system has no memory left; the save then holds none.
     """
     if save.reservation is not None:
+        if save.reservation.blocks == blocks:
+            return
         save.reservation.close()
         save.reservation = None
     size, budget = context.arena.block_bytes, context.budget
@@ -80,6 +82,7 @@ async def reserve(
 async def _draw_all(save: Save, context: SaveContext, reservation: BlockReservation) -> None:
     """Draw all blocks before a copy beside training, so that no step waits for memory."""
     if not reservation.is_whole:
+        reservation.close()
         raise UsageError(
             f"The state needs more than the {size_text(context.budget.capacity)} of staging "
             'memory, so it cannot be saved with until="captured"',

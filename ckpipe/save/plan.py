@@ -59,14 +59,7 @@ async def run(
                     )
                     save.replanned |= program is not context.program
                     own = context.program = program
-            needed, reservation = len(program.blocks), save.reservation
-            has_memory = False
-            if reservation is not None:
-                # A save with guarded optimizers has drawn all its blocks already.
-                blocks = len(save.blocks) if save.request.owners else reservation.needed
-                has_memory = blocks == needed
-            if not has_memory:
-                await reserve(save, context, needed, state.hold)
+            await reserve(save, context, len(program.blocks), state.hold)
             if state.hold.released:
                 state.hold.end()
             else:
