@@ -1,4 +1,4 @@
-"""The handles that ``save`` returns: the state of a save, and ways to wait for it."""
+"""The handles that ``save`` returns: they follow a save, wait for it, and lend its staged state."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import anyio
 import anyio.to_thread
 import torch
 
-from ckpipe.errors import UnsupportedTopology
+from ckpipe.errors import UnsupportedTopology, UsageError
 from ckpipe.format.manifest import ManifestDocument
 from ckpipe.format.tree import shared_containers
 from ckpipe.loading.chunks import StoredTensor, StoredTensors
@@ -23,8 +23,7 @@ from ckpipe.loading.match import Matching
 from ckpipe.loading.saved_state import state_of_part
 from ckpipe.loading.targets import Targets
 from ckpipe.loop_thread import wait_for
-from ckpipe.save.context import Loan
-from ckpipe.save.memory import lend_blocks, take_back
+from ckpipe.save.context import Loan, SaveContext
 from ckpipe.save.save import Save, StagedBlock
 from ckpipe.state.tensors import MAX_ITEM
 from ckpipe.types import CheckpointInfo, SaveReport, SaveStatus
@@ -114,6 +113,55 @@ def lent_state(save: Save, held: Sequence[StagedBlock]) -> Any:
         return Matching(saved, targets, definitions, pickling=True).plan(captured.tree, "")()
 
 
+async def _lend_blocks(save: Save, context: SaveContext, loan: Loan) -> list[StagedBlock]:
+    """Keep the memory of a staged save until :func:`_take_back`.
+
+    Args:
+        save: The save.
+        context: The context of the save.
+        loan: The record of the loan; its blocks are set at once.
+
+    Raises:
+        UsageError: If the save is not all copied yet, or some of its memory was reused.
+    """
+    why, held = "", list[StagedBlock]()
+    if not save.staged.done() or save.program is None:
+        why = "it is not all copied yet"
+    elif len({reference for _, reference, _ in save.filled}) < len(save.filled):
+        why = "it went through less memory than it has bytes"
+    else:
+        for plan, reference, uses in save.filled:
+            block = reference()
+            filled = None
+            if block is not None:
+                filled = save.use_again(StagedBlock(save, plan, block), uses)
+            if filled is None:
+                why = "its memory serves a later save or load, or was given back"
+                break
+            held.append(filled)
+    if why:
+        for each in held:
+            each.release()
+        raise UsageError(
+            f"The staged state is not available: {why}",
+            step=save.id.step,
+            rank=context.rank,
+            hint="Use it after the save is staged and before the next save or load begins",
+        )
+    save.views += 1
+    context.lent[save], loan.blocks = loan, held
+    return held
+
+
+async def _take_back(save: Save, context: SaveContext, held: list[StagedBlock]) -> None:
+    """End a loan of :func:`_lend_blocks`."""
+    save.views -= 1
+    for each in held:
+        each.release()
+    if not save.views:
+        context.lent.pop(save, None)
+
+
 T = TypeVar("T")
 
 
@@ -155,7 +203,7 @@ class _Handle:
         """Give the staging memory of a loan back; blocking."""
         loop, engine = self._pipeline._loop, self._pipeline._opened
         if loop is not None and engine is not None:  # else the pipeline has freed it
-            loop.submit(take_back, self._save, engine.context, held).result()
+            loop.submit(_take_back, self._save, engine.context, held).result()
 
     def __repr__(self) -> str:
         report = repr(self.report).partition(" ")[2].removesuffix(">")
@@ -254,10 +302,10 @@ class SaveHandle(_Handle):
         """
         context, loan = self._pipeline._engine.context, Loan()
         try:
-            held = await self._pipeline._run(lend_blocks, self._save, context, loan)
+            held = await self._pipeline._run(_lend_blocks, self._save, context, loan)
             yield await anyio.to_thread.run_sync(lent_state, self._save, held)
         finally:
-            if loan.blocks is not None:  # also after a cancellation before lend_blocks returned
+            if loan.blocks is not None:  # also after a cancellation before _lend_blocks returned
                 with anyio.CancelScope(shield=True):
                     await anyio.to_thread.run_sync(self._give_back, loan.blocks)
 
@@ -354,8 +402,8 @@ class SyncSaveHandle(_Handle):
         """
         context, loan = self._pipeline._engine.context, Loan(threading.get_ident())
         try:
-            held = self._pipeline._call(lend_blocks, self._save, context, loan)
+            held = self._pipeline._call(_lend_blocks, self._save, context, loan)
             yield lent_state(self._save, held)
         finally:
-            if loan.blocks is not None:  # also after an interrupt before lend_blocks returned
+            if loan.blocks is not None:  # also after an interrupt before _lend_blocks returned
                 self._give_back(loan.blocks)

@@ -1,4 +1,4 @@
-"""Reserve staging memory for saves, and lend it to readers of a staged state."""
+"""Reserve staging memory for saves."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from ckpipe.interpreter import local_ranks
 from ckpipe.lock.state_lock import LockHold
 from ckpipe.memory.budget import BlockReservation
 from ckpipe.ranks.agree import agree
-from ckpipe.save.context import Loan, SaveContext
-from ckpipe.save.save import Save, SkipSave, StagedBlock
+from ckpipe.save.context import SaveContext
+from ckpipe.save.save import Save, SkipSave
 from ckpipe.types import size_text
 
 UNKNOWN_BYTES = 1 << 40
@@ -180,52 +180,3 @@ def available_bytes(root: Path = Path("/"), environment: Mapping[str, str] = os.
 def _fields(file: Path) -> dict[str, int]:
     """Read a file whose lines are a name and a number."""
     return {line.split()[0]: int(line.split()[1]) for line in file.read_text().splitlines()}
-
-
-async def lend_blocks(save: Save, context: SaveContext, loan: Loan) -> list[StagedBlock]:
-    """Keep the memory of a staged save until :func:`take_back`.
-
-    Args:
-        save: The save.
-        context: The context of the save.
-        loan: The record of the loan; its blocks are set at once.
-
-    Raises:
-        UsageError: If the save is not all copied yet, or some of its memory was reused.
-    """
-    why, held = "", list[StagedBlock]()
-    if not save.staged.done() or save.program is None:
-        why = "it is not all copied yet"
-    elif len({reference for _, reference, _ in save.filled}) < len(save.filled):
-        why = "it went through less memory than it has bytes"
-    else:
-        for plan, reference, uses in save.filled:
-            block = reference()
-            filled = None
-            if block is not None:
-                filled = save.use_again(StagedBlock(save, plan, block), uses)
-            if filled is None:
-                why = "its memory serves a later save or load, or was given back"
-                break
-            held.append(filled)
-    if why:
-        for each in held:
-            each.release()
-        raise UsageError(
-            f"The staged state is not available: {why}",
-            step=save.id.step,
-            rank=context.rank,
-            hint="Use it after the save is staged and before the next save or load begins",
-        )
-    save.views += 1
-    context.lent[save], loan.blocks = loan, held
-    return held
-
-
-async def take_back(save: Save, context: SaveContext, held: list[StagedBlock]) -> None:
-    """End a loan of :func:`lend_blocks`."""
-    save.views -= 1
-    for each in held:
-        each.release()
-    if not save.views:
-        context.lent.pop(save, None)
