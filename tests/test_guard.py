@@ -16,7 +16,7 @@ from lock_actors import PATIENCE, DaemonThreads, Held, is_free, noted
 from torch.optim import SGD, AdamW
 
 from ckpipe.lock.guard import guard
-from ckpipe.lock.state_lock import StateLock
+from ckpipe.lock.state_lock import LockHold, StateLock
 
 
 class Watched(SGD):
@@ -295,19 +295,18 @@ def test_compiled_steps_run_inside(
     assert is_free(lock)
 
 
-def test_hooks_are_silent_on_a_thread_that_captures(
-    lock: StateLock, threads: DaemonThreads
-) -> None:
+def test_hooks_are_silent_on_a_thread_that_captures(lock: StateLock) -> None:
     optimizer = Watched(inside=lambda: None)
     guard(lock, optimizer)
     with lock.capturing():
         optimizer.step()
         assert [use.side for use in lock.statistics().holders] == ["capturing"]
-    token = threads.submit(lock.acquire_capture, thread=-1).result(PATIENCE)
-    with lock._working_for(token):
+    hold = LockHold(lock, -1)
+    assert hold.begin()
+    with hold.here():
         optimizer.step()
         assert [use.side for use in lock.statistics().holders] == ["capturing"]
-    lock.release_capture(token)
+    hold.end()
     assert is_free(lock)
 
 

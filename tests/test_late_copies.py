@@ -6,6 +6,7 @@ import itertools
 import threading
 import weakref
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -247,19 +248,25 @@ def test_what_lies_between_the_elements_of_a_tensor_is_nobodys() -> None:
 # ---- captures that trainers may revoke ----
 
 
+def begun(lock: StateLock) -> LockHold:
+    """The hold of a save whose loop's thread is this one."""
+    hold = LockHold(lock, -1)
+    assert hold.begin()
+    return hold
+
+
 def test_a_trainer_waits_for_the_piece_that_is_being_read(
     lock: StateLock, threads: DaemonThreads
 ) -> None:
-    capture = lock.acquire_capture(thread=-1)
-    hold = LockHold(lock, -1, capture)
+    hold = begun(lock)
     hold.defer(0.001)
     order: list[str] = []
     with hold.reading():
         trainer = threads.submit(noted, lock.mutating(), order, "trainer")
-        pressed = threading.Event()
-        while not pressed.wait(0.001):
-            if capture.revoked:
-                pressed.set()
+        with suppress(CaptureTooSlow):
+            while not threading.Event().wait(0.001):
+                with hold.reading():
+                    pass
         order.append("read")
     trainer.result(PATIENCE)
     assert order == ["read", "trainer"]
@@ -268,11 +275,11 @@ def test_a_trainer_waits_for_the_piece_that_is_being_read(
 def test_a_capture_is_not_broken_where_another_holds_on(
     lock: StateLock, threads: DaemonThreads
 ) -> None:
-    plain, deferred = (LockHold(lock, -1, lock.acquire_capture(thread=-1)) for _ in range(2))
+    plain, deferred = begun(lock), begun(lock)
     deferred.defer(0.001)
     trainer = threads.waiting(lock, noted, lock.mutating(), [], "")
-    with pytest.raises(StateLockTimeout), lock.mutating(timeout=0.05):
-        pass
+    with pytest.raises(StateLockTimeout):
+        threads.submit(noted, lock.mutating(timeout=0.05), [], "").result(PATIENCE)
     with deferred.reading():
         pass
     plain.release()
@@ -303,9 +310,9 @@ def test_devices_of_trainers_wait_for_reads_that_are_not_over(
     lock: StateLock, threads: DaemonThreads
 ) -> None:
     reads = DeviceReads()
-    token = lock.acquire_capture(thread=-1)
-    lock.release_capture(token, fences=[reads])
-    lock.release_capture(token, fences=[reads])
+    hold = begun(lock)
+    hold.release([reads])
+    hold.release([reads])
     for _ in range(2):
         threads.submit(noted, lock.mutating(), [], "").result(PATIENCE)
     with lock.capturing():
@@ -364,7 +371,7 @@ async def test_a_step_goes_on_once_all_copies_are_queued_and_its_device_waits(
     captured, soon, late, _ = pieces_of({"w": torch.arange(60_000.0), "b": torch.ones(5)}, {0})
     device = SlowDevice()
     out: list[StagedBlock] = []
-    turn = LockHold(lock, -1, lock.acquire_capture(thread=-1))
+    turn = begun(lock)
     copiers = BlockCopiers(turn, captured, device, out.extend, threads=4)
     assert copiers.threads == 1
     copiers.defer(MutationDetector(captured, [0]), 60)
@@ -390,7 +397,7 @@ async def test_a_save_that_fails_waits_for_its_device_before_blocks_are_used_aga
     captured, _, late, _ = pieces_of({"w": torch.arange(60_000.0)}, {0})
     device = SlowDevice()
     out: list[StagedBlock] = []
-    turn = LockHold(lock, -1, lock.acquire_capture(thread=-1))
+    turn = begun(lock)
     copiers = BlockCopiers(turn, captured, device, out.extend, threads=1)
     copiers.defer(MutationDetector(captured, range(len(captured.tensors))), 60)
     captured.memory[0].add_(1)
@@ -421,7 +428,7 @@ async def test_memory_lives_until_its_device_has_read_it(lock: StateLock) -> Non
     del array
     captured, _, late, _ = pieces_of({"w": tensor}, {0})
     device = SlowDevice()
-    turn = LockHold(lock, -1, lock.acquire_capture(thread=-1))
+    turn = begun(lock)
     copiers = BlockCopiers(turn, captured, device, lambda _: None, threads=1)
     copiers.defer(MutationDetector(captured, [0]), 60)
     copiers.add(late)

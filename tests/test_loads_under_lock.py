@@ -227,17 +227,19 @@ def test_a_state_that_loads_while_it_is_captured_is_refused(
 
 
 async def test_who_keeps_a_capture_cannot_wait_for_a_load(
-    pipeline: ckpipe.SyncPipeline, training: Training, tmp_path: Path
+    pipeline: ckpipe.SyncPipeline, training: Training, threads: DaemonThreads, tmp_path: Path
 ) -> None:
     lock = pipeline.lock
     async with ckpipe.Pipeline(tmp_path / "one", state_lock=lock) as loader:
-        with lock.capturing(), pytest.raises(LockMisuse):
-            await loader.load(training.state)
-        async with lock.capturing_async():
+        with lock.capturing():
+            with pytest.raises(LockMisuse):
+                await loader.load(training.state)
             with pytest.raises(LockMisuse):
                 pipeline.load(training.state)
-            task = asyncio.create_task(loader.load(training.state, step=1))
-            await anyio.to_thread.run_sync(lambda: until(lock, waiters=1))
+        reader = Held(threads, lock.capturing)
+        task = asyncio.create_task(loader.load(training.state, step=1))
+        await anyio.to_thread.run_sync(lambda: until(lock, waiters=1))
+        reader.end()
         training.slow.go_on.set()
         await task
     assert training.numbers == {1.0}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import math
 import sys
 import threading
 from collections.abc import Hashable, Iterator
@@ -14,19 +16,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, precondition, rule
 from lock_actors import PATIENCE as PATIENT
-from lock_actors import DaemonThreads, is_free, noted, until
+from lock_actors import DaemonThreads, Held, is_free, noted, until
 
-from ckpipe.errors import StateLockTimeout
-from ckpipe.lock.state_lock import (
-    PATIENCE,
-    FrameMark,
-    Hold,
-    LoadHold,
-    LockHold,
-    LockState,
-    Side,
-    StateLock,
-)
+from ckpipe import StateLock
+from ckpipe.errors import LockMisuse, StateLockTimeout
+from ckpipe.lock.holds import PATIENCE, FrameMark, Hold, LockState, Side
+from ckpipe.lock.state_lock import LoadHold, LockHold
 from ckpipe.memory.cuda import StreamFence
 
 TRAINERS = st.integers(0, 4)
@@ -35,6 +30,9 @@ THREADS = TRAINERS | LOOPS
 
 
 NOBODY = Hold(side=Side.CAPTURING)
+
+NOW, GRACE, LATER = 0.0, 1e12, 2e12
+"""Seconds of a clock; a grace that has not passed now, and has passed later."""
 
 
 class Before:
@@ -79,6 +77,7 @@ class LockMachine(RuleBasedStateMachine):
             self.blocking[request] = caller
         before = Before(self.state)
         self.state.arrive(request)
+        self.state.settle(NOW)
         self.judge(before)
         return request
 
@@ -120,6 +119,7 @@ class LockMachine(RuleBasedStateMachine):
         before = Before(self.state)
         self.arrived = [each for each in self.arrived if each is not hold]
         self.state.leave(hold)
+        self.state.settle(NOW)
         self.judge(before)
         assert hold not in self.state.everyone
 
@@ -128,31 +128,30 @@ class LockMachine(RuleBasedStateMachine):
     def oldest_holder_leaves(self) -> None:
         self.anyone_leaves(self.state.holding[0])
 
+    @rule(hold=holds, readers=st.integers(0, 1))
+    def a_capture_is_deferred(self, hold: Hold, readers: int) -> None:
+        if hold.side is Side.CAPTURING and hold in self.state.holding and not hold.revoked:
+            hold.grace, hold.readers = GRACE, readers
+
     @rule(hold=holds)
-    def a_capture_is_deferred(self, hold: Hold) -> None:
-        if hold.side is Side.CAPTURING and hold in self.state.holding:
-            hold.grace = 0.0
+    def a_thread_has_read(self, hold: Hold) -> None:
+        hold.readers = 0
+        if hold.revoked:
+            self.anyone_leaves(hold)
 
-    @precondition(lambda self: bool(self.state.revocable()))
+    @precondition(lambda self: any(each.grace < math.inf for each in self.state.holding))
     @rule()
-    def a_trainer_presses(self) -> None:
-        """Taking the lock from those who may be pressed lets the first trainer in."""
-        first = self.state.waiting_for(Side.MUTATING)[0]
-        for capture in self.state.revocable():
-            assert capture.deferred
-            assert capture.side is Side.CAPTURING
-            assert first not in self.state.holding
-            self.anyone_leaves(capture)
-        due = self.state.passed == 0 and self.state.mutator is None and self.state.holding
-        assert first in self.state.holding or due
-
-    @invariant()
-    def only_those_who_can_help_are_pressed(self) -> None:
-        pressed = self.state.revocable()
-        trainers = self.state.waiting_for(Side.MUTATING)
-        captures = [held for held in self.state.holding if held.side is Side.CAPTURING]
-        undisturbed = not trainers or any(not held.deferred for held in captures)
-        assert pressed == ([] if undisturbed else captures)
+    def a_grace_passes(self) -> None:
+        """A step gets the lock from deferred captures, if no other capture keeps it waiting."""
+        before = Before(self.state)
+        steps = [each for each in self.state.waiting_for(Side.MUTATING) if each.home is None]
+        preempted = steps and not any(each.grace == math.inf for each in before.holding)
+        self.state.settle(LATER)
+        ended = [each for each in before.holding if each not in self.state.holding]
+        assert ended == [each for each in before.holding if preempted and not each.readers]
+        assert all(each.revoked for each in before.holding if preempted)
+        self.arrived = [each for each in self.arrived if each not in ended]
+        self.judge(before)
 
     def judge(self, before: Before) -> None:
         """Who was let in just now: nobody past one who came first and could be let in."""
@@ -216,6 +215,7 @@ def after(*events: Hold, state: LockState | None = None) -> LockState:
     state = state or LockState()
     for event in events:
         (state.leave if event in state.everyone else state.arrive)(event)
+        state.settle(NOW)
     return state
 
 
@@ -240,6 +240,38 @@ def test_a_capture_that_trainers_overtake_without_end_goes_once() -> None:
         after(current, before, state=state)
     assert state.holding == [waiting]
     assert after(capture("b"), waiting, state=state).holding == [current]
+
+
+def deferred(owner: str, readers: int = 0) -> Hold:
+    return capture(owner, grace=GRACE, readers=readers)
+
+
+def test_a_step_gets_the_lock_from_deferred_captures_after_their_grace() -> None:
+    idle, read, step = deferred("a"), deferred("b", readers=1), trainer("t")
+    state = after(idle, read, step)
+    assert state.settle(NOW) == step.since + GRACE
+    assert state.holding == [idle, read]
+    assert state.settle(LATER) == math.inf
+    assert state.holding == [read]
+    read.readers = 0
+    state.settle(LATER)
+    assert state.holding == [step]
+
+
+def test_a_step_waits_for_captures_if_one_of_them_is_not_deferred() -> None:
+    captures = [deferred("a"), capture("b")]
+    state = after(*captures, trainer("t"))
+    assert state.settle(LATER) == math.inf
+    assert state.holding == captures
+
+
+def test_a_load_waits_for_deferred_captures() -> None:
+    waiting, reading = load(home="loop"), deferred("a")
+    state = after(reading, waiting)
+    assert state.settle(LATER) == math.inf
+    assert state.holding == [reading]
+    after(trainer("t"), state=state).settle(LATER)
+    assert state.holding == [waiting]
 
 
 def refusal(state: LockState, request: Hold) -> str:
@@ -285,6 +317,109 @@ def test_waiting_behind_oneself_is_seen() -> None:
     assert not after(running, state=waiting).deadlock(load(within="t", saver="t"))
 
 
+# ---- holds of saves ----
+
+
+def begun(lock: StateLock, thread: int = -1) -> LockHold:
+    """The hold of a save that a thread asked for; its loop's thread is none of the test's."""
+    hold = DaemonThreads().submit(LockHold, lock, thread).result(PATIENT)
+    assert hold.begin()
+    return hold
+
+
+async def taken(lock: StateLock) -> LockHold:
+    """The hold of a save whose loop is this one."""
+    hold = LockHold(lock, threading.get_ident())
+    await hold.take(PATIENT, awaited=True)
+    return hold
+
+
+def test_a_capture_is_released_from_any_thread_and_once(
+    lock: StateLock, threads: DaemonThreads
+) -> None:
+    saver = threading.get_ident()
+    first, other = begun(lock, saver), begun(lock, saver)
+    # The saver goes on training while the copy runs elsewhere: it waits, which is no misuse.
+    with pytest.raises(StateLockTimeout), lock.mutating(timeout=0):
+        pass
+    first.release()
+    first.release()
+    with pytest.raises(StateLockTimeout), lock.mutating(timeout=0):
+        pass
+    threads.submit(other.release).result(PATIENT)
+    with lock.mutating(timeout=0):
+        other.release()
+        assert lock.statistics().holders
+
+
+def test_who_captures_saves_past_a_trainer_that_waits_for_it(
+    lock: StateLock, threads: DaemonThreads
+) -> None:
+    with lock.capturing():
+        trainer = threads.waiting(lock, noted, lock.mutating(), [], "")
+        begun(lock, threading.get_ident()).release()
+        asyncio.run(taken(lock)).release()
+    trainer.result(PATIENT)
+
+
+async def test_the_thread_of_a_task_that_captures_captures_again(
+    lock: StateLock, threads: DaemonThreads
+) -> None:
+    hold = await taken(lock)
+    trainer = threads.submit(noted, lock.mutating(), [], "")
+    await anyio.to_thread.run_sync(lambda: until(lock, waiters=1))
+    with lock.capturing(timeout=0):
+        assert not trainer.done()
+    hold.end()
+    await asyncio.wrap_future(trainer)
+
+
+async def test_a_task_cancelled_as_it_is_granted_holds_nothing(
+    lock: StateLock, threads: DaemonThreads
+) -> None:
+    trainer = Held(threads, lock.mutating)
+    waiting = asyncio.create_task(taken(lock))
+    await anyio.to_thread.run_sync(lambda: until(lock, waiters=1))
+    # The grant happens while this coroutine keeps the loop, so the task cannot have seen it.
+    trainer.end()
+    assert [use.side for use in lock.statistics().holders] == ["capturing"]
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert is_free(lock)
+
+
+async def test_a_task_sees_the_misuse_of_its_own_thread(lock: StateLock) -> None:
+    with lock.mutating(), pytest.raises(LockMisuse):
+        await taken(lock)
+    hold = await taken(lock)
+    with pytest.raises(LockMisuse), lock.mutating():
+        pass
+    hold.end()
+    assert is_free(lock)
+
+
+def test_a_closed_loop_does_not_fail_the_trainer(lock: StateLock, threads: DaemonThreads) -> None:
+    loop = asyncio.new_event_loop()
+    loop.set_exception_handler(lambda loop, context: None)
+
+    async def begin() -> asyncio.Task[None]:
+        hold = LockHold(lock, -1)
+        waiting = asyncio.create_task(hold.take(PATIENT, awaited=True))
+        await asyncio.sleep(0)
+        return waiting
+
+    trainer = Held(threads, lock.mutating)
+    task = loop.run_until_complete(begin())
+    assert lock.statistics().waiters
+    loop.close()
+    trainer.end()
+    assert not task.done()
+    del task
+    gc.collect()
+    assert is_free(lock)
+
+
 # ---- holds of loads ----
 
 
@@ -297,7 +432,7 @@ def test_a_load_outlives_the_thread_that_asked_for_it(
     asker.join(PATIENT)
     asyncio.run(holds[0].take())
     with pytest.raises(StateLockTimeout):
-        threads.submit(lock.acquire_capture, 0, thread=-1).result(PATIENT)
+        threads.submit(noted, lock.capturing(timeout=0), [], "").result(PATIENT)
     holds[0].end()
     assert is_free(lock)
 
@@ -320,7 +455,7 @@ class Reads(StreamFence):
 async def test_a_load_waits_for_what_devices_still_read(lock: StateLock) -> None:
     for cancelled in (True, False):
         reads, hold = Reads(), LoadHold(lock, None)
-        lock.release_capture(lock.acquire_capture(thread=-1), fences=[reads])
+        begun(lock).release([reads])
         task = asyncio.create_task(hold.take())
         assert await anyio.to_thread.run_sync(reads.asked.wait, PATIENT)
         assert not task.done()
@@ -338,7 +473,7 @@ async def test_a_load_waits_for_what_devices_still_read(lock: StateLock) -> None
 async def test_a_step_behind_a_load_breaks_a_deferred_capture_as_ever(
     lock: StateLock, threads: DaemonThreads
 ) -> None:
-    capture = LockHold(lock, -1, lock.acquire_capture(thread=-1))
+    capture = begun(lock)
     hold = LoadHold(lock, None)
     task = asyncio.create_task(hold.take())
     await anyio.to_thread.run_sync(lambda: until(lock, waiters=1))

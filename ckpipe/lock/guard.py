@@ -17,7 +17,8 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from ckpipe.errors import UsageError
-from ckpipe.lock.state_lock import FrameMark, StateLock, callers
+from ckpipe.lock.holds import FrameMark, callers
+from ckpipe.lock.state_lock import StateLock
 
 # torch wraps this function around the step of every optimizer class; it calls the hooks.
 _WRAPPER = "Optimizer.profile_hook_step.<locals>.wrapper"

@@ -36,7 +36,8 @@ from ckpipe.format.keys import label_filter
 from ckpipe.loading.load import LoadRequest
 from ckpipe.loading.select import PerRankPolicy
 from ckpipe.lock.guard import Guarded, StepGuard, guard, optimizers_of, swapped
-from ckpipe.lock.state_lock import LoadHold, StateLock, callers, lock_of
+from ckpipe.lock.holds import callers
+from ckpipe.lock.state_lock import LoadHold, StateLock, lock_of
 from ckpipe.loop_thread import Caller, LoopThread, call_at_exit
 from ckpipe.preemption import SignalWatch, StopRequest
 from ckpipe.ranks.world import ALONE, World

@@ -49,16 +49,13 @@ async def run(save: Save, context: SaveContext, out: MemoryObjectSendStream[Capt
             except (SaveError, UsageError) as error:
                 logger.debug("%s: the memory of the last state is not free: %s", save.name, error)
         for _ in range(HOLDS):
-            caller, thread, token = save.request.caller, save.request.thread, None
+            caller, hold = save.request.caller, LockHold(context.lock, save.request.thread)
             with save.clock.timing("lock"):
                 # The event loop of a coroutine may be busy, or wait for a trainer. So the walk on
                 # that loop takes the lock itself.
                 if caller is None or caller.blocks:
                     timeout = context.settings.lock.timeout_seconds
-                    token = await context.lock.acquire_capture_async(
-                        timeout, thread=thread, awaited=caller is not None
-                    )
-                hold = LockHold(context.lock, thread, token)
+                    await hold.take(timeout, awaited=caller is not None)
             try:
                 await out.send(await _captured(save, context, hold))
                 await hold.ended.wait()
@@ -83,9 +80,9 @@ async def _captured(save: Save, context: SaveContext, hold: LockHold) -> Capture
             if state is not None:
                 return state
             if caller is not None and waits_left:
-                patience, grace = limits.timeout_seconds, limits.max_step_wait_seconds
                 with save.clock.timing("lock"):
-                    await hold.wait(patience, grace, caller.do_pending)
+                    await hold.take(limits.timeout_seconds, awaited=False, serve=caller.do_pending)
+                hold.defer(limits.max_step_wait_seconds)
     raise StateLockTimeout(
         f"The event loop that called save() did not run within {limits.max_step_wait_seconds:g} s "
         "while the state lock was free for it, and trainers went on",
