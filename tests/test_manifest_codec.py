@@ -15,7 +15,7 @@ import torch
 from bundles import ID, LIMIT, Foreign, manifest_of
 from hypothesis import given
 from hypothesis import strategies as st
-from stored_files import document_of, sealed
+from stored_files import document_of, sealed, sealed_text
 from test_hostile_checkpoints import state
 
 from ckpipe.errors import (
@@ -27,7 +27,7 @@ from ckpipe.errors import (
     UnsupportedVersion,
     WrongWorldSize,
 )
-from ckpipe.format.checksummed_json import encode_json, json_text
+from ckpipe.format.checksummed_json import decode_json, encode_json, json_text
 from ckpipe.format.codec import decode_bundle, encode_bundle
 from ckpipe.format.manifest import ManifestDocument, OptimizerRow, Structure, TensorRow
 from ckpipe.format.merge import merge
@@ -201,6 +201,21 @@ def test_what_a_reader_would_refuse_for_its_size_is_not_written() -> None:
 
 
 # What others may have made up, with right checksums
+
+
+@pytest.mark.parametrize(
+    "text",
+    ['{"a" 1', '{"a",1', '{"a":1;"b":2', '{"a":1},{"b":2', '{"x":[1 2]', '{"x":[1}', '{"x":[,1]'],
+)
+def test_json_that_is_malformed_between_values_is_refused(text: str) -> None:
+    with pytest.raises(InvalidManifest, match="not valid JSON"):
+        decode_json(sealed_text(text.encode()), LIMIT, {"x": lambda value, _: value})
+
+
+def test_white_space_and_empty_arrays_are_read() -> None:
+    data = sealed_text(b'{ "a" : 1 , "x" : [ ] , "y" : [ 1 , 2 ] ')
+    found = decode_json(data, LIMIT, dict.fromkeys("xy", lambda value, _: -value))
+    assert found == {"a": 1, "x": [], "y": [-1, -2]}
 
 
 def _change(document: dict[str, Any], path: str, value: Any) -> None:

@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from json import JSONDecodeError
 from typing import Any
 
@@ -56,6 +57,9 @@ _SIGNS = b",:[{"
 _EMPTY_BLOCK = b"\x00\x00\x00\xff\xff"
 """A deflate block of no bytes, in the form that follows a full flush."""
 
+_BETWEEN = re.compile(r"[ \t\n\r]*([]{}[,:])[ \t\n\r]*")
+"""A sign between the values of an object or array, in white space."""
+
 _SLICE_BYTES = 4 << 10
 """Stored bytes that are unpacked at once, to at most 4 MiB."""
 
@@ -78,7 +82,7 @@ def encode_json(document: dict[str, Any], max_bytes: int | None = None) -> bytes
         RecursionError: If it is nested too deeply.
     """
     size, signs, stored, stream = 0, 0, list[bytes](), None
-    for piece in _summed(_pieces(document)):
+    for piece in _pieces(document):
         size += len(piece)
         signs += _signs(piece)
         if max_bytes is not None and size > max_bytes:
@@ -88,7 +92,6 @@ def encode_json(document: dict[str, Any], max_bytes: int | None = None) -> bytes
             )
         if stream is None and size > PLAIN_BYTES:
             stream = zlib.compressobj(_LEVEL)
-            stored = [stream.compress(each) for each in stored]
         stored.append(piece if stream is None else stream.compress(piece))
     if stream is None:
         return b"".join(stored)
@@ -99,30 +102,32 @@ def encode_json(document: dict[str, Any], max_bytes: int | None = None) -> bytes
     return packed + crc32c(packed).to_bytes(_SUM_BYTES, "big")
 
 
-def _summed(pieces: Iterable[str]) -> Iterator[bytes]:
-    """Yield parts of a text as bytes, then the member with their checksum."""
-    crc = 0
-    for text in pieces:
-        piece = text.encode("ascii")
-        crc = crc32c(piece, crc)
-        yield piece
-    yield b"%s%08x%s" % (_MARK, crc, _END)
+def _pieces(document: dict[str, Any]) -> Iterator[bytes]:
+    """Yield an object with its checksum, in pieces of more than ``PLAIN_BYTES`` but the last."""
+    crc, text = 0, ""
+    for each in _texts(document):
+        text += each
+        if len(text) > PLAIN_BYTES:
+            piece, text = text.encode("ascii"), ""
+            crc = crc32c(piece, crc)
+            yield piece
+    piece = text.encode("ascii")
+    yield piece + b"%s%08x%s" % (_MARK, crc32c(piece, crc), _END)
 
 
-def _pieces(document: dict[str, Any]) -> Iterator[str]:
-    head = "{"
+def _texts(document: dict[str, Any]) -> Iterator[str]:
+    before = "{"
     for name, value in document.items():
-        yield f"{head}{canonical(name)}:"
+        yield f"{before}{canonical(name)}:"
+        before = ","
         if not isinstance(value, Iterator):
             yield canonical(value)
-        else:
-            comma = "["
-            for element in value:
-                yield comma
-                yield element
-                comma = ","
-            yield "[]" if comma == "[" else "]"
-        head = ","
+            continue
+        yield "["
+        for number, element in enumerate(value):
+            yield "," if number else ""
+            yield element
+        yield "]"
 
 
 def _least_stored(size: int, signs: int) -> int:
@@ -180,54 +185,44 @@ def decode_json(
 def _parsed(text: str, elements: Mapping[str, Element]) -> dict[str, Any]:
     """Parse an object member by member; the text is known to end with its checksum."""
     found: dict[str, Any] = {}
-    at = _after(text, 0, "{")
-    while True:
+    _, at = _expect(text, 0, "{")
+    sign = ","
+    while sign == ",":
         name, at = _DECODER.raw_decode(text, at)
         if type(name) is not str:
             raise JSONDecodeError("Expecting a name", text, at)
         if name in found:
             raise DuplicateName("An object in the JSON has a name twice")
-        at = _after(text, at, ":")
+        _, at = _expect(text, at, ":")
         if name in elements and text.startswith("[", at):
             found[name], at = _array(text, at, elements[name])
         else:
             found[name], at = _DECODER.raw_decode(text, at)
-        at = _skipped(text, at)
-        if text.startswith("}", at):
-            break
-        at = _after(text, at, ",")
-    if _skipped(text, at + 1) != len(text):
+        sign, at = _expect(text, at, ",}")
+    if at != len(text):
         raise JSONDecodeError("Extra data", text, at)
     return found
 
 
 def _array(text: str, at: int, element: Element) -> tuple[list[Any], int]:
     found: list[Any] = []
-    at = _skipped(text, at + 1)
+    sign, at = _expect(text, at, "[")
     if text.startswith("]", at):
-        return found, at + 1
-    while True:
+        sign, at = _expect(text, at, "]")
+    while sign != "]":
         begin = at
         value, at = _DECODER.raw_decode(text, begin)
         found.append(element(value, text[begin:at]))
-        at = _skipped(text, at)
-        if text.startswith("]", at):
-            return found, at + 1
-        at = _after(text, at, ",")
+        sign, at = _expect(text, at, ",]")
+    return found, at
 
 
-def _after(text: str, at: int, sign: str) -> int:
-    """Return the position behind a sign, which must come next, and the white space after it."""
-    at = _skipped(text, at)
-    if not text.startswith(sign, at):
-        raise JSONDecodeError(f"Expecting {sign!r}", text, at)
-    return _skipped(text, at + 1)
-
-
-def _skipped(text: str, at: int) -> int:
-    while at < len(text) and text[at] in " \t\n\r":
-        at += 1
-    return at
+def _expect(text: str, at: int, signs: str) -> tuple[str, int]:
+    """Return the sign that comes next, one of ``signs``, and the position of what follows it."""
+    match = _BETWEEN.match(text, at)
+    if match is None or match[1] not in signs:
+        raise JSONDecodeError(f"Expecting {' or '.join(map(repr, signs))}", text, at)
+    return match[1], match.end()
 
 
 def json_text(data: bytes, max_bytes: int) -> bytes:
