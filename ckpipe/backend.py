@@ -193,19 +193,27 @@ class Upload(abc.ABC):
         that did land. Never raise for an upload that is already gone."""
 
 
-class CachedRange(Protocol):
-    """A range of an object that its store has in memory; several threads read it at a time."""
+class ObjectReader(Protocol):
+    """An open object that one thread reads, and which blocks that thread.
 
-    def read_into(self, at: int, buffer: memoryview) -> None:
-        """Fill a buffer with bytes of the range; block the calling thread.
+    It reads the same object to the end, also if that is deleted or replaced meanwhile. It frees its
+    resources when it is no longer referenced.
+    """
+
+    def read_into(self, offset: int, buffer: memoryview, *, cached: bool) -> None:
+        """Fill ``buffer`` as :meth:`Backend.read_into` does, which is used after a transient error.
 
         Args:
-            at: Offset of the first byte, from the beginning of the range.
+            offset: Offset of the first byte.
             buffer: Writable flat bytes; all of it is filled.
+            cached: The answer of :meth:`is_cached` for a range that has these bytes.
+        """
 
-        Raises:
-            TruncatedObject: If the object has become shorter meanwhile.
-            StoreError: If the store failed.
+    def is_cached(self, offset: int, size: int) -> bool:
+        """Tell whether a range is in memory already, as in the page cache; never raise.
+
+        A load reads such a range in small steps, each into memory that stays in the processor's
+        cache.
         """
 
 
@@ -244,13 +252,13 @@ class Backend(abc.ABC):
     settings say otherwise."""
 
     def __init_subclass__(cls, **options: object) -> None:
-        """Reset an inherited ``read_here`` or ``put_volatile`` that would bypass an override.
+        """Reset an inherited ``open_object`` or ``put_volatile`` that would bypass an override.
 
         A class that overrides :meth:`read_into` or :meth:`put` gets the default of the fast path
         beside it, unless it overrides that one too.
         """
         super().__init_subclass__(**options)
-        for usual, short in (("read_into", "read_here"), ("put", "put_volatile")):
+        for usual, short in (("read_into", "open_object"), ("put", "put_volatile")):
             having = next(each for each in cls.__mro__ if {usual, short} & vars(each).keys())
             if short not in vars(having):
                 setattr(cls, short, getattr(Backend, short))
@@ -336,35 +344,19 @@ class Backend(abc.ABC):
             StoreError: If the store failed.
         """
 
-    def read_here(self, key: str, offset: int, buffer: memoryview) -> bool:
-        """Fill ``buffer`` as :meth:`read_into` does, but block the calling thread.
+    def open_object(self, key: str) -> ObjectReader | None:
+        """Open an object for reads in the calling thread, and block that thread.
 
-        An optional speed-up for stores that threads can read without the event loop: a disk that
-        gets the next request as soon as the last one is answered is a tenth faster. The default
-        reads nothing. A class that overrides only :meth:`read_into` has the default.
-
-        Returns:
-            True if the buffer is filled. False, with nothing done, if the caller must use
-            :meth:`read_into`.
-
-        Raises:
-            As :meth:`read_into` does.
-        """
-        return False
-
-    async def cached(self, key: str, offset: int, size: int) -> CachedRange | None:
-        """Find a range of an object that is in memory already, as in the page cache.
-
-        An optional speed-up of :meth:`read_into`; the default returns None. A load reads such a
-        range in small steps, each into memory that stays in the processor's cache.
+        An optional speed-up of :meth:`read_into` for stores that threads can read without the event
+        loop: a disk that gets the next request as soon as the last one is answered is a tenth
+        faster. The default returns None. A class that overrides only :meth:`read_into` has the
+        default.
 
         Returns:
-            The range of ``size`` bytes from ``offset`` on, which can be read as long as it is
-            referenced, or None where :meth:`read_into` is better.
+            The open object, or None if the caller must use :meth:`read_into`.
 
         Raises:
             ObjectNotFound: If no object has the key.
-            TruncatedObject: If the object ends before the range does.
             StoreError: If the store failed.
         """
         return None
@@ -524,9 +516,9 @@ def without_secrets(text: str) -> str:
 
 __all__ = [
     "Backend",
-    "CachedRange",
     "Children",
     "ObjectInfo",
+    "ObjectReader",
     "PutMode",
     "Upload",
     "UploadLimits",

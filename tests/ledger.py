@@ -209,9 +209,6 @@ class Recording(MemoryBackend):
         with self._call(f"read_into {len(buffer)} bytes at {offset}", key, offset=offset):
             await super().read_into(key, offset, buffer)
 
-    async def cached(self, key: str, offset: int, size: int) -> None:
-        """Have every load ask for its ranges, as from a store behind a network."""
-
     async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
         with self._call("list", prefix):
             found = [each async for each in super().list(prefix)]

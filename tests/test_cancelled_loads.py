@@ -12,6 +12,7 @@ import pytest
 import torch
 from stored_states import load, store, verified
 
+from ckpipe.backend import ObjectReader
 from ckpipe.errors import StoreError
 from ckpipe.testing import MemoryBackend
 
@@ -19,7 +20,7 @@ How = Literal["scope", "task"]
 
 
 class Hanging(MemoryBackend):
-    """A store that never answers one kind of request.
+    """A store that never answers one kind of request, or slowly if that blocks a thread.
 
     Args:
         verb: Which.
@@ -34,21 +35,33 @@ class Hanging(MemoryBackend):
             self.asked.set()
             await anyio.sleep_forever()
 
-    async def cached(self, key: str, offset: int, size: int) -> None:
-        await self._hang("cached")
-        return
-
-    def read_here(self, key: str, offset: int, buffer: memoryview) -> bool:
-        if self.verb != "read_here":
-            return False
-        self.asked.set()
-        time.sleep(0.05)
-        anyio.run(MemoryBackend.read_into, self, key, offset, buffer)
-        return True
+    def open_object(self, key: str) -> ObjectReader | None:
+        if self.verb == "open_object":
+            self.asked.set()
+            time.sleep(0.05)
+        opened = super().open_object(key)
+        assert opened is not None
+        return None if self.verb == "read_into" else SlowObject(self, opened)
 
     async def read_into(self, key: str, offset: int, buffer: memoryview) -> None:
         await self._hang("read_into")
         await super().read_into(key, offset, buffer)
+
+
+class SlowObject:
+    """An object of this store, which a thread reads slowly."""
+
+    def __init__(self, backend: Hanging, opened: ObjectReader) -> None:
+        self.backend, self.opened = backend, opened
+
+    def is_cached(self, offset: int, size: int) -> bool:
+        return False
+
+    def read_into(self, offset: int, buffer: memoryview, *, cached: bool) -> None:
+        if self.backend.verb == "blocking read":
+            self.backend.asked.set()
+        time.sleep(0.05)
+        self.opened.read_into(offset, buffer, cached=cached)
 
 
 def state() -> dict[str, torch.Tensor]:
@@ -56,7 +69,7 @@ def state() -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("how", ["scope", "task"])
-@pytest.mark.parametrize("verb", ["cached", "read_here", "read_into"])
+@pytest.mark.parametrize("verb", ["open_object", "blocking read", "read_into"])
 @pytest.mark.parametrize("checks", [False, True])
 async def test_a_load_or_check_ends_when_it_is_cancelled(
     verb: str, how: How, *, checks: bool

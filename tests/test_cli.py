@@ -399,7 +399,7 @@ def test_what_a_command_reads_is_not_removed_meanwhile(
         save_steps(made.url, 1, 2)
         more = {"verify": (), "diff": ("2",), "cp": ()}[command]
         place = (str(tmp_path),) if command == "cp" else ()
-        gate = made.faulty.pause(lambda each: each.verb in ("read_into", "cached"))
+        gate = made.faulty.pause("read_into")
         reader = pool.submit(run, [command, made.url, *place, "1", *more])
         gate.wait_until_held()
         refused = call("rm", made.url, 1)
@@ -476,7 +476,7 @@ def test_an_interrupt_ends_a_command_that_waits_for_the_store(
 ) -> None:
     save_steps(tmp_path / "root", 1)
     before = set(tmp_path.rglob("*"))
-    verbs = ("read_into", "cached", "get")
+    verbs = ("read_into", "get")
     done = interrupted(verbs, *arguments, f"stuck://{tmp_path / 'root'}", cwd=tmp_path)
     assert (done.code, done.out, done.err) == (130, "", "")
     assert set(tmp_path.rglob("*")) == before

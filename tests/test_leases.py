@@ -45,7 +45,7 @@ def held_load(store: Stores, **which: Any) -> tuple[threading.Thread, list[ckpip
             assert result is not None
             loaded.append(result)
 
-    store.slow.hold("cached", "read_into")
+    store.slow.hold("read_into")
     thread = threading.Thread(target=load)
     thread.start()
     store.slow.gate.wait_until_held()

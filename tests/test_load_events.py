@@ -16,7 +16,6 @@ from ranks import ranks
 
 import ckpipe
 from ckpipe import errors, events
-from ckpipe.backend import CachedRange
 from ckpipe.testing import Operation, SlowBackend
 
 STATE: dict[str, Any] = {"a": torch.ones(250_000)}
@@ -135,7 +134,7 @@ async def test_a_load_that_is_cancelled_tells_so(store: Stores) -> None:
     async with ckpipe.Pipeline(store.url) as pipeline:
         await (await pipeline.save(STATE, step=1))
         pipeline.events.add(heard.append)
-        store.slow.hold("cached", "read_into")
+        store.slow.hold("read_into")
         task = asyncio.create_task(pipeline.load())
         await asyncio.to_thread(store.slow.gate.wait_until_held)
         task.cancel()
@@ -149,12 +148,9 @@ async def test_a_load_that_is_cancelled_tells_so(store: Stores) -> None:
 
 
 class Halfway(SlowBackend):
-    """Lets one read pass, and holds all others until it is released; has nothing in memory."""
+    """Lets one read pass, and holds all others until it is released."""
 
     reads = 0
-
-    async def cached(self, key: str, offset: int, size: int) -> CachedRange | None:
-        return None
 
     async def around(self, operation: Operation, call: Callable[[], Awaitable[Any]]) -> Any:
         if operation.verb == "read_into":

@@ -17,7 +17,6 @@ from ckpipe.loading.read_plan import (
     LEAST_BYTES,
     Need,
     Read,
-    batched,
     least_read_bytes,
     plan_reads,
 )
@@ -184,22 +183,6 @@ def test_alignment_never_overdraws_the_allowance() -> None:
     data = table_of([[1, 2 * CHUNK_BYTES, 5000]])
     _, (read,) = plan_reads(data, [Need(1, CHUNK_BYTES - 1, CHUNK_BYTES + 1)], 4 << 20, 4096)
     assert read.size <= 2 + ALLOWANCE_BYTES
-
-
-@given(cases(), st.integers(1, 20 << 20))
-def test_batches_hold_all_reads_in_order_without_gaps(case: Case, nbytes: int) -> None:
-    _, reads = plan_reads(case.data, case.needs, *case.limits, case.lanes)
-    batches = list(batched(reads, nbytes))
-    assert [read for batch in batches for read in batch] == reads
-    for batch in batches:
-        assert len({read.file for read in batch}) == 1
-        assert len(batch) == 1 or _end(batch) - batch[0].offset <= nbytes
-        for one, other in pairwise(batch):
-            assert other.offset <= one.offset + one.size
-
-
-def _end(batch: list[Read]) -> int:
-    return batch[-1].offset + batch[-1].size
 
 
 MIB = 1 << 20

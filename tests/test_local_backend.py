@@ -27,7 +27,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from racing_creators import check_race
 
-from ckpipe.backend import PutMode, run_in_thread
+from ckpipe.backend import ObjectReader, PutMode, run_in_thread
 from ckpipe.errors import (
     InvalidKey,
     ObjectExists,
@@ -40,6 +40,7 @@ from ckpipe.errors import (
     UsageError,
 )
 from ckpipe.testing.conformance import pattern
+from ckpipe.testing.wrappers import Operation, Result, WrappedBackend
 from ckpipe_local import LocalBackend
 
 PAGE = LocalBackend.limits.alignment
@@ -240,15 +241,25 @@ def passes_cache(tmp_path: Path) -> None:
         pytest.skip("The temporary directory lies in memory")
 
 
+async def opened(backend: LocalBackend) -> ObjectReader:
+    file = await run_in_thread(backend.open_object, "f")
+    assert file is not None
+    return file
+
+
+async def is_cached(backend: LocalBackend, offset: int, size: int) -> bool:
+    return await run_in_thread((await opened(backend)).is_cached, offset, size)
+
+
 @pytest.mark.usefixtures("passes_cache")
 async def test_bulk_data_stays_out_of_the_page_cache(
     backend: LocalBackend, aligned_buffer: Callable[[int], memoryview]
 ) -> None:
     size = 1 << 20
     await upload(backend, "f", skewed(aligned_buffer, pattern(size), 0), size // 4)
-    assert await backend.cached("f", 0, size) is None
+    assert not await is_cached(backend, 0, size)
     await backend.read_into("f", 0, aligned_buffer(size))
-    assert await backend.cached("f", 0, size) is None
+    assert not await is_cached(backend, 0, size)
 
 
 @pytest.mark.usefixtures("passes_cache")
@@ -258,32 +269,34 @@ async def test_older_kernels_tell_what_is_cached_too(
     monkeypatch.setattr("ckpipe_local.reads._CACHESTAT", -1)  # no system call has this number
     (tmp_path / "f").write_bytes(pattern(100_000))
     for offset, size in ((0, 100_000), (5000, 90_000), (4095, 2), (99_999, 1)):
-        assert await backend.cached("f", offset, size) is not None
+        assert await is_cached(backend, offset, size)
     with open(tmp_path / "f", "rb", buffering=0) as file:
         os.fsync(file.fileno())
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
         file.read(2 * PAGE)
     for offset, size in ((0, 2 * PAGE), (PAGE, 1)):
-        assert await backend.cached("f", offset, size) is not None
+        assert await is_cached(backend, offset, size)
     for offset, size in ((0, 100_000), (2 * PAGE, 1), (PAGE, PAGE + 1)):
-        assert await backend.cached("f", offset, size) is None
+        assert not await is_cached(backend, offset, size)
 
 
-async def test_cached_range_that_is_cut_off_says_so(tmp_path: Path, backend: LocalBackend) -> None:
+@pytest.mark.parametrize("cached", [True, False])
+async def test_open_object_that_is_cut_off_says_so(
+    tmp_path: Path, backend: LocalBackend, *, cached: bool
+) -> None:
     (tmp_path / "f").write_bytes(pattern(100_000))
-    found = await backend.cached("f", 0, 100_000)
-    assert found is not None
+    read = partial((await opened(backend)).read_into, cached=cached)
     os.truncate(tmp_path / "f", 50_000)
     buffer = memoryview(bytearray(1000))
-    await anyio.to_thread.run_sync(found.read_into, 49_000, buffer)
+    await run_in_thread(read, 49_000, buffer)
     assert buffer == pattern(100_000)[49_000:50_000]
     with pytest.raises(TruncatedObject, match="50000") as caught:
-        await anyio.to_thread.run_sync(found.read_into, 49_001, buffer)
+        await run_in_thread(read, 49_001, buffer)
     assert caught.value.key == "f"
 
 
-async def test_file_of_a_cached_range_is_closed_with_it(
+async def test_file_of_an_open_object_is_closed_with_it(
     tmp_path: Path, backend: LocalBackend
 ) -> None:
     file = tmp_path / "f"
@@ -293,8 +306,7 @@ async def test_file_of_a_cached_range_is_closed_with_it(
         links = [f"/proc/self/fd/{each}" for each in os.listdir("/proc/self/fd")]
         return str(file) in map(os.path.realpath, links)
 
-    found = await backend.cached("f", 0, 100)
-    assert found is not None
+    found = await opened(backend)
     assert await anyio.to_thread.run_sync(is_open)
     del found
     assert not await anyio.to_thread.run_sync(is_open)
@@ -308,14 +320,22 @@ class Inverted(LocalBackend):
         buffer[:] = bytes(255 - byte for byte in buffer)
 
 
+class Unnoticed(WrappedBackend):
+    """Wraps another backend and does nothing."""
+
+    async def around(self, operation: Operation, call: Callable[[], Awaitable[Result]]) -> Result:
+        return await call()
+
+
 async def test_a_class_that_reads_in_its_own_way_is_not_read_past_it(tmp_path: Path) -> None:
     (tmp_path / "f").write_bytes(bytes([0, 1, 2]))
     buffer = memoryview(bytearray(3))
     async with Inverted(str(tmp_path)) as backend:
-        assert not backend.read_here("f", 0, buffer)
+        assert await run_in_thread(backend.open_object, "f") is None
+        assert await run_in_thread(Unnoticed(backend).open_object, "f") is None
         await backend.read_into("f", 0, buffer)
     assert bytes(buffer) == bytes([255, 254, 253])
-    assert await run_in_thread(LocalBackend(str(tmp_path)).read_here, "f", 0, buffer)
+    assert await run_in_thread(LocalBackend(str(tmp_path)).open_object, "f") is not None
 
 
 class Noting(LocalBackend):
@@ -355,7 +375,7 @@ async def test_a_pipe_is_no_object(tmp_path: Path, direct: bool) -> None:
         for call in (
             partial(backend.get, "f", max_bytes=10),
             partial(backend.read_into, "f", 0, memoryview(bytearray(1))),
-            partial(backend.cached, "f", 0, 1),
+            partial(run_in_thread, backend.open_object, "f"),
             partial(backend.stat, "f"),
         ):
             with pytest.raises(ObjectNotFound, match=r"/f is not a file but a pipe \[key 'f'\]"):
@@ -364,12 +384,15 @@ async def test_a_pipe_is_no_object(tmp_path: Path, direct: bool) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 4096, 100_001])
-async def test_cached_range_beyond_the_end(backend: LocalBackend, size: int) -> None:
+async def test_open_object_beyond_the_end(backend: LocalBackend, size: int) -> None:
     await backend.put("f", pattern(size), PutMode.CREATE)
-    with pytest.raises(TruncatedObject, match=str(size)):
-        await backend.cached("f", 0, size + 1)
-    with pytest.raises(TruncatedObject, match=str(size)):
-        await backend.cached("f", 10 * size, 1)
+    file = await opened(backend)
+    for offset, length in ((0, size + 1), (10 * size, 1)):
+        cached = await run_in_thread(file.is_cached, offset, length)
+        for each in {cached, False}:
+            read = partial(file.read_into, cached=each)
+            with pytest.raises(TruncatedObject, match=str(size)):
+                await run_in_thread(read, offset, memoryview(bytearray(length)))
 
 
 @pytest.mark.usefixtures("passes_cache")

@@ -28,7 +28,7 @@ NAMES = """
 MODULES = ["distributed", "errors", "events", "planning", "preemption", "testing"]
 
 BACKEND_NAMES = """
-    Backend CachedRange Children ObjectInfo PutMode Upload UploadLimits check_key check_prefix
+    Backend Children ObjectInfo ObjectReader PutMode Upload UploadLimits check_key check_prefix
     for_each run_in_thread truncated without_secrets
 """
 
@@ -125,17 +125,16 @@ SIGNATURES: dict[str, dict[str, str]] = {
     },
     "Backend": {
         "__aenter__": "(self) -> Self",
-        "cached": "(self, key: str, offset: int, size: int) -> CachedRange | None",
         "children": "(self, prefix: str = '') -> Children",
         "delete": "(self, keys: Iterable[str]) -> None",
         "get": "(self, key: str, *, max_bytes: int) -> bytes",
         "limits": "UploadLimits(min_block_bytes=1, max_blocks=None, alignment=1)",
         "list": "(self, prefix: str = '') -> AsyncIterator[ObjectInfo]",
+        "open_object": "(self, key: str) -> ObjectReader | None",
         "open_upload": "(self, key: str, *, size: int, block_bytes: int) -> Upload",
         "prefers_worker": "False",
         "put": "(self, key: str, data: bytes, mode: PutMode) -> None",
         "put_volatile": "(self, key: str, data: bytes) -> None",
-        "read_here": "(self, key: str, offset: int, buffer: memoryview) -> bool",
         "read_into": "(self, key: str, offset: int, buffer: memoryview) -> None",
         "remove_stale_uploads": "(self, prefix: str, *, before: datetime) -> int",
         "stat": "(self, key: str) -> ObjectInfo",

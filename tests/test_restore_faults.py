@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import anyio
@@ -13,7 +15,7 @@ from hypothesis import strategies as st
 from stored_files import data_file_key, document_of, entries_of, index_key, sealed
 from stored_states import load, store, verified
 
-from ckpipe.backend import CachedRange, PutMode
+from ckpipe.backend import ObjectReader, PutMode
 from ckpipe.errors import (
     ChecksumMismatch,
     CorruptCheckpoint,
@@ -28,29 +30,49 @@ MIB = 1 << 20
 
 
 class BufferedBackend(MemoryBackend):
-    """A store that has nothing in memory, as remote ones have not."""
+    """A store that only the event loop can read, as remote ones are."""
 
-    async def cached(self, key: str, offset: int, size: int) -> CachedRange | None:
+    def open_object(self, key: str) -> ObjectReader | None:
         return None
 
 
-class PartlyCached(BufferedBackend):
+@dataclass(frozen=True)
+class Opened:
+    """An object that a thread reads by a function of its store.
+
+    Args:
+        key: Its key.
+        read: Reads a range; it is told whether that is in memory.
+        cold: The bytes that are not in memory.
+    """
+
+    key: str
+    read: Callable[[str, int, memoryview, bool], None]
+    cold: range
+
+    def is_cached(self, offset: int, size: int) -> bool:
+        return offset >= self.cold.stop or self.cold.start >= offset + size
+
+    def read_into(self, offset: int, buffer: memoryview, *, cached: bool) -> None:
+        assert threading.current_thread() is not threading.main_thread()
+        self.read(self.key, offset, buffer, cached)
+
+
+class PartlyCached(MemoryBackend):
     """A store that has all but a few bytes of each object in memory."""
 
     cold, fetched = range(5 * MIB + 3, 5 * MIB + 9), 0
 
-    async def cached(self, key: str, offset: int, size: int) -> CachedRange | None:
-        wanted = range(offset, offset + size)
-        if wanted.start < self.cold.stop and self.cold.start < wanted.stop:
-            return None
-        return await MemoryBackend.cached(self, key, offset, size)
+    def open_object(self, key: str) -> ObjectReader | None:
+        return Opened(key, self.read_here, self.cold)
 
-    async def read_into(self, key: str, offset: int, buffer: memoryview) -> None:
-        self.fetched += len(buffer)
-        await super().read_into(key, offset, buffer)
+    def read_here(self, key: str, offset: int, buffer: memoryview, cached: bool) -> None:
+        if not cached:
+            self.fetched += len(buffer)
+        anyio.run(self.read_into, key, offset, buffer)
 
 
-class ReadInThreads(BufferedBackend):
+class ReadInThreads(MemoryBackend):
     """A store that threads read themselves, for as often as it can; then it is asked on the loop.
 
     Args:
@@ -61,14 +83,15 @@ class ReadInThreads(BufferedBackend):
         super().__init__()
         self.left, self.here, self.asked = reads, 0, 0
 
-    def read_here(self, key: str, offset: int, buffer: memoryview) -> bool:
+    def open_object(self, key: str) -> ObjectReader | None:
+        return Opened(key, self.read_here, range(1 << 40))
+
+    def read_here(self, key: str, offset: int, buffer: memoryview, cached: bool) -> None:
         if self.left == 0:
-            return False
+            raise StoreUnavailable("The disk does not answer", key=key)
         self.left -= 1
         self.here += 1
-        assert threading.current_thread() is not threading.main_thread()
         anyio.run(MemoryBackend.read_into, self, key, offset, buffer)
-        return True
 
     async def read_into(self, key: str, offset: int, buffer: memoryview) -> None:
         self.asked += 1
@@ -131,10 +154,7 @@ async def damage(backend: MemoryBackend, key: str, at: int) -> None:
     await backend.put(key, bytes(data), PutMode.OVERWRITE)
 
 
-async def test_what_is_not_in_memory_is_read_and_the_rest_is_not(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("ckpipe.loading.reader._CACHED_BYTES", 2 * MIB)
+async def test_what_is_not_in_memory_is_read_and_the_rest_is_not() -> None:
     backend, target = PartlyCached(), blank()
     await store(state(), backend)
     await load(backend, target)
@@ -297,11 +317,11 @@ class Unsteady(ReadInThreads):
         super().__init__()
         self.failures, self.error = failures, error
 
-    def read_here(self, key: str, offset: int, buffer: memoryview) -> bool:
+    def read_here(self, key: str, offset: int, buffer: memoryview, cached: bool) -> None:
         if self.failures:
             self.failures -= 1
             raise self.error("The disk has a bad day", key=key)
-        return super().read_here(key, offset, buffer)
+        super().read_here(key, offset, buffer, cached)
 
 
 async def test_a_thread_that_fails_to_read_has_it_tried_again_where_that_may_help() -> None:

@@ -235,4 +235,4 @@ async def test_suite_finds_broken_backends(
 
 async def test_blocking_library_code_is_caught(tmp_path: Any) -> None:
     with pytest.raises(BlockingError, match=r"os\.stat"):
-        LocalBackend(str(tmp_path)).read_here("f", 0, memoryview(bytearray(1)))
+        LocalBackend(str(tmp_path)).open_object("f")

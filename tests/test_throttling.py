@@ -13,7 +13,6 @@ from pipelines import loaded_state, same
 
 import ckpipe
 from ckpipe import events
-from ckpipe.backend import CachedRange
 from ckpipe.errors import Throttled
 from ckpipe.testing import MemoryBackend
 from ckpipe.testing.wrappers import Operation, Result, WrappedBackend
@@ -35,9 +34,6 @@ class CrowdedBackend(WrappedBackend):
         self.under_way = self.most = 0
         self.served = dict.fromkeys(BULK, 0)
         self.refused = dict.fromkeys(BULK, 0)
-
-    async def cached(self, key: str, offset: int, size: int) -> CachedRange | None:
-        return None
 
     async def around(self, operation: Operation, call: Callable[[], Awaitable[Result]]) -> Result:
         if operation.verb not in BULK or operation.size < 1000:

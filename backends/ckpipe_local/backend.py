@@ -24,9 +24,9 @@ import anyio
 
 from ckpipe.backend import (
     Backend,
-    CachedRange,
     Children,
     ObjectInfo,
+    ObjectReader,
     PutMode,
     Upload,
     UploadLimits,
@@ -48,10 +48,9 @@ from ckpipe_local.failures import (
 from ckpipe_local.naming import give_name
 from ckpipe_local.reads import (
     ALIGNMENT,
+    LocalObject,
     aligned_part,
-    cached_range,
     check_regular,
-    read_range,
     read_small,
 )
 
@@ -395,19 +394,17 @@ class LocalBackend(Backend):
             return await _read_small(path, key, max_bytes)
 
     async def read_into(self, key: str, offset: int, buffer: memoryview) -> None:
-        # A subclass may override read_here so that it does nothing.
-        await run_in_thread(LocalBackend.read_here, self, key, offset, buffer)
+        def read() -> None:
+            file = self._open(key)
+            file.read_into(offset, buffer, cached=file.is_cached(offset, len(buffer)))
 
-    def read_here(self, key: str, offset: int, buffer: memoryview) -> bool:
-        path = self._path(key)
-        with translating(f"read {path}", key, READING):
-            read_range(path, key, offset, buffer, direct=self._direct)
-        return True
+        await run_in_thread(read)
 
-    async def cached(self, key: str, offset: int, size: int) -> CachedRange | None:
-        path = self._path(key)
-        with translating(f"read {path}", key, READING):
-            return await run_in_thread(cached_range, path, key, offset, size)
+    def open_object(self, key: str) -> ObjectReader | None:
+        return self._open(key)
+
+    def _open(self, key: str) -> LocalObject:
+        return LocalObject(self._path(key), key, direct=self._direct)
 
     async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
         check_prefix(prefix)

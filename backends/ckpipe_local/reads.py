@@ -24,6 +24,7 @@ import fcntl
 import mmap
 import os
 import stat
+from contextlib import AbstractContextManager
 
 from ckpipe.backend import truncated
 from ckpipe.errors import ObjectNotFound, StoreError
@@ -94,27 +95,45 @@ def read_small(path: str, key: str, max_bytes: int) -> bytes:
         return file.read(size)
 
 
-def read_range(path: str, key: str, offset: int, buffer: memoryview, *, direct: bool) -> None:
-    """Fill a buffer from a file: from the page cache if it holds all, else past it if direct."""
-    descriptor = open_object(path, key)
-    try:
-        done = 0
-        if direct and not _is_cached(descriptor, path, offset, len(buffer)):
-            done = _read_past_cache(descriptor, buffer, offset)
-        _fill(descriptor, key, offset, buffer, done)
-    finally:
-        os.close(descriptor)
+class LocalObject:
+    """A file for the reads of one thread; open as long as it is referenced.
 
-
-def _fill(descriptor: int, key: str, offset: int, buffer: memoryview, done: int = 0) -> None:
-    """Fill the rest of a buffer through the page cache.
-
-    Raises:
-        TruncatedObject: If the file is too short.
+    Args:
+        path: The path of the file.
+        key: Its key.
+        direct: Whether to read past the page cache what it does not hold.
     """
-    done += read_at(descriptor, buffer[done:], offset + done)
-    if done < len(buffer):
-        raise truncated(key, offset, len(buffer), os.fstat(descriptor).st_size)
+
+    _descriptor = -1
+
+    def __init__(self, path: str, key: str, *, direct: bool) -> None:
+        self._path, self._key, self._direct = path, key, direct
+        with self._translating():
+            self._descriptor = open_object(path, key)
+
+    def __del__(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+
+    def _translating(self) -> AbstractContextManager[None]:
+        return translating(f"read {self._path}", self._key, READING)
+
+    def read_into(self, offset: int, buffer: memoryview, *, cached: bool) -> None:
+        """See :meth:`ckpipe.backend.ObjectReader.read_into`."""
+        descriptor, done = self._descriptor, 0
+        with self._translating():
+            if self._direct and not cached:
+                done = _read_past_cache(descriptor, buffer, offset)
+            done += read_at(descriptor, buffer[done:], offset + done)
+            if done < len(buffer):
+                raise truncated(self._key, offset, len(buffer), os.fstat(descriptor).st_size)
+
+    def is_cached(self, offset: int, size: int) -> bool:
+        """Tell whether the page cache holds all of a range, as far as the file reaches."""
+        try:
+            return _is_cached(self._descriptor, self._path, offset, size)
+        except (OSError, ValueError):  # as of a file that is truncated meanwhile
+            return False
 
 
 def _read_past_cache(descriptor: int, buffer: memoryview, offset: int) -> int:
@@ -178,47 +197,7 @@ def _address_of(data: memoryview) -> int:
 # The page cache
 
 
-def cached_range(path: str, key: str, offset: int, size: int) -> CachedFile | None:
-    """Open a range of a file if the page cache holds all of it.
-
-    Raises:
-        TruncatedObject: If the file ends before the range does.
-    """
-    file = CachedFile(path, key, offset)
-    length = os.fstat(file.descriptor).st_size
-    if offset + size > length:
-        raise truncated(key, offset, size, length)
-    return file if _is_cached(file.descriptor, path, offset, size) else None
-
-
-class CachedFile:
-    """A range of a file; open as long as it is referenced.
-
-    Args:
-        path: The path of the file.
-        key: Its key.
-        offset: The first byte of the range.
-    """
-
-    descriptor = -1
-
-    def __init__(self, path: str, key: str, offset: int) -> None:
-        self._path, self._key, self._offset = path, key, offset
-        self.descriptor = open_object(path, key)
-
-    def read_into(self, at: int, buffer: memoryview) -> None:
-        """See :meth:`ckpipe.backend.CachedRange.read_into`; safe for several threads."""
-        offset = self._offset + at
-        with translating(f"read {self._path}", self._key, READING):
-            _fill(self.descriptor, self._key, offset, buffer)
-
-    def __del__(self) -> None:
-        if self.descriptor >= 0:
-            os.close(self.descriptor)
-
-
 def _is_cached(descriptor: int, path: str, offset: int, size: int) -> bool:
-    """Tell whether the page cache holds all of a range, as far as the file reaches."""
     size = min(size, os.fstat(descriptor).st_size - offset)
     if size <= 0 or not _tells_residency(descriptor, path):
         return False

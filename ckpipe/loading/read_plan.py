@@ -89,14 +89,16 @@ class Read(NamedTuple):
         first: The number of the first whole chunk in it.
         stop: The number behind the last one.
         cut: The chunks across its ends; other reads have the rest of them.
+        cached: Whether the store has it in memory; the plan does not know.
     """
 
     file: int
     offset: int
     size: int
-    first: int
-    stop: int
+    first: int = 0
+    stop: int = 0
     cut: tuple[int, ...] = ()
+    cached: bool = False
 
 
 def least_read_bytes(alignment: int) -> int:
@@ -170,29 +172,6 @@ def plan_reads(
         reads += _reads(span.file, first, at, end, cuts, step, data.files[span.file].size)
         left -= span.end - span.begin
     return chunks, reads
-
-
-def batched(reads: Iterable[Read], nbytes: int) -> Iterator[list[Read]]:
-    """Group reads that follow one another without a gap.
-
-    A store is asked for a group at a time whether it has the bytes in memory, since no buffer
-    limits the size of this query.
-
-    Args:
-        reads: The reads, by file and offset.
-        nbytes: The most bytes of a group, unless one read alone has more.
-    """
-    batch: list[Read] = []
-    for read in reads:
-        if batch:
-            first, last = batch[0], batch[-1]
-            follows = read.file == last.file and read.offset <= last.offset + last.size
-            if not follows or read.offset + read.size - first.offset > nbytes:
-                yield batch
-                batch = []
-        batch.append(read)
-    if batch:
-        yield batch
 
 
 def _spans(data: EntryTable, needs: Iterable[Need]) -> Iterator[_Span]:

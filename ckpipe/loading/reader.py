@@ -1,12 +1,13 @@
 """Carry out planned reads: each thread takes a read, reads it, verifies it and copies it.
 
-A thread has a buffer of its own, so the number of threads bounds the memory. While some of them
-wait for the store, others verify and copy. A range that the store has in memory already is read
-four mebibytes at a time, which stay in the processor's cache. No byte of a chunk is copied before
-its checksum is verified, and exactly the verified bytes are copied. A chunk that arrives in several
-reads is assembled before it is verified.
+A thread has a buffer and an open file of its own, so the number of threads bounds memory and
+descriptors. While some of them wait for the store, others verify and copy. A range that the store
+has in memory already is read four mebibytes at a time, which stay in the processor's cache. No byte
+of a chunk is copied before its checksum is verified, and exactly the verified bytes are copied. A
+chunk that arrives in several reads is assembled before it is verified.
 
-If threads cannot read a store themselves, the event loop reads it and the thread waits.
+If threads cannot read a store themselves, the event loop reads it and the thread waits. It also
+repeats a read that a thread has tried in vain.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import groupby
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import anyio.from_thread
@@ -27,15 +30,15 @@ import anyio.to_thread
 import numpy as np
 import torch
 
-from ckpipe.backend import Backend, CachedRange
+from ckpipe.backend import Backend, ObjectReader
 from ckpipe.catalog.find import locate_errors
 from ckpipe.errors import ChecksumMismatch, StoreError, TruncatedObject
 from ckpipe.format.checksum import CHUNK_BYTES, crc32c
 from ckpipe.format.entry_table import EntryTable
-from ckpipe.format.manifest import FileRow, ManifestDocument
+from ckpipe.format.manifest import ManifestDocument
 from ckpipe.interpreter import available_cpus, gc_paused
 from ckpipe.loading.fill import Destination, RawBytes
-from ckpipe.loading.read_plan import Need, Read, ReadChunks, batched, least_read_bytes, plan_reads
+from ckpipe.loading.read_plan import Need, Read, ReadChunks, least_read_bytes, plan_reads
 from ckpipe.memory.arena import Arena
 from ckpipe.memory.native import address_of, copy_bytes, verify_copy_each
 from ckpipe.store.retry import locate_damage, warn_of_damaged_transfer
@@ -65,19 +68,12 @@ class ReadTally:
     delivered: bool = False
 
 
-_CACHED_BYTES = 128 << 20
-"""Bytes of one query whether the store has a range in memory."""
-
 _CACHED_PIECE_BYTES = 4 * CHUNK_BYTES
 """Bytes that are read from the store's memory at once.
 
 They stay in the processor's last-level cache until they are copied. With fewer bytes, two threads
 wait for the GIL longer than they read.
 """
-
-
-_Source = tuple[Read, CachedRange | None, int]
-"""A read, the range that the store has in memory, and the range's start in the file."""
 
 
 @dataclass(eq=False, slots=True)
@@ -177,76 +173,69 @@ class Reader:
         lanes = len(self._buffers)
         pieces, reads = await anyio.to_thread.run_sync(self._plan, needs, destinations)
         self.tally.planned = self.tally.bytes + sum(read.size for read in reads)
-        waiting, in_memory = await self._sources(reads)
-        if not waiting:
+        if all(read.cached for read in reads):
             # No thread waits, so more threads than CPUs would evict each other's bytes from cache.
             lanes = min(lanes, available_cpus())
-        sources = deque([*waiting, *in_memory])
-        buffers = list(self._buffers)
+        left, buffers = deque(reads), list(self._buffers)
 
         def work() -> None:
-            buffer = buffers.pop()
-            while sources:
+            buffer, number = buffers.pop(), -1
+            file: ObjectReader | None = None
+            while left:
                 anyio.from_thread.check_cancelled()
                 try:
-                    source = sources.popleft()
+                    read = left.popleft()
                 except IndexError:
                     return
-                self._deliver(pieces, source, buffer)
+                if read.file != number:
+                    number, file = read.file, self._open(read.file)
+                self._deliver(pieces, read, file, buffer)
 
         await in_threads(work, min(lanes, len(reads)))
 
     def _plan(
         self, needs: Sequence[Need], destinations: Destinations
     ) -> tuple[_Pieces, list[Read]]:
+        """Plan the reads, those that the store has in memory behind the others."""
         with gc_paused():
             chunks, reads = plan_reads(
                 self._data, needs, self._read_bytes, self._alignment, len(self._buffers)
             )
-            return _pieces(chunks, destinations), reads
+            pieces = _pieces(chunks, destinations)
+        found: list[Read] = []
+        for number, group in groupby(reads, attrgetter("file")):
+            anyio.from_thread.check_cancelled()
+            file = self._open(number)
+            for read in group:
+                cached = file is not None and file.is_cached(read.offset, read.size)
+                found.append(read._replace(cached=cached))
+        return pieces, sorted(found, key=attrgetter("cached"))
 
-    async def _sources(self, reads: Sequence[Read]) -> tuple[list[_Source], list[_Source]]:
-        """Split the reads into those that wait for the store and those that it has in memory."""
-        waiting: list[_Source] = []
-        in_memory: list[_Source] = []
-        for group in batched(reads, _CACHED_BYTES):
-            first, last = group[0], group[-1]
-            rank, key = self._file(first.file)
-            with locate_errors(self._id.step, rank, key):
-                size = last.offset + last.size - first.offset
-                cached = await self._backend.cached(key, first.offset, size)
-            if cached is None:
-                waiting += [(read, None, 0) for read in group]
-            else:
-                self.tally.reads += 1
-                in_memory += [(read, cached, first.offset) for read in group]
-        return waiting, in_memory
+    def _open(self, number: int) -> ObjectReader | None:
+        rank, key = self._file(number)
+        with locate_errors(self._id.step, rank, key):
+            return self._backend.open_object(key)
 
-    def _deliver(self, pieces: _Pieces, source: _Source, buffer: memoryview) -> None:
+    def _deliver(
+        self, pieces: _Pieces, read: Read, file: ObjectReader | None, buffer: memoryview
+    ) -> None:
         """Read a range, verify its chunks and deliver each; call it in a thread.
 
         Raises:
             ChecksumMismatch: If a chunk is damaged; no chunk behind it is delivered.
         """
-        read, cached, base = source
-        rank, key = self._file(read.file)
         at, ends = pieces.chunks.at, pieces.chunks.end
         most = max(1, read.stop - read.first)
-        if cached is None:
-            whole = self._filled(rank, key, read.offset, buffer[: read.size])
-        else:
+        if read.cached:
             most = max(1, _CACHED_PIECE_BYTES * most // read.size)
+        else:
+            whole = self._filled(read, file, buffer)
 
         def fetch(begin: int, end: int) -> memoryview:
             """Return a range of the file's bytes, valid until the next call."""
-            if cached is None:
-                return whole[begin - read.offset : end - read.offset]
-            part = buffer[: end - begin]
-            with locate_errors(self._id.step, rank, key):
-                cached.read_into(begin - base, part)
-            with self._lock:
-                self.tally.bytes += len(part)
-            return part
+            if read.cached:
+                return self._filled(read._replace(offset=begin, size=end - begin), file, buffer)
+            return whole[begin - read.offset : end - read.offset]
 
         # No gradients; tensors that were made in inference mode can be written only in it.
         with torch.inference_mode():
@@ -311,7 +300,7 @@ class Reader:
                 first += 1
 
     def _read_again(self, pieces: _Pieces, number: int, damaged: memoryview) -> memoryview:
-        """Read a damaged chunk once more.
+        """Read a damaged chunk once more, by a request of its own.
 
         Raises:
             ChecksumMismatch: If it is damaged again.
@@ -320,7 +309,7 @@ class Reader:
         entry, lo, at, end, checksum = (int(each[number]) for each in pieces.chunks)
         file = data.entry_files[entry]
         rank, key = self._file(file)
-        again = self._filled(rank, key, at, memoryview(bytearray(end - at)))
+        again = self._filled(Read(file, at, end - at), None, memoryview(bytearray(end - at)))
         what = (
             f"Chunk {lo // CHUNK_BYTES} of {data.entry(entry).name!r:.200} (bytes "
             f"{lo} to {lo + end - at} of it) in {data.files[file].name}"
@@ -332,14 +321,27 @@ class Reader:
         warn_of_damaged_transfer(f"{what} of step {self._id.step}, rank {rank},")
         return again
 
-    def _filled(self, rank: int, key: str, offset: int, buffer: memoryview) -> memoryview:
-        """Fill the buffer with a range of a file and return it; call it in a thread."""
+    def _filled(self, read: Read, file: ObjectReader | None, buffer: memoryview) -> memoryview:
+        """Read a range into the buffer and return it; call it in a thread.
+
+        Args:
+            read: The range.
+            file: The open file; None to have the event loop read it.
+            buffer: The buffer.
+        """
+        (rank, key), buffer = self._file(read.file), buffer[: read.size]
         with locate_errors(self._id.step, rank, key):
-            if not self._backend.read_here(key, offset, buffer):
-                try:
-                    on_loop(self._backend.read_into, key, offset, buffer)
-                except CancelledError as error:
-                    raise StoreError("The store cancelled a read by itself", key=key) from error
+            try:
+                if file is None:
+                    on_loop(self._backend.read_into, key, read.offset, buffer)
+                else:
+                    file.read_into(read.offset, buffer, cached=read.cached)
+            except CancelledError as error:
+                raise StoreError("The store cancelled a read by itself", key=key) from error
+            except StoreError as error:
+                if file is None or not error.transient:
+                    raise
+                return self._filled(read, None, buffer)  # such a request is retried
         with self._lock:
             self.tally.reads += 1
             self.tally.bytes += len(buffer)
@@ -369,10 +371,10 @@ class Reader:
             )
 
         def check_header() -> None:
-            first = self._header_sum(row, rank, key)
+            first = self._header_sum(file, self._open(file))
             if first == row.header_crc32c:
                 return
-            second = self._header_sum(row, rank, key)
+            second = self._header_sum(file, None)
             if second != row.header_crc32c:
                 message = "The header of a data file is not what was saved"
                 error = ChecksumMismatch(message, step=self._id.step, rank=rank, key=key)
@@ -381,11 +383,11 @@ class Reader:
 
         await in_threads(check_header, 1)
 
-    def _header_sum(self, row: FileRow, rank: int, key: str) -> int:
-        found = at = 0
-        while at < row.header_bytes:
-            size = min(self._read_bytes, row.header_bytes - at)
-            found = crc32c(self._filled(rank, key, at, self._buffers[0][:size]), found)
+    def _header_sum(self, number: int, file: ObjectReader | None) -> int:
+        header_bytes, found, at = self._data.files[number].header_bytes, 0, 0
+        while at < header_bytes:
+            size = min(self._read_bytes, header_bytes - at)
+            found = crc32c(self._filled(Read(number, at, size), file, self._buffers[0]), found)
             at += size
         return found
 

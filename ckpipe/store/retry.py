@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, TypeVar
 import anyio
 
 from ckpipe import threads
-from ckpipe.backend import Backend, PutMode, Upload
+from ckpipe.backend import Backend, ObjectReader, PutMode, Upload
 from ckpipe.errors import (
     CkpipeError,
     CorruptCheckpoint,
@@ -316,8 +316,7 @@ class RetryingBackend(WrappedBackend):
         inner: The backend that does the work; its owner opens and closes it.
         policy: The bounds on retries.
         read_only: Whether to refuse every change, with ``PermissionDenied``.
-        on_read: Called on the event loop with the number of bytes that a read of a large object
-            added.
+        on_read: Called in any thread with the number of bytes that a read of a large object added.
     """
 
     def __init__(
@@ -346,8 +345,7 @@ class RetryingBackend(WrappedBackend):
             )
         policy = self._reading if operation.verb == "read_into" else self._policy
         result = await retrying(policy, call)
-        read = operation.verb == "read_into" or (operation.verb == "cached" and result is not None)
-        if read and self._on_read is not None:
+        if operation.verb == "read_into" and self._on_read is not None:
             self._on_read(operation.size)
         return result
 
@@ -357,15 +355,26 @@ class RetryingBackend(WrappedBackend):
             lambda: self.inner.open_upload(key, size=size, block_bytes=block_bytes),
         )
 
-    def read_here(self, key: str, offset: int, buffer: memoryview) -> bool:
-        if self._on_read is not None:
-            return False
+    def open_object(self, key: str) -> ObjectReader | None:
         try:
-            return self.inner.read_here(key, offset, buffer)
+            opened = self.inner.open_object(key)
         except StoreError as error:
             if error.transient:
-                return False  # the caller then uses an ordinary request, which is retried
+                return None  # the caller then uses an ordinary request, which is retried
             raise
+        if opened is None or self._on_read is None:
+            return opened
+        return _CountedReader(opened, self._on_read)
+
+
+class _CountedReader:
+    def __init__(self, inner: ObjectReader, on_read: OnRead) -> None:
+        self._inner, self._on_read = inner, on_read
+        self.is_cached = inner.is_cached
+
+    def read_into(self, offset: int, buffer: memoryview, *, cached: bool) -> None:
+        self._inner.read_into(offset, buffer, cached=cached)
+        self._on_read(len(buffer))
 
 
 async def read_decoded(

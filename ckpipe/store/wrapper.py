@@ -9,7 +9,7 @@ from datetime import datetime
 from types import TracebackType
 from typing import Self, TypeVar
 
-from ckpipe.backend import Backend, CachedRange, Children, ObjectInfo, PutMode, Upload
+from ckpipe.backend import Backend, Children, ObjectInfo, PutMode, Upload
 
 Result = TypeVar("Result")
 
@@ -20,8 +20,8 @@ class Operation:
 
     Args:
         verb: The method: ``enter``, ``exit``, ``put``, ``open_upload``, ``write``, ``complete``,
-            ``landed``, ``abort``, ``get``, ``read_into``, ``cached``, ``list``, ``children``,
-            ``stat``, ``delete`` or ``remove_stale_uploads``.
+            ``landed``, ``abort``, ``get``, ``read_into``, ``list``, ``children``, ``stat``,
+            ``delete`` or ``remove_stale_uploads``.
         key: The key or prefix; of ``delete`` the keys joined by spaces; of the first two empty.
         size: Bytes that the caller sends or asks for, as far as they are known beforehand.
     """
@@ -33,6 +33,9 @@ class Operation:
 
 class WrappedBackend(Backend, abc.ABC):
     """Forward every operation on a backend and its uploads to another one via :meth:`around`.
+
+    It does not forward ``open_object``, whose reads :meth:`around` would not see: every read is a
+    ``read_into``.
 
     Args:
         inner: The backend that does the work.
@@ -83,10 +86,6 @@ class WrappedBackend(Backend, abc.ABC):
     async def read_into(self, key: str, offset: int, buffer: memoryview) -> None:
         operation = Operation("read_into", key, len(buffer))
         await self.around(operation, lambda: self.inner.read_into(key, offset, buffer))
-
-    async def cached(self, key: str, offset: int, size: int) -> CachedRange | None:
-        operation = Operation("cached", key, size)
-        return await self.around(operation, lambda: self.inner.cached(key, offset, size))
 
     async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
         async def collect() -> tuple[ObjectInfo, ...]:

@@ -6,12 +6,13 @@ import random
 import sys
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
+from functools import partial
 
 import anyio
 import pytest
 from anyio import to_thread
 
-from ckpipe.backend import Backend, PutMode, Upload
+from ckpipe.backend import Backend, ObjectReader, PutMode, Upload
 from ckpipe.errors import (
     InvalidKey,
     ObjectExists,
@@ -32,6 +33,10 @@ DATA_FILE = "step-000000000001.20261121T034205123Z-a.0/rank-00000.safetensors"
 def pattern(size: int, seed: int = 0) -> bytes:
     """Make bytes that look random and are the same in every run."""
     return random.Random(seed).randbytes(size)
+
+
+async def _read(file: ObjectReader, offset: int, buffer: bytearray, *, cached: bool) -> None:
+    await to_thread.run_sync(partial(file.read_into, offset, memoryview(buffer), cached=cached))
 
 
 ODD_KEYS = (
@@ -291,41 +296,30 @@ class BackendConformance:
             await backend.read_into("data/file", offset, memoryview(bytearray(size)))
         assert caught.value.key == "data/file"
 
-    async def test_threads_read_the_same(self, backend: Backend) -> None:
+    async def test_open_object_reads_the_same(self, backend: Backend) -> None:
         data = pattern(100_001)
         await self.upload(backend, "data/file", data)
+        await backend.put("data/small", data, CREATE)
+        for key in ("data/file", "data/small"):
+            if (file := await to_thread.run_sync(backend.open_object, key)) is None:
+                continue
+            for offset, size in ((0, 100_001), (4096, 4096), (5, 77_777), (100_000, 1)):
+                for cached in {False, await to_thread.run_sync(file.is_cached, offset, size)}:
+                    buffer = bytearray(size)
+                    await _read(file, offset, buffer, cached=cached)
+                    assert buffer == data[offset : offset + size]
+            with pytest.raises(TruncatedObject, match="100001") as caught:
+                await _read(file, 99_999, bytearray(3), cached=False)
+            assert caught.value.key == key
 
-        async def read(key: str, offset: int, size: int) -> bytes | None:
-            buffer = bytearray(size)
-            done = await to_thread.run_sync(backend.read_here, key, offset, memoryview(buffer))
-            return bytes(buffer) if done else None
-
-        for offset, size in ((0, 100_001), (4096, 4096), (5, 77_777), (100_000, 1)):
-            assert await read("data/file", offset, size) in (None, data[offset : offset + size])
-        with suppress(TruncatedObject):
-            assert await read("data/file", 99_999, 3) is None
-        with suppress(ObjectNotFound):
-            assert await read("data/missing", 0, 1) is None
-
-    async def test_cached_range_agrees_with_read(self, backend: Backend) -> None:
+    async def test_open_object_outlives_its_key(self, backend: Backend) -> None:
         data = pattern(100_001)
         await backend.put("data/file", data, CREATE)
-        for offset, size in ((0, 100_001), (4096, 4096), (5, 77_777), (100_000, 1)):
-            found = await backend.cached("data/file", offset, size)
-            if found is not None:
-                for at in (0, size // 2, size - 1):
-                    buffer = bytearray(size - at)
-                    await to_thread.run_sync(found.read_into, at, memoryview(buffer))
-                    assert buffer == data[offset + at : offset + size]
-
-    async def test_cached_range_outlives_the_object(self, backend: Backend) -> None:
-        data = pattern(100_001)
-        await backend.put("data/file", data, CREATE)
-        found = await backend.cached("data/file", 1, 100_000)
+        file = await to_thread.run_sync(backend.open_object, "data/file")
         await backend.delete(["data/file"])
-        if found is not None:
+        if file is not None:
             buffer = bytearray(100_000)
-            await to_thread.run_sync(found.read_into, 0, memoryview(buffer))
+            await _read(file, 1, buffer, cached=False)
             assert buffer == data[1:]
 
     @pytest.mark.parametrize("key", ["missing", "there/missing", "missing/there", "there/is/more"])
@@ -338,7 +332,7 @@ class BackendConformance:
         with pytest.raises(ObjectNotFound):
             await backend.read_into(key, 0, memoryview(bytearray(1)))
         with suppress(ObjectNotFound):
-            assert await backend.cached(key, 0, 1) is None
+            assert await to_thread.run_sync(backend.open_object, key) is None
 
     async def test_a_prefix_is_no_object(self, backend: Backend) -> None:
         await backend.put("a/b/c", b"x", CREATE)

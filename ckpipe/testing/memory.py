@@ -8,7 +8,15 @@ from datetime import UTC, datetime
 
 from anyio.lowlevel import checkpoint
 
-from ckpipe.backend import Backend, CachedRange, ObjectInfo, PutMode, Upload, check_key, truncated
+from ckpipe.backend import (
+    Backend,
+    ObjectInfo,
+    ObjectReader,
+    PutMode,
+    Upload,
+    check_key,
+    truncated,
+)
 from ckpipe.errors import ObjectExists, ObjectNotFound, StoreError, UsageError
 
 
@@ -39,11 +47,17 @@ _shared: dict[str, _Store] = {}
 
 
 @dataclass(frozen=True)
-class _MemoryRange:
-    data: memoryview
+class _OpenObject:
+    key: str
+    data: bytes | bytearray
 
-    def read_into(self, at: int, buffer: memoryview) -> None:
-        buffer[:] = self.data[at : at + len(buffer)]
+    def is_cached(self, offset: int, size: int) -> bool:
+        return True
+
+    def read_into(self, offset: int, buffer: memoryview, *, cached: bool = True) -> None:
+        if offset + len(buffer) > len(self.data):
+            raise truncated(self.key, offset, len(buffer), len(self.data))
+        buffer[:] = memoryview(self.data)[offset : offset + len(buffer)]
 
 
 class MemoryBackend(Backend):
@@ -87,17 +101,10 @@ class MemoryBackend(Backend):
 
     async def read_into(self, key: str, offset: int, buffer: memoryview) -> None:
         await checkpoint()
-        buffer[:] = self._range(key, offset, len(buffer))
+        _OpenObject(key, self._store.find(key).data).read_into(offset, buffer)
 
-    async def cached(self, key: str, offset: int, size: int) -> CachedRange | None:
-        await checkpoint()
-        return _MemoryRange(self._range(key, offset, size))
-
-    def _range(self, key: str, offset: int, size: int) -> memoryview:
-        data = self._store.find(key).data
-        if offset + size > len(data):
-            raise truncated(key, offset, size, len(data))
-        return memoryview(data).toreadonly()[offset : offset + size]
+    def open_object(self, key: str) -> ObjectReader | None:
+        return _OpenObject(key, self._store.find(key).data)
 
     async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
         await checkpoint()
