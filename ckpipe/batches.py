@@ -219,9 +219,12 @@ class Batches:
         try:
             return next(batches, _END)
         except Exception as error:
-            if self._source != "state":  # whose own position may have moved on
-                note_loader_error(error)
+            self._note(error)
             raise
+
+    def _note(self, error: BaseException) -> None:
+        if self._source != "state":  # whose own position may have moved on
+            note_loader_error(error)
 
     def _open(self) -> Iterator[Any]:
         """Begin an iteration, at the loaded position or at the beginning of an epoch."""
@@ -231,18 +234,28 @@ class Batches:
         else:
             self._epoch += bool(self._begun and self._batch)  # the last one was left early
             self._batch = 0
-        kept = self._randomness.snapshot() if position is not None or self._seeded else None
+        before, seeded = self._randomness.snapshot(), self._seeded
+        kept = before if position is not None or seeded else None
         self._pending, self._seeded, self._begun = None, False, True
         self._number += 1
-        settle = partial(self._settle, position, kept)
-        with workers_protected(self._inner, self.loader.worker_init_fn):
-            if self._source == "sampler":
-                self._order.begin(position, kept, settle)
-                batches: Iterator[Any] = iter(self._inner)
-                self._order.catch_up()
-            else:
-                batches = self._open_source(position)
-                settle()
+        first, settle = self in _UNSETTLED, partial(self._settle, position, kept)
+        try:
+            with workers_protected(self._inner, self.loader.worker_init_fn):
+                if self._source == "sampler":
+                    self._order.begin(position, kept, settle)
+                    batches: Iterator[Any] = iter(self._inner)
+                    self._order.catch_up()
+                else:
+                    batches = self._open_source(position)
+                    settle()
+        except BaseException as error:
+            # The position and the generators serve another attempt, and a save on leaving.
+            self._pending, self._seeded, self._begun = position, seeded, position is not None
+            self._randomness.restore(before)
+            if first:
+                _UNSETTLED.add(self)
+            self._note(error)
+            raise
         return batches
 
     def _open_source(self, position: _Position | None) -> Iterator[Any]:

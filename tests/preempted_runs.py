@@ -33,10 +33,22 @@ class Numbers(Dataset[Any]):
         seconds: Seconds for each.
         root: The place of the run.
         dies: The batch at which the worker stops the trainer, and dies as for want of memory.
+        starts: The number of workers that can be started before the trainer is stopped, and the
+            next cannot; None for any number.
     """
 
-    def __init__(self, seconds: float, root: str, dies: int | None) -> None:
-        self.seconds, self.root, self.dies = seconds, root, dies
+    def __init__(
+        self, seconds: float, root: str, dies: int | None, starts: int | None = None
+    ) -> None:
+        self.seconds, self.root, self.dies, self.starts = seconds, root, dies, starts
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self.starts is not None:  # as for a fork server that the signal ended
+            if not self.starts:
+                os.kill(os.getpid(), signal.SIGTERM)
+                raise ConnectionRefusedError
+            self.starts -= 1
+        return vars(self)
 
     def __len__(self) -> int:
         return 2 * BATCHES
@@ -58,7 +70,12 @@ class Run:
         data_bound = case["bound"] == "data"
         self.seconds = 0.0 if data_bound else STEP_SECONDS
         loader: DataLoader[Any] = DataLoader(
-            Numbers(STEP_SECONDS if data_bound else 0.0, case["root"], case.get("dies")),
+            Numbers(
+                STEP_SECONDS if data_bound else 0.0,
+                case["root"],
+                case.get("dies"),
+                case.get("starts"),
+            ),
             batch_size=2,
             num_workers=2 if case["method"] == "fork" else 1,  # others import torch
             persistent_workers=case["persistent"],

@@ -712,6 +712,54 @@ def test_augmentations_in_workers_go_on_if_batches_are_loaded_again(count: int) 
         Batches(make()).load_state_dict(state)
 
 
+class Unstable(DataLoader[Any]):
+    """Its iterations begin, or else raise once they have drawn their seed."""
+
+    fails = False
+
+    def __iter__(self) -> Any:
+        made = super().__iter__()
+        if self.fails:
+            raise ConnectionRefusedError
+        return made
+
+
+@pytest.mark.parametrize("exact_workers", [False, True])
+@pytest.mark.parametrize("count", [2, 6])
+def test_an_iteration_that_cannot_begin_moves_nothing(count: int, exact_workers: bool) -> None:
+    def make() -> DataLoader[Any]:
+        return Unstable(Samples(draws=True), batch_size=4, shuffle=True)
+
+    def failed(data: Batches) -> dict[str, Any]:
+        inner = data._inner
+        inner.fails = True  # type: ignore[attr-defined]
+        with pytest.raises(ConnectionRefusedError):
+            iter(data)
+        inner.fails = False  # type: ignore[attr-defined]
+        return copy.deepcopy(data.state_dict())
+
+    seed(1)
+    whole = over(make())
+    seed(1)
+    data = Batches(make(), exact_workers=exact_workers)
+    first, state = stopped(data, count)
+    assert first == whole[:count]
+    seed(5)
+    data = Batches(make(), exact_workers=exact_workers)
+    data.load_state_dict(state)
+    state = failed(data)  # which has the loaded position still
+    assert over(data) == whole[count:]
+    assert resumed(make, state, exact_workers=exact_workers) == whole[count:]
+    seed(1)
+    data = Batches(make(), exact_workers=exact_workers)
+    assert list(draw_beside(data)) == whole[:6]  # the first epoch, to its end
+    state = failed(data)
+    assert list(draw_beside(data)) == whole[6:12]
+    data = Batches(make(), exact_workers=exact_workers)
+    data.load_state_dict(state)
+    assert over(data) == whole[6:]
+
+
 def test_the_loader_stays_as_it_is_and_is_seen_through() -> None:
     loader = shuffled()
     before = dict(vars(loader))

@@ -141,6 +141,15 @@ def test_a_loader_that_fails_after_the_stop_loses_no_step(
     check(root, case)
 
 
+def test_an_epoch_that_cannot_begin_after_the_stop_loses_no_step(
+    trainers: Forks, tmp_path: Path
+) -> None:
+    root = tmp_path / "run"
+    case = {"method": "spawn", "persistent": False, "bound": "data", "root": str(root), "starts": 1}
+    assert run_job(trainers, case, lambda group: None) == 1
+    check(root, case | {"starts": None})
+
+
 @pytest.mark.parametrize("every", [1000, 2])
 def test_steps_that_are_lost_are_told(trainers: Forks, tmp_path: Path, every: int) -> None:
     root = tmp_path / "run"
