@@ -17,7 +17,7 @@ from ckpipe.format.data_file import SCALARS, item_bytes
 from ckpipe.format.keys import Json, LabelFilter, unique_label
 from ckpipe.format.manifest import Layout, ManifestDocument, RankManifest, TensorRow
 from ckpipe.format.merge import differ_privately
-from ckpipe.format.tree import Node, children_of
+from ckpipe.format.tree import WRAPPERS, Node, children_of
 from ckpipe.types import size_text
 
 _KINDS: tuple[Literal["tensor", "value"], ...] = ("tensor", "value")
@@ -294,7 +294,7 @@ def _leaves(
             # The suffix that makes a label unique belongs to the last key.
             last = (unique[len(label) - len(path[-1]) :],) if path else (unique,)
             yield unique, (*path[:-1], *last), node[1]
-        elif node[0] in ("shared", "registered", "stateful"):
+        elif node[0] in WRAPPERS:
             pending.append((node[-1], label, path))
         else:
             start = len(label) + 1 if label else 0

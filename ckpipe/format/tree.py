@@ -7,7 +7,7 @@ check keeps its own stack, so that no nesting can exhaust Python's, and visits e
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from ckpipe.errors import DuplicateName, InvalidManifest
@@ -17,20 +17,35 @@ from ckpipe.format.manifest import Structure
 Node = list[Any]
 """A node of a tree: a list whose first item is its kind."""
 
-MAPPINGS = ("dict", "ordered_dict", "default_dict")
-SEQUENCES = ("list", "tuple", "deque")
-SETS = ("set", "frozenset")
-RECORDS = ("named_tuple", "dataclass")
-_LEAVES = ("tensor", "value", "ref", "absent", *SETS)
-_WRAPPERS = ("registered", "stateful", "shared")
-_CHILDREN = {
-    **dict.fromkeys(MAPPINGS, 2),
-    **dict.fromkeys(SEQUENCES, 1),
-    **dict.fromkeys(RECORDS, 3),
+FORMS: dict[str, tuple[str, ...]] = {
+    "tensor": ("count",),
+    "value": ("count",),
+    "absent": (),
+    "set": ("keys",),
+    "frozenset": ("keys",),
+    "list": ("nodes",),
+    "tuple": ("nodes",),
+    "deque": ("nodes", "count?"),
+    "dict": ("keys", "nodes"),
+    "ordered_dict": ("keys", "nodes"),
+    "default_dict": ("keys", "nodes", "text?"),
+    "named_tuple": ("text", "fields", "nodes"),
+    "dataclass": ("text", "attributes", "nodes"),
+    "stateful": ("node",),
+    "registered": ("text", "node"),
+    "shared": ("count", "node"),
+    "ref": ("count",),
 }
-"""For each kind of container, the item of the node that lists the nodes inside; its keys, if any,
-come before."""
-_KINDS = {*_LEAVES, *_WRAPPERS, *_CHILDREN}
+"""The items of each kind of node after its kind. An ordered dict with attributes has one more item,
+their node. A filter leaves keys and attributes out; elements and fields become ``["absent"]``."""
+
+MAPPINGS = tuple(kind for kind, form in FORMS.items() if form[:2] == ("keys", "nodes"))
+SETS = tuple(kind for kind, form in FORMS.items() if form == ("keys",))
+WRAPPERS = tuple(kind for kind, form in FORMS.items() if "node" in form)
+_LEAVES = ("tensor", "value", "ref", "absent", *SETS)
+_CHILDREN = {kind: 1 + form.index("nodes") for kind, form in FORMS.items() if "nodes" in form}
+_KEYS = {kind: at - 1 for kind, at in _CHILDREN.items() if at > 1} | dict.fromkeys(SETS, 1)
+_DROPPING = (*MAPPINGS, *(kind for kind, form in FORMS.items() if "attributes" in form))
 
 
 def shared_containers(trees: Iterable[Node]) -> dict[int, Node]:
@@ -51,9 +66,9 @@ def children_of(node: Node, label: str) -> list[tuple[Any, Node, str]]:
     at = _CHILDREN.get(node[0])
     if at is None:
         return []
-    keys = list(range(len(node[at]))) if at == 1 else node[at - 1]
-    if node[0] in MAPPINGS:
-        keys = [key if type(key) is str else decode_key(key) for key in keys]
+    keys: Sequence[Any] = range(len(node[at]))
+    if at > 1:
+        keys = [key if type(key) is str else decode_key(key) for key in node[at - 1]]
     return list(zip(keys, node[at], joined(label, keys), strict=True))
 
 
@@ -62,7 +77,7 @@ def nodes_of(node: Node) -> list[Node]:
     at = _CHILDREN.get(node[0])
     if at is not None:
         return node[at]  # type: ignore[no-any-return]
-    return [node[-1]] if node[0] in _WRAPPERS else []
+    return [node[-1]] if node[0] in WRAPPERS else []
 
 
 def with_nodes(node: Node, nodes: Iterable[Node]) -> Node:
@@ -70,13 +85,22 @@ def with_nodes(node: Node, nodes: Iterable[Node]) -> Node:
     at = _CHILDREN.get(node[0])
     if at is not None:
         return [*node[:at], list(nodes), *node[at + 1 :]]
-    return [*node[:-1], *nodes] if node[0] in _WRAPPERS else node
+    return [*node[:-1], *nodes] if node[0] in WRAPPERS else node
 
 
-def with_items(node: Node, keys: list[Any], nodes: list[Node]) -> Node:
-    """Return a copy of the node of a mapping or a record with other keys and nodes."""
+def node_of(kind: str, head: Json, keys: list[Json]) -> Node:
+    """Return a container's node without nodes inside; ``head`` is its item besides the keys."""
+    known = {"keys": keys, "attributes": keys, "fields": keys, "nodes": [], "node": None}
+    return [kind, *(known.get(item, head) for item in FORMS[kind])]
+
+
+def with_selected(node: Node, nodes: Sequence[Node | None]) -> Node:
+    """Return a copy of a container's node with other nodes inside; None leaves one out."""
+    if node[0] not in _DROPPING:
+        return with_nodes(node, [["absent"] if each is None else each for each in nodes])
     at = _CHILDREN[node[0]]
-    return [*node[: at - 1], keys, nodes, *node[at + 1 :]]
+    pairs = [(k, each) for k, each in zip(node[at - 1], nodes, strict=True) if each is not None]
+    return [*node[: at - 1], [key for key, _ in pairs], [n for _, n in pairs], *node[at + 1 :]]
 
 
 def walk(node: Node, label: str = "") -> Iterator[tuple[Node, str]]:
@@ -85,7 +109,7 @@ def walk(node: Node, label: str = "") -> Iterator[tuple[Node, str]]:
     while pending:
         node, label = pending.pop()
         yield node, label
-        if node[0] in _WRAPPERS:
+        if node[0] in WRAPPERS:
             pending.append((node[-1], label))
         pending += [(child, where) for _, child, where in reversed(children_of(node, label))]
 
@@ -112,7 +136,7 @@ def check_tree(structure: Structure) -> None:
     stack: list[Any] = [structure.tree, *attributes]
     while stack:
         node = stack.pop()
-        if not _is_node(node) or node[0] not in _KINDS:
+        if not _is_node(node) or node[0] not in FORMS:
             raise InvalidManifest(f"This is not a node of a tree: {_brief(node)}")
         kind = node[0]
         if kind in limits:  # most nodes are leaves
@@ -120,41 +144,21 @@ def check_tree(structure: Structure) -> None:
             if type(number) is not int or not 0 <= number < limits[kind]:
                 raise InvalidManifest(f"A node of the tree points to a {kind} that is not there")
             continue
-        match node:
-            case ["absent"]:
-                pass
-            case ["list" | "tuple", list(below)]:
-                stack += below
-            case ["deque", list(below), longest] if longest is None or _is_count(longest):
-                stack += below
-            case ["set" | "frozenset", list(keys)]:
-                _check_keys(keys)
-            case ["dict" | "ordered_dict", list(keys), list(below)] if len(keys) == len(below):
-                _check_keys(keys)
-                stack += below
-            case ["ordered_dict", list(keys), list(below), own] if len(keys) == len(below):
-                _check_keys(keys)
-                _check_attributes(own)
-                stack += [*below, own]
-            case ["default_dict", list(keys), list(below), None | str()] if len(keys) == len(below):
-                _check_keys(keys)
-                stack += below
-            case ["named_tuple" | "dataclass", str(), list(keys), list(below)] if len(keys) == len(
-                below
-            ) and all(type(name) is str for name in keys):
-                _check_keys(keys)
-                stack += below
-            case ["stateful", inner] | ["registered", str(), inner]:
-                stack.append(inner)
-            case ["shared", number, inner] if _is_count(number):
-                if number in shared:
-                    raise DuplicateName(f"Two containers of the tree have the number {number}")
-                shared.add(number)
-                stack.append(inner)
-            case ["ref", number] if _is_count(number):
-                references.add(number)
-            case _:
-                raise InvalidManifest(f"A node of the kind {kind!r} is malformed")
+        if kind == "ordered_dict" and len(node) == 4:
+            _check_attributes(node[3])
+            stack.append(node[3])
+            node = node[:3]
+        if not _is_well_formed(node):
+            raise InvalidManifest(f"A node of the kind {kind!r} is malformed")
+        if kind in _KEYS:
+            _check_keys(node[_KEYS[kind]])
+        if kind == "ref":
+            references.add(node[1])
+        elif kind == "shared":
+            if node[1] in shared:
+                raise DuplicateName(f"Two containers of the tree have the number {node[1]}")
+            shared.add(node[1])
+        stack += nodes_of(node)
     missing = references - shared
     if missing:
         raise InvalidManifest(
@@ -171,8 +175,35 @@ def _is_node(node: Any) -> bool:
     return type(node) is list and bool(node) and type(node[0]) is str
 
 
+def _is_well_formed(node: Node) -> bool:
+    """Tell whether a node has the form of its kind; nodes inside are not looked at."""
+    form, at = FORMS[node[0]], _CHILDREN.get(node[0])
+    if len(node) != len(form) + 1:
+        return False
+    if not all(_FITS[item](data) for item, data in zip(form, node[1:], strict=True)):
+        return False
+    return at is None or at == 1 or len(node[at - 1]) == len(node[at])
+
+
 def _is_count(data: Json) -> bool:
     return type(data) is int and 0 <= data < 1 << 62
+
+
+def _is_names(data: Json) -> bool:
+    return type(data) is list and all(type(name) is str for name in data)
+
+
+_FITS: dict[str, Callable[[Any], bool]] = {
+    "node": lambda data: True,
+    "nodes": lambda data: type(data) is list,
+    "keys": lambda data: type(data) is list,
+    "attributes": _is_names,
+    "fields": _is_names,
+    "text": lambda data: type(data) is str,
+    "text?": lambda data: data is None or type(data) is str,
+    "count": _is_count,
+    "count?": lambda data: data is None or _is_count(data),
+}
 
 
 def _brief(node: Any) -> str:

@@ -17,14 +17,12 @@ import torch
 from ckpipe.errors import PerRankValue
 from ckpipe.format.keys import Json, LabelFilter, join
 from ckpipe.format.tree import (
-    MAPPINGS,
     SETS,
     Node,
     children_of,
     leaf_labels,
     shared_containers,
-    with_items,
-    with_nodes,
+    with_selected,
 )
 from ckpipe.state.flatten import ABSENT
 from ckpipe.state.kinds import is_stateful, part_of_registered
@@ -157,11 +155,7 @@ def pruned(
         kept = [left_of(child, where) for _, child, where in children]
         if children and all(child is None for child in kept):
             return None
-        if tag in MAPPINGS or tag == "dataclass":
-            names = node[1] if tag in MAPPINGS else node[2]
-            pairs = [(key, k) for key, k in zip(names, kept, strict=True) if k is not None]
-            return with_items(node, [key for key, _ in pairs], [child for _, child in pairs])
-        return with_nodes(node, (list(ABSENT) if child is None else child for child in kept))
+        return with_selected(node, kept)
 
     left = left_of(tree, "") or list(ABSENT)
     return left, {**definitions, **shared}

@@ -40,10 +40,14 @@ import torch
 from ckpipe.errors import UnsupportedState
 from ckpipe.format.keys import MAX_DIGITS, Json, LabelFilter, encode_key, join, unique_label
 from ckpipe.format.manifest import OptimizerRow
-from ckpipe.format.tree import RECORDS, SEQUENCES, SETS, Node, leaf_labels
+from ckpipe.format.tree import SETS, Node, leaf_labels, node_of, with_nodes, with_selected
 from ckpipe.state.kinds import (
-    SAVED_TWICE_IF_SHARED,
+    DATACLASS,
+    DICT,
+    ROOT,
+    STATEFUL,
     Container,
+    Kind,
     ReplicaGroup,
     ReplicatedTest,
     kind_of,
@@ -183,7 +187,7 @@ class OpenedState:
         self._referenced: set[int] = set()
         self._waiting: dict[int, Container] = {}
         self._leaves = _SURE_LEAVES.union((dtensor_type(),))
-        self.root = Container("root", None, children=[state])
+        self.root = Container(ROOT, None, children=[state])
         with _depth_checked():
             self._open_inner(self.root)
             self._open_waiting()
@@ -198,7 +202,7 @@ class OpenedState:
         while self._waiting:
             waiting, self._waiting = list(self._waiting.values()), {}
             for each in sorted(waiting, key=_place):
-                if each.kind == "stateful":
+                if each.kind is STATEFUL:
                     each.is_replicated = replicated_test(each.obj)
                 each.open()
                 self._open_inner(each)
@@ -213,12 +217,12 @@ class OpenedState:
                 known.where = opened.where  # its first place may differ between ranks
             return known
         self._known[id(obj)] = opened
-        if opened.kind in _CALLING:
+        if opened.kind.wraps:
             self._waiting[id(obj)] = opened
             return opened
         opened.open()
         self._open_inner(opened)
-        if type(obj) in SAVED_TWICE_IF_SHARED and id(obj) not in self._referenced:
+        if opened.kind.saved_twice and id(obj) not in self._referenced:
             del self._known[id(obj)]
         return opened
 
@@ -246,25 +250,18 @@ def _place(opened: Container) -> str:
 
 def _child_path(
     where: Callable[[Callable[[object], str]], str],
-    kind: str,
+    kind: Kind,
     keys: list[Any] | None,
     index: int,
     part: Callable[[object], str],
 ) -> str:
     path = where(part)
-    if kind in _WITH_ONE_CHILD:
+    if kind.wraps:
         return path
     key: Any = index
     if keys is not None:
         key = keys[index] if index < len(keys) else "__dict__"
     return f"{path}.{part(key)}" if path else part(key)
-
-
-_WITH_ONE_CHILD = ("root", "stateful", "registered")
-"""Kinds with one child, which has their label."""
-
-_CALLING = ("stateful", "registered")
-"""Kinds whose opening calls user code."""
 
 
 @contextlib.contextmanager
@@ -422,7 +419,7 @@ class Flattened:
         if attributes:
             self.repeatable = False
             where = join(label, "__dict__")
-            opened = self.opened.open(Container("dict", attributes, lambda _: where))
+            opened = self.opened.open(Container(DICT, attributes, lambda _: where))
             leaf.attributes = self.container(opened, where)
 
     def value(self, value: Any, label: str, place: int) -> Node | None:
@@ -505,39 +502,29 @@ class Flattened:
 
     def _filled(self, opened: Container, label: str) -> Node | None:
         """Return the node of a container; None if it has children and none is selected."""
-        kind, children, keys, head = opened.kind, opened.children, opened.keys, opened.head
-        if kind in SETS:
+        kind, children, head = opened.kind, opened.children, opened.head
+        if kind.name in SETS:
             if self.select(label):
-                return [kind, head]
+                return [kind.name, head]
             self.omitted = True
             return None
-        if kind in _WITH_ONE_CHILD:
-            node = self.child(opened, 0, label)
-            if node is not None and self.omitted and not leaf_labels(node, label):
-                node = None  # empty containers alone are no part of an object
-            if kind == "stateful" and node is not None:
+        if kind.wraps:
+            inner = self.child(opened, 0, label)
+            if inner is None or (self.omitted and not leaf_labels(inner, label)):
+                return None  # empty containers alone are no part of an object
+            if kind is STATEFUL:
                 self._note_optimizer(opened, label)
-                return [kind, node]
-            if kind == "registered" and node is not None and self.omitted:
+            elif self.omitted:
                 raise part_of_registered(label)
-            return node and ([kind, node] if head is None else [kind, head, node])
-        names = range(len(children)) if keys is None else keys
-        encoded = [each if type(each) is str else encode_key(each, label) for each in names]
+            return with_nodes(node_of(kind.name, head, []), [inner])
+        names = range(len(children)) if opened.keys is None else opened.keys
+        keys = [each if type(each) is str else encode_key(each, label) for each in names]
         nodes = [self.child(opened, n, join(label, name)) for n, name in enumerate(names)]
-        if kind != "dataclass" and nodes and all(node is None for node in nodes):
+        if kind is not DATACLASS and nodes and all(node is None for node in nodes):
             return None
-        if kind in SEQUENCES or kind == "named_tuple":
-            nodes = [list(ABSENT) if node is None else node for node in nodes]
-        else:
-            encoded = [key for key, node in zip(encoded, nodes, strict=True) if node is not None]
-            nodes = [node for node in nodes if node is not None]
-        if kind in SEQUENCES:
-            return [kind, nodes, head] if kind == "deque" else [kind, nodes]
-        if kind in RECORDS:
-            return [kind, head, encoded, nodes]
-        if kind == "default_dict":
-            return [kind, encoded, nodes, head]
+        filled = with_selected(node_of(kind.name, head, keys), nodes)
         if len(children) > len(names):  # the attributes of an ordered dict
             extra = self.child(opened, len(names), join(label, "__dict__"))
-            return [kind, encoded, nodes] if extra is None else [kind, encoded, nodes, extra]
-        return [kind, encoded, nodes]
+            if extra is not None:
+                filled.append(extra)
+        return filled

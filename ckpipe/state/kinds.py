@@ -11,9 +11,8 @@ state, the plain ``state_dict`` is called.
 
 Registered types are converted to plain data and back by functions of the program.
 ``collections.Counter``, which is in the state of torch's ``MultiStepLR``, is registered here. A
-registration changes no format, and is enough for most types. To add a kind, extend also
-``flatten._filled``, ``MAPPINGS`` and ``check_tree`` of :mod:`ckpipe.format.tree`, ``_PLANS`` of
-:mod:`ckpipe.loading.match`, ``docs/format.md`` and its JSON schema.
+registration changes no format, and is enough for most types. ``docs/design.md`` tells how to add a
+kind.
 """
 
 from __future__ import annotations
@@ -34,8 +33,23 @@ from ckpipe.interpreter import user_code
 from ckpipe.state.data_parallel import equal_places, place_of
 from ckpipe.state.values import lasting_path, optimizer_kind
 
-SAVED_TWICE_IF_SHARED = frozenset((tuple, frozenset, set))
-"""Types whose objects are saved twice if they are in two places."""
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Kind:
+    """A kind of containers; :data:`ckpipe.format.tree.FORMS` has the form of its nodes.
+
+    Args:
+        name: Its name in trees.
+        open: Sets the children, keys and head of a container.
+        saved_twice: True if a container in two places is saved twice.
+        wraps: True if opening calls user code, which returns the only child; the child has the
+            label of the container.
+    """
+
+    name: str
+    open: Callable[[Container], None]
+    saved_twice: bool = False
+    wraps: bool = False
 
 
 @dataclass(eq=False, slots=True)
@@ -59,7 +73,7 @@ class Container:
         inner: Its children that are containers, by index.
     """
 
-    kind: str
+    kind: Kind
     obj: Any
     where: Callable[[Callable[[object], str]], str] = lambda part: ""
     attached: bool = False
@@ -82,7 +96,7 @@ class Container:
         Raises:
             UnsupportedState: If it cannot be saved in its present form.
         """
-        _OPENERS[self.kind](self)
+        self.kind.open(self)
 
 
 ReplicaGroup = tuple[int, ...] | None
@@ -93,42 +107,11 @@ ReplicatedTest = Callable[[str, Any], bool | Collection[int]]
 True for all ranks, False for none, or the ranks."""
 
 
-def kind_of(obj: Any) -> str | None:
-    """Return the kind of a container, as a tree names it; None for other objects."""
-    return _EXACT.get(type(obj)) or _inexact(obj)
-
-
 def is_stateful(obj: Any) -> bool:
     """True if an object is saved by ``state_dict`` and loaded by ``load_state_dict``."""
     return callable(getattr(obj, "state_dict", None)) and callable(
         getattr(obj, "load_state_dict", None)
     )
-
-
-_EXACT: dict[type[Any], str] = {
-    dict: "dict",
-    list: "list",
-    tuple: "tuple",
-    OrderedDict: "ordered_dict",
-    defaultdict: "default_dict",
-    deque: "deque",
-    set: "set",
-    frozenset: "frozenset",
-}
-
-
-def _inexact(obj: Any) -> str | None:
-    if registered_for(type(obj)) is not None:
-        return "registered"
-    if isinstance(obj, type):
-        return None
-    if not isinstance(obj, torch.Tensor) and is_stateful(obj):
-        return "stateful"
-    if isinstance(obj, tuple) and hasattr(obj, "_fields"):
-        return "named_tuple"
-    if dataclasses.is_dataclass(obj):
-        return "dataclass"
-    return None
 
 
 def _mapping(opened: Container) -> None:
@@ -208,20 +191,40 @@ def _registered(opened: Container) -> None:
         opened.children, opened.head = [known.to_state(opened.obj)], known.name
 
 
-_OPENERS: dict[str, Callable[[Container], None]] = {
-    "dict": _mapping,
-    "list": _sequence,
-    "tuple": _sequence,
-    "ordered_dict": _ordered_dict,
-    "default_dict": _default_dict,
-    "deque": _deque,
-    "set": _set,
-    "frozenset": _set,
-    "named_tuple": _named_tuple,
-    "dataclass": _dataclass,
-    "stateful": _stateful,
-    "registered": _registered,
+DICT = Kind("dict", _mapping)
+NAMED_TUPLE = Kind("named_tuple", _named_tuple)
+DATACLASS = Kind("dataclass", _dataclass)
+STATEFUL = Kind("stateful", _stateful, wraps=True)
+REGISTERED = Kind("registered", _registered, wraps=True)
+ROOT = Kind("root", _sequence, wraps=True)
+
+_EXACT: dict[type[Any], Kind] = {
+    dict: DICT,
+    list: Kind("list", _sequence),
+    tuple: Kind("tuple", _sequence, saved_twice=True),
+    OrderedDict: Kind("ordered_dict", _ordered_dict),
+    defaultdict: Kind("default_dict", _default_dict),
+    deque: Kind("deque", _deque),
+    set: Kind("set", _set, saved_twice=True),
+    frozenset: Kind("frozenset", _set, saved_twice=True),
 }
+
+
+def kind_of(obj: Any) -> Kind | None:
+    """Return the kind of a container; None for other objects."""
+    return _EXACT.get(type(obj)) or _inexact(obj)
+
+
+def _inexact(obj: Any) -> Kind | None:
+    if registered_for(type(obj)) is not None:
+        return REGISTERED
+    if isinstance(obj, type):
+        return None
+    if not isinstance(obj, torch.Tensor) and is_stateful(obj):
+        return STATEFUL
+    if isinstance(obj, tuple) and hasattr(obj, "_fields"):
+        return NAMED_TUPLE
+    return DATACLASS if dataclasses.is_dataclass(obj) else None
 
 
 def live_state_dict(obj: Any) -> dict[str, torch.Tensor] | None:
