@@ -24,7 +24,8 @@ from ckpipe.format.manifest import ManifestDocument, Structure
 from ckpipe.format.tree import Node, children_of, shared_containers
 from ckpipe.interpreter import gc_paused, short_switch_interval
 from ckpipe.loading.chunks import NeedsFullIndex, StoredTensors
-from ckpipe.loading.match import Factory, Matching
+from ckpipe.loading.factories import Factory
+from ckpipe.loading.match import Matching
 from ckpipe.loading.reader import Reader, ReadTally, lane_buffers
 from ckpipe.loading.saved_state import (
     exclude_labels,

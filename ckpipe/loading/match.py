@@ -5,27 +5,18 @@ plan looks up every class, decodes every value and allocates every tensor, so th
 before a byte is read; it changes nothing and runs no constructor.
 
 A node may have a live counterpart. Containers of the target are used *in place*: they must be of
-the saved kind, and their factory refills and returns the container itself. An object that stays the
-very same is not assigned again, so a program that observes assignments sees only those that change
-something. The containers in an object's ``state_dict`` are only read: ``load_state_dict`` gets new
-ones, with the object's own tensors in them, filled.
-
-Cycles. A mutable container is registered before it is filled, so references inside it find it. An
-immutable container exists only once its elements do. A reference to it from inside raises
-:class:`_Unfinished`; the nearest mutable container around the reference catches it, and fills the
-open place when the missing container is there. Every cycle goes through a mutable container, as
-Python cannot make another.
+the saved kind, and their factory refills and returns the container itself. The containers
+in an object's ``state_dict`` are only read: ``load_state_dict`` gets new ones, with the object's
+own tensors in them, filled.
 """
 
 from __future__ import annotations
 
 import base64
-import copy
 import dataclasses
 import pickle
-from collections import Counter, OrderedDict, defaultdict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 from operator import is_
@@ -36,10 +27,22 @@ from torch.nn.parameter import is_lazy
 
 from ckpipe.errors import CkpipeError, InvalidManifest, StructureMismatch, UnsupportedState
 from ckpipe.format.keys import Json, LabelFilter, decode_key, encode_key, join, label_order
-from ckpipe.format.manifest import TensorRow
 from ckpipe.format.tree import MAPPINGS, Node, children_of, leaf_labels, walk
 from ckpipe.interpreter import user_code
-from ckpipe.loading.fill import normal_tensors
+from ckpipe.loading.factories import (
+    Builder,
+    Factory,
+    MutableFactory,
+    dataclass_class,
+    empty_mapping,
+    named_tuple_class,
+    never,
+    refill,
+    remake_frozen,
+    same,
+    stays,
+    tensor_object,
+)
 from ckpipe.loading.live_tensors import FILLABLE, misfit, writable_view
 from ckpipe.loading.optimizers import check_optimizer, has_pre_hooks
 from ckpipe.loading.rehearsal import rehearse
@@ -59,11 +62,8 @@ from ckpipe.loading.stateful import (
     writable,
 )
 from ckpipe.loading.targets import Targets
-from ckpipe.state.kinds import FACTORIES, is_stateful, registered_as, registered_for
-from ckpipe.state.tensors import BUFFER, NUMPY, PARAMETER, SUBCLASS, as_array
-from ckpipe.state.values import decode_value, plain_numpy_dtype, resolve_class
-
-Factory = Callable[[], Any]
+from ckpipe.state.kinds import is_stateful, registered_as, registered_for
+from ckpipe.state.values import decode_value
 
 
 class Use(Enum):
@@ -83,33 +83,6 @@ class Use(Enum):
 
 NOTHING = object()
 """Marks a node without a live counterpart."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Refilled:
-    """Make a container in two steps; references to it are possible in between.
-
-    Args:
-        shell: Makes the empty container, or returns the live one.
-        fill: Fills it.
-    """
-
-    shell: Factory
-    fill: Callable[[Any], None]
-
-    def __call__(self) -> Any:
-        made = self.shell()
-        self.fill(made)
-        return made
-
-
-class _Unfinished(Exception):  # a signal between functions of this file
-    def __init__(self, key: _Key) -> None:
-        self.key = key
-
-
-_Key = tuple[int | None, int | None]
-"""The number of a shared container and the identity of its live counterpart."""
 
 
 class Matching:
@@ -163,10 +136,7 @@ class Matching:
         self.objects_have_more = False
         self.loaded: list[str] = []
         self._tensors: dict[int, Factory] = {}
-        self._planned: dict[_Key, Factory] = {}
-        self._built: dict[_Key, Any] = {}
-        self._building: set[_Key] = set()
-        self._late: defaultdict[_Key, list[Factory]] = defaultdict(list)
+        self._builder = Builder()
         # Objects that are known by their id must not die before the walk ends.
         self._alive: list[Any] = []
         self._objects: dict[int, tuple[Any, Use, Callable[[Any], object]]] = {}
@@ -229,7 +199,7 @@ class Matching:
     def _absent(self, node: Node, label: str, live: Any, use: Use | None) -> Factory:
         if use is Use.IN_PLACE:
             self._note_missing(live, label)
-        return partial(_same, None if live is NOTHING else live)
+        return partial(same, None if live is NOTHING else live)
 
     def _note_missing(self, live: Any, label: str) -> None:
         if any_selected(live, label, self._select):
@@ -254,8 +224,10 @@ class Matching:
                 row = stored.row
                 if use is Use.IN_PLACE and row.attributes and isinstance(live, torch.Tensor):
                     attributes = self.plan(row.attributes, join(label, "__dict__"))
-                    return _Refilled(partial(_same, live), self._update(attributes))
-                return partial(_same, live)
+                    return MutableFactory(
+                        partial(same, live), partial(self._builder.update, attributes)
+                    )
+                return partial(same, live)
         return self._fresh_tensor(number)
 
     def _fresh_tensor(self, number: int) -> Factory:
@@ -271,8 +243,8 @@ class Matching:
                 hint="Load into a state with distributed tensors in it, such as that of "
                 "ckpipe.distributed.training_state, or from a single process",
             )
-        obj = _tensor_object(row, self._targets.fresh(stored))
-        self._tensors[number] = partial(_same, obj)
+        obj = tensor_object(row, self._targets.fresh(stored))
+        self._tensors[number] = partial(same, obj)
         if row.attributes:
             # Their containers may refer to the tensor itself.
             attributes = self.plan(row.attributes, join(row.label, "__dict__"))
@@ -280,7 +252,7 @@ class Matching:
 
             def make() -> Any:
                 if pending:
-                    self._update(pending.pop())(obj)
+                    self._builder.update(pending.pop(), obj)
                 return obj
 
             self._tensors[number] = make
@@ -294,7 +266,7 @@ class Matching:
             raise self._per_rank.refused(label, parts)
         row = stored[number].row
         fresh = self._targets.fresh
-        copies = [_tensor_object(row, fresh(stored.of_part(*place))) for place in parts]
+        copies = [tensor_object(row, fresh(stored.of_part(*place))) for place in parts]
         view = writable_view(live) if isinstance(live, FILLABLE) else None
 
         def make() -> Any:
@@ -308,16 +280,13 @@ class Matching:
 
         return make
 
-    def _update(self, attributes: Factory) -> Callable[[Any], None]:
-        return lambda obj: self._put(vars(obj).update, attributes, {})
-
     # Values
 
     def _value(self, node: Node, label: str, live: Any, use: Use | None) -> Factory:
         combined = node[1] in self._per_rank.values
         if use is Use.IN_PLACE and not combined and not _is_value(live):
             raise _wrong_kind("a plain value", live, label)
-        return partial(_same, self._value_of(node, label))
+        return partial(same, self._value_of(node, label))
 
     def _value_of(self, node: Node, label: str) -> Any:
         number = node[1]
@@ -346,7 +315,7 @@ class Matching:
         make = partial(kind, [decode_key(key) for key in node[1]])
         if use is not Use.IN_PLACE or isinstance(live, frozenset):
             return make
-        return partial(_refill, live, make)
+        return partial(refill, live, make)
 
     # Containers
 
@@ -370,7 +339,7 @@ class Matching:
                 continue
             resizes = use in (Use.NAMED, Use.FITTING) and is_extra_state(key)
             make = self.plan(child, where, value, Use.OFFERED if resizes else use)
-            if use is not Use.IN_PLACE or not _stays(make, value):
+            if use is not Use.IN_PLACE or not stays(make, value):
                 items.append((key, make))
         if use is Use.IN_PLACE:
             own = list(left.values())
@@ -380,7 +349,7 @@ class Matching:
             self.objects_have_more = True
             if not self._select.selects_all:
                 items += [
-                    (key, partial(_same, held[key]))
+                    (key, partial(same, held[key]))
                     for key in left.values()
                     if not any_selected(held[key], join(label, key), self._select)
                 ]
@@ -391,15 +360,15 @@ class Matching:
 
         def fill(made: Any) -> None:
             for key, make in items:
-                self._put(partial(_set_key, made, key), make)
+                self._builder.put_key(made, key, make)
             if attributes is not None:
-                self._update(attributes)(made)
+                self._builder.update(attributes, made)
 
         if use is not Use.IN_PLACE:
-            return _Refilled(_empty_mapping(node), fill)
+            return MutableFactory(empty_mapping(node), fill)
         if not items and attributes is None:
-            return partial(_same, live)
-        return _Refilled(partial(_same, live), fill)
+            return partial(same, live)
+        return MutableFactory(partial(same, live), fill)
 
     def _is_elsewhere(
         self, child: Node, label: str, where: str, live: Any, use: Use | None
@@ -439,7 +408,7 @@ class Matching:
         makers = self._elements(node, label, live, use)
         shell: Factory = list
         if use is Use.IN_PLACE:
-            shell = partial(_same, live)
+            shell = partial(same, live)
         elif node[0] == "deque":
             if node[2] is not None and node[2] < len(makers):
                 raise InvalidManifest("A deque has more elements than it may have", key=label)
@@ -451,9 +420,9 @@ class Matching:
                 made.extend([None] * len(makers))
             # A live deque may be too short for all elements, and keeps the last ones.
             for index, make in enumerate(makers[len(makers) - len(made) :]):
-                self._put(partial(_set_index, made, index), make)
+                self._builder.put_index(made, index, make)
 
-        return _Refilled(shell, fill)
+        return MutableFactory(shell, fill)
 
     def _elements(self, node: Node, label: str, live: Any, use: Use | None) -> list[Factory]:
         children = children_of(node, label)
@@ -475,7 +444,7 @@ class Matching:
         if use is Use.IN_PLACE:
             for number in range(len(children), len(held)):
                 self._note_missing(held[number], join(label, number))
-                makers.append(partial(_same, held[number]))
+                makers.append(partial(same, held[number]))
         return makers
 
     def _tuple(self, node: Node, label: str, live: Any, use: Use | None) -> Factory:
@@ -488,7 +457,7 @@ class Matching:
             raise _wrong_kind(what, live, label)
         cls: Any = type(live) if use is Use.IN_PLACE else tuple
         if named and use is not Use.IN_PLACE:
-            cls = _named_tuple_class(node, label)
+            cls = named_tuple_class(node, label)
         makers = self._elements(node, label, live if alike else NOTHING, use)
 
         def make() -> Any:
@@ -502,15 +471,16 @@ class Matching:
     def _dataclass(self, node: Node, label: str, live: Any, use: Use | None) -> Factory:
         children = _visited(node, label, use)
         if use is not Use.IN_PLACE:
-            cls = resolve_class(node[1], object, label)
-            _check_attributes(cls, node[2], label)
+            cls = dataclass_class(node, label)
             made = [
                 (name, self.plan(child, where, getattr(live, name, NOTHING), use))
                 for name, child, where in children
             ]
             # No constructor runs: the saved attributes hold its effects and all later ones.
             shell = partial(object.__new__, cls)
-            return _Refilled(shell, partial(self._set_attributes, made, object.__setattr__))
+            return MutableFactory(
+                shell, partial(self._builder.set_attributes, made, object.__setattr__)
+            )
         if not dataclasses.is_dataclass(live) or isinstance(live, type):
             raise _wrong_kind(f"a dataclass, {node[1]},", live, label)
         found: list[tuple[str, Factory]] = []
@@ -523,14 +493,10 @@ class Matching:
             if field.name not in node[2] and hasattr(live, field.name):
                 self._note_missing(getattr(live, field.name), join(label, field.name))
         if type(live).__dataclass_params__.frozen:  # type: ignore[attr-defined]
-            return partial(_remake_frozen, live, found)
-        return _Refilled(partial(_same, live), partial(self._set_attributes, found, setattr))
-
-    def _set_attributes(
-        self, found: list[tuple[str, Factory]], assign: Callable[[Any, str, Any], None], made: Any
-    ) -> None:
-        for name, make in found:
-            self._put(partial(_set_attribute, assign, made, name), make)
+            return partial(remake_frozen, live, found)
+        return MutableFactory(
+            partial(same, live), partial(self._builder.set_attributes, found, setattr)
+        )
 
     def _stateful(self, node: Node, label: str, live: Any, use: Use | None) -> Factory:
         return self.plan(node[1], label, live, use)
@@ -551,7 +517,7 @@ class Matching:
             return known.from_state(inner())
 
         in_place = use is Use.IN_PLACE and type(live) is Counter
-        return partial(_refill, live, make) if in_place else make
+        return partial(refill, live, make) if in_place else make
 
     # Objects with load_state_dict
 
@@ -569,10 +535,10 @@ class Matching:
         make = self.plan(inner, label, state, use)
         del self.missing[noted[0] :], self.unexpected[noted[1] :]  # the object reports them itself
         key = None, id(target)
-        if key not in self._planned:
-            once = partial(self._load_object, target, load, make, label)
-            self._planned[key] = partial(self._make_once, key, once)
-        return self._planned[key]
+        planned = self._builder.planned
+        if key not in planned:
+            self._builder.plan(key, partial(self._load_object, target, load, make, label))
+        return planned[key]
 
     def _load_object(
         self, target: Any, load: Callable[[Any], object], make: Factory, label: str
@@ -650,7 +616,7 @@ class Matching:
         if not isinstance(live, dict) or node[0] not in MAPPINGS:
             return live
         left = len(self.left)
-        given = _empty_mapping(node)()
+        given = empty_mapping(node)()
         for key, child, where in children_of(node, label):
             elsewhere = key not in live and self._common is not None
             if not elsewhere or not self._is_elsewhere(child, label, where, live, Use.FITTING):
@@ -698,14 +664,14 @@ class Matching:
     def _shared(self, node: Node, label: str, live: Any, use: Use | None) -> Factory:
         number = node[1]
         key = number, id(live) if use is Use.IN_PLACE else None
-        if key not in self._planned:
+        planned = self._builder.planned
+        if key not in planned:
             if node[0] == "ref":  # In the order of labels, it may come before the container.
                 label = self._home_of(number, label)
-            self._planned[key] = _never
+            planned[key] = never
             self._alive.append(live)
-            make = self.plan(self._definitions[number], label, live, use)
-            self._planned[key] = partial(self._make_once, key, make)
-        return lambda: self._planned[key]()
+            self._builder.plan(key, self.plan(self._definitions[number], label, live, use))
+        return lambda: planned[key]()
 
     def _home_of(self, number: int, label: str) -> str:
         """Return the label under which a shared container was saved, for a reference to it."""
@@ -714,37 +680,10 @@ class Matching:
             self._homes = {node[1]: where for node, where in places if node[0] == "shared"}
         return self._homes.get(number, label)
 
-    def _make_once(self, key: _Key, make: Factory) -> Any:
-        if key in self._built:
-            return self._built[key]
-        if key in self._building:
-            raise _Unfinished(key)
-        if isinstance(make, _Refilled):
-            made = self._built[key] = make.shell()
-            make.fill(made)
-            return made
-        self._building.add(key)
-        try:
-            made = self._built[key] = make()
-        finally:
-            self._building.discard(key)
-        for late in self._late.pop(key, ()):
-            late()
-        return made
-
     def forget(self) -> None:
         """Drop all plans once they are carried out: they hold this object, and so the target."""
-        for plans in (self._planned, self._built, self._objects, self._late):
-            plans.clear()
-
-    def _put(self, assign: Callable[[Any], object], make: Factory, meanwhile: Any = None) -> None:
-        try:
-            value = make()
-        except _Unfinished as unfinished:
-            assign(meanwhile)
-            self._late[unfinished.key].append(partial(self._put, assign, make, meanwhile))
-        else:
-            assign(value)
+        self._objects.clear()
+        self._builder.forget()
 
 
 _Plan = Callable[[Matching, Node, str, Any, Use | None], Factory]
@@ -770,44 +709,6 @@ _PLANS: dict[str, _Plan] = {
 }
 
 
-def _never() -> Any:
-    raise InvalidManifest("The tree has a shared container that refers only to itself")
-
-
-def _same(obj: Any) -> Any:
-    return obj
-
-
-def _stays(make: Factory, obj: Any) -> bool:
-    return type(make) is partial and make.func is _same and make.args[0] is obj
-
-
-# The object of a node
-
-
-def _tensor_object(row: TensorRow, plain: torch.Tensor) -> Any:
-    """Make the object of a tensor in a state, such as a parameter, or an array over its memory."""
-    try:
-        with normal_tensors():
-            if row.kind == NUMPY:
-                return as_array(plain, plain_numpy_dtype(row.detail or "", row.label))
-            if row.kind == PARAMETER:
-                return torch.nn.Parameter(plain, requires_grad=row.requires_grad)
-            if row.kind == BUFFER:
-                plain = torch.nn.Buffer(plain, persistent=row.detail == "persistent")
-            elif row.kind == SUBCLASS:
-                kind = resolve_class(row.detail or "", torch.Tensor, row.label)
-                plain = plain.as_subclass(kind)
-            with torch._C.DisableTorchFunctionSubclass():
-                return plain.requires_grad_() if row.requires_grad else plain
-    except (TypeError, ValueError, RuntimeError) as error:
-        if isinstance(error, StructureMismatch):
-            raise
-        raise InvalidManifest(
-            f"No {row.kind} can be made of a tensor of {row.dtype}: {error}", key=row.label
-        ) from error
-
-
 def _unpickled(data: list[Any], label: str, *, allowed: bool) -> Any:
     if not allowed:
         raise UnsupportedState(
@@ -821,41 +722,6 @@ def _unpickled(data: list[Any], label: str, *, allowed: bool) -> Any:
         raise InvalidManifest(
             f"The pickled object cannot be made: {error}", key=label or None
         ) from error
-
-
-def _empty_mapping(node: Node) -> Callable[[], Any]:
-    if node[0] == "dict":
-        return dict
-    if node[0] == "ordered_dict":
-        return OrderedDict
-    assert node[0] == "default_dict", node[0]
-    name = node[3]
-    if name is not None and name not in FACTORIES:
-        raise InvalidManifest(f"A defaultdict has the unknown factory {name!r:.100}")
-    return partial(defaultdict, None if name is None else FACTORIES[name])
-
-
-def _named_tuple_class(node: Node, label: str) -> Any:
-    cls = resolve_class(node[1], tuple, label)
-    if list(getattr(cls, "_fields", ())) != node[2]:
-        raise StructureMismatch(
-            f"The named tuple {node[1]} has the fields {getattr(cls, '_fields', ())} here "
-            f"and {node[2]} in the checkpoint",
-            key=label or None,
-        )
-    return cls
-
-
-def _check_attributes(cls: Any, names: list[str], label: str) -> None:
-    is_dataclass: bool = dataclasses.is_dataclass(cls)
-    if not is_dataclass:
-        raise StructureMismatch(f"{cls!r} was a dataclass when it was saved", key=label or None)
-    for name in names:
-        if name.startswith("__") or not (cls.__dictoffset__ or hasattr(cls, name)):
-            raise StructureMismatch(
-                f"Objects of the dataclass {cls.__qualname__} have no attribute {name!r:.100}",
-                key=label or None,
-            )
 
 
 # Keys and kinds of the target
@@ -904,44 +770,3 @@ def _wrong_kind(saved: str, live: Any, label: str) -> StructureMismatch:
         key=label or None,
         hint="Load into a target of the same kinds, or leave it out with exclude",
     )
-
-
-# Putting in place
-
-
-def _set_key(made: Any, key: Any, value: Any) -> None:
-    if key not in made or made[key] is not value:
-        made[key] = value
-
-
-def _set_index(made: Any, index: int, value: Any) -> None:
-    if made[index] is not value:
-        made[index] = value
-
-
-def _set_attribute(
-    assign: Callable[[Any, str, Any], None], made: Any, name: str, value: Any
-) -> None:
-    if getattr(made, name, NOTHING) is not value:
-        assign(made, name, value)
-
-
-def _refill(live: set[Any] | Counter[Any], make: Factory) -> Any:
-    """Replace the members and attributes of a set or a Counter by the made ones, in order."""
-    made = make()
-    live.clear()
-    live.update(made)
-    if isinstance(live, Counter):
-        vars(live).update(vars(made))
-    return live
-
-
-def _remake_frozen(live: Any, found: list[tuple[str, Factory]]) -> Any:
-    """Return a copy of a frozen dataclass with the made values; itself if no value changes."""
-    changed = {name: make() for name, make in found}
-    if all(new is getattr(live, name) for name, new in changed.items()):
-        return live
-    remade = copy.copy(live)
-    for name, new in changed.items():
-        object.__setattr__(remade, name, new)
-    return remade
