@@ -20,6 +20,7 @@ from ckpipe.format.tree import shared_containers
 from ckpipe.loading.chunks import StoredTensor, StoredTensors
 from ckpipe.loading.fill import contiguous_stride, with_lazy_bits
 from ckpipe.loading.match import Matching
+from ckpipe.loading.match_record import MatchRecord
 from ckpipe.loading.saved_state import state_of_part
 from ckpipe.loading.targets import Targets
 from ckpipe.loop_thread import wait_for
@@ -110,7 +111,8 @@ def lent_state(save: Save, held: Sequence[StagedBlock]) -> Any:
     attributes = (row.attributes for row in rows if row.attributes)
     definitions = shared_containers([captured.tree, *attributes])
     with torch.no_grad():
-        return Matching(saved, targets, definitions, pickling=True).plan(captured.tree, "")()
+        record = MatchRecord(saved, targets, definitions, pickling=True)
+        return Matching(record).plan(captured.tree, "")()
 
 
 async def _lend_blocks(save: Save, context: SaveContext, loan: Loan) -> list[StagedBlock]:

@@ -26,6 +26,7 @@ from ckpipe.interpreter import gc_paused, short_switch_interval
 from ckpipe.loading.chunks import NeedsFullIndex, StoredTensors
 from ckpipe.loading.factories import Factory
 from ckpipe.loading.match import Matching
+from ckpipe.loading.match_record import MatchRecord
 from ckpipe.loading.reader import Reader, ReadTally, lane_buffers
 from ckpipe.loading.saved_state import (
     exclude_labels,
@@ -149,7 +150,7 @@ class MatchedLoad:
 
     def _touched(self) -> str:
         """Tell what has new values, in words; empty if nothing has."""
-        filled, loaded = self.targets.filled, list(map(repr, self.matching.loaded))
+        filled, loaded = self.targets.filled, list(map(repr, self.matching.record.loaded))
         parts = []
         if filled:
             parts.append(f"{len(filled)} tensors are filled, such as {first_of(filled, 3)}")
@@ -287,7 +288,7 @@ def match_all(
     if request.per_rank == "drop":
         select = exclude_labels(select, labels_of(saved))
     tree, definitions = pruned(saved.tree, select, everything)
-    matching = Matching(
+    record = MatchRecord(
         saved,
         targets,
         definitions,
@@ -298,18 +299,19 @@ def match_all(
         distributed=world_size > 1,
         memo=memo,
     )
+    matching = Matching(record)
     missing = _named_in_vain(bundle, request)
     unexpected: list[str] = []
     if fresh:
         make = matching.plan(tree, "")
     else:
         make = matching.plan_target(request.into, tree)
-        missing = [*missing, *matching.missing]
-        unexpected = matching.unexpected
-        if not bundle.whole and (missing or unexpected or matching.objects_have_more):
+        missing = [*missing, *record.missing]
+        unexpected = record.unexpected
+        if not bundle.whole and (missing or unexpected or record.objects_have_more):
             raise NeedsFullIndex
-        missing += matching.kept
-        unexpected = [*unexpected, *matching.left]
+        missing += record.kept
+        unexpected = [*unexpected, *record.left]
     targets.settle()
     labels = tuple(missing), tuple(unexpected)
     return MatchedLoad(bundle, request, rank, targets, make, *labels, matching)

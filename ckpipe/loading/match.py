@@ -5,19 +5,17 @@ plan looks up every class, decodes every value and allocates every tensor, so th
 before a byte is read; it changes nothing and runs no constructor.
 
 A node may have a live counterpart. Containers of the target are used *in place*: they must be of
-the saved kind, and their factory refills and returns the container itself. The containers
-in an object's ``state_dict`` are only read: ``load_state_dict`` gets new ones, with the object's
-own tensors in them, filled.
+the saved kind, and their factory refills and returns the container itself. The containers in an
+object's ``state_dict`` are only read: ``load_state_dict`` gets new ones, with the object's own
+tensors in them, filled.
 """
 
 from __future__ import annotations
 
-import base64
 import dataclasses
-import pickle
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Mapping, Sequence
-from enum import Enum
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from operator import is_
 from typing import Any
@@ -25,8 +23,8 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
-from ckpipe.errors import CkpipeError, InvalidManifest, StructureMismatch, UnsupportedState
-from ckpipe.format.keys import Json, LabelFilter, decode_key, encode_key, join, label_order
+from ckpipe.errors import InvalidManifest, StructureMismatch
+from ckpipe.format.keys import decode_key, encode_key, join, label_order
 from ckpipe.format.tree import MAPPINGS, Node, children_of, leaf_labels, walk
 from ckpipe.interpreter import user_code
 from ckpipe.loading.factories import (
@@ -44,102 +42,28 @@ from ckpipe.loading.factories import (
     tensor_object,
 )
 from ckpipe.loading.live_tensors import FILLABLE, misfit, writable_view
-from ckpipe.loading.optimizers import check_optimizer, has_pre_hooks
-from ckpipe.loading.rehearsal import rehearse
-from ckpipe.loading.saved_state import SavedState, is_generators
-from ckpipe.loading.select import PerRankItems, any_selected
-from ckpipe.loading.stateful import (
-    InspectionMemo,
-    SavedObject,
-    SavedTensor,
-    check_known,
-    check_module,
-    is_extra_state,
-    live_state,
-    loads_as_torch_does,
-    mismatch,
-    saves_as_torch_does,
-    writable,
-)
-from ckpipe.loading.targets import Targets
+from ckpipe.loading.match_record import NOTHING, MatchRecord, Use
+from ckpipe.loading.objects import OpenedObject, open_object
+from ckpipe.loading.saved_state import is_generators
+from ckpipe.loading.select import PerRankItems
+from ckpipe.loading.stateful import is_extra_state, mismatch, writable
 from ckpipe.state.kinds import is_stateful, registered_as, registered_for
-from ckpipe.state.values import decode_value
-
-
-class Use(Enum):
-    """The use of the live counterpart of a node.
-
-    ``IN_PLACE``: it belongs to the target; containers must be of the saved kind, and are refilled.
-    ``NAMED``: it belongs to a module's state; tensors must fit and are filled, containers are made.
-    ``FITTING``: the same, for an object whose state may have more names after the load.
-    ``OFFERED``: the same, but a tensor that does not fit is made anew.
-    """
-
-    IN_PLACE = "in place"
-    NAMED = "named"
-    FITTING = "fitting"
-    OFFERED = "offered"
-
-
-NOTHING = object()
-"""Marks a node without a live counterpart."""
 
 
 class Matching:
     """Match a saved state with a target, or plan a fresh one.
 
     Args:
-        saved: The saved state.
-        targets: Makes fresh tensors, and collects the tensors to fill.
-        definitions: The containers that references in the tree point to, by number.
-        pickling: Whether pickled objects may be made.
-        select: Selects the labels to load; None for all.
-        strict: Whether plain containers must have exactly the saved keys.
-        any_optimizer: Whether an optimizer may get the state of one of another class.
-        distributed: Whether other processes load other parts of the same tensors.
-        memo: The memo of facts of the target's objects; None for a new one.
-
-    Attributes:
-        missing: Labels that the target has and the checkpoint has not.
-        unexpected: Labels that the checkpoint has and the target has not.
-        kept: Labels that objects have and the checkpoint has not; the objects' own strictness
-            applies.
-        left: Labels that the checkpoint has and objects do without, which is no error.
-        objects_have_more: Whether an object of the target has labels that were not saved of it.
-        loaded: Labels of the objects that have taken their state.
+        record: The arguments of the match; gets its findings.
     """
 
-    def __init__(
-        self,
-        saved: SavedState,
-        targets: Targets,
-        definitions: Mapping[int, Node],
-        *,
-        pickling: bool,
-        select: LabelFilter | None = None,
-        strict: bool = True,
-        any_optimizer: bool = False,
-        distributed: bool = False,
-        memo: InspectionMemo | None = None,
-    ) -> None:
-        self._values, self._per_rank, self._common = saved.values, saved.per_rank, saved.common
-        self._foreign, self._same_world = saved.foreign, saved.same_world
-        self._targets, self._definitions = targets, definitions
-        self._select, self._strict = select or LabelFilter(), strict
-        self._pickling, self._distributed = pickling, distributed
-        self._recorded, self._any_optimizer = saved.optimizers, any_optimizer
-        self._memo = memo or InspectionMemo()
-        self.missing: list[str] = []
-        self.unexpected: list[str] = []
-        self.kept: list[str] = []
-        self.left: list[str] = []
-        self.objects_have_more = False
-        self.loaded: list[str] = []
+    def __init__(self, record: MatchRecord) -> None:
+        self.record, self._targets = record, record.targets
         self._tensors: dict[int, Factory] = {}
         self._builder = Builder()
         # Objects that are known by their id must not die before the walk ends.
         self._alive: list[Any] = []
-        self._objects: dict[int, tuple[Any, Use, Callable[[Any], object]]] = {}
+        self._objects: dict[int, OpenedObject] = {}
         self._tree: Node = []
         self._homes: dict[int, str] | None = None
 
@@ -155,10 +79,11 @@ class Matching:
         """
         self._tree = tree
         make = self.plan(tree, "", target, Use.IN_PLACE)
-        if self._strict and (self.missing or self.unexpected):
+        record = self.record
+        if record.strict and (record.missing or record.unexpected):
             raise mismatch(
-                self.missing,
-                self.unexpected,
+                record.missing,
+                record.unexpected,
                 hint="Pass strict=False to load the labels that both have, or choose with include "
                 "and exclude",
             )
@@ -198,12 +123,8 @@ class Matching:
 
     def _absent(self, node: Node, label: str, live: Any, use: Use | None) -> Factory:
         if use is Use.IN_PLACE:
-            self._note_missing(live, label)
+            self.record.note_missing(live, label)
         return partial(same, None if live is NOTHING else live)
-
-    def _note_missing(self, live: Any, label: str) -> None:
-        if any_selected(live, label, self._select):
-            self.missing.append(label)
 
     # Tensors
 
@@ -211,7 +132,7 @@ class Matching:
         number, fillable = node[1], isinstance(live, FILLABLE)
         if use is Use.IN_PLACE and not fillable:
             raise _wrong_kind("a tensor", live, label)
-        if number in self._per_rank.tensors:
+        if number in self.record.saved.per_rank.tensors:
             return self._combined(number, live, label)
         # A parameter of a lazy module gets its shape from the loaded tensor.
         if fillable and not is_lazy(live):
@@ -224,9 +145,8 @@ class Matching:
                 row = stored.row
                 if use is Use.IN_PLACE and row.attributes and isinstance(live, torch.Tensor):
                     attributes = self.plan(row.attributes, join(label, "__dict__"))
-                    return MutableFactory(
-                        partial(same, live), partial(self._builder.update, attributes)
-                    )
+                    update = partial(self._builder.update, attributes)
+                    return MutableFactory(partial(same, live), update)
                 return partial(same, live)
         return self._fresh_tensor(number)
 
@@ -235,7 +155,7 @@ class Matching:
             return self._tensors[number]
         stored = self._targets.stored[number]
         row = stored.row
-        if self._distributed and not self._targets.stored.is_whole(stored):
+        if self.record.distributed and not self._targets.stored.is_whole(stored):
             raise StructureMismatch(
                 "Its shards were on several ranks, and the target has no tensor that tells which "
                 "of them this rank is to hold",
@@ -260,10 +180,10 @@ class Matching:
 
     def _combined(self, number: int, live: Any, label: str) -> Factory:
         """Combine the copies of a tensor that belongs to a rank by the caller's function."""
-        combine, stored = self._per_rank.combine, self._targets.stored
-        parts = self._per_rank.tensors[number]
+        per_rank, stored = self.record.saved.per_rank, self._targets.stored
+        combine, parts = per_rank.combine, per_rank.tensors[number]
         if combine is None or not parts:
-            raise self._per_rank.refused(label, parts)
+            raise per_rank.refused(label, parts)
         row = stored[number].row
         fresh = self._targets.fresh
         copies = [tensor_object(row, fresh(stored.of_part(*place))) for place in parts]
@@ -283,30 +203,10 @@ class Matching:
     # Values
 
     def _value(self, node: Node, label: str, live: Any, use: Use | None) -> Factory:
-        combined = node[1] in self._per_rank.values
+        combined = node[1] in self.record.saved.per_rank.values
         if use is Use.IN_PLACE and not combined and not _is_value(live):
             raise _wrong_kind("a plain value", live, label)
-        return partial(same, self._value_of(node, label))
-
-    def _value_of(self, node: Node, label: str) -> Any:
-        number = node[1]
-        if not 0 <= number < len(self._values):
-            raise InvalidManifest(f"The tree names value {number}, which does not exist", key=label)
-        copies = self._per_rank.values.get(number)
-        if copies is None:
-            return self._decoded(self._values[number], label)
-        if self._per_rank.combine is None or not copies:
-            raise self._per_rank.refused(label, copies)
-        return self._per_rank.combine(label, [self._decoded(each, label) for each in copies])
-
-    def _decoded(self, data: Json, label: str) -> Any:
-        if isinstance(data, list) and data[:1] == ["pickle"]:
-            return _unpickled(data, label, allowed=self._pickling)
-        try:
-            return decode_value(data)
-        except CkpipeError as error:
-            error.key = error.key or label or None
-            raise
+        return partial(same, self.record.value_of(node, label))
 
     def _set(self, node: Node, label: str, live: Any, use: Use | None) -> Factory:
         if use is Use.IN_PLACE and not isinstance(live, set | frozenset):
@@ -322,8 +222,9 @@ class Matching:
     def _mapping(self, node: Node, label: str, live: Any, use: Use | None) -> Factory:
         if use is Use.IN_PLACE and not isinstance(live, dict):
             raise _wrong_kind(f"a {node[0]}", live, label)
-        if self._per_rank.derive is not None and is_generators(node):
-            return self._derived(self._per_rank.derive, node, label)
+        record, derive = self.record, self.record.saved.per_rank.derive
+        if derive is not None and is_generators(node):
+            return self._derived(derive, node, label)
         children, held = _visited(node, label, use), live if isinstance(live, dict) else {}
         left = {_exact(key): key for key in held}
         items: list[tuple[Any, Factory]] = []
@@ -332,10 +233,10 @@ class Matching:
             value = NOTHING
             if exact in left:
                 value = held[left.pop(exact)]
-            elif self._common is not None and self._is_elsewhere(child, label, where, live, use):
+            elif record.is_elsewhere(child, label, where, live, use):
                 continue
             elif use is Use.IN_PLACE:
-                self.unexpected += leaf_labels(child, where)
+                record.unexpected += leaf_labels(child, where)
                 continue
             resizes = use in (Use.NAMED, Use.FITTING) and is_extra_state(key)
             make = self.plan(child, where, value, Use.OFFERED if resizes else use)
@@ -344,14 +245,14 @@ class Matching:
         if use is Use.IN_PLACE:
             own = list(left.values())
             for key in map(own.__getitem__, label_order(own)):
-                self._note_missing(held[key], join(label, key))
+                record.note_missing(held[key], join(label, key))
         elif left:
-            self.objects_have_more = True
-            if not self._select.selects_all:
+            record.objects_have_more = True
+            if not record.select.selects_all:
                 items += [
                     (key, partial(same, held[key]))
                     for key in left.values()
-                    if not any_selected(held[key], join(label, key), self._select)
+                    if not record.is_selected(held[key], join(label, key))
                 ]
         attributes = None
         takes_them = use is not Use.IN_PLACE or isinstance(live, OrderedDict)
@@ -370,36 +271,14 @@ class Matching:
             return partial(same, live)
         return MutableFactory(partial(same, live), fill)
 
-    def _is_elsewhere(
-        self, child: Node, label: str, where: str, live: Any, use: Use | None
-    ) -> bool:
-        """Tell whether a key that a mapping lacks is left to other ranks, as only some had it.
-
-        The program gives plain containers and modules their keys, and so decides which ranks have
-        which keys. Other objects may be fresh and take their keys from the loaded state: they get
-        the keys that their own rank had, and all keys of a container that it did not have.
-        """
-        assert self._common is not None
-        if where in self._common:
-            return False
-        fresh = not isinstance(live, dict)
-        if not fresh and use in (Use.IN_PLACE, Use.NAMED):
-            return True
-        theirs = where in self._foreign and label not in self._foreign
-        if self._same_world:
-            return theirs
-        if fresh or not theirs:
-            return False
-        self.left += leaf_labels(child, where)  # It is unknown which rank is to have it.
-        return True
-
     def _derived(self, derive: Callable[[Any], Any], node: Node, label: str) -> Factory:
         """Plan random generators that are derived for this rank."""
-        per_rank, self._per_rank = self._per_rank, PerRankItems()
+        record, saved = self.record, self.record.saved
+        record.saved = replace(saved, per_rank=PerRankItems())
         try:
             make = self._mapping(node, label, NOTHING, None)
         finally:
-            self._per_rank = per_rank
+            record.saved = saved
         return lambda: derive(make())
 
     def _sequence(self, node: Node, label: str, live: Any, use: Use | None) -> Factory:
@@ -428,7 +307,7 @@ class Matching:
         children = children_of(node, label)
         held: Sequence[Any] = live if isinstance(live, list | tuple | deque) else ()
         if use is not Use.IN_PLACE:
-            self.objects_have_more |= len(held) > len(children)
+            self.record.objects_have_more |= len(held) > len(children)
         elif len(children) != len(held) and _is_plain(held, children):
             held = ()  # Such as a history of losses, whose length is itself a value.
             use = None
@@ -440,10 +319,10 @@ class Matching:
             if use is not Use.IN_PLACE:
                 makers.append(self.plan(child, where))
             elif child[0] != "absent":
-                self.unexpected += leaf_labels(child, where)
+                self.record.unexpected += leaf_labels(child, where)
         if use is Use.IN_PLACE:
             for number in range(len(children), len(held)):
-                self._note_missing(held[number], join(label, number))
+                self.record.note_missing(held[number], join(label, number))
                 makers.append(partial(same, held[number]))
         return makers
 
@@ -477,10 +356,8 @@ class Matching:
                 for name, child, where in children
             ]
             # No constructor runs: the saved attributes hold its effects and all later ones.
-            shell = partial(object.__new__, cls)
-            return MutableFactory(
-                shell, partial(self._builder.set_attributes, made, object.__setattr__)
-            )
+            fill = partial(self._builder.set_attributes, made, object.__setattr__)
+            return MutableFactory(partial(object.__new__, cls), fill)
         if not dataclasses.is_dataclass(live) or isinstance(live, type):
             raise _wrong_kind(f"a dataclass, {node[1]},", live, label)
         found: list[tuple[str, Factory]] = []
@@ -488,15 +365,14 @@ class Matching:
             if hasattr(live, name):
                 found.append((name, self.plan(child, where, getattr(live, name), use)))
             else:
-                self.unexpected += leaf_labels(child, where)
+                self.record.unexpected += leaf_labels(child, where)
         for field in dataclasses.fields(live):
             if field.name not in node[2] and hasattr(live, field.name):
-                self._note_missing(getattr(live, field.name), join(label, field.name))
+                self.record.note_missing(getattr(live, field.name), join(label, field.name))
         if type(live).__dataclass_params__.frozen:  # type: ignore[attr-defined]
             return partial(remake_frozen, live, found)
-        return MutableFactory(
-            partial(same, live), partial(self._builder.set_attributes, found, setattr)
-        )
+        fill = partial(self._builder.set_attributes, found, setattr)
+        return MutableFactory(partial(same, live), fill)
 
     def _stateful(self, node: Node, label: str, live: Any, use: Use | None) -> Factory:
         return self.plan(node[1], label, live, use)
@@ -528,12 +404,13 @@ class Matching:
             return self.plan(inner, label, target, Use.IN_PLACE)
         if id(target) not in self._objects:
             self._alive.append(target)
-            self._objects[id(target)] = self._opened(target, inner, label)
+            self._objects[id(target)] = open_object(self.record, target, inner, label)
         state, use, load = self._objects[id(target)]
-        noted = len(self.missing), len(self.unexpected)
+        record = self.record
+        noted = len(record.missing), len(record.unexpected)
         # If one object was saved as several, all are planned: their tensors must agree.
         make = self.plan(inner, label, state, use)
-        del self.missing[noted[0] :], self.unexpected[noted[1] :]  # the object reports them itself
+        del record.missing[noted[0] :], record.unexpected[noted[1] :]  # it reports them itself
         key = None, id(target)
         planned = self._builder.planned
         if key not in planned:
@@ -546,118 +423,8 @@ class Matching:
         state = make()
         with torch.no_grad(), writable(target), user_code("load_state_dict", label):
             load(state)
-        self.loaded.append(label)
+        self.record.loaded.append(label)
         return target
-
-    def _opened(
-        self, target: Any, node: Node, label: str
-    ) -> tuple[Any, Use, Callable[[Any], object]]:
-        """Return the live state of an object, its use, and the function that loads it."""
-        if hasattr(type(target), "__ckpipe_targets__"):
-            state = self._described(node, label)
-            saved = SavedObject(
-                state,
-                label,
-                self._select,
-                self._common,
-                self._targets.cast,
-                self._memo,
-                self._any_optimizer,
-                self._foreign if self._same_world else frozenset(),
-            )
-            with user_code("__ckpipe_targets__", label):
-                found = target.__ckpipe_targets__(saved)
-            self.kept += found.missing
-            self.left += found.unexpected
-            return found.tree, Use.IN_PLACE, lambda _: found.attach()
-        live = self._memo.once(target, partial(live_state, target))
-        use = Use.OFFERED
-        if isinstance(target, torch.nn.Module):
-            use = Use.FITTING
-            if loads_as_torch_does(target):
-                use = Use.NAMED
-                check_module(live, node, label, self._select, self._common)
-            if use is Use.FITTING or not saves_as_torch_does(target):
-                live = self._asked(target, live, node, label)
-        elif isinstance(target, torch.optim.Optimizer):
-            recorded, lenient = self._recorded.get(label), self._any_optimizer
-            use = Use.OFFERED if lenient or has_pre_hooks(target) else Use.FITTING
-            state_too = lenient or recorded is None
-            looked_at = ("param_groups", "state") if state_too else ("param_groups",)
-            saved_state = {
-                key: self._described(child, where)
-                for key, child, where in children_of(node, label)
-                if key in looked_at
-            }
-            check_optimizer(
-                target,
-                saved_state,
-                recorded,
-                label,
-                any_class=lenient,
-                whole=self._select.selects_all,
-            )
-        elif isinstance(live, dict):
-            self.left += check_known(target, live, node, label, self._select)
-        if isinstance(live, dict) and node[0] in MAPPINGS:
-            names = {key if type(key) is str else decode_key(key) for key in node[1]}
-            own = ((join(label, key), live[key]) for key in live if key not in names)
-            self.kept += [where for where, each in own if any_selected(each, where, self._select)]
-        return live, use, target.load_state_dict
-
-    def _asked(self, module: torch.nn.Module, live: Any, node: Node, label: str) -> Any:
-        """Return a module's state with the tensors to fill, after it was asked about the saved one.
-
-        A saved tensor that the module converts, drops or resizes has ``NOTHING`` to be filled.
-
-        Raises:
-            TargetMismatch: If the module refuses the saved state.
-        """
-        if not isinstance(live, dict) or node[0] not in MAPPINGS:
-            return live
-        left = len(self.left)
-        given = empty_mapping(node)()
-        for key, child, where in children_of(node, label):
-            elsewhere = key not in live and self._common is not None
-            if not elsewhere or not self._is_elsewhere(child, label, where, live, Use.FITTING):
-                given[key] = self._described(child, where)
-        del self.left[left:]
-        if not self._select.selects_all:
-            for key in live:
-                if key not in given and not any_selected(live[key], join(label, key), self._select):
-                    given[key] = live[key]
-        if node[0] == "ordered_dict" and len(node) > 3:
-            vars(given).update(self._described(node[3], join(label, "__dict__")))
-        found = rehearse(module, given, live, module.load_state_dict, label, partial(join, label))
-        if found is None:
-            return live
-        fresh = {key: NOTHING if each is None else each for key, each in found.items()}
-        return {**live, **fresh}
-
-    def _described(self, node: Node, label: str) -> Any:
-        """Return a saved tree as objects, with a description in place of each tensor."""
-        tag = node[0]
-        if tag == "tensor":
-            stored = self._targets.stored[node[1]]
-            held = partial(self._targets.held, stored)
-            return SavedTensor(stored.dtype, tuple(stored.shape), held)
-        if tag == "value":
-            return self._value_of(node, label)
-        if tag in ("shared", "ref"):
-            return self._described(self._definitions[node[1]], label)
-        if tag in ("stateful", "registered"):
-            return self._described(node[-1], label)
-        if self._per_rank.derive is not None and is_generators(node):
-            return None  # It is made for this rank.
-        children = [
-            (key, self._described(child, where))
-            for key, child, where in children_of(node, label)
-            if child[0] != "absent" or tag not in MAPPINGS
-        ]
-        if tag in MAPPINGS:
-            return dict(children)
-        values = [value for _, value in children]
-        return tuple(values) if tag == "tuple" else values
 
     # Shared containers
 
@@ -670,7 +437,7 @@ class Matching:
                 label = self._home_of(number, label)
             planned[key] = never
             self._alive.append(live)
-            self._builder.plan(key, self.plan(self._definitions[number], label, live, use))
+            self._builder.plan(key, self.plan(self.record.definitions[number], label, live, use))
         return lambda: planned[key]()
 
     def _home_of(self, number: int, label: str) -> str:
@@ -707,21 +474,6 @@ _PLANS: dict[str, _Plan] = {
     "ref": Matching._shared,
     "absent": Matching._absent,
 }
-
-
-def _unpickled(data: list[Any], label: str, *, allowed: bool) -> Any:
-    if not allowed:
-        raise UnsupportedState(
-            "The checkpoint holds a pickled object, which could run any code when it is loaded",
-            key=label or None,
-            hint='Pass pickle="allow" if you trust its writer, or leave it out with exclude',
-        )
-    try:
-        return pickle.loads(base64.b64decode(data[1], validate=True))
-    except Exception as error:
-        raise InvalidManifest(
-            f"The pickled object cannot be made: {error}", key=label or None
-        ) from error
 
 
 # Keys and kinds of the target

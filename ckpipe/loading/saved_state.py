@@ -16,19 +16,22 @@ saved one and from its rank.
 
 from __future__ import annotations
 
+import base64
+import pickle
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from ckpipe.errors import StructureMismatch
+from ckpipe.errors import CkpipeError, InvalidManifest, StructureMismatch, UnsupportedState
 from ckpipe.format.keys import Json, LabelFilter, canonical
 from ckpipe.format.manifest import ManifestDocument, OptimizerRow, TensorRow
 from ckpipe.format.merge import differ_privately
 from ckpipe.format.tree import MAPPINGS, Node, nodes_of, walk, with_nodes
 from ckpipe.loading.chunks import NeedsFullIndex
 from ckpipe.loading.select import PerRankItems, PerRankPolicy
+from ckpipe.state.values import decode_value
 from ckpipe.state_helpers import derived_generators
 
 
@@ -58,6 +61,54 @@ class SavedState:
     foreign: frozenset[str] = frozenset()
     same_world: bool = True
     optimizers: Mapping[str, OptimizerRow] = field(default_factory=dict)
+
+    def value_of(self, number: int, label: str, *, pickling: bool) -> Any:
+        """Return an inline value; the caller's function combines those that belong to a rank.
+
+        Args:
+            number: Its number.
+            label: The label of its node.
+            pickling: Whether pickled objects may be made.
+
+        Raises:
+            PerRankValue: If it belongs to a rank, and the caller's policy does not cover it.
+            UnsupportedState: If it is pickled and that is refused.
+            InvalidManifest: If it does not exist or is malformed.
+        """
+        if not 0 <= number < len(self.values):
+            raise InvalidManifest(f"The tree names value {number}, which does not exist", key=label)
+        copies = self.per_rank.values.get(number)
+        if copies is None:
+            return _decoded(self.values[number], label, pickling=pickling)
+        if self.per_rank.combine is None or not copies:
+            raise self.per_rank.refused(label, copies)
+        made = [_decoded(each, label, pickling=pickling) for each in copies]
+        return self.per_rank.combine(label, made)
+
+
+def _decoded(data: Json, label: str, *, pickling: bool) -> Any:
+    if isinstance(data, list) and data[:1] == ["pickle"]:
+        return _unpickled(data, label, allowed=pickling)
+    try:
+        return decode_value(data)
+    except CkpipeError as error:
+        error.key = error.key or label or None
+        raise
+
+
+def _unpickled(data: list[Any], label: str, *, allowed: bool) -> Any:
+    if not allowed:
+        raise UnsupportedState(
+            "The checkpoint holds a pickled object, which could run any code when it is loaded",
+            key=label or None,
+            hint='Pass pickle="allow" if you trust its writer, or leave it out with exclude',
+        )
+    try:
+        return pickle.loads(base64.b64decode(data[1], validate=True))
+    except Exception as error:
+        raise InvalidManifest(
+            f"The pickled object cannot be made: {error}", key=label or None
+        ) from error
 
 
 def state_of_part(bundle: ManifestDocument, number: int) -> SavedState:

@@ -1,0 +1,153 @@
+"""Open an object of the target that has ``load_state_dict``, and ask it about its saved state.
+
+The state of an object is matched by its keys, not by the containers around it: the object decides
+which of them it needs, and which tensors of its own are filled. Nothing is changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from ckpipe.format.keys import decode_key, join
+from ckpipe.format.tree import MAPPINGS, Node, children_of
+from ckpipe.interpreter import user_code
+from ckpipe.loading.factories import empty_mapping
+from ckpipe.loading.match_record import NOTHING, MatchRecord, Use
+from ckpipe.loading.optimizers import check_optimizer, has_pre_hooks
+from ckpipe.loading.rehearsal import rehearse
+from ckpipe.loading.saved_state import is_generators
+from ckpipe.loading.stateful import (
+    SavedObject,
+    SavedTensor,
+    check_known,
+    check_module,
+    live_state,
+    loads_as_torch_does,
+    saves_as_torch_does,
+)
+
+OpenedObject = tuple[Any, Use, Callable[[Any], object]]
+"""The live state of an object, its use, and the function that loads it."""
+
+
+def open_object(record: MatchRecord, target: Any, node: Node, label: str) -> OpenedObject:
+    """Read the live state of an object, and check that it takes the saved one.
+
+    Args:
+        record: The arguments of the match; gets its findings.
+        target: The object.
+        node: The saved node of its ``state_dict``.
+        label: Its label in the state.
+
+    Raises:
+        TargetMismatch: If the object refuses the saved state.
+    """
+    if hasattr(type(target), "__ckpipe_targets__"):
+        return _targets_of(record, target, node, label)
+    live = record.memo.once(target, partial(live_state, target))
+    use = Use.OFFERED
+    if isinstance(target, torch.nn.Module):
+        use = Use.FITTING
+        if loads_as_torch_does(target):
+            use = Use.NAMED
+            check_module(live, node, label, record.select, record.saved.common)
+        if use is Use.FITTING or not saves_as_torch_does(target):
+            live = _rehearsed(record, target, live, node, label)
+    elif isinstance(target, torch.optim.Optimizer):
+        recorded, lenient = record.saved.optimizers.get(label), record.any_optimizer
+        use = Use.OFFERED if lenient or has_pre_hooks(target) else Use.FITTING
+        state_too = lenient or recorded is None
+        looked_at = ("param_groups", "state") if state_too else ("param_groups",)
+        saved_state = {
+            key: _described(record, child, where)
+            for key, child, where in children_of(node, label)
+            if key in looked_at
+        }
+        whole = record.select.selects_all
+        check_optimizer(target, saved_state, recorded, label, any_class=lenient, whole=whole)
+    elif isinstance(live, dict):
+        record.left += check_known(target, live, node, label, record.select)
+    if isinstance(live, dict) and node[0] in MAPPINGS:
+        names = {key if type(key) is str else decode_key(key) for key in node[1]}
+        own = ((join(label, key), live[key]) for key in live if key not in names)
+        record.kept += [where for where, each in own if record.is_selected(each, where)]
+    return live, use, target.load_state_dict
+
+
+def _targets_of(record: MatchRecord, target: Any, node: Node, label: str) -> OpenedObject:
+    saved = SavedObject(
+        _described(record, node, label),
+        label,
+        record.select,
+        record.saved.common,
+        record.targets.cast,
+        record.memo,
+        record.any_optimizer,
+        record.saved.foreign if record.saved.same_world else frozenset(),
+    )
+    with user_code("__ckpipe_targets__", label):
+        found = target.__ckpipe_targets__(saved)
+    record.kept += found.missing
+    record.left += found.unexpected
+    return found.tree, Use.IN_PLACE, lambda _: found.attach()
+
+
+def _rehearsed(
+    record: MatchRecord, module: torch.nn.Module, live: Any, node: Node, label: str
+) -> Any:
+    """Return a module's state with the tensors to fill, after a rehearsal with the saved one.
+
+    A saved tensor that the module converts, drops or resizes has ``NOTHING`` to be filled.
+
+    Raises:
+        TargetMismatch: If the module refuses the saved state.
+    """
+    if not isinstance(live, dict) or node[0] not in MAPPINGS:
+        return live
+    left = len(record.left)
+    given = empty_mapping(node)()
+    for key, child, where in children_of(node, label):
+        if key in live or not record.is_elsewhere(child, label, where, live, Use.FITTING):
+            given[key] = _described(record, child, where)
+    del record.left[left:]
+    if not record.select.selects_all:
+        for key in live:
+            if key not in given and not record.is_selected(live[key], join(label, key)):
+                given[key] = live[key]
+    if node[0] == "ordered_dict" and len(node) > 3:
+        vars(given).update(_described(record, node[3], join(label, "__dict__")))
+    found = rehearse(module, given, live, module.load_state_dict, label, partial(join, label))
+    if found is None:
+        return live
+    fresh = {key: NOTHING if each is None else each for key, each in found.items()}
+    return {**live, **fresh}
+
+
+def _described(record: MatchRecord, node: Node, label: str) -> Any:
+    """Return a saved tree as objects, with a description in place of each tensor."""
+    tag = node[0]
+    if tag == "tensor":
+        stored = record.targets.stored[node[1]]
+        held = partial(record.targets.held, stored)
+        return SavedTensor(stored.dtype, tuple(stored.shape), held)
+    if tag == "value":
+        return record.value_of(node, label)
+    if tag in ("shared", "ref"):
+        return _described(record, record.definitions[node[1]], label)
+    if tag in ("stateful", "registered"):
+        return _described(record, node[-1], label)
+    if record.saved.per_rank.derive is not None and is_generators(node):
+        return None  # It is made for this rank.
+    children = [
+        (key, _described(record, child, where))
+        for key, child, where in children_of(node, label)
+        if child[0] != "absent" or tag not in MAPPINGS
+    ]
+    if tag in MAPPINGS:
+        return dict(children)
+    values = [value for _, value in children]
+    return tuple(values) if tag == "tuple" else values
