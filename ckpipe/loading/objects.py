@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ckpipe.format.keys import decode_key, join
-from ckpipe.format.tree import MAPPINGS, Node, children_of
+from ckpipe.format.tree import MAPPINGS, WRAPPERS, Node, children_of
 from ckpipe.interpreter import user_code
 from ckpipe.loading.factories import empty_mapping
 from ckpipe.loading.match_record import NOTHING, MatchRecord, Use
@@ -136,9 +136,9 @@ def _described(record: MatchRecord, node: Node, label: str) -> Any:
         return SavedTensor(stored.dtype, tuple(stored.shape), held)
     if tag == "value":
         return record.value_of(node, label)
-    if tag in ("shared", "ref"):
+    if tag == "ref":
         return _described(record, record.definitions[node[1]], label)
-    if tag in ("stateful", "registered"):
+    if tag in WRAPPERS:
         return _described(record, node[-1], label)
     if record.saved.per_rank.derive is not None and is_generators(node):
         return None  # It is made for this rank.

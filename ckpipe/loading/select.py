@@ -18,6 +18,7 @@ from ckpipe.errors import PerRankValue
 from ckpipe.format.keys import Json, LabelFilter, join
 from ckpipe.format.tree import (
     SETS,
+    WRAPPERS,
     Node,
     children_of,
     leaf_labels,
@@ -89,7 +90,7 @@ def _saved_labels(
     if tag in ("shared", "ref"):
         if node[1] not in above:
             yield from _saved_labels(known[node[1]], label, known, above | {node[1]})
-    elif tag in ("stateful", "registered"):
+    elif tag in WRAPPERS:
         yield from _saved_labels(node[-1], label, known, above)
     for _, child, where in children_of(node, label):
         yield from _saved_labels(child, where, known, above)
@@ -127,14 +128,6 @@ def pruned(
                 return node
             left_out.append(label)
             return None
-        if tag in ("stateful", "registered"):
-            before = len(left_out)
-            inner = left_of(node[-1], label)
-            if inner is not None and len(left_out) > before and not leaf_labels(inner, label):
-                inner = None  # Empty containers alone are no reason to load an object.
-            if tag == "registered" and inner is not None and len(left_out) > before:
-                raise part_of_registered(label)
-            return None if inner is None else [*node[:-1], inner]
         if tag in ("shared", "ref"):
             number = node[1]
             if number in shared:
@@ -151,6 +144,14 @@ def pruned(
                 return None
             shared[number] = inner
             return ["shared", number, inner]
+        if tag in WRAPPERS:
+            before = len(left_out)
+            inner = left_of(node[-1], label)
+            if inner is not None and len(left_out) > before and not leaf_labels(inner, label):
+                inner = None  # Empty containers alone are no reason to load an object.
+            if tag == "registered" and inner is not None and len(left_out) > before:
+                raise part_of_registered(label)
+            return None if inner is None else [*node[:-1], inner]
         children = children_of(node, label)
         kept = [left_of(child, where) for _, child, where in children]
         if children and all(child is None for child in kept):
