@@ -36,8 +36,10 @@ FORMS: dict[str, tuple[str, ...]] = {
     "shared": ("count", "node"),
     "ref": ("count",),
 }
-"""The items of each kind of node after its kind. An ordered dict with attributes has one more item,
-their node. A filter leaves keys and attributes out; elements and fields become ``["absent"]``."""
+"""The items of each kind of node after its kind; one with ``?`` may be null. An ordered dict with
+attributes has one more item, their node. A filter leaves keys and attributes out; elements and
+fields become ``["absent"]``.
+"""
 
 MAPPINGS = tuple(kind for kind, form in FORMS.items() if form[:2] == ("keys", "nodes"))
 SETS = tuple(kind for kind, form in FORMS.items() if form == ("keys",))
