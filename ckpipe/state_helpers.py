@@ -154,7 +154,7 @@ def _as_tensor(value: Any) -> Any:
 
 
 def _as_words(value: Any) -> Any:
-    """Convert a tensor back to an array; older checkpoints hold the array itself."""
+    """Convert a tensor back to an array."""
     return np.asarray(value, np.uint32) if isinstance(value, torch.Tensor) else value
 
 

@@ -1,7 +1,6 @@
 """One state for each feature of the format, saved by an older ckpipe into ``data/features``.
 
-The committed checkpoints were written by ckpipe at commit d8965ae and are never written again. Only
-``generators`` is of a later one, since ``RngState`` has changed its form. New ones go beside them:
+The committed checkpoints are never written again. New ones go beside them:
 ``cd tests && python -c "import features; features.write(NAME)"``. All is done through public names,
 so that any version of ckpipe can run it.
 """

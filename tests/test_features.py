@@ -168,7 +168,7 @@ def test_generators_of_then_draw_what_they_would_have_drawn(old: Callable[[str],
 
     def restored() -> features.State:
         draws()
-        ckpipe.load(old("generators of d8965ae"), {"rng": ckpipe.RngState()}, include=["rng"])
+        ckpipe.load(old("generators"), {"rng": ckpipe.RngState()}, include=["rng"])
         return draws()
 
     assert seeded(restored) == seeded(draws)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.optim import LBFGS, SGD, Adam, AdamW, Optimizer
 from training_references import difference
 
@@ -543,6 +544,27 @@ class TestParts:
             optimizer.state[net.get_parameter("layers.0.weight")],
         )
         assert_same(found, {**kept, "exp_avg": saved["exp_avg"]})
+
+
+def test_a_state_of_dcps_functions_loads(pipeline: SyncPipeline) -> None:
+    def grouped() -> tuple[Net, Optimizer]:
+        net, _ = made(seed=1)
+        groups: list[dict[str, Any]] = [
+            {"params": [net.norm.weight, net.norm.bias], "lr": 0.5, "weight_decay": 0.25},
+            {"params": net.layers.parameters(), "betas": (0.5, 0.75)},
+        ]
+        return net, AdamW(groups)
+
+    net, optimizer = grouped()
+    step(net, optimizer)
+    state = dict(zip(("model", "optimizer"), get_state_dict(net, optimizer), strict=True))
+    pipeline.save({"training": state}).wait()
+    other, its = grouped()
+    step(other, its, steps=3)
+    for group in its.param_groups:
+        group["lr"] = 7.0
+    load(pipeline, other, its)
+    assert_same(everything(other, its)[:2], everything(net, optimizer)[:2])
 
 
 def test_a_parameter_that_is_not_the_models_is_refused(pipeline: SyncPipeline) -> None:

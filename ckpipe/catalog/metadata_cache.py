@@ -80,11 +80,7 @@ class MetadataCache:
         """Note the summary of an index; it replaces the digest."""
         self.known[name] = found
         told = self.told.pop(name, None)
-        # An older digest, from before copies were counted, lacks their number.
-        if (
-            told is not None
-            and told.text != replace(found.digest, copied_bytes=told.copied_bytes).text
-        ):
+        if told is not None and told.text != found.digest.text:
             logger.warning("The digest of %s contradicts its index: all digests are ignored", name)
             self.trusting = False
             self.told.clear()

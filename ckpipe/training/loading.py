@@ -53,7 +53,7 @@ def load_targets(
     """Match a saved state with a model and its optimizers.
 
     Args:
-        saved: The saved state, in the form of :mod:`ckpipe.training.optimizers` or an earlier one.
+        saved: The saved state, in the form of :mod:`ckpipe.training.optimizers` or of DCP.
         modules: The model, or stages of it.
         model: The tensors of the modules, by name.
         optimizers: The optimizers.
@@ -318,7 +318,6 @@ class _OptimizerMatch:
             for parameter, names in zip(each.parameters, each.names, strict=True):
                 _refuse_meta(parameter, saved.at("optimizer", "state", names[0]))
         groups = self._saved_groups()
-        self._forget_made_up_state()
         ours = frozenset(name for names in model.parameters.values() for name in names)
         self._match_groups(groups)
         self._match_empty_groups()
@@ -350,7 +349,7 @@ class _OptimizerMatch:
 
     def _saved_groups(self) -> list[_SavedGroup]:
         at = self._saved.at
-        if "param_groups" in self._there:  # the form of ckpipe 0.1 before November 2026
+        if "param_groups" in self._there:  # torch.distributed.checkpoint.state_dict has this form
             found = [
                 _SavedGroup(
                     at("optimizer", "param_groups", number),
@@ -522,41 +521,6 @@ class _OptimizerMatch:
         check_conversion(each.optimizer, groups, states, self._saved.at("optimizer"))
 
     # State
-
-    def _forget_made_up_state(self) -> None:
-        """Drop invented state, which early versions saved for optimizers before their first step.
-
-        Raises:
-            StructureMismatch: If the number of optimizers differs from the saved one, or the load
-                excludes ``begun``, which names those that had stepped.
-        """
-        begun = self._saved.state.get("begun")
-        if begun is None and "param_groups" in self._there and self._kept:
-            raise StructureMismatch(
-                "This checkpoint records in 'begun' which optimizers had stepped; without it their "
-                "state would be misread",
-                key=self._saved.at("optimizer"),
-                hint=f"Include {self._saved.at('begun')!r} as well",
-            )
-        if begun is None or all(begun):
-            return
-        if not any(begun):
-            self._kept = {}
-            return
-        if len(begun) != len(self._optimizers):
-            raise StructureMismatch(
-                f"The checkpoint has {len(begun)} optimizers, the target {len(self._optimizers)}",
-                key=self._saved.at("begun"),
-                hint="Load it into the same optimizers in the same order",
-            )
-        unstepped = {
-            name
-            for each, has_begun in zip(self._optimizers, begun, strict=True)
-            if not has_begun
-            for names in each.names
-            for name in names
-        }
-        self._kept = {name: s for name, s in self._kept.items() if name not in unstepped}
 
     def _match_state(self) -> None:
         plain, model = self._there.get("plain", {}), self._saved.state.get("model", {})
