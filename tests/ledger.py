@@ -29,7 +29,6 @@ _NAMES = [
     (re.compile(r"\d{8}T\d{9}Z-before"), "BEFORE"),
     (re.compile(r"\d{8}T\d{9}Z-run"), "RUN"),
     (re.compile(r"(?<=\.ckpipe/leases/)(.*?/)[0-9a-f]{16}(?=\.)"), r"\1HOLDER"),
-    (re.compile(r"(?<=\.ckpipe/digests/)(.*\.\d\d)\..*"), r"\1.TEXT"),
 ]
 """What is different in every run, and the name that ledgers have for it."""
 

@@ -6,7 +6,6 @@ that ckpipe does as the page says.
 
 from __future__ import annotations
 
-import base64
 import json
 import zlib
 from collections.abc import Callable
@@ -17,7 +16,7 @@ from awscrt import checksums
 
 ATTEMPTS, DELETED = ".ckpipe/attempts/", ".ckpipe/deleted/"
 LEASES, PINS = ".ckpipe/leases/", ".ckpipe/pins/"
-DIGESTS = ".ckpipe/digests/"
+SUMMARIES = ".ckpipe/digests/"
 
 Document = dict[str, Any]
 
@@ -95,11 +94,16 @@ def entries_of(data: bytes) -> tuple[int, dict[str, int]]:
     }
 
 
-def digest_key(id: object, nbytes: int, metrics: dict[str, float]) -> str:
-    """The key of the digest of a checkpoint of one rank, which needs but one piece."""
-    text = json.dumps([1, nbytes, 1, False, metrics], separators=(",", ":")).encode()
-    total = crc32c(text, crc32c(f"{id}.11.".encode())).to_bytes(4, "big")
-    return f"{DIGESTS}{id}.11.{base64.urlsafe_b64encode(total + text).rstrip(b'=').decode()}"
+def summary_key(id: object) -> str:
+    """The key of the summary of a checkpoint."""
+    return f"{SUMMARIES}{id}.json"
+
+
+def summary_data(id: object, nbytes: int, metrics: Document, **other: Any) -> bytes:
+    """The summary of a checkpoint of one rank."""
+    head = {"format": "ckpipe", "version": 1, "kind": "summary", "id": str(id)}
+    members = {"bytes": nbytes, "world_size": 1, "final": False, "metrics": metrics}
+    return sealed({**head, **members, "copied_bytes": 0, **other})
 
 
 def forge(path: Path, change: Callable[[Document], object]) -> None:

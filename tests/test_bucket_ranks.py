@@ -158,5 +158,5 @@ def test_ranks_that_die_lag_and_prune_at_once_lose_nothing(
     for info in kept:
         # Data, a manifest for each rank, and the index; a world of four has one level of groups.
         assert sum(name.removesuffix(".json") == info.id for name in ours) == 2 * RANKS + 1
-    digests = [name.rpartition("/")[2] for name in server.names(BUCKET, f"{inside}/digests/")]
-    assert {name.rsplit(".", 2)[0] for name in digests} <= {info.id for info in kept}
+    summaries = [name.rpartition("/")[2] for name in server.names(BUCKET, f"{inside}/digests/")]
+    assert {name.removesuffix(".json") for name in summaries} <= {info.id for info in kept}

@@ -62,7 +62,7 @@ def test_ls_brief_reads_no_index_and_ls_tells_of_a_damaged_one(
     assert found["problem"]
     assert call("pin", tmp_path, one).code == 0
     assert re.search(r"damaged: .*, pinned", call("ls", "--read", tmp_path).out)
-    # Without it names alone are looked at, and this one's says what was saved.
+    # Without it summaries are read, and this one says what was saved.
     (told,) = [e for e in call("--json", "ls", tmp_path).data["checkpoints"] if e["id"] == one]
     assert (told["metrics"], told["world_size"], told["problem"]) == ({"loss": 1.0}, 1, "")
     for each in (tmp_path / ".ckpipe" / "digests").iterdir():

@@ -15,10 +15,10 @@ import ckpipe
 from ckpipe import errors
 from ckpipe.backend import Children
 from ckpipe.catalog.leases import Lease
-from ckpipe.catalog.metadata_cache import MetadataCache, MetadataSummary
 from ckpipe.catalog.prune import best, decide_on, prune
-from ckpipe.format.metrics_sidecar import MetricsSidecar
+from ckpipe.catalog.summaries import Summaries
 from ckpipe.format.names import launch_id
+from ckpipe.format.summary import Summary
 from ckpipe.retention import KeepLast
 from ckpipe.testing import MemoryBackend
 from ckpipe.types import CheckpointId, CheckpointInfo
@@ -113,39 +113,39 @@ async def test_deletions_are_remembered_for_as_long_as_their_marks_stay(
     finished: set[CheckpointId] = set()
     another: set[CheckpointId] = set()
     for _ in range(2):
-        await prune(backend, rule, {}, MetadataCache(deleted=finished), sweep_after=DAY, now=NOW)
+        await prune(backend, rule, {}, Summaries(deleted=finished), sweep_after=DAY, now=NOW)
         assert finished == {each.key for each in gone}
     who = another if by_another else finished
-    await prune(backend, rule, {}, MetadataCache(deleted=who), sweep_after=DAY, now=LATER)
-    await prune(backend, rule, {}, MetadataCache(deleted=finished), sweep_after=DAY, now=LATER)
+    await prune(backend, rule, {}, Summaries(deleted=who), sweep_after=DAY, now=LATER)
+    await prune(backend, rule, {}, Summaries(deleted=finished), sweep_after=DAY, now=LATER)
     assert finished == set()
 
 
 @pytest.mark.parametrize("how", ["prune", "decide", "best"])
 async def test_what_others_have_removed_is_forgotten(store: Stores, how: str) -> None:
     *gone, newest = await anyio.to_thread.run_sync(saved, store.url, 0, 1, 2, 3)
-    backend, facts = store.memory, MetadataCache()
-    await decide_on(backend, KeepLast(1), {}, facts, now=NOW)
-    assert facts.names() == {newest.id, *(each.id for each in gone)}
-    await prune(backend, KeepLast(1), {}, MetadataCache(), sweep_after=DAY, now=NOW)
+    backend, summaries = store.memory, Summaries()
+    await decide_on(backend, KeepLast(1), {}, summaries, now=NOW)
+    assert summaries.names() == {newest.id, *(each.id for each in gone)}
+    await prune(backend, KeepLast(1), {}, Summaries(), sweep_after=DAY, now=NOW)
     if how == "prune":
-        await prune(backend, KeepLast(1), {}, facts, sweep_after=DAY, now=NOW)
+        await prune(backend, KeepLast(1), {}, summaries, sweep_after=DAY, now=NOW)
     elif how == "decide":
-        await decide_on(backend, KeepLast(1), {}, facts, now=NOW)
+        await decide_on(backend, KeepLast(1), {}, summaries, now=NOW)
     else:
         with pytest.raises(errors.CheckpointNotFound):  # it was saved without metrics
-            await best(backend, "loss", "min", facts)
-    assert facts.names() == {newest.id}
+            await best(backend, "loss", "min", summaries)
+    assert summaries.names() == {newest.id}
 
 
 async def test_what_is_learned_while_a_root_is_listed_is_not_forgotten() -> None:
-    facts, name = MetadataCache(), "step-000000000001.20250101T000000000Z-x.0"
+    summaries, name = Summaries(), "step-000000000001.20250101T000000000Z-x.0"
 
     class Committing(MemoryBackend):
         async def children(self, prefix: str = "") -> Children:
             found = await super().children(prefix)
-            facts.learn(name, MetadataSummary(MetricsSidecar(0, 1, final=False, metrics={})))
+            summaries.learn(name, Summary(0, 1, final=False, metrics={}))
             return found
 
-    await decide_on(Committing(), None, {}, facts, now=NOW)
-    assert facts.names() == {name}
+    await decide_on(Committing(), None, {}, summaries, now=NOW)
+    assert summaries.names() == {name}

@@ -11,13 +11,14 @@ import pytest
 import torch
 from pipelines import Stores, stores
 from stored_files import (
-    DIGESTS,
+    SUMMARIES,
     Document,
-    digest_key,
     document_of,
     index_key,
     pin_key,
     sealed,
+    summary_data,
+    summary_key,
     tombstone_key,
 )
 
@@ -54,7 +55,7 @@ async def put_index(store: Stores, template: Document, id: CheckpointId, loss: f
     name = {"step": id.step, "attempt": id.attempt, "count": id.count}
     await put(store, index_key(id), sealed(template | name | {"metrics": [metrics]}))
     (size,) = template["parts"]["files"][0]["size"]
-    await put(store, digest_key(id, size, metrics))
+    await put(store, summary_key(id), summary_data(id, size, metrics))
 
 
 async def fill(store: Stores, count: int, data: bytes) -> None:
@@ -103,13 +104,13 @@ async def best_step(pipeline: ckpipe.Pipeline) -> int:
     return best.step
 
 
-async def digests(store: Stores) -> list[str]:
-    return [each.key async for each in store.memory.list(DIGESTS)]
+async def summaries(store: Stores) -> list[str]:
+    return [each.key async for each in store.memory.list(SUMMARIES)]
 
 
-async def test_metrics_without_digests_are_read_once_for_each_index(store: Stores) -> None:
+async def test_metrics_without_summaries_are_read_once_for_each_index(store: Stores) -> None:
     await save_losses(store.url, [3.0, 1.0, float("nan"), 2.0])
-    await store.memory.delete(await digests(store))
+    await store.memory.delete(await summaries(store))
     async with ckpipe.Pipeline(store.url) as pipeline:
         for reads in (4, 0):
             before = len(store.faulty.operations)
@@ -117,18 +118,32 @@ async def test_metrics_without_digests_are_read_once_for_each_index(store: Store
             assert kinds(store.faulty.operations[before:])["get"] == reads
 
 
-async def test_the_best_of_two_thousand_costs_what_the_best_of_two_costs(
-    store: Stores, template: Document
+@pytest.mark.parametrize("count", [2, 1000])
+async def test_the_best_costs_a_summary_of_each_and_the_index_of_the_winner(
+    store: Stores, template: Document, count: int
 ) -> None:
-    counts = []
-    for steps in (range(2), range(2, 2000)):
-        for step in steps:
-            await put_index(store, template, CheckpointId(ATTEMPT, step, 0), 2000.0 - step)
-        async with ckpipe.Pipeline(store.url, read_only=True) as pipeline:
+    for step in range(count):
+        await put_index(store, template, CheckpointId(ATTEMPT, step, 0), float(count - step))
+    async with ckpipe.Pipeline(store.url, read_only=True) as pipeline:
+        for lists, gets in ((4, count + 1), (3, 0)):
             before = len(store.faulty.operations)
-            assert await best_step(pipeline) == steps[-1]
-            counts.append(kinds(store.faulty.operations[before:]))
-    assert counts == [{"children": 4, "get": 1}] * 2
+            assert await best_step(pipeline) == count - 1
+            done = kinds(store.faulty.operations[before:])
+            assert (done["children"], done["get"]) == (lists, gets)
+
+
+async def test_summaries_are_read_thirty_two_at_a_time(store: Stores, template: Document) -> None:
+    for step in range(50):
+        await put_index(store, template, CheckpointId(ATTEMPT, step, 0), 1.0)
+    async with (
+        ckpipe.Pipeline(store.url, read_only=True) as pipeline,
+        anyio.create_task_group() as tasks,
+    ):
+        store.slow.hold("get")
+        tasks.start_soon(best_step, pipeline)
+        await anyio.to_thread.run_sync(store.slow.gate.wait_until_held, 32)
+        assert store.slow.gate.waiting == 32
+        store.slow.release()
 
 
 @pytest.mark.parametrize("saved_again", [0, 3])
@@ -136,17 +151,18 @@ async def test_pruning_reads_what_decides_and_no_more(
     store: Stores, template: Document, saved_again: int
 ) -> None:
     ids = [CheckpointId(ATTEMPT, step, 0) for step in range(300)]
-    for id in [*ids, *(replace(each, count=1) for each in ids[:saved_again])]:
+    ids += [replace(each, count=1) for each in ids[:saved_again]]
+    for id in ids:
         await put_index(store, template, id, 1.0 + id.step)
     rule = KeepEvery(steps=1) | KeepBest("loss", n=2)
     async with ckpipe.Pipeline(store.url, retention=rule, worker="thread") as pipeline:
         before = len(store.faulty.operations)
         decision = await pipeline.prune()
-        reads = kinds(store.faulty.operations[before:])["get"]
+        reads = kinds(store.faulty.operations[before:])["get"] - len(ids)
     # One of each step goes, unless it is one of the two best; what stays of its step is read too.
     assert len(decision.remove) == max(0, saved_again - 1)
     assert reads <= 1 + 2 * saved_again + 2
-    assert len(await digests(store)) == len(decision.keep)
+    assert len(await summaries(store)) == len(decision.keep)
 
 
 async def test_a_metric_that_no_checkpoint_has_removes_nothing_and_is_told(
@@ -195,12 +211,12 @@ async def test_the_best_of_indexes_that_cannot_be_read_raises(store: Stores) -> 
             await pipeline.best("loss")
 
 
-def puts_digest(operation: Operation) -> bool:
-    return operation.verb == "put" and operation.key.startswith(DIGESTS)
+def puts_summary(operation: Operation) -> bool:
+    return operation.verb == "put" and operation.key.startswith(SUMMARIES)
 
 
-async def test_nobody_waits_for_a_digest(store: Stores) -> None:
-    gates = [store.faulty.pause(puts_digest, nth=nth) for nth in (1, 2)]
+async def test_nobody_waits_for_a_summary(store: Stores) -> None:
+    gates = [store.faulty.pause(puts_summary, nth=nth) for nth in (1, 2)]
     async with ckpipe.Pipeline(store.url, worker="thread") as pipeline:
         handle = await pipeline.save({"w": 2}, step=2)
         assert (await handle).complete
@@ -208,10 +224,10 @@ async def test_nobody_waits_for_a_digest(store: Stores) -> None:
         assert (await (await pipeline.save({"w": 3}, step=3))).complete
         for gate in gates:
             gate.wait_until_held()
-        assert await digests(store) == []
+        assert await summaries(store) == []
         for gate in gates:
             gate.release()
-    assert len(await digests(store)) == 2
+    assert len(await summaries(store)) == 2
 
 
 async def test_nobody_waits_for_a_deletion(store: Stores) -> None:
@@ -231,18 +247,20 @@ async def test_nobody_waits_for_a_deletion(store: Stores) -> None:
         assert [info.step for info in await pipeline.steps()] == [5]
 
 
-async def test_a_store_that_takes_no_digest_takes_saves(store: Stores) -> None:
-    store.faulty.fail(errors.StoreError("not today"), lambda each: DIGESTS in each.key, times=None)
+async def test_a_store_that_takes_no_summary_takes_saves(store: Stores) -> None:
+    store.faulty.fail(
+        errors.StoreError("not today"), lambda each: SUMMARIES in each.key, times=None
+    )
     await save_losses(store.url, [2.0, 1.0])
     store.faulty.heal()
-    assert await digests(store) == []
+    assert await summaries(store) == []
     async with ckpipe.Pipeline(store.url) as pipeline:
         assert await best_step(pipeline) == 1
 
 
-async def test_a_read_only_root_and_a_dry_run_get_no_digests(store: Stores) -> None:
+async def test_a_read_only_root_and_a_dry_run_get_no_summaries(store: Stores) -> None:
     await save_losses(store.url, [2.0, 1.0])
-    await store.memory.delete(await digests(store))
+    await store.memory.delete(await summaries(store))
     async with ckpipe.Pipeline(store.url, read_only=True, keep_last=1) as pipeline:
         before = set(store.memory._store.objects)
         assert await best_step(pipeline) == 1

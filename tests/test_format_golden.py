@@ -24,18 +24,20 @@ from ckpipe.format.checksummed_json import json_text
 from ckpipe.format.codec import decode_bundle, encode_bundle
 from ckpipe.format.manifest import BundleKind
 from ckpipe.format.merge import merge
-from ckpipe.format.names import index_key
+from ckpipe.format.names import index_key, summary_key
+from ckpipe.format.summary import decode_summary, encode_summary, summary_of
 
 DATA = Path(__file__).parent / "data" / "format-v1"
 FORMAT = Path(__file__).parent.parent / "docs" / "format.md"
-SCHEMA = Path(__file__).parent.parent / "docs" / "schema" / "bundle-v1.json"
+SCHEMAS = Path(__file__).parent.parent / "docs" / "schema"
+SCHEMA = SCHEMAS / "bundle-v1.json"
 WORLDS = (1, 3, 200)
 
 
 def kept(world_size: int) -> Iterator[tuple[str, bytes]]:
     root = DATA / f"world-{world_size}"
     for path in sorted(root.rglob("*")):
-        if path.is_file():
+        if path.is_file() and ".ckpipe" not in path.parts:
             yield path.relative_to(root).as_posix(), path.read_bytes()
 
 
@@ -65,6 +67,16 @@ def test_bundles_fit_the_published_schema(world_size: int) -> None:
     for key, data in kept(world_size):
         if key.endswith(".json"):
             validator.validate(json.loads(text_of(data)))
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_summaries_of_then_say_what_the_index_says(world_size: int) -> None:
+    index = decode_bundle(dict(kept(world_size))[index_key(ID)], key="", id=ID, kind="index")
+    data = (DATA / f"world-{world_size}" / summary_key(ID)).read_bytes()
+    assert decode_summary(ID, data).members == summary_of(index).members
+    assert encode_summary(ID, summary_of(index)) == data
+    schema = json.loads((SCHEMAS / "summary-v1.json").read_text())
+    jsonschema.Draft202012Validator(schema).validate(json.loads(data))
 
 
 @pytest.mark.parametrize(

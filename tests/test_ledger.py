@@ -156,7 +156,7 @@ def test_prunes(world_size: int) -> None:
     ledger.check(f"prunes-of-{world_size}", "prune", "save and prune")
     for step in (1, 2, 3):
         checkpoint = rf"step-0*{step}\.BEFORE\.0"
-        index, data = rf"{checkpoint}.json: delete", rf"{checkpoint}/rank-.*: delete"
+        index, data = rf"^\d+ {checkpoint}.json: delete", rf"{checkpoint}/rank-.*: delete"
         manifests = [rf"{checkpoint}/m/.*: delete"] if world_size > 1 else []
         ledger.check_order(
             rf"deleted/{checkpoint}: put CREATE",

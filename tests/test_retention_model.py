@@ -23,8 +23,8 @@ from ckpipe.catalog.complete import publish_up, repaired
 from ckpipe.catalog.delete import delete
 from ckpipe.catalog.find import discover
 from ckpipe.catalog.leases import Lease, leased
-from ckpipe.catalog.metadata_cache import MetadataCache
 from ckpipe.catalog.prune import decide_on, pin, prune, remove, unpin
+from ckpipe.catalog.summaries import Summaries
 from ckpipe.errors import CheckpointIncomplete, CheckpointNotFound, UsageError
 from ckpipe.format.codec import encode_bundle
 from ckpipe.format.keys import encode_float
@@ -107,18 +107,14 @@ class World:
         """Prune, and die in the middle or tell what was done; return whether it came through."""
         faulty = FaultyBackend(self.store)
         protected = dict.fromkeys(await leased(self.store), "leased")
-        planned = await decide_on(
-            self.store, rule, protected, MetadataCache(), now=datetime.now(UTC)
-        )
+        planned = await decide_on(self.store, rule, protected, Summaries(), now=datetime.now(UTC))
         if crash is not None:
             faulty.fail(Crash(), crash[0], crash[1])
-        facts, through = MetadataCache(), False
+        known, through = Summaries(), False
         try:
-            done = await prune(faulty, rule, protected, facts, sweep_after=DAY)
+            done = await prune(faulty, rule, protected, known, sweep_after=DAY)
             assert (done.keep, done.remove) == (planned.keep, planned.remove), "as the dry run said"
-            again = await decide_on(
-                self.store, rule, protected, MetadataCache(), now=datetime.now(UTC)
-            )
+            again = await decide_on(self.store, rule, protected, Summaries(), now=datetime.now(UTC))
             assert again.remove == (), "twice is as good as once"
             assert set(again.keep) == set(planned.keep)
             through = True
@@ -219,7 +215,7 @@ async def test_a_crash_of_a_prune_at_any_operation_is_made_good(
             await world.save(step, loss, 3)
         await world.lease(sorted(world.complete)[leased])
         protected = dict.fromkeys(world.leases, "leased")
-        planned = await decide_on(world.store, rule, protected, MetadataCache(), now=NOW)
+        planned = await decide_on(world.store, rule, protected, Summaries(), now=NOW)
         through = await world.prune(rule, (number, landing))
         await world.prune(rule, None)
         assert world.complete == set(planned.keep), "what was planned is what happens"
@@ -294,7 +290,7 @@ async def race(stops: tuple[int, int], landings: tuple[Landing, Landing], first:
 
     async def remove_both() -> None:
         # One may be complete by then, and retention deletes it; one that is not, a sweep does.
-        await prune(pruner, KeepLast(1), {}, MetadataCache(), sweep_after=DAY)
+        await prune(pruner, KeepLast(1), {}, Summaries(), sweep_after=DAY)
         await delete(pruner, FULL, force=True)
 
     work = {"healer": (healer, heal()), "pruner": (pruner, remove_both())}
@@ -307,7 +303,7 @@ async def race(stops: tuple[int, int], landings: tuple[Landing, Landing], first:
         if each.complete
     }
     assert seen == world.complete, "the deleted one is not complete, whoever looks"
-    await prune(world.store, KeepLast(1), {}, MetadataCache(), sweep_after=DAY)
+    await prune(world.store, KeepLast(1), {}, Summaries(), sweep_after=DAY)
     keys = {each.key async for each in world.store.list("")}
     assert not [key for key in keys if key.startswith(prefix(FULL))]
     assert tombstone_key(FULL) in keys
@@ -324,13 +320,13 @@ async def test_a_healer_that_races_a_pruner_revives_nothing() -> None:
 
 async def prune_twice(first: int, second: int, turns: int) -> None:
     """Two who prune in one process, each stopped once; the second goes on some turns later."""
-    world, facts = World(), MetadataCache()
+    world, known = World(), Summaries()
     for step in range(3):
         await world.save(step, 1.0, 3)
-    await decide_on(world.store, KeepLast(1), {}, facts, now=datetime.now(UTC))
+    await decide_on(world.store, KeepLast(1), {}, known, now=datetime.now(UTC))
     pruners = [Stepped(world.store, stop, Landing.AFTER) for stop in (first, second)]
     tasks = [
-        await run_until_stopped(each, prune(each, KeepLast(1), {}, facts, sweep_after=DAY, now=NOW))
+        await run_until_stopped(each, prune(each, KeepLast(1), {}, known, sweep_after=DAY, now=NOW))
         for each in pruners
     ]
     pruners[0].go_on.set()
@@ -339,7 +335,7 @@ async def prune_twice(first: int, second: int, turns: int) -> None:
     pruners[1].go_on.set()
     await asyncio.gather(*tasks)
     left = {each.id for each in await discover(world.store) if each.complete}
-    assert left == {world.newest()} == set(facts.known)
+    assert left == {world.newest()} == set(known.known)
 
 
 async def test_two_who_prune_at_once_do_not_miss_what_the_other_has_forgotten() -> None:
@@ -354,7 +350,7 @@ async def both(
     order = [first, *(name for name in work if name != first)]
     tasks = {name: await run_until_stopped(*work[name]) for name in order}
     if between:
-        await prune(store, KeepLast(1), {}, MetadataCache(), sweep_after=DAY, now=NOW)
+        await prune(store, KeepLast(1), {}, Summaries(), sweep_after=DAY, now=NOW)
     ended = {}
     for name in order:
         work[name][0].go_on.set()
@@ -388,14 +384,14 @@ async def pin_beside(
     removing = (
         remove(remover, str(id))
         if by == "rm"
-        else prune(remover, KeepLast(1), {}, MetadataCache(), sweep_after=DAY, now=NOW)
+        else prune(remover, KeepLast(1), {}, Summaries(), sweep_after=DAY, now=NOW)
     )
     work = {"pin": (pinner, pin(pinner, id)), "remove": (remover, removing)}
     ended = await both(work, first, between, world.store)
     assert isinstance(ended["remove"], None | UsageError | CheckpointNotFound)
     assert isinstance(ended["pin"], None | CheckpointIncomplete)
     for _ in range(2):
-        await prune(world.store, KeepLast(1), {}, MetadataCache(), sweep_after=DAY, now=NOW)
+        await prune(world.store, KeepLast(1), {}, Summaries(), sweep_after=DAY, now=NOW)
     pinned = ended["pin"] is None
     complete = {each.id: each for each in await discover(world.store) if each.complete}
     assert complete.keys() == ({str(id)} if pinned else set()) | {world.newest()}
@@ -421,7 +417,7 @@ async def pin_beside_two(first_stop: int, second_stop: int, pin_stop: int) -> No
     stops = (first_stop, second_stop, pin_stop)
     backends = [Stepped(world.store, stop, Landing.BEFORE) for stop in stops]
     *pruners, pinner = backends
-    work = [prune(each, KeepLast(1), {}, MetadataCache(), sweep_after=DAY) for each in pruners]
+    work = [prune(each, KeepLast(1), {}, Summaries(), sweep_after=DAY) for each in pruners]
     first, second = [await run_until_stopped(*each) for each in zip(pruners, work, strict=True)]
     pinning = await run_until_stopped(pinner, pin(pinner, id))
     for backend, task in zip(backends[1::-1], (second, first), strict=True):
@@ -429,7 +425,7 @@ async def pin_beside_two(first_stop: int, second_stop: int, pin_stop: int) -> No
         await task
     pinner.go_on.set()
     await asyncio.wait([pinning])
-    await prune(world.store, KeepLast(1), {}, MetadataCache(), sweep_after=DAY)
+    await prune(world.store, KeepLast(1), {}, Summaries(), sweep_after=DAY)
     expected = {tombstone_key(id)} if pinning.exception() else {*whole, pin_key(id)}
     assert await left_of(world.store, id) == expected
 
@@ -447,7 +443,7 @@ async def force_beside(
     await pin(world.store, id)
     remover = Stepped(world.store, stops[0], landings[0])
     pruner = Stepped(world.store, stops[1], landings[1])
-    pruning = prune(pruner, KeepLast(1), {}, MetadataCache(), sweep_after=DAY, now=NOW)
+    pruning = prune(pruner, KeepLast(1), {}, Summaries(), sweep_after=DAY, now=NOW)
     work = {
         "remove": (remover, remove(remover, str(id), force=True)),
         "prune": (pruner, pruning),

@@ -34,7 +34,7 @@ from ckpipe.catalog.find import (
     recheck,
     stat_or_none,
     top,
-    write_sidecar_of,
+    write_summary_of,
 )
 from ckpipe.errors import (
     CkpipeError,
@@ -314,7 +314,7 @@ async def repair(backend: Backend, info: CheckpointInfo, *, sure: bool = False) 
         outcome = await complete_from_top(backend, id, world_size)
     except (CorruptCheckpoint, StoreError, UnsupportedVersion) as error:
         return _left(info, error, sure)
-    await write_sidecar_of(backend, outcome.index)
+    await write_summary_of(backend, outcome.index)
     return await recheck(backend, info) if outcome.complete else info
 
 

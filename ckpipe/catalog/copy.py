@@ -24,7 +24,7 @@ import anyio
 import anyio.to_thread
 
 from ckpipe.backend import Backend, Upload, UploadLimits
-from ckpipe.catalog.find import locate_errors, read_document, stat_or_none, write_sidecar_of
+from ckpipe.catalog.find import locate_errors, read_document, stat_or_none, write_summary_of
 from ckpipe.errors import (
     ChecksumMismatch,
     CkpipeError,
@@ -135,7 +135,7 @@ async def copy_checkpoint(
             report.copied_bytes += file.size * copied
     await _copy_metadata(source, target, id, settings)
     await _create(target, index_key(id), index)
-    await write_sidecar_of(target, bundle)
+    await write_summary_of(target, bundle)
     return report
 
 

@@ -36,8 +36,8 @@ from collections.abc import Iterable, Sequence
 from datetime import datetime, timedelta
 from enum import Enum, auto
 
-from ckpipe.backend import Backend, ObjectInfo
-from ckpipe.catalog.find import Listing, list_root, owned_sidecars, stat_or_none
+from ckpipe.backend import Backend
+from ckpipe.catalog.find import Listing, list_root, list_summaries, stat_or_none
 from ckpipe.catalog.leases import leased
 from ckpipe.errors import LinkRefused, StoreFull
 from ckpipe.format.names import index_key, is_own, pin_key, prefix, tombstone_key
@@ -70,7 +70,7 @@ class Removal(Enum):
 async def delete(
     backend: Backend,
     id: CheckpointId,
-    digests: Sequence[str] | None = None,
+    summaries: Sequence[str] | None = None,
     *,
     force: bool = False,
 ) -> Removal:
@@ -79,7 +79,7 @@ async def delete(
     Args:
         backend: The store.
         id: The checkpoint.
-        digests: Keys of its digest, if the caller knows them; None costs a list.
+        summaries: Keys of its summaries, if the caller knows them; None costs a list.
         force: Whether to delete it even if it is pinned or leased.
 
     Returns:
@@ -89,8 +89,8 @@ async def delete(
         LinkRefused: If its directory is a link; the checkpoint is unchanged then.
         StoreError: If the store failed; another call goes on where this one stopped.
     """
-    if digests is None:
-        digests = [each.key for each in (await owned_sidecars(backend)).get(id, [])]
+    if summaries is None:
+        summaries = [each.key for each in (await list_summaries(backend)).get(id, [])]
     there = await _keys(backend, id)
     if force and await stat_or_none(backend, pin_key(id)):
         await backend.delete([pin_key(id)])  # other processes would cancel the deletion by it
@@ -98,12 +98,12 @@ async def delete(
     try:
         await _mark(backend, id)
     except StoreFull:
-        removal = await remove(backend, id, digests, there)
+        removal = await remove(backend, id, summaries, there)
         if removal is not Removal.GONE:
             return removal
         await _mark(backend, id)
         there = []
-    return await remove(backend, id, digests, there)
+    return await remove(backend, id, summaries, there)
 
 
 async def has_own(backend: Backend, id: CheckpointId) -> bool:
@@ -127,7 +127,7 @@ async def _mark(backend: Backend, id: CheckpointId) -> None:
 
 
 async def _remove_unless_held(
-    backend: Backend, id: CheckpointId, digests: Iterable[str], there: Sequence[str] = ()
+    backend: Backend, id: CheckpointId, summaries: Iterable[str], there: Sequence[str] = ()
 ) -> Removal:
     if await leased(backend, str(id)):
         return Removal.WAITS
@@ -137,18 +137,18 @@ async def _remove_unless_held(
             return Removal.WAITS
         await backend.delete([tombstone_key(id)])
         return Removal.PINNED
-    return await _remove(backend, id, digests, there)
+    return await _remove(backend, id, summaries, there)
 
 
 async def _remove(
-    backend: Backend, id: CheckpointId, digests: Iterable[str], there: Sequence[str] = ()
+    backend: Backend, id: CheckpointId, summaries: Iterable[str], there: Sequence[str] = ()
 ) -> Removal:
     """Remove all objects of a checkpoint that ckpipe wrote.
 
     Args:
         backend: The store.
         id: The checkpoint.
-        digests: Keys of its digest.
+        summaries: Keys of its summaries.
         there: The listed keys below its prefix, if there was a list.
     """
     await backend.delete([index_key(id)])
@@ -174,7 +174,7 @@ async def _remove(
                 id,
                 first_of(sorted(there), _SHOWN),
             )
-    await backend.delete([pin_key(id), *digests])
+    await backend.delete([pin_key(id), *summaries])
     return Removal.GONE
 
 
@@ -218,12 +218,12 @@ async def finish_deletions(
         old |= early if len(early) >= _TOGETHER else set()
     # Old ones are checked again before the tombstone goes: a straggler may have written since.
     pending = [id for id in tombs if id in old or id not in finished]
-    digests: dict[CheckpointId, list[ObjectInfo]] = await owned_sidecars(backend) if pending else {}
+    summaries = await list_summaries(backend) if pending else {}
     left = listing.named()
     forgotten = []
     for id in pending:
-        if id in left or id in digests:
-            keys = [each.key for each in digests.get(id, [])]
+        if id in left or id in summaries:
+            keys = [each.key for each in summaries.get(id, [])]
             if await _remove_unless_held(backend, id, keys) is not Removal.GONE:
                 continue
         finished.add(id)

@@ -1,46 +1,49 @@
-"""List the checkpoints of a root, and read their indexes and metrics sidecars.
+"""List the checkpoints of a root, and read their indexes and summaries.
 
-Metrics sidecars (:mod:`ckpipe.format.metrics_sidecar`) are advisory. If one cannot be written,
-later readers read an index instead; the save does not fail.
+Summaries (:mod:`ckpipe.format.summary`) are hints. If one cannot be written or read, the index is
+read instead; the save does not fail.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import partial
 
-from ckpipe import threads
 from ckpipe.backend import Backend, Children, ObjectInfo
 from ckpipe.errors import (
     CheckpointIncomplete,
     CheckpointNotFound,
     CkpipeError,
+    InvalidManifest,
     MissingObject,
     ObjectNotFound,
+    StoreUnavailable,
 )
 from ckpipe.format.codec import MAX_STORED_BYTES, MOST_ROWS, decode_bundle
 from ckpipe.format.manifest import BundleKind, ManifestDocument
-from ckpipe.format.metrics_sidecar import (
-    MetricsSidecar,
-    read_sidecars,
-    sidecar_keys,
-    sidecar_of,
-    sidecar_owner,
-)
 from ckpipe.format.names import (
     DELETED,
-    DIGESTS,
     PINS,
+    SUMMARIES,
     index_id,
     index_key,
     pin_id,
     pin_key,
+    summary_id,
+    summary_key,
     tombstone_id,
     tombstone_key,
+)
+from ckpipe.format.summary import (
+    MOST_BYTES,
+    Summary,
+    decode_summary,
+    encode_summary,
+    summary_of,
 )
 from ckpipe.interpreter import gc_paused
 from ckpipe.store.retry import create_once, read_decoded
@@ -334,55 +337,62 @@ def locate_errors(step: int, rank: int, key: str) -> Iterator[None]:
 logger = logging.getLogger("ckpipe")
 
 
-async def write_sidecar(backend: Backend, id: CheckpointId, digest: MetricsSidecar) -> None:
-    """Create the digest of a checkpoint that has an index; never raises if the store fails.
+async def write_summary(backend: Backend, id: CheckpointId, summary: Summary) -> None:
+    """Create the summary of a checkpoint that has an index; never raises if the store fails.
 
-    Costs one small create-only put, and another for about every further hundred bytes.
+    Costs one small create-only put.
     """
     try:
-        for key in sidecar_keys(id, digest):
-            await create_once(backend, key, durable=False)
+        data = encode_summary(id, summary)
+        await create_once(backend, summary_key(id), data, durable=False)
     except CkpipeError as error:
-        logger.info("%s has no digest; readers use its index instead: %s", id, error)
+        logger.info("%s has no summary; readers use its index instead: %s", id, error)
 
 
-async def write_sidecar_of(backend: Backend, index: ManifestDocument | None) -> None:
-    """Create the digest of an index that was just created; None if another process created it."""
-    if index is None:
-        return
+async def write_summary_of(backend: Backend, index: ManifestDocument | None) -> None:
+    """Create the summary of an index that was just created; None if another process created it."""
+    if index is not None:
+        with contextlib.suppress(InvalidManifest):  # its metrics are no numbers
+            await write_summary(backend, index.id, summary_of(index))
+
+
+async def list_summaries(backend: Backend) -> dict[CheckpointId, list[ObjectInfo]]:
+    """List the objects of summaries by checkpoint, those of other versions among them.
+
+    Costs one delimited list.
+
+    Raises:
+        StoreError: If the store failed.
+    """
+    found: dict[CheckpointId, list[ObjectInfo]] = {}
+    for each in (await backend.children(SUMMARIES)).objects:
+        if (id := summary_id(each.key)) is not None:
+            found.setdefault(id, []).append(each)
+    return found
+
+
+async def read_summary(
+    backend: Backend, id: CheckpointId, stored: Mapping[CheckpointId, Sequence[ObjectInfo]]
+) -> Summary | None:
+    """Read the summary of a checkpoint; None if there is none that can be read.
+
+    Args:
+        backend: The store.
+        id: The checkpoint.
+        stored: The result of :func:`list_summaries`.
+
+    Raises:
+        StoreUnavailable: If the store does not answer.
+    """
+    key = summary_key(id)
+    if all(each.key != key for each in stored.get(id, ())):
+        return None
     try:
-        digest = sidecar_of(index)
+        return decode_summary(id, await backend.get(key, max_bytes=MOST_BYTES))
+    except StoreUnavailable:
+        raise
     except CkpipeError:
-        return
-    await write_sidecar(backend, index.id, digest)
-
-
-async def list_sidecars(backend: Backend) -> dict[CheckpointId, MetricsSidecar]:
-    """Read the metrics sidecars of a root; costs one delimited list.
-
-    Raises:
-        StoreError: If the store failed.
-    """
-    found = await backend.children(DIGESTS)
-    return await threads.run_sync(_read, found.objects)
-
-
-def _read(objects: Iterable[ObjectInfo]) -> dict[CheckpointId, MetricsSidecar]:
-    with gc_paused():
-        return read_sidecars(each.key for each in objects)
-
-
-async def owned_sidecars(backend: Backend) -> dict[CheckpointId, list[ObjectInfo]]:
-    """List the objects of digests by checkpoint, damaged ones too; costs one delimited list.
-
-    Raises:
-        StoreError: If the store failed.
-    """
-    owned: dict[CheckpointId, list[ObjectInfo]] = {}
-    for each in (await backend.children(DIGESTS)).objects:
-        if (id := sidecar_owner(each.key)) is not None:
-            owned.setdefault(id, []).append(each)
-    return owned
+        return None
 
 
 async def said_of_foreign(backend: Backend) -> str | None:

@@ -10,13 +10,13 @@ appears at the last moment, the tombstone stays and the data waits for the lease
 moment stays (:mod:`ckpipe.catalog.delete` says why). Checkpoints that other launches resumed from
 stay too, as far as the store shows them; a pipeline knows more of its own.
 
-**Why no wrong sidecar deletes anything.** Before a deletion, the indexes of three groups are read:
+**Why no wrong summary deletes anything.** Before a deletion, the indexes of three groups are read:
 the checkpoints to remove, those kept in their place (:meth:`ckpipe.retention.Rule.rivals`), and
 those that always stay: the newest of all and of each running launch. Let *R* be the checkpoints to
-remove and *V* the rivals; the facts of both are certain then. No checkpoint of *R* is kept among
+remove and *V* the rivals; what is known of both is certain then. No checkpoint of *R* is kept among
 *V* and *R*. A rule that keeps a checkpoint among many keeps it among fewer
 (:mod:`ckpipe.retention`), so it keeps none of *R* among all either, whatever is true of the others.
-A wrong sidecar can only keep a checkpoint that might be removed.
+A wrong summary can only keep a checkpoint that might be removed.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from ckpipe.catalog.find import (
     check_not_deleted,
     discover,
     list_root,
+    list_summaries,
     pick,
     read_index,
 )
@@ -46,7 +47,7 @@ from ckpipe.catalog.leases import (
     store_time,
     under_lease,
 )
-from ckpipe.catalog.metadata_cache import MetadataCache, MetadataQuery, described
+from ckpipe.catalog.summaries import Summaries, SummaryQuery
 from ckpipe.errors import (
     CheckpointIncomplete,
     CheckpointNotFound,
@@ -55,8 +56,7 @@ from ckpipe.errors import (
     UnsupportedVersion,
     UsageError,
 )
-from ckpipe.format.metrics_sidecar import sidecar_keys
-from ckpipe.format.names import launch_id, pin_key
+from ckpipe.format.names import launch_id, pin_key, summary_key
 from ckpipe.retention import Candidate, Decision, KeepBest, Rule, decide
 from ckpipe.store.retry import create_once
 from ckpipe.types import CheckpointId, CheckpointInfo
@@ -68,15 +68,15 @@ BEHIND_LINK = "it can only be deleted by hand"
 UNREAD = "its index cannot be read, so nothing is known of it"
 
 _FEW = 4
-"""Number of unknown checkpoints up to which digests are not listed, but indexes read. So a running
-pipeline never lists digests."""
+"""Number of unknown checkpoints up to which indexes are read, not stored summaries. So a running
+pipeline never lists summaries."""
 
 
 async def decide_on(
     backend: Backend,
     rule: Rule | None,
     protected: Mapping[str, str],
-    facts: MetadataCache,
+    summaries: Summaries,
     *,
     now: datetime,
     listing: Listing | None = None,
@@ -89,29 +89,29 @@ async def decide_on(
     running stays too. Checkpoints whose index cannot be read stay as well, and take no other's
     place: rules, and the newest that always stays, apply to the others.
 
-    Unknown facts cost a list of digests, the indexes of checkpoints without a digest, the indexes
-    of checkpoints to remove, and those of checkpoints that stay in their place.
+    Unknown checkpoints cost a list of summaries, a read of each summary, the indexes of those
+    without one, the indexes of checkpoints to remove, and of those that stay in their place.
 
     Args:
         backend: The store.
         rule: The retention rule; None keeps all.
         protected: Ids that must stay, each with its reason, and ids of launches that are running.
-        facts: The known facts of checkpoints; new ones are added, those of deleted ones dropped.
+        summaries: The known ones; new ones are added, those of deleted checkpoints dropped.
         now: The time by the store's own clock, which also dates the checkpoints.
         listing: The names of the root, if the caller has just listed them.
 
     Raises:
         StoreError: If the store failed.
     """
-    listing = await listed(backend, facts) if listing is None else listing
+    listing = await listed(backend, summaries) if listing is None else listing
     infos = listing.infos()
     complete = [each for each in infos if each.complete]
     keep = dict(protected) | {each.id: PINNED for each in complete if each.pinned}
-    inquiry = MetadataQuery(backend, complete, facts, few=_FEW)
+    inquiry = SummaryQuery(backend, complete, summaries, few=_FEW)
     while True:
         candidates = await inquiry.candidates()
         kept = dict.fromkeys(newest_of_launches(candidates, keep), RUNNING_NEWEST)
-        newest = facts.known.get(candidates[0].id) if candidates else None
+        newest = summaries.known.get(candidates[0].id) if candidates else None
         if newest is not None and newest.resumed_from:
             kept[newest.resumed_from] = RESUMED
         decision = decide(candidates, rule, now=now, protected=kept | keep)
@@ -123,7 +123,7 @@ async def decide_on(
             deciding |= losers | rule.rivals(candidates, losers, now)
         if await inquiry.is_sure(deciding):
             break
-    unread = {each.id: keep.get(each.id, UNREAD) for each in complete if each.id not in facts}
+    unread = {each.id: keep.get(each.id, UNREAD) for each in complete if each.id not in summaries}
     stays = {*decision.keep, *unread}
     return Decision(
         keep=tuple(each.id for each in complete if each.id in stays),
@@ -133,9 +133,10 @@ async def decide_on(
     )
 
 
-def missing_text(metric: str, facts: MetadataCache) -> str:
+def missing_text(metric: str, summaries: Summaries) -> str:
     """Return the message that a rule lacks a metric and removes nothing; names other metrics."""
-    known = sorted({name for each in facts.digests() for name in each.metrics} - {metric})
+    everything = [summaries[each] for each in summaries.names()]
+    known = sorted({name for each in everything for name in each.metrics} - {metric})
     there = ", ".join(known) or "none"
     return (
         f"No checkpoint has a number for the metric {metric!r}, so KeepBest removes nothing; other "
@@ -161,19 +162,19 @@ def newest_of_launches(
 
 
 async def best(
-    backend: Backend, metric: str, mode: Literal["min", "max"], facts: MetadataCache
+    backend: Backend, metric: str, mode: Literal["min", "max"], summaries: Summaries
 ) -> CheckpointInfo | None:
     """Find the complete checkpoint with the best value of a metric.
 
-    Costs the three lists of :func:`ckpipe.catalog.find.list_root`; a list of digests if more than
-    one checkpoint is unknown; and once the index of the winner and of each checkpoint without a
-    digest. NaN never wins; among equals the newest wins.
+    Costs the three lists of :func:`ckpipe.catalog.find.list_root`. If more than one checkpoint is
+    unknown, also a list of summaries and a read of each; and once the index of the winner and of
+    each checkpoint without a summary. NaN never wins; among equals the newest wins.
 
     Args:
         backend: The store.
         metric: The name of the metric.
         mode: Whether the least or the greatest value is the best.
-        facts: The known facts of checkpoints; new ones are added, those of deleted ones dropped.
+        summaries: The known ones; new ones are added, those of deleted checkpoints dropped.
 
     Returns:
         The checkpoint; None if no checkpoint is complete.
@@ -182,8 +183,8 @@ async def best(
         CheckpointNotFound: If there are complete checkpoints, and none has a number for the metric.
         StoreError: If the store failed.
     """
-    complete = [each for each in (await listed(backend, facts)).infos() if each.complete]
-    inquiry = MetadataQuery(backend, complete, facts, few=1)
+    complete = [each for each in (await listed(backend, summaries)).infos() if each.complete]
+    inquiry = SummaryQuery(backend, complete, summaries, few=1)
     while True:
         candidates = await inquiry.candidates()
         winner = next(iter(KeepBest(metric, mode, 1).winners(candidates)), None)
@@ -193,7 +194,7 @@ async def best(
             break
     if complete and winner is None:
         raise _without_metric(metric, candidates)
-    return next((described(each, facts) for each in complete if each.id == winner), None)
+    return next((summaries.filled(each) for each in complete if each.id == winner), None)
 
 
 def _without_metric(metric: str, candidates: Sequence[Candidate]) -> CheckpointNotFound:
@@ -220,7 +221,7 @@ async def prune(
     backend: Backend,
     rule: Rule | None,
     protected: Mapping[str, str],
-    facts: MetadataCache,
+    summaries: Summaries,
     *,
     sweep_after: timedelta,
     now: datetime | None = None,
@@ -231,7 +232,7 @@ async def prune(
         backend: The store.
         rule: The retention rule; None keeps all.
         protected: As for :func:`decide_on`.
-        facts: The known facts of checkpoints; new ones are added, those of deleted ones dropped.
+        summaries: The known ones; new ones are added, those of deleted checkpoints dropped.
         sweep_after: The age at which tombstones are removed.
         now: The time by the store's own clock; None asks for it.
 
@@ -242,27 +243,31 @@ async def prune(
         StoreError: If the store failed; another prune goes on where this one stopped.
     """
     now = await store_time(backend) if now is None else now
-    listing = await listed(backend, facts)
+    listing = await listed(backend, summaries)
     await finish_deletions(
-        backend, facts.deleted, forget_before=now - sweep_after, listing=listing,
-        retired=facts.retired, now=now,
+        backend, summaries.deleted, forget_before=now - sweep_after, listing=listing,
+        retired=summaries.retired, now=now,
     )  # fmt: skip
-    decision = await decide_on(backend, rule, protected, facts, now=now, listing=listing)
-    # Copied first: a prune at the same time drops the facts of checkpoints that it removes.
-    digests = {name: facts.digest(name) for name in decision.remove}
+    decision = await decide_on(backend, rule, protected, summaries, now=now, listing=listing)
+    ids = {info.id: info.key for info in listing.infos()}
+    ended = [name for name in decision.remove if launch_id(ids[name].attempt) not in protected]
+    if ended and summaries.listed is None:
+        # Launches of earlier versions may have written summaries under other names.
+        summaries.listed = await list_summaries(backend)
+    stored = summaries.listed or {}
     stayed: dict[str, str] = {}
-    for name, digest in digests.items():
-        id = CheckpointId.parse(name)
-        assert id is not None
+    for name in decision.remove:
+        id = ids[name]
+        keys = {summary_key(id), *(each.key for each in stored.get(id, ()))}
         try:
-            removal = await delete(backend, id, sidecar_keys(id, digest))
+            removal = await delete(backend, id, sorted(keys))
         except LinkRefused as error:
             stayed[name] = f"{BEHIND_LINK}: {error}"
             continue
         if removal is Removal.GONE:
-            facts.deleted.add(id)
-            facts.retired.add(id)
-            facts.forget(name)
+            summaries.deleted.add(id)
+            summaries.retired.add(id)
+            summaries.forget(name)
         elif removal is Removal.PINNED:
             stayed[name] = PINNED
     if not stayed:
@@ -276,13 +281,13 @@ async def prune(
     )
 
 
-async def listed(backend: Backend, facts: MetadataCache) -> Listing:
-    """List the names of a root; drop the facts of checkpoints that other processes have removed."""
-    # Facts that are added meanwhile may be of a checkpoint that is newer than the list.
-    before = facts.names()
+async def listed(backend: Backend, summaries: Summaries) -> Listing:
+    """List the names of a root; drop the summaries of those that other processes have removed."""
+    # Summaries that are added meanwhile may be of a checkpoint that is newer than the list.
+    before = summaries.names()
     listing = await list_root(backend)
     for name in before.difference(map(str, listing.named())):
-        facts.forget(name)
+        summaries.forget(name)
     return listing
 
 

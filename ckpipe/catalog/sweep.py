@@ -22,7 +22,7 @@ from datetime import UTC, datetime, timedelta
 from ckpipe.backend import Backend, ObjectInfo
 from ckpipe.catalog.complete import repair
 from ckpipe.catalog.delete import delete, finish_deletions, has_own
-from ckpipe.catalog.find import NO_INDEX, list_root, owned_sidecars
+from ckpipe.catalog.find import NO_INDEX, list_root, list_summaries
 from ckpipe.catalog.leases import (
     LEASE_LIFE,
     live_subjects,
@@ -57,7 +57,7 @@ class Leftovers:
         scratch: Objects of benchmarks.
         agreed: For each launch by its id, the keys of its ranks' decisions.
         claims: For each launch by its id, the times of its ranks' first and last claim.
-        digests: Digests of checkpoints without an index.
+        summaries: Summaries of checkpoints without an index.
     """
 
     incomplete: Sequence[CheckpointInfo]
@@ -68,7 +68,7 @@ class Leftovers:
     scratch: Sequence[ObjectInfo] = ()
     agreed: Mapping[str, Sequence[str]] = field(default_factory=dict)
     claims: Mapping[str, tuple[datetime, datetime]] = field(default_factory=dict)
-    digests: Sequence[ObjectInfo] = ()
+    summaries: Sequence[ObjectInfo] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ class SweepReport:
         leases: Keys of old leases that are removed.
         scratch: Keys of old benchmark objects that are removed.
         agreements: Keys of the decisions of old launches' ranks, which are removed.
-        digests: Keys of old digests of deleted checkpoints, which are removed.
+        summaries: Keys of old summaries of deleted checkpoints, which are removed.
         uploads: Number of stale uploads removed; None in a dry run, which cannot count them.
     """
 
@@ -95,7 +95,7 @@ class SweepReport:
     scratch: tuple[str, ...] = ()
     agreements: tuple[str, ...] = ()
     uploads: int | None = None
-    digests: tuple[str, ...] = ()
+    summaries: tuple[str, ...] = ()
 
 
 def plan_sweep(
@@ -144,7 +144,7 @@ def plan_sweep(
             and launch not in live | own | young
             for key in keys
         ),
-        digests=old(found.digests),
+        summaries=old(found.summaries),
     )
 
 
@@ -217,12 +217,12 @@ async def look_around(backend: Backend) -> Leftovers:
     unfinished = [str(id) for id in listing.tombstones if await has_own(backend, id)]
     scratch = [each async for each in backend.list(BENCH)]
     there = {info.key for info in infos if info.saved_at is not None}
-    owned = await owned_sidecars(backend)
-    # Digests of deleted checkpoints remain if they were written after the deletion.
-    digests = [each for id, keys in owned.items() if id not in there for each in keys]
+    owned = await list_summaries(backend)
+    # Summaries of deleted checkpoints remain if they were written after the deletion.
+    summaries = [each for id, keys in owned.items() if id not in there for each in keys]
     marks = list(listing.tombstones.values())
     return Leftovers(
-        incomplete, active, leases, marks, unfinished, scratch, agreed, claims, digests
+        incomplete, active, leases, marks, unfinished, scratch, agreed, claims, summaries
     )
 
 
@@ -275,7 +275,7 @@ async def sweep(
         else:
             await delete(backend, info.key, force=True)
     await finish_deletions(backend, set(), forget_before=now - sweep_after)
-    await backend.delete([*report.leases, *report.scratch, *report.agreements, *report.digests])
+    await backend.delete([*report.leases, *report.scratch, *report.agreements, *report.summaries])
     before = uploads_before(found, now, sweep_after, running)
     uploads = await backend.remove_stale_uploads("", before=before)
     return replace(report, remove=remove, keep=keep, uploads=uploads)

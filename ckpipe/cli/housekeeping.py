@@ -16,8 +16,8 @@ from rich.text import Text
 from ckpipe.backend import Backend
 from ckpipe.catalog.find import discover, find
 from ckpipe.catalog.leases import store_time
-from ckpipe.catalog.metadata_cache import MetadataCache
 from ckpipe.catalog.prune import decide_on, in_use, missing_text, pin, prune, remove, unpin
+from ckpipe.catalog.summaries import Summaries
 from ckpipe.catalog.sweep import SweepReport, sweep
 from ckpipe.cli.running import OK, Step, Url, serve, which
 from ckpipe.cli.screen import Screen, table
@@ -96,16 +96,16 @@ def prune_(
     """
 
     async def work(screen: Screen) -> int:
-        settings, facts = screen.settings, MetadataCache()
+        settings, summaries = screen.settings, Summaries()
         chosen = _rule(settings, keep_last, rule or [])
         async with open_store(url, settings, Access.READ if dry_run else Access.CHANGE) as backend:
             now = datetime.now(UTC) if dry_run else await store_time(backend)
             kept = await in_use(backend, await discover(backend), now)
             if dry_run:
-                decision = await decide_on(backend, chosen, kept, facts, now=now)
+                decision = await decide_on(backend, chosen, kept, summaries, now=now)
             else:
                 after = settings.retention.sweep_after
-                decision = await prune(backend, chosen, kept, facts, sweep_after=after, now=now)
+                decision = await prune(backend, chosen, kept, summaries, sweep_after=after, now=now)
         keep = {name: decision.reasons[name] for name in decision.keep}
         remove = {name: decision.reasons[name] for name in decision.remove}
         data = {
@@ -120,7 +120,7 @@ def prune_(
         shown = _verdicts(keep, newest_first) or Text("no complete checkpoints here")
         screen.result(data, shown)
         for metric in decision.missing_metrics:
-            screen.note(f"warning: {missing_text(metric, facts)}")
+            screen.note(f"warning: {missing_text(metric, summaries)}")
         return OK
 
     serve(ctx, work)
@@ -195,7 +195,7 @@ def _swept(report: SweepReport) -> Iterator[RenderableType]:
         ("old leases", report.leases),
         ("old objects of measurements", report.scratch),
         ("agreements of old launches", report.agreements),
-        ("metrics sidecars of deleted checkpoints", report.digests),
+        ("summaries of deleted checkpoints", report.summaries),
     ]
     for what, keys in counts:
         if keys:

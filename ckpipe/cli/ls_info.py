@@ -11,12 +11,13 @@ from rich.console import RenderableType
 from rich.text import Text
 from rich.tree import Tree
 
-from ckpipe.backend import Backend
+from ckpipe.backend import Backend, ObjectInfo
 from ckpipe.catalog.find import (
     DELETING,
     discover,
-    list_sidecars,
+    list_summaries,
     read_index,
+    read_summary,
     recheck,
     said_of_foreign,
 )
@@ -30,7 +31,7 @@ from ckpipe.cli.running import OK, MaybeStep, Url, chosen, serve
 from ckpipe.cli.screen import Screen, of_things, one_line, table
 from ckpipe.errors import CorruptCheckpoint, UnsupportedVersion
 from ckpipe.format.keys import label_filter
-from ckpipe.format.metrics_sidecar import REMEDY, MetricsSidecar, sidecar_of
+from ckpipe.format.summary import REMEDY, Summary, summary_of
 from ckpipe.store.registry import Access, open_store
 from ckpipe.threads import run_lanes
 from ckpipe.types import CheckpointId, CheckpointInfo, size_text
@@ -48,8 +49,8 @@ def list_(
 ) -> None:
     """List checkpoints, the newest first: step, time, size, ranks, metrics, and whether complete.
 
-    It reads names only, however many checkpoints there are. If a checkpoint has no metrics sidecar,
-    as with older versions, it reads the index.
+    It reads the summary of each checkpoint, which says what was saved. If there is none, it reads
+    the index.
     """
 
     async def work(screen: Screen) -> int:
@@ -58,15 +59,15 @@ def list_(
             foreign = None if infos else await said_of_foreign(backend)
             found = {each.id: _checkpoint_data(each) for each in infos}
             if infos and (read or not brief):
-                # Sidecars describe the saved state; an index also shows damage.
-                told = {} if read else await list_sidecars(backend)
+                # Summaries describe the saved state; an index also shows damage.
+                stored = {} if read else await list_summaries(backend)
                 pending = iter(infos)
-                with screen.meter("reading indexes", len(infos), of_things) as meter:
+                with screen.meter("reading checkpoints", len(infos), of_things) as meter:
 
                     async def lane() -> None:
                         for each in pending:
                             if each.complete:
-                                found[each.id] = await _inspected(backend, each, told)
+                                found[each.id] = await _inspected(backend, each, stored)
                             meter.advance(1)
 
                     await run_lanes(min(_AT_ONCE, len(infos)), lane)
@@ -85,28 +86,31 @@ def list_(
 
 
 def _checkpoint_data(
-    info: CheckpointInfo, digest: MetricsSidecar | None = None, problem: str = ""
+    info: CheckpointInfo, summary: Summary | None = None, problem: str = ""
 ) -> dict[str, Any]:
-    """Join the facts from the list of the root with the sidecar of a checkpoint, if known."""
+    """Join what the list of the root says with the summary of a checkpoint, if known."""
     data = asdict(info) | {"metrics": {}, "final": False, "copied_bytes": 0, "problem": problem}
-    if digest is not None:
-        data |= asdict(digest)
-        data["copied_bytes"] = digest.copied_bytes if digest.is_wasteful else 0
+    if summary is not None:
+        data |= summary.members | {"metrics": dict(summary.metrics)}
+        data["copied_bytes"] = summary.copied_bytes if summary.is_wasteful else 0
     del data["metadata"]
     return data
 
 
 async def _inspected(
-    backend: Backend, info: CheckpointInfo, told: Mapping[CheckpointId, MetricsSidecar]
+    backend: Backend,
+    info: CheckpointInfo,
+    stored: Mapping[CheckpointId, Sequence[ObjectInfo]],
 ) -> dict[str, Any]:
-    """Read a complete checkpoint's sidecar, or else its index; report damage without raising.
+    """Read a complete checkpoint's summary, or else its index; report damage without raising.
 
     A checkpoint that was deleted meanwhile is incomplete.
     """
-    if info.key in told:
-        return _checkpoint_data(info, told[info.key])
+    summary = await read_summary(backend, info.key, stored)
+    if summary is not None:
+        return _checkpoint_data(info, summary)
     try:
-        return _checkpoint_data(info, sidecar_of(await read_index(backend, info.key)))
+        return _checkpoint_data(info, summary_of(await read_index(backend, info.key)))
     except (CorruptCheckpoint, UnsupportedVersion) as error:
         now = await recheck(backend, info)
         if now.reason == DELETING:

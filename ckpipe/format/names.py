@@ -24,8 +24,10 @@ INTERNAL = ".ckpipe/"
 ATTEMPTS, DELETED = f"{INTERNAL}attempts/", f"{INTERNAL}deleted/"
 LEASES, PINS = f"{INTERNAL}leases/", f"{INTERNAL}pins/"
 
-DIGESTS = f"{INTERNAL}digests/"
-"""The prefix of the digests: their names hold facts of checkpoints, their content holds none."""
+SUMMARIES = f"{INTERNAL}digests/"
+"""The prefix of the summaries of checkpoints."""
+
+_SUMMARY = re.compile(re.escape(SUMMARIES) + r"([^/.]+\.[^/.]+\.[^/.]+)\.[^/]+")
 
 BENCH = f"{INTERNAL}bench/"
 """The prefix of the objects that a benchmark of the store writes, and removes when it ends."""
@@ -115,6 +117,17 @@ def agreement_key(attempt: str, question: str) -> str:
 def votes_prefix(attempt: str, question: str) -> str:
     """Return the prefix of the votes of an attempt's ranks on a question."""
     return f"{agreement_key(attempt, question)}.votes/"
+
+
+def summary_key(id: CheckpointId) -> str:
+    """Return the key of a checkpoint's summary."""
+    return f"{SUMMARIES}{id}.json"
+
+
+def summary_id(key: str) -> CheckpointId | None:
+    """Return the checkpoint whose summary, of any version, has this key; None if it is none."""
+    match = _SUMMARY.fullmatch(key)
+    return None if match is None else _parse(match[1])
 
 
 def launch_id(attempt: str) -> str:

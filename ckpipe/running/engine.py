@@ -19,8 +19,8 @@ from ckpipe.catalog import prune as pruning
 from ckpipe.catalog.complete import find_repaired, newest_repaired, repaired
 from ckpipe.catalog.find import check_still_there
 from ckpipe.catalog.leases import Lease
-from ckpipe.catalog.metadata_cache import MetadataCache, MetadataQuery, described, inspected
 from ckpipe.catalog.prune import remove
+from ckpipe.catalog.summaries import Summaries, SummaryQuery, inspected
 from ckpipe.catalog.sweep import SweepReport, sweep
 from ckpipe.errors import AttemptReused, CorruptCheckpoint, SaveCancelled, UsageError, first_error
 from ckpipe.events import EventBus
@@ -94,7 +94,7 @@ class Engine:
         self._settings, self._tasks = settings, tasks
         self._hooks, self._preemption = hooks, preemption
         self._hurries = False
-        self._last_inspected = MetadataCache()
+        self._last_inspected = Summaries()
 
     @property
     def serves(self) -> bool:
@@ -201,15 +201,15 @@ class Engine:
 
     async def steps(self, *, metadata: bool) -> list[CheckpointInfo]:
         """List all checkpoints, the oldest first."""
-        retrying, facts = self.context.store.retrying, self.context.store.facts
-        listing = await pruning.listed(retrying, facts)
+        retrying, summaries = self.context.store.retrying, self.context.store.summaries
+        listing = await pruning.listed(retrying, summaries)
         infos = list(reversed(await repaired(retrying, listing.infos())))
         if metadata:
-            return await inspected(retrying, infos, facts)
-        await MetadataQuery(
-            retrying, [each for each in infos if each.complete], facts, few=0
-        ).hear()
-        return [replace(described(each, facts), metadata=None) for each in infos]
+            return await inspected(retrying, infos, summaries)
+        await SummaryQuery(
+            retrying, [each for each in infos if each.complete], summaries, few=0
+        ).read_stored()
+        return [replace(summaries.filled(each), metadata=None) for each in infos]
 
     async def latest(self) -> CheckpointInfo | None:
         """Return the newest complete checkpoint."""
@@ -223,11 +223,11 @@ class Engine:
         return await self._inspected(await until_complete(self.context.store, info, timeout, ranks))
 
     async def _inspected(self, info: CheckpointInfo) -> CheckpointInfo:
-        """Add the facts of the index, which is cached for the last checkpoint asked for."""
-        if info.id in self.context.store.facts.known:
-            return described(info, self.context.store.facts)
+        """Add the summary of the index, which is cached for the last checkpoint asked for."""
+        if info.id in self.context.store.summaries.known:
+            return self.context.store.summaries.filled(info)
         if info.id not in self._last_inspected:
-            self._last_inspected = MetadataCache()
+            self._last_inspected = Summaries()
         (found,) = await inspected(self.context.store.retrying, [info], self._last_inspected)
         return found
 
@@ -288,7 +288,7 @@ class Engine:
     async def best(self, metric: str, mode: Literal["min", "max"]) -> CheckpointInfo | None:
         """Return the complete checkpoint with the best value of a metric."""
         return await pruning.best(
-            self.context.store.retrying, metric, mode, self.context.store.facts
+            self.context.store.retrying, metric, mode, self.context.store.summaries
         )
 
     async def sweep(self, *, dry_run: bool) -> SweepReport:

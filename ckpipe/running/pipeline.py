@@ -375,8 +375,9 @@ class Pipeline(PipelineBase):
         """List all checkpoints of the root, complete or not, the oldest first.
 
         Waits for no save: a checkpoint that is being stored is incomplete, or not yet there. Costs
-        four delimited lists for any number of checkpoints, and one more for each without an index.
-        A checkpoint that lacks only its index is completed.
+        four delimited lists for any number of checkpoints, one more for each without an index, and
+        once in a process a small read for each that it did not write. A checkpoint that lacks only
+        its index is completed.
 
         Args:
             metadata: True to read the index of each complete checkpoint, once in a process, for its
@@ -406,9 +407,9 @@ class Pipeline(PipelineBase):
         """Find the complete checkpoint with the best value of a metric; None if there is none yet.
 
         NaN never wins, and of equal values the newest does. Waits for no save under way. Costs four
-        delimited lists and the index of the winner, for any number of checkpoints. A checkpoint
-        without a digest also costs its index, once in a process. Digests are trusted only as long
-        as the index of the winner agrees with its own.
+        delimited lists and the index of the winner, and once in a process a small read for each
+        checkpoint that it did not write: of its summary, or of its index if it has none. Summaries
+        are trusted only as long as the index of the winner agrees with its own.
 
         Args:
             metric: A name in the ``metrics`` of ``save``.

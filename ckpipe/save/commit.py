@@ -12,7 +12,7 @@ from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStre
 from ckpipe import threads
 from ckpipe.backend import PutMode
 from ckpipe.catalog.complete import publish_up
-from ckpipe.catalog.metadata_cache import described, inspected, summary_of
+from ckpipe.catalog.summaries import inspected
 from ckpipe.errors import (
     CkpipeError,
     CommitConflict,
@@ -26,8 +26,8 @@ from ckpipe.events import Completed, RankCommitted
 from ckpipe.format.codec import MAX_STORED_BYTES, decode_bundle, encode_bundle
 from ckpipe.format.data_file import DataFiles
 from ckpipe.format.manifest import BundleKind, ManifestDocument
-from ckpipe.format.metrics_sidecar import REMEDY, MetricsSidecar
 from ckpipe.format.names import index_key, manifest_key
+from ckpipe.format.summary import REMEDY, Summary, summary_of
 from ckpipe.interpreter import gc_paused
 from ckpipe.ranks.agree import agree
 from ckpipe.save.context import StoreContext
@@ -74,8 +74,8 @@ async def run(
                 reason="" if alone else _OTHERS,
             )
             if alone:
-                context.facts.learn(info.id, summary_of(bundle))
-                info = described(replace(info, saved_at=datetime.now(UTC)), context.facts)
+                context.summaries.learn(info.id, summary_of(bundle))
+                info = context.summaries.filled(replace(info, saved_at=datetime.now(UTC)))
             else:
                 save.unsettled = info
             save.durable_seconds = save.elapsed
@@ -101,27 +101,27 @@ async def _completed(save: SaveRecord, context: StoreContext, info: CheckpointIn
         save.unsettled = None
     if outcome.index is not None:
         known = summary_of(outcome.index)
-        context.facts.learn(info.id, known)
-        await _tell_copies(save, context, known.digest)
+        context.summaries.learn(info.id, known)
+        await _tell_copies(save, context, known)
     if outcome.complete:
         whole = replace(info, complete=True, reason="")
         # Another rank may have written the index at the same time: then it is read.
-        (whole,) = await inspected(context.retrying, [whole], context.facts)
+        (whole,) = await inspected(context.retrying, [whole], context.summaries)
         context.events.emit(Completed(*save.where, whole, save.elapsed))
     return outcome.complete
 
 
-async def _tell_copies(save: SaveRecord, context: StoreContext, digest: MetricsSidecar) -> None:
+async def _tell_copies(save: SaveRecord, context: StoreContext, summary: Summary) -> None:
     """Warn, once in a launch, that ranks write the same bytes."""
-    save.clock.copied_bytes = digest.copied_bytes
-    if not (digest.is_wasteful and context.is_first("ranks write the same bytes")):
+    save.clock.copied_bytes = summary.copied_bytes
+    if not (summary.is_wasteful and context.is_first("ranks write the same bytes")):
         return
     with contextlib.suppress(CkpipeError):
         if await agree(context.retrying, save.id.attempt, "tells-copies", save.rank) != save.rank:
             return
     logger.warning(
         "%s of the %s of %s are copies: ranks wrote the same tensors, with equal checksums. %s",
-        size_text(digest.copied_bytes), size_text(digest.bytes), save.name, REMEDY,
+        size_text(summary.copied_bytes), size_text(summary.bytes), save.name, REMEDY,
     )  # fmt: skip
 
 

@@ -14,7 +14,7 @@ import anyio
 from ckpipe import threads
 from ckpipe.backend import Backend
 from ckpipe.catalog.leases import reading
-from ckpipe.catalog.metadata_cache import MetadataCache
+from ckpipe.catalog.summaries import Summaries
 from ckpipe.events import EventBus
 from ckpipe.retention import Rule
 from ckpipe.store.retry import AimdLimiter, RetryPolicy
@@ -91,7 +91,7 @@ class StoreContext:
         switch_interval: The switch interval of the GIL during uploads, in seconds; None changes
             nothing.
         resumed_from: The checkpoint from which this run has resumed, which is kept.
-        facts: Cached metadata of checkpoints.
+        summaries: The known summaries of checkpoints.
         loading: Number of loads and copies that read each checkpoint now.
         limiter: Admits writes of blocks, of all saves together.
         told: One-time warnings that were given.
@@ -111,7 +111,7 @@ class StoreContext:
     keep_reports: bool = True
     switch_interval: float | None = None
     resumed_from: str | None = None
-    facts: MetadataCache = field(default_factory=MetadataCache)
+    summaries: Summaries = field(default_factory=Summaries)
     loading: Counter[str] = field(default_factory=Counter)
     limiter: AimdLimiter = field(default_factory=AimdLimiter)
     told: set[str] = field(default_factory=set)

@@ -9,10 +9,11 @@ from collections.abc import Sequence
 import anyio
 
 from ckpipe.catalog.complete import complete_from_top
-from ckpipe.catalog.find import DELETING, NO_INDEX, recheck, write_sidecar_of
-from ckpipe.catalog.metadata_cache import inspected, summary_of
+from ckpipe.catalog.find import DELETING, NO_INDEX, recheck, write_summary_of
+from ckpipe.catalog.summaries import inspected
 from ckpipe.errors import CheckpointIncomplete, CkpipeError, SaveError, StoreError
 from ckpipe.events import Completed, IncompleteCheckpoint
+from ckpipe.format.summary import summary_of
 from ckpipe.save.context import SaveContext, StoreContext
 from ckpipe.types import CheckpointInfo, first_of
 
@@ -85,13 +86,13 @@ class CompletionWatcher:
         outcome = await complete_from_top(
             store.retrying, info.key, context.world_size, most_holes=_MOST_HOLES
         )
-        await write_sidecar_of(store.backend, outcome.index)
+        await write_summary_of(store.backend, outcome.index)
         if outcome.complete:
             self._incomplete = 0
             if outcome.index is not None:
-                store.facts.learn(info.id, summary_of(outcome.index))
+                store.summaries.learn(info.id, summary_of(outcome.index))
             known = await recheck(store.retrying, info)
-            (info,) = await inspected(store.retrying, [known], store.facts)
+            (info,) = await inspected(store.retrying, [known], store.summaries)
             context.events.emit(Completed(info.id, info.step, context.rank, info))
         elif not outcome.deleted:
             context.events.emit(
@@ -143,7 +144,7 @@ async def until_complete(
             )
         outcome = await complete_from_top(store.retrying, info.key, ranks)
         if outcome.complete:
-            await write_sidecar_of(store.backend, outcome.index)
+            await write_summary_of(store.backend, outcome.index)
             continue
         left = _LONGEST_PAUSE_SECONDS if until is None else until - time.monotonic()
         if left <= 0:

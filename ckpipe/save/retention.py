@@ -9,7 +9,7 @@ from datetime import datetime
 import anyio
 from anyio.streams.memory import MemoryObjectReceiveStream
 
-from ckpipe.catalog.find import write_sidecar
+from ckpipe.catalog.find import write_summary
 from ckpipe.catalog.leases import (
     live_subjects,
     protected_subjects,
@@ -33,11 +33,11 @@ logger = logging.getLogger("ckpipe")
 async def run(
     save: SaveRecord, context: StoreContext, inbox: MemoryObjectReceiveStream[CheckpointInfo]
 ) -> None:
-    """Write the digest of each checkpoint that this rank's commit completed, and prune.
+    """Write the summary of each checkpoint that this rank's commit completed, and prune.
 
     In the trainer's process, the prune is delayed, so that commit and prune do not hit the same
     training step. A prune serves all checkpoints that are complete when it begins. If another rank
-    that waited for the checkpoint has written its index first, there is no digest; readers then
+    that waited for the checkpoint has written its index first, there is no summary; readers then
     read the index.
 
     Raises:
@@ -46,8 +46,8 @@ async def run(
     async with inbox:
         async for info in inbox:
             # Here it delays neither the commit nor its waiters.
-            if info.id in context.facts:
-                await write_sidecar(context.backend, info.key, context.facts.digest(info.id))
+            if info.id in context.summaries:
+                await write_summary(context.backend, info.key, context.summaries[info.id])
             if context.rule is None:
                 continue
             prunes = context.prunes
@@ -79,7 +79,7 @@ async def decide(context: StoreContext, launch: str) -> Decision:
     """
     now = await time_now(context.retrying)
     protected = await _protected_by_all(context, now, launch)
-    return await decide_on(context.retrying, context.rule, protected, context.facts, now=now)
+    return await decide_on(context.retrying, context.rule, protected, context.summaries, now=now)
 
 
 async def prune(context: StoreContext, launch: str, after: CheckpointId | None = None) -> Decision:
@@ -98,7 +98,7 @@ async def prune(context: StoreContext, launch: str, after: CheckpointId | None =
     now = await _time(context, after)
     protected = await _protected_by_all(context, now, launch)
     decision = await prune_store(
-        context.retrying, context.rule, protected, context.facts,
+        context.retrying, context.rule, protected, context.summaries,
         sweep_after=context.sweep_after, now=now,
     )  # fmt: skip
     prunes.kept, prunes.unpruned = len(decision.keep), max(0, prunes.unpruned - waiting)
@@ -108,7 +108,7 @@ async def prune(context: StoreContext, launch: str, after: CheckpointId | None =
             logger.warning("Retention leaves %s: %s", name, reason)
     for metric in decision.missing_metrics if len(decision.keep) > 1 else ():
         if context.is_first(f"no metric {metric}"):
-            logger.warning("%s", missing_text(metric, context.facts))
+            logger.warning("%s", missing_text(metric, context.summaries))
     return decision
 
 
