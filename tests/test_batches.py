@@ -732,10 +732,10 @@ def test_an_iteration_that_cannot_begin_moves_nothing(count: int, exact_workers:
 
     def failed(data: Batches) -> dict[str, Any]:
         inner = data._inner
-        inner.fails = True  # type: ignore[attr-defined]
+        inner.fails = True
         with pytest.raises(ConnectionRefusedError):
             iter(data)
-        inner.fails = False  # type: ignore[attr-defined]
+        inner.fails = False
         return copy.deepcopy(data.state_dict())
 
     seed(1)
