@@ -392,7 +392,8 @@ async def exported(context: SaveContext, save: Save) -> AsyncIterator[None]:
     if form == "ckpipe" or context.rank != 0 or not save.request.final:
         yield
         return
-    context.store.loading[save.name] += 1  # protects it even if no lease can be written
+    catalog = context.store.catalog
+    catalog.loading[save.name] += 1  # protects it even if no lease can be written
     try:
         async with under_lease(context.store.retrying, save.name + EXPORTING):
             yield
@@ -401,7 +402,7 @@ async def exported(context: SaveContext, save: Save) -> AsyncIterator[None]:
                 if not info.complete:
                     seconds = context.settings.incomplete_after_seconds
                     info = await until_complete(context.store, info, seconds)
-                async with context.reading(info.key) as bundle:
+                async with catalog.reading(info.key) as bundle:
                     done = await export(
                         context.store.retrying,
                         bundle,
@@ -411,5 +412,5 @@ async def exported(context: SaveContext, save: Save) -> AsyncIterator[None]:
                         policy,
                     )
     finally:
-        context.store.loading[save.name] -= 1
+        catalog.loading[save.name] -= 1
     context.events.emit(CheckpointExported(*save.where, done.folder, done.files, done.bytes))

@@ -14,6 +14,7 @@ import pytest
 import torch
 from commands import Commands, Done, damage, interrupted, save_steps
 from pipelines import small_state, stores
+from ranks import ranks, settle
 
 import ckpipe
 from ckpipe import errors
@@ -303,6 +304,17 @@ def test_rm_deletes_what_nothing_protects(call: Commands, tmp_path: Path) -> Non
     assert call("rm", tmp_path, 3, "--force").code == 0
     assert call("ls", tmp_path).out == "no checkpoints here\n"
     assert call("rm", tmp_path, three).code == 2
+
+
+def test_pin_completes_a_checkpoint_that_lacks_only_its_index(
+    call: Commands, tmp_path: Path
+) -> None:
+    with ranks(str(tmp_path), 2) as world:
+        id, _ = [pipeline.save(small_state(), step=1).wait().id for pipeline in world]
+        settle(world[1])
+    (tmp_path / f"{id}.json").unlink()
+    assert call("pin", tmp_path, 1).out == f"pinned {id}\n"
+    assert "pinned" in call("ls", tmp_path).out
 
 
 def test_rm_takes_an_incomplete_checkpoint_by_its_id_only(call: Commands, tmp_path: Path) -> None:

@@ -14,8 +14,8 @@ from pipelines import Stores
 import ckpipe
 from ckpipe import errors
 from ckpipe.backend import Children
+from ckpipe.catalog.catalog import Catalog
 from ckpipe.catalog.leases import Lease
-from ckpipe.catalog.prune import best, decide_on, prune
 from ckpipe.catalog.summaries import Summaries
 from ckpipe.format.names import launch_id
 from ckpipe.format.summary import Summary
@@ -113,11 +113,11 @@ async def test_deletions_are_remembered_for_as_long_as_their_marks_stay(
     finished: set[CheckpointId] = set()
     another: set[CheckpointId] = set()
     for _ in range(2):
-        await prune(backend, rule, {}, Summaries(deleted=finished), sweep_after=DAY, now=NOW)
+        await Catalog(backend, rule, summaries=Summaries(deleted=finished)).prune(now=NOW)
         assert finished == {each.key for each in gone}
     who = another if by_another else finished
-    await prune(backend, rule, {}, Summaries(deleted=who), sweep_after=DAY, now=LATER)
-    await prune(backend, rule, {}, Summaries(deleted=finished), sweep_after=DAY, now=LATER)
+    await Catalog(backend, rule, summaries=Summaries(deleted=who)).prune(now=LATER)
+    await Catalog(backend, rule, summaries=Summaries(deleted=finished)).prune(now=LATER)
     assert finished == set()
 
 
@@ -125,16 +125,16 @@ async def test_deletions_are_remembered_for_as_long_as_their_marks_stay(
 async def test_what_others_have_removed_is_forgotten(store: Stores, how: str) -> None:
     *gone, newest = await anyio.to_thread.run_sync(saved, store.url, 0, 1, 2, 3)
     backend, summaries = store.memory, Summaries()
-    await decide_on(backend, KeepLast(1), {}, summaries, now=NOW)
+    await Catalog(backend, KeepLast(1), summaries=summaries).prune(now=NOW, dry_run=True)
     assert summaries.names() == {newest.id, *(each.id for each in gone)}
-    await prune(backend, KeepLast(1), {}, Summaries(), sweep_after=DAY, now=NOW)
+    await Catalog(backend, KeepLast(1)).prune(now=NOW)
     if how == "prune":
-        await prune(backend, KeepLast(1), {}, summaries, sweep_after=DAY, now=NOW)
+        await Catalog(backend, KeepLast(1), summaries=summaries).prune(now=NOW)
     elif how == "decide":
-        await decide_on(backend, KeepLast(1), {}, summaries, now=NOW)
+        await Catalog(backend, KeepLast(1), summaries=summaries).prune(now=NOW, dry_run=True)
     else:
         with pytest.raises(errors.CheckpointNotFound):  # it was saved without metrics
-            await best(backend, "loss", "min", summaries)
+            await Catalog(backend, summaries=summaries).best("loss", "min")
     assert summaries.names() == {newest.id}
 
 
@@ -147,5 +147,5 @@ async def test_what_is_learned_while_a_root_is_listed_is_not_forgotten() -> None
             summaries.learn(name, Summary(0, 1, final=False, metrics={}))
             return found
 
-    await decide_on(Committing(), None, {}, summaries, now=NOW)
+    await Catalog(Committing(), summaries=summaries).prune(now=NOW, dry_run=True)
     assert summaries.names() == {name}

@@ -87,7 +87,7 @@ def test_damage_on_one_rank_sends_all_to_the_next_older_one(store: Stores) -> No
         told = {(each.rank, each.id) for each in seen if type(each) is events.CheckpointDamaged}
         assert told == set(itertools.product(range(3), names[1:]))
         # The next save of all ranks says what it came from.
-        assert {pipeline._engine.context.store.resumed_from for pipeline in world} == {names[0]}
+        assert {each._engine.catalog.resumed_from for each in world} == {names[0]}
 
 
 def test_what_is_whole_is_taken_and_leaves_no_votes(store: Stores) -> None:

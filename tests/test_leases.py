@@ -17,9 +17,9 @@ import ckpipe
 from ckpipe import errors
 from ckpipe.backend import ObjectInfo, PutMode
 from ckpipe.catalog import leases
-from ckpipe.catalog.delete import Removal, delete, finish_deletions
-from ckpipe.catalog.leases import LEASE_LIFE, Lease, live_subjects, reading, under_lease
-from ckpipe.catalog.prune import pin, unpin
+from ckpipe.catalog.catalog import Catalog
+from ckpipe.catalog.delete import Removal, delete, finish_deletions, pin
+from ckpipe.catalog.leases import LEASE_LIFE, Lease, live_subjects, under_lease
 from ckpipe.format.manifest import ManifestDocument
 from ckpipe.format.names import LEASES, PINS, index_key, lease_key, tombstone_key
 from ckpipe.testing import FaultyBackend, Landing, MemoryBackend
@@ -278,7 +278,7 @@ async def test_an_index_waits_for_no_lease_and_its_failure_is_told() -> None:
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        async with reading(backend, id, look):
+        async with Catalog(backend).reading(id, look):
             raise AssertionError
     assert await keys(memory) == []
 
@@ -287,7 +287,7 @@ async def test_a_pin_that_comes_after_the_tombstone_is_refused() -> None:
     backend, id = MemoryBackend(), CheckpointId("20250101T000000000Z-a", 1, 0)
     await backend.put(index_key(id), b"{}", PutMode.CREATE)
     await pin(backend, id)
-    await unpin(backend, id)
+    await Catalog(backend).unpin(str(id))
     await backend.put(tombstone_key(id), b"{}", PutMode.CREATE)  # by who has just chosen it
     with pytest.raises(errors.CheckpointIncomplete, match="deleted just now"):
         await pin(backend, id)

@@ -96,7 +96,7 @@ def test_nothing_is_kept_of_checkpoints_that_are_removed(tmp_path: Path) -> None
         settle(pipeline)
         left = {str(each.id) for each in pipeline.steps()}
         assert len(left) == 2
-        assert set(pipeline._engine.context.store.summaries.known) == left
+        assert set(pipeline._engine.catalog.summaries.known) == left
 
 
 def test_tombstones_of_complete_checkpoints_do_not_pile_up_for_a_day(tmp_path: Path) -> None:

@@ -435,7 +435,7 @@ class TestRetention:
                     pass
 
             async def is_complete() -> bool:
-                return (await world[0]._engine.latest()).step == 2  # type: ignore[union-attr]
+                return (await world[0]._engine.catalog.latest()).step == 2  # type: ignore[union-attr]
 
             store.faulty.call(wait_for_the_waiter, is_last_manifest, Landing.AFTER)
             save_all(world, 2)

@@ -19,11 +19,11 @@ from hypothesis import strategies as st
 from sampling import EVERY, sample
 
 from ckpipe.backend import PutMode
+from ckpipe.catalog.catalog import Catalog
 from ckpipe.catalog.complete import publish_up, repaired
-from ckpipe.catalog.delete import delete
+from ckpipe.catalog.delete import delete, pin
 from ckpipe.catalog.find import discover
-from ckpipe.catalog.leases import Lease, leased
-from ckpipe.catalog.prune import decide_on, pin, prune, remove, unpin
+from ckpipe.catalog.leases import Lease
 from ckpipe.catalog.summaries import Summaries
 from ckpipe.errors import CheckpointIncomplete, CheckpointNotFound, UsageError
 from ckpipe.format.codec import encode_bundle
@@ -106,15 +106,14 @@ class World:
     async def prune(self, rule: Rule, crash: tuple[int, Landing] | None) -> bool:
         """Prune, and die in the middle or tell what was done; return whether it came through."""
         faulty = FaultyBackend(self.store)
-        protected = dict.fromkeys(await leased(self.store), "leased")
-        planned = await decide_on(self.store, rule, protected, Summaries(), now=datetime.now(UTC))
+        planned = await Catalog(self.store, rule).prune(now=datetime.now(UTC), dry_run=True)
         if crash is not None:
             faulty.fail(Crash(), crash[0], crash[1])
-        known, through = Summaries(), False
+        through = False
         try:
-            done = await prune(faulty, rule, protected, known, sweep_after=DAY)
+            done = await Catalog(faulty, rule).prune()
             assert (done.keep, done.remove) == (planned.keep, planned.remove), "as the dry run said"
-            again = await decide_on(self.store, rule, protected, Summaries(), now=datetime.now(UTC))
+            again = await Catalog(self.store, rule).prune(now=datetime.now(UTC), dry_run=True)
             assert again.remove == (), "twice is as good as once"
             assert set(again.keep) == set(planned.keep)
             through = True
@@ -177,7 +176,7 @@ async def act(world: World, action: Action) -> None:
             await pin(world.store, id)
             world.pinned.add(name)
         elif kind == "unpin":
-            await unpin(world.store, id)
+            await Catalog(world.store).unpin(str(id))
             world.pinned.discard(name)
         elif kind == "lease" and name not in world.leases:
             await world.lease(name)
@@ -214,8 +213,7 @@ async def test_a_crash_of_a_prune_at_any_operation_is_made_good(
         for step, loss in enumerate(losses):
             await world.save(step, loss, 3)
         await world.lease(sorted(world.complete)[leased])
-        protected = dict.fromkeys(world.leases, "leased")
-        planned = await decide_on(world.store, rule, protected, Summaries(), now=NOW)
+        planned = await Catalog(world.store, rule).prune(now=NOW, dry_run=True)
         through = await world.prune(rule, (number, landing))
         await world.prune(rule, None)
         assert world.complete == set(planned.keep), "what was planned is what happens"
@@ -290,7 +288,7 @@ async def race(stops: tuple[int, int], landings: tuple[Landing, Landing], first:
 
     async def remove_both() -> None:
         # One may be complete by then, and retention deletes it; one that is not, a sweep does.
-        await prune(pruner, KeepLast(1), {}, Summaries(), sweep_after=DAY)
+        await Catalog(pruner, KeepLast(1)).prune()
         await delete(pruner, FULL, force=True)
 
     work = {"healer": (healer, heal()), "pruner": (pruner, remove_both())}
@@ -303,7 +301,7 @@ async def race(stops: tuple[int, int], landings: tuple[Landing, Landing], first:
         if each.complete
     }
     assert seen == world.complete, "the deleted one is not complete, whoever looks"
-    await prune(world.store, KeepLast(1), {}, Summaries(), sweep_after=DAY)
+    await Catalog(world.store, KeepLast(1)).prune()
     keys = {each.key async for each in world.store.list("")}
     assert not [key for key in keys if key.startswith(prefix(FULL))]
     assert tombstone_key(FULL) in keys
@@ -311,7 +309,7 @@ async def race(stops: tuple[int, int], landings: tuple[Landing, Landing], first:
 
 async def test_a_healer_that_races_a_pruner_revives_nothing() -> None:
     every = itertools.product(
-        itertools.product(range(1, 16), repeat=2),
+        itertools.product(range(1, 17), repeat=2),
         itertools.product(Landing, repeat=2),
         ("healer", "pruner"),
     )
@@ -323,10 +321,11 @@ async def prune_twice(first: int, second: int, turns: int) -> None:
     world, known = World(), Summaries()
     for step in range(3):
         await world.save(step, 1.0, 3)
-    await decide_on(world.store, KeepLast(1), {}, known, now=datetime.now(UTC))
+    catalog = Catalog(world.store, KeepLast(1), summaries=known)
+    await catalog.prune(now=datetime.now(UTC), dry_run=True)
     pruners = [Stepped(world.store, stop, Landing.AFTER) for stop in (first, second)]
     tasks = [
-        await run_until_stopped(each, prune(each, KeepLast(1), {}, known, sweep_after=DAY, now=NOW))
+        await run_until_stopped(each, Catalog(each, KeepLast(1), summaries=known).prune(now=NOW))
         for each in pruners
     ]
     pruners[0].go_on.set()
@@ -339,7 +338,7 @@ async def prune_twice(first: int, second: int, turns: int) -> None:
 
 
 async def test_two_who_prune_at_once_do_not_miss_what_the_other_has_forgotten() -> None:
-    stops = range(1, 12) if EVERY else (1, 7)
+    stops = range(1, 13) if EVERY else (1, 8)
     await raced(prune_twice, itertools.product(stops, stops, range(14)), 20)
 
 
@@ -350,7 +349,7 @@ async def both(
     order = [first, *(name for name in work if name != first)]
     tasks = {name: await run_until_stopped(*work[name]) for name in order}
     if between:
-        await prune(store, KeepLast(1), {}, Summaries(), sweep_after=DAY, now=NOW)
+        await Catalog(store, KeepLast(1)).prune(now=NOW)
     ended = {}
     for name in order:
         work[name][0].go_on.set()
@@ -382,16 +381,16 @@ async def pin_beside(
     pinner = Stepped(world.store, stops[0], landings[0])
     remover = Stepped(world.store, stops[1], landings[1])
     removing = (
-        remove(remover, str(id))
+        Catalog(remover).delete(str(id))
         if by == "rm"
-        else prune(remover, KeepLast(1), {}, Summaries(), sweep_after=DAY, now=NOW)
+        else Catalog(remover, KeepLast(1)).prune(now=NOW)
     )
     work = {"pin": (pinner, pin(pinner, id)), "remove": (remover, removing)}
     ended = await both(work, first, between, world.store)
     assert isinstance(ended["remove"], None | UsageError | CheckpointNotFound)
     assert isinstance(ended["pin"], None | CheckpointIncomplete)
     for _ in range(2):
-        await prune(world.store, KeepLast(1), {}, Summaries(), sweep_after=DAY, now=NOW)
+        await Catalog(world.store, KeepLast(1)).prune(now=NOW)
     pinned = ended["pin"] is None
     complete = {each.id: each for each in await discover(world.store) if each.complete}
     assert complete.keys() == ({str(id)} if pinned else set()) | {world.newest()}
@@ -401,7 +400,7 @@ async def pin_beside(
 
 async def test_a_pin_that_succeeds_is_seen_by_whoever_removes() -> None:
     every = itertools.product(
-        itertools.product(range(1, 9), range(1, 22)),
+        itertools.product(range(1, 9), range(1, 23)),
         itertools.product(Landing, Landing),
         ("pin", "remove"),
         (False, True),
@@ -417,7 +416,7 @@ async def pin_beside_two(first_stop: int, second_stop: int, pin_stop: int) -> No
     stops = (first_stop, second_stop, pin_stop)
     backends = [Stepped(world.store, stop, Landing.BEFORE) for stop in stops]
     *pruners, pinner = backends
-    work = [prune(each, KeepLast(1), {}, Summaries(), sweep_after=DAY) for each in pruners]
+    work = [Catalog(each, KeepLast(1)).prune() for each in pruners]
     first, second = [await run_until_stopped(*each) for each in zip(pruners, work, strict=True)]
     pinning = await run_until_stopped(pinner, pin(pinner, id))
     for backend, task in zip(backends[1::-1], (second, first), strict=True):
@@ -425,13 +424,13 @@ async def pin_beside_two(first_stop: int, second_stop: int, pin_stop: int) -> No
         await task
     pinner.go_on.set()
     await asyncio.wait([pinning])
-    await prune(world.store, KeepLast(1), {}, Summaries(), sweep_after=DAY)
+    await Catalog(world.store, KeepLast(1)).prune()
     expected = {tombstone_key(id)} if pinning.exception() else {*whole, pin_key(id)}
     assert await left_of(world.store, id) == expected
 
 
 async def test_a_pin_is_seen_by_two_who_remove_at_once() -> None:
-    every = itertools.product(range(4, 16), range(4, 16), range(1, 8))
+    every = itertools.product(range(5, 17), range(5, 17), range(1, 8))
     await raced(pin_beside_two, every, 60)
 
 
@@ -443,9 +442,9 @@ async def force_beside(
     await pin(world.store, id)
     remover = Stepped(world.store, stops[0], landings[0])
     pruner = Stepped(world.store, stops[1], landings[1])
-    pruning = prune(pruner, KeepLast(1), {}, Summaries(), sweep_after=DAY, now=NOW)
+    pruning = Catalog(pruner, KeepLast(1)).prune(now=NOW)
     work = {
-        "remove": (remover, remove(remover, str(id), force=True)),
+        "remove": (remover, Catalog(remover).delete(str(id), force=True)),
         "prune": (pruner, pruning),
     }
     assert set((await both(work, first, False, world.store)).values()) == {None}
@@ -454,7 +453,7 @@ async def force_beside(
 
 async def test_what_is_removed_by_force_is_not_kept_by_its_pin() -> None:
     every = itertools.product(
-        itertools.product(range(1, 14), range(1, 22)),
+        itertools.product(range(1, 14), range(1, 23)),
         itertools.product(Landing, Landing),
         ("remove", "prune"),
     )

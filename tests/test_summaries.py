@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
@@ -17,10 +18,8 @@ from sampling import EVERY
 from stored_files import SUMMARIES, sealed, sealed_text, summary_data, summary_key
 
 from ckpipe.backend import Backend, PutMode
+from ckpipe.catalog.catalog import Catalog
 from ckpipe.catalog.delete import delete
-from ckpipe.catalog.prune import best, decide_on, prune
-from ckpipe.catalog.summaries import Summaries
-from ckpipe.catalog.sweep import sweep
 from ckpipe.errors import CheckpointNotFound, CorruptCheckpoint, OversizedMetadata, StoreError
 from ckpipe.format.codec import encode_bundle
 from ckpipe.format.keys import encode_float
@@ -169,7 +168,7 @@ def key_of(everything: Sequence[Saved], mode: str) -> dict[int, float]:
 
 async def best_by(told: Backend, metric: str, mode: Literal["min", "max"]) -> CheckpointInfo | None:
     try:
-        return await best(told, metric, mode, Summaries())
+        return await Catalog(told).best(metric, mode)
     except CheckpointNotFound:
         return None
 
@@ -221,19 +220,19 @@ async def test_nothing_is_deleted_on_the_word_of_a_summary(
     everything: list[Saved], rule: Rule, protected: int
 ) -> None:
     told, untold = await with_checkpoints(everything)
-    kept = {str(CheckpointId(ATTEMPT, protected, 0)): "leased"}
+    kept = Counter([str(CheckpointId(ATTEMPT, protected, 0))])
     now = datetime.now(UTC)
-    truth = await decide_on(untold, rule, kept, Summaries(), now=now)
-    planned = await decide_on(told, rule, kept, Summaries(), now=now)
-    done = await prune(told, rule, kept, Summaries(), sweep_after=DAY)
+    truth = await Catalog(untold, rule, loading=kept).prune(now=now, dry_run=True)
+    planned = await Catalog(told, rule, loading=kept).prune(now=now, dry_run=True)
+    done = await Catalog(told, rule, loading=kept).prune()
     assert (done.keep, done.remove) == (planned.keep, planned.remove), "as the dry run said"
     assert set(done.remove) <= set(truth.remove)
-    again = await decide_on(told, rule, kept, Summaries(), now=now)
+    again = await Catalog(told, rule, loading=kept).prune(now=now, dry_run=True)
     assert set(again.remove) <= set(truth.remove)
     if all(each.summary != "contradicting" for each in everything):
         assert (done.keep, done.remove) == (truth.keep, truth.remove)
         assert again.remove == ()
-    await sweep(told, timedelta(microseconds=-1))
+    await Catalog(told, sweep_after=timedelta(microseconds=-1)).sweep()
     left = {id for each in told._store.objects if (id := summary_id(each))}
     assert not set(map(str, left)) & set(done.remove), "no summary of a deleted one is left"
 
@@ -243,8 +242,8 @@ async def test_that_no_checkpoint_has_a_metric_is_not_believed_of_summaries() ->
     others = [Saved(nan, False, True, "right", nan) for _ in range(5)]
     told, untold = await with_checkpoints([Saved(1.0, False, True, "contradicting", nan), *others])
     rule, now = KeepIf(lambda each: each.step != 1) & KeepBest("loss"), datetime.now(UTC)
-    truth = await decide_on(untold, rule, {}, Summaries(), now=now)
-    assert (await decide_on(told, rule, {}, Summaries(), now=now)).keep == truth.keep
+    truth = await Catalog(untold, rule).prune(now=now, dry_run=True)
+    assert (await Catalog(told, rule).prune(now=now, dry_run=True)).keep == truth.keep
 
 
 async def test_what_a_running_launch_keeps_is_known_for_sure() -> None:
@@ -259,7 +258,7 @@ async def test_what_a_running_launch_keeps_is_known_for_sure() -> None:
             await told.put(index_key(id), data, PutMode.CREATE)
             summary = encode_summary(id, summary_of(index))
             await told.put(summary_key(id), summary, PutMode.CREATE)
-    decision = await prune(told, KeepLast(1), {"a": "lives"}, Summaries(), sweep_after=DAY)
+    decision = await Catalog(told, KeepLast(1)).prune(launches[0])
     kept = [(each.attempt, each.step) for each in map(CheckpointId.parse, decision.keep) if each]
     # The newest of the first cannot be read, which leaves the one before to be its newest.
     assert sorted(kept) == [(launches[0], 1), (launches[0], 2), (launches[1], 2)]
@@ -273,7 +272,7 @@ async def test_one_summary_that_lies_ends_the_belief_in_all() -> None:
             Saved(2.0, False, True, "right", 2.0),
         ]
     )
-    found = await best(told, "loss", "min", Summaries())
+    found = await Catalog(told).best("loss", "min")
     assert found is not None
     assert found.step == 0, "though its own summary had hidden it"
 
@@ -287,7 +286,7 @@ async def test_what_takes_the_place_of_another_in_a_stretch_can_be_read() -> Non
         await told.put(index_key(id), data, PutMode.CREATE)
         summary = encode_summary(id, summary_of(index))
         await told.put(summary_key(id), summary, PutMode.CREATE)
-    decision = await prune(told, KeepEvery(steps=1), {}, Summaries(), sweep_after=DAY)
+    decision = await Catalog(told, KeepEvery(steps=1)).prune()
     assert decision.remove == ()
 
 
@@ -295,7 +294,7 @@ async def test_a_summary_that_the_store_does_not_give_costs_a_read_of_the_index(
     told, _ = await with_checkpoints([Saved(loss, False, True, "right", loss) for loss in (1, 2)])
     faulty = FaultyBackend(told)
     faulty.fail(StoreError("no"), lambda each: each.verb == "get" and SUMMARIES in each.key)
-    found = await best(faulty, "loss", "min", Summaries())
+    found = await Catalog(faulty).best("loss", "min")
     assert found is not None
     assert found.step == 0
     assert [each.verb for each in faulty.operations].count("get") == 4
@@ -310,11 +309,11 @@ async def test_summaries_of_earlier_versions_go_with_their_checkpoint(how: str) 
             key = f"{SUMMARIES}{CheckpointId(ATTEMPT, step, 0)}.{piece}"
             await told.put(key, b"{}", PutMode.CREATE)
     if how == "prune":
-        await prune(told, KeepLast(1), {}, Summaries(), sweep_after=DAY)
+        await Catalog(told, KeepLast(1)).prune()
     else:
         for step in range(2):
             await delete(told, CheckpointId(ATTEMPT, step, 0), None if how == "delete" else ())
     if how == "sweep":
-        await sweep(told, timedelta(microseconds=-1))
+        await Catalog(told, sweep_after=timedelta(microseconds=-1)).sweep()
     left = {summary_id(key) for key in told._store.objects if key.startswith(SUMMARIES)}
     assert left == {CheckpointId(ATTEMPT, 2, 0)}

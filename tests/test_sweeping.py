@@ -21,9 +21,10 @@ from ranks import ranks
 
 import ckpipe
 from ckpipe.backend import Backend, ObjectInfo, PutMode
+from ckpipe.catalog.catalog import Catalog
 from ckpipe.catalog.find import NO_INDEX, discover
 from ckpipe.catalog.leases import LEASE_LIFE
-from ckpipe.catalog.sweep import Leftovers, plan_sweep, sweep, uploads_before
+from ckpipe.catalog.sweep import Leftovers, plan_sweep, uploads_before
 from ckpipe.errors import PermissionDenied, StoreError, StoreFull, StoreUnavailable
 from ckpipe.format import names
 from ckpipe.format.codec import encode_bundle
@@ -286,12 +287,12 @@ async def test_what_cannot_be_completed_now_stays_for_a_later_sweep(
     # The sweep itself lists all of the checkpoint first, which is another prefix.
     backend.fail(kind("no"), lambda op: op.verb == verb and op.key.startswith(begin), times=None)
     before = {each.key async for each in backend.inner.list()}
-    report = await sweep(backend, LONG_ENOUGH)
+    report = await Catalog(backend, sweep_after=LONG_ENOUGH).sweep()
     assert report.remove == {}
     assert report.keep == {str(ID): f"it may lack nothing but its index: {kind('no')}"}
     assert {each.key async for each in backend.inner.list()} == before
     backend.heal()
-    report = await sweep(backend, LONG_ENOUGH)
+    report = await Catalog(backend, sweep_after=LONG_ENOUGH).sweep()
     assert report.keep == {str(ID): "it lacked nothing but its index, which was written"}
     assert [info.complete for info in await discover(backend)] == [True]
 
@@ -301,7 +302,7 @@ async def test_what_a_newer_ckpipe_wrote_stays(monkeypatch: pytest.MonkeyPatch) 
     with monkeypatch.context() as newer:
         newer.setattr("ckpipe.format.codec.FORMAT_VERSION", 2)
         await committed_by_all(backend)
-    report = await sweep(backend, LONG_ENOUGH)
+    report = await Catalog(backend, sweep_after=LONG_ENOUGH).sweep()
     assert report.remove == {}
     assert "newer format" in report.keep[str(ID)]
 
@@ -310,5 +311,5 @@ async def test_what_is_damaged_goes() -> None:
     backend = MemoryBackend()
     await committed_by_all(backend)
     await backend.put(manifest_key(ID, 1), b"no manifest", PutMode.OVERWRITE)
-    assert list((await sweep(backend, LONG_ENOUGH)).remove) == [str(ID)]
+    assert list((await Catalog(backend, sweep_after=LONG_ENOUGH).sweep()).remove) == [str(ID)]
     assert not [each async for each in backend.list(names.prefix(ID))]

@@ -356,7 +356,7 @@ async def newest_repaired(backend: Backend) -> CheckpointInfo | None:
 
 
 async def find_repaired(backend: Backend, which: int | str) -> CheckpointInfo:
-    """Find a checkpoint as :func:`ckpipe.catalog.find.find` does, but complete it if possible.
+    """Find the newest complete checkpoint of a step, or the one of an id; complete it if possible.
 
     An exact id of a complete one costs three stats; other searches cost as much as
     :func:`discover_repaired`.

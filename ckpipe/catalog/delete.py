@@ -37,9 +37,15 @@ from datetime import datetime, timedelta
 from enum import Enum, auto
 
 from ckpipe.backend import Backend
-from ckpipe.catalog.find import Listing, list_root, list_summaries, stat_or_none
-from ckpipe.catalog.leases import leased
-from ckpipe.errors import LinkRefused, StoreFull
+from ckpipe.catalog.find import (
+    Listing,
+    check_not_deleted,
+    list_root,
+    list_summaries,
+    stat_or_none,
+)
+from ckpipe.catalog.leases import leased, under_lease
+from ckpipe.errors import CheckpointIncomplete, LinkRefused, StoreFull
 from ckpipe.format.names import index_key, is_own, pin_key, prefix, tombstone_key
 from ckpipe.store.retry import create_once
 from ckpipe.types import CheckpointId, first_of
@@ -176,6 +182,23 @@ async def _remove(
             )
     await backend.delete([pin_key(id), *summaries])
     return Removal.GONE
+
+
+async def pin(backend: Backend, id: CheckpointId) -> None:
+    """Protect a checkpoint from removal until its pin is deleted.
+
+    Raises:
+        CheckpointIncomplete: If its deletion has begun.
+        StoreError: If the store failed.
+    """
+    async with under_lease(backend, str(id)):
+        created = await create_once(backend, pin_key(id))
+        try:
+            await check_not_deleted(backend, id)
+        except CheckpointIncomplete:
+            if created:
+                await backend.delete([pin_key(id)])
+            raise
 
 
 async def finish_deletions(

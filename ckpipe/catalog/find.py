@@ -166,19 +166,12 @@ async def newest_first(backend: Backend) -> AsyncGenerator[CheckpointInfo, None]
                 yield info
 
 
-async def find(backend: Backend, which: int | str) -> CheckpointInfo:
-    """Find the newest complete checkpoint of a step, or the one of an exact id.
-
-    Raises:
-        CheckpointIncomplete: If there is only an incomplete one.
-        CheckpointNotFound: If there is none.
-        StoreError: If the store failed.
-    """
-    return pick(await discover(backend), which)
-
-
 def pick(everything: Sequence[CheckpointInfo], which: int | str) -> CheckpointInfo:
-    """Pick the checkpoint of :func:`find` from those of a root, which are the newest first.
+    """Pick the newest complete checkpoint of a step, or the one of an exact id.
+
+    Args:
+        everything: The checkpoints of a root, the newest first.
+        which: The step or id.
 
     Raises:
         CheckpointIncomplete: If there is only an incomplete one.
@@ -316,7 +309,7 @@ async def read_document(
     try:
         return await read_decoded(backend, key, MAX_STORED_BYTES, decode)
     except ObjectNotFound as error:
-        gone = "The index is gone" if kind == "index" else "An object of the checkpoint is gone"
+        gone = "The index is gone" if kind == "index" else f"A {kind} of the checkpoint is gone"
         raise MissingObject(gone, step=id.step, key=key) from error
 
 

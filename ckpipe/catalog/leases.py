@@ -14,21 +14,17 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
-from contextlib import asynccontextmanager, nullcontext
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
 from datetime import UTC, datetime, timedelta
-from functools import partial
 
 import anyio
 
 from ckpipe.backend import Backend, ObjectInfo
-from ckpipe.catalog.find import check_not_deleted, read_index
 from ckpipe.errors import PermissionDenied, StoreError, StoreFull
-from ckpipe.format.manifest import ManifestDocument
 from ckpipe.format.names import LEASES, lease_key
 from ckpipe.store.retry import create_once
-from ckpipe.threads import BackgroundTask, beside
-from ckpipe.types import CheckpointId
+from ckpipe.threads import beside
 
 logger = logging.getLogger("ckpipe")
 
@@ -195,34 +191,3 @@ async def under_lease(backend: Backend, subject: str) -> AsyncIterator[None]:
     finally:
         with anyio.CancelScope(shield=True):
             await lease.release()
-
-
-@asynccontextmanager
-async def reading(
-    backend: Backend,
-    id: CheckpointId,
-    look: Callable[[], Awaitable[ManifestDocument]] | None = None,
-    *,
-    read_only: bool = False,
-) -> AsyncIterator[ManifestDocument]:
-    """Hold a lease on a checkpoint during a block, so that no process deletes it meanwhile.
-
-    The block gets the index. It is read concurrently with the requests for the lease, since it is
-    whole or absent and never changes. Errors of the block are raised as they are, not in a group.
-
-    Args:
-        backend: The store.
-        id: The checkpoint.
-        look: Reads other metadata in place of the index.
-        read_only: Whether no lease may be written, so that the checkpoint is not protected.
-
-    Raises:
-        CheckpointIncomplete: If it is being deleted already, whatever error the index raised.
-        CorruptCheckpoint: If the index is damaged.
-        StoreError: If the store failed.
-    """
-    metadata = BackgroundTask(look or partial(read_index, backend, id))
-    lease = nullcontext() if read_only else under_lease(backend, str(id))
-    async with metadata.started(), lease:
-        await check_not_deleted(backend, id)
-        yield await metadata.get()

@@ -3,7 +3,7 @@
 Theory. A summary of an index is final. A summary that was stored beside it
 (:mod:`ckpipe.format.summary`) gives a first answer. Then the indexes of the checkpoints that decide
 this answer are read: for ``best`` the winner's; for a decision on deletions see
-:func:`ckpipe.catalog.prune.decide_on`. If an index cannot be read, its checkpoint is left out. If
+:mod:`ckpipe.catalog.catalog`. If an index cannot be read, its checkpoint is left out. If
 an index contradicts its stored summary, no stored summary of this root is trusted any more, and all
 indexes are read. Then the decision is made again. Every round knows more than the one before, so
 the loop ends.

@@ -1,4 +1,4 @@
-"""Remove the remains of crashed runs: incomplete checkpoints, uploads, old tombstones and leases.
+"""Find the remains of crashed runs: incomplete checkpoints, uploads, old tombstones and leases.
 
 Theory. From outside, a run that has written half a checkpoint may be dead or slow. So a launch
 counts as running in three cases: there is a live lease on it or on the checkpoint; its claim is as
@@ -8,7 +8,8 @@ lacks only its index. Else it is deleted like any checkpoint, with a tombstone f
 was merely slow, it finds the tombstone and does not complete a half-deleted checkpoint. If the
 store fails meanwhile, such as for want of room for the index, the checkpoint stays.
 
-Only names that ckpipe writes are considered. Retention handles complete checkpoints.
+Only names that ckpipe writes are considered. Retention handles complete checkpoints. What is found
+here, :meth:`ckpipe.catalog.catalog.Catalog.sweep` removes.
 """
 
 from __future__ import annotations
@@ -16,21 +17,18 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime, timedelta
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
 
 from ckpipe.backend import Backend, ObjectInfo
-from ckpipe.catalog.complete import repair
-from ckpipe.catalog.delete import delete, finish_deletions, has_own
+from ckpipe.catalog.delete import has_own
 from ckpipe.catalog.find import NO_INDEX, list_root, list_summaries
 from ckpipe.catalog.leases import (
     LEASE_LIFE,
     live_subjects,
     protected_subjects,
     read_leases,
-    store_time,
 )
-from ckpipe.errors import StoreError, UnsupportedVersion
 from ckpipe.format.names import (
     ATTEMPTS,
     BENCH,
@@ -229,53 +227,3 @@ async def look_around(backend: Backend) -> Leftovers:
 def _note(active: dict[str, datetime], launch: str, times: Iterable[datetime]) -> None:
     for time in times:
         active[launch] = max(time, active.get(launch, time))
-
-
-async def sweep(
-    backend: Backend,
-    sweep_after: timedelta,
-    *,
-    running: Collection[str] = (),
-    dry_run: bool = False,
-) -> SweepReport:
-    """Remove the remains of crashed runs; idempotent.
-
-    A checkpoint that lacks only its index is completed instead. If that fails for now, such as for
-    want of room, it stays for a later sweep.
-
-    Args:
-        backend: The store.
-        sweep_after: The age from which leftovers may be removed, by the store's own clock.
-        running: Names of attempts that are known to be running.
-        dry_run: Whether to report only what would be done. Nothing is written then, so the clock
-            is this machine's, and no checkpoint is completed.
-
-    Raises:
-        StoreError: If the store failed; another sweep goes on where this one stopped.
-    """
-    if dry_run:
-        return plan_sweep(await look_around(backend), datetime.now(UTC), sweep_after, running)
-    now = await store_time(backend)
-    found = await look_around(backend)
-    report = plan_sweep(found, now, sweep_after, running)
-    remove, keep = dict(report.remove), dict(report.keep)
-    for info in found.incomplete:
-        if info.id not in remove:
-            continue
-        try:
-            known = await repair(backend, info, sure=True)
-        except (StoreError, UnsupportedVersion) as error:
-            # All its data may be there: a full disk ends a save just before its index.
-            del remove[info.id]
-            keep[info.id] = f"it may lack nothing but its index: {error}"
-            continue
-        if known.complete:
-            del remove[info.id]
-            keep[info.id] = "it lacked nothing but its index, which was written"
-        else:
-            await delete(backend, info.key, force=True)
-    await finish_deletions(backend, set(), forget_before=now - sweep_after)
-    await backend.delete([*report.leases, *report.scratch, *report.agreements, *report.summaries])
-    before = uploads_before(found, now, sweep_after, running)
-    uploads = await backend.remove_stale_uploads("", before=before)
-    return replace(report, remove=remove, keep=keep, uploads=uploads)

@@ -13,8 +13,8 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from ckpipe.backend import Backend
+from ckpipe.catalog.catalog import Catalog
 from ckpipe.catalog.inspect import check_expansion, labels_per_rank, tensor_bytes
-from ckpipe.catalog.leases import reading
 from ckpipe.cli.running import FOUND, OK, chosen
 from ckpipe.cli.screen import Meter, Screen, one_line, table
 from ckpipe.export import batches
@@ -62,8 +62,8 @@ async def differences(
         ):
             infos = [await chosen(one, steps[0]), await chosen(two, steps[1])]
             async with (
-                reading(one, infos[0].key) as left,
-                reading(two, infos[1].key) as right,
+                Catalog(one).reading(infos[0].key) as left,
+                Catalog(two).reading(infos[1].key) as right,
             ):
                 if not any(map(select, {*_texts(left), *_texts(right)})):
                     screen.matches_nothing(patterns)

@@ -6,6 +6,7 @@ import json
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import asdict
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from typing import Annotated, Any
 
 import typer
@@ -13,19 +14,15 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ckpipe.backend import Backend
-from ckpipe.catalog.find import discover, find
-from ckpipe.catalog.leases import store_time
-from ckpipe.catalog.prune import decide_on, in_use, missing_text, pin, prune, remove, unpin
-from ckpipe.catalog.summaries import Summaries
-from ckpipe.catalog.sweep import SweepReport, sweep
+from ckpipe.catalog.catalog import Catalog
+from ckpipe.catalog.sweep import SweepReport
 from ckpipe.cli.running import OK, Step, Url, serve, which
 from ckpipe.cli.screen import Screen, table
 from ckpipe.errors import SettingsError, UsageError
 from ckpipe.retention import Rule, from_data
 from ckpipe.settings import Settings
 from ckpipe.store.registry import Access, open_store
-from ckpipe.types import CheckpointId
+from ckpipe.types import CheckpointInfo
 
 DryRun = Annotated[
     bool, typer.Option("--dry-run", help="Show the decisions and reasons; change nothing.")
@@ -42,36 +39,29 @@ def rm(
 ) -> None:
     """Delete one checkpoint; an exact id also names an incomplete one."""
 
-    async def work(screen: Screen) -> int:
-        async with open_store(url, screen.settings, Access.CHANGE) as backend:
-            gone = await remove(backend, which(step), force=force)
-        screen.result({"url": url, "removed": gone.id}, Text(f"removed {gone.id}"))
-        return OK
-
-    serve(ctx, work)
+    _change(ctx, url, step, partial(Catalog.delete, force=force), "removed")
 
 
 def pin_(ctx: typer.Context, url: Url, step: Step) -> None:
     """Protect a checkpoint from retention until it is unpinned."""
-    _mark(ctx, url, step, pin, "pinned")
+    _change(ctx, url, step, Catalog.pin, "pinned")
 
 
 def unpin_(ctx: typer.Context, url: Url, step: Step) -> None:
     """End the protection of a checkpoint."""
-    _mark(ctx, url, step, unpin, "unpinned")
+    _change(ctx, url, step, Catalog.unpin, "unpinned")
 
 
-def _mark(
+def _change(
     ctx: typer.Context,
     url: str,
     step: str,
-    change: Callable[[Backend, CheckpointId], Awaitable[None]],
+    change: Callable[[Catalog, int | str], Awaitable[CheckpointInfo]],
     done: str,
 ) -> None:
     async def work(screen: Screen) -> int:
         async with open_store(url, screen.settings, Access.CHANGE) as backend:
-            info = await find(backend, which(step))
-            await change(backend, info.key)
+            info = await change(Catalog(backend), which(step))
         screen.result({"url": url, done: info.id}, Text(f"{done} {info.id}"))
         return OK
 
@@ -96,16 +86,13 @@ def prune_(
     """
 
     async def work(screen: Screen) -> int:
-        settings, summaries = screen.settings, Summaries()
+        settings = screen.settings
         chosen = _rule(settings, keep_last, rule or [])
         async with open_store(url, settings, Access.READ if dry_run else Access.CHANGE) as backend:
-            now = datetime.now(UTC) if dry_run else await store_time(backend)
-            kept = await in_use(backend, await discover(backend), now)
-            if dry_run:
-                decision = await decide_on(backend, chosen, kept, summaries, now=now)
-            else:
-                after = settings.retention.sweep_after
-                decision = await prune(backend, chosen, kept, summaries, sweep_after=after, now=now)
+            catalog = Catalog(backend, chosen, settings.retention.sweep_after)
+            # A dry run may not write, so the clock is this machine's.
+            now = datetime.now(UTC) if dry_run else None
+            decision = await catalog.prune(now=now, dry_run=dry_run)
         keep = {name: decision.reasons[name] for name in decision.keep}
         remove = {name: decision.reasons[name] for name in decision.remove}
         data = {
@@ -120,7 +107,7 @@ def prune_(
         shown = _verdicts(keep, newest_first) or Text("no complete checkpoints here")
         screen.result(data, shown)
         for metric in decision.missing_metrics:
-            screen.note(f"warning: {missing_text(metric, summaries)}")
+            screen.note(f"warning: {catalog.missing_text(metric)}")
         return OK
 
     serve(ctx, work)
@@ -176,7 +163,7 @@ def sweep_(
                 raise UsageError(message) from None
         access = Access.READ if dry_run else Access.CHANGE
         async with open_store(url, screen.settings, access) as backend:
-            report = await sweep(backend, after, dry_run=dry_run)
+            report = await Catalog(backend, sweep_after=after).sweep(dry_run=dry_run)
         data = asdict(report) | {"url": url, "dry_run": dry_run}
         data |= {"remove": _listed(report.remove), "keep": _listed(report.keep)}
         screen.result(data, *_swept(report))

@@ -6,8 +6,8 @@ Modules that need torch are imported when a command runs, so that no help waits 
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, closing
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack, closing
 from dataclasses import asdict, replace
 from enum import StrEnum
 from typing import Annotated, Any
@@ -16,10 +16,10 @@ import typer
 from rich.text import Text
 
 from ckpipe.backend import Backend, without_secrets
+from ckpipe.catalog.catalog import Catalog
 from ckpipe.catalog.copy import CopySettings, copy_checkpoint
-from ckpipe.catalog.find import check_still_there, discover
+from ckpipe.catalog.find import discover
 from ckpipe.catalog.inspect import data_bytes
-from ckpipe.catalog.leases import reading
 from ckpipe.cli.running import FOUND, OK, Expanded, MaybeStep, Url, chosen, serve
 from ckpipe.cli.screen import Screen, visible
 from ckpipe.errors import (
@@ -28,7 +28,6 @@ from ckpipe.errors import (
     CorruptCheckpoint,
     UsageError,
 )
-from ckpipe.format.manifest import ManifestDocument
 from ckpipe.settings import Settings
 from ckpipe.store.registry import Access, open_store
 from ckpipe.store.retry import AimdLimiter, RetryPolicy, logging_policy
@@ -62,22 +61,6 @@ async def _read_each(
     return done
 
 
-@asynccontextmanager
-async def _leased(backend: Backend, info: CheckpointInfo) -> AsyncIterator[ManifestDocument]:
-    """Hold a lease on a checkpoint, and distinguish a deleted one from a damaged one.
-
-    Raises:
-        CheckpointIncomplete: If it was deleted, which may happen if no lease can be written.
-        CorruptCheckpoint: If it is damaged.
-    """
-    try:
-        async with reading(backend, info.key) as bundle:
-            yield bundle
-    except CorruptCheckpoint:
-        await check_still_there(backend, info.key)
-        raise
-
-
 def _seconds_since(began: float) -> float:
     return round(time.perf_counter() - began, 3)
 
@@ -108,7 +91,7 @@ def verify(
                     began = time.perf_counter()
                     data: dict[str, Any] = {"id": info.id, "step": info.step}
                     try:
-                        async with _leased(backend, info) as bundle:
+                        async with Catalog(backend).checking(info.key) as bundle:
                             meter.expect(data_bytes(bundle))
                             done = await verify(backend, bundle, arena, lanes=settings.load.lanes)
                         data |= {"ok": True, "files": done.files, "bytes": done.bytes}
@@ -199,7 +182,7 @@ def cp(
 
                     async def copy(info: CheckpointInfo) -> dict[str, Any]:
                         began = time.perf_counter()
-                        async with _leased(origin, info) as bundle:
+                        async with Catalog(origin).checking(info.key) as bundle:
                             meter.expect(data_bytes(bundle))
                             report = asdict(await copy_checkpoint(origin, place, info.key, how))
                         return report | {"step": info.step, "seconds": _seconds_since(began)}
@@ -282,7 +265,7 @@ def export(
                     place = await stores.enter_async_context(
                         open_store(target, settings, Access.CREATE)
                     )
-                async with reading(origin, info.key) as bundle:
+                async with Catalog(origin).reading(info.key) as bundle:
                     meter.expect(data_bytes(bundle))
                     done = await export(
                         origin, bundle, arena, settings, form.value, _policy(settings), place,

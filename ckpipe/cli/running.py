@@ -9,7 +9,7 @@ import anyio
 import typer
 
 from ckpipe.backend import Backend
-from ckpipe.catalog.find import discover, find, said_of_foreign
+from ckpipe.catalog.find import discover, pick, said_of_foreign
 from ckpipe.cli.screen import Screen
 from ckpipe.errors import (
     CheckpointNotFound,
@@ -77,11 +77,12 @@ async def chosen(backend: Backend, step: str | None) -> CheckpointInfo:
         CheckpointNotFound: If there is none.
         StoreError: If the store failed.
     """
+    infos = await discover(backend)
     if step is not None:
-        return await find(backend, which(step))
-    complete = [each for each in await discover(backend) if each.complete]
-    if not complete:
-        raise CheckpointNotFound(
-            "There is no complete checkpoint here", hint=await said_of_foreign(backend)
-        )
-    return complete[0]
+        return pick(infos, which(step))
+    for info in infos:
+        if info.complete:
+            return info
+    raise CheckpointNotFound(
+        "There is no complete checkpoint here", hint=await said_of_foreign(backend)
+    )

@@ -11,7 +11,6 @@ import math
 import os
 import secrets
 from collections.abc import Iterator, Sequence
-from functools import partial
 from html import escape
 from pathlib import Path
 from typing import Annotated
@@ -22,16 +21,13 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from ckpipe.backend import Backend
+from ckpipe.catalog.complete import read_members
 from ckpipe.catalog.find import read_index
 from ckpipe.cli.running import OK, MaybeStep, Url, chosen, serve
 from ckpipe.cli.screen import Screen, table, visible
-from ckpipe.errors import CkpipeError, MissingObject, ObjectNotFound, UsageError
-from ckpipe.format.codec import MAX_STORED_BYTES, decode_bundle
+from ckpipe.errors import CkpipeError, UsageError
 from ckpipe.format.manifest import ManifestDocument
-from ckpipe.format.names import manifest_key
 from ckpipe.store.registry import Access, open_store
-from ckpipe.store.retry import read_decoded
-from ckpipe.threads import run_lanes
 from ckpipe.types import (
     BlockReport,
     CheckpointId,
@@ -134,8 +130,6 @@ def _write(path: Path, page: str) -> None:
 MOST_RANKS = 32
 """The number of ranks that are shown if none are named: the lowest."""
 
-_AT_ONCE = 16
-
 
 async def _read_reports(
     backend: Backend, id: CheckpointId, ranks: Sequence[int]
@@ -162,23 +156,8 @@ async def _read_reports(
         raise UsageError(f"The checkpoint has {those}", step=id.step)
     if world_size == 1:
         return [_report(index)], world_size
-    found = {}
-    pending = iter(chosen)
-
-    async def lane() -> None:
-        for rank in pending:
-            key = manifest_key(id, rank)
-            decode = partial(decode_bundle, key=key, id=id, kind="manifest")
-            try:
-                manifest = await read_decoded(backend, key, MAX_STORED_BYTES, decode)
-            except ObjectNotFound as error:
-                raise MissingObject(
-                    "A manifest is gone", step=id.step, rank=rank, key=key
-                ) from error
-            found[rank] = _report(manifest)
-
-    await run_lanes(min(_AT_ONCE, len(chosen)), lane)
-    return [found[rank] for rank in chosen], world_size
+    manifests = await read_members(backend, id, [(0, rank) for rank in chosen], world_size)
+    return [_report(each) for each in manifests], world_size
 
 
 def _report(bundle: ManifestDocument) -> RankReport:

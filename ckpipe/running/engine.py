@@ -8,23 +8,17 @@ import os
 import time
 import warnings
 from collections import Counter
-from dataclasses import replace
-from typing import Literal
 
 import anyio
 from anyio.abc import TaskGroup, TaskStatus
 
 from ckpipe.backend import Backend, without_secrets
-from ckpipe.catalog import prune as pruning
-from ckpipe.catalog.complete import find_repaired, newest_repaired, repaired
-from ckpipe.catalog.find import check_still_there
+from ckpipe.catalog.catalog import Catalog
+from ckpipe.catalog.complete import find_repaired
 from ckpipe.catalog.leases import Lease
-from ckpipe.catalog.prune import remove
-from ckpipe.catalog.summaries import Summaries, SummaryQuery, inspected
-from ckpipe.catalog.sweep import SweepReport, sweep
+from ckpipe.catalog.sweep import SweepReport
 from ckpipe.errors import AttemptReused, CorruptCheckpoint, SaveCancelled, UsageError, first_error
 from ckpipe.events import EventBus
-from ckpipe.format.names import launch_id
 from ckpipe.loading.reader import verify
 from ckpipe.lock.state_lock import StateLock
 from ckpipe.loop_thread import LoopThread
@@ -88,13 +82,13 @@ class Engine:
     ) -> None:
         settings = context.settings
         self.context, self.world, self.loop = context, world, loop
+        self.catalog = context.store.catalog
         self.saves = Saves(context, launch, tasks, hooks)
         self.loads = Loads(context, launch, self.saves, place)
         self.stopped = anyio.Event()
         self._settings, self._tasks = settings, tasks
         self._hooks, self._preemption = hooks, preemption
         self._hurries = False
-        self._last_inspected = Summaries()
 
     @property
     def serves(self) -> bool:
@@ -197,107 +191,54 @@ class Engine:
         memory = f"{size_text(budget.used)} of {size_text(budget.capacity)}"
         return f"{states or 'idle'} | {memory}"
 
-    # Housekeeping
-
-    async def steps(self, *, metadata: bool) -> list[CheckpointInfo]:
-        """List all checkpoints, the oldest first."""
-        retrying, summaries = self.context.store.retrying, self.context.store.summaries
-        listing = await pruning.listed(retrying, summaries)
-        infos = list(reversed(await repaired(retrying, listing.infos())))
-        if metadata:
-            return await inspected(retrying, infos, summaries)
-        await SummaryQuery(
-            retrying, [each for each in infos if each.complete], summaries, few=0
-        ).read_stored()
-        return [replace(summaries.filled(each), metadata=None) for each in infos]
-
-    async def latest(self) -> CheckpointInfo | None:
-        """Return the newest complete checkpoint."""
-        info = await newest_repaired(self.context.store.retrying)
-        return None if info is None else await self._inspected(info)
+    # The verbs of the catalog that concern saves under way; the others are called there
 
     async def complete(
         self, info: CheckpointInfo, timeout: float | None, ranks: int
     ) -> CheckpointInfo:
         """Poll until a checkpoint that this rank has committed is complete on all ranks."""
-        return await self._inspected(await until_complete(self.context.store, info, timeout, ranks))
-
-    async def _inspected(self, info: CheckpointInfo) -> CheckpointInfo:
-        """Add the summary of the index, which is cached for the last checkpoint asked for."""
-        if info.id in self.context.store.summaries.known:
-            return self.context.store.summaries.filled(info)
-        if info.id not in self._last_inspected:
-            self._last_inspected = Summaries()
-        (found,) = await inspected(self.context.store.retrying, [info], self._last_inspected)
-        return found
+        known = await until_complete(self.context.store, info, timeout, ranks)
+        return await self.catalog.inspected(known)
 
     async def verify(self, which: int | str) -> VerifyResult:
         """Read and check every byte of a checkpoint."""
         await self.saves.settled(which)
-        context = self.context
-        info = await find_repaired(context.store.retrying, which)
+        backend, arena, lanes = self.catalog.backend, self.context.arena, self._settings.load.lanes
+        info = await find_repaired(backend, which)
         try:
-            async with context.reading(info.key) as bundle:
-                lanes = context.settings.load.lanes
-                return await verify(context.store.retrying, bundle, context.arena, lanes=lanes)
+            async with self.catalog.checking(info.key) as bundle:
+                return await verify(backend, bundle, arena, lanes=lanes)
         except CorruptCheckpoint as error:
-            await check_still_there(context.store.retrying, info.key)
             error.hint = error.hint or _PASS_OVER
             raise error.located(step=info.step) from error.__cause__
 
     async def delete(self, which: int | str, *, force: bool) -> None:
         """Delete a checkpoint, also an incomplete one if its exact id is given."""
-        context = self.context
         id = CheckpointId.parse(which) if isinstance(which, str) else None
         if id is None:
-            id = (await find_repaired(context.store.retrying, which)).key
+            id = (await find_repaired(self.catalog.backend, which)).key
         if self.saves.is_writing(id):
             raise UsageError(
                 f"{id} cannot be deleted now: it is being written",
                 step=id.step,
                 hint="Cancel the save, or wait for it",
             )
-        await remove(
-            context.store.retrying, str(id), protected=context.store.protected(), force=force
-        )
+        await self.catalog.delete(str(id), force=force)
 
     async def pin(self, which: int | str) -> None:
         """Protect a checkpoint from retention."""
         await self.saves.settled(which)
-        await pruning.pin(
-            self.context.store.retrying,
-            (await find_repaired(self.context.store.retrying, which)).key,
-        )
-
-    async def unpin(self, which: int | str) -> None:
-        """End the protection."""
-        await pruning.unpin(
-            self.context.store.retrying,
-            (await find_repaired(self.context.store.retrying, which)).key,
-        )
+        await self.catalog.pin(which)
 
     async def prune(self, *, dry_run: bool) -> Decision:
         """Apply the retention rules now, or only decide."""
-        launch = launch_id(self.context.attempt)
-        return await (
-            retention.decide(self.context.store, launch)
-            if dry_run
-            else retention.prune(self.context.store, launch)
-        )
-
-    async def best(self, metric: str, mode: Literal["min", "max"]) -> CheckpointInfo | None:
-        """Return the complete checkpoint with the best value of a metric."""
-        return await pruning.best(
-            self.context.store.retrying, metric, mode, self.context.store.summaries
-        )
+        if dry_run:
+            return await self.catalog.prune(self.context.attempt, dry_run=True)
+        return await retention.prune(self.context.store, self.context.attempt)
 
     async def sweep(self, *, dry_run: bool) -> SweepReport:
         """Remove the remains of crashed runs, or only list them."""
-        context = self.context
-        after = context.settings.retention.sweep_after
-        return await sweep(
-            context.store.retrying, after, running=(context.attempt,), dry_run=dry_run
-        )
+        return await self.catalog.sweep(self.context.attempt, dry_run=dry_run)
 
 
 async def serve(
@@ -337,17 +278,17 @@ async def serve(
         most = backend.limits.max_blocks
         largest_file = None if most is None else most * block
         planner = await anyio.to_thread.run_sync(choose_planner, topology, settings, largest_file)
+        rules = settings.retention
         store = StoreContext(
             backend=backend,
             retrying=retrying,
+            catalog=Catalog(retrying, rules.rule, rules.sweep_after, settings.read_only),
             events=events,
             rank=topology.rank,
             world_size=topology.world_size,
-            rule=settings.retention.rule,
             block_bytes=block,
             lanes=settings.upload.lanes,
             retry=logging_policy(settings.upload),
-            sweep_after=settings.retention.sweep_after,
             keep_reports=settings.keep_reports,
             switch_interval=settings.switch_interval_seconds,
             prunes=PruneState(_PRUNE_DELAY_SECONDS),

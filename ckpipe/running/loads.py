@@ -287,7 +287,7 @@ class Loads:
 
         async with (
             BackgroundTask(lambda: self._tell_progress(info, tally)).started(),
-            context.reading(info.key, look) as bundle,
+            context.store.catalog.reading(info.key, look) as bundle,
         ):
             return await read_all(
                 retrying,
@@ -350,7 +350,7 @@ class Loads:
                 error.target_touched = load.tally.delivered
                 raise
         result = await load.apply()
-        self._context.store.resumed_from = result.id
+        self._context.store.catalog.resumed_from = result.id
         assert result.report is not None
         seconds, nbytes = result.report.seconds, result.report.bytes
         self._context.events.emit(Loaded(*self._where(result), seconds, nbytes))

@@ -160,15 +160,9 @@ class Pipeline(PipelineBase):
                     self._hurry()
                     raise
 
-    async def _run(
-        self,
-        function: Callable[..., Awaitable[T]],
-        *args: Any,
-        caller: Caller | None = None,
-        **kwargs: Any,
-    ) -> T:
+    async def _run(self, function: Callable[..., Awaitable[T]], *args: Any, **kwargs: Any) -> T:
         """Run a coroutine function of the engine on the pipeline's loop."""
-        return await self._engine.loop.run(function, *args, caller=caller, **kwargs)
+        return await self._engine.loop.run(function, *args, **kwargs)
 
     async def _complete(self, info: CheckpointInfo, timeout: float | None) -> CheckpointInfo:
         """Wait until all ranks have committed; see :meth:`ckpipe.SaveHandle.complete`."""
@@ -387,7 +381,7 @@ class Pipeline(PipelineBase):
         Raises:
             StoreError: If the store failed.
         """
-        return await self._run(self._engine.steps, metadata=metadata)
+        return await self._run(self._engine.catalog.steps, metadata=metadata)
 
     async def latest(self) -> CheckpointInfo | None:
         """Find the newest complete checkpoint; None if there is none.
@@ -399,7 +393,7 @@ class Pipeline(PipelineBase):
         Raises:
             StoreError: If the store failed.
         """
-        return await self._run(self._engine.latest)
+        return await self._run(self._engine.catalog.latest)
 
     async def best(
         self, metric: str, *, mode: Literal["min", "max"] = "min"
@@ -421,7 +415,7 @@ class Pipeline(PipelineBase):
             SettingsError: If there is no such mode.
             StoreError: If the store failed.
         """
-        return await self._run(self._engine.best, metric, mode)
+        return await self._run(self._engine.catalog.best, metric, mode)
 
     async def verify(self, step: Which) -> VerifyResult:
         """Read a checkpoint whole and check every byte of it.
@@ -461,7 +455,7 @@ class Pipeline(PipelineBase):
 
     async def unpin(self, step: Which) -> None:
         """End the protection of a checkpoint."""
-        await self._run(self._engine.unpin, which(step))
+        await self._run(self._engine.catalog.unpin, which(step))
 
     async def prune(self, *, dry_run: bool = False) -> Decision:
         """Apply the retention rules now.
@@ -564,15 +558,9 @@ class SyncPipeline(PipelineBase):
         else:
             note_failures(failures, error)
 
-    def _call(
-        self,
-        function: Callable[..., Awaitable[T]],
-        *args: Any,
-        caller: Caller | None = None,
-        **kwargs: Any,
-    ) -> T:
+    def _call(self, function: Callable[..., Awaitable[T]], *args: Any, **kwargs: Any) -> T:
         """Run a coroutine function of the engine on the pipeline's loop; blocking."""
-        return self._engine.loop.call(function, *args, caller=caller, **kwargs)
+        return self._engine.loop.call(function, *args, **kwargs)
 
     def _complete(self, info: CheckpointInfo, timeout: float | None) -> CheckpointInfo:
         """Wait until all ranks have committed; see :meth:`ckpipe.SaveHandle.complete`."""
@@ -649,15 +637,15 @@ class SyncPipeline(PipelineBase):
 
     def steps(self, *, metadata: bool = False) -> list[CheckpointInfo]:
         """List all checkpoints, the oldest first. See :meth:`ckpipe.Pipeline.steps`."""
-        return self._call(self._engine.steps, metadata=metadata)
+        return self._call(self._engine.catalog.steps, metadata=metadata)
 
     def latest(self) -> CheckpointInfo | None:
         """Find the newest complete checkpoint; None if there is none."""
-        return self._call(self._engine.latest)
+        return self._call(self._engine.catalog.latest)
 
     def best(self, metric: str, *, mode: Literal["min", "max"] = "min") -> CheckpointInfo | None:
         """Find the checkpoint with the best value of a metric. See :meth:`ckpipe.Pipeline.best`."""
-        return self._call(self._engine.best, metric, mode)
+        return self._call(self._engine.catalog.best, metric, mode)
 
     def verify(self, step: Which) -> VerifyResult:
         """Read a checkpoint whole and check every byte of it."""
@@ -677,7 +665,7 @@ class SyncPipeline(PipelineBase):
 
     def unpin(self, step: Which) -> None:
         """End the protection of a checkpoint."""
-        self._call(self._engine.unpin, which(step))
+        self._call(self._engine.catalog.unpin, which(step))
 
     def prune(self, *, dry_run: bool = False) -> Decision:
         """Apply the retention rules now, or only decide."""

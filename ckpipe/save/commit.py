@@ -74,8 +74,8 @@ async def run(
                 reason="" if alone else _OTHERS,
             )
             if alone:
-                context.summaries.learn(info.id, summary_of(bundle))
-                info = context.summaries.filled(replace(info, saved_at=datetime.now(UTC)))
+                context.catalog.summaries.learn(info.id, summary_of(bundle))
+                info = context.catalog.summaries.filled(replace(info, saved_at=datetime.now(UTC)))
             else:
                 save.unsettled = info
             save.durable_seconds = save.elapsed
@@ -101,12 +101,12 @@ async def _completed(save: SaveRecord, context: StoreContext, info: CheckpointIn
         save.unsettled = None
     if outcome.index is not None:
         known = summary_of(outcome.index)
-        context.summaries.learn(info.id, known)
+        context.catalog.summaries.learn(info.id, known)
         await _tell_copies(save, context, known)
     if outcome.complete:
         whole = replace(info, complete=True, reason="")
         # Another rank may have written the index at the same time: then it is read.
-        (whole,) = await inspected(context.retrying, [whole], context.summaries)
+        (whole,) = await inspected(context.retrying, [whole], context.catalog.summaries)
         context.events.emit(Completed(*save.where, whole, save.elapsed))
     return outcome.complete
 
@@ -134,7 +134,7 @@ def _drawn_up(
         part,
         files=files.rows,
         checksums=tuple(save.checksums),
-        resumed_from=context.resumed_from,
+        resumed_from=context.catalog.resumed_from,
     )
     report = save.report().to_data() if context.keep_reports else None
     bundle = ManifestDocument(

@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from datetime import timedelta
 from typing import TYPE_CHECKING, Protocol
 
 import anyio
 
 from ckpipe import threads
 from ckpipe.backend import Backend
-from ckpipe.catalog.leases import reading
-from ckpipe.catalog.summaries import Summaries
+from ckpipe.catalog.catalog import Catalog
 from ckpipe.events import EventBus
-from ckpipe.retention import Rule
 from ckpipe.store.retry import AimdLimiter, RetryPolicy
-from ckpipe.types import CheckpointId, Planner
+from ckpipe.types import Planner
 
 if TYPE_CHECKING:
     from anyio.streams.memory import MemoryObjectReceiveStream
 
-    from ckpipe.format.manifest import ManifestDocument
     from ckpipe.lock.state_lock import StateLock
     from ckpipe.memory.arena import Arena
     from ckpipe.memory.budget import ByteBudget
@@ -79,20 +72,16 @@ class StoreContext:
     Args:
         backend: The store of checkpoints; open.
         retrying: The same store, with retries of each request after transient errors.
+        catalog: The checkpoints there.
         events: The bus that gets events.
         rank: This process's rank.
         world_size: Number of ranks that save together.
         block_bytes: The size of all blocks of a file but the last.
         lanes: Blocks of one save under way to the store at the same time.
         retry: The policy of retries.
-        sweep_after: Time that the tombstone of a deleted checkpoint stays.
-        rule: The rule for checkpoints to keep; None keeps all.
         keep_reports: True if manifests keep the reports of their saves.
         switch_interval: The switch interval of the GIL during uploads, in seconds; None changes
             nothing.
-        resumed_from: The checkpoint from which this run has resumed, which is kept.
-        summaries: The known summaries of checkpoints.
-        loading: Number of loads and copies that read each checkpoint now.
         limiter: Admits writes of blocks, of all saves together.
         told: One-time warnings that were given.
         prunes: The prunes that wait or run.
@@ -100,29 +89,18 @@ class StoreContext:
 
     backend: Backend
     retrying: Backend
+    catalog: Catalog
     events: EventBus
     rank: int
     world_size: int
     block_bytes: int
     lanes: int
     retry: RetryPolicy
-    sweep_after: timedelta
-    rule: Rule | None = None
     keep_reports: bool = True
     switch_interval: float | None = None
-    resumed_from: str | None = None
-    summaries: Summaries = field(default_factory=Summaries)
-    loading: Counter[str] = field(default_factory=Counter)
     limiter: AimdLimiter = field(default_factory=AimdLimiter)
     told: set[str] = field(default_factory=set)
     prunes: PruneState = field(default_factory=PruneState)
-
-    def protected(self) -> dict[str, str]:
-        """Return ids that retention must not remove, each with its reason."""
-        kept = {name: "it is being loaded" for name, count in self.loading.items() if count}
-        if self.resumed_from is not None:
-            kept[self.resumed_from] = "this run resumed from it"
-        return kept
 
     def is_first(self, warning: str) -> bool:
         """Record a one-time warning; return True the first time."""
@@ -204,19 +182,6 @@ class SaveContext:
     early_late: EarlyLateSplit | None = None
     recent_blocks: list[int] = field(default_factory=list)
     lent: dict[Save, Loan] = field(default_factory=dict)
-
-    @asynccontextmanager
-    async def reading(
-        self, id: CheckpointId, look: Callable[[], Awaitable[ManifestDocument]] | None = None
-    ) -> AsyncIterator[ManifestDocument]:
-        """Lease a checkpoint for a block, as :func:`ckpipe.catalog.leases.reading` does."""
-        store, read_only = self.store, self.settings.read_only
-        store.loading[str(id)] += 1
-        try:
-            async with reading(store.retrying, id, look, read_only=read_only) as found:
-                yield found
-        finally:
-            store.loading[str(id)] -= 1
 
     def trim(self) -> None:
         """Shrink the arena to the need of the last saves."""

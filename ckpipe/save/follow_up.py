@@ -90,9 +90,9 @@ class CompletionWatcher:
         if outcome.complete:
             self._incomplete = 0
             if outcome.index is not None:
-                store.summaries.learn(info.id, summary_of(outcome.index))
+                store.catalog.summaries.learn(info.id, summary_of(outcome.index))
             known = await recheck(store.retrying, info)
-            (info,) = await inspected(store.retrying, [known], store.summaries)
+            (info,) = await inspected(store.retrying, [known], store.catalog.summaries)
             context.events.emit(Completed(info.id, info.step, context.rank, info))
         elif not outcome.deleted:
             context.events.emit(

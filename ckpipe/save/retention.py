@@ -4,24 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from datetime import datetime
 
 import anyio
 from anyio.streams.memory import MemoryObjectReceiveStream
 
+from ckpipe.catalog.catalog import BEHIND_LINK
 from ckpipe.catalog.find import write_summary
-from ckpipe.catalog.leases import (
-    live_subjects,
-    protected_subjects,
-    read_leases,
-    store_time,
-    time_now,
-)
-from ckpipe.catalog.prune import BEHIND_LINK, IN_USE, decide_on, missing_text
-from ckpipe.catalog.prune import prune as prune_store
 from ckpipe.errors import ObjectNotFound
 from ckpipe.events import Pruned
-from ckpipe.format.names import index_key, launch_id
+from ckpipe.format.names import index_key
 from ckpipe.retention import Decision
 from ckpipe.save.context import StoreContext
 from ckpipe.save.record import SaveRecord
@@ -46,9 +37,10 @@ async def run(
     async with inbox:
         async for info in inbox:
             # Here it delays neither the commit nor its waiters.
-            if info.id in context.summaries:
-                await write_summary(context.backend, info.key, context.summaries[info.id])
-            if context.rule is None:
+            summaries = context.catalog.summaries
+            if info.id in summaries:
+                await write_summary(context.backend, info.key, summaries[info.id])
+            if context.catalog.rule is None:
                 continue
             prunes = context.prunes
             prunes.unpruned += 1
@@ -62,45 +54,29 @@ async def run(
                 finally:
                     prunes.pending = False
                 with save.clock.timing("retention"):
-                    decision = await prune(context, launch_id(save.id.attempt), after=save.id)
+                    decision = await prune(context, save.id.attempt, after=save.id)
             for name in decision.remove:
                 reason = decision.reasons[name]
                 context.events.emit(Pruned(*save.where, name, reason))
 
 
-async def decide(context: StoreContext, launch: str) -> Decision:
-    """Return the decision of :func:`prune` with its reasons, without any deletion.
-
-    Args:
-        launch: The id of this launch.
-
-    Raises:
-        StoreError: If the store failed.
-    """
-    now = await time_now(context.retrying)
-    protected = await _protected_by_all(context, now, launch)
-    return await decide_on(context.retrying, context.rule, protected, context.summaries, now=now)
-
-
-async def prune(context: StoreContext, launch: str, after: CheckpointId | None = None) -> Decision:
+async def prune(context: StoreContext, attempt: str, after: CheckpointId | None = None) -> Decision:
     """Delete the checkpoints that the rules do not keep; return the decision with its reasons.
 
     Args:
-        launch: The id of this launch, whose newest checkpoint stays.
+        attempt: The name of this launch, whose newest checkpoint stays.
         after: A checkpoint whose index this process has just written. Its time is the store's time,
-            which otherwise costs several writes.
+            which otherwise costs several writes. It may be early: then retention keeps more.
 
     Raises:
         StoreError: If the store failed; another prune continues where this one stopped.
     """
-    prunes = context.prunes
+    prunes, catalog, now = context.prunes, context.catalog, None
     waiting = prunes.unpruned
-    now = await _time(context, after)
-    protected = await _protected_by_all(context, now, launch)
-    decision = await prune_store(
-        context.retrying, context.rule, protected, context.summaries,
-        sweep_after=context.sweep_after, now=now,
-    )  # fmt: skip
+    if after is not None:
+        with contextlib.suppress(ObjectNotFound):  # another process has deleted it already
+            now = (await context.retrying.stat(index_key(after))).modified
+    decision = await catalog.prune(attempt, now=now)
     prunes.kept, prunes.unpruned = len(decision.keep), max(0, prunes.unpruned - waiting)
     for name in decision.keep:  # also those that cannot be deleted through a link
         reason = decision.reasons[name]
@@ -108,19 +84,5 @@ async def prune(context: StoreContext, launch: str, after: CheckpointId | None =
             logger.warning("Retention leaves %s: %s", name, reason)
     for metric in decision.missing_metrics if len(decision.keep) > 1 else ():
         if context.is_first(f"no metric {metric}"):
-            logger.warning("%s", missing_text(metric, context.summaries))
+            logger.warning("%s", catalog.missing_text(metric))
     return decision
-
-
-async def _time(context: StoreContext, after: CheckpointId | None) -> datetime:
-    """Return the time by the store's own clock. It may be early: then retention keeps more."""
-    if after is not None:
-        with contextlib.suppress(ObjectNotFound):  # another process has deleted it already
-            return (await context.retrying.stat(index_key(after))).modified
-    return await store_time(context.retrying)
-
-
-async def _protected_by_all(context: StoreContext, now: datetime, launch: str) -> dict[str, str]:
-    """Return ids that retention must not remove, leased ones among them, and running launches."""
-    leases = protected_subjects(live_subjects(await read_leases(context.retrying), now))
-    return dict.fromkeys([*leases, launch], IN_USE) | context.protected()

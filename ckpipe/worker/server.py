@@ -30,6 +30,7 @@ import anyio.to_thread
 from anyio import create_memory_object_stream
 from anyio.abc import TaskGroup
 
+from ckpipe.catalog.catalog import Catalog
 from ckpipe.catalog.leases import under_lease
 from ckpipe.errors import SaveCancelled, first_error
 from ckpipe.events import BlockUploaded, Event, EventBus
@@ -175,17 +176,18 @@ class Service:
         events = EventBus()
         events.add(self._tell)
         async with backend:
+            retrying = RetryingBackend(backend, init.retry)
+            rule = None if init.rule is None else from_data(init.rule)
             self._context = StoreContext(
                 backend=backend,
-                retrying=RetryingBackend(backend, init.retry),
+                retrying=retrying,
+                catalog=Catalog(retrying, rule, init.sweep_after),
                 events=events,
                 rank=init.rank,
                 world_size=init.world_size,
                 block_bytes=init.block_bytes,
                 lanes=init.lanes,
                 retry=init.retry,
-                sweep_after=init.sweep_after,
-                rule=None if init.rule is None else from_data(init.rule),
                 keep_reports=init.keep_reports,
             )
             async with anyio.create_task_group() as beside:
@@ -238,7 +240,7 @@ class Service:
                 self._end = message
 
     def _begin(self, begin: protocol.Begin, tasks: TaskGroup) -> None:
-        self._context.resumed_from = begin.resumed_from
+        self._context.catalog.resumed_from = begin.resumed_from
         self._files = begin.files or self._files
         assert self._files is not None
         save = RemoteSave(begin, self._files, self._init.rank, self._channel)

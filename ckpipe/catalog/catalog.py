@@ -1,0 +1,530 @@
+"""The checkpoints of a root: find them, protect them, and remove those that no rule keeps.
+
+A pipeline has one :class:`Catalog`, and so has each command of the command line.
+
+With many ranks, the rank that commits last prunes: it sees all commits, whichever rank writes the
+index. There is always such a rank and seldom more than one. Ranks that prune at the same time
+create one tombstone; a deletion of objects that are gone is no error.
+
+A load holds a lease on its checkpoint. A leased checkpoint is not chosen for removal. If a lease
+appears at the last moment, the tombstone stays and the data waits for the lease to end
+(:mod:`ckpipe.catalog.leases` says why this has no gap). A checkpoint that is pinned at the last
+moment stays (:mod:`ckpipe.catalog.delete` says why). Checkpoints that other launches resumed from
+stay too, as far as the store shows them; a pipeline knows more of its own.
+
+**Why no wrong summary deletes anything.** Before a deletion, the indexes of three groups are read:
+the checkpoints to remove, those kept in their place (:meth:`ckpipe.retention.Rule.rivals`), and
+those that always stay: the newest of all and of each running launch. Let *R* be the checkpoints to
+remove and *V* the rivals; what is known of both is certain then. No checkpoint of *R* is kept among
+*V* and *R*. A rule that keeps a checkpoint among many keeps it among fewer
+(:mod:`ckpipe.retention`), so it keeps none of *R* among all either, whatever is true of the others.
+A wrong summary can only keep a checkpoint that might be removed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Container,
+    Iterable,
+    Mapping,
+    Sequence,
+)
+from contextlib import asynccontextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime, timedelta
+from functools import partial
+from typing import Literal
+
+from ckpipe.backend import Backend
+from ckpipe.catalog.complete import find_repaired, newest_repaired, repair, repaired
+from ckpipe.catalog.delete import Removal, delete, finish_deletions, pin
+from ckpipe.catalog.find import (
+    NO_INDEX,
+    Listing,
+    check_not_deleted,
+    check_still_there,
+    discover,
+    list_root,
+    list_summaries,
+    pick,
+    read_index,
+)
+from ckpipe.catalog.leases import (
+    live_subjects,
+    protected_subjects,
+    read_leases,
+    store_time,
+    time_now,
+    under_lease,
+)
+from ckpipe.catalog.summaries import Summaries, SummaryQuery, inspected
+from ckpipe.catalog.sweep import SweepReport, look_around, plan_sweep, uploads_before
+from ckpipe.errors import (
+    CheckpointIncomplete,
+    CheckpointNotFound,
+    CorruptCheckpoint,
+    LinkRefused,
+    StoreError,
+    UnsupportedVersion,
+    UsageError,
+)
+from ckpipe.format.manifest import ManifestDocument
+from ckpipe.format.names import launch_id, pin_key, summary_key
+from ckpipe.retention import Candidate, Decision, KeepBest, Rule, decide
+from ckpipe.threads import BackgroundTask
+from ckpipe.types import CheckpointId, CheckpointInfo
+
+PINNED = "it is pinned"
+RESUMED = "the newest checkpoint's run resumed from it"
+RUNNING_NEWEST = "it is the newest of a launch that is running"
+BEHIND_LINK = "it can only be deleted by hand"
+UNREAD = "its index cannot be read, so nothing is known of it"
+IN_USE = "a process holds a lease on it: it is being loaded or written"
+RUNNING = "its launch is running and may still write it"
+NEWEST = "it is the newest complete checkpoint"
+
+_FEW = 4
+"""Number of unknown checkpoints up to which indexes are read, not stored summaries. So a running
+pipeline never lists summaries."""
+
+
+@dataclass(slots=True)
+class Catalog:
+    """The checkpoints of a root.
+
+    Args:
+        backend: The store, with retries.
+        rule: The rule for checkpoints to keep; None keeps all.
+        sweep_after: Age at which remains of runs and tombstones are removed, by the store's clock.
+        read_only: True if no lease may be written, so that reads are not protected.
+        resumed_from: The checkpoint from which this run has resumed, which is kept.
+        summaries: The known summaries of checkpoints; those of deleted ones are dropped.
+        loading: Number of loads and copies that read each checkpoint now.
+    """
+
+    backend: Backend
+    rule: Rule | None = None
+    sweep_after: timedelta = timedelta(days=1)
+    read_only: bool = False
+    resumed_from: str | None = None
+    summaries: Summaries = field(default_factory=Summaries)
+    loading: Counter[str] = field(default_factory=Counter)
+    _last_inspected: Summaries = field(default_factory=Summaries)
+
+    # Find
+
+    async def steps(self, *, metadata: bool) -> list[CheckpointInfo]:
+        """List all checkpoints, the oldest first; complete those that lack only their index."""
+        listing = await self._listed()
+        infos = list(reversed(await repaired(self.backend, listing.infos())))
+        if metadata:
+            return await inspected(self.backend, infos, self.summaries)
+        complete = [each for each in infos if each.complete]
+        await SummaryQuery(self.backend, complete, self.summaries, few=0).read_stored()
+        return [replace(self.summaries.filled(each), metadata=None) for each in infos]
+
+    async def latest(self) -> CheckpointInfo | None:
+        """Find the newest complete checkpoint."""
+        info = await newest_repaired(self.backend)
+        return None if info is None else await self.inspected(info)
+
+    async def inspected(self, info: CheckpointInfo) -> CheckpointInfo:
+        """Add the summary of the index, which is cached for the last checkpoint asked for."""
+        if info.id in self.summaries.known:
+            return self.summaries.filled(info)
+        if info.id not in self._last_inspected:
+            self._last_inspected = Summaries()
+        (found,) = await inspected(self.backend, [info], self._last_inspected)
+        return found
+
+    async def best(self, metric: str, mode: Literal["min", "max"]) -> CheckpointInfo | None:
+        """Find the complete checkpoint with the best value of a metric.
+
+        Costs the three lists of :func:`ckpipe.catalog.find.list_root`. If more than one checkpoint
+        is unknown, also a list of summaries and a read of each; and once the index of the winner
+        and of each checkpoint without a summary. NaN never wins; among equals the newest wins.
+
+        Args:
+            metric: The name of the metric.
+            mode: Whether the least or the greatest value is the best.
+
+        Returns:
+            The checkpoint; None if no checkpoint is complete.
+
+        Raises:
+            CheckpointNotFound: If there are complete checkpoints, and none has a number for the
+                metric.
+            StoreError: If the store failed.
+        """
+        complete = [each for each in (await self._listed()).infos() if each.complete]
+        inquiry = SummaryQuery(self.backend, complete, self.summaries, few=1)
+        while True:
+            candidates = await inquiry.candidates()
+            winner = next(iter(KeepBest(metric, mode, 1).winners(candidates)), None)
+            # One index must confirm even that no checkpoint has the metric.
+            deciding = winner or next((each.id for each in candidates), None)
+            if deciding is None or await inquiry.is_sure([deciding]):
+                break
+        if complete and winner is None:
+            raise _without_metric(metric, candidates)
+        return next((self.summaries.filled(each) for each in complete if each.id == winner), None)
+
+    async def _listed(self) -> Listing:
+        """List the names of the root; drop the summaries of those that others have removed."""
+        # Summaries that are added meanwhile may be of a checkpoint that is newer than the list.
+        before = self.summaries.names()
+        listing = await list_root(self.backend)
+        for name in before.difference(map(str, listing.named())):
+            self.summaries.forget(name)
+        return listing
+
+    # Read
+
+    @asynccontextmanager
+    async def reading(
+        self, id: CheckpointId, look: Callable[[], Awaitable[ManifestDocument]] | None = None
+    ) -> AsyncIterator[ManifestDocument]:
+        """Hold a lease on a checkpoint during a block, so that no process deletes it meanwhile.
+
+        The block gets the index. It is read concurrently with the requests for the lease, since it
+        is whole or absent and never changes. Errors of the block are raised as they are, not in a
+        group.
+
+        Args:
+            id: The checkpoint.
+            look: Reads other metadata in place of the index.
+
+        Raises:
+            CheckpointIncomplete: If it is being deleted already, whatever error the index raised.
+            CorruptCheckpoint: If the index is damaged.
+            StoreError: If the store failed.
+        """
+        metadata = BackgroundTask(look or partial(read_index, self.backend, id))
+        lease = nullcontext() if self.read_only else under_lease(self.backend, str(id))
+        self.loading[str(id)] += 1
+        try:
+            async with metadata.started(), lease:
+                await check_not_deleted(self.backend, id)
+                yield await metadata.get()
+        finally:
+            self.loading[str(id)] -= 1
+
+    @asynccontextmanager
+    async def checking(self, id: CheckpointId) -> AsyncIterator[ManifestDocument]:
+        """Hold a lease as :meth:`reading` does, and tell a deleted checkpoint from a damaged one.
+
+        Raises:
+            CheckpointIncomplete: If it was deleted, which may happen if no lease can be written.
+            CorruptCheckpoint: If it is damaged.
+        """
+        try:
+            async with self.reading(id) as bundle:
+                yield bundle
+        except CorruptCheckpoint:
+            await check_still_there(self.backend, id)
+            raise
+
+    # Protect
+
+    async def pin(self, which: int | str) -> CheckpointInfo:
+        """Protect a complete checkpoint from retention until it is unpinned.
+
+        Raises:
+            CheckpointNotFound: If it is absent, incomplete, or its deletion has begun.
+            StoreError: If the store failed.
+        """
+        info = await find_repaired(self.backend, which)
+        await pin(self.backend, info.key)
+        return info
+
+    async def unpin(self, which: int | str) -> CheckpointInfo:
+        """End the protection of a complete checkpoint; one that is not pinned is no error."""
+        info = await find_repaired(self.backend, which)
+        await self.backend.delete([pin_key(info.key)])
+        return info
+
+    def _protected(self) -> dict[str, str]:
+        """Return ids that this process protects, each with its reason."""
+        kept = {name: "it is being loaded" for name, count in self.loading.items() if count}
+        if self.resumed_from is not None:
+            kept[self.resumed_from] = "this run resumed from it"
+        return kept
+
+    async def _leased(self, now: datetime) -> set[str]:
+        """Return the checkpoints and running launches that processes protect by a lease."""
+        return protected_subjects(live_subjects(await read_leases(self.backend), now))
+
+    # Remove
+
+    async def delete(self, which: int | str, *, force: bool = False) -> CheckpointInfo:
+        """Delete one checkpoint, unless something protects it.
+
+        Args:
+            which: A step, or an exact id, which may also name an incomplete checkpoint.
+            force: True to delete it even if it is pinned, the newest, or needed by a launch or
+                load.
+
+        Returns:
+            The description of the checkpoint before the deletion.
+
+        Raises:
+            CheckpointNotFound: If there is none.
+            UsageError: If it is protected.
+            StoreError: If the store failed; another call goes on where this one stopped.
+
+        If a load begins at this very moment, the checkpoint is deleted for all others, and the next
+        prune or sweep removes its data.
+        """
+        infos = await discover(self.backend)
+        info = next((each for each in infos if each.id == which), None)
+        if info is None:
+            try:
+                info = pick(infos, which)
+            except CheckpointIncomplete as error:
+                error.hint = "By its id it is deleted all the same"
+                raise
+        if force:
+            await delete(self.backend, info.key, force=True)
+            return info
+        reason = self._protected().get(info.id) or await self._protection(infos, info)
+        if not reason and await delete(self.backend, info.key) is Removal.PINNED:
+            reason, info = PINNED, replace(info, pinned=True)
+        if reason:
+            hint = "--force or force=True deletes it all the same"
+            if info.pinned:
+                hint = f"Unpin it; {hint}"
+            raise UsageError(f"{info.id} is protected: {reason}", step=info.step, hint=hint)
+        return info
+
+    async def _protection(self, infos: Sequence[CheckpointInfo], info: CheckpointInfo) -> str:
+        """Return the reason why no process may delete a checkpoint; empty if there is none.
+
+        A running launch needs its incomplete checkpoints and its newest complete one.
+        """
+        if info.pinned:
+            return PINNED
+        complete = [each for each in infos if each.complete]
+        if complete and complete[0].id == info.id:
+            return NEWEST
+        origin = None
+        if complete:
+            with contextlib.suppress(CorruptCheckpoint, UnsupportedVersion):
+                newest = await read_index(self.backend, complete[0].key)
+                origin = newest.parts[0].resumed_from
+        leased = await self._leased(await store_time(self.backend))
+        if info.id in leased:
+            return IN_USE
+        if info.id in newest_of_launches(complete, leased):
+            return RUNNING_NEWEST
+        if info.reason == NO_INDEX and launch_id(info.attempt) in leased:
+            return RUNNING
+        return RESUMED if info.id == origin else ""
+
+    async def prune(
+        self, attempt: str | None = None, *, now: datetime | None = None, dry_run: bool = False
+    ) -> Decision:
+        """Delete the checkpoints that the rule does not keep, or only decide; idempotent.
+
+        Args:
+            attempt: The name of this process's launch, whose newest checkpoint stays.
+            now: The time by the store's own clock; None asks for it.
+            dry_run: True to only return the decision with its reasons.
+
+        Returns:
+            The decision as it was carried out.
+
+        Raises:
+            StoreError: If the store failed; another prune goes on where this one stopped.
+        """
+        if now is None:
+            now = await (time_now(self.backend) if dry_run else store_time(self.backend))
+        leased = await self._leased(now)
+        if attempt is not None:
+            leased.add(launch_id(attempt))
+        protected = dict.fromkeys(leased, IN_USE) | self._protected()
+        listing = await self._listed()
+        if dry_run:
+            return await self._decide(protected, listing, now)
+        summaries = self.summaries
+        await finish_deletions(
+            self.backend, summaries.deleted, forget_before=now - self.sweep_after, listing=listing,
+            retired=summaries.retired, now=now,
+        )  # fmt: skip
+        decision = await self._decide(protected, listing, now)
+        ids = {info.id: info.key for info in listing.infos()}
+        ended = [name for name in decision.remove if launch_id(ids[name].attempt) not in protected]
+        if ended and summaries.listed is None:
+            # Launches of earlier versions may have written summaries under other names.
+            summaries.listed = await list_summaries(self.backend)
+        stored = summaries.listed or {}
+        stayed: dict[str, str] = {}
+        for name in decision.remove:
+            id = ids[name]
+            keys = {summary_key(id), *(each.key for each in stored.get(id, ()))}
+            try:
+                removal = await delete(self.backend, id, sorted(keys))
+            except LinkRefused as error:
+                stayed[name] = f"{BEHIND_LINK}: {error}"
+                continue
+            if removal is Removal.GONE:
+                summaries.deleted.add(id)
+                summaries.retired.add(id)
+                summaries.forget(name)
+            elif removal is Removal.PINNED:
+                stayed[name] = PINNED
+        if not stayed:
+            return decision
+        kept = {*decision.keep, *stayed}
+        return replace(
+            decision,
+            keep=tuple(each.id for each in listing.infos() if each.id in kept),
+            remove=tuple(each for each in decision.remove if each not in stayed),
+            reasons={**decision.reasons, **stayed},
+        )
+
+    async def _decide(
+        self, protected: Mapping[str, str], listing: Listing, now: datetime
+    ) -> Decision:
+        """Decide which checkpoints stay, and change nothing.
+
+        Besides the protected ones, pinned checkpoints stay, and so does the checkpoint from which
+        the newest one's run resumed, for every caller. If several launches run on one root, rules
+        count the checkpoints of all of them together. So the newest checkpoint of each launch that
+        is known to be running stays too. Checkpoints whose index cannot be read stay as well, and
+        take no other's place: rules, and the newest that always stays, apply to the others.
+
+        Unknown checkpoints cost a list of summaries, a read of each summary, the indexes of those
+        without one, the indexes of checkpoints to remove, and of those that stay in their place.
+
+        Args:
+            protected: Ids that must stay, each with its reason, and ids of running launches.
+            listing: The names of the root.
+            now: The time by the store's own clock, which also dates the checkpoints.
+
+        Raises:
+            StoreError: If the store failed.
+        """
+        rule, summaries = self.rule, self.summaries
+        complete = [each for each in listing.infos() if each.complete]
+        keep = dict(protected) | {each.id: PINNED for each in complete if each.pinned}
+        inquiry = SummaryQuery(self.backend, complete, summaries, few=_FEW)
+        while True:
+            candidates = await inquiry.candidates()
+            kept = dict.fromkeys(newest_of_launches(candidates, keep), RUNNING_NEWEST)
+            newest = summaries.known.get(candidates[0].id) if candidates else None
+            if newest is not None and newest.resumed_from:
+                kept[newest.resumed_from] = RESUMED
+            decision = decide(candidates, rule, now=now, protected=kept | keep)
+            # The indexes of these must be read before a checkpoint is deleted or reported.
+            deciding = {each.id for each in candidates[:1]}
+            deciding.update(newest_of_launches(candidates, protected))
+            if rule is not None and decision.remove:
+                losers = set(decision.remove)
+                deciding |= losers | rule.rivals(candidates, losers, now)
+            if await inquiry.is_sure(deciding):
+                break
+        unknown = [each.id for each in complete if each.id not in summaries]
+        unread = {name: keep.get(name, UNREAD) for name in unknown}
+        stays = {*decision.keep, *unread}
+        return Decision(
+            keep=tuple(each.id for each in complete if each.id in stays),
+            remove=decision.remove,
+            reasons={**decision.reasons, **unread},
+            missing_metrics=decision.missing_metrics,
+        )
+
+    def missing_text(self, metric: str) -> str:
+        """Return the message that the rule lacks a metric and removes nothing."""
+        everything = [self.summaries[each] for each in self.summaries.names()]
+        known = sorted({name for each in everything for name in each.metrics} - {metric})
+        there = ", ".join(known) or "none"
+        return (
+            f"No checkpoint has a number for the metric {metric!r}, so KeepBest removes nothing; "
+            f"other metrics there are: {there}. Name one of them, or give save() this one"
+        )
+
+    async def sweep(self, attempt: str | None = None, *, dry_run: bool = False) -> SweepReport:
+        """Remove the remains of crashed runs; idempotent.
+
+        A checkpoint that lacks only its index is completed instead. If that fails for now, such as
+        for want of room, it stays for a later sweep.
+
+        Args:
+            attempt: The name of this process's launch, whose remains stay.
+            dry_run: True to only report what would be done. Nothing is written then, so the clock
+                is this machine's, and no checkpoint is completed.
+
+        Raises:
+            StoreError: If the store failed; another sweep goes on where this one stopped.
+        """
+        after, running = self.sweep_after, [] if attempt is None else [attempt]
+        if dry_run:
+            return plan_sweep(await look_around(self.backend), datetime.now(UTC), after, running)
+        now = await store_time(self.backend)
+        found = await look_around(self.backend)
+        report = plan_sweep(found, now, after, running)
+        remove, keep = dict(report.remove), dict(report.keep)
+        for info in found.incomplete:
+            if info.id not in remove:
+                continue
+            try:
+                known = await repair(self.backend, info, sure=True)
+            except (StoreError, UnsupportedVersion) as error:
+                # All its data may be there: a full disk ends a save just before its index.
+                del remove[info.id]
+                keep[info.id] = f"it may lack nothing but its index: {error}"
+                continue
+            if known.complete:
+                del remove[info.id]
+                keep[info.id] = "it lacked nothing but its index, which was written"
+            else:
+                await delete(self.backend, info.key, force=True)
+        await finish_deletions(self.backend, set(), forget_before=now - after)
+        await self.backend.delete(
+            [*report.leases, *report.scratch, *report.agreements, *report.summaries]
+        )
+        before = uploads_before(found, now, after, running)
+        uploads = await self.backend.remove_stale_uploads("", before=before)
+        return replace(report, remove=remove, keep=keep, uploads=uploads)
+
+
+def newest_of_launches(
+    checkpoints: Iterable[Candidate | CheckpointInfo], launches: Container[str]
+) -> list[str]:
+    """Return the newest checkpoint of each of some launches.
+
+    Args:
+        checkpoints: Checkpoints, the newest first.
+        launches: The ids of the launches.
+    """
+    first: dict[str, str] = {}
+    for each in checkpoints:
+        launch = launch_id(each.attempt)
+        if launch in launches:
+            first.setdefault(launch, each.id)
+    return list(first.values())
+
+
+def _without_metric(metric: str, candidates: Sequence[Candidate]) -> CheckpointNotFound:
+    """Return the error to raise if no complete checkpoint has a number for a metric."""
+    if not candidates:
+        return CheckpointNotFound(
+            f"No index can be read, so no checkpoint has the metric {metric!r}",
+            hint="verify() reports the damage of a checkpoint",
+        )
+    known = sorted({name for each in candidates for name in each.metrics})
+    if metric in known:
+        return CheckpointNotFound(
+            f"The metric {metric!r} is NaN in every checkpoint that has it",
+            hint="Name a step, or load the newest checkpoint",
+        )
+    return CheckpointNotFound(
+        f"No complete checkpoint has the metric {metric!r}; the metrics there are: "
+        f"{', '.join(known) or 'none'}",
+        hint="Name one of those" if known else "Give save() metrics",
+    )
