@@ -95,6 +95,19 @@ async def differences(
     return OK if same else FOUND
 
 
+async def _difference(
+    name: str, first: torch.Tensor, second: torch.Tensor
+) -> TensorDifference | None:
+    """Compare two tensors; return None if they are equal."""
+    if (first.shape, first.dtype) != (second.shape, second.dtype):
+        return _of_other_form(name, first)
+    comparison = await in_thread(Comparison, first, second)
+    for a, b in comparison.pieces():
+        # No thread is abandoned: one for each lets an interrupt through.
+        await in_thread(comparison.add, a, b)
+    return comparison.result(name)
+
+
 async def _compare(
     sides: tuple[Side, Side],
     labels: Sequence[str],
@@ -137,16 +150,8 @@ async def _compare(
                 for label in batch:
                     # A rank need not have all tensors of other ranks.
                     if label in read[0] and label in read[1]:
-                        first, second = read[0].pop(label), read[1].pop(label)
                         name = label if rank is None else f"{label} of rank {rank}"
-                        if (first.shape, first.dtype) == (second.shape, second.dtype):
-                            comparison = await in_thread(Comparison, first, second)
-                            for a, b in comparison.pieces():
-                                # No thread is abandoned: one for each lets an interrupt through.
-                                await in_thread(comparison.add, a, b)
-                            found = comparison.result(name)
-                        else:
-                            found = _of_other_form(name, first)
+                        found = await _difference(name, *(each.pop(label) for each in read))
                         differing += [] if found is None else [found]
                     meter.advance(2 * sizes[label])
     finally:

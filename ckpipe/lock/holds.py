@@ -1,4 +1,4 @@
-"""Who holds the state lock: requests, and the rules by which they are let in and ended.
+"""Decide who holds the state lock: requests, and the rules that let them in and end them.
 
 :class:`LockState` decides, and :class:`~ckpipe.lock.state_lock.StateLock` waits and wakes.
 

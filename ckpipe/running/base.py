@@ -592,20 +592,7 @@ class PipelineBase:
                 step=step,
                 hint="Pass a state, such as a dict of model and optimizer",
             )
-        if until not in ("captured", "staged", "committed"):
-            raise UsageError(
-                f"until is 'captured', 'staged' or 'committed', not {until!r}", step=step
-            )
-        owners: tuple[Optimizer, ...] = ()
-        if until == "captured":
-            owners = tuple(optimizer for each in self._guards for optimizer in each.optimizers)
-            if not owners:
-                raise UsageError(
-                    "until='captured' needs a guarded optimizer: without one, a step may change "
-                    "tensors that are not copied yet",
-                    step=step,
-                    hint="Open the pipeline with guard=optimizer, or save with until='staged'",
-                )
+        owners = self._owners(until, step)
         self._lock.check_capture_allowed()
         if self._settings.preemption.enabled:
             self._last_state.saves(state, include, exclude, self._guards)
@@ -622,6 +609,24 @@ class PipelineBase:
             step,
             call,
         )
+
+    def _owners(self, until: str, step: int | None) -> tuple[Optimizer, ...]:
+        """Return the optimizers whose tensors a save copies late, by ``until`` of ``save``."""
+        if until not in ("captured", "staged", "committed"):
+            raise UsageError(
+                f"until is 'captured', 'staged' or 'committed', not {until!r}", step=step
+            )
+        if until != "captured":
+            return ()
+        owners = tuple(optimizer for each in self._guards for optimizer in each.optimizers)
+        if not owners:
+            raise UsageError(
+                "until='captured' needs a guarded optimizer: without one, a step may change "
+                "tensors that are not copied yet",
+                step=step,
+                hint="Open the pipeline with guard=optimizer, or save with until='staged'",
+            )
+        return owners
 
     @contextmanager
     def _while_it_copies(self, request: SaveRequest) -> Iterator[None]:

@@ -27,7 +27,7 @@ from ckpipe.memory.budget import ByteBudget
 from ckpipe.plan.check import choose_planner
 from ckpipe.preemption import StopRequest
 from ckpipe.ranks.launch import Launch, arrange_meeting, draft_launch, unclaimed_attempt
-from ckpipe.ranks.world import World
+from ckpipe.ranks.world import Topology, World
 from ckpipe.retention import Decision
 from ckpipe.running.coordinated_saves import CoordinatedSaves
 from ckpipe.running.listeners import Hooks
@@ -275,43 +275,16 @@ async def serve(
             launch = Launch(retrying, unclaimed_attempt(), topology)
         else:
             launch = await draft_launch(retrying, settings.attempt_id, topology, meeting)
-        most = backend.limits.max_blocks
-        largest_file = None if most is None else most * block
-        planner = await anyio.to_thread.run_sync(choose_planner, topology, settings, largest_file)
-        rules = settings.retention
-        store = StoreContext(
-            backend=backend,
-            retrying=retrying,
-            catalog=Catalog(retrying, rules.rule, rules.sweep_after, settings.read_only),
-            events=events,
-            rank=topology.rank,
-            world_size=topology.world_size,
-            block_bytes=block,
-            lanes=settings.upload.lanes,
-            retry=logging_policy(settings.upload),
-            keep_reports=settings.keep_reports,
-            switch_interval=settings.switch_interval_seconds,
-            prunes=PruneState(_PRUNE_DELAY_SECONDS),
-        )
-        context = SaveContext(
-            store=store,
-            settings=settings,
-            lock=lock,
-            events=events,
-            arena=Arena(block, pin=settings.staging.pinned != "never", shared=init is not None),
-            budget=ByteBudget(max(block, (settings.staging.bytes or 0) // block * block)),
-            planner=planner,
-            rank=topology.rank,
-            world_size=topology.world_size,
-            attempt=launch.attempt,
+        context = await _context_of(
+            settings, lock, events, topology, retrying, launch, block, shared=init is not None
         )
         worker = None
         if init is not None:
-            worker = WorkerUploader(settings.worker, init, store)
+            worker = WorkerUploader(settings.worker, init, context.store)
             context.uploader, context.arena.on_drop = worker, worker.drop
         place = await anyio.to_thread.run_sync(_place_of, settings.url or "")
         events.place = place.partition("?")[0].rstrip("/")
-        lease = Lease(context.store.retrying, launch.id)
+        lease = Lease(retrying, launch.id)
 
         async def keep_lease() -> None:
             await launch.claimed.wait()
@@ -338,6 +311,48 @@ async def serve(
                 await lease.release()
             if launch.claimed.is_set() and not engine.saves.have_begun:  # else nothing was written
                 await launch.withdraw()
+
+
+async def _context_of(
+    settings: Settings,
+    lock: StateLock,
+    events: EventBus,
+    topology: Topology,
+    retrying: RetryingBackend,
+    launch: Launch,
+    block: int,
+    *,
+    shared: bool,
+) -> SaveContext:
+    """Make the context of the saves; with shared memory if a worker process uploads it."""
+    backend, rules = retrying.inner, settings.retention
+    most = backend.limits.max_blocks
+    largest_file = None if most is None else most * block
+    return SaveContext(
+        store=StoreContext(
+            backend=backend,
+            retrying=retrying,
+            catalog=Catalog(retrying, rules.rule, rules.sweep_after, settings.read_only),
+            events=events,
+            rank=topology.rank,
+            world_size=topology.world_size,
+            block_bytes=block,
+            lanes=settings.upload.lanes,
+            retry=logging_policy(settings.upload),
+            keep_reports=settings.keep_reports,
+            switch_interval=settings.switch_interval_seconds,
+            prunes=PruneState(_PRUNE_DELAY_SECONDS),
+        ),
+        settings=settings,
+        lock=lock,
+        events=events,
+        arena=Arena(block, pin=settings.staging.pinned != "never", shared=shared),
+        budget=ByteBudget(max(block, (settings.staging.bytes or 0) // block * block)),
+        planner=await anyio.to_thread.run_sync(choose_planner, topology, settings, largest_file),
+        rank=topology.rank,
+        world_size=topology.world_size,
+        attempt=launch.attempt,
+    )
 
 
 def _backend_of(settings: Settings) -> Backend:
