@@ -199,6 +199,18 @@ def test_state_larger_than_the_budget_streams_through_it(tmp_path: Path, overlap
         assert same(loaded_state(pipeline), state)
 
 
+def test_a_state_larger_than_the_memory_for_it_is_saved(tmp_path: Path) -> None:
+    state = {str(n): torch.full((100_000,), float(n)) for n in range(20)}
+    staging = {"bytes": 262_144, "block_bytes": 65_536}
+    with ckpipe.SyncPipeline(tmp_path, staging=staging) as pipeline:
+        used = []
+        pipeline.events.add(lambda event: used.append(pipeline.statistics().budget_used))
+        pipeline.save(state, step=1).wait()
+        loaded = loaded_state(pipeline)
+    assert 0 < max(used) <= 262_144
+    assert all(torch.equal(loaded[key], tensor) for key, tensor in state.items())
+
+
 def test_one_pipeline_follows_a_state_that_changes_its_shape(tmp_path: Path) -> None:
     states: list[dict[str, Any]] = [
         {"a": torch.ones(5)},
@@ -288,6 +300,24 @@ def test_unsupported_object_is_named_by_its_path(tmp_path: Path) -> None:
             pass
         pipeline.save({"a": 1}, step=7, until="committed")
         assert pipeline.statistics().budget_used == 0
+
+
+class Strange:
+    """An object that only pickle can save."""
+
+
+def test_pickle_is_needed_at_both_ends(tmp_path: Path) -> None:
+    state = {"strange": Strange()}
+    with (
+        ckpipe.SyncPipeline(tmp_path) as pipeline,
+        pytest.raises(errors.UnsupportedState, match="strange"),
+    ):
+        pipeline.save(state, step=1)
+    with ckpipe.SyncPipeline(tmp_path, pickle="allow") as pipeline:
+        pipeline.save(state, step=1).wait()
+    with pytest.raises(ckpipe.CkpipeError, match='pickle="allow"'):
+        ckpipe.load(tmp_path)
+    assert isinstance(ckpipe.load(tmp_path, pickle="allow").state["strange"], Strange)
 
 
 def save_and_lose(store: Stores, pipeline: ckpipe.SyncPipeline) -> ckpipe.SyncSaveHandle:
