@@ -35,44 +35,6 @@ async def keys(backend: ckpipe.Backend, prefix: str = "") -> list[str]:
     return sorted([each.key async for each in backend.list(prefix)])
 
 
-def held_load(store: Stores, **which: Any) -> tuple[threading.Thread, list[ckpipe.LoadResult]]:
-    """Begin to load in a pipeline of its own, which is stopped at the first data."""
-    loaded: list[ckpipe.LoadResult] = []
-
-    def load() -> None:
-        with ckpipe.SyncPipeline(store.url) as reader:
-            result = reader.load(**which)
-            assert result is not None
-            loaded.append(result)
-
-    store.slow.hold("read_into")
-    thread = threading.Thread(target=load)
-    thread.start()
-    store.slow.gate.wait_until_held()
-    return thread, loaded
-
-
-def test_what_another_pipeline_loads_is_not_pruned(store: Stores) -> None:
-    with ckpipe.SyncPipeline(store.url) as writer:
-        for step in range(3):
-            writer.save(STATE, step=step, until="committed")
-    reader, loaded = held_load(store, step=0)
-    with ckpipe.SyncPipeline(store.url, keep_last=1) as writer:
-        planned = writer.prune(dry_run=True)
-        assert writer.prune() == planned
-        assert [each.step for each in writer.steps()] == [0, 2]
-        (leased,) = [each.id for each in writer.steps() if each.step == 0]
-        assert "lease" in planned.reasons[leased]
-        with pytest.raises(errors.UsageError, match="lease"):
-            writer.delete(leased)
-        store.slow.release()
-        reader.join(30)
-        assert [each.step for each in loaded] == [0]
-        writer.prune()
-        assert [each.step for each in writer.steps()] == [2]
-    assert not [key for key in anyio.run(keys, store.memory) if key.startswith(LEASES)]
-
-
 def test_what_a_crashed_reader_held_is_pruned_once_its_lease_is_old(tmp_path: Path) -> None:
     with ckpipe.SyncPipeline(tmp_path, keep_last=1) as pipeline:
         first = pipeline.save(STATE, step=0, until="committed").id

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import shutil
-import time
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -14,6 +12,7 @@ import pytest
 import torch
 from bundles import ID, manifest_of
 from commands import Commands, save_steps
+from dead_runs import age, crash
 from hypothesis import given
 from hypothesis import strategies as st
 from pipelines import Stores
@@ -85,49 +84,6 @@ def test_only_what_is_old_and_nobodys_goes(found: Leftovers, running: set[str], 
         assert (info.id in report.keep) == bool(young or in_use)
     for objects, gone in ((found.tombstones, report.tombstones), (found.leases, report.leases)):
         assert set(gone) == {each.key for each in objects if NOW - each.modified > threshold}
-
-
-def age(root: Path, days: float, *names: str) -> None:
-    """Make files below a root look as if they were that old."""
-    then = time.time() - days * 86_400
-    for path in root.rglob("*"):
-        if path.is_file() and (not names or any(name in str(path) for name in names)):
-            os.utime(path, (then, then))
-
-
-def crash(root: Path, step: int, days: float) -> str:
-    """Leave what a run leaves that was killed before its commit, so many days ago."""
-    (id,) = save_steps(root, step)
-    (root / f"{id}.json").unlink()
-    age(root, days, id.rpartition("-")[2].partition(".")[0])
-    return id
-
-
-def test_sweep_removes_leftovers_of_dead_runs(call: Commands, tmp_path: Path) -> None:
-    (whole,) = save_steps(tmp_path, 1)
-    age(tmp_path, 9)
-    dead, slow = crash(tmp_path, 2, days=2), crash(tmp_path, 3, days=0.5)
-    foreign = [tmp_path / "step-5", tmp_path / "notes" / "a.json", tmp_path / "step-1.x.0.json"]
-    for path in foreign:
-        path.parent.mkdir(exist_ok=True)
-        path.write_text("mine")
-    stale = tmp_path / slow / ".ckpipe-tmp-0123456789abcdef"
-    stale.write_text("half")
-    age(tmp_path, 2, "notes", "step-5", "step-1.x", stale.name)
-    dry = call("sweep", tmp_path, "--dry-run", "--json").data
-    assert [each["id"] for each in dry["remove"]] == [dead]
-    assert [each["id"] for each in dry["keep"]] == [slow]
-    assert (tmp_path / dead).exists()
-    done = call("sweep", tmp_path, "--json").data
-    assert [each["id"] for each in done["remove"]] == [dead]
-    assert done["uploads"] == 1
-    assert not (tmp_path / dead).exists()
-    assert not stale.exists()
-    assert (tmp_path / slow).exists()
-    assert all(path.read_text() == "mine" for path in foreign)
-    assert call("verify", tmp_path, whole).code == 0
-    again = call("sweep", tmp_path, "--json").data
-    assert (again["remove"], again["uploads"]) == ([], 0)
 
 
 def test_a_lease_keeps_and_old_marks_go(call: Commands, tmp_path: Path) -> None:
