@@ -31,6 +31,7 @@ from shared_states import check_layouts, check_shared, joint_planner, shared
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
+from worker_runs import worker_of
 from wrapped_models import trained, wrapped
 
 import ckpipe
@@ -79,10 +80,10 @@ def collectives() -> list[int]:
 
 
 def meet(case: Case) -> None:
-    """Open two pipelines, one after the other, and tell the names of their attempts."""
-    for _ in range(2):
+    """Save with two pipelines, one after the other, and tell the names of their attempts."""
+    for step in range(2):
         with ckpipe.SyncPipeline(case["root"], **SETTINGS) as pipeline:
-            tell(case, attempt=pipeline._engine.context.attempt)
+            tell(case, attempt=pipeline.save({"a": 1}, step=step).wait().attempt)
 
 
 def private(rank: int, step: int) -> dict[str, Any]:
@@ -287,7 +288,7 @@ def stage_and_die(case: Case) -> None:
     rank = dist.get_rank()
     pipeline = ckpipe.SyncPipeline(case["root"], worker="process", **SETTINGS).__enter__()
     pipeline.save(private(rank, 1), step=1).wait_complete(timeout=300)
-    process = pipeline._engine.context.uploader.process_id  # type: ignore[union-attr]
+    process = worker_of(pipeline)
     os.kill(process, signal.SIGSTOP)
     pipeline.save(private(rank, 2), step=2)
     tell(case, worker=process)

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from forks import serve
 from night_store import SCHEME
+from ranks import settle
 
 import ckpipe
 from ckpipe.errors import CkpipeError
@@ -116,7 +117,7 @@ class Trainer:
         """Save once to notice, at the latest, that the worker is dead, and once to a new one."""
         for _ in range(2):
             self._save(pipeline)
-            drain(pipeline)
+            settle(pipeline)
 
     def _resume(self, pipeline: ckpipe.SyncPipeline, step: int | str | None) -> None:
         loaded = pipeline.load(self._state, step=step)
@@ -124,7 +125,7 @@ class Trainer:
         self._ledger.note("resumed", self._case["life"], name, digest(self._state))
 
     def _roll_back(self, pipeline: ckpipe.SyncPipeline) -> None:
-        drain(pipeline)  # what follows a commit may delete the one that is chosen
+        settle(pipeline)  # what follows a commit may delete the one that is chosen
         older = [info for info in pipeline.steps() if info.complete][:-1]
         if older:
             self._resume(pipeline, older[-1].id)
@@ -156,10 +157,10 @@ class Trainer:
         case = self._case
         trouble = case["trouble"] if number == case["at"] else ""
         if trouble == "full disk":
-            drain(pipeline)  # what is left of the disk must not change while it is filled
+            settle(pipeline)  # what is left of the disk must not change while it is filled
             with self._full_disk(pipeline):
                 yield
-                drain(pipeline)
+                settle(pipeline)
         elif trouble == "kill at a moment":
             with soon(case["seconds"], os.getpid(), signal.SIGKILL):
                 yield
@@ -185,11 +186,6 @@ def worker_of(pipeline: ckpipe.SyncPipeline) -> int | None:
     """The process id of a pipeline's worker, if it has one."""
     found: int | None = getattr(pipeline._engine.context.uploader, "process_id", None)
     return found
-
-
-def drain(pipeline: ckpipe.SyncPipeline) -> None:
-    """Wait for the end of all saves."""
-    pipeline._engine.loop.submit(pipeline._engine.drain, staged_only=False).result()
 
 
 @contextmanager

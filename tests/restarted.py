@@ -49,11 +49,11 @@ def main(root: str, plan: Any, rendezvous: str) -> None:
     with ckpipe.SyncPipeline(root, plan=plan, staging={"block_bytes": 65536}) as pipeline:
         loaded = pipeline.load()
         first = loaded.step + 1 if loaded else 0
-        attempt = pipeline._engine.context.attempt
-        note(root, json.dumps({"rank": rank, "launch": [restarts, attempt, first]}))
         for step in range(first, SAVES):
             handle = pipeline.save(state(rank), step=step)
-            handle.wait()
+            attempt = handle.wait().attempt
+            if step == first:
+                note(root, json.dumps({"rank": rank, "launch": [restarts, attempt, first]}))
             if step == 1 and restarts == 0 and rank == 1:
                 handle.wait_complete(timeout=300)
                 die()

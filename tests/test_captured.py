@@ -10,14 +10,15 @@ import pytest
 import torch
 from lock_actors import PATIENCE, DaemonThreads, is_free
 from pipelines import Stores, awaited_state, loaded_state
+from slow_copies import SlowCopies
 from torch import nn
 
 import ckpipe
 from ckpipe import errors
-from ckpipe.lock.late_copies import MANY_TENSORS
-from ckpipe.save.stage import BlockCopiers
 
 BLOCK = 1 << 16
+MANY = 3000
+"""Tensors that are copied at once, since so many cost more to watch than to copy."""
 
 
 PATIENT: dict[str, Any] = {"lock": {"max_step_wait_seconds": PATIENCE}}
@@ -53,28 +54,6 @@ class Training:
         """Change what a forward pass and an average may change: all that no optimizer owns."""
         for tensor in (*self.model.buffers(), self.average):
             tensor.add_(1)
-
-
-class SlowCopies:
-    """Stops deferred copies in front of a piece, as a machine out of breath would."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.reached, self.go_on = threading.Event(), threading.Event()
-        begin = BlockCopiers.defer
-        held = self
-
-        def deferring(copiers: BlockCopiers, *args: Any) -> None:
-            begin(copiers, *args)
-            work = copiers._run
-
-            def slow() -> None:
-                held.reached.set()
-                assert held.go_on.wait(PATIENCE)
-                work()
-
-            copiers._run = slow  # type: ignore[method-assign]
-
-        monkeypatch.setattr(BlockCopiers, "defer", deferring)
 
 
 @pytest.fixture
@@ -233,7 +212,7 @@ def test_a_state_without_tensors_is_saved(store: Stores) -> None:
 
 
 def test_many_small_tensors_are_copied_before_it_returns(store: Stores, slow: SlowCopies) -> None:
-    parameters = [torch.zeros(8, requires_grad=True) for _ in range(MANY_TENSORS + 1)]
+    parameters = [torch.zeros(8, requires_grad=True) for _ in range(MANY)]
     optimizer = torch.optim.SGD(parameters)
     with ckpipe.SyncPipeline(store.url, guard=optimizer, **PATIENT) as pipeline:
         state = {"parameters": parameters, "average": torch.zeros(32 << 20, dtype=torch.uint8)}
@@ -253,7 +232,7 @@ def test_small_tensors_that_nobody_owns_do_not_keep_large_ones_from_being_copied
     store: Stores, slow: SlowCopies
 ) -> None:
     training = Training()
-    others = [torch.zeros(8) for _ in range(MANY_TENSORS + 1)]
+    others = [torch.zeros(8) for _ in range(MANY)]
     with open_pipeline(store, training) as pipeline:
         handle = begun(pipeline, slow, training.state | {"others": others})
         assert handle.report.staged_seconds is None

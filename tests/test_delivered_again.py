@@ -137,7 +137,7 @@ def test_the_next_worker_commits_what_a_dead_one_had_in_hand(
         assert worker_of(pipeline) != worker
         settle(pipeline)
         assert handle.status == "committed"
-        assert pipeline._engine.context.budget.used == 0
+        assert pipeline.statistics().budget_used == 0
     assert f"{handle.id} is delivered again" in caplog.text
     assert "exit code -9" in caplog.text
     check(tmp_path / "run", state_of(2))
@@ -234,4 +234,4 @@ def test_a_save_whose_blocks_were_used_again_dies_with_its_worker(tmp_path: Path
         settle(pipeline)
         assert worker_of(pipeline) != worker
         assert [info.step for info in pipeline.steps()] == [1, 3]
-        assert pipeline._engine.context.budget.used == 0
+        assert pipeline.statistics().budget_used == 0

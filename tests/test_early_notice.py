@@ -178,20 +178,15 @@ def test_the_former_owner_gets_every_signal(
 def test_a_former_owner_that_does_not_read_is_no_trouble(
     tmp_path: Path, calls: list[int], long_call: LongCall, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    with owner(), ckpipe.SyncPipeline(tmp_path, **USR2) as pipeline:
-        with suppress(BlockingIOError), socket.socket(fileno=os.dup(former())) as writer:
-            writer.setblocking(False)
-            while True:
-                writer.send(bytes(4096))
-        long_call.until(lambda: pipeline.preempted and not calls)
+    with owner():
+        former = installed()
+        with ckpipe.SyncPipeline(tmp_path, **USR2) as pipeline:
+            with suppress(BlockingIOError), socket.socket(fileno=os.dup(former)) as writer:
+                writer.setblocking(False)
+                while True:
+                    writer.send(bytes(4096))
+            long_call.until(lambda: pipeline.preempted and not calls)
     assert capfd.readouterr().err == ""
-
-
-def former() -> int:
-    """Return the descriptor to which ckpipe passes signals on."""
-    from ckpipe.preemption import _wakeup
-
-    return _wakeup._former.number
 
 
 @pytest.mark.parametrize("reused", [False, True])

@@ -23,7 +23,6 @@ from torch import nn
 
 import ckpipe
 from ckpipe import errors, events
-from ckpipe.catalog import inspect
 from ckpipe.testing import Landing
 
 INDEX, TORCH_FILE = "model.safetensors.index.json", "state.pt"
@@ -158,7 +157,7 @@ def test_what_cannot_be_exported_is_said_and_the_checkpoint_stands(tmp_path: Pat
         ):
             handle = pipeline.save(state, final=True)
             assert handle.wait().complete
-            pipeline._engine.loop.submit(pipeline._engine.drain, staged_only=False).result()
+            settle(pipeline)
             with pytest.raises(error, match=match):
                 pipeline.save({}, final=False)
 
@@ -177,7 +176,7 @@ def test_cut_short_anywhere_it_is_not_there_and_made_again_it_is_whole(
             lost = errors.StoreUnavailable("lost")
             made.faulty.fail(lost, lambda each: f".{form}/" in each.key, Landing.BEFORE, nth=number)
             pipeline.save(state, step=1, final=True).wait()
-            pipeline._engine.loop.submit(pipeline._engine.drain, staged_only=False).result()
+            settle(pipeline)
             failures = pipeline._engine.saves.take_failures()
             keys = [key for key in made.memory._store.objects if f".{form}/" in key]
             assert any(key.endswith(found) for key in keys) == (not failures)
@@ -185,7 +184,7 @@ def test_cut_short_anywhere_it_is_not_there_and_made_again_it_is_whole(
                 break
             broken += 1
             pipeline.save(state, step=1, final=True).wait()
-            pipeline._engine.loop.submit(pipeline._engine.drain, staged_only=False).result()
+            settle(pipeline)
             again = [key for key in made.memory._store.objects if key.endswith(found)]
             assert len(again) == 1
     assert broken >= 3
@@ -354,7 +353,7 @@ def test_expanded_tensor_is_not_written_out_unasked(call: Commands, tmp_path: Pa
 def test_flag_writes_expanded_tensors_out(
     call: Commands, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(inspect, "_ALWAYS_BYTES", 1 << 20)
+    monkeypatch.setattr("ckpipe.catalog.inspect._ALWAYS_BYTES", 1 << 20)
     for n in range(2):
         with ckpipe.SyncPipeline(tmp_path) as pipeline:
             pipeline.save({"mask": torch.full((1,), float(n)).expand(1 << 19)}, step=n).wait()

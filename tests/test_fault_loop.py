@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from pipelines import Stores, loaded_state, same, stores
+from ranks import settle
 from sampling import EVERY, SEED
 from stored_files import document_of, sealed
 
@@ -87,10 +88,10 @@ def attempt(store: Stores) -> Run:
 
 def check_memory(pipeline: ckpipe.SyncPipeline) -> None:
     """Wait until nothing is under way, and check that all memory was given back."""
-    engine = pipeline._engine
-    pipeline._engine.loop.submit(engine.drain, staged_only=False).result()
-    assert engine.context.budget.used == 0
-    assert engine.context.arena.free_blocks == engine.context.arena.blocks
+    settle(pipeline)
+    assert pipeline.statistics().budget_used == 0
+    arena = pipeline._engine.context.arena
+    assert arena.free_blocks == arena.blocks
 
 
 def check_store(store: Stores, run: Run, *, orphans: int = 0) -> None:

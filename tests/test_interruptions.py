@@ -116,12 +116,12 @@ with ckpipe.SyncPipeline(sys.argv[1], guard=optimizer) as pipeline:
 
 def test_a_forked_process_does_not_wait_for_a_save_of_its_parent(tmp_path: Path) -> None:
     code = """
-import os, signal, sys
-import ckpipe
+import os, sys
+import ckpipe, psutil
 with ckpipe.SyncPipeline(sys.argv[1], worker="process") as pipeline:
     pipeline.save({"w": 1}).wait()
-    process = pipeline._engine.context.uploader.process_id
-    os.kill(process, signal.SIGSTOP)
+    (worker,) = psutil.Process().children()
+    worker.suspend()
     handle = pipeline.save({"w": 2})
     child = os.fork()
     if not child:
@@ -131,7 +131,7 @@ with ckpipe.SyncPipeline(sys.argv[1], worker="process") as pipeline:
             print(type(error).__name__, flush=True)
         os._exit(0)
     os.waitpid(child, 0)
-    os.kill(process, signal.SIGCONT)
+    worker.resume()
     handle.wait()
 """
     run = script(code, tmp_path, flags=["-W", "ignore"])

@@ -486,9 +486,9 @@ def test_trainers_go_on_while_a_save_waits_for_memory(store: Stores) -> None:
         saving.start()
         try:
             assert walked.walked.wait(30)
-            budget, waits = pipeline._engine.context.budget, False
+            waits = False
             while not waits:  # each round makes way for a capture
-                waits = budget.waiting > 0
+                waits = pipeline.statistics().budget_waiting > 0
                 with pipeline.lock.mutating(timeout=30):
                     pass
         finally:

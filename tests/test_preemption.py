@@ -214,10 +214,9 @@ def test_the_last_save_waits_where_others_are_skipped(
         pipeline.save(STATE, step=0)
         assert pipeline.save(STATE, step=1).status == "skipped"
         pipeline.preempt()
-        budget = pipeline._engine.context.budget
 
         def release_once_it_waits() -> None:
-            while not budget.waiting:
+            while not pipeline.statistics().budget_waiting:
                 threading.Event().wait(0.001)
             store.slow.release()
 

@@ -60,11 +60,11 @@ def test_lent_memory_is_used_by_nobody_else_until_it_is_given_back(store: Stores
                 pipeline.save({"tensor": tensor}, step=step).wait()
             assert lent["tensor"].eq(0).all()
             assert again["tensor"].eq(0).all()
-            assert pipeline._engine.context.budget.used > 0
+            assert pipeline.statistics().budget_used > 0
         pipeline.save({"tensor": tensor}, step=9).wait()
         with pytest.raises(errors.UsageError, match="later save"):
             first.staged_state().__enter__()
-        assert pipeline._engine.context.budget.used == 0
+        assert pipeline.statistics().budget_used == 0
         assert first.status == "committed"
 
 
@@ -128,7 +128,7 @@ def test_lent_memory_outlives_a_save_that_fails(store: Stores) -> None:
             handle.cancel()
             assert lent["tensor"].eq(1).all()
         store.slow.release()
-        assert pipeline._engine.context.budget.used == 0
+        assert pipeline.statistics().budget_used == 0
         pipeline.save({"tensor": tensor}, step=2).wait()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from pathlib import Path
 
+import anyio
 import pytest
 import torch
 from commands import Commands
@@ -17,6 +18,7 @@ from ckpipe.testing import MemoryBackend
 
 KIB = 1 << 10
 _numbers = itertools.count()
+_opened = dict[str, MemoryBackend]()
 
 
 class NarrowBackend(MemoryBackend):
@@ -33,23 +35,23 @@ class NarrowBackend(MemoryBackend):
 @pytest.fixture
 def url() -> str:
     scheme = f"narrow{next(_numbers)}"
-    backend = NarrowBackend()
+    url = f"{scheme}://"
+    backend = _opened[url] = NarrowBackend()
     ckpipe.register_backend(scheme, lambda url: backend)
-    return f"{scheme}://"
+    return url
 
 
-def files_of(pipeline: ckpipe.SyncPipeline) -> dict[str, int]:
+def files_of(url: str) -> dict[str, int]:
     """The sizes of the data files on the store."""
 
     async def listed() -> dict[str, int]:
-        backend = pipeline._engine.context.store.retrying
         return {
             info.key.rpartition("/")[2]: info.size
-            async for info in backend.list()
+            async for info in _opened[url].list()
             if info.key.endswith(".safetensors")
         }
 
-    return pipeline._engine.loop.submit(listed).result()
+    return anyio.run(listed)
 
 
 @pytest.mark.parametrize("block_kib", [64, 128])
@@ -59,7 +61,7 @@ def test_a_rank_writes_as_many_files_as_its_store_needs(url: str, block_kib: int
     with ckpipe.SyncPipeline(url, staging=staging, keep_last=1) as pipeline:
         for step in (1, 2):
             pipeline.save(state, step=step).wait()
-        files = files_of(pipeline)
+        files = files_of(url)
         assert len(files) == (4 if block_kib == 64 else 3)
         assert all(size <= 3 * 128 * KIB for size in files.values())
         pipeline.verify(2)
@@ -72,7 +74,7 @@ def test_a_tensor_that_no_upload_holds_is_refused_before_anything_is_written(url
     with ckpipe.SyncPipeline(url, staging={"block_bytes": 128 * KIB}) as pipeline:
         with pytest.raises(UnsupportedState, match=r"embedding.*staging\.block_bytes"):
             pipeline.save(state, step=1, until="committed")
-        assert files_of(pipeline) == {}
+        assert files_of(url) == {}
         pipeline.save({"small": torch.zeros(8)}, step=2, until="committed")
 
 

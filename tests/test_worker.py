@@ -196,7 +196,7 @@ def test_a_worker_that_dies_after_a_commit_costs_no_save(
         opened.save(state_of(40), step=40).wait()
         settle(opened)
         assert [info.step for info in opened.steps()] == [40]
-        assert opened._engine.context.budget.used == 0
+        assert opened.statistics().budget_used == 0
 
 
 def test_a_cancelled_save_gives_its_memory_back(tmp_path: Path, threads: DaemonThreads) -> None:
@@ -218,7 +218,7 @@ def test_a_cancelled_save_gives_its_memory_back(tmp_path: Path, threads: DaemonT
         with pytest.raises(errors.SaveCancelled):
             handle.wait()
         settle(pipeline)
-        assert pipeline._engine.context.budget.used == 0
+        assert pipeline.statistics().budget_used == 0
         pipeline.save(state_of(3)).wait()
         assert worker_of(pipeline) == worker
 

@@ -20,7 +20,6 @@ from world_runs import Trial
 
 import ckpipe
 from ckpipe.errors import UnsupportedTopology
-from ckpipe.ranks.world import World
 
 RANKED = {"RANK": "{rank}", "WORLD_SIZE": "{size}"}
 ONE_OF_ONE = {"RANK": "0", "WORLD_SIZE": "1"}
@@ -286,10 +285,14 @@ def test_spawned_ranks_that_join_after_opening_save_nothing(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("name", ["PMIX_RANK", "PALS_RANKID"])
-def test_a_higher_rank_alone_tells_of_other_processes(name: str) -> None:
-    settings = ckpipe.Settings(url="u")
-    World(settings, {name: "0"}).check(saves=True)
-    world = World(settings, {name: "3"})
-    world.check(saves=False)
-    with pytest.raises(UnsupportedTopology, match=f"by {name}=3"):
-        world.check(saves=True, step=1)
+def test_a_higher_rank_alone_tells_of_other_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setenv(name, "0")
+    with ckpipe.SyncPipeline(tmp_path) as pipeline:
+        pipeline.save({"a": 1}, step=0).wait()
+    monkeypatch.setenv(name, "3")
+    with ckpipe.SyncPipeline(tmp_path) as pipeline:
+        assert pipeline.load(step=0) is not None
+        with pytest.raises(UnsupportedTopology, match=f"by {name}=3"):
+            pipeline.save({"a": 1}, step=1)
