@@ -68,3 +68,23 @@ def test_many_pipelines_leave_nothing_behind(tmp_path: Path) -> None:
 
     pipelines(WARM_UP)
     check_that_nothing_grows(lambda: pipelines(SAVES))
+
+
+def test_two_hundred_small_saves_leave_nothing_behind(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(8)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(4, 64)).sum().backward()
+    state = {"model": model, "optimizer": optimizer}
+    settings: Any = {"staging": {"block_bytes": 1 << 16}, "lock": {"max_step_wait_seconds": 60}}
+    with ckpipe.SyncPipeline(tmp_path, guard=optimizer, keep_last=2, **settings) as pipeline:
+        steps = itertools.count()
+
+        def saves(count: int) -> None:
+            for step in itertools.islice(steps, count):
+                handle = pipeline.save(state, step=step, until="captured")
+                optimizer.step()
+                handle.wait()
+            settle(pipeline)
+
+        saves(20)
+        check_that_nothing_grows(lambda: saves(200), threads=MOST_WORKERS)

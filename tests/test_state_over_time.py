@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import itertools
 import random
 import sys
 from collections.abc import Callable
@@ -13,9 +12,7 @@ from typing import Any
 import pytest
 import torch
 from pipelines import Stores, loaded_state
-from ranks import settle
 from torch.utils.data import DataLoader, Dataset
-from usage import MOST_WORKERS, check_that_nothing_grows
 
 import ckpipe
 from ckpipe.errors import UsageError
@@ -169,26 +166,6 @@ def check(found: State, wanted: State) -> None:
     for name, tensor in wanted.items():
         assert found[name].dtype == tensor.dtype
         assert torch.equal(found[name], tensor)
-
-
-def test_two_hundred_small_saves_leave_nothing_behind(tmp_path: Path) -> None:
-    model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(8)))
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.randn(4, 64)).sum().backward()
-    state = {"model": model, "optimizer": optimizer}
-    settings: Any = {"staging": {"block_bytes": BLOCK}, "lock": {"max_step_wait_seconds": 60}}
-    with ckpipe.SyncPipeline(tmp_path, guard=optimizer, keep_last=2, **settings) as pipeline:
-        steps = itertools.count()
-
-        def saves(count: int) -> None:
-            for step in itertools.islice(steps, count):
-                handle = pipeline.save(state, step=step, until="captured")
-                optimizer.step()
-                handle.wait()
-            settle(pipeline)
-
-        saves(20)
-        check_that_nothing_grows(lambda: saves(200), threads=MOST_WORKERS)
 
 
 class Mapped(Dataset[bool]):

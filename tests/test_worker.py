@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import os
 import re
 import resource
@@ -29,7 +28,6 @@ from ckpipe import errors
 from ckpipe.events import Event
 from ckpipe_local import LocalBackend
 
-CYCLES = 100 if EVERY else 4
 PROCESS: dict[str, Any] = {"worker": "process"} | SETTINGS
 
 
@@ -221,44 +219,6 @@ def test_a_cancelled_save_gives_its_memory_back(tmp_path: Path, threads: DaemonT
         assert pipeline.statistics().budget_used == 0
         pipeline.save(state_of(3)).wait()
         assert worker_of(pipeline) == worker
-
-
-def test_opening_and_closing_leaves_nothing_behind(tmp_path: Path) -> None:
-    here = psutil.Process()
-    children = set(here.children())
-
-    def cycle(step: int) -> None:
-        with ckpipe.SyncPipeline(tmp_path, keep_last=1, **PROCESS) as opened:
-            if step % 4 == 0:
-                opened.save(state_of(step), step=step)
-
-    cycle(0)
-    gc.collect()
-    before = here.num_fds()
-    for step in range(1, CYCLES + 1):
-        cycle(step)
-    gc.collect()
-    assert here.num_fds() <= before
-    assert set(here.children()) <= children
-
-
-def test_each_pipeline_has_its_own_and_descriptors_do_not_grow(
-    pipeline: ckpipe.SyncPipeline, tmp_path: Path
-) -> None:
-    tensors = {str(number): torch.full((200,), float(number)) for number in range(2000)}
-    with ckpipe.SyncPipeline(tmp_path, **PROCESS) as other:
-        for each in (pipeline, other):
-            each.save(tensors).wait()
-            settle(each)  # what a save leaves for later opens files too
-        assert worker_of(pipeline) != worker_of(other)
-        here = psutil.Process()
-        before = here.num_fds(), psutil.Process(worker_of(other)).num_fds()
-        for _ in range(3):
-            other.save(tensors).wait()
-            settle(other)
-        after = here.num_fds(), psutil.Process(worker_of(other)).num_fds()
-        assert after[0] <= before[0]
-        assert after[1] <= before[1]
 
 
 class Inherited(torch.utils.data.Dataset[tuple[bool, bool]]):
