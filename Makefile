@@ -70,7 +70,7 @@ docs: $(READY)  ## Build the documentation into site/
 	@echo "docs: open $(abspath site)/index.html"
 
 servers: $(READY)  ## Start an S3 server and a GCS emulator on this machine, to try things against
-	@$(BIN)/python tests/servers.py
+	@$(BIN)/python tests/support/servers.py
 
 bench-local: $(READY)  ## Measure saving and loading on this machine's disk
 	@$(BIN)/python benchmarks/local.py

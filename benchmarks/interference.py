@@ -33,7 +33,6 @@ import os
 import platform
 import shutil
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -55,9 +54,8 @@ from undisturbed import MOST_CHANGE, Undisturbed, calm_seconds, mean_step, stead
 
 import ckpipe
 
-sys.path.append(str(Path(__file__).parents[1] / "tests"))
 if TYPE_CHECKING:
-    import s3_servers
+    from tests.support import s3_servers
 
 Step = Callable[[], object]
 Worker = Literal["thread", "process"]
@@ -324,7 +322,8 @@ def report(results: dict[str, dict[str, Measured]], mib: int) -> dict[str, Any]:
 @contextlib.contextmanager
 def bucket(folder: Path) -> Iterator[s3_servers.S3Server]:
     """Start a server on this machine, with a bucket."""
-    import s3_servers  # only with --s3: a comparison with peers need not have a client of S3
+    # Only with --s3: a comparison with peers need not have a client of S3.
+    from tests.support import s3_servers
 
     s3_servers.set_up_process()
     with s3_servers.seaweedfs(folder) as server:

@@ -48,9 +48,7 @@ from store_sockets import Lanes
 import ckpipe
 from ckpipe_http.requests import MemoryBody
 from ckpipe_s3 import S3Backend
-
-sys.path.append(str(Path(__file__).parents[1] / "tests"))
-import s3_servers
+from tests.support import s3_servers
 
 PART = 16 * raw.MIB
 LANES, READ_LANES = 4, 6  # ckpipe's own defaults

@@ -34,7 +34,7 @@ from ckpipe_http.requests import MemoryBody
 
 # isort: split
 # Importing `stores` has made the servers of the tests importable.
-import gcs_servers
+from tests.support import gcs_servers
 
 REMOVE_LANES = 16
 BOTH = ("save", "load")

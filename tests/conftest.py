@@ -10,24 +10,24 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-import gcs_servers
 import pytest
 from blockbuster import BlockBuster, BlockBusterFunction
-from commands import Commands
-from gcs_servers import GcsServer
 from hypothesis import settings
-from lock_actors import DaemonThreads
-from pipelines import Stores, stores
-from random_numbers import generators_left
-from s3_servers import S3Server, moto, seaweedfs, set_up_process, weed
-from sampling import EVERY, SEED, sample
 
 # Names of ckpipe are imported at first use, which blocks.
 from ckpipe import Pipeline, StateLock, SyncPipeline  # noqa: F401
 from ckpipe_local import LocalBackend
+from tests.support import gcs_servers
+from tests.support.actors import DaemonThreads
+from tests.support.command_line import Commands
+from tests.support.gcs_servers import GcsServer
+from tests.support.pipelines import Stores, stores
+from tests.support.random_numbers import generators_left
+from tests.support.s3_servers import S3Server, moto, seaweedfs, set_up_process, weed
+from tests.support.sampling import EVERY, SEED, sample
 
 if TYPE_CHECKING:
-    from gang import Gang
+    from tests.support.rank_processes import Gang
 
 # Files that take its helpers may be collected before those that run the suite.
 pytest.register_assert_rewrite("ckpipe.testing.conformance")
@@ -113,7 +113,7 @@ def loops_never_blocked() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def world() -> Iterator[Gang]:
     """The process that forks worlds of ranks."""
-    from gang import gang  # which imports what few tests need
+    from tests.support.rank_processes import gang  # which imports what few tests need
 
     with gang() as made:
         yield made

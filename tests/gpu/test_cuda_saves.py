@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from pipelines import Stores, loaded_state
 from torch import nn
 
 import ckpipe
+from tests.support.pipelines import Stores, loaded_state
 
 pytestmark = [
     pytest.mark.gpu,

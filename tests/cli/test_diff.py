@@ -1,0 +1,247 @@
+"""Differences between checkpoints, as functions and as the command ``diff``."""
+
+from __future__ import annotations
+
+import math
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import ckpipe
+from ckpipe.cli.diff import Comparison, TensorDifference
+from tests.support.command_line import Commands, damage, save_steps
+from tests.support.rank_pipelines import ranks
+from tests.support.signals import HEARING
+
+NAN = math.nan
+ODD_DTYPES = [
+    torch.bool, torch.uint8, torch.uint16, torch.uint64, torch.int64, torch.float16,
+    torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.complex64,
+]  # fmt: skip
+
+
+def save(root: Path, *states: dict[str, Any]) -> None:
+    with ckpipe.SyncPipeline(root) as pipeline:
+        for step, state in enumerate(states):
+            pipeline.save(state, step=step, until="committed")
+
+
+def compare_tensors(first: torch.Tensor, second: torch.Tensor) -> TensorDifference | None:
+    comparison = Comparison(first, second)
+    for a, b in comparison.pieces():
+        comparison.add(a, b)
+    return comparison.result("x")
+
+
+floats = st.lists(st.sampled_from([0.0, -0.0, 1.5, -3.0, NAN, math.inf]), min_size=1, max_size=9)
+
+
+@given(floats, floats)
+def test_differences_are_those_of_plain_arithmetic(a: list[float], b: list[float]) -> None:
+    size = min(len(a), len(b))
+    first, second = torch.tensor(a[:size]), torch.tensor(b[:size])
+    found = compare_tensors(first, second)
+    pairs = list(zip(a[:size], b[:size], strict=True))
+    gaps = [0.0 if x == y or (x != x and y != y) else abs(y - x) for x, y in pairs]
+    if found is None:
+        assert torch.equal(first.view(torch.int32), second.view(torch.int32))
+        return
+    assert found.different == sum(not (x == y or (x != x and y != y)) for x, y in pairs)
+    expected = math.sqrt(sum(gap * gap for gap in gaps))
+    assert found.norm == pytest.approx(expected, nan_ok=True)
+    largest = NAN if any(gap != gap for gap in gaps) else max(gaps)
+    assert found.largest == pytest.approx(largest, nan_ok=True)
+
+
+@pytest.mark.parametrize("dtype", ODD_DTYPES, ids=str)
+def test_every_dtype_is_compared(dtype: torch.dtype) -> None:
+    first = torch.tensor([0, 1, 0, 1]).to(dtype)
+    second = torch.tensor([0, 1, 1, 1]).to(dtype)
+    assert compare_tensors(first, first.clone()) is None
+    found = compare_tensors(first, second)
+    assert found is not None
+    assert (found.elements, found.different, found.norm, found.largest) == (4, 1, 1.0, 1.0)
+    assert found.relative == pytest.approx(1 / math.sqrt(2))
+
+
+def test_large_whole_numbers_are_told_apart() -> None:
+    first = torch.tensor([2**60, 2**60])
+    found = compare_tensors(first, first + torch.tensor([0, 1]))
+    assert found is not None
+    assert found.different == 1
+
+
+def test_structures(call: Commands, tmp_path: Path) -> None:
+    one = {"a": torch.zeros(2), "b": torch.zeros(3), "lr": 0.1, "gone": 1, "set": {1}}
+    two = {"a": torch.zeros(2), "b": torch.zeros(4), "lr": 0.2, "new": torch.zeros(1), "set": {2}}
+    save(tmp_path, one, two)
+    found = call("diff", tmp_path, 0, 1, "--json").data
+    assert (found["compared"], found["tensors"]) == (1, [])
+    assert (found["only_first"], found["only_second"]) == (["gone"], ["new"])
+    changed = {each["label"]: (each["first"], each["second"]) for each in found["changed"]}
+    assert changed["b"] == ("float32[3]", "float32[4]")
+    assert changed["lr"] == ("0.1", "0.2")
+    assert set(changed) == {"b", "lr", "set"}
+
+
+def test_diff_of_states_with_everything(call: Commands, tmp_path: Path) -> None:
+    one, two = save_steps(tmp_path, 1, 2)
+    done = call("diff", tmp_path, 1, two, "--json")
+    assert done.code == 1
+    data = done.data
+    assert (data["first"], data["second"], data["same"]) == (one, two, False)
+    assert data["compared"] == 8
+    found = {each["label"]: each for each in data["tensors"]}
+    assert set(found) >= {"weight", "rows", "turned", "half", "scalar", "model.weight"}
+    assert found["scalar"]["norm"] == 1.0
+    assert [each["label"] for each in data["changed"]] == ["inline.6.0"]
+    same = call("diff", tmp_path, 1, 1)
+    assert (same.code, same.out) == (0, "0 of 8 tensors compared differ\n")
+    chosen = call("diff", tmp_path, 1, 2, "--match", "model", "--json").data
+    assert {each["label"] for each in chosen["tensors"]} == {"model.weight", "model.bias"}
+    assert chosen["changed"] == []
+    structure = call("diff", tmp_path, 1, 2, "--structure", "--json").data
+    assert (structure["compared"], structure["tensors"]) == (0, [])
+    assert call("diff", tmp_path, 1, 2, "--structure").out.endswith(
+        "the structures are not alike\n"
+    )
+    assert call("diff", tmp_path, 1, 1, "--structure").out == "the structures are alike\n"
+
+
+def test_diff_says_that_no_name_matches(call: Commands, tmp_path: Path) -> None:
+    save_steps(tmp_path, 1, 2)
+    for options in ((), ("--structure",)):
+        done = call("diff", tmp_path, 1, 2, "--match", "zz", "--match", "", *options)
+        assert (done.code, done.err) == (0, "no name matches zz or ''\n")
+    assert call("diff", tmp_path, 1, 2, "--match", "inline.0").err == ""
+    assert call("diff", tmp_path, 1, 2).err == ""
+
+
+def test_diff_of_arrays_views_and_lazy_bits(call: Commands, tmp_path: Path) -> None:
+    def state(value: float) -> dict[str, Any]:
+        base = torch.full((4, 4), value, dtype=torch.complex64)
+        return {
+            "array": np.full(3, value),
+            "words": np.array(["a", str(value)]),
+            "conj": base.conj(),
+            "turned": base.t()[1:, ::2],
+            "a.b": torch.tensor([value]),
+            "a": {"b": torch.tensor([0.0])},
+        }
+
+    save(tmp_path, state(1), state(1), state(2))
+    assert call("diff", tmp_path, 0, 1).code == 0
+    found = call("diff", tmp_path, 0, 2, "--json").data
+    assert {each["label"] for each in found["tensors"]} == {
+        "array", "words", "conj", "turned", "a.b",
+    }  # fmt: skip
+
+
+def test_diff_over_two_roots_and_of_what_is_missing(call: Commands, tmp_path: Path) -> None:
+    save(tmp_path / "a", {"x": torch.zeros(2), "old": torch.zeros(1)})
+    save(tmp_path / "b", {"x": torch.zeros(2), "new": 1})
+    done = call("diff", tmp_path / "a", 0, 0, "--in", tmp_path / "b")
+    assert done.code == 1
+    assert done.out.splitlines() == ["- old", "+ new", "0 of 1 tensors compared differ"]
+    assert call("diff", tmp_path / "a", 0, 5).code == 2
+
+
+def test_diff_of_a_damaged_checkpoint_says_so(call: Commands, tmp_path: Path) -> None:
+    one, _ = save_steps(tmp_path, 1, 2)
+    damage(tmp_path, one)
+    done = call("diff", tmp_path, 1, 2)
+    assert (done.code, done.out) == (1, "")
+    assert "is not what was saved" in done.err
+
+
+def save_ranks(root: Path, step: int, *seeds: int) -> str:
+    """Leave a checkpoint of several ranks: one tensor alike, one and a value for each."""
+    with ranks(str(root), len(seeds), attempt_id=f"run-{step}") as world:
+        for pipeline, seed in zip(world, seeds, strict=True):
+            state = {"alike": torch.ones(4), "own": torch.full((3,), float(seed)), "seed": seed}
+            handle = pipeline.save(state, step=step)
+            handle.wait()
+        world[0].latest()
+    return handle.id
+
+
+def test_what_each_rank_has_for_itself_is_compared_rank_by_rank(
+    call: Commands, tmp_path: Path
+) -> None:
+    one, two = save_ranks(tmp_path, 0, 5, 6), save_ranks(tmp_path, 1, 5, 7)
+    three = save_ranks(tmp_path, 2, 5, 7, 8)
+    assert call("verify", tmp_path, "--all").code == 0
+    assert call("diff", tmp_path, one, one).code == 0
+    data = call("diff", tmp_path, one, two, "--json").data
+    assert [(each["label"], each["norm"]) for each in data["tensors"]] == [
+        ("own of rank 1", pytest.approx(3**0.5))
+    ]
+    assert data["changed"] == [{"label": "seed", "first": "5 | 6", "second": "5 | 7"}]
+    other = call("diff", tmp_path, two, three, "--json").data
+    assert (other["tensors"], other["same"]) == ([], False)
+    assert call("cp", tmp_path, tmp_path / "copy", three).code == 0
+    assert call("diff", tmp_path, three, three, "--in", tmp_path / "copy").code == 0
+
+
+def test_ranks_of_different_structures_are_compared_rank_by_rank(
+    call: Commands, tmp_path: Path
+) -> None:
+    def state(rank: int, value: float, size: int) -> dict[str, Any]:
+        own = torch.full((3 if rank == 0 else size,), rank + value * (rank == 1))
+        return {"own": own, "alike": torch.ones(2), f"stage{rank}": rank}
+
+    for step, (value, size) in enumerate([(0.0, 3), (5.0, 3), (0.0, 4)]):
+        with ranks(str(tmp_path), 2, attempt_id=f"run-{step}") as world:
+            for rank, pipeline in enumerate(world):
+                pipeline.save(state(rank, value, size), step=step).wait()
+            world[0].latest()
+    assert call("diff", tmp_path, 0, 0).code == 0
+    for step in (1, 2):
+        done = call("diff", tmp_path, 0, step, "--json")
+        assert done.code == 1
+        assert [each["label"] for each in done.data["tensors"]] == ["own of rank 1"]
+    described = {
+        each["label"]: each["differs"]
+        for each in call("info", tmp_path, 0, "--json").data["tensors"]
+    }
+    assert described == {"own": True, "alike": False}
+
+
+STEPWISE = """
+import sys, torch
+equal = torch.equal
+
+def when_told(a, b):
+    print("comparing", flush=True)
+    sys.stdin.readline()
+    return equal(a, b)
+
+torch.equal = when_told
+from ckpipe.cli import main
+main()
+"""
+
+
+def test_an_interrupt_ends_the_comparison_of_a_large_tensor(tmp_path: Path) -> None:
+    large = {"large": torch.zeros((4 << 20) + 1, dtype=torch.uint8)}
+    save(tmp_path, large, large)
+    with subprocess.Popen(
+        [sys.executable, "-c", HEARING + STEPWISE, "diff", tmp_path, "0", "1"],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    ) as process:  # fmt: skip
+        assert process.stdout is not None
+        assert process.stdin is not None
+        assert process.stdout.readline() == "comparing\n"
+        process.send_signal(signal.SIGINT)
+        process.stdin.close()
+        assert process.wait(300) == 130
+        assert process.stdout.read() == ""
+    assert not [path for path in tmp_path.glob(".ckpipe/leases/**/*") if path.is_file()]

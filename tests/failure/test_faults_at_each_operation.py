@@ -1,0 +1,271 @@
+"""Fails each store operation of a run in turn, before it lands and after, and looks what is left.
+
+The run opens a pipeline, saves twice with ``keep_last=1``, and loads. Whatever fails, a checkpoint
+is absent or complete and right, what was committed stays until a newer one replaces it, the
+pipeline goes on, and neither memory nor an upload is left behind.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+import torch
+
+import ckpipe
+from ckpipe import errors
+from ckpipe.testing import Landing
+from ckpipe.testing.wrappers import Operation
+from tests.support.pipelines import Stores, loaded_state, same, stores
+from tests.support.rank_pipelines import settle
+from tests.support.sampling import EVERY, SEED
+from tests.support.stored_files import document_of, sealed
+
+SETTINGS: dict[str, Any] = {
+    "keep_last": 1,
+    "upload": {"backoff_seconds": 0, "retries": 2, "lanes": 2},
+    "staging": {"bytes": 2 * 65536, "block_bytes": 65536},
+    "load": {"lanes": 1},
+}
+Cases = list[tuple[int, Landing]]
+
+SAMPLE = 8
+
+UNRETRIED = ("enter", "exit", "abort")
+"""What is done once: opening and closing the store, and giving up what has failed already."""
+
+
+def content(step: int) -> dict[str, Any]:
+    """A state that needs three blocks, so that saves share and reuse the memory for two."""
+    return {"weight": torch.full((40_000,), float(step)), "step": step}
+
+
+@dataclass
+class Run:
+    """What became of a run."""
+
+    error: BaseException | None = None
+    committed: list[int] = field(default_factory=list)
+    cancelled: list[int] = field(default_factory=list)
+
+
+def save(pipeline: ckpipe.SyncPipeline, run: Run, step: int) -> None:
+    handle = pipeline.save(content(step), step=step)
+    try:
+        handle.wait()
+    except errors.SaveCancelled:
+        run.cancelled.append(step)
+        return
+    run.committed.append(step)
+
+
+def go(store: Stores, run: Run) -> None:
+    with ckpipe.SyncPipeline(store.url, **SETTINGS) as pipeline:
+        try:
+            for step in (1, 2):
+                save(pipeline, run, step)
+            result = pipeline.load()
+            assert result is not None
+            assert same(result.state, content(result.step))
+        finally:
+            check_memory(pipeline)
+
+
+def attempt(store: Stores) -> Run:
+    """Run until the end or the first error that reaches the caller."""
+    run = Run()
+    try:
+        go(store, run)
+    except errors.CkpipeError as error:
+        run.error = error
+    return run
+
+
+def check_memory(pipeline: ckpipe.SyncPipeline) -> None:
+    """Wait until nothing is under way, and check that all memory was given back."""
+    settle(pipeline)
+    assert pipeline.statistics().budget_used == 0
+    arena = pipeline._engine.context.arena
+    assert arena.free_blocks == arena.blocks
+
+
+def check_store(store: Stores, run: Run, *, orphans: int = 0) -> None:
+    """Check that every checkpoint is absent or complete, and that one can go on from there."""
+    store.faulty.heal()
+    assert stale_uploads(store) <= orphans
+    with ckpipe.SyncPipeline(store.url, **SETTINGS) as pipeline:
+        complete = [info for info in pipeline.steps() if info.complete]
+        for info in complete:
+            pipeline.verify(info)
+            assert same(loaded_state(pipeline, info), content(info.step))
+        if run.committed:
+            newest = pipeline.latest()
+            assert newest is not None
+            assert newest.step >= run.committed[-1]
+        pipeline.save(content(3), step=3, until="committed")
+    with ckpipe.SyncPipeline(store.url) as pipeline:
+        newest = pipeline.latest()
+        assert newest is not None
+        assert newest.step == 3
+        pipeline.verify(newest)
+
+
+def stale_uploads(store: Stores) -> int:
+    later = datetime.now(UTC) + timedelta(days=1)
+    return asyncio.run(store.memory.remove_stale_uploads("", before=later))
+
+
+def operations() -> tuple[Operation, ...]:
+    """The operations of a run in which nothing fails."""
+    with stores() as store:
+        run = attempt(store)
+        assert run.error is None
+        assert run.committed == [1, 2]
+        return store.faulty.operations
+
+
+@pytest.fixture(params=[SEED], ids=["all" if EVERY else f"seed={SEED}"])
+def cases(request: pytest.FixtureRequest) -> Cases:
+    """Which operations to fail, and whether they land: a random sample, or all of them."""
+    numbers = range(1, len(operations()) + 1)
+    everything = [(number, landing) for number in numbers for landing in Landing]
+    return everything if EVERY else random.Random(request.param).sample(everything, SAMPLE)
+
+
+def struck_in(store: Stores, number: int) -> Operation:
+    """The operation of a number, or the last: a prune that sees no lease of a load makes fewer."""
+    return store.faulty.operations[min(number, len(store.faulty.operations)) - 1]
+
+
+def lost_opening(operation: Operation, landing: Landing) -> int:
+    """How many uploads nobody can know of: the answer to opening one was lost."""
+    return int(operation.verb == "open_upload" and landing is Landing.AFTER)
+
+
+def test_an_error_that_may_pass_is_tried_again_wherever_it_strikes(cases: Cases) -> None:
+    for number, landing in cases:
+        with stores() as store:
+            store.faulty.fail(errors.StoreUnavailable("try later"), number, landing)
+            run = attempt(store)
+            struck = struck_in(store, number)
+            if struck.verb not in UNRETRIED:
+                assert run.error is None, (number, landing, struck)
+                assert run.committed == [1, 2]
+            check_store(store, run, orphans=lost_opening(struck, landing))
+
+
+def test_an_error_that_stays_loses_at_most_what_was_under_way(cases: Cases) -> None:
+    for number, landing in cases:
+        with stores() as store:
+            store.faulty.fail(errors.StoreError("broken", key="k"), number, landing)
+            run = attempt(store)
+            struck = struck_in(store, number)
+            if run.error is not None:
+                assert isinstance(run.error, errors.StoreError), (number, landing, struck)
+            check_store(store, run, orphans=lost_opening(struck, landing))
+
+
+def test_a_pipeline_goes_on_after_any_failed_save(cases: Cases) -> None:
+    for number, landing in cases:
+        with stores() as store, contextlib.suppress(errors.StoreError):
+            store.faulty.fail(errors.StoreError("broken", key="k"), number, landing)
+            with ckpipe.SyncPipeline(store.url, on_error="warn", **SETTINGS) as pipeline:
+                with contextlib.suppress(errors.StoreError):
+                    pipeline.save(content(1), step=1, until="committed")
+                check_memory(pipeline)
+                pipeline._engine.saves.take_failures()
+                store.faulty.heal()
+                pipeline.save(content(2), step=2, until="committed")
+                assert same(loaded_state(pipeline), content(2))
+
+
+def test_a_cancellation_at_any_operation_leaves_nothing_half_done(cases: Cases) -> None:
+    for number, landing in cases:
+        with stores() as store:
+            run = Run()
+            with ckpipe.SyncPipeline(store.url, **SETTINGS) as pipeline:
+                engine = pipeline._engine
+
+                def cancel(operation: Operation, engine: Any = engine) -> None:
+                    for each in engine.saves.under_way():
+                        # What handle.cancel() does first; it would then wait for this operation.
+                        if not each.committed.done():
+                            each.cancel_requested = True
+                            if each.scope is not None:
+                                each.scope.cancel()
+
+                store.faulty.call(cancel, number, landing)
+                for step in (1, 2):
+                    with contextlib.suppress(errors.SaveCancelled):
+                        save(pipeline, run, step)
+                check_memory(pipeline)
+            struck = struck_in(store, number)
+            assert len(run.committed) >= 1, (number, landing, struck)
+            check_store(store, run, orphans=lost_opening(struck, landing))
+
+
+def is_index(operation: Operation) -> bool:
+    return operation.verb == "put" and operation.key.startswith("step-")
+
+
+def is_index_read(operation: Operation) -> bool:
+    return operation.verb == "get" and operation.key.startswith("step-")
+
+
+class TestCommit:
+    """What became of the index is found out, never guessed."""
+
+    def test_lost_answer_is_read_back(self, store: Stores) -> None:
+        store.faulty.fail(errors.StoreError("lost"), is_index, Landing.AFTER)
+        with ckpipe.SyncPipeline(store.url, **SETTINGS) as pipeline:
+            info = pipeline.save(content(1), step=1).wait()
+            assert info.complete
+            pipeline.verify(info)
+
+    def test_store_that_recovers_between_put_and_read_back_is_waited_for(
+        self, store: Stores
+    ) -> None:
+        store.faulty.fail(errors.StoreUnavailable("down"), is_index, Landing.AFTER)
+        store.faulty.fail(errors.StoreUnavailable("still down"), is_index_read, times=2)
+        with ckpipe.SyncPipeline(store.url, **SETTINGS) as pipeline:
+            pipeline.verify(pipeline.save(content(1), step=1).wait())
+
+    def test_index_of_another_writer_is_a_conflict(self, store: Stores) -> None:
+        with ckpipe.SyncPipeline(store.url, **SETTINGS) as pipeline:
+            theirs = pipeline.save(content(1), step=1).wait()
+            index = store.memory._store.objects[f"{theirs.id}.json"]
+
+            def take(operation: Operation) -> None:
+                # Another writer's index, except that it must say the step of this save.
+                store.memory._store.objects[operation.key] = forged(index, 1, 2)
+
+            store.faulty.call(take, is_index)
+            handle = pipeline.save(content(2), step=2)
+            with pytest.raises(errors.CommitConflict, match=r"step 2.*rank 0.*key 'step-") as said:
+                handle.wait()
+            assert "its own root" in str(said.value)
+            assert f"{handle.id}.json" in store.memory._store.objects
+
+    def test_unreadable_index_is_unknown_and_nothing_is_deleted(self, store: Stores) -> None:
+        store.faulty.fail(errors.StoreError("lost"), is_index, Landing.AFTER)
+        store.faulty.fail(errors.StoreUnavailable("down"), is_index_read, times=None)
+        with ckpipe.SyncPipeline(store.url, **SETTINGS) as pipeline:
+            handle = pipeline.save(content(1), step=1)
+            with pytest.raises(errors.CommitUnknown, match=r"(?s)lost.*down.*step 1.*verify"):
+                handle.wait()
+            store.faulty.heal()
+            pipeline.verify(1)
+            deletions = [each for each in store.faulty.operations if each.verb == "delete"]
+            assert not [each for each in deletions if each.key.startswith("step-")]
+
+
+def forged(stored: Any, old_step: int, new_step: int) -> Any:
+    """An index with another step and everything else, its own token included, as it was."""
+    document = document_of(bytes(stored.data))
+    assert document["step"] == old_step
+    return replace(stored, data=sealed(document | {"step": new_step}))

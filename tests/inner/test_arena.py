@@ -1,0 +1,308 @@
+"""Host memory for staging: reused, bounded, given back, mapped, registered, not inherited."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import mmap
+import os
+import re
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import ckpipe
+from ckpipe.memory import arena as arena_module
+from ckpipe.memory import cuda
+from ckpipe.memory.arena import Arena, Block
+from ckpipe.memory.mapping import HUGE_PAGE_BYTES, map_to_read, map_to_write
+from tests.support.command_line import script
+from tests.support.rank_pipelines import settle
+
+BLOCK = 64 << 10
+
+
+def backed(block: Block) -> int:
+    """How many bytes of a block have memory behind them, as the kernel's page map says.
+
+    Source: Documentation/admin-guide/mm/pagemap.rst of Linux; bit 63 is "page present".
+    """
+    pages = len(block.view) // mmap.PAGESIZE
+    with Path("/proc/self/pagemap").open("rb") as pagemap:
+        pagemap.seek(block.address // mmap.PAGESIZE * 8)
+        entries: tuple[int, ...] = struct.unpack(f"<{pages}Q", pagemap.read(pages * 8))
+    return sum(entry >> 63 for entry in entries) * mmap.PAGESIZE
+
+
+def test_blocks_are_reused_the_last_one_first() -> None:
+    arena = Arena(BLOCK)
+    first, second = arena.take(), arena.take()
+    assert arena.blocks == 2
+    arena.give(first)
+    arena.give(second)
+    assert arena.take() is second
+    assert arena.take() is first
+    assert (arena.blocks, arena.free_blocks) == (2, 0)
+
+
+def test_used_blocks_go_before_untouched_ones() -> None:
+    arena = Arena(BLOCK)
+    arena.reserve(3)
+    used = arena.take()
+    assert (arena.free_blocks, arena.touched_blocks) == (2, 0)
+    arena.give(used)
+    assert (arena.free_blocks, arena.touched_blocks) == (3, 1)
+    assert arena.take() is used
+
+
+def test_reserving_grows_only_by_what_is_missing() -> None:
+    arena = Arena(BLOCK)
+    arena.reserve(4)
+    held = [arena.take() for _ in range(3)]
+    arena.reserve(1)
+    assert arena.blocks == 4
+    arena.reserve(3)
+    assert (arena.blocks, arena.free_blocks) == (6, 3)
+    assert len(held) == 3
+
+
+def test_touching_ahead_backs_a_block_and_keeps_its_bytes() -> None:
+    arena = Arena(BLOCK)
+    arena.reserve(1)
+    block = arena.next_untouched
+    assert block is not None
+    assert backed(block) == 0
+    block.touch()
+    assert backed(block) == BLOCK
+    assert (arena.next_untouched, arena.touched_blocks) == (None, 1)
+    block.view[:3] = b"abc"
+    block.touch()
+    assert bytes(block.view[:3]) == b"abc"
+
+
+def test_growing_opens_no_file() -> None:
+    arena = Arena(BLOCK)
+    gc.collect()  # what other tests left may be files
+    before = len(os.listdir("/proc/self/fd"))
+    for blocks in range(1, 30):
+        arena.reserve(blocks)
+    assert len(os.listdir("/proc/self/fd")) <= before
+
+
+def test_a_system_without_memory_refuses_in_words(tmp_path: Path) -> None:
+    # In a process of its own, since the limit holds for all of it.
+    code = """
+import resource, sys
+import torch
+import ckpipe
+state = {"w": torch.ones(25_000_000)}
+_, hard = resource.getrlimit(resource.RLIMIT_AS)
+used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+with ckpipe.SyncPipeline(sys.argv[1]) as pipeline:
+    pipeline.save({"small": torch.ones(1)}, until="committed")
+    resource.setrlimit(resource.RLIMIT_AS, (used + (64 << 20), hard))
+    try:
+        pipeline.save(state)
+    except ckpipe.CkpipeError as error:
+        print(type(error).__name__, error)
+    pipeline.save({"small": torch.ones(1)}, until="committed")
+    resource.setrlimit(resource.RLIMIT_AS, (hard, hard))
+    pipeline.save(state, until="committed")
+    print([info.step for info in pipeline.steps()])
+"""
+    run = script(code, tmp_path)
+    assert "SaveError" in run.out, run.err
+    assert "no memory for" in run.out
+    assert run.out.endswith("[0, 2, 3]\n")
+
+
+# Mapped files
+
+PAGE = 4096
+SIZE = 3 * HUGE_PAGE_BYTES
+
+
+@pytest.fixture
+def descriptor() -> Iterator[int]:
+    """A file in memory in which every page is another."""
+    made = os.memfd_create("ckpipe-test-mapping")
+    pages = np.arange(SIZE // PAGE, dtype=np.uint32).repeat(PAGE // 4)
+    os.write(made, pages.tobytes())
+    yield made
+    os.close(made)
+
+
+def mappings() -> list[tuple[int, int]]:
+    """Where this process has mapped such files."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    found = [re.match(r"(\w+)-(\w+) ", line) for line in lines if "ckpipe-test-mapping" in line]
+    return [(int(each[1], 16), int(each[2], 16)) for each in found if each]
+
+
+@pytest.mark.parametrize("offset", [0, PAGE, 77 * PAGE, HUGE_PAGE_BYTES - PAGE, HUGE_PAGE_BYTES])
+def test_address_and_offset_are_alike_modulo_a_huge_page(descriptor: int, offset: int) -> None:
+    view = map_to_read(descriptor, SIZE - offset, offset)
+    address = np.frombuffer(view, np.uint8).__array_interface__["data"][0]
+    assert (address - offset) % HUGE_PAGE_BYTES == 0
+    assert view == os.pread(descriptor, SIZE, offset)
+    assert view.readonly
+
+
+def test_what_is_written_to_a_mapping_is_in_the_file_at_a_like_offset(descriptor: int) -> None:
+    memory, offset = map_to_write(descriptor, HUGE_PAGE_BYTES)
+    address = np.frombuffer(memory, np.uint8).__array_interface__["data"][0]
+    assert (address - offset) % HUGE_PAGE_BYTES == 0
+    memory[:3] = b"new"
+    assert os.pread(descriptor, HUGE_PAGE_BYTES, offset) == memory[:]
+
+
+def test_what_is_written_later_is_seen_too(descriptor: int) -> None:
+    view = map_to_read(descriptor, SIZE, 0)
+    os.pwrite(descriptor, b"new", SIZE - 3)
+    assert bytes(view[-3:]) == b"new"
+
+
+def test_it_is_unmapped_with_the_last_view_of_it(descriptor: int) -> None:
+    view = map_to_read(descriptor, SIZE, 0)
+    part = view[PAGE : 2 * PAGE]
+    del view
+    gc.collect()
+    assert [end - begin for begin, end in mappings()] == [SIZE]
+    assert part == os.pread(descriptor, PAGE, PAGE)
+    del part
+    gc.collect()
+    assert mappings() == []
+
+
+def test_a_file_that_cannot_be_mapped_is_an_error(tmp_path: Path) -> None:
+    folder = os.open(tmp_path, os.O_RDONLY)
+    try:
+        with pytest.raises(OSError, match="No such device"):
+            map_to_read(folder, PAGE, 0)
+        with pytest.raises(OSError, match="Permission denied"):
+            map_to_write(folder, PAGE)
+    finally:
+        os.close(folder)
+
+
+# Registered memory
+
+
+class Registrar:
+    """Stands for CUDA's register of host memory, which takes so many pieces and no more."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.asked = 0
+        self.registered: list[tuple[int, int]] = []
+
+    def register(self, memory: torch.Tensor) -> str:
+        self.asked += 1
+        if len(self.registered) >= self.most:
+            return "cudaErrorMemoryAllocation"
+        self.registered.append((memory.data_ptr(), memory.numel()))
+        return ""
+
+    def unregister(self, memory: torch.Tensor) -> None:
+        self.registered.remove((memory.data_ptr(), memory.numel()))
+
+
+@pytest.fixture
+def registrar(monkeypatch: pytest.MonkeyPatch) -> Registrar:
+    made = Registrar(most=2)
+    monkeypatch.setattr(cuda, "in_use", lambda: True)
+    monkeypatch.setattr(cuda, "register", made.register)
+    monkeypatch.setattr(cuda, "unregister", made.unregister)
+    return made
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_segment_is_registered_once_for_its_life(registrar: Registrar, shared: bool) -> None:
+    arena = Arena(BLOCK, pin=True, shared=shared)
+    arena.reserve(4)
+    for _ in range(3):
+        blocks = [arena.take() for _ in range(4)]
+        for block in blocks:
+            arena.give(block)
+    assert registrar.asked == 1
+    ((address, size),) = registrar.registered
+    assert all(address <= each.address <= address + size - BLOCK for each in blocks)
+    arena.close()
+    assert registrar.registered == []
+
+
+def test_what_a_worker_process_maps_is_registered_once_for_its_life(
+    registrar: Registrar, tmp_path: Path
+) -> None:
+    registrar.most = 100
+    settings: dict[str, Any] = {"worker": "process", "staging": {"block_bytes": BLOCK}}
+    with ckpipe.SyncPipeline(tmp_path, **settings) as pipeline:
+        for step in range(3):
+            pipeline.save({"w": torch.full((BLOCK,), float(step))}, step=step).wait()
+            settle(pipeline)
+        segments = pipeline._engine.context.arena._segments
+        assert segments
+        assert all(each.descriptor is not None for each in segments), "the worker has no other"
+        ranges = [(each.tensor.data_ptr(), each.tensor.numel()) for each in segments]
+        assert registrar.registered == ranges
+        assert registrar.asked == len(ranges)
+    assert registrar.registered == []
+
+
+def test_memory_that_is_refused_serves_and_is_told_of_once_with_the_reason(
+    registrar: Registrar,
+) -> None:
+    arena = Arena(BLOCK, pin=True)
+    registrar.most = 0
+    with pytest.warns(RuntimeWarning, match=r"cudaErrorMemoryAllocation.*ulimit -l") as told:
+        blocks = [arena.take() for _ in range(3)]
+    assert registrar.asked > 1
+    assert len(told) == 1
+    for block in blocks:
+        block.view[:] = b"x" * BLOCK
+        arena.give(block)
+    arena.close()
+    assert registrar.registered == []
+
+
+@pytest.mark.filterwarnings("error")
+def test_nothing_is_registered_without_cuda_or_wish_and_nothing_warns_of_it(
+    registrar: Registrar, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    arena_module._mention.cache_clear()
+    caplog.set_level(logging.DEBUG, "ckpipe")
+    Arena(BLOCK).take()
+    assert caplog.messages == []
+    monkeypatch.setattr(cuda, "in_use", lambda: False)
+    arena = Arena(BLOCK, pin=True)
+    for each in (arena, arena, Arena(BLOCK, pin=True)):
+        each.take()
+    assert registrar.asked == 0
+    (told,) = caplog.messages
+    assert "does not use CUDA" in told
+    assert [each.levelname for each in caplog.records] == ["DEBUG"]
+    monkeypatch.setattr(cuda, "in_use", lambda: True)
+    registrar.most = 0
+    with pytest.warns(RuntimeWarning, match="cudaErrorMemoryAllocation"):
+        arena.take()
+
+
+def test_trimming_gives_back_whole_segments_of_which_no_block_is_in_use() -> None:
+    arena = Arena(BLOCK)
+    arena.reserve(2)
+    kept = arena.take()
+    arena.reserve(4)  # a second segment, of three blocks
+    arena.trim(5)
+    assert arena.blocks == 5
+    arena.trim(2)
+    assert arena.blocks == 2
+    arena.trim(0)
+    assert arena.blocks == 2, "a block of it is in use"
+    arena.give(kept)
+    arena.trim(0)
+    assert arena.blocks == 0

@@ -1,0 +1,344 @@
+"""Manifests are merged into an index by who commits last or comes later; none is revived."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ckpipe.backend import Backend, PutMode
+from ckpipe.catalog import delete
+from ckpipe.catalog.complete import complete_from_top, publish_up, repaired
+from ckpipe.catalog.find import discover
+from ckpipe.errors import ChecksumMismatch, InvalidManifest, MissingObject, WrongWorldSize
+from ckpipe.format import names
+from ckpipe.format.codec import encode_bundle
+from ckpipe.format.manifest import ManifestDocument
+from ckpipe.format.merge import merge
+from ckpipe.format.names import (
+    group_key,
+    group_ranks,
+    index_key,
+    level_sizes,
+    manifest_key,
+    members,
+    merged_into,
+    tombstone_key,
+)
+from ckpipe.testing import FaultyBackend, MemoryBackend
+from ckpipe.types import CheckpointId
+from tests.inner.manifests import ID, Foreign, manifest_of
+
+
+def manifests(size: int) -> list[ManifestDocument]:
+    """Those of ranks that differ in tensors, values, structures and metadata."""
+
+    def state(rank: int) -> dict[str, Any]:
+        kind = (1, True, 1.0)[rank % 3]
+        return {"t": torch.tensor([rank]), "kind": kind, f"stage{rank % 2}": torch.ones(2)}
+
+    return [
+        manifest_of(state(rank), rank, size, metadata={"rank": rank // 2})[0]
+        for rank in range(size)
+    ]
+
+
+async def commit(backend: Backend, manifest: ManifestDocument) -> None:
+    key = manifest_key(ID, manifest.parts[0].rank)
+    await backend.put(key, encode_bundle(manifest), PutMode.CREATE)
+
+
+async def stored(backend: Backend, key: str) -> bytes | None:
+    if key not in {each.key async for each in backend.list()}:
+        return None
+    return await backend.get(key, max_bytes=1 << 30)
+
+
+@pytest.fixture
+def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Groups of three, so that a small world has several levels."""
+    monkeypatch.setattr(names, "GROUP_SIZE", 3)
+    monkeypatch.setattr("ckpipe.catalog.complete.GROUP_SIZE", 3)
+
+
+@given(data=st.data())
+@settings(deadline=None, max_examples=60)
+def test_any_order_any_deaths_and_any_races_end_in_the_same_index(data: st.DataObject) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("format.names", "catalog.complete"):
+            patch.setattr(f"ckpipe.{name}.GROUP_SIZE", 3)
+        size = data.draw(st.integers(2, 14))
+        every = manifests(size)
+        dead = data.draw(st.sets(st.integers(0, size - 1)))
+        waves = data.draw(st.permutations(range(size)))
+        width = data.draw(st.integers(1, size))
+        asyncio.run(_race(every, dead, [waves[n : n + width] for n in range(0, size, width)]))
+
+
+async def _race(every: list[ManifestDocument], dead: set[int], waves: list[list[int]]) -> None:
+    backend, size = MemoryBackend(), len(every)
+
+    async def save(rank: int) -> bool:
+        await commit(backend, every[rank])
+        # A rank that dies has committed, and goes no further.
+        return rank not in dead and (await publish_up(backend, ID, rank, size)).index is not None
+
+    created = 0
+    for wave in waves:
+        created += sum(await asyncio.gather(*map(save, wave)))
+    if not dead:
+        assert created == 1
+    healers = await asyncio.gather(*(complete_from_top(backend, ID, size) for _ in range(3)))
+    assert all(outcome.complete for outcome in healers)
+    assert created + sum(outcome.index is not None for outcome in healers) == 1
+    assert await stored(backend, index_key(ID)) == encode_bundle(merge(every, "index"))
+
+
+async def test_absent_ranks_are_named_and_nothing_is_completed(narrow: None) -> None:
+    backend, every = MemoryBackend(), manifests(11)
+    for manifest in every:
+        if manifest.parts[0].rank not in (4, 9):
+            await commit(backend, manifest)
+    outcome = await complete_from_top(backend, ID, 11, most_holes=9)
+    assert not outcome.complete
+    assert outcome.absent == (4, 9)
+    assert (await complete_from_top(backend, ID, 11)).absent == (4,)
+    assert await stored(backend, index_key(ID)) is None
+    # Full groups were merged on the way, so that nobody need look there again.
+    assert await stored(backend, group_key(ID, 1, 0)) is not None
+    for rank in (4, 9):
+        await commit(backend, every[rank])
+        last = await publish_up(backend, ID, rank, 11)
+    assert last.complete
+
+
+async def test_damaged_manifest_is_never_merged_and_listing_goes_on() -> None:
+    backend, every = MemoryBackend(), manifests(3)
+    for manifest in every[:2]:
+        await commit(backend, manifest)
+    damaged = bytearray(encode_bundle(every[2]))
+    damaged[40] ^= 1
+    await backend.put(manifest_key(ID, 2), bytes(damaged), PutMode.CREATE)
+    with pytest.raises(ChecksumMismatch, match=r"rank-00002\.json"):
+        await publish_up(backend, ID, 1, 3)
+    (info,) = await repaired(backend, await discover(backend))
+    assert not info.complete
+
+
+async def test_ranks_that_disagree_about_who_writes_what_complete_nothing() -> None:
+    backend = MemoryBackend()
+    state = {"t": torch.ones(2), "w": torch.ones(3)}
+    good = [manifest_of(state, 0, 2)[0], manifest_of(state, 1, 2, foreign={"w": Foreign(0)})[0]]
+    await commit(backend, manifest_of({"t": torch.ones(2)}, 0, 2)[0])
+    await commit(backend, good[1])
+    with pytest.raises(InvalidManifest, match="to a rank that has not written it") as caught:
+        await publish_up(backend, ID, 1, 2)
+    assert (caught.value.step, caught.value.rank, caught.value.key) == (ID.step, 0, "w")
+    (info,) = await repaired(backend, await discover(backend))
+    assert not info.complete
+    await backend.delete([manifest_key(ID, 0)])
+    await commit(backend, good[0])
+    assert (await publish_up(backend, ID, 0, 2)).complete
+
+
+async def test_manifest_under_the_name_of_another_is_refused() -> None:
+    backend, every = MemoryBackend(), manifests(3)
+    await commit(backend, every[0])
+    await commit(backend, every[1])
+    await backend.put(manifest_key(ID, 2), encode_bundle(every[1]), PutMode.CREATE)
+    with pytest.raises(InvalidManifest, match="not the one of its key"):
+        await publish_up(backend, ID, 2, 3)
+    await backend.delete([manifest_key(ID, 2)])
+    other = manifest_of({"t": torch.tensor([2])}, 2, 4)[0]
+    await commit(backend, other)
+    with pytest.raises(InvalidManifest, match=r"one of 4 ranks, .* there are 3"):
+        await publish_up(backend, ID, 2, 3)
+
+
+async def test_deletion_between_the_look_and_the_index_wins() -> None:
+    memory, every = MemoryBackend(), manifests(3)
+    backend = FaultyBackend(memory)
+    for manifest in every:
+        await commit(backend, manifest)
+    gate = backend.pause(lambda each: (each.verb, each.key) == ("put", index_key(ID)))
+    completing = asyncio.create_task(publish_up(backend, ID, 2, 3))
+    await asyncio.to_thread(gate.wait_until_held)
+    await delete.delete(memory, ID)
+    gate.release()
+    assert (await completing).deleted
+    assert await stored(memory, index_key(ID)) is None
+
+
+async def test_deletion_while_members_are_read_is_no_error() -> None:
+    memory, every = MemoryBackend(), manifests(3)
+    backend = FaultyBackend(memory)
+    for manifest in every:
+        await commit(backend, manifest)
+    gate = backend.pause("get")
+    completing = asyncio.create_task(publish_up(backend, ID, 2, 3))
+    await asyncio.to_thread(gate.wait_until_held)
+    await delete.delete(memory, ID)
+    gate.release()
+    assert (await completing).deleted
+
+
+async def test_member_that_vanishes_without_a_tombstone_is_missing() -> None:
+    memory, every = MemoryBackend(), manifests(3)
+    backend = FaultyBackend(memory)
+    for manifest in every:
+        await commit(backend, manifest)
+    gate = backend.pause("get")
+    completing = asyncio.create_task(publish_up(backend, ID, 2, 3))
+    await asyncio.to_thread(gate.wait_until_held)
+    await memory.delete([manifest_key(ID, rank) for rank in range(3)])
+    gate.release()
+    with pytest.raises(MissingObject):
+        await completing
+
+
+async def test_straggler_s_leftovers_go_with_the_tombstone() -> None:
+    backend, every = MemoryBackend(), manifests(3)
+    await commit(backend, every[0])
+    await delete.delete(backend, ID)
+    await commit(backend, every[1])
+    finished = {ID}
+    (stone,) = [each async for each in backend.list(tombstone_key(ID))]
+    await delete.finish_deletions(backend, finished, forget_before=stone.modified)
+    assert await stored(backend, manifest_key(ID, 1)) is not None
+    later = stone.modified.replace(year=stone.modified.year + 1)
+    await delete.finish_deletions(backend, finished, forget_before=later)
+    assert [each async for each in backend.list()] == []
+
+
+# Merging
+
+
+def world(size: int) -> list[ManifestDocument]:
+    def state(rank: int) -> dict[str, Any]:
+        return {
+            "equal": torch.tensor([1.0, 2.0]),
+            "own": torch.tensor([rank]),
+            "odd": torch.tensor([rank % 2]),
+            "same": 7,
+            "kind": (1, True, 1.0)[rank % 3],
+            "nested": [rank // 4, "x"],
+        }
+
+    return [manifest_of(state(rank), rank, size)[0] for rank in range(size)]
+
+
+def names_of(index: ManifestDocument) -> list[str]:
+    ((structure,), (per_rank,)) = index.structures, index.per_rank
+    return [structure.tensors[number].label for number in per_rank.tensors]
+
+
+@given(st.permutations(range(7)))
+def test_order_does_not_matter(order: list[int]) -> None:
+    every = world(7)
+    expected = encode_bundle(merge(every, "index"))
+    assert encode_bundle(merge([every[rank] for rank in order], "index")) == expected
+
+
+def test_what_differs_between_ranks_is_marked() -> None:
+    index = merge(world(6), "index")
+    assert names_of(index) == ["own", "odd"]
+    # kind (1, True and 1.0 are equal to Python, and are not the same) and the first of nested.
+    assert index.per_rank[0].values == (1, 2)
+
+
+def test_difference_in_the_last_mebibyte_is_seen() -> None:
+    tensor = torch.zeros(2 << 20, dtype=torch.uint8)
+    other = tensor.clone()
+    other[-1] = 1
+    first, second = (
+        manifest_of({"a": torch.ones(3), "t": each}, rank, 2)[0]
+        for rank, each in enumerate((tensor, other))
+    )
+    assert names_of(merge([first, second], "index")) == ["t"]
+
+
+def test_strided_and_shared_tensors_are_compared_by_what_holds_them() -> None:
+    every = []
+    for rank in range(2):
+        base = torch.arange(8) + rank
+        wide = torch.arange(6.0).reshape(2, 3)
+        every.append(manifest_of({"a": base[:5], "b": base[3:], "t": wide.T}, rank, 2)[0])
+    assert names_of(merge(every, "index")) == ["a", "b"]
+
+
+def test_tables_are_shared_by_their_exact_content() -> None:
+    keys: list[Any] = [True, 1, 1.0, "1", "a", "A"]
+    every = [manifest_of({key: torch.ones(1)}, rank, 6)[0] for rank, key in enumerate(keys)]
+    index = merge(every, "index")
+    assert len(index.structures) == 6
+    alike = [manifest_of({"a": torch.ones(1)}, rank, 4)[0] for rank in range(4)]
+    index = merge(alike, "index")
+    assert (len(index.structures), len(index.layouts)) == (1, 1)
+
+
+def test_wrong_sets_of_manifests_are_refused() -> None:
+    every = world(3)
+    for wrong in (every[:2], [*every, every[0]], [every[0], every[0], every[1]]):
+        with pytest.raises(WrongWorldSize):
+            merge(wrong, "index")
+    with pytest.raises(WrongWorldSize):
+        merge([*every[:2], replace(every[2], world_size=4)], "index")
+    with pytest.raises(WrongWorldSize):
+        merge(every, "group", (1, 0))
+    other = replace(every[2], id=CheckpointId(ID.attempt, ID.step + 1, 0))
+    with pytest.raises(InvalidManifest):
+        merge([*every[:2], other], "index")
+
+
+@given(st.integers(1, 30_000))
+def test_every_rank_reaches_the_index_once(world_size: int) -> None:
+    sizes = level_sizes(world_size)
+    for level, size in enumerate(sizes):
+        directories = math.ceil(size / 100)
+        found = [n for d in range(directories) for n in members(level, d, world_size)]
+        assert found == list(range(size))
+        targets = [merged_into(level, d, world_size) for d in range(directories)]
+        if level == len(sizes) - 1:
+            assert targets == [None]
+            continue
+        assert targets == [(level + 1, n) for n in range(sizes[level + 1])]
+        ranks = [rank for target in targets if target for rank in group_ranks(*target, world_size)]
+        assert ranks == list(range(world_size))
+
+
+@given(st.integers(0, 10**14), st.integers(0, 1000))
+def test_names_are_read_back(step: int, count: int) -> None:
+    id = CheckpointId(ID.attempt, step, count)
+    assert names.index_id(names.index_key(id)) == id
+    assert names.tombstone_id(names.tombstone_key(id)) == id
+    assert names.pin_id(names.pin_key(id)) == id
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "", "a", "a.json", "step-5.json", f"{ID}", f"x/{ID}.json", f"{ID}.json.tmp", f"{ID}.json/",
+        f"step-0{ID}.json", f"step-{'1' * 5000}.{ID.attempt}.0.json", f"{ID}٣.json",
+    ],
+)  # fmt: skip
+def test_other_names_are_no_index(key: str) -> None:
+    assert names.index_id(key) is None
+
+
+async def test_straggler_does_not_revive_what_was_deleted() -> None:
+    backend, every = MemoryBackend(), manifests(3)
+    for manifest in every[:2]:
+        await commit(backend, manifest)
+    await delete.delete(backend, ID)
+    for manifest in every:
+        await commit(backend, manifest)
+    outcome = await publish_up(backend, ID, 2, 3)
+    assert (outcome.complete, outcome.deleted) == (False, True)
+    assert (await complete_from_top(backend, ID, 3)).deleted
+    assert [info.complete for info in await repaired(backend, await discover(backend))] == [False]

@@ -1,0 +1,323 @@
+"""Bundles survive being written; nothing that was changed or made up passes."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import zlib
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckpipe.errors import (
+    CorruptCheckpoint,
+    InvalidExtent,
+    InvalidManifest,
+    OversizedMetadata,
+    UnsupportedState,
+    UnsupportedVersion,
+    WrongWorldSize,
+)
+from ckpipe.format.checksummed_json import decode_json, encode_json, json_text
+from ckpipe.format.codec import decode_bundle, encode_bundle
+from ckpipe.format.manifest import ManifestDocument, OptimizerRow, Structure, TensorRow
+from ckpipe.format.merge import merge
+from tests.failure.test_hostile_checkpoints import state
+from tests.inner.manifests import ID, LIMIT, Foreign, manifest_of
+from tests.support.stored_files import document_of, sealed, sealed_text
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+KEY = "some/key.json"
+
+
+def manifest() -> ManifestDocument:
+    return manifest_of(state(), metadata={"a": [1, {"b": None}]}, metrics={"loss": "nan"})[0]
+
+
+def read(data: bytes, kind: Any = "manifest", **options: Any) -> ManifestDocument:
+    return decode_bundle(data, key=KEY, id=ID, kind=kind, **options)
+
+
+def large_manifest() -> ManifestDocument:
+    return manifest_of({f"tensor-{n}": torch.full((1,), n) for n in range(1500)})[0]
+
+
+def test_round_trip_of_a_compressed_manifest() -> None:
+    bundle = large_manifest()
+    data = encode_bundle(bundle)
+    assert not data.startswith(b"{")
+    assert zlib.decompress(data) == json_text(data, LIMIT)
+    assert 4 * len(data) < len(json_text(data, LIMIT))
+    assert read(data) == bundle
+
+
+def test_rows_that_were_read_pickle_and_replace_like_others() -> None:
+    bundle = read(encode_bundle(manifest()))
+    assert pickle.loads(pickle.dumps(bundle)) == bundle
+    row = bundle.structures[0].tensors[0]
+    assert replace(row, label="x") == TensorRow("x", row.dtype, row.shape)
+
+
+def optimizer_manifest() -> ManifestDocument:
+    parameters = [torch.zeros(2, 3), torch.nn.UninitializedParameter()]
+    return manifest_of({"o": torch.optim.SGD(parameters), "x": 1})[0]
+
+
+def test_facts_of_optimizers_are_written_and_merged() -> None:
+    row = OptimizerRow("o", "torch.optim.sgd:SGD", ((2, 3), None))
+    index = merge([read(encode_bundle(optimizer_manifest()))], "index")
+    decoded = read(encode_bundle(index), "index")
+    assert decoded.structures[0].optimizers == (row,)
+    schema = json.loads((DOCS / "schema" / "bundle-v1.json").read_text())
+    document = {**document_of(encode_bundle(index)), "crc32c": "00000000"}
+    jsonschema.validate(document, schema)
+
+
+@pytest.mark.parametrize("column", ["label", "kind", "shapes"])
+@pytest.mark.parametrize("cells", [None, [1], [[1]], [["x"]], ["x", "x", "x"], [[[-1]]], 7])
+def test_malformed_facts_of_optimizers_are_refused(column: str, cells: Any) -> None:
+    document = document_of(encode_bundle(optimizer_manifest()))
+    document["structures"][0]["optimizers"][column] = cells
+    with pytest.raises(InvalidManifest):
+        read(sealed(document))
+
+
+@pytest.mark.parametrize(("most_plain", "first"), [(100, b"\x78"), (100_000, b"{")])
+def test_every_flipped_bit_and_every_truncation_is_found(
+    most_plain: int, first: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ckpipe.format.checksummed_json.PLAIN_BYTES", most_plain)
+    data = encode_bundle(manifest_of({"w": torch.ones(2), "n": 1})[0])
+    assert data.startswith(first)
+    read(data)
+    damaged = [data[:size] for size in range(len(data))]
+    for bit in range(len(data) * 8):
+        flipped = bytearray(data)
+        flipped[bit // 8] ^= 1 << bit % 8
+        damaged.append(bytes(flipped))
+    for each in damaged:
+        with pytest.raises(CorruptCheckpoint):
+            read(each)
+
+
+@given(st.binary(max_size=200))
+def test_garbage_is_refused(data: bytes) -> None:
+    with pytest.raises(CorruptCheckpoint):
+        read(data)
+
+
+def test_tree_that_json_cannot_write_is_refused() -> None:
+    tree: list[Any] = ["absent"]
+    for _ in range(100_000):
+        tree = ["list", [tree]]
+    bundle = replace(manifest(), structures=(Structure(tree, (), 0),))
+    with pytest.raises(UnsupportedState):
+        encode_bundle(bundle)
+
+
+def test_floats_that_are_not_finite_never_reach_the_json() -> None:
+    with pytest.raises(ValueError, match="Out of range float"):
+        encode_bundle(manifest_of({}, metadata={"loss": float("nan")})[0])
+
+
+def test_members_that_a_later_writer_adds_are_ignored() -> None:
+    document = document_of(encode_bundle(manifest()))
+    document["hint"] = {"x": 1}
+    document["parts"]["colour"] = ["red"]
+    assert read(sealed(document)) == manifest()
+
+
+def index() -> ManifestDocument:
+    """Ranks of two structures, one of which leaves a tensor to another rank."""
+    small, large = {"a": torch.ones(2)}, {"a": torch.ones(2), "b": torch.ones(40)}
+    return merge(
+        [
+            manifest_of(small, 0, 3)[0],
+            manifest_of(large, 1, 3)[0],
+            manifest_of(large, 2, 3, foreign={"b": Foreign(1)})[0],
+        ],
+        "index",
+    )
+
+
+def test_text_and_columns_are_the_same_bundle() -> None:
+    data = encode_bundle(index())
+    lean, full = read(data, "index", most_rows=0), read(data, "index", most_rows=1 << 20)
+    assert lean == full == index()
+    assert encode_bundle(lean) == encode_bundle(full) == data
+    # The number of a layout's structure is no part of what is kept.
+    assert len({id(layout) for layout in lean.layouts}) == len(lean.layouts) == 3
+
+
+@pytest.mark.parametrize("most_rows", [0, 1 << 20])
+def test_layouts_may_stand_before_their_structures(most_rows: int) -> None:
+    document = document_of(encode_bundle(index()))
+    turned = {name: document[name] for name in reversed(document)}
+    assert read(sealed(turned), "index", most_rows=most_rows) == index()
+
+
+@pytest.mark.parametrize("most_rows", [0, 1 << 20])
+def test_a_layout_is_checked_with_every_structure_that_parts_pair_it_with(most_rows: int) -> None:
+    document = document_of(encode_bundle(index()))
+    # The second layout has two tensors; the first structure has one.
+    document["parts"]["structure"][1] = 0
+    with pytest.raises(InvalidManifest, match="not there"):
+        read(sealed(document), "index", most_rows=most_rows)
+
+
+@pytest.mark.parametrize("most_rows", [0, 1 << 20])
+def test_hostile_layouts_are_refused(most_rows: int) -> None:
+    def damaged(path: tuple[str, str], value: list[object]) -> bytes:
+        document = document_of(encode_bundle(index()))
+        document["layouts"][1][path[0]][path[1]] = value
+        return sealed(document)
+
+    cases: list[tuple[tuple[str, str], list[object], type[CorruptCheckpoint]]] = [
+        (("entries", "offset"), [0, 9], InvalidExtent),
+        (("chunks", "offset"), [4, 0], InvalidExtent),
+        (("chunks", "entry"), [0, 7], InvalidManifest),
+        (("chunks", "tensor"), [0, 2], InvalidManifest),
+        # What another rank leaves to this one is another box now.
+        (("chunks", "box"), [None, [[0], [39]]], InvalidManifest),
+    ]
+    for path, value, error in cases:
+        with pytest.raises(error):
+            read(damaged(path, value), "index", most_rows=most_rows)
+
+
+def test_what_a_reader_would_refuse_for_its_size_is_not_written() -> None:
+    document = {"a": "x" * 1000}
+    size = len(encode_json(document))
+    assert encode_json(document, size + 1)
+    with pytest.raises(OversizedMetadata):
+        encode_json(document, size - 1)
+
+
+# What others may have made up, with right checksums
+
+
+@pytest.mark.parametrize(
+    "text",
+    ['{"a" 1', '{"a",1', '{"a":1;"b":2', '{"a":1},{"b":2', '{"x":[1 2]', '{"x":[1}', '{"x":[,1]'],
+)
+def test_json_that_is_malformed_between_values_is_refused(text: str) -> None:
+    with pytest.raises(InvalidManifest, match="not valid JSON"):
+        decode_json(sealed_text(text.encode()), LIMIT, {"x": lambda value, _: value})
+
+
+def test_white_space_and_empty_arrays_are_read() -> None:
+    data = sealed_text(b'{ "a" : 1 , "x" : [ ] , "y" : [ 1 , 2 ] ')
+    found = decode_json(data, LIMIT, dict.fromkeys("xy", lambda value, _: -value))
+    assert found == {"a": 1, "x": [], "y": [-1, -2]}
+
+
+def _change(document: dict[str, Any], path: str, value: Any) -> None:
+    *way, last = [int(each) if each.isdigit() else each for each in path.split("/")]
+    target: Any = document
+    for each in way:
+        target = target[each]
+    target[last] = value
+
+
+@given(st.data())
+def test_no_change_of_a_manifest_raises_anything_but_our_errors(data: st.DataObject) -> None:
+    document = document_of(encode_bundle(manifest()))
+    scalars = st.one_of(
+        st.none(), st.booleans(), st.integers(-2, 10), st.integers(), st.floats(allow_nan=False,
+        allow_infinity=False), st.text(max_size=3), st.sampled_from(["tensor", "dict", "ref"]),
+    )  # fmt: skip
+    anything = st.recursive(
+        scalars,
+        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner),
+        max_leaves=5,
+    )
+    places = list(_places(document))
+    for _ in range(data.draw(st.integers(1, 3))):
+        container, key = data.draw(st.sampled_from(places))
+        container[key] = data.draw(anything)
+    try:
+        bundle = read(sealed(document))
+    except (CorruptCheckpoint, UnsupportedVersion):
+        return
+    assert encode_bundle(read(encode_bundle(bundle))) == encode_bundle(bundle)
+
+
+def _places(data: Any) -> Any:
+    pairs = data.items() if isinstance(data, dict) else enumerate(data)
+    for key, item in list(pairs):
+        yield data, key
+        if isinstance(item, dict | list):
+            yield from _places(item)
+
+
+def test_plain_object_over_the_limit_is_refused() -> None:
+    data = encode_bundle(manifest())
+    assert read(data, max_bytes=len(data)) == manifest()
+    with pytest.raises(OversizedMetadata):
+        read(data, max_bytes=len(data) - 1)
+
+
+def test_group_and_index_have_exactly_their_ranks() -> None:
+    every = [manifest_of({"v": rank}, rank, 250)[0] for rank in range(250)]
+    group = merge(every[100:200], "group", (1, 1))
+    data = encode_bundle(group)
+    assert read(data, "group").group == (1, 1)
+    for change in ([1, 0], [1, 3], [2, 0], [0, 1], [1, -1], [1, 10**30], [1]):
+        document = document_of(data)
+        document["group"] = change
+        with pytest.raises(InvalidManifest):
+            read(sealed(document), "group")
+    index = document_of(encode_bundle(merge(every, "index")))
+    for world_size in (249, 251, 1 << 60):
+        index["world_size"] = world_size
+        with pytest.raises(WrongWorldSize):
+            read(sealed(index), "index")
+
+
+@pytest.mark.parametrize(
+    ("entry", "path", "value", "error"),
+    [
+        # What rank 0 wrote is z, b, which has too few bytes, and a.
+        (2, "layouts/1/chunks/entry", [0, 1], InvalidExtent),
+        (2, "layouts/1/chunks/entry", [0, 3], InvalidManifest),
+        (2, "layouts/1/chunks/stride", [None, [1 << 62]], InvalidExtent),
+        (2, "structures/1/tensors/shape", [[2], [1 << 62, 1 << 62]], InvalidExtent),
+        (None, "structures/0/tensors/label", ["z", "b", "c"], InvalidManifest),
+        (None, "structures/0/tensors/dtype", ["float32", "float32", "int32"], InvalidManifest),
+        (None, "layouts/0/chunks/box", [None, None, [[0], [2]]], InvalidManifest),
+        (None, "layouts/0/chunks/owner", [None, None, 1], InvalidManifest),
+        (None, "layouts/1/chunks/offset", [0, 4], InvalidManifest),
+        (None, "layouts/1/chunks/stride", [None, [1]], InvalidManifest),
+    ],
+)
+def test_a_chunk_of_another_rank_must_be_what_that_one_wrote(
+    entry: int | None, path: str, value: list[Any], error: type[CorruptCheckpoint]
+) -> None:
+    state = {"b": torch.ones(2), "a": torch.ones(4)}
+    own = manifest_of(state, 1, 2, foreign={"a": Foreign(0, entry)})[0]
+    index = merge([manifest_of({"z": torch.zeros(3), **state}, 0, 2)[0], own], "index")
+    assert read(encode_bundle(index), "index") == index
+    assert read(encode_bundle(own)) == own
+    document = document_of(encode_bundle(index))
+    _change(document, path, value)
+    with pytest.raises(error):
+        read(sealed(document), "index")
+
+
+def test_what_differs_between_ranks_must_be_there() -> None:
+    index = document_of(encode_bundle(merge([manifest()], "index")))
+    assert read(sealed(index), "index").per_rank
+    wrongs: list[Any] = [
+        [{"tensors": [4], "values": []}], [{"tensors": [], "values": [3]}], [{}], [1]
+    ]  # fmt: skip
+    for wrong in wrongs:
+        index["per_rank"] = wrong
+        with pytest.raises(InvalidManifest):
+            read(sealed(index), "index")

@@ -1,0 +1,222 @@
+"""Copies and sums of many pieces: right to the last byte, compiled or not, wherever it is built."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import itertools
+import mmap
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from array import array
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from ckpipe.format.checksum import crc32c
+from ckpipe.memory import native
+from tests.inner.raw_memory import Pieces, before_a_wall, behind_each_other, pieces
+from tests.support.project_copy import (
+    BUILD,
+    LIBRARY,
+    NO_COMPILER,
+    ROOT,
+    SOURCE,
+    build,
+    copy_project,
+    needs_compiler,
+)
+
+
+@pytest.fixture(scope="session")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path | None:
+    """The library as this compiler makes it; None where there is no compiler."""
+    if NO_COMPILER:
+        return None
+    root = tmp_path_factory.mktemp("native")
+    (root / SOURCE).parent.mkdir(parents=True)
+    for name in (BUILD, SOURCE):
+        shutil.copy(ROOT / name, root / name)
+    done = build(root)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert sorted(os.listdir(root / "ckpipe/memory")) == ["_native.c", "_native.so"]
+    return root / LIBRARY
+
+
+@pytest.fixture(params=["compiled", "by libraries"])
+def _way(
+    request: pytest.FixtureRequest, compiled: Path | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Run a test with the compiled library and without."""
+    free = held = None
+    if request.param == "compiled":
+        if compiled is None:
+            pytest.skip("there is no C compiler")
+        monkeypatch.delenv("CKPIPE_NATIVE", raising=False)
+        free, held = native.open_library(compiled)
+    monkeypatch.setattr(native, "_free", free)
+    monkeypatch.setattr(native, "_held", held)
+
+
+both = pytest.mark.usefixtures("_way")
+# The fixture is the same for all examples.
+drawn = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+SIZES = st.integers(0, 70) | st.integers(200, 600) | st.integers(0, 70_000)
+
+
+@both
+@drawn
+@given(pieces(SIZES), st.sampled_from(["copy", "copy, holding the GIL", "copy and sum", "verify"]))
+def test_every_byte_of_each_piece_is_copied_and_no_other(some: Pieces, how: str) -> None:
+    before = [each.tobytes() for each in some.sources]
+    expected = array("I", [crc32c(before[n]) for n in some.order])
+    targets, sources, sizes = some.arrays()
+    assert native.crc32c_each(sources, sizes) == expected
+    match how:
+        case "copy and sum":
+            assert native.copy_crc32c_each(targets, sources, sizes) == expected
+        case "verify":
+            done = native.verify_copy_each(targets, sources, sizes, expected)
+            assert done == len(sizes)
+        case _:
+            native.copy_each(targets, sources, sizes, release_gil=how == "copy")
+    assert (some.target == some.expected).all()
+    assert [each.tobytes() for each in some.sources] == before
+
+
+@both
+@drawn
+@given(pieces(SIZES).filter(lambda some: len(some.order) > 0), st.data())
+def test_pieces_are_copied_up_to_the_first_damaged_one(some: Pieces, data: st.DataObject) -> None:
+    targets, sources, sizes = some.arrays()
+    sums = native.crc32c_each(sources, sizes)
+    damaged = data.draw(st.integers(0, len(sizes) - 1))
+    sums[damaged] ^= 1 << data.draw(st.integers(0, 31))
+    only_verified = data.draw(st.integers(0, len(sizes) - 1))
+    targets[only_verified] = 0
+    expected = np.full(len(some.expected), some.target[0], np.uint8)
+    for place, number in enumerate(some.order[:damaged]):
+        if place != only_verified:
+            source, at = some.sources[number], some.places[number]
+            expected[at : at + len(source)] = source
+    assert native.verify_copy_each(targets, sources, sizes, sums) == damaged
+    assert (some.target == expected).all()
+
+
+@both
+def test_all_small_sizes_at_all_places() -> None:
+    source = np.random.default_rng(7).integers(0, 256, 4200, np.uint8)
+    target = np.zeros(4200, np.uint8)
+    for nbytes, shift in itertools.product((*range(300), 383, 384, 385, 512, 4096), range(32)):
+        other = 7 * shift % 32
+        to, of = array("q", [target.ctypes.data + shift]), array("q", [source.ctypes.data + other])
+        sums = native.copy_crc32c_each(to, of, array("q", [nbytes]))
+        image = source[other : other + nbytes].tobytes()
+        assert target[shift : shift + nbytes].tobytes() == image
+        assert sums.tolist() == [crc32c(image)]
+
+
+@both
+def test_reads_and_writes_up_to_the_last_byte_of_memory_and_no_further() -> None:
+    source, target = before_a_wall(b"\x11"), before_a_wall(b"\x22")
+    for sizes in ([3], [1000, 0, 1, 63], [255, 256, mmap.PAGESIZE], [2 * mmap.PAGESIZE]):
+        sources = array("q", [source - nbytes for nbytes in sizes])
+        targets = behind_each_other(sizes, target)
+        native.copy_each(targets, sources, array("q", sizes), release_gil=True)
+        sums = native.copy_crc32c_each(targets, sources, array("q", sizes))
+        done = native.verify_copy_each(targets, sources, array("q", sizes), sums)
+        assert done == len(sizes)
+        assert ctypes.string_at(target - sum(sizes), sum(sizes)) == b"\x11" * sum(sizes)
+
+
+@both
+def test_the_sum_is_of_what_was_written_whoever_writes_to_the_source_meanwhile() -> None:
+    source, target = np.zeros(8 << 20, np.uint8), np.zeros(8 << 20, np.uint8)
+    over = threading.Event()
+
+    def change() -> None:
+        value = 0
+        while not over.is_set():
+            value = (value + 1) % 256
+            source.fill(value)
+
+    writer = threading.Thread(target=change)
+    writer.start()
+    torn = 0
+    try:
+        while not torn:  # else nothing wrote while it was copied
+            to, of = (array("q", [each.ctypes.data]) for each in (target, source))
+            (found,) = native.copy_crc32c_each(to, of, array("q", [len(target)])).tolist()
+            assert found == crc32c(target.data)
+            torn += len(np.unique(target)) > 1
+    finally:
+        over.set()
+        writer.join()
+
+
+@both
+def test_columns_of_different_length_are_refused() -> None:
+    one, two, sums = array("q", [1]), array("q", [1, 2]), array("I", [0])
+    with pytest.raises(ValueError, match="length"):
+        native.copy_each(one, one, two, release_gil=True)
+    with pytest.raises(ValueError, match="length"):
+        native.crc32c_each(two, one)
+    with pytest.raises(ValueError, match="length"):
+        native.copy_crc32c_each(one, two, one)
+    with pytest.raises(ValueError, match="length"):
+        native.verify_copy_each(two, two, two, sums)
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    return copy_project(tmp_path / "project")
+
+
+def test_a_library_for_another_machine_is_not_used(tmp_path: Path) -> None:
+    (tmp_path / "_native.so").write_bytes(b"\x7fELF of another machine")
+    with pytest.raises(OSError, match="_native"):
+        native.open_library(tmp_path / "_native.so")
+
+
+@needs_compiler
+@pytest.mark.parametrize("flags", [["-fsanitize=address,undefined"], ["-O3"]])
+def test_every_kernel_under_sanitizers(flags: list[str], tmp_path: Path) -> None:
+    program = tmp_path / "harness"
+    command = ["cc", "-std=gnu11", "-g", "-fno-sanitize-recover=all", "-o", str(program)]
+    (tmp_path / "empty.c").write_text("int main(void) { return 0; }")
+    if subprocess.run([*command, *flags, str(tmp_path / "empty.c")], check=False).returncode:
+        pytest.skip("this compiler has no sanitizers")
+    source = ROOT / "tests/inner/native_harness.c"
+    subprocess.run([*command, "-Wall", "-Wextra", "-Werror", *flags, str(source)], check=True)
+    done = subprocess.run([program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "sum_portable" in done.stdout.split()
+
+
+def cross_compilers() -> Iterator[tuple[str, list[str]]]:
+    """Compilers for other processors that this machine has, with the processor's name."""
+    if importlib.util.find_spec("ziglang"):
+        for machine in ("aarch64-linux-gnu", "aarch64-linux-musl", "riscv64-linux-musl"):
+            yield machine, [sys.executable, "-m", "ziglang", "cc", "-target", machine]
+    elif found := shutil.which("aarch64-linux-gnu-gcc"):
+        yield "aarch64-linux-gnu", [found]
+
+
+def test_it_compiles_for_other_processors(project: Path, tmp_path: Path) -> None:
+    compilers = list(cross_compilers())
+    if not compilers:
+        pytest.skip("there is neither ziglang nor aarch64-linux-gnu-gcc")
+    for machine, words in compilers:
+        done = build(project, CC=" ".join(words))
+        assert (done.returncode, done.stderr) == (0, ""), machine
+        elf_machine = (project / LIBRARY).read_bytes()[18:20]
+        assert elf_machine in (b"\xb7\x00", b"\xf3\x00"), machine
+        with pytest.raises(OSError, match="_native"):
+            native.open_library(project / LIBRARY)

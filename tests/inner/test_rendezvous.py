@@ -1,0 +1,228 @@
+"""The name of a launch, on which its ranks agree, and the names of its checkpoints."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch._C._distributed_c10d import FileStore, HashStore
+
+import ckpipe
+from ckpipe.errors import UnsupportedTopology
+from ckpipe.format import names as object_names
+from ckpipe.ranks import agree
+from ckpipe.ranks.agree import Vote
+from ckpipe.ranks.launch import CheckpointNames, Rendezvous, draft_launch
+from ckpipe.ranks.world import ALONE, Topology, find_topology
+from ckpipe.testing import MemoryBackend
+from ckpipe.types import CheckpointId, attempt_parts
+from tests.support.stored_files import ATTEMPTS
+
+Make = Callable[[], Any]
+
+
+@pytest.fixture(params=["hash", "file"])
+def connect(request: pytest.FixtureRequest, tmp_path: Path) -> Make:
+    """Make connections to one store that stays what it is between launches."""
+    if request.param == "hash":
+        store = HashStore()
+        return lambda: store
+    return lambda: FileStore(str(tmp_path / "store"), -1)
+
+
+def meeting(
+    store: Any, rank: int, size: int = 3, seconds: float = 20, url: str = "u"
+) -> Rendezvous:
+    return Rendezvous(store, Topology(rank, size), url, seconds)
+
+
+def launch(connect: Make, name: str, order: list[int], url: str = "u") -> list[str]:
+    """All ranks of one launch, which come in an order; returns what each took for the name."""
+    with ThreadPoolExecutor(len(order)) as pool:
+        futures: dict[int, Future[str]] = {}
+        for rank in order:
+            futures[rank] = pool.submit(attend, connect(), rank, len(order), name, url)
+        return [futures[rank].result() for rank in sorted(futures)]
+
+
+def attend(store: Any, rank: int, size: int, name: str, url: str) -> str:
+    each = meeting(store, rank, size, url=url)
+    if rank:
+        return each.join()
+    each.host(name)
+    return name
+
+
+class Visited:
+    """The store of rank 0, whose time to wait for the others begins with the hello of rank 2."""
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+
+    def wait(self, keys: list[str], limit: timedelta) -> None:
+        self._store.wait(keys[1:2])
+        self._store.wait(keys, limit)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+
+@pytest.mark.parametrize("order", [[0, 1, 2], [2, 1, 0], [1, 0, 2]])
+def test_all_take_the_name_of_rank_0(connect: Make, order: list[int]) -> None:
+    for name in ("first", "second", "third"):
+        # The store keeps what earlier launches wrote.
+        assert launch(connect, name, order) == [name] * 3
+
+
+def test_rank_of_a_new_launch_waits_for_a_new_call(connect: Make) -> None:
+    launch(connect, "old", [0, 1])
+    with ThreadPoolExecutor(1) as pool:
+        early = pool.submit(meeting(connect(), 1, 2).join)
+        meeting(connect(), 0, 2).host("new")
+        assert early.result() == "new"
+
+
+class Overtaken:
+    """The store of a rank that comes to rest after its first hello, until there is another call."""
+
+    def __init__(self, store: Any) -> None:
+        self._store, self._stopped = store, False
+
+    def set(self, key: str, value: str) -> None:
+        call = self._store.get("call")
+        self._store.set(key, value)
+        while not self._stopped and self._store.get("call") == call:
+            os.sched_yield()
+        self._stopped = True
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+
+def test_rank_that_is_overtaken_takes_the_names_of_both_calls(connect: Make) -> None:
+    def host() -> None:
+        for name in ("first", "second"):
+            meeting(connect(), 0, 2).host(name)
+
+    with ThreadPoolExecutor(1) as pool:
+        calls = pool.submit(host)
+        late = meeting(connect(), 1, 2, seconds=60)
+        late._store = Overtaken(late._store)
+        assert late.join() == "first"
+        assert meeting(connect(), 1, 2).join() == "second"
+        calls.result()
+
+
+def test_rank_that_answered_a_host_that_died_takes_the_next_name(connect: Make) -> None:
+    with pytest.raises(UnsupportedTopology):
+        # Dies in the middle: rank 2 never comes.
+        meeting(connect(), 0, 3, seconds=0.05).host("dead")
+    assert launch(connect, "alive", [1, 2, 0]) == ["alive"] * 3
+
+
+def test_hello_of_a_straggler_keeps_its_rank_out(connect: Make) -> None:
+    store = connect()
+    straggler = meeting(store, 1, 2, seconds=60)
+    host = threading.Thread(target=meeting(connect(), 0, 2).host, args=("name",))
+    host.start()
+    assert straggler.join() == "name"
+    host.join()
+    # The true rank 1 of that launch finds its place taken, and never takes the name.
+    with pytest.raises(UnsupportedTopology, match=r"Rank 0 did not open.*within 0\.3 s"):
+        meeting(connect(), 1, 2, seconds=0.3).join()
+
+
+def test_missing_ranks_are_named(connect: Make) -> None:
+    host, third = meeting(connect(), 0, 5, seconds=0.5), meeting(connect(), 2, 5)
+    host._store = Visited(host._store)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(third.join)
+        with pytest.raises(UnsupportedTopology, match=r"Ranks 1, 3, 4 did not .* within 0\.5 s"):
+            host.host("name")
+        third._until = 0.0
+        with pytest.raises(UnsupportedTopology, match="Rank 0"):
+            waiting.result()
+
+
+def test_many_missing_ranks_are_counted() -> None:
+    with pytest.raises(UnsupportedTopology, match="19, 20 and 79 more did not"):
+        meeting(HashStore(), 0, 100, seconds=0.05).host("name")
+
+
+def test_two_roots_meet_apart(connect: Make) -> None:
+    with ThreadPoolExecutor(2) as pool:
+        one = pool.submit(launch, connect, "one", [0, 1], "u")
+        two = pool.submit(launch, connect, "two", [1, 0], "v")
+        assert (one.result(), two.result()) == (["one"] * 2, ["two"] * 2)
+
+
+def test_topology_of_a_launcher() -> None:
+    assert find_topology({"RANK": "2", "WORLD_SIZE": "3"}) == Topology(2, 3)
+    assert find_topology({}) == ALONE
+    assert find_topology({"WORLD_SIZE": "3"}) == ALONE
+
+
+@pytest.mark.parametrize(("rank", "size"), [("3", "3"), ("-1", "3"), ("x", "3"), ("0", "0")])
+def test_contradictory_variables_are_refused(rank: str, size: str) -> None:
+    with pytest.raises(UnsupportedTopology, match="WORLD_SIZE"):
+        find_topology({"RANK": rank, "WORLD_SIZE": size})
+
+
+MOVES = st.lists(st.tuples(st.integers(0, 6), st.booleans()), max_size=30)
+
+
+@given(MOVES)
+def test_names_are_unique_and_all_after_going_back_are_newer(moves: list[tuple[int, bool]]) -> None:
+    course = CheckpointNames("20261121T235959999Z-run")
+    names: list[list[CheckpointId]] = [[]]
+    for step, back in moves:
+        if back and course.lies_back(step):
+            course.go_back()
+            names.append([])
+        names[-1].append(course.name(step))
+    all_of_them = [each for some in names for each in some]
+    assert len(set(all_of_them)) == len(moves)
+    for before, after in pairwise(names):
+        assert max(before) < min(after)
+    for each in all_of_them:
+        assert CheckpointId.parse(str(each)) == each
+        assert attempt_parts(each.attempt)[1] == "run", "one claim and one lease for all of them"
+
+
+@pytest.mark.parametrize("name", ["99999999T999999999Z-x", "99991231T235959999Z-x"])
+async def test_a_name_that_is_no_time_or_the_last_one_keeps_nobody_out(name: str) -> None:
+    backend = MemoryBackend()
+    for attempt in (name, "20991231T235959999Z-y"):
+        await backend.put(f"{CheckpointId(attempt, 1, 0)}.json", b"{}", ckpipe.PutMode.CREATE)
+    launch = await draft_launch(backend, None, ALONE)
+    assert launch.attempt.startswith("21000101T000000000Z-")
+
+
+@settings(max_examples=40)
+@given(st.data())
+async def test_whoever_votes_last_knows_the_greatest_vote(data: st.DataObject) -> None:
+    size = data.draw(st.integers(1, 30))
+    votes = data.draw(st.lists(st.integers(0, 10**12), min_size=size, max_size=size))
+    order = data.draw(st.permutations(range(size)))
+    backend = MemoryBackend()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(object_names, "GROUP_SIZE", 3)
+        patch.setattr(agree, "GROUP_SIZE", 3)
+        seen = []
+        for rank in order:
+            ballot = Vote(backend, "s-Z-a", "question", rank, size)
+            seen.append(await ballot.cast(votes[rank]))
+            assert (await ballot.votes())[rank] == votes[rank]
+        assert seen == [None] * (size - 1) + [max(votes)]
+        assert await ballot.votes() == dict(enumerate(votes))
+        await ballot.clear()
+        assert [each async for each in backend.list(ATTEMPTS)] == []

@@ -1,0 +1,138 @@
+"""What real ranks save of DTensors, by gloo and by nothing but it: written once, loaded whole."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
+
+import ckpipe
+from ckpipe import errors
+from tests.support.fork_server import PRELOADED
+from tests.support.pipelines import loaded_state
+
+WORLD = 4
+
+
+def make_model() -> torch.nn.Sequential:
+    torch.manual_seed(7)
+    return torch.nn.Sequential(torch.nn.Linear(130, 257), torch.nn.Linear(257, 1030, bias=False))
+
+
+def whole_state() -> dict[str, Any]:
+    """What the ranks' state is, in one piece."""
+    wide = torch.arange(7 * 36.0).reshape(7, 36)
+    return {
+        "model": dict(make_model().state_dict()),
+        "strided": wide,
+        "uneven": torch.arange(5.0),
+        "step": torch.tensor(3.0),
+        "vector": torch.arange(300_000, dtype=torch.float64),
+    }
+
+
+def spread_state(rank: int) -> dict[str, Any]:
+    """The same, spread over a mesh of two replicas of two shards."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+    whole = whole_state()
+    model = make_model()
+    fully_shard(model, mesh=mesh)
+    # What torch cuts for a rank, of a placement that distribute_tensor refuses.
+    pieces, _ = _StridedShard(1, split_factor=3)._split_tensor(whole["strided"], 2)
+    local = pieces[rank % 2].t().contiguous().t()
+    strided = DTensor.from_local(
+        local,
+        mesh,
+        [Replicate(), _StridedShard(1, split_factor=3)],
+        run_check=False,
+        shape=whole["strided"].shape,
+        stride=whole["strided"].stride(),
+    )
+    flat = init_device_mesh("cpu", (WORLD,))
+    return {
+        "model": model,
+        "strided": strided,
+        "uneven": distribute_tensor(whole["uneven"], flat, [Shard(0)]),
+        "step": distribute_tensor(whole["step"], flat, [Replicate()]),
+        "vector": whole["vector"],
+    }
+
+
+def run_rank(rank: int, root: str) -> None:
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(WORLD))
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{root}/rendezvous",
+        rank=rank,
+        world_size=WORLD,
+        timeout=timedelta(seconds=300),
+    )
+    state, whole = spread_state(rank), whole_state()
+    strided = state["strided"].to_local().clone()  # torch 2.10 cannot put it together
+    plan = {"replicated": ["vector"]}
+    with ckpipe.SyncPipeline(f"{root}/run", attempt_id="first", plan=plan) as pipeline:
+        pipeline.save(state, step=5).wait_complete(timeout=300)
+        with torch.no_grad():
+            for each in (state["model"][0].weight, state["strided"], state["vector"]):
+                each.zero_()
+        assert pipeline.load(state, step=5) is not None
+    assert torch.equal(state["model"][0].weight.full_tensor(), whole["model"]["0.weight"])
+    assert torch.equal(state["vector"], whole["vector"])
+    assert torch.equal(state["strided"].to_local(), strided)
+    # A mesh of which not all ranks save is no checkpoint of its own.
+    alone = ckpipe.SyncPipeline(f"{root}/alone-{rank}", solo=True)
+    with alone as pipeline, pytest.raises(errors.UnsupportedTopology, match="on a mesh"):
+        pipeline.save(state, step=5).wait()
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint that four processes have saved, and loaded where it was."""
+    path = tmp_path_factory.mktemp("ranks")
+    server = multiprocessing.get_context("forkserver")
+    # Forked from a process without threads that has imported what takes long once for all.
+    server.set_forkserver_preload(PRELOADED)
+    ranks = [server.Process(target=run_rank, args=(rank, str(path))) for rank in range(WORLD)]
+    for each in ranks:
+        each.start()
+    for each in ranks:
+        each.join()
+    assert [each.exitcode for each in ranks] == [0] * WORLD
+    return path / "run"
+
+
+def test_process_without_ranks_loads_all_of_it(root: Path) -> None:
+    with ckpipe.SyncPipeline(str(root)) as pipeline:
+        result = loaded_state(pipeline)
+    expected = whole_state()
+    for name in ("strided", "uneven", "step", "vector"):
+        assert torch.equal(result[name], expected[name]), name
+    for name, tensor in expected["model"].items():
+        assert torch.equal(result["model"][name], tensor), name
+
+
+def test_every_byte_is_written_once_and_by_all_ranks(root: Path) -> None:
+    files = sorted(root.glob("step-*/rank-*.safetensors"))
+    assert len(files) == WORLD
+    sizes = [file.stat().st_size - header_bytes(file) for file in files]
+    state = whole_state()
+    tensors = [*state.pop("model").values(), *state.values()]
+    total = sum(tensor.nbytes for tensor in tensors)
+    assert sum(sizes) == total
+    assert max(sizes) <= 1.05 * total / WORLD
+
+
+def header_bytes(file: Path) -> int:
+    with file.open("rb") as opened:
+        return 8 + int.from_bytes(opened.read(8), "little")

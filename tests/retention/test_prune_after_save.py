@@ -1,0 +1,132 @@
+"""Retention prunes after saves, once for several, and keeps up with them."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import anyio
+import pytest
+import torch
+
+import ckpipe
+from ckpipe.errors import StoreFull
+from ckpipe.events import Completed, Event
+from ckpipe.testing import Operation, SlowBackend
+from ckpipe.testing.wrappers import Result
+from tests.support.pipelines import stores
+from tests.support.rank_pipelines import settle
+
+HUNG = 60.0
+STATE = {"w": torch.ones(3)}
+
+
+def test_a_save_that_finds_no_room_tries_again_once_old_checkpoints_are_removed() -> None:
+    with stores() as store, ckpipe.SyncPipeline(store.url, keep_last=1) as pipeline:
+        pipeline.save(STATE, step=1, until="committed")
+        settle(pipeline)
+        store.slow.hold("delete")
+        pipeline.save(STATE, step=2, until="committed")
+        store.slow.gate.wait_until_held()
+        refused = threading.Event()
+        store.faulty.call(lambda _: refused.set(), "open_upload")
+        store.faulty.fail(StoreFull("no room"), "open_upload")
+        third = pipeline.save(STATE, step=3)
+        assert refused.wait(HUNG)
+        pipeline.steps()  # asked on the same event loop, on which the save waits by then
+        store.slow.release()
+        third.wait(timeout=HUNG)
+        settle(pipeline)
+        store.faulty.fail(StoreFull("no room"), "open_upload")
+        with pytest.raises(StoreFull):
+            pipeline.save(STATE, step=4, until="committed")
+
+
+def test_saves_that_come_faster_than_old_ones_go_do_not_pile_up() -> None:
+    with stores() as store, ckpipe.SyncPipeline(store.url, keep_last=1) as pipeline:
+        for step in (1, 2):
+            pipeline.save(STATE, step=step, until="committed")
+        store.slow.hold("delete")
+        for step in range(3, 17):
+            pipeline.save(STATE, step=step, until="committed")
+        until, active = time.monotonic() + HUNG, pipeline._engine.saves._active
+        while (under_way := len(active)) >= 10 and time.monotonic() < until:
+            time.sleep(0.001)  # who is told of a commit may be quicker than those that give way
+        store.slow.release()
+        settle(pipeline)
+        assert under_way < 10
+        assert [each.step for each in pipeline.steps()] == [16]
+
+
+class SlowDeletions(SlowBackend):
+    """A store on which a deletion takes longer than a save."""
+
+    async def around(self, operation: Operation, call: Callable[[], Awaitable[Result]]) -> Result:
+        if operation.verb == "delete":
+            await anyio.sleep(0.02)
+        return await call()
+
+
+def test_saves_wait_for_a_prune_that_falls_behind() -> None:
+    counts: list[int] = []
+
+    def count(event: Event) -> None:
+        if isinstance(event, Completed):
+            keys = list(store.memory._store.objects)
+            counts.append(sum(key.endswith(".json") and "/" not in key for key in keys))
+
+    with stores() as store:
+        store.slow = SlowDeletions(store.faulty)
+        with ckpipe.SyncPipeline(store.url, keep_last=1) as pipeline:
+            pipeline.events.add(count)
+            for step in range(36):
+                pipeline.save(STATE, step=step, until="committed")
+            settle(pipeline)
+            assert max(counts) <= 24
+            assert [each.step for each in pipeline.steps()] == [35]
+
+
+def test_nothing_is_kept_of_checkpoints_that_are_removed(tmp_path: Path) -> None:
+    with ckpipe.SyncPipeline(tmp_path, keep_last=2) as pipeline:
+        for step in range(6):
+            pipeline.save(STATE, step=step, until="committed")
+        settle(pipeline)
+        left = {str(each.id) for each in pipeline.steps()}
+        assert len(left) == 2
+        assert set(pipeline._engine.catalog.summaries.known) == left
+
+
+def test_tombstones_of_complete_checkpoints_do_not_pile_up_for_a_day(tmp_path: Path) -> None:
+    marks = tmp_path / ".ckpipe" / "deleted"
+
+    def age(hours: float) -> None:
+        for each in marks.iterdir():
+            when = time.time() - hours * 3600
+            os.utime(each, (when, when))
+
+    with ckpipe.SyncPipeline(tmp_path, keep_last=1) as pipeline:
+        for step in range(33):
+            pipeline.save(STATE, step=step, until="committed")
+        settle(pipeline)
+        there = len(list(marks.glob("*")))
+        assert there == 32
+        age(0.9)
+        pipeline.prune()
+        assert len(list(marks.glob("*"))) == there
+        age(1.1)
+        pipeline.prune()
+        assert not list(marks.glob("*"))
+        for step in range(33, 65):
+            pipeline.save(STATE, step=step, until="committed")
+    age(1.1)
+    with ckpipe.SyncPipeline(tmp_path, keep_last=1) as pipeline:
+        pipeline.prune()
+        # Nothing tells another process that they were complete.
+        assert len(list(marks.glob("*"))) == 32
+    age(24.1)
+    with ckpipe.SyncPipeline(tmp_path, keep_last=1) as pipeline:
+        pipeline.prune()
+        assert not list(marks.glob("*"))

@@ -1,0 +1,71 @@
+"""What a CheckpointInfo says of what was saved, wherever it comes from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ckpipe
+from tests.support.rank_pipelines import ranks
+
+GIVEN: dict[str, Any] = {"metrics": {"loss": 0.5}, "metadata": {"tokens": [1, 2]}}
+
+
+def said(info: ckpipe.CheckpointInfo | None) -> tuple[Any, ...]:
+    assert info is not None
+    return info.metrics, info.metadata, info.bytes, info.world_size
+
+
+def data_bytes(root: Path, step: int) -> int:
+    files = root.glob(f"step-{step:012d}.*/*.safetensors")
+    return sum(file.stat().st_size for file in files)
+
+
+@pytest.mark.parametrize("worker", ["thread", "process"])
+def test_infos_say_what_was_saved(tmp_path: Path, worker: Any) -> None:
+    with ckpipe.SyncPipeline(tmp_path, worker=worker) as pipeline:
+        handle = pipeline.save({"w": torch.zeros(7)}, 1, **GIVEN)
+        first, whole = handle.wait(), handle.wait_complete()
+        assert first == whole
+        assert len({first, whole}) == 1
+        expected = (GIVEN["metrics"], GIVEN["metadata"], data_bytes(tmp_path, 1), 1)
+        assert said(first) == said(whole) == said(pipeline.latest()) == expected
+        plain = pipeline.save({"w": torch.zeros(7)}, 2).wait()
+        assert first != plain
+        assert said(plain) == ({}, {}, data_bytes(tmp_path, 2), 1)
+    with ckpipe.SyncPipeline(tmp_path, read_only=True) as pipeline:
+        assert pipeline.steps() == [first, plain]
+        assert said(pipeline.steps()[0]) == (expected[0], None, *expected[2:])
+        assert said(pipeline.steps(metadata=True)[0]) == expected
+        assert said(pipeline.latest()) == said(plain)
+        assert said(pipeline.best("loss")) == expected
+
+
+def test_what_is_not_known_is_not_made_up(tmp_path: Path) -> None:
+    with ranks(str(tmp_path), 2) as pipelines:
+        handle = pipelines[0].save({"w": torch.zeros(7)}, 1, **GIVEN)
+        first = handle.wait()
+        assert said(first) == (None, None, None, None)
+        assert said(pipelines[0].steps(metadata=True)[0]) == (None, None, None, None)
+        pipelines[1].save({"w": torch.zeros(7)}, 1).wait()
+        whole = handle.wait_complete(60)
+        assert first == whole
+        expected = (GIVEN["metrics"], GIVEN["metadata"], data_bytes(tmp_path, 1), 2)
+        assert said(whole) == said(pipelines[1].latest()) == expected
+    (index,) = tmp_path.glob("step-*.json")
+    index.write_bytes(b"{}")
+    with ckpipe.SyncPipeline(tmp_path, read_only=True) as pipeline:
+        assert said(pipeline.latest()) == (None, None, None, None)
+        assert said(pipeline.steps(metadata=True)[0]) == (None, None, None, None)
+
+
+async def test_a_handle_gives_equal_infos_however_it_is_awaited(tmp_path: Path) -> None:
+    async with ckpipe.Pipeline(tmp_path) as pipeline:
+        handle = await pipeline.save({"w": torch.zeros(7)}, 3)
+        assert await handle == await handle.complete()
+        result = await pipeline.load(None, 3)
+        assert result is not None
+        assert result.step == 3

@@ -1,0 +1,138 @@
+"""Calling the command line, here and in a process of its own, and other code in one."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ckpipe
+from ckpipe.cli.app import run
+from tests.support.pipelines import small_state
+from tests.support.signals import HEARING
+from tests.support.stored_files import data_file_key, flip
+
+PROGRAM = [sys.executable, "-m", "ckpipe.cli"]
+
+
+@dataclass(frozen=True)
+class Done:
+    """A command that has ended."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def data(self) -> Any:
+        """What it printed as JSON."""
+        return json.loads(self.out)
+
+
+class Commands:
+    """Calls the command in this process, with arguments as a shell gives them.
+
+    Args:
+        capture: Catches what is printed.
+    """
+
+    def __init__(self, capture: pytest.CaptureFixture[str]) -> None:
+        self._capture = capture
+
+    def __call__(self, *arguments: object) -> Done:
+        self._capture.readouterr()
+        code = run([str(each) for each in arguments])
+        caught = self._capture.readouterr()
+        return Done(code, caught.out, caught.err)
+
+
+def program(*arguments: object, **options: Any) -> Done:
+    """Call the real program and wait for it."""
+    return _ended([*PROGRAM, *map(str, arguments)], **options)
+
+
+def script(code: str, *arguments: object, flags: Sequence[str] = (), **options: Any) -> Done:
+    """Run Python code in a process of its own and wait for it."""
+    return _ended([sys.executable, *flags, "-c", code, *map(str, arguments)], **options)
+
+
+def _ended(command: Sequence[str], **options: Any) -> Done:
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=300, check=False, **options
+    )
+    return Done(done.returncode, done.stdout, done.stderr)
+
+
+_STUCK = """
+import anyio, ckpipe
+from ckpipe.testing.wrappers import WrappedBackend
+from ckpipe_local import LocalBackend
+
+class Stuck(WrappedBackend):
+    async def around(self, operation, call):
+        if operation.verb in {verbs} and {key!r} in operation.key:
+            print("stuck", flush=True)
+            await anyio.sleep_forever()
+        return await call()
+
+ckpipe.register_backend("stuck", lambda url: Stuck(LocalBackend(url.replace("stuck", "file"))))
+from ckpipe.cli import main
+main()
+"""
+
+
+@contextmanager
+def stuck(
+    verbs: str | tuple[str, ...], *arguments: object, key: str = "", cwd: Path | None = None
+) -> Iterator[subprocess.Popen[str]]:
+    """The real program, waiting at its first request of one of some kinds to a ``stuck://`` URL.
+
+    Args:
+        verbs: The kinds of requests.
+        arguments: Those of the program.
+        key: What stands in the key of the request.
+        cwd: Where the program runs.
+    """
+    kinds = (verbs,) if isinstance(verbs, str) else verbs
+    with subprocess.Popen(
+        [sys.executable, "-c", HEARING + _STUCK.format(verbs=kinds, key=key), *map(str, arguments)],
+        cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    ) as process:  # fmt: skip
+        assert process.stdout is not None
+        assert process.stdout.readline() == "stuck\n"
+        yield process
+
+
+def interrupted(
+    verbs: str | tuple[str, ...], *arguments: object, signum: int = signal.SIGINT, **options: Any
+) -> Done:
+    """What :func:`stuck` has printed and returned after a signal."""
+    with stuck(verbs, *arguments, **options) as process:
+        process.send_signal(signum)
+        out, err = process.communicate(timeout=300)
+    return Done(process.returncode, out, err)
+
+
+def damage(root: Path, id: str, at: int = -3) -> None:
+    """Flip a bit of a data file."""
+    flip(root / data_file_key(id), at)
+
+
+def save_steps(url: object, *steps: int, **settings: Any) -> list[str]:
+    """Save small states as checkpoints of these steps; return their ids."""
+    ids = []
+    with ckpipe.SyncPipeline(str(url), **settings) as pipeline:
+        for step in steps:
+            state = small_state(step) | {"model": torch.nn.Linear(3, 2)}
+            handle = pipeline.save(state, step=step, metrics={"loss": 1 / step})
+            ids.append(handle.wait().id)
+    return ids
