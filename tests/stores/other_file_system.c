@@ -34,7 +34,7 @@ static struct rule {
 static int rules_used;
 static long struck;
 
-/* Set the rules; returns how many calls the earlier ones have struck. */
+/* Set the rules; returns how many calls the first of the earlier ones has struck. */
 long other_fs_rules(const char *text) {
     long before = __atomic_exchange_n(&struck, 0, __ATOMIC_SEQ_CST);
     int used = 0;
@@ -73,7 +73,7 @@ static enum effect strike(const char *call, int directory, const char *path) {
         if (strcmp(rule->call, call)) continue;
         long number = __atomic_add_fetch(&rule->seen, 1, __ATOMIC_SEQ_CST);
         if (number < rule->first || number - rule->first >= rule->count) continue;
-        __atomic_add_fetch(&struck, 1, __ATOMIC_SEQ_CST);
+        if (rule == rules) __atomic_add_fetch(&struck, 1, __ATOMIC_SEQ_CST);
         errno = rule->code;
         return rule->effect[0] == 'b' ? BEFORE : rule->effect[0] == 'a' ? AFTER : HIDDEN;
     }

@@ -26,7 +26,7 @@ _library = ctypes.CDLL(None)
 
 
 def set_rules(rules: str) -> int:
-    """Set the rules; return how many calls the earlier ones have struck."""
+    """Set the rules; return how many calls the first of the earlier ones has struck."""
     return int(_library.other_fs_rules(rules.encode()))
 
 

@@ -101,7 +101,7 @@ class Outcome:
 
     Args:
         rules: The rules that held.
-        struck: How many calls they let fail.
+        struck: How many calls the first of them let fail.
         committed: The steps whose saves succeeded.
         errors: The errors that reached the program.
         warnings: What was logged as a warning.
