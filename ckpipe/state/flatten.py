@@ -509,9 +509,15 @@ class Flattened:
             self.omitted = True
             return None
         if kind.wraps:
+            nodes_before, referenced_before = len(self._nodes), len(self._referenced)
             inner = self.child(opened, 0, label)
             if inner is None or (self.omitted and not leaf_labels(inner, label)):
-                return None  # empty containers alone are no part of an object
+                # Empty containers alone are no part of an object, nor may others refer to them.
+                while len(self._nodes) > nodes_before:
+                    self._nodes.popitem()
+                while len(self._referenced) > referenced_before:
+                    self._referenced.popitem()
+                return None
             if kind is STATEFUL:
                 self._note_optimizer(opened, label)
             elif self.omitted:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from collections import Counter, OrderedDict, deque
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -308,3 +309,35 @@ async def test_a_tree_that_lies_is_refused_before_anything_is_made(
     await backend.put(name, sealed(document), PutMode.OVERWRITE)
     with pytest.raises(error):
         await load(backend)
+
+
+class Part:
+    """An object with a state of its own."""
+
+    def __init__(self, state: Any) -> None:
+        self.state = state
+
+    def state_dict(self) -> Any:
+        return self.state
+
+    def load_state_dict(self, state: Any) -> None:
+        self.state = state
+
+
+@pytest.mark.parametrize("empty", [{}, [], ()])
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("first", ["part", "beside"])
+def test_a_container_shared_with_an_excluded_part_is_saved(
+    tmp_path: Path, empty: Any, nested: bool, first: str
+) -> None:
+    part = Part({"empty": [empty] if nested else empty, "tensor": torch.ones(2)})
+    state = {"part": part, "beside": empty, "tensor": torch.ones(3)}
+    if first == "beside":
+        state = {"beside": empty, **state}
+    with ckpipe.SyncPipeline(tmp_path) as pipeline:
+        pipeline.save(state, step=1, exclude=["part.*"]).wait()
+        pipeline.verify(1)
+        loaded = pipeline.load()
+    assert loaded is not None
+    assert loaded.state["beside"] == empty
+    assert loaded.state["tensor"].tolist() == [1, 1, 1]
