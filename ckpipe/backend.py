@@ -200,6 +200,10 @@ class ObjectReader(Protocol):
     resources when it is no longer referenced.
     """
 
+    @property
+    def size(self) -> int:
+        """Its size in bytes when it was opened."""
+
     def read_into(self, offset: int, buffer: memoryview, *, cached: bool) -> None:
         """Fill ``buffer`` as :meth:`Backend.read_into` does, which is used after a transient error.
 

@@ -110,6 +110,7 @@ class LocalObject:
         self._path, self._key, self._direct = path, key, direct
         with self._translating():
             self._descriptor = open_object(path, key)
+            self.size = os.fstat(self._descriptor).st_size
 
     def __del__(self) -> None:
         if self._descriptor >= 0:

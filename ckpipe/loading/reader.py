@@ -30,7 +30,7 @@ import anyio.to_thread
 import numpy as np
 import torch
 
-from ckpipe.backend import Backend, ObjectReader
+from ckpipe.backend import Backend, ObjectReader, truncated
 from ckpipe.catalog.find import locate_errors
 from ckpipe.errors import ChecksumMismatch, StoreError, TruncatedObject
 from ckpipe.format.checksum import CHUNK_BYTES, crc32c
@@ -207,6 +207,10 @@ class Reader:
             anyio.from_thread.check_cancelled()
             file = self._open(number)
             for read in group:
+                if file is not None and read.offset + read.size > file.size:
+                    rank, key = self._file(number)
+                    with locate_errors(self._id.step, rank, key):  # before any byte is delivered
+                        raise truncated(key, read.offset, read.size, file.size)
                 cached = file is not None and file.is_cached(read.offset, read.size)
                 found.append(read._replace(cached=cached))
         return pieces, sorted(found, key=attrgetter("cached"))

@@ -370,7 +370,7 @@ class RetryingBackend(WrappedBackend):
 class _CountedReader:
     def __init__(self, inner: ObjectReader, on_read: OnRead) -> None:
         self._inner, self._on_read = inner, on_read
-        self.is_cached = inner.is_cached
+        self.size, self.is_cached = inner.size, inner.is_cached
 
     def read_into(self, offset: int, buffer: memoryview, *, cached: bool) -> None:
         self._inner.read_into(offset, buffer, cached=cached)

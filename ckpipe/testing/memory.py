@@ -51,6 +51,10 @@ class _OpenObject:
     key: str
     data: bytes | bytearray
 
+    @property
+    def size(self) -> int:
+        return len(self.data)
+
     def is_cached(self, offset: int, size: int) -> bool:
         return True
 

@@ -52,7 +52,7 @@ class SlowObject:
     """An object of this store, which a thread reads slowly."""
 
     def __init__(self, backend: Hanging, opened: ObjectReader) -> None:
-        self.backend, self.opened = backend, opened
+        self.backend, self.opened, self.size = backend, opened, opened.size
 
     def is_cached(self, offset: int, size: int) -> bool:
         return False

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import anyio
@@ -13,6 +15,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import ckpipe
 from ckpipe.backend import ObjectReader, PutMode
 from ckpipe.errors import (
     ChecksumMismatch,
@@ -49,6 +52,7 @@ class Opened:
     key: str
     read: Callable[[str, int, memoryview, bool], None]
     cold: range
+    size = 1 << 60
 
     def is_cached(self, offset: int, size: int) -> bool:
         return offset >= self.cold.stop or self.cold.start >= offset + size
@@ -251,6 +255,18 @@ async def test_a_truncated_file_is_found(kind: type[MemoryBackend], left: int) -
         with pytest.raises(TruncatedObject) as caught:
             await reading
         assert (caught.value.step, caught.value.rank, caught.value.key) == (7, 0, key)
+
+
+def test_a_truncated_local_file_touches_nothing(tmp_path: Path) -> None:
+    with ckpipe.SyncPipeline(tmp_path) as pipeline:
+        pipeline.save({name: torch.ones(9 * MIB // 4) for name in "abc"}, step=1).wait()
+    (file,) = tmp_path.rglob("*.safetensors")
+    os.truncate(file, file.stat().st_size - 5)
+    target = {name: torch.zeros(9 * MIB // 4) for name in "abc"}
+    with ckpipe.SyncPipeline(tmp_path) as pipeline, pytest.raises(TruncatedObject) as caught:
+        pipeline.load(target)
+    assert not caught.value.target_touched
+    assert not any(tensor.any() for tensor in target.values())
 
 
 async def test_a_file_that_grew_does_not_verify() -> None:
