@@ -199,7 +199,7 @@ class Batches:
             self._note(error)
             raise
 
-    def _note(self, error: BaseException) -> None:
+    def _note(self, error: Exception) -> None:
         if self._source != "state":  # whose own position may have moved on
             note_loader_error(error)
 
@@ -215,7 +215,7 @@ class Batches:
         kept = before if position is not None or seeded else None
         self._pending, self._seeded, self._begun = None, False, True
         self._number += 1
-        first, settle = self in _UNSETTLED, partial(self._settle, position, kept)
+        unsettled, settle = set(_UNSETTLED), partial(self._settle, position, kept)
         try:
             with workers_protected(self._inner, self.loader.worker_init_fn):
                 if self._source == "sampler":
@@ -229,9 +229,9 @@ class Batches:
             # The position and the generators serve another attempt, and a save on leaving.
             self._pending, self._seeded, self._begun = position, seeded, position is not None
             self._randomness.restore(before)
-            if first:
-                _UNSETTLED.add(self)
-            self._note(error)
+            _UNSETTLED.update(unsettled)
+            if isinstance(error, Exception):
+                self._note(error)
             raise
         return batches
 

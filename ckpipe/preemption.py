@@ -575,7 +575,7 @@ def batches_received() -> int:
     return _batches_received
 
 
-def note_loader_error(error: BaseException) -> None:
+def note_loader_error(error: Exception) -> None:
     """Record that a loader has raised an exception in place of a batch, or of an iteration."""
     error.__ckpipe_loader__ = True  # type: ignore[attr-defined]
 
