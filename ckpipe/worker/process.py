@@ -40,15 +40,14 @@ def is_held(id: int) -> bool:
     stopped (``T``, ``t``), and is not killed: proc(5). All threads count: the thread of the event
     loop may sleep because another one holds an import's lock or the GIL.
     """
-    files = glob(f"/proc/{id}/task/*/stat")
-    for file in files:
+    for file in glob(f"/proc/{id}/task/*/stat"):
         with contextlib.suppress(OSError):  # that thread has just ended
             # The name in parentheses may contain any characters, parentheses too.
             fields = Path(file).read_bytes().rpartition(b") ")[2].split()
             killed = int(fields[6]) & _PF_SIGNALED or int(fields[28]) & _SIGKILL_PENDING
             if fields[0] in (b"R", b"D", b"T", b"t") and not killed:
                 return True
-    return not files  # nothing is known of it; the end of a process is noticed elsewhere
+    return False
 
 
 SHOWN_LINES = 12

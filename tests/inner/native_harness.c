@@ -1,7 +1,7 @@
 /* Every kernel of _native.c against a sum bit by bit, for a run under sanitizers: each buffer ends
    with its last byte, so that a read or write behind it is found. */
 
-#include "../ckpipe/memory/_native.c"
+#include "../../ckpipe/memory/_native.c"
 
 #include <stdio.h>
 #include <stdlib.h>
