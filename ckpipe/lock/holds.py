@@ -28,6 +28,7 @@ from dataclasses import dataclass, field
 from types import CodeType, FrameType
 
 from ckpipe.errors import LockMisuse
+from ckpipe.interpreter import gc_paused
 
 LOOK_SECONDS = 0.05
 """Seconds between two checks of a waiter for holds that were left behind."""
@@ -103,6 +104,19 @@ class FrameMark:
             if id(last) == self.address and last.f_code is self.code:
                 return False
         return last is None or not last.f_code.co_flags & _SUSPENDABLE
+
+
+def _top_frame(thread: int) -> FrameType | None:
+    """Return the innermost frame of a thread; None if it runs no Python.
+
+    ``sys._current_frames`` holds a lock of the interpreter, and may start a garbage collection. If
+    a finalizer then lets another thread run that starts a thread, both wait for ever: CPython
+    issue 106883. So no collection may begin in it.
+    """
+    if thread == threading.get_ident():
+        return sys._getframe(1)
+    with gc_paused():
+        return sys._current_frames().get(thread)
 
 
 def callers(frame: FrameType | None) -> Iterator[FrameType]:
@@ -183,7 +197,7 @@ class Hold:
         if not keeper.is_alive():
             return True
         # No variable for the frame: it could close a reference cycle.
-        return self.mark is not None and self.mark.is_gone(sys._current_frames().get(self.ident))
+        return self.mark is not None and self.mark.is_gone(_top_frame(self.ident))
 
     def use(self) -> LockUse:
         """Return plain data about it, as of now."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import math
+import subprocess
 import sys
 import threading
 from collections.abc import Hashable, Iterator
@@ -515,3 +516,43 @@ def test_a_stack_that_ends_in_a_generator_proves_nothing() -> None:
     suspended = generator.gi_frame  # type: ignore[attr-defined]
     assert suspended.f_back is None
     assert not FrameMark.of(sys._getframe()).is_gone(suspended)
+
+
+COLLECTING = """
+import gc, sys, threading, time
+from ckpipe.lock.holds import FrameMark, Hold, Side
+
+class Lets:
+    def __init__(self):
+        self.itself = self
+
+    def __del__(self):
+        time.sleep(0)  # lets another thread run
+
+def start_threads():
+    while not ended.is_set():
+        thread = threading.Thread(target=int)
+        thread.start()
+        thread.join()
+
+ended = threading.Event()
+other = threading.Thread(target=ended.wait)
+other.start()
+starting = [threading.Thread(target=start_threads, daemon=True) for _ in range(3)]
+for each in starting:
+    each.start()
+mark = FrameMark.of(sys._getframe())
+hold = Hold(side=Side.MUTATING, thread=other, ident=other.ident, mark=mark)
+gc.set_threshold(5)
+for _ in range(20_000):
+    Lets()
+    assert hold.is_over()
+ended.set()
+print("ended")
+"""
+
+
+def test_a_look_at_a_thread_beside_collections_and_new_threads_ends() -> None:
+    command = [sys.executable, "-c", COLLECTING]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout == "ended\n"
