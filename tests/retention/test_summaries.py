@@ -40,12 +40,12 @@ def test_summaries_that_cannot_be_used_change_no_result(tmp_path: Path, change: 
             "newer": _newer(data),
         }[change])  # fmt: skip
     with ckpipe.SyncPipeline(tmp_path, retention=RULE) as pipeline:
+        best = pipeline.best("loss")  # before any index is read
+        assert best is not None
+        assert best.step == 1
         assert [each.metrics for each in pipeline.steps(metadata=True)] == [
             {"loss": 3.0}, {"loss": 1.0}, {"loss": 2.0}, {"loss": 4.0},
         ]  # fmt: skip
-        best = pipeline.best("loss")
-        assert best is not None
-        assert best.step == 1
         for step in range(4):
             pipeline.unpin(step)
         assert [int(name[5:17]) for name in pipeline.prune().keep] == [3, 1]
