@@ -49,27 +49,47 @@ PEERS = (contenders.DcpThread, contenders.DcpProcess, contenders.TorchCheckpoint
 
 
 class Training:
-    """Make a deep narrow network and AdamW: 250 parameters, a thousand tensors, 25 MB.
+    """Make a network of square matrices and AdamW.
 
     Args:
+        layers: The number of matrices; by default 250 parameters, a thousand tensors, 25 MB.
+        width: Their rows and columns.
+        batch: The rows of a batch.
+        device: The device of all of it.
         sharded: Whether the parameters are DTensors, on a mesh of one rank.
     """
 
-    def __init__(self, *, sharded: bool = False) -> None:
-        layers = [nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)]
-        self.model = nn.Sequential(*layers)
+    def __init__(
+        self,
+        layers: int = LAYERS,
+        width: int = WIDTH,
+        batch: int = BATCH,
+        *,
+        device: str = "cpu",
+        sharded: bool = False,
+    ) -> None:
+        self.model = nn.Sequential(*(nn.Linear(width, width, device=device) for _ in range(layers)))
         if sharded:
-            fully_shard(self.model, mesh=init_device_mesh("cpu", (1,)))
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
-        self.batch = torch.randn(BATCH, WIDTH)
+            fully_shard(self.model, mesh=init_device_mesh(device, (1,)))
+        fused = device == "cuda"
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, fused=fused)
+        self.batch = torch.randn(batch, width, device=device)
         self.state = {"model": self.model, "optimizer": self.optimizer}
+        self._device = device
         self.step()
 
     def step(self) -> None:
-        """Take one step."""
+        """Take one step; return when the device has finished it."""
         self.model(self.batch).square().mean().backward()
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=False)
+        if self._device == "cuda":
+            torch.cuda.synchronize()
+
+    def steps(self, count: int) -> None:
+        """Take some steps."""
+        for _ in range(count):
+            self.step()
 
 
 class Ours(contenders.Ours):

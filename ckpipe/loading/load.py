@@ -219,6 +219,8 @@ async def read_all(
         with lane_buffers(arena, backend, lanes) as buffers:
             targets = load.targets
             reader = Reader(backend, bundle.id, targets.stored.data, buffers, done)
+            for event in targets.queued_before:
+                await anyio.to_thread.run_sync(event.synchronize)
             *first, last = targets.rounds
             for each in first:
                 await reader.read(each.needs, each.destinations)

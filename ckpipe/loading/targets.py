@@ -36,6 +36,7 @@ from ckpipe.loading.fill import (
 )
 from ckpipe.loading.live_tensors import is_placed, regions_of, writable_view
 from ckpipe.loading.read_plan import Need
+from ckpipe.memory.cuda import events_behind
 from ckpipe.state.tensors import MAX_ITEM, Shardings, lazy_bits, overlapping, window_bytes
 
 
@@ -80,11 +81,14 @@ class Targets:
         rounds: The rounds of reads: mostly one. There are two if overlapping live tensors may get
             different bytes. The first then fills only fresh tensors, which are compared; the
             second fills live ones.
+        queued_before: Events behind the kernels that the caller has queued on devices. They may
+            still read the target or write to it, and other threads are about to fill it.
     """
 
     def __init__(self, stored: StoredTensors, *, cast: bool) -> None:
         self.stored, self.cast = stored, cast
         self.rounds: list[Round] = []
+        self.queued_before: list[Any] = []
         self._into_fresh, self._into_live = Round(), Round()
         self._shardings = Shardings()
         self._noted: list[LiveTensor] = []
@@ -139,6 +143,8 @@ class Targets:
             StructureMismatch: If the memory of one is mapped read-only.
         """
         lives = _distinct(self._noted)
+        devices = {str(live.tensor.device) for live in lives if not live.tensor.is_cpu}
+        self.queued_before = events_behind(devices)
         _refuse_read_only(lives)
         self._disputed = [group for group in _overlapping(lives) if not _lay_likewise(group)]
         disputed = {id(live) for group in self._disputed for live in group}

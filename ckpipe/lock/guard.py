@@ -6,6 +6,7 @@ import itertools
 import os
 import sys
 import threading
+import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from ckpipe.errors import UsageError
 from ckpipe.lock.holds import FrameMark, callers
 from ckpipe.lock.state_lock import StateLock
+from ckpipe.memory import cuda
 
 # torch wraps this function around the step of every optimizer class; it calls the hooks.
 _WRAPPER = "Optimizer.profile_hook_step.<locals>.wrapper"
@@ -79,7 +81,8 @@ def guard(lock: StateLock, *optimizers: Optimizer) -> StepGuard:
     compiled functions run the hooks outside of the compiled code. The hold covers the closure of a
     step, a step within a step and the optimizer's other step hooks, which may change the state as
     well. A step that raises leaves nothing held. On a thread that is capturing the state the hooks
-    do nothing.
+    do nothing. Nor do they when a step is recorded in a CUDA graph, whose replays call no hooks:
+    the recording warns unless its thread holds the mutating side.
 
     Args:
         lock: The lock that captures of the same state take.
@@ -206,6 +209,9 @@ class _StepHooks:
         if os.getpid() != self._process:
             # The fork copied the lock, perhaps held by threads that this process does not have.
             return
+        if cuda.recording():
+            self._tell_of_replays()
+            return
         self.steps += 1
         with self._at_hook():
             if self._active and not self._lock.captures_here():
@@ -214,13 +220,24 @@ class _StepHooks:
                 self._end_last()
 
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if os.getpid() != self._process:
+        if os.getpid() != self._process or cuda.recording():
             return
         with self._at_hook():
             if not self._lock.captures_here():
                 self._lock.leave_step(self)
             if not self._active:
                 self._blank()
+
+    def _tell_of_replays(self) -> None:
+        """Warn that replays of a CUDA graph call no hooks, unless this thread holds the lock."""
+        if self._active and not self._lock.mutates_here():
+            warnings.warn(
+                f"A {self._purpose} is being recorded in a CUDA graph, and saves do not notice its "
+                'replays: with until="captured" a checkpoint may mix two steps. Record the graph '
+                "and replay it inside `with pipeline.lock.mutating():`",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
     @contextmanager
     def _at_hook(self) -> Iterator[None]:

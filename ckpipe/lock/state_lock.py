@@ -210,6 +210,10 @@ class StateLock:
             held = (held for held in self._state.holding if held.side is Side.CAPTURING)
             return any(each.owner in owners for each in held)
 
+    def mutates_here(self) -> bool:
+        """Tell whether the calling thread holds the mutating side."""
+        return any(each.side is Side.MUTATING for each in self._mine())
+
     # ---- statistics ----
 
     def statistics(self) -> LockStatistics:

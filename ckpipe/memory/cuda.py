@@ -19,6 +19,11 @@ def in_use() -> bool:
     return bool(torch.cuda.is_available() and torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
 
 
+def recording() -> bool:
+    """Tell whether this thread's kernels go into a CUDA graph instead of running."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
 FENCED = {"cuda"}
 """The types of devices from which copies are asynchronous. Copies from other devices block, until
 the streams and events of ``torch.accelerator`` serve them all."""
