@@ -499,8 +499,7 @@ class PipelineBase:
             return None
         if not self._settings.preemption.enabled:
             return None
-        schedule, alone = self._opened.saves.schedule, self._topology.world_size == 1
-        last = self._last_state.take(error, self._guards, schedule, alone=alone)
+        last = self._last_state.take(error, self._guards, self._opened.saves.schedule)
         if last is not None and error is not None:  # else the save would raise them, and not begin
             note_failures(self._opened.saves.take_failures(), error)
         return last

@@ -37,6 +37,8 @@ logger = logging.getLogger("ckpipe")
 END, TIME = "end", "time"
 """Reasons to save together: preemption, or the n-th save by the clock."""
 
+_LEAVING = "leaving"
+
 PATIENCE_SECONDS = 30.0
 """Seconds to wait for votes at most; half as long as a trainer waits at its bound."""
 
@@ -66,6 +68,8 @@ class CoordinatedSaves:
         self._context, self._launch, self._agreement = context, launch, agreement
         self._schedule, self._preemption = schedule, preemption
         self._every = context.settings.look_every_seconds
+        grace = context.settings.preemption.grace_seconds
+        self._patience = PATIENCE_SECONDS if grace is None else min(PATIENCE_SECONDS, grace / 4)
 
     async def serve(self) -> None:
         """Serve until it is cancelled, or until no further call can come.
@@ -81,14 +85,43 @@ class CoordinatedSaves:
                 tasks.start_soon(self._serve_time, name="calls of clocks")
 
     async def _serve_end(self) -> None:
-        grace = self._context.settings.preemption.grace_seconds
-        patience = PATIENCE_SECONDS if grace is None else min(PATIENCE_SECONDS, grace / 4)
+        patience = self._patience
         await self._called(END, lambda: self._preemption.signalled, lambda: True)
         self._preemption.tell()
         if not await self._settled(END, patience, min(2 * self._every + 0.5, patience)):
             # All others leave after the step that they save, and so does this one.
             self._preemption.arrive()
             self._preemption.answer()
+
+    async def leave_at(self, step: int) -> bool:
+        """Agree whether all ranks leave after the same step; for ranks that leave before the end.
+
+        A rank that hears nothing of the others for a while decides that they do not. All ranks get
+        the same decision.
+
+        Args:
+            step: The step of this rank.
+
+        Raises:
+            StoreError: If the store failed.
+        """
+        context, pause = self._context, _FIRST_PAUSE_SECONDS
+        retrying, until = context.store.retrying, time.monotonic() + self._patience
+        vote = Vote(retrying, context.attempt, _LEAVING, context.rank, context.world_size)
+        await self._launch.claim()
+        last_to_vote = await vote.cast(step) is not None
+        while not last_to_vote and time.monotonic() < until:
+            decided = await agreed(retrying, context.attempt, _LEAVING)
+            if decided is not None:
+                return bool(decided[0] == step)
+            await anyio.sleep(pause)
+            pause = min(2 * pause, self._every)
+        votes = await vote.votes()
+        together = len(votes) == context.world_size and len(set(votes.values())) == 1
+        decision = await agree(retrying, context.attempt, _LEAVING, step if together else None)
+        if last_to_vote:
+            await vote.clear()
+        return bool(decision == step)
 
     async def _serve_time(self) -> None:
         def is_due() -> bool:

@@ -88,6 +88,8 @@ class Engine:
         self.stopped = anyio.Event()
         self._settings, self._tasks = settings, tasks
         self._hooks, self._preemption = hooks, preemption
+        agreement, schedule = self.saves.agreement, self.saves.schedule
+        self._calls = CoordinatedSaves(context, launch, agreement, schedule, preemption)
         self._hurries = False
 
     @property
@@ -108,16 +110,18 @@ class Engine:
         await self.loads.close()
         self.stopped.set()
 
-    async def announce(self, launch: Launch) -> None:
+    async def announce(self) -> None:
         """Agree with the other ranks on steps to save, until it is cancelled."""
-        agreement, schedule = self.saves.agreement, self.saves.schedule
-        calls = CoordinatedSaves(self.context, launch, agreement, schedule, self._preemption)
         try:
-            await calls.serve()
+            await self._calls.serve()
         except* AttemptReused as group:
             # The calls may be those of an earlier launch. The save that is due now raises it.
             self.saves.keep(first_error(group))
             self._preemption.arrive()
+
+    async def leave_together(self, step: int) -> bool:
+        """Tell whether all ranks leave after this step, of which they make the last save."""
+        return self.context.world_size == 1 or await self._calls.leave_at(step)
 
     async def drain(self, *, staged_only: bool) -> None:
         """Wait until all saves have ended and all hooks have returned.
@@ -297,7 +301,7 @@ async def serve(
                 tasks.start_soon(keep_lease, name="lease of the attempt")
                 hooks.start(tasks, engine.saves.keep)
                 if topology.world_size > 1 and not settings.read_only:
-                    tasks.start_soon(engine.announce, launch, name="calls")
+                    tasks.start_soon(engine.announce, name="calls")
                 if worker is not None:
                     worker.start(tasks)
                 task_status.started(engine)

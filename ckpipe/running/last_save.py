@@ -1,7 +1,8 @@
 """The save that a loop did not make after a stop was announced, made on leaving.
 
 Its data loader failed, as it does when its workers were stopped too, or the signal came after
-``should_save`` and before the loop looked at ``preempted``.
+``should_save`` and before the loop looked at ``preempted``. Several ranks make it if the loaders of
+all of them failed after the same step.
 """
 
 from __future__ import annotations
@@ -22,17 +23,29 @@ logger = logging.getLogger("ckpipe")
 
 @dataclass(frozen=True, slots=True)
 class LastSave:
-    """A save to make on leaving: the arguments of ``save``."""
+    """A save to make on leaving: the arguments of ``save``, and the newest checkpoint's step."""
 
     state: Any
     step: int
     include: Sequence[str] | None
     exclude: Sequence[str] | None
+    newest: int | None
+
+    def begins(self, agreed: bool) -> bool:
+        """Log whether the save is made, and return it.
+
+        Args:
+            agreed: Whether all ranks leave after this step.
+        """
+        if agreed:
+            logger.info("Step %d is saved on leaving: a stop was announced after it", self.step)
+        else:
+            _warn_of_lost(self.step, self.newest, "not all ranks have left after the same step")
+        return agreed
 
     @contextmanager
     def beside(self, error: BaseException | None) -> Iterator[None]:
         """Raise an error of the save only if the program does not leave on another one."""
-        logger.info("Step %d is saved on leaving, since a stop was announced after it", self.step)
         try:
             yield
         except Exception as failure:
@@ -99,8 +112,6 @@ class LastState:
         error: BaseException | None,
         guards: Sequence[StepGuard],
         schedule: SaveSchedule,
-        *,
-        alone: bool,
     ) -> LastSave | None:
         """Return the save to make before leaving; warn of steps that are lost.
 
@@ -108,7 +119,6 @@ class LastState:
             error: The exception on which the pipeline is left, if any.
             guards: The guarded optimizers.
             schedule: Knows the newest saved or loaded step.
-            alone: True if no other rank takes part in saves.
         """
         state, self._state = self._state, None
         step, newest = self._told, schedule.newest
@@ -118,8 +128,6 @@ class LastState:
             return None
         if error is not None and not is_loader_error(error):
             reason = f"the loop was left on a {type(error).__name__}"
-        elif not alone:
-            reason = "the ranks had not come to the step on which they agree"
         elif not guards:
             reason = "no optimizer is guarded, so the state may be that of another step"
         elif self._marks != _marks(guards):
@@ -127,16 +135,20 @@ class LastState:
         elif not self._is_live:
             reason = "the state that was saved last may hold copies of former values"
         else:
-            return LastSave(state, step, *self._selection)
-        logger.warning(
-            "A stop was announced, and step %d is not saved: %s. %s",
-            step,
-            reason,
-            "There is no checkpoint to resume from"
-            if newest is None
-            else f"A resume goes on from the checkpoint of step {newest}",
-        )
+            return LastSave(state, step, *self._selection, newest)
+        _warn_of_lost(step, newest, reason)
         return None
+
+
+def _warn_of_lost(step: int, newest: int | None, reason: str) -> None:
+    logger.warning(
+        "A stop was announced, and step %d is not saved: %s. %s",
+        step,
+        reason,
+        "There is no checkpoint to resume from"
+        if newest is None
+        else f"A resume goes on from the checkpoint of step {newest}",
+    )
 
 
 def _marks(guards: Sequence[StepGuard]) -> tuple[int, int]:

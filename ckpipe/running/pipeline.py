@@ -112,9 +112,10 @@ class Pipeline(PipelineBase):
             try:
                 if (last := self._last_save(error)) is not None:
                     with last.beside(error):
-                        await self.save(
-                            last.state, last.step, include=last.include, exclude=last.exclude
-                        )
+                        if last.begins(await self._run(self._engine.leave_together, last.step)):
+                            await self.save(
+                                last.state, last.step, include=last.include, exclude=last.exclude
+                            )
             except BaseException as failure:
                 await self._close_on(failure)
                 raise
@@ -546,7 +547,10 @@ class SyncPipeline(PipelineBase):
             try:
                 if (last := self._last_save(error)) is not None:
                     with last.beside(error):
-                        self.save(last.state, last.step, include=last.include, exclude=last.exclude)
+                        if last.begins(self._call(self._engine.leave_together, last.step)):
+                            self.save(
+                                last.state, last.step, include=last.include, exclude=last.exclude
+                            )
             except BaseException as failure:
                 note_failures(self._close(failed=True), failure)
                 raise

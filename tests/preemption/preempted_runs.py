@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch._dynamo  # the first optimizer imports it
+import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 
 import ckpipe
@@ -72,7 +73,7 @@ class Run:
         loader: DataLoader[Any] = DataLoader(
             Numbers(
                 STEP_SECONDS if data_bound else 0.0,
-                case["root"],
+                place_of_notes(case),
                 case.get("dies"),
                 case.get("starts"),
             ),
@@ -96,6 +97,11 @@ class Run:
     @property
     def position(self) -> int:
         return self.data.epoch * BATCHES + self.data.batch
+
+
+def place_of_notes(case: Case) -> str:
+    """The place of a rank's notes; that of the run if there is one rank."""
+    return case["root"] if case.get("ranks", 1) == 1 else f"{case['root']}-{case['rank']}"
 
 
 def tell_init(worker_id: int) -> None:
@@ -124,14 +130,14 @@ HELD: list[Run] = []
 
 def main(case: Case) -> None:
     """Train until the process is to be stopped; note each step before ``should_save`` is told."""
-    run, root = Run(case), case["root"]
+    run, root = Run(case), place_of_notes(case)
     HELD.extend([run] if case.get("held") else [])
     logging.getLogger("ckpipe").addHandler(Notes(root))
     with ckpipe.SyncPipeline(
-        root,
+        case["root"],
         guard=None if case.get("unguarded") else run.optimizer,
         save_every_steps=case.get("every", 1000),
-        preemption=True,
+        preemption={"enabled": True, "grace_seconds": case.get("grace")},
     ) as pipeline:
         restored = pipeline.load(run.state)
         step = restored.step if restored else 0
@@ -149,6 +155,8 @@ def main(case: Case) -> None:
 
 def live(case: Case, rank: int, number: int) -> None:
     """Run a case in a session of its own, as a program that ends in the ordinary way."""
+    dies = case.get("dies")
+    case = {**case, "rank": rank, "dies": dies[rank] if isinstance(dies, list) else dies}
     process = multiprocessing.get_context("fork").Process(target=begin, args=(case,))
     process.start()
     process.join()
@@ -158,7 +166,10 @@ def live(case: Case, rank: int, number: int) -> None:
 def begin(case: Case) -> None:
     os.setsid()
     os.environ["NOTES"] = case["root"]
-    note(case["root"], f"group {os.getpid()}")
+    if case["ranks"] > 1:
+        store = dist.FileStore(f"{case['root']}.ranks", case["ranks"])  # type: ignore[attr-defined]
+        dist.init_process_group("gloo", store=store, rank=case["rank"], world_size=case["ranks"])
+    note(place_of_notes(case), f"group {os.getpid()}")
     main(case)
 
 

@@ -150,6 +150,38 @@ def test_an_epoch_that_cannot_begin_after_the_stop_loses_no_step(
     check(root, case | {"starts": None})
 
 
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("every", [1000, 2])
+def test_ranks_whose_loaders_fail_after_the_same_step_lose_no_step(
+    trainers: Forks, tmp_path: Path, every: int, ranks: int
+) -> None:
+    root = tmp_path / "run"
+    case = {**FORKED, "root": str(root), "dies": [3] * ranks, "every": every}
+    assert trainers.ranks(case, ranks) == [1] * ranks
+    run = Run({**case, "dies": None})
+    with ckpipe.SyncPipeline(root) as pipeline:
+        (newest,) = [each for each in pipeline.steps() if each.step == 3]
+        assert newest.complete
+        pipeline.load(run.state, per_rank="rank0")
+    assert (run.weight.item(), run.position) == (3, 3)
+
+
+def test_ranks_whose_loaders_fail_after_different_steps_tell_what_is_lost(
+    trainers: Forks, tmp_path: Path
+) -> None:
+    root = tmp_path / "run"
+    case: Case = {**FORKED, "root": str(root), "dies": [2, 3], "every": 1000, "grace": 8}
+    trainers.ranks(case, 2)
+    for rank, step in enumerate(case["dies"]):
+        told = [
+            line for line in notes(tmp_path / f"run-{rank}") if line.startswith("WARNING A stop")
+        ]
+        assert len(told) == 1
+        assert f"step {step} is not saved: not all ranks have left after the same step" in told[0]
+    with ckpipe.SyncPipeline(root) as pipeline:
+        assert not [each for each in pipeline.steps() if each.complete]
+
+
 @pytest.mark.parametrize("every", [1000, 2])
 def test_steps_that_are_lost_are_told(trainers: Forks, tmp_path: Path, every: int) -> None:
     root = tmp_path / "run"
