@@ -21,8 +21,8 @@ def in_use() -> bool:
 
 def recording() -> bool:
     """Tell whether this thread's kernels go into a CUDA graph instead of running."""
-    in_use = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    return in_use and torch.cuda.is_current_stream_capturing()
+    begun = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return begun and torch.cuda.is_current_stream_capturing()
 
 
 FENCED = {"cuda"}
