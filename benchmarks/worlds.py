@@ -10,8 +10,9 @@ from functools import cached_property
 import torch
 
 from ckpipe.format.checksum import chunk_count
-from ckpipe.format.manifest import ManifestDocument, RankManifest, Structure, TensorRow
+from ckpipe.format.manifest import ManifestDocument, RankManifest
 from ckpipe.planning import Captured, LocalPlanner, RankPlan
+from ckpipe.state.flatten import structure_of
 from ckpipe.state.placements import Mesh, Placement, Sharding, sharding
 from ckpipe.state.tensors import TensorLeaf
 from ckpipe.types import CheckpointId
@@ -73,19 +74,14 @@ class World:
         captured = self.captured(rank)
         plan = LocalPlanner().plan(captured, rank=rank, world_size=self.ranks)
         count = sum(chunk_count(entry.nbytes) for entry in plan.layout.entries)
-        rows = tuple(_row(leaf) for leaf in captured.tensors)
         part = RankManifest(
             rank=rank, structure=0, layout=0, values=(),
             files=tuple(file.row for file in plan.files),
             checksums=tuple(_sums(rank + self.ranks, count)), token=f"{rank:032x}",
             started="2026-11-21T03:42:05.123+00:00", writer={"ckpipe": "0.1.0"},
         )  # fmt: skip
-        structure = Structure(captured.tree, rows, 0)
-        return ManifestDocument("manifest", ID, self.ranks, (structure,), (plan.layout,), (part,))
-
-
-def _row(leaf: TensorLeaf) -> TensorRow:
-    return TensorRow(leaf.label, leaf.dtype, leaf.full_shape)
+        structures = (structure_of(captured),)
+        return ManifestDocument("manifest", ID, self.ranks, structures, (plan.layout,), (part,))
 
 
 def _sums(seed: int, count: int) -> Iterator[int]:

@@ -15,19 +15,13 @@ from ckpipe.format.box_cover import BoxIndex
 from ckpipe.format.boxes import Box, box_shape, box_volume
 from ckpipe.format.check import check_bundle
 from ckpipe.format.dtypes import DTYPES
-from ckpipe.format.manifest import (
-    Chunk,
-    ManifestDocument,
-    RankManifest,
-    Structure,
-    TensorRow,
-)
+from ckpipe.format.manifest import Chunk, ManifestDocument, RankManifest
 from ckpipe.interpreter import user_code
 from ckpipe.plan.division import whole_of
 from ckpipe.plan.global_plan import GlobalPlanner
 from ckpipe.plan.plan import LocalPlanner, RankPlan, Source, fingerprint, header_of
 from ckpipe.ranks.world import Topology
-from ckpipe.state.flatten import Captured
+from ckpipe.state.flatten import Captured, structure_of
 from ckpipe.state.placements import HeldBox
 from ckpipe.state.tensors import TensorLeaf
 from ckpipe.types import CheckpointId, JointPlanner, Planner
@@ -121,24 +115,13 @@ class _Wrong(Exception):  # becomes a UsageError once the planner is known
 
 def _check_tables(plan: RankPlan, captured: Captured) -> None:
     """Check the plan against the format, as a reader of the manifest would."""
-    rows = tuple(
-        TensorRow(
-            leaf.label,
-            leaf.dtype,
-            leaf.full_shape,
-            kind=leaf.kind,
-            lazy=leaf.lazy,
-            attributes=leaf.attributes,
-        )
-        for leaf in captured.tensors
-    )
     try:
         part = RankManifest(
             rank=plan.rank, structure=0, layout=0, values=tuple(captured.values),
             files=tuple(file.row for file in plan.files), checksums=(0,) * plan.checksums,
             token="", started="", writer={},
         )  # fmt: skip
-        structure = Structure(captured.tree, rows, len(captured.values), captured.optimizers)
+        structure = captured.described(structure_of)
         bundle = ManifestDocument(
             "manifest", _NOBODY, plan.world_size, (structure,), (plan.layout,), (part,)
         )

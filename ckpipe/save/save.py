@@ -18,14 +18,14 @@ import torch
 from torch.optim import Optimizer
 
 from ckpipe.format.keys import Json, LabelFilter
-from ckpipe.format.manifest import RankManifest, Structure, TensorRow
+from ckpipe.format.manifest import RankManifest, Structure
 from ckpipe.lock.state_lock import LockHold
 from ckpipe.loop_thread import Caller
 from ckpipe.memory.arena import Block
 from ckpipe.memory.budget import BlockReservation
 from ckpipe.save.program import BlockPlan, CopyProgram
 from ckpipe.save.record import UNKNOWN, FilledBlock, SaveRecord, fail, resolve
-from ckpipe.state.flatten import Captured
+from ckpipe.state.flatten import Captured, structure_of
 from ckpipe.types import CheckpointId
 from ckpipe.version import __version__
 
@@ -206,7 +206,7 @@ class Save(SaveRecord):
             metrics=request.metrics,
             final=request.final,
         )
-        return captured.described(_structure), part
+        return captured.described(structure_of), part
 
     def note(self, filled: StagedBlock) -> None:
         """Record a filled block, which the stages after the copy use from now on."""
@@ -261,15 +261,3 @@ class Save(SaveRecord):
     def forget_state(self) -> None:
         """Drop references to the caller's objects; no stage needs them once all is copied."""
         self.request = replace(self.request, state=None, owners=(), caller=None)
-
-
-def _structure(captured: Captured) -> Structure:
-    """Make the structure of a state for its manifest."""
-    rows = tuple(
-        TensorRow(
-            leaf.label, leaf.dtype, leaf.full_shape, leaf.device.partition(":")[0], leaf.kind,
-            leaf.detail, leaf.requires_grad, leaf.lazy, leaf.attributes,
-        )
-        for leaf in captured.tensors
-    )  # fmt: skip
-    return Structure(captured.tree, rows, len(captured.values), captured.optimizers)

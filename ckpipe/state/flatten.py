@@ -39,7 +39,7 @@ import torch
 
 from ckpipe.errors import UnsupportedState
 from ckpipe.format.keys import MAX_DIGITS, Json, LabelFilter, encode_key, join, unique_label
-from ckpipe.format.manifest import OptimizerRow
+from ckpipe.format.manifest import OptimizerRow, Structure, TensorRow
 from ckpipe.format.tree import SETS, Node, leaf_labels, node_of, with_nodes, with_selected
 from ckpipe.state.kinds import (
     DATACLASS,
@@ -152,6 +152,18 @@ class Captured:
     def forget_memory(self) -> None:
         """Drop the tensors; the structure stays."""
         self.memory, self.objects = [], []
+
+
+def structure_of(captured: Captured) -> Structure:
+    """Return the structure of a state, as its manifest has it."""
+    rows = tuple(
+        TensorRow(
+            leaf.label, leaf.dtype, leaf.full_shape, leaf.device.partition(":")[0], leaf.kind,
+            leaf.detail, leaf.requires_grad, leaf.lazy, leaf.attributes,
+        )
+        for leaf in captured.tensors
+    )  # fmt: skip
+    return Structure(captured.tree, rows, len(captured.values), captured.optimizers)
 
 
 def _addresses(captured: Captured) -> npt.NDArray[np.uint64]:
