@@ -134,8 +134,6 @@ class SumTable:
     def cuts(self, spans: Iterable[tuple[int, int, int, int]]) -> BlockCuts:
         """Cut a block into ranges to checksum.
 
-        ``Gather.slots`` in ``save/program.py`` numbers the checksums of a block in this order.
-
         Args:
             spans: The ranges of entries in it: number of the entry, start and end in the entry,
                 and start in the block.

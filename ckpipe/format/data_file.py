@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from json.encoder import encode_basestring_ascii
+from typing import NamedTuple
 
 from ckpipe.errors import OversizedMetadata
 from ckpipe.format.checksum import BlockCuts, SumTable
@@ -137,8 +138,7 @@ class DataFile:
     entries: range
 
 
-@dataclass(frozen=True, slots=True)
-class EntryRange:
+class EntryRange(NamedTuple):
     """A range of an entry's bytes in a block.
 
     Args:
@@ -210,6 +210,5 @@ class DataFiles:
         """Return the ranges of one block to checksum; may be called from any thread."""
         known = self._cuts.get((block.file, block.offset))
         if known is None:
-            spans = ((span.entry, span.lo, span.hi, span.at) for span in block.spans)
-            known = self._cuts[block.file, block.offset] = self.sum_table.cuts(spans)
+            known = self._cuts[block.file, block.offset] = self.sum_table.cuts(block.spans)
         return known

@@ -26,7 +26,7 @@ import torch
 from torch.optim import Optimizer
 
 from ckpipe.format.boxes import Box, box_shape, flat_range_boxes, flat_start
-from ckpipe.format.checksum import CHUNK_BYTES, chunk_spans
+from ckpipe.format.checksum import BlockCuts, SumTable, chunk_spans
 from ckpipe.format.data_file import BlockRange, DataFiles, EntryRange
 from ckpipe.lock.late_copies import (
     ByteSample,
@@ -74,8 +74,7 @@ class Gather:
         skips: Offset of the range from the tensor's first element, in bytes.
         sizes: Size of the range, in bytes.
         at: Offset in the block, in bytes.
-        slots: The index of its own checksum among those of the block, in the order of
-            ``SumTable.cuts`` in ``format/checksum.py``; -1 if it has none.
+        slots: The number of the range to checksum in the block that it is; -1 for a part of one.
     """
 
     tensors: array[int]
@@ -144,6 +143,7 @@ def plan_blocks(
         block_bytes: The size of a block, in bytes.
     """
     blocks: list[BlockPlan] = []
+    sum_table = SumTable(plan.layout.entries.nbytes)
     for number, file in enumerate(plan.files):
         cutter = _Cutter(leaves, block_bytes, -(-file.row.size // block_bytes))
         cutter.fill(0, file.header)
@@ -159,6 +159,8 @@ def plan_blocks(
                 end = source.offset + source.nbytes
         for index, draft in enumerate(cutter.drafts):
             offset = index * block_bytes
+            cuts = sum_table.cuts(draft.spans)
+            draft.number_ranges(cuts)
             blocks.append(
                 BlockPlan(
                     number,
@@ -168,7 +170,7 @@ def plan_blocks(
                     tuple(draft.fills),
                     tuple(draft.copies),
                     draft.gather,
-                    draft.sum_count,
+                    len(cuts.slots),
                 )
             )
     return tuple(blocks)
@@ -180,9 +182,12 @@ class _Draft:
     fills: list[tuple[int, bytes]] = field(default_factory=list)
     copies: list[Copy] = field(default_factory=list)
     gather: Gather = field(default_factory=lambda: Gather(*(array("q") for _ in range(5))))
-    sum_count: int = 0
-    first_sum: int = 0
-    """The number of the first checksum of the last span."""
+
+    def number_ranges(self, cuts: BlockCuts) -> None:
+        """Find the copied ranges that are checksummed as they are."""
+        numbers = {bounds: n for n, bounds in enumerate(zip(cuts.begins, cuts.ends, strict=True))}
+        copied = zip(self.gather.at, self.gather.sizes, strict=True)
+        self.gather.slots.extend(numbers.get((at, at + size), -1) for at, size in copied)
 
 
 class _Cutter:
@@ -207,10 +212,7 @@ class _Cutter:
 
     def span(self, entry: int, start: int, nbytes: int) -> None:
         for block, at, lo, hi in self._cut(start, nbytes):
-            draft = self.drafts[block]
-            draft.spans.append(EntryRange(entry, lo, hi, at))
-            draft.first_sum = draft.sum_count
-            draft.sum_count += sum(1 for _ in chunk_spans(lo, hi))
+            self.drafts[block].spans.append(EntryRange(entry, lo, hi, at))
 
     def source(self, source: Source, start: int) -> None:
         """Add a source of an entry that begins at ``start`` in the file."""
@@ -237,17 +239,12 @@ class _Cutter:
     def _gather(self, block: int, source: Source, skip: int, lo: int, hi: int) -> None:
         """Add bytes of host memory, cut at the ends of checksums."""
         draft = self.drafts[block]
-        gather, span, first = draft.gather, draft.spans[-1], draft.first_sum
-        for chunk, begin, end in chunk_spans(source.offset + lo, source.offset + hi):
-            whole = (
-                begin == max(span.lo, chunk * CHUNK_BYTES),
-                end == min(span.hi, (chunk + 1) * CHUNK_BYTES),
-            )
+        gather, span = draft.gather, draft.spans[-1]
+        for _, begin, end in chunk_spans(source.offset + lo, source.offset + hi):
             gather.tensors.append(source.tensor)
             gather.skips.append(skip + begin - source.offset)
             gather.sizes.append(end - begin)
             gather.at.append(span.at + begin - span.lo)
-            gather.slots.append(first + chunk - span.lo // CHUNK_BYTES if all(whole) else -1)
 
 
 def devices_of(state: Captured) -> set[str]:
