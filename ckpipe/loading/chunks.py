@@ -120,7 +120,7 @@ class ChunkCopy(NamedTuple):
 
     def needs(self, itemsize: int) -> Iterator[Need]:
         """Yield its needs; rows that share a checksum chunk anyway are one need."""
-        if self.inside is None or self.stride is not None:
+        if self.inside is None:
             yield Need(self.entry, self.start, self.stop)
             return
         for lo, hi in flat_ranges(self.shape, self.inside, CHUNK_BYTES // itemsize):

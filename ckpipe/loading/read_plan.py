@@ -24,6 +24,7 @@ time too, 5 ms of CPU at both ends together in a measurement, so reads have a le
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, pairwise
@@ -76,7 +77,7 @@ class ReadChunks(NamedTuple):
     lo: Column
     at: Column
     end: Column
-    checksum: Column
+    checksum: array[int]
 
 
 class Read(NamedTuple):
@@ -233,7 +234,7 @@ def _chunks(data: EntryTable, spans: Iterable[_Span]) -> ReadChunks:
     numbers = entry.tolist()
     begins = np.array([data.begins[n] for n in numbers], np.int64)
     sums = np.array([data.first_sums[n] for n in numbers], np.int64) + lo // CHUNK_BYTES
-    checksum = np.array([data.checksums[n] for n in sums.tolist()], np.int64)
+    checksum = array("I", [data.checksums[n] for n in sums.tolist()])
     return ReadChunks(entry, lo, begins + lo, begins + np.minimum(lo + CHUNK_BYTES, last), checksum)
 
 

@@ -84,27 +84,23 @@ class _PartialChunk:
     missing: int
 
 
-class _Pieces(NamedTuple):
-    """The chunks of a plan as arguments of the native call.
+class _PlannedChunks(NamedTuple):
+    """The chunks to read, and the takers of their bytes.
 
     Args:
         chunks: The chunks.
         destinations: The destinations of each entry's bytes.
         targets: The address to which each chunk is copied as it is; 0 for none.
-        sizes: The bytes of each.
-        sums: The CRC-32C of each.
         others: Whether any other destination takes bytes of it.
     """
 
     chunks: ReadChunks
     destinations: Destinations
     targets: array[int]
-    sizes: array[int]
-    sums: array[int]
     others: np.ndarray[Any, np.dtype[np.bool_]]
 
 
-def _pieces(chunks: ReadChunks, destinations: Destinations) -> _Pieces:
+def _planned_chunks(chunks: ReadChunks, destinations: Destinations) -> _PlannedChunks:
     entries, rows = np.unique(chunks.entry, return_inverse=True)
     direct = np.zeros((len(entries), 3), np.int64)
     several = np.zeros(len(entries), np.bool_)
@@ -114,12 +110,10 @@ def _pieces(chunks: ReadChunks, destinations: Destinations) -> _Pieces:
         direct[row] = (0, 0, 0) if raw is None else raw
         several[row] = len(takers) > (raw is not None)
     start, stop, address = direct[rows].T
-    sizes = chunks.end - chunks.at
-    whole = (start <= chunks.lo) & (chunks.lo + sizes <= stop) & (address > 0)
+    whole = (start <= chunks.lo) & (chunks.lo + chunks.end - chunks.at <= stop) & (address > 0)
     targets = np.where(whole, address + chunks.lo - start, 0)
     others = several[rows] | ((address > 0) & ~whole)
-    sums = array("I", chunks.checksum.astype(np.uint32).tobytes())
-    return _Pieces(chunks, destinations, _longs(targets), _longs(sizes), sums, others)
+    return _PlannedChunks(chunks, destinations, _longs(targets), others)
 
 
 def _longs(column: np.ndarray[Any, np.dtype[np.int64]]) -> array[int]:
@@ -171,7 +165,7 @@ class Reader:
         """
         self.tally.began = self.tally.began or time.perf_counter()
         lanes = len(self._buffers)
-        pieces, reads = await anyio.to_thread.run_sync(self._plan, needs, destinations)
+        planned, reads = await anyio.to_thread.run_sync(self._plan, needs, destinations)
         self.tally.planned = self.tally.bytes + sum(read.size for read in reads)
         if all(read.cached for read in reads):
             # No thread waits, so more threads than CPUs would evict each other's bytes from cache.
@@ -189,19 +183,19 @@ class Reader:
                     return
                 if read.file != number:
                     number, file = read.file, self._open(read.file)
-                self._deliver(pieces, read, file, buffer)
+                self._deliver(planned, read, file, buffer)
 
         await in_threads(work, min(lanes, len(reads)))
 
     def _plan(
         self, needs: Sequence[Need], destinations: Destinations
-    ) -> tuple[_Pieces, list[Read]]:
+    ) -> tuple[_PlannedChunks, list[Read]]:
         """Plan the reads, those that the store has in memory behind the others."""
         with gc_paused():
             chunks, reads = plan_reads(
                 self._data, needs, self._read_bytes, self._alignment, len(self._buffers)
             )
-            pieces = _pieces(chunks, destinations)
+            planned = _planned_chunks(chunks, destinations)
         found: list[Read] = []
         for number, group in groupby(reads, attrgetter("file")):
             anyio.from_thread.check_cancelled()
@@ -213,7 +207,7 @@ class Reader:
                         raise truncated(key, read.offset, read.size, file.size)
                 cached = file is not None and file.is_cached(read.offset, read.size)
                 found.append(read._replace(cached=cached))
-        return pieces, sorted(found, key=attrgetter("cached"))
+        return planned, sorted(found, key=attrgetter("cached"))
 
     def _open(self, number: int) -> ObjectReader | None:
         rank, key = self._file(number)
@@ -221,14 +215,14 @@ class Reader:
             return self._backend.open_object(key)
 
     def _deliver(
-        self, pieces: _Pieces, read: Read, file: ObjectReader | None, buffer: memoryview
+        self, planned: _PlannedChunks, read: Read, file: ObjectReader | None, buffer: memoryview
     ) -> None:
         """Read a range, verify its chunks and deliver each; call it in a thread.
 
         Raises:
             ChecksumMismatch: If a chunk is damaged; no chunk behind it is delivered.
         """
-        at, ends = pieces.chunks.at, pieces.chunks.end
+        at, ends = planned.chunks.at, planned.chunks.end
         most = max(1, read.stop - read.first)
         if read.cached:
             most = max(1, _CACHED_PIECE_BYTES * most // read.size)
@@ -245,19 +239,19 @@ class Reader:
         with torch.inference_mode():
             for first in range(read.first, read.stop, most):
                 stop = min(first + most, read.stop)
-                self._take(pieces, first, stop, fetch(int(at[first]), int(ends[stop - 1])))
+                self._take(planned, first, stop, fetch(int(at[first]), int(ends[stop - 1])))
             for number in read.cut:
                 begin = max(int(at[number]), read.offset)
                 found = fetch(begin, min(int(ends[number]), read.offset + read.size))
-                assembled = self._assemble(pieces, number, begin - int(at[number]), found)
+                assembled = self._assemble(planned, number, begin - int(at[number]), found)
                 if assembled is not None:
-                    self._take(pieces, number, number + 1, assembled)
+                    self._take(planned, number, number + 1, assembled)
 
     def _assemble(
-        self, pieces: _Pieces, number: int, begin: int, found: memoryview
+        self, planned: _PlannedChunks, number: int, begin: int, found: memoryview
     ) -> memoryview | None:
         """Copy a range of a chunk to its place in it; return the chunk once it is complete."""
-        size = pieces.sizes[number]
+        size = int(planned.chunks.end[number] - planned.chunks.at[number])
         with self._lock:
             partial = self._partial.get(number)
             if partial is None:
@@ -271,46 +265,47 @@ class Reader:
             del self._partial[number]
         return partial.memory
 
-    def _take(self, pieces: _Pieces, first: int, stop: int, found: memoryview) -> None:
+    def _take(self, planned: _PlannedChunks, first: int, stop: int, found: memoryview) -> None:
         """Verify chunks and deliver them; a damaged one is read again.
 
         Args:
-            pieces: All chunks.
+            planned: All chunks.
             first: The number of the first chunk to take.
             stop: The number behind the last one.
             found: Their bytes, from the start of the first chunk on.
         """
-        entry, lo, at, end, _ = pieces.chunks
+        entry, lo, at, end, sums = planned.chunks
         begin, address = int(at[first]), address_of(found) - at[first]
         if end[stop - 1] - begin > len(found):
             raise AssertionError("chunks exceed the bytes that were read")
         while first < stop:
             rows = slice(first, stop)
-            targets, sources = pieces.targets[rows], _longs(at[rows] + address)
-            good = verify_copy_each(targets, sources, pieces.sizes[rows], pieces.sums[rows])
+            targets, sources = planned.targets[rows], _longs(at[rows] + address)
+            sizes = _longs(end[rows] - at[rows])
+            good = verify_copy_each(targets, sources, sizes, sums[rows])
             self.tally.delivered |= any(targets[:good])
-            for number in np.flatnonzero(pieces.others[first : first + good]).tolist():
+            for number in np.flatnonzero(planned.others[first : first + good]).tolist():
                 low, raw = int(lo[first + number]), targets[number] != 0
-                for destination in pieces.destinations[int(entry[first + number])]:
+                for destination in planned.destinations[int(entry[first + number])]:
                     if raw and type(destination) is RawBytes:
                         raw = False  # The native call has copied these bytes.
                         continue
                     self.tally.delivered = True
-                    destination.put(sources[number], low, low + pieces.sizes[first + number])
+                    destination.put(sources[number], low, low + sizes[number])
             first += good
             if first < stop:
                 damaged = found[int(at[first]) - begin : int(end[first]) - begin]
-                self._take(pieces, first, first + 1, self._read_again(pieces, first, damaged))
+                self._take(planned, first, first + 1, self._read_again(planned, first, damaged))
                 first += 1
 
-    def _read_again(self, pieces: _Pieces, number: int, damaged: memoryview) -> memoryview:
+    def _read_again(self, planned: _PlannedChunks, number: int, damaged: memoryview) -> memoryview:
         """Read a damaged chunk once more, by a request of its own.
 
         Raises:
             ChecksumMismatch: If it is damaged again.
         """
         data = self._data
-        entry, lo, at, end, checksum = (int(each[number]) for each in pieces.chunks)
+        entry, lo, at, end, checksum = (int(each[number]) for each in planned.chunks)
         file = data.entry_files[entry]
         rank, key = self._file(file)
         again = self._filled(Read(file, at, end - at), None, memoryview(bytearray(end - at)))
