@@ -265,11 +265,10 @@ class Matching:
             if attributes is not None:
                 self._builder.update(attributes, made)
 
-        if use is not Use.IN_PLACE:
-            return MutableFactory(empty_mapping(node), fill)
-        if not items and attributes is None:
-            return partial(same, live)
-        return MutableFactory(partial(same, live), fill)
+        shell = partial(same, live) if use is Use.IN_PLACE else empty_mapping(node)
+        if use is Use.IN_PLACE and not items and attributes is None:
+            return shell
+        return MutableFactory(shell, fill)
 
     def _derived(self, derive: Callable[[Any], Any], node: Node, label: str) -> Factory:
         """Plan random generators that are derived for this rank."""
