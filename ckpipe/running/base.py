@@ -23,20 +23,13 @@ import torch
 from torch.optim import Optimizer
 
 from ckpipe.backend import without_secrets
-from ckpipe.errors import (
-    PermissionDenied,
-    PipelineClosed,
-    SettingsError,
-    UnsupportedTopology,
-    UsageError,
-)
+from ckpipe.errors import PipelineClosed, SettingsError, UnsupportedTopology, UsageError
 from ckpipe.events import Completed, Event, EventBus, RankCommitted, SaveFailed, Staged
 from ckpipe.format import checksum
 from ckpipe.format.keys import label_filter
 from ckpipe.loading.load import LoadRequest
 from ckpipe.loading.select import PerRankPolicy
 from ckpipe.lock.guard import Guarded, StepGuard, guard, optimizers_of, swapped
-from ckpipe.lock.holds import callers
 from ckpipe.lock.state_lock import LoadHold, StateLock, lock_of
 from ckpipe.loop_thread import Caller, LoopThread, call_at_exit
 from ckpipe.preemption import SignalWatch, StopRequest
@@ -46,9 +39,13 @@ from ckpipe.running.engine import Engine, serve
 from ckpipe.running.last_save import LastSave, LastState
 from ckpipe.running.listeners import Hooks, Statistics, StatisticsRecorder, in_hook
 from ckpipe.running.validation import (
+    check_choices,
+    check_savable,
     has_failed,
+    late_owners,
     location,
     note_failures,
+    place_of_call,
     plain_metadata,
     plain_metrics,
     plain_step,
@@ -62,15 +59,6 @@ logger = logging.getLogger("ckpipe")
 E = TypeVar("E", bound=Event)
 Hook = Callable[[E], object]
 """The user's function or coroutine function that takes an event."""
-
-
-def _place_of_call() -> str:
-    """Return file and line of the code that calls ckpipe."""
-    within = ("ckpipe", "contextlib")
-    for frame in callers(sys._getframe(1)):
-        if str(frame.f_globals.get("__name__")).partition(".")[0] not in within:
-            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
-    return "an unknown place"
 
 
 def _close_at_exit(
@@ -371,7 +359,7 @@ class PipelineBase:
             UsageError: If there are signals to watch and this is not the main thread.
         """
         if self._opened is None:
-            self._opened_at = _place_of_call()
+            self._opened_at = place_of_call()
         if self._opened is None and self._settings.preemption.enabled:
             # A new watch: after a failed open, a foreign handler may still call the former one.
             self._watch = SignalWatch(self._settings.preemption.signals, self._preemption.tell)
@@ -578,20 +566,9 @@ class PipelineBase:
         if self._closing and not in_hook():  # closing waits for saves of hooks
             hint = "Make a new one to go on saving"
             raise PipelineClosed("The pipeline was closed meanwhile", step=step, hint=hint)
-        if self._settings.read_only:
-            raise PermissionDenied(
-                "The pipeline was opened to read only",
-                step=step,
-                hint="Open a pipeline without read_only=True to save",
-            )
+        check_savable(state, step, read_only=self._settings.read_only)
         self._engine.world.check(saves=True, step=step)
-        if state is None:
-            raise UsageError(
-                "There is no state to save: it is None",
-                step=step,
-                hint="Pass a state, such as a dict of model and optimizer",
-            )
-        owners = self._owners(until, step)
+        owners = late_owners(until, self._guards, step)
         self._lock.check_capture_allowed()
         if self._settings.preemption.enabled:
             self._last_state.saves(state, include, exclude, self._guards)
@@ -608,24 +585,6 @@ class PipelineBase:
             step,
             call,
         )
-
-    def _owners(self, until: str, step: int | None) -> tuple[Optimizer, ...]:
-        """Return the optimizers whose tensors a save copies late, by ``until`` of ``save``."""
-        if until not in ("captured", "staged", "committed"):
-            raise UsageError(
-                f"until is 'captured', 'staged' or 'committed', not {until!r}", step=step
-            )
-        if until != "captured":
-            return ()
-        owners = tuple(optimizer for each in self._guards for optimizer in each.optimizers)
-        if not owners:
-            raise UsageError(
-                "until='captured' needs a guarded optimizer: without one, a step may change "
-                "tensors that are not copied yet",
-                step=step,
-                hint="Open the pipeline with guard=optimizer, or save with until='staged'",
-            )
-        return owners
 
     @contextmanager
     def _while_it_copies(self, request: SaveRequest) -> Iterator[None]:
@@ -656,15 +615,8 @@ class PipelineBase:
     ) -> LoadRequest:
         """Check the arguments of ``load``; on the caller's thread."""
         select = label_filter(include, exclude)
-        if pickle not in ("refuse", "allow"):
-            raise UsageError(f"pickle is 'refuse' or 'allow', not {pickle!r}")
-        if optimizer_class not in ("same", "any"):
-            raise UsageError(f"optimizer_class is 'same' or 'any', not {optimizer_class!r}")
         per_rank = self._settings.per_rank if per_rank is None else per_rank
-        if not callable(per_rank) and per_rank not in ("raise", "drop", "rank0", "derive"):
-            raise UsageError(
-                f"per_rank is 'raise', 'drop', 'rank0', 'derive' or a function, not {per_rank!r}"
-            )
+        check_choices(pickle, optimizer_class, per_rank)
         self._engine.world.check(saves=False)
         if self._settings.preemption.enabled:
             self._last_state.loads(into, self._guards)

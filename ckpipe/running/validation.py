@@ -10,17 +10,31 @@ import json
 import logging
 import operator
 import os
+import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
 from typing import Any, Literal, SupportsIndex
 
-from ckpipe.errors import PipelineClosed, UsageError, first_error
+from torch.optim import Optimizer
+
+from ckpipe.errors import PermissionDenied, PipelineClosed, UsageError, first_error
 from ckpipe.format.keys import encode_float
+from ckpipe.lock.guard import StepGuard
+from ckpipe.lock.holds import callers
 from ckpipe.types import CheckpointInfo
 
 Which = int | str | CheckpointInfo
 """A step, the exact id of a checkpoint, or its info."""
+
+
+def place_of_call() -> str:
+    """Return file and line of the code that calls ckpipe."""
+    within = ("ckpipe", "contextlib")
+    for frame in callers(sys._getframe(1)):
+        if str(frame.f_globals.get("__name__")).partition(".")[0] not in within:
+            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+    return "an unknown place"
 
 
 def location(url: str | os.PathLike[str] | None) -> str | None:
@@ -78,6 +92,64 @@ def _shown(value: object) -> str:
     """Show a short value; name the type of other values."""
     short = isinstance(value, str | int | float)
     return f"{value!r:.100}" if short else f"a {type(value).__qualname__}"
+
+
+def check_savable(state: Any, step: int | None, *, read_only: bool) -> None:
+    """Check that there is a state and that it may be saved.
+
+    Raises:
+        PermissionDenied: If the pipeline was opened to read only.
+        UsageError: If the state is None.
+    """
+    if read_only:
+        raise PermissionDenied(
+            "The pipeline was opened to read only",
+            step=step,
+            hint="Open a pipeline without read_only=True to save",
+        )
+    if state is None:
+        raise UsageError(
+            "There is no state to save: it is None",
+            step=step,
+            hint="Pass a state, such as a dict of model and optimizer",
+        )
+
+
+def late_owners(until: str, guards: Iterable[StepGuard], step: int | None) -> tuple[Optimizer, ...]:
+    """Return the optimizers whose tensors a save copies late, by ``until`` of ``save``.
+
+    Raises:
+        UsageError: If there is no such ``until``, or no optimizer is guarded that it needs.
+    """
+    if until not in ("captured", "staged", "committed"):
+        raise UsageError(f"until is 'captured', 'staged' or 'committed', not {until!r}", step=step)
+    if until != "captured":
+        return ()
+    owners = tuple(optimizer for each in guards for optimizer in each.optimizers)
+    if not owners:
+        raise UsageError(
+            "until='captured' needs a guarded optimizer: without one, a step may change "
+            "tensors that are not copied yet",
+            step=step,
+            hint="Open the pipeline with guard=optimizer, or save with until='staged'",
+        )
+    return owners
+
+
+def check_choices(pickle: str, optimizer_class: str, per_rank: object) -> None:
+    """Check the arguments of ``load`` that are one of a few words.
+
+    Raises:
+        UsageError: If one is another word.
+    """
+    if pickle not in ("refuse", "allow"):
+        raise UsageError(f"pickle is 'refuse' or 'allow', not {pickle!r}")
+    if optimizer_class not in ("same", "any"):
+        raise UsageError(f"optimizer_class is 'same' or 'any', not {optimizer_class!r}")
+    if not callable(per_rank) and per_rank not in ("raise", "drop", "rank0", "derive"):
+        raise UsageError(
+            f"per_rank is 'raise', 'drop', 'rank0', 'derive' or a function, not {per_rank!r}"
+        )
 
 
 def plain_metrics(metrics: Mapping[str, float], step: int | None) -> dict[str, Any]:
