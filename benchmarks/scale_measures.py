@@ -29,7 +29,7 @@ from ckpipe.backend import PutMode
 from ckpipe.catalog.complete import publish_up
 from ckpipe.catalog.manifest_selection import read_near
 from ckpipe.format.codec import decode_bundle, encode_bundle
-from ckpipe.format.keys import LabelFilter
+from ckpipe.format.labels import LabelFilter
 from ckpipe.format.manifest import ManifestDocument
 from ckpipe.format.merge import merge
 from ckpipe.format.names import GROUP_SIZE, index_key, manifest_key

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ckpipe.errors import DtypeMismatch, ShapeMismatch, StructureMismatch, UsageError
-from ckpipe.format.keys import LabelFilter, join
+from ckpipe.format.labels import LabelFilter, join
 from ckpipe.loading.collectives import fsdp1_ranks
 from ckpipe.loading.live_tensors import is_placed
 from ckpipe.loading.stateful import LoadTargets, SavedObject, SavedTensor

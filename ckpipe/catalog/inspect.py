@@ -14,7 +14,7 @@ from typing import Literal
 
 from ckpipe.errors import UsageError
 from ckpipe.format.data_file import SCALARS, item_bytes
-from ckpipe.format.keys import Json, LabelFilter, unique_label
+from ckpipe.format.labels import Json, LabelFilter, unique_label
 from ckpipe.format.manifest import Layout, ManifestDocument, RankManifest, TensorRow
 from ckpipe.format.merge import differ_privately
 from ckpipe.format.tree import WRAPPERS, Node, children_of

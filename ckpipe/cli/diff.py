@@ -18,7 +18,7 @@ from ckpipe.catalog.inspect import check_expansion, labels_per_rank, tensor_byte
 from ckpipe.cli.running import FOUND, OK, chosen
 from ckpipe.cli.screen import Meter, Screen, one_line, table
 from ckpipe.export import batches
-from ckpipe.format.keys import LabelFilter, label_filter, unique_label
+from ckpipe.format.labels import LabelFilter, label_filter, unique_label
 from ckpipe.format.manifest import ManifestDocument, TensorRow
 from ckpipe.format.tree import SETS, walk
 from ckpipe.loading.load import read_tensors

@@ -30,7 +30,7 @@ from ckpipe.catalog.inspect import (
 from ckpipe.cli.running import OK, MaybeStep, Url, chosen, serve
 from ckpipe.cli.screen import Screen, of_things, one_line, table
 from ckpipe.errors import CorruptCheckpoint, UnsupportedVersion
-from ckpipe.format.keys import label_filter
+from ckpipe.format.labels import label_filter
 from ckpipe.format.summary import REMEDY, Summary, summary_of
 from ckpipe.store.registry import Access, open_store
 from ckpipe.threads import run_lanes

@@ -28,7 +28,7 @@ from ckpipe.errors import (
     TruncatedObject,
 )
 from ckpipe.format.checksum import crc32c
-from ckpipe.format.keys import Json, canonical
+from ckpipe.format.labels import Json, canonical
 
 PLAIN_BYTES = 64 << 10
 """Bytes of JSON above which an object is compressed."""

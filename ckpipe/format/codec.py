@@ -22,7 +22,7 @@ from ckpipe.errors import (
 from ckpipe.format.check import check_bundle, check_dtypes, facts_of
 from ckpipe.format.checksummed_json import Element, decode_json, encode_json
 from ckpipe.format.data_file import STORED_ITEM_BYTES
-from ckpipe.format.keys import Json, Numbering, canonical
+from ckpipe.format.labels import Json, Numbering, canonical
 from ckpipe.format.manifest import (
     CHUNKS,
     ENTRIES,

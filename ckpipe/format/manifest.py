@@ -24,7 +24,7 @@ from typing import Any, Generic, Literal, NamedTuple, Self, TypeVar, cast, overl
 from ckpipe.errors import InvalidManifest
 from ckpipe.format.boxes import Box
 from ckpipe.format.checksum import chunk_count
-from ckpipe.format.keys import Json
+from ckpipe.format.labels import Json
 from ckpipe.format.names import prefix
 from ckpipe.types import CheckpointId
 

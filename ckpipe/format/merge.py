@@ -30,7 +30,7 @@ from ckpipe.format.check import check_ranks, facts_of, identity_of
 from ckpipe.format.checksum import chunk_count
 from ckpipe.format.codec import layout_text
 from ckpipe.format.data_file import item_bytes
-from ckpipe.format.keys import Json, Numbering, canonical
+from ckpipe.format.labels import Json, Numbering, canonical
 from ckpipe.format.manifest import (
     BundleKind,
     Layout,

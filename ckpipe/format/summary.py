@@ -21,7 +21,7 @@ from typing import Any
 from ckpipe.errors import InvalidManifest
 from ckpipe.format.checksummed_json import PLAIN_BYTES, decode_json, encode_json
 from ckpipe.format.data_file import STORED_ITEM_BYTES
-from ckpipe.format.keys import Json, decode_float, encode_float
+from ckpipe.format.labels import Json, decode_float, encode_float
 from ckpipe.format.manifest import ManifestDocument
 from ckpipe.types import CheckpointId
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from ckpipe.errors import DuplicateName, InvalidManifest
-from ckpipe.format.keys import Json, decode_key, joined
+from ckpipe.format.labels import Json, decode_key, joined
 from ckpipe.format.manifest import Structure
 
 Node = list[Any]

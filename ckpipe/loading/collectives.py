@@ -24,7 +24,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ckpipe.format.keys import LabelFilter, join, label_order
+from ckpipe.format.labels import LabelFilter, join, label_order
 from ckpipe.interpreter import user_code
 from ckpipe.loading.stateful import InspectionMemo, live_state
 from ckpipe.state.kinds import is_stateful

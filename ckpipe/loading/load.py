@@ -19,7 +19,7 @@ import torch
 from ckpipe.backend import Backend
 from ckpipe.catalog.find import read_index
 from ckpipe.errors import CkpipeError, CorruptCheckpoint, StructureMismatch, UsageError
-from ckpipe.format.keys import LabelFilter, decode_float
+from ckpipe.format.labels import LabelFilter, decode_float
 from ckpipe.format.manifest import ManifestDocument, Structure
 from ckpipe.format.tree import Node, children_of, shared_containers
 from ckpipe.interpreter import gc_paused, short_switch_interval

@@ -24,7 +24,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from ckpipe.errors import InvalidManifest, StructureMismatch
-from ckpipe.format.keys import decode_key, encode_key, join, label_order
+from ckpipe.format.labels import decode_key, encode_key, join, label_order
 from ckpipe.format.tree import MAPPINGS, Node, children_of, leaf_labels, walk
 from ckpipe.interpreter import user_code
 from ckpipe.loading.factories import (

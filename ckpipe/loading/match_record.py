@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from ckpipe.format.keys import LabelFilter
+from ckpipe.format.labels import LabelFilter
 from ckpipe.format.tree import Node, leaf_labels
 from ckpipe.loading.saved_state import SavedState
 from ckpipe.loading.select import any_selected

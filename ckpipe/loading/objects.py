@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ckpipe.format.keys import decode_key, join
+from ckpipe.format.labels import decode_key, join
 from ckpipe.format.tree import MAPPINGS, WRAPPERS, Node, children_of
 from ckpipe.interpreter import user_code
 from ckpipe.loading.factories import empty_mapping

@@ -25,7 +25,7 @@ from functools import partial
 from typing import Any
 
 from ckpipe.errors import CkpipeError, InvalidManifest, StructureMismatch, UnsupportedState
-from ckpipe.format.keys import Json, LabelFilter, canonical
+from ckpipe.format.labels import Json, LabelFilter, canonical
 from ckpipe.format.manifest import ManifestDocument, OptimizerRow, TensorRow
 from ckpipe.format.merge import differ_privately
 from ckpipe.format.tree import MAPPINGS, Node, nodes_of, walk, with_nodes

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from ckpipe.errors import PerRankValue
-from ckpipe.format.keys import Json, LabelFilter, join
+from ckpipe.format.labels import Json, LabelFilter, join
 from ckpipe.format.tree import (
     SETS,
     WRAPPERS,

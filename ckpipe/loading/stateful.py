@@ -29,7 +29,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim.lr_scheduler import LRScheduler
 
 from ckpipe.errors import StructureMismatch
-from ckpipe.format.keys import LabelFilter, join
+from ckpipe.format.labels import LabelFilter, join
 from ckpipe.format.tree import Node, children_of
 from ckpipe.loading.chunks import HeldElements
 from ckpipe.loading.select import any_selected

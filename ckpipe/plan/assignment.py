@@ -30,7 +30,7 @@ from ckpipe.errors import SaveError, UnsupportedState
 from ckpipe.format.box_cover import BoxIndex
 from ckpipe.format.boxes import Box, box_shape, box_volume, whole
 from ckpipe.format.dtypes import DTYPES
-from ckpipe.format.keys import Numbering
+from ckpipe.format.labels import Numbering
 from ckpipe.plan.division import MIN_PIECE_BYTES, Share, cut_dimension, shares
 from ckpipe.state.kinds import ReplicaGroup
 from ckpipe.state.placements import Mesh, Placement, Sharding, sharding

@@ -20,7 +20,7 @@ from ckpipe.format import data_file
 from ckpipe.format.boxes import Box, box_shape
 from ckpipe.format.checksum import chunk_count, crc32c
 from ckpipe.format.data_file import SCALARS, DataFile, stored_dtype
-from ckpipe.format.keys import LabelFilter
+from ckpipe.format.labels import LabelFilter
 from ckpipe.format.manifest import Chunk, Entry, FileRow, Layout
 from ckpipe.format.names import data_file_name
 from ckpipe.plan.division import Piece, Unit, units

@@ -25,7 +25,7 @@ import anyio.to_thread
 
 from ckpipe.backend import Backend
 from ckpipe.errors import InvalidManifest, ObjectNotFound, UnsupportedTopology
-from ckpipe.format.keys import Json
+from ckpipe.format.labels import Json
 from ckpipe.format.names import GROUP_SIZE, agreement_key, members, merged_into, votes_prefix
 from ckpipe.store.retry import create_once
 

@@ -26,7 +26,7 @@ from ckpipe.backend import without_secrets
 from ckpipe.errors import PipelineClosed, SettingsError, UnsupportedTopology, UsageError
 from ckpipe.events import Completed, Event, EventBus, RankCommitted, SaveFailed, Staged
 from ckpipe.format import checksum
-from ckpipe.format.keys import label_filter
+from ckpipe.format.labels import label_filter
 from ckpipe.loading.load import LoadRequest
 from ckpipe.loading.select import PerRankPolicy
 from ckpipe.lock.guard import Guarded, StepGuard, guard, optimizers_of, swapped

@@ -38,7 +38,7 @@ from ckpipe.errors import (
     UnsupportedTopology,
 )
 from ckpipe.events import CheckpointDamaged, Loaded, LoadFailed, LoadProgress, LoadStarted
-from ckpipe.format.keys import Json
+from ckpipe.format.labels import Json
 from ckpipe.format.manifest import ManifestDocument
 from ckpipe.loading.collectives import CollectiveObjects, collective_objects
 from ckpipe.loading.load import LoadRequest, MatchedLoad, read_all

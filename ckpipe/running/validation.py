@@ -19,7 +19,7 @@ from typing import Any, Literal, SupportsIndex
 from torch.optim import Optimizer
 
 from ckpipe.errors import PermissionDenied, PipelineClosed, UsageError, first_error
-from ckpipe.format.keys import encode_float
+from ckpipe.format.labels import encode_float
 from ckpipe.lock.guard import StepGuard
 from ckpipe.lock.holds import callers
 from ckpipe.types import CheckpointInfo

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch.optim import Optimizer
 
-from ckpipe.format.keys import Json, LabelFilter
+from ckpipe.format.labels import Json, LabelFilter
 from ckpipe.format.manifest import RankManifest, Structure
 from ckpipe.lock.state_lock import LockHold
 from ckpipe.loop_thread import Caller

@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ckpipe.format.keys import LabelFilter
+from ckpipe.format.labels import LabelFilter
 from ckpipe.state.flatten import Captured, Flattened, OpenedState
 from ckpipe.state.kinds import ReplicaGroup, replica_group
 from ckpipe.state.tensors import (

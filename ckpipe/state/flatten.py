@@ -38,7 +38,7 @@ import numpy.typing as npt
 import torch
 
 from ckpipe.errors import UnsupportedState
-from ckpipe.format.keys import MAX_DIGITS, Json, LabelFilter, encode_key, join, unique_label
+from ckpipe.format.labels import MAX_DIGITS, Json, LabelFilter, encode_key, join, unique_label
 from ckpipe.format.manifest import OptimizerRow, Structure, TensorRow
 from ckpipe.format.tree import SETS, Node, leaf_labels, node_of, with_nodes, with_selected
 from ckpipe.state.kinds import (

@@ -28,7 +28,7 @@ import torch
 from torch import nn
 
 from ckpipe.errors import InvalidManifest, UnsupportedState, UsageError
-from ckpipe.format.keys import Json, encode_key, label_part
+from ckpipe.format.labels import Json, encode_key, label_part
 from ckpipe.interpreter import user_code
 from ckpipe.state.data_parallel import equal_places, place_of
 from ckpipe.state.values import lasting_path, optimizer_kind

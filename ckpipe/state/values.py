@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 
 from ckpipe.errors import InvalidManifest, StructureMismatch
 from ckpipe.format.dtypes import DTYPES, NAMES
-from ckpipe.format.keys import (
+from ckpipe.format.labels import (
     BEYOND_DIGITS,
     MAX_SAFE_INT,
     Json,

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ckpipe.format.checksum import CHUNK_BYTES, crc32c
-from ckpipe.format.keys import LabelFilter
+from ckpipe.format.labels import LabelFilter
 from ckpipe.format.manifest import (
     Chunk,
     Layout,

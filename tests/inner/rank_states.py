@@ -13,7 +13,7 @@ from ckpipe.format.boxes import Box
 from ckpipe.format.checksum import CHUNK_BYTES, crc32c
 from ckpipe.format.codec import decode_bundle, encode_bundle
 from ckpipe.format.data_file import encode_header, stored_dtype
-from ckpipe.format.keys import LabelFilter
+from ckpipe.format.labels import LabelFilter
 from ckpipe.format.manifest import (
     Chunk,
     Entry,

@@ -24,7 +24,7 @@ from torch import nn
 
 import ckpipe
 from ckpipe.errors import UnsupportedState
-from ckpipe.format.keys import LabelFilter
+from ckpipe.format.labels import LabelFilter
 from ckpipe.planning import Captured, fingerprint
 from ckpipe.state.capture_cache import CaptureCache, capture_cache_of
 from ckpipe.state.flatten import OpenedState, flatten

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from ckpipe.format.keys import LabelFilter
+from ckpipe.format.labels import LabelFilter
 from ckpipe.planning import fingerprint
 from ckpipe.state.capture_cache import capture_cache_of
 from ckpipe.state.flatten import OpenedState, flatten

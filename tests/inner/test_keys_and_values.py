@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpipe.errors import InvalidManifest, StructureMismatch, UnsupportedState
-from ckpipe.format.keys import (
+from ckpipe.format.labels import (
     LabelFilter,
     decode_key,
     encode_key,

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from ckpipe.errors import CaptureTooSlow, StateLockTimeout
-from ckpipe.format.keys import LabelFilter
+from ckpipe.format.labels import LabelFilter
 from ckpipe.lock.late_copies import (
     ByteSample,
     MutationDetector,

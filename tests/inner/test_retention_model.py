@@ -25,7 +25,7 @@ from ckpipe.catalog.leases import Lease
 from ckpipe.catalog.summaries import Summaries
 from ckpipe.errors import CheckpointIncomplete, CheckpointNotFound, UsageError
 from ckpipe.format.codec import encode_bundle
-from ckpipe.format.keys import encode_float
+from ckpipe.format.labels import encode_float
 from ckpipe.format.manifest import ManifestDocument
 from ckpipe.format.names import index_key, manifest_key, pin_key, prefix, tombstone_key
 from ckpipe.retention import KeepBest, KeepEvery, KeepLast, Rule

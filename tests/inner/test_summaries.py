@@ -19,7 +19,7 @@ from ckpipe.catalog.catalog import Catalog
 from ckpipe.catalog.delete import delete
 from ckpipe.errors import CheckpointNotFound, CorruptCheckpoint, OversizedMetadata, StoreError
 from ckpipe.format.codec import encode_bundle
-from ckpipe.format.keys import encode_float
+from ckpipe.format.labels import encode_float
 from ckpipe.format.manifest import ManifestDocument
 from ckpipe.format.names import index_key, summary_id
 from ckpipe.format.summary import Summary, decode_summary, encode_summary, summary_of

@@ -1,4 +1,4 @@
-"""Keys and JSON values of a state: their exact form in a manifest, and labels for people.
+"""Labels of tensors, for people; the keys and JSON values of a state, exact, for a manifest.
 
 A label names a tensor for people and for other readers of the data file. It is the path of keys
 joined by dots. It need not distinguish ``{1: …}`` from ``{"1": …}``; the manifest does. JSON values
