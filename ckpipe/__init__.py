@@ -43,6 +43,14 @@ if TYPE_CHECKING:
     from ckpipe.state_helpers import Progress as Progress
     from ckpipe.state_helpers import RngState as RngState
     from ckpipe.store.registry import register_backend as register_backend
+    from ckpipe.transforms import Cast as Cast
+    from ckpipe.transforms import Drop as Drop
+    from ckpipe.transforms import Fuse as Fuse
+    from ckpipe.transforms import Only as Only
+    from ckpipe.transforms import Rename as Rename
+    from ckpipe.transforms import Split as Split
+    from ckpipe.transforms import Stack as Stack
+    from ckpipe.transforms import Unstack as Unstack
     from ckpipe.types import CheckpointInfo as CheckpointInfo
     from ckpipe.types import LoadReport as LoadReport
     from ckpipe.types import LoadResult as LoadResult
@@ -65,6 +73,7 @@ _NAMES = {
     "state.kinds": ("register_type",),
     "state_helpers": ("Progress", "RngState"),
     "store.registry": ("register_backend",),
+    "transforms": ("Cast", "Drop", "Fuse", "Only", "Rename", "Split", "Stack", "Unstack"),
     "types": (
         "CheckpointInfo",
         "LoadReport",

@@ -143,6 +143,8 @@ class LoadResult:
         missing: Labels of the target that the checkpoint lacks.
         unexpected: Labels of the checkpoint that the target lacks.
         report: Seconds and bytes.
+        transformed: For each saved label that a transform has renamed, cut, joined, converted or
+            left out, the labels that it is loaded under.
     """
 
     id: str
@@ -153,6 +155,7 @@ class LoadResult:
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
     report: LoadReport | None = field(default=None, compare=False)
+    transformed: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

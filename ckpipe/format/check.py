@@ -300,7 +300,7 @@ def _check_chunks(chunks: Chunks, sizes: Sequence[int], tensors: Sequence[Tensor
     wholes = [math.prod(row.shape) * items[row.dtype] for row in tensors]
     entries = len(sizes)
     foreign = Foreign(*(array("q") for _ in Foreign._fields))
-    for tensor, entry, offset, stride, original, box, owner in zip(*chunks.columns, strict=True):
+    for tensor, entry, offset, stride, original, box, owner, _ in zip(*chunks.columns, strict=True):
         if box is None and original is None and stride is None and not offset:
             end = wholes[tensor]
             if owner is None and entry is not None and entry < entries and end <= sizes[entry]:

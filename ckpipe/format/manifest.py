@@ -47,6 +47,7 @@ class TensorRow:
         requires_grad: Whether it collects gradients.
         lazy: Its lazy bits: any of ``c`` (conjugate) and ``n`` (negative).
         attributes: The node of the attributes set on it.
+        cast: The dtype to which a load converts it; None for its own. It is never written.
     """
 
     label: str
@@ -58,6 +59,7 @@ class TensorRow:
     requires_grad: bool = False
     lazy: str = ""
     attributes: list[Any] | None = None
+    cast: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +129,8 @@ class Chunk(NamedTuple):
         original_stride: Strides in elements for a fresh tensor; None for contiguous.
         box: Lower and upper bounds in the global shape; None for all of it.
         owner: The rank whose data file holds it; None for the part's own rank.
+        frame: The box whose elements lie in the entry from ``offset`` on, if an edit has changed
+            the chunk: ``box`` may be a part of it. It is never written.
     """
 
     tensor: int
@@ -136,6 +140,7 @@ class Chunk(NamedTuple):
     original_stride: tuple[int, ...] | None = None
     box: Box | None = None
     owner: int | None = None
+    frame: Box | None = None
 
 
 Row = TypeVar("Row")
@@ -212,6 +217,11 @@ class Chunks(Columns[Chunk]):
     original_stride: Sequence[tuple[int, ...] | None]
     box: Sequence[Box | None]
     owner: Sequence[int | None]
+    frame: Sequence[Box | None]
+
+    def __init__(self, *columns: Sequence[Any]) -> None:
+        unwritten = () if len(columns) == len(self._names) else ([None] * len(columns[0]),)
+        super().__init__(*columns, *unwritten)
 
 
 Place = tuple[tuple[Any, ...], slice]
@@ -257,7 +267,7 @@ class Layout:
                 (entries.dtype[entry], entries.shape[entry], offset, stride),
                 slice(ends[entry], ends[entry + 1]),
             )
-            for tensor, entry, offset, stride, _, box, owner in zip(*chunks.columns, strict=True)
+            for tensor, entry, offset, stride, _, box, owner, _ in zip(*chunks.columns, strict=True)
             if box is None and owner is None and entry is not None
         }
 

@@ -63,7 +63,8 @@ class RankChunks:
             if chunk.owner is None and chunk.entry is not None:
                 first = holder.setdefault(chunk.entry, chunk.tensor)
                 scalars = layout.entries.name[chunk.entry].endswith(SCALARS)
-                if chunk.stride is not None or (first != chunk.tensor and not scalars):
+                several = first != chunk.tensor and not scalars and chunk.frame is None
+                if chunk.stride is not None or several:
                     self.shared.add(chunk.entry)
 
 
@@ -134,7 +135,7 @@ class StoredTensor:
     Args:
         number: Its number in the saved state.
         row: Its row in the structure.
-        dtype: Its dtype.
+        dtype: The dtype of its bytes.
         fresh_stride: The strides of a fresh tensor; None for contiguous.
         near: The chunks that the load's first part lists.
         copies: The chunks of its regions, as far as they are known.
@@ -156,6 +157,11 @@ class StoredTensor:
     def shape(self) -> tuple[int, ...]:
         """Its shape."""
         return self.row.shape
+
+    @property
+    def loaded_dtype(self) -> torch.dtype:
+        """The dtype that it is loaded as."""
+        return self.dtype if self.row.cast is None else DTYPES[self.row.cast]
 
 
 class StoredTensors:
@@ -290,6 +296,8 @@ class StoredTensors:
     def _check_copies(self, stored: StoredTensor, candidates: list[ChunkRef]) -> None:
         """Prove that chunks of one box that several ranks wrote have the same values.
 
+        A chunk that a transform has cut from an entry counts with all of it.
+
         One name on several meshes may mean copies of one tensor, or a separate tensor of each mesh.
         """
         first: dict[Box | None, ChunkRef] = {}
@@ -309,13 +317,15 @@ class StoredTensors:
         """Tell whether chunks are known to have different bytes: each must fill its own entry."""
         contents = []
         for part, chunk in candidates:
-            entry, held = chunk.entry, self._held_by(part)
-            if entry is None or chunk.offset or entry in held.shared or entry >= held.entry_count:
+            entry, held, is_cut = chunk.entry, self._held_by(part), chunk.frame is not None
+            if entry is None or entry in held.shared or entry >= held.entry_count:
                 return False
             place = self.data.number(part, entry)
             row, start = self.data.entry(place), self.data.first_sums[place]
+            if row.name.endswith(SCALARS) if is_cut else chunk.offset:
+                return False
             sums = self.data.checksums[start : start + chunk_count(row.nbytes)]
-            contents.append((row.dtype, row.shape, tuple(sums)))
+            contents.append((row.dtype, row.shape, chunk.offset, tuple(sums)))
         return len(set(contents)) > 1
 
     def _covered(
@@ -345,8 +355,9 @@ class StoredTensors:
         copies = []
         for (number, chunk), part, target in found:
             box = chunk.box or everything
-            shape = tuple(map(sub, box[1], box[0]))
-            inside = None if part == box else moved(part, box[0])
+            frame = chunk.frame or box
+            shape = tuple(map(sub, frame[1], frame[0]))
+            inside = None if part == frame else moved(part, frame[0])
             fills = None if inside is None and target == everything else target
             copies.append(self._copy(stored, number, chunk, shape, inside, fills))
         return tuple(copies)

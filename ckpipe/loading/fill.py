@@ -211,7 +211,7 @@ def allocate(stored: StoredTensor, shape: tuple[int, ...]) -> torch.Tensor:
     stride = stored.fresh_stride if shape == stored.shape else None
     stride = stride or contiguous_stride(shape)
     try:
-        return torch.empty_strided(shape, stride, dtype=stored.dtype, device="cpu")
+        return torch.empty_strided(shape, stride, dtype=stored.loaded_dtype, device="cpu")
     except RuntimeError as error:
         raise InvalidManifest(
             f"No memory for a tensor of shape {list(shape)} and strides {list(stride)}",

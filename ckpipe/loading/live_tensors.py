@@ -143,10 +143,10 @@ def misfit(
         return unsupported_sharded_tensor(stored.label)
     if isinstance(live, torch.Tensor) and _has_no_memory(live):
         return StructureMismatch(f"The target {FREED}", key=stored.label, hint=WHILE_IT_HAS_MEMORY)
-    plain = type(live) in PLAIN_TYPES and live.dtype is stored.dtype
+    plain = type(live) in PLAIN_TYPES and live.dtype is stored.loaded_dtype
     if plain and live.shape == stored.row.shape and not live.is_meta:  # type: ignore[union-attr]
         return None  # The fast path, which nearly all tensors take.
-    convertible, shape, dtype = True, stored.shape, stored.dtype
+    convertible, shape, dtype = True, stored.shape, stored.loaded_dtype
     if isinstance(live, np.ndarray):
         convertible, shape, dtype = _array_form(stored)
         if live.dtype != dtype and convertible:
@@ -184,7 +184,7 @@ def _array_form(stored: StoredTensor) -> tuple[bool, tuple[int, ...], Any]:
     """Return whether its values can be converted, its shape, and its dtype or None, for numpy."""
     if stored.row.kind != NUMPY or stored.row.detail is None:
         try:
-            dtype = torch.empty(0, dtype=stored.dtype, device="cpu").numpy().dtype
+            dtype = torch.empty(0, dtype=stored.loaded_dtype, device="cpu").numpy().dtype
         except TypeError:
             return True, stored.shape, None
         return True, stored.shape, dtype

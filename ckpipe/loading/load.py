@@ -8,7 +8,7 @@ chunk before it copies it to a tensor. *Apply* puts all other values in place.
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Collection, Iterator
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -40,6 +40,7 @@ from ckpipe.loading.targets import Targets
 from ckpipe.lock.state_lock import LoadHold
 from ckpipe.loop_thread import Caller, on_caller
 from ckpipe.memory.arena import Arena
+from ckpipe.transforms import Transform, transformed
 from ckpipe.types import LoadReport, LoadResult, StageReport, first_of
 
 
@@ -61,6 +62,7 @@ class LoadRequest:
         caller: Runs user code on the calling thread; None to use another thread.
         switch_interval: The switch interval of the GIL meanwhile, in seconds; None leaves it alone.
         began: The time of the call of ``load``, by :func:`time.perf_counter`.
+        transform: Transforms of the checkpoint, in their order.
     """
 
     into: Any | None = None
@@ -74,6 +76,7 @@ class LoadRequest:
     caller: Caller | None = None
     switch_interval: float | None = None
     began: float = field(default_factory=time.perf_counter)
+    transform: Sequence[Transform] = ()
 
     def holding(self) -> AbstractContextManager[None]:
         """Let the calling thread work for the load, whose hold is taken."""
@@ -95,6 +98,7 @@ class MatchedLoad:
         matching: The match, which knows the objects that have taken their state.
         stages: Reports of the finished stages.
         tally: The count of reads.
+        transformed: The labels that saved ones are loaded under, as far as transforms changed them.
     """
 
     bundle: ManifestDocument
@@ -107,6 +111,7 @@ class MatchedLoad:
     matching: Matching
     stages: dict[str, StageReport] = field(default_factory=dict)
     tally: ReadTally = field(default_factory=ReadTally)
+    transformed: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     async def apply(self) -> LoadResult:
         """Put all other values in place: objects get their state, and values are replaced.
@@ -130,6 +135,7 @@ class MatchedLoad:
             missing=self.missing,
             unexpected=self.unexpected,
             report=report,
+            transformed=self.transformed,
         )
 
     def _put_in_place(self) -> Any:
@@ -278,6 +284,11 @@ def match_all(
         NeedsFullIndex: If parts of the checkpoint that are not here are needed.
         CkpipeError: As :func:`read_all` does.
     """
+    told: Mapping[str, tuple[str, ...]] = {}
+    if request.transform:
+        if not bundle.whole:
+            raise NeedsFullIndex
+        bundle, told = transformed(bundle, request.transform)
     fresh = request.into is None
     saved = state_for(bundle, rank, world_size, request.per_rank, fresh=fresh)
     saved = keep_generators_apart(saved, bundle, rank, world_size, request.per_rank)
@@ -299,6 +310,7 @@ def match_all(
         any_optimizer=request.any_optimizer,
         pickling=request.pickling,
         distributed=world_size > 1,
+        by_label=bool(request.transform),
         memo=memo,
     )
     matching = Matching(record)
@@ -316,7 +328,7 @@ def match_all(
         unexpected = [*unexpected, *record.left]
     targets.settle()
     labels = tuple(missing), tuple(unexpected)
-    return MatchedLoad(bundle, request, rank, targets, make, *labels, matching)
+    return MatchedLoad(bundle, request, rank, targets, make, *labels, matching, transformed=told)
 
 
 def _named_in_vain(bundle: ManifestDocument, request: LoadRequest) -> list[str]:

@@ -27,6 +27,7 @@ from ckpipe.errors import InvalidManifest, StructureMismatch
 from ckpipe.format.labels import decode_key, encode_key, join, label_order
 from ckpipe.format.tree import MAPPINGS, Node, children_of, leaf_labels, walk
 from ckpipe.interpreter import user_code
+from ckpipe.loading.by_label import flattened, regrouped
 from ckpipe.loading.factories import (
     Builder,
     Factory,
@@ -223,6 +224,8 @@ class Matching:
         if use is Use.IN_PLACE and not isinstance(live, dict):
             raise _wrong_kind(f"a {node[0]}", live, label)
         record, derive = self.record, self.record.saved.per_rank.derive
+        if record.by_label and use is Use.IN_PLACE:
+            node = regrouped(node, live, _is_value)
         if derive is not None and is_generators(node):
             return self._derived(derive, node, label)
         children, held = _visited(node, label, use), live if isinstance(live, dict) else {}
@@ -398,6 +401,8 @@ class Matching:
 
     def _object(self, node: Node, label: str, target: Any) -> Factory:
         inner = node[1] if node[0] == "stateful" else node
+        if self.record.by_label and isinstance(target, torch.nn.Module):
+            inner = flattened(inner)
         if not is_stateful(target):
             # It was saved as an object and is loaded into a plain dict, such as its state_dict.
             return self.plan(inner, label, target, Use.IN_PLACE)

@@ -47,6 +47,7 @@ class MatchRecord:
         strict: Whether plain containers must have exactly the saved keys.
         any_optimizer: Whether an optimizer may get the state of one of another class.
         distributed: Whether other processes load other parts of the same tensors.
+        by_label: Whether labels count and not containers: dotted keys and mappings are the same.
         memo: The memo of facts of the target's objects.
         missing: Labels that the target has and the checkpoint has not.
         unexpected: Labels that the checkpoint has and the target has not.
@@ -65,6 +66,7 @@ class MatchRecord:
     strict: bool = True
     any_optimizer: bool = False
     distributed: bool = False
+    by_label: bool = False
     memo: InspectionMemo = field(default_factory=InspectionMemo)
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)

@@ -133,7 +133,7 @@ def _described(record: MatchRecord, node: Node, label: str) -> Any:
     if tag == "tensor":
         stored = record.targets.stored[node[1]]
         held = partial(record.targets.held, stored)
-        return SavedTensor(stored.dtype, tuple(stored.shape), held)
+        return SavedTensor(stored.loaded_dtype, tuple(stored.shape), held)
     if tag == "value":
         return record.value_of(node, label)
     if tag == "ref":

@@ -212,13 +212,14 @@ class Targets:
             return tensor
         copies = self.stored.copies(stored, regions)
         with normal_tensors():
-            if len(copies) == 1 and copies[0].shared and copies[0].target is None:
+            image = len(copies) == 1 and copies[0].shared and copies[0].target is None
+            if image and stored.row.cast is None:
                 tensor = self._window(stored, copies[0])
             elif not any(copied.shared for copied in copies):
                 tensor = self._alone(stored, copies, shape)
             else:
                 # Tensors with the same copies from shared bytes share memory again.
-                key = (copies, shape, stored.dtype, stored.row.lazy)
+                key = (copies, shape, stored.loaded_dtype, stored.row.lazy)
                 if key not in self._sharing:
                     self._sharing[key] = self._alone(stored, copies, shape)
                 tensor = self._sharing[key].detach()

@@ -53,6 +53,7 @@ from ckpipe.running.validation import (
 )
 from ckpipe.save.save import Save, SaveCall, SaveRequest
 from ckpipe.settings import PipelineFields, Settings
+from ckpipe.transforms import Transform, transforms_of
 from ckpipe.worker.crossing import refuse_to_train_as_worker
 
 logger = logging.getLogger("ckpipe")
@@ -611,6 +612,7 @@ class PipelineBase:
         optimizer_class: str,
         per_rank: PerRankPolicy | None,
         pickle: str,
+        transform: Sequence[Transform],
         caller: Caller | None,
     ) -> LoadRequest:
         """Check the arguments of ``load``; on the caller's thread."""
@@ -624,5 +626,5 @@ class PipelineBase:
         interval = self._settings.switch_interval_seconds
         return LoadRequest(
             into, select, strict, cast, optimizer_class == "any", pickle == "allow", per_rank, hold,
-            caller, interval,
+            caller, interval, transform=transforms_of(transform),
         )  # fmt: skip

@@ -24,6 +24,7 @@ from ckpipe.running.base import PipelineBase
 from ckpipe.running.validation import Which, note_failures, raise_or_warn, which
 from ckpipe.save.save import SaveCall
 from ckpipe.settings import Settings
+from ckpipe.transforms import Transform
 from ckpipe.types import CheckpointInfo, LoadResult, VerifyResult
 
 T = TypeVar("T")
@@ -287,6 +288,7 @@ class Pipeline(PipelineBase):
         fallback: bool = False,
         per_rank: PerRankPolicy | None = None,
         pickle: Literal["refuse", "allow"] = "refuse",
+        transform: Sequence[Transform] = (),
     ) -> LoadResult | None:
         """Load a checkpoint, into a state or as a fresh one.
 
@@ -325,6 +327,12 @@ class Pipeline(PipelineBase):
                 the values in the order of ranks, and returns a value; it is not called for
                 generators, which are derived.
             pickle: ``"allow"`` to load pickled objects, which runs code from the checkpoint.
+            transform: Transforms of the checkpoint, applied in their order before it is compared
+                with the target: :class:`~ckpipe.Rename`, :class:`~ckpipe.Only`,
+                :class:`~ckpipe.Drop`, :class:`~ckpipe.Cast`, :class:`~ckpipe.Split`,
+                :class:`~ckpipe.Fuse`, :class:`~ckpipe.Stack` and :class:`~ckpipe.Unstack`. Other
+                arguments, such as ``include``, see the new names. All of several ranks pass the
+                same ones.
 
         Returns:
             The loaded state with its facts; None if no step was given and there is no complete
@@ -334,7 +342,8 @@ class Pipeline(PipelineBase):
             CheckpointNotFound: If the step given is absent or incomplete, or this run has saved it
                 and some ranks have not committed it within ``load.agreement_timeout_seconds``.
             TargetMismatch: If the checkpoint does not fit the target, or a tensor of the target
-                lies in memory that is mapped read-only. The target is untouched then.
+                lies in memory that is mapped read-only; or if a transform does not fit the
+                checkpoint. The target is untouched then.
             UsageError: If ``include`` and ``exclude`` leave a part of an object of a registered
                 type.
             CorruptCheckpoint: If the checkpoint is damaged; ``target_touched`` is True if some of
@@ -360,6 +369,7 @@ class Pipeline(PipelineBase):
                 optimizer_class=optimizer_class,
                 per_rank=per_rank,
                 pickle=pickle,
+                transform=transform,
                 caller=caller,
             )
             return await self._run(
@@ -620,6 +630,7 @@ class SyncPipeline(PipelineBase):
         fallback: bool = False,
         per_rank: PerRankPolicy | None = None,
         pickle: Literal["refuse", "allow"] = "refuse",
+        transform: Sequence[Transform] = (),
     ) -> LoadResult | None:
         """Load a checkpoint, into a state or as a fresh one. See :meth:`ckpipe.Pipeline.load`."""
         chosen = None if step is None else which(step)
@@ -633,6 +644,7 @@ class SyncPipeline(PipelineBase):
                 optimizer_class=optimizer_class,
                 per_rank=per_rank,
                 pickle=pickle,
+                transform=transform,
                 caller=caller,
             )
             return self._call(
@@ -710,6 +722,7 @@ def load(
     fallback: bool = False,
     per_rank: PerRankPolicy | None = None,
     pickle: Literal["refuse", "allow"] = "refuse",
+    transform: Sequence[Transform] = (),
     settings: Settings | None = None,
     **fields: Any,
 ) -> LoadResult:
@@ -722,7 +735,7 @@ def load(
             backend.
         into: The state to load into; None makes a fresh state, on the CPU.
         step: A step, the id of a checkpoint, or its info; None takes the newest complete one.
-        include: As for :meth:`ckpipe.Pipeline.load`, and so are the arguments up to ``pickle``.
+        include: As for :meth:`ckpipe.Pipeline.load`, and so are the arguments up to ``transform``.
         exclude: Globs of labels to leave as they are.
         strict: True if the keys of plain containers must be the same in target and checkpoint.
         cast: True to convert tensors to the dtype of the target.
@@ -730,6 +743,7 @@ def load(
         fallback: True to continue with the next older checkpoint if one is damaged.
         per_rank: Treatment of per-rank values.
         pickle: ``"allow"`` to load pickled objects, which runs code from the checkpoint.
+        transform: Transforms of the checkpoint, in their order.
         settings: Settings to start from.
         fields: Fields of :class:`~ckpipe.Settings`; they override ``settings``.
 
@@ -751,6 +765,7 @@ def load(
             fallback=fallback,
             per_rank=per_rank,
             pickle=pickle,
+            transform=transform,
         )
         if result is None:
             incomplete = len(pipeline.steps())

@@ -19,10 +19,11 @@ import ckpipe
 from ckpipe import backend, errors
 
 NAMES = """
-    Backend Batches CheckpointInfo Children CkpipeError GlobalPlanner KeepBest KeepEvery KeepIf
-    KeepLast KeepWithin LoadReport LoadResult LocalPlanner ObjectInfo Pipeline Planner Progress
-    PutMode RngState SaveHandle SaveReport Settings StateLock Statistics SyncPipeline SyncSaveHandle
-    Upload UploadLimits VerifyResult __version__ load register_backend register_type
+    Backend Batches Cast CheckpointInfo Children CkpipeError Drop Fuse GlobalPlanner KeepBest
+    KeepEvery KeepIf KeepLast KeepWithin LoadReport LoadResult LocalPlanner ObjectInfo Only Pipeline
+    Planner Progress PutMode Rename RngState SaveHandle SaveReport Settings Split Stack StateLock
+    Statistics SyncPipeline SyncSaveHandle Unstack Upload UploadLimits VerifyResult
+    __version__ load register_backend register_type
 """
 
 MODULES = ["distributed", "errors", "events", "planning", "preemption", "testing"]
@@ -52,7 +53,8 @@ _PIPELINE = {
         strict: bool = True, cast: bool = False,
         optimizer_class: Literal['same', 'any'] = 'same', fallback: bool = False,
         per_rank: PerRankPolicy | None = None,
-        pickle: Literal['refuse', 'allow'] = 'refuse'
+        pickle: Literal['refuse', 'allow'] = 'refuse',
+        transform: Sequence[Transform] = ()
     ) -> LoadResult | None""",
     "best": """(
         self, metric: str, *, mode: Literal['min', 'max'] = 'min'

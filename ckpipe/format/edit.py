@@ -1,0 +1,565 @@
+"""Edit a manifest: give tensors other names, cut them and join them, without a byte being read.
+
+Theory. A tensor of a manifest is a set of boxes, and each lies row by row in an entry of a data
+file. So the third of a fused tensor, or a tensor joined of three, is again a set of boxes of the
+same entries. A :class:`ManifestEdit` keeps for each tensor its sources, and for each source the
+*steps* that place its boxes: moved along a dimension and clipped to the new bounds, lifted into a
+stack, or taken out of one. :meth:`ManifestEdit.finished` makes an ordinary manifest of the result.
+Match, read plan and reader treat it like any other.
+
+A clipped box is only a part of what lies row by row; :attr:`~ckpipe.format.manifest.Chunk.frame`
+is the whole.
+
+Names. The tree has keys, and a label is a path of them. A leaf with a new label stays in its
+container if the label still begins there. A container moves as a whole if all of its leaves do.
+Everything else goes into the innermost mapping whose label begins the new one; the rest of the
+label is one key there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from ckpipe.errors import StructureMismatch
+from ckpipe.format.boxes import Box, box_shape, intersection, whole
+from ckpipe.format.dtypes import DTYPES
+from ckpipe.format.keys import Json, canonical, encode_key, join
+from ckpipe.format.manifest import (
+    Chunk,
+    Layout,
+    ManifestDocument,
+    OptimizerRow,
+    PerRank,
+    Structure,
+    TensorRow,
+)
+from ckpipe.format.merge import differ_privately
+from ckpipe.format.tree import MAPPINGS, WRAPPERS, Node, children_of, nodes_of, walk, with_nodes
+from ckpipe.types import first_of
+
+Moves = Mapping[str, Sequence[tuple[str, Node]]]
+"""For the label of a leaf, the leaves in its place, each with its label; none removes it."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """The bytes of a chunk: a part of the box that lies row by row, or by strides, in an entry."""
+
+    frame: Box
+    part: Box
+    offset: int
+    stride: tuple[int, ...] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Shift:
+    """Move boxes along a dimension, and clip them to a size.
+
+    Args:
+        dim: The dimension.
+        by: The number of elements, which may be negative.
+        size: The size of the new tensor in this dimension.
+    """
+
+    dim: int
+    by: int
+    size: int
+
+    def __call__(self, place: _Place, itemsize: int) -> _Place | None:
+        """Return the place in the new tensor; None if nothing is left."""
+        frame, part = (
+            (_with(lower, self.dim, self.by), _with(upper, self.dim, self.by))
+            for lower, upper in (place.frame, place.part)
+        )
+        (lower, upper), dim = part, self.dim
+        bounds = (
+            (*lower[:dim], 0, *lower[dim + 1 :]),
+            (*upper[:dim], self.size, *upper[dim + 1 :]),
+        )
+        clipped = intersection(part, bounds)
+        return None if clipped is None else replace(place, frame=frame, part=clipped)
+
+
+@dataclass(frozen=True, slots=True)
+class Lift:
+    """Put a tensor into a stack, under its number in the new first dimension."""
+
+    number: int
+
+    def __call__(self, place: _Place, itemsize: int) -> _Place | None:
+        """Return the place in the stack."""
+        n = self.number
+        frame, part = (((n, *box[0]), (n + 1, *box[1])) for box in (place.frame, place.part))
+        stride = None if place.stride is None else (1, *place.stride)
+        return _Place(frame, part, place.offset, stride)
+
+
+@dataclass(frozen=True, slots=True)
+class Take:
+    """Take one tensor out of a stack, by its number in the first dimension."""
+
+    number: int
+
+    def __call__(self, place: _Place, itemsize: int) -> _Place | None:
+        """Return the place in the tensor; None if its number is not in the box."""
+        (low, *lower), (high, *upper) = place.part
+        if not low <= self.number < high:
+            return None
+        first, *start = place.frame[0]
+        frame = tuple(start), place.frame[1][1:]
+        step = math.prod(box_shape(frame)) if place.stride is None else place.stride[0]
+        offset = place.offset + (self.number - first) * step * itemsize
+        stride = None if place.stride is None else place.stride[1:]
+        return _Place(frame, (tuple(lower), tuple(upper)), offset, stride)
+
+
+def _with(corner: tuple[int, ...], dim: int, by: int) -> tuple[int, ...]:
+    return (*corner[:dim], corner[dim] + by, *corner[dim + 1 :])
+
+
+Step = Shift | Lift | Take
+Source = tuple[int, tuple[Step, ...]]
+"""The number of a stored tensor, and the steps that place its boxes."""
+
+
+@dataclass(slots=True)
+class Draft:
+    """One structure of a manifest while it is edited.
+
+    Args:
+        structure: The structure as it was.
+        tree: Its root node now.
+        rows: Its tensors now; a number without a leaf is left out at the end.
+        sources: The sources of each of them.
+        optimizers: Its optimizers now.
+    """
+
+    structure: Structure
+    tree: Node
+    rows: list[TensorRow]
+    sources: list[tuple[Source, ...]]
+    optimizers: list[OptimizerRow]
+
+    def leaves(self) -> dict[str, Node]:
+        """Return the leaves of the tree by label."""
+        return {label: node for node, label in walk(self.tree) if _is_leaf(node)}
+
+    def add(self, row: TensorRow, sources: Sequence[Source]) -> Node:
+        """Add a tensor, and return its leaf."""
+        self.rows.append(row)
+        self.sources.append(tuple(sources))
+        return ["tensor", len(self.rows) - 1]
+
+    def move(self, moves: Moves, rename: Callable[[str], str] | None = None) -> None:
+        """Put other leaves in place of some.
+
+        Args:
+            moves: The leaves that change; others stay as they are.
+            rename: Renames containers and rows of tensors as well.
+
+        Raises:
+            StructureMismatch: If two leaves get one name, or one would have to leave a container
+                without names, such as a list.
+        """
+        mover = _Mover(moves, rename)
+        leaves = reversed(self.leaves().items())
+        before = {node[1]: label for label, node in leaves if node[0] == "tensor"}
+        self.tree = mover.moved(self.tree)
+        self.optimizers = [
+            replace(row, label=mover.containers[row.label])
+            for row in self.optimizers
+            if row.label in mover.containers
+        ]
+        if rename is None:
+            return
+        for number, row in enumerate(self.rows):
+            label = before.get(number)
+            new = moves[label][0][0] if label == row.label and label in moves else rename(row.label)
+            self.rows[number] = replace(row, label=new)
+
+
+def _is_leaf(node: Node) -> bool:
+    return node[0] in ("tensor", "value", "ref", "set", "frozenset")
+
+
+@dataclass(slots=True)
+class ManifestEdit:
+    """An edit of a manifest of all ranks.
+
+    Args:
+        document: The manifest, which does not change.
+        drafts: Its structures while they are edited.
+        origins: For the label of each leaf, the labels that were saved and are now in it.
+        touched: Labels that were saved and that an edit has changed.
+    """
+
+    document: ManifestDocument
+    drafts: list[Draft] = field(init=False)
+    origins: dict[str, tuple[str, ...]] = field(init=False)
+    touched: set[str] = field(init=False, default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.drafts = [
+            Draft(
+                each,
+                each.tree,
+                list(each.tensors),
+                [((number, ()),) for number in range(len(each.tensors))],
+                list(each.optimizers),
+            )
+            for each in self.document.structures
+        ]
+        self.origins = {label: (label,) for each in self.drafts for label in each.leaves()}
+
+    def tensors(self) -> dict[str, TensorRow]:
+        """Return the row of each tensor leaf of any structure, by the label of the leaf."""
+        return {
+            label: draft.rows[node[1]]
+            for draft in reversed(self.drafts)
+            for label, node in draft.leaves().items()
+            if node[0] == "tensor"
+        }
+
+    def note(self, made: Mapping[str, Sequence[str]], gone: Iterable[str] = ()) -> None:
+        """Note new labels with those of which they are made, and labels that are left out.
+
+        Raises:
+            StructureMismatch: If another tensor or value has a new label already.
+        """
+        used = {old for olds in made.values() for old in olds}
+        for taken in made.keys() & (self.origins.keys() - used):
+            raise two_with_one_name(taken, [*made[taken], taken])
+        origins = {
+            new: tuple(dict.fromkeys(each for old in olds for each in self.origins[old]))
+            for new, olds in made.items()
+        }
+        for label in {*used, *gone}:
+            self.touched.update(self.origins.pop(label))
+        self.origins |= origins
+
+    def told(self) -> dict[str, tuple[str, ...]]:
+        """Return for each saved label that was changed the labels that it is loaded under."""
+        found: dict[str, list[str]] = {label: [] for label in sorted(self.touched)}
+        for new, olds in self.origins.items():
+            for old in olds:
+                if old in found:
+                    found[old].append(new)
+        return {old: tuple(news) for old, news in found.items()}
+
+    def finished(self) -> ManifestDocument:
+        """Return the edited manifest.
+
+        Raises:
+            StructureMismatch: If two tensors of a structure have one name.
+        """
+        numbers = [_numbers_in_use(draft) for draft in self.drafts]
+        structures = tuple(map(_structure, self.drafts, numbers))
+        places: dict[tuple[int, int], int] = {}
+        layouts: list[Layout] = []
+        parts = []
+        for part in self.document.parts:
+            where = part.structure, part.layout
+            if where not in places:
+                places[where] = len(layouts)
+                old = self.document.layouts[part.layout]
+                layouts.append(_layout(self.drafts[part.structure], old, numbers[part.structure]))
+            parts.append(replace(part, layout=places[where]))
+        known = range(len(self.document.per_rank))
+        return replace(
+            self.document,
+            structures=structures,
+            layouts=tuple(layouts),
+            parts=tuple(parts),
+            per_rank=tuple(self._per_rank(number, numbers) for number in known),
+        )
+
+    def _per_rank(self, structure: int, numbers: Sequence[Sequence[int]]) -> PerRank:
+        """Return what differs between the ranks of a structure, under the new numbers."""
+        old, draft = self.document.per_rank[structure], self.drafts[structure]
+        differing = set(old.tensors) | self._private(structure)
+        tensors = tuple(
+            new
+            for new, number in enumerate(numbers[structure])
+            if any(source in differing for source, _ in draft.sources[number])
+        )
+        return replace(old, tensors=tensors)
+
+    def _private(self, structure: int) -> set[int]:
+        """Return the sources with steps of which ranks of other structures have other values.
+
+        Unedited private tensors are compared when the structures are merged.
+        """
+        document = self.document
+        if len(document.structures) < 2:
+            return set()
+        rows = document.structures[structure].tensors
+        cut = {n for each in self.drafts[structure].sources for n, steps in each if steps}
+        holders: defaultdict[str, list[tuple[int, int]]] = defaultdict(list)
+        first = {part.structure: number for number, part in reversed([*enumerate(document.parts)])}
+        for number, part in sorted(first.items()):
+            for tensor, row in enumerate(document.structures[number].tensors):
+                holders[row.label].append((part, tensor))
+        return {n for n in cut if differ_privately(document, holders[rows[n].label])}
+
+
+def _numbers_in_use(draft: Draft) -> list[int]:
+    """Return the numbers of the tensors in the tree, and in attributes of these."""
+    found: set[int] = set()
+    pending: list[Node] = [draft.tree]
+    while pending:
+        for node in _inner(pending.pop()):
+            if node[0] == "tensor" and node[1] not in found:
+                found.add(node[1])
+                attributes = draft.rows[node[1]].attributes
+                pending += [] if attributes is None else [attributes]
+    return sorted(found)
+
+
+def _inner(node: Node) -> Iterator[Node]:
+    """Yield a node and all nodes inside, also those of attributes."""
+    pending = [node]
+    while pending:
+        node = pending.pop()
+        yield node
+        pending += [*nodes_of(node), *(node[3:] if node[0] == "ordered_dict" else ())]
+
+
+def _structure(draft: Draft, numbers: Sequence[int]) -> Structure:
+    places = {number: new for new, number in enumerate(numbers)}
+    rows = [draft.rows[number] for number in numbers]
+    known: dict[str, int] = {}
+    for number, row in zip(numbers, rows, strict=True):
+        if known.setdefault(row.label, number) != number:
+            raise two_with_one_name(row.label)
+    rows = [
+        row
+        if row.attributes is None
+        else replace(row, attributes=_renumbered(row.attributes, places))
+        for row in rows
+    ]
+    tree, optimizers = _renumbered(draft.tree, places), tuple(draft.optimizers)
+    return replace(draft.structure, tree=tree, tensors=tuple(rows), optimizers=optimizers)
+
+
+def _renumbered(node: Node, places: Mapping[int, int]) -> Node:
+    if node[0] == "tensor":
+        return ["tensor", places[node[1]]]
+    made = with_nodes(node, [_renumbered(each, places) for each in nodes_of(node)])
+    if node[0] == "ordered_dict" and len(node) > 3:
+        made = [*made[:3], _renumbered(node[3], places)]
+    return made
+
+
+def _layout(draft: Draft, layout: Layout, numbers: Sequence[int]) -> Layout:
+    """Return a layout with the chunks of the new tensors."""
+    uses: defaultdict[int, list[tuple[int, tuple[Step, ...]]]] = defaultdict(list)
+    for new, number in enumerate(numbers):
+        for source, steps in draft.sources[number]:
+            uses[source].append((new, steps))
+    rows = draft.structure.tensors
+    if all(uses[number] == [(number, ())] for number in range(len(rows))):
+        return layout
+    found = []
+    for chunk in layout.chunks:
+        row = rows[chunk.tensor]
+        for new, steps in uses[chunk.tensor]:
+            if not steps:
+                found.append(chunk._replace(tensor=new))
+                continue
+            made = _placed(chunk, row, steps)
+            if made is not None:
+                found.append(made._replace(tensor=new))
+    return Layout(layout.entries, found)
+
+
+def _placed(chunk: Chunk, row: TensorRow, steps: Sequence[Step]) -> Chunk | None:
+    box = whole(row.shape) if chunk.box is None else chunk.box
+    itemsize = DTYPES[row.dtype].itemsize
+    place: _Place | None = _Place(chunk.frame or box, box, chunk.offset, chunk.stride)
+    for step in steps:
+        if place is None:
+            return None
+        place = step(place, itemsize)
+    if place is None:
+        return None
+    return chunk._replace(
+        offset=place.offset,
+        stride=place.stride,
+        original_stride=None,
+        box=place.part,
+        frame=place.frame,
+    )
+
+
+def two_with_one_name(label: str, olds: Sequence[str] = ()) -> StructureMismatch:
+    """Return the error for two tensors or values with one label.
+
+    Args:
+        label: The label.
+        olds: The labels that they had before.
+    """
+    given = f"{first_of(list(map(repr, olds)), 4)} one name" if olds else "two tensors one name"
+    return StructureMismatch(
+        f"The transforms give {given}",
+        key=label,
+        hint="Rename one of them to another name, or leave it out before with ckpipe.Drop",
+    )
+
+
+class _Mover:
+    """Rebuild a tree with other leaves.
+
+    Args:
+        moves: The leaves that change.
+        rename: Renames containers; None if only leaves change.
+
+    Attributes:
+        containers: The new label of each container that is still there.
+    """
+
+    def __init__(self, moves: Moves, rename: Callable[[str], str] | None) -> None:
+        self._moves, self._rename = moves, rename
+        self._away: list[tuple[str, Node]] = []
+        self.containers: dict[str, str] = {}
+
+    def moved(self, tree: Node) -> Node:
+        """Return the new tree."""
+        if _is_leaf(tree):
+            return tree
+        head = self._head(tree, "", "")
+        made = self._rebuilt(tree, "", head) or _emptied(tree)
+        for part in reversed(head.split(".") if head else []):
+            made = ["dict", [part], [made]]
+        _insert(made, self._away)
+        return made
+
+    def _after(self, node: Node, label: str) -> list[tuple[str, str]]:
+        """Return the old and new labels of all leaves in a node."""
+        return [
+            (old, new)
+            for each, old in walk(node, label)
+            if _is_leaf(each)
+            for new, _ in self._moves.get(old, ((old, each),))
+        ]
+
+    def _head(self, node: Node, label: str, default: str) -> str:
+        """Return the new label of a container."""
+        after = self._after(node, label)
+        if not after:
+            return default
+        renamed = label if self._rename is None or not label else self._rename(label)
+        for head in (label, renamed) if label else ():
+            if all(new.startswith(f"{head}.") for _, new in after):
+                return head
+        old, new = after[0]
+        end = old[len(label) :] if label else f".{old}"
+        if new.endswith(end):
+            head = new[: len(new) - len(end)]
+            start = len(label) if label else 0
+            dot = "" if label else "."
+            if all(b == f"{head}{dot}{a[start:]}" for a, b in after):
+                return head
+        return label
+
+    def _rebuilt(self, node: Node, label: str, to: str) -> Node | None:
+        """Return a container with its new content; None if all of it has gone."""
+        self.containers[label] = to
+        if node[0] in WRAPPERS:
+            if node[0] == "registered" and any(
+                new != to + old[len(label) :] for old, new in self._after(node, label)
+            ):
+                raise _fixed(label, "an object of a registered type")
+            inner = node[-1]
+            if _is_leaf(inner):
+                return node
+            made = self._rebuilt(inner, label, to)
+            if made is None and node[0] == "shared":
+                made = _emptied(inner)  # references to it stay
+            return None if made is None else [*node[:-1], made]
+        return self._items(node, label, to)
+
+    def _items(self, node: Node, label: str, to: str) -> Node | None:
+        children = children_of(node, label)
+        found: list[tuple[str, Node, list[Json]]] = []  # its key, unless that is new
+        heads: set[str] = set()
+        for key, child, where in children:
+            stays, own = join(to, key), [encode_key(key)]
+            if _is_leaf(child) or child[0] == "absent":
+                made = self._moves.get(where, ((stays, child),))
+                found += [(new, each, own if new == stays else []) for new, each in made]
+                if node[0] not in MAPPINGS and [new for new, _ in made] != [stays]:
+                    raise _fixed(where, f"an element of a {node[0]}")
+                continue
+            head = self._head(child, where, stays)
+            inner = self._rebuilt(child, where, head)
+            if inner is not None:
+                found.append((head, inner, own if head == stays else []))
+                heads |= {head} if inner[0] in (*MAPPINGS, *WRAPPERS) else set()
+            if node[0] not in MAPPINGS and (inner is None or head != stays):
+                raise _fixed(where, f"an element of a {node[0]}")
+        if node[0] not in MAPPINGS:
+            return with_nodes(node, [each for _, each, _ in found])
+        keys: list[Json] = []
+        nodes: list[Node] = []
+        taken: set[str] = set()
+        for new, each, own in found:
+            inside = not own and any(head in heads for head in _above(new))
+            if not own and (inside or not new.startswith(f"{to}." if to else "")):
+                self._away.append((new, each))
+                continue
+            keys += own or [_key(new[len(to) + 1 if to else 0 :])]
+            nodes.append(each)
+            if canonical(keys[-1]) in taken:
+                raise two_with_one_name(new)
+            taken.add(canonical(keys[-1]))
+        return [node[0], keys, nodes, *node[3:]] if keys or not children else None
+
+
+def _emptied(node: Node) -> Node:
+    if node[0] in WRAPPERS:
+        return [*node[:-1], _emptied(node[-1])]
+    return [node[0], [], [], *node[3:]] if node[0] in MAPPINGS else with_nodes(node, [])
+
+
+def _key(rest: str) -> str:
+    """Return the key of which a part of a label was made."""
+    return rest.replace("~1", "@").replace("~0", "~")
+
+
+def _above(label: str) -> Iterator[str]:
+    """Yield the labels that may be those of containers around a label, the innermost first."""
+    while "." in label:
+        label = label.rpartition(".")[0]
+        yield label
+
+
+def _insert(tree: Node, away: Sequence[tuple[str, Node]]) -> None:
+    """Put nodes into the innermost mappings of a new tree whose labels begin their own."""
+    containers = {label: node for node, label in walk(tree) if not _is_leaf(node)}
+    taken: dict[str, set[str]] = {}
+    for label, node in away:
+        at = next((each for each in _above(label) if each in containers), "")
+        here = containers[at]
+        if here[0] not in MAPPINGS:
+            raise _fixed(label, f"inside a {here[0]}")
+        key = _key(label[len(at) + 1 if at else 0 :])
+        if at not in taken:
+            taken[at] = {each for each in here[1] if isinstance(each, str)}
+        if key in taken[at]:
+            raise two_with_one_name(label)
+        taken[at].add(key)
+        here[1].append(key)
+        here[2].append(node)
+        containers |= {where: each for each, where in walk(node, label) if not _is_leaf(each)}
+
+
+def _fixed(label: str, what: str) -> StructureMismatch:
+    return StructureMismatch(
+        f"The transforms would move this out of its place: it is {what}",
+        key=label,
+        hint="Such a place has no name that could change; leave the whole object out with "
+        "ckpipe.Drop, or exclude it in the globs",
+    )

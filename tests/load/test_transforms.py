@@ -1,0 +1,451 @@
+"""Transforms: other names, cut and joined tensors and other dtypes on the way into a target."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import ckpipe
+from ckpipe import Cast, Drop, Fuse, Only, Rename, Split, Stack, Unstack
+from ckpipe.distributed import training_state
+from ckpipe.errors import (
+    CkpipeError,
+    DtypeMismatch,
+    ShapeMismatch,
+    StructureMismatch,
+    UsageError,
+)
+from ckpipe.testing import MemoryBackend
+from tests.load.stored_states import load, store
+
+MIB = 1 << 20
+
+
+def net(names: list[str]) -> nn.Module:
+    """Two layers under given names."""
+    made = nn.Module()
+    for name, layer in zip(names, (nn.Linear(4, 6), nn.Linear(6, 2)), strict=True):
+        made.add_module(name, layer)
+    return made
+
+
+def numbered(*shape: int, first: int = 0) -> torch.Tensor:
+    count = torch.Size(shape).numel()
+    return torch.arange(first, first + count, dtype=torch.float32).reshape(shape)
+
+
+async def stored(state: Any) -> MemoryBackend:
+    backend = MemoryBackend()
+    await store(state, backend)
+    return backend
+
+
+RENAMES = [
+    Rename({"model.0.*": "model.up.*", "model.1": "model.down"}),
+    Rename(r"^model\.([01])\.", r"model.layer\1."),
+    Rename(lambda label: label.replace("model.", "model.inner_")),
+]
+
+
+@pytest.mark.parametrize(
+    ("rename", "names"),
+    [
+        (RENAMES[0], ["up", "down"]),
+        (RENAMES[1], ["layer0", "layer1"]),
+        (RENAMES[2], ["inner_0", "inner_1"]),
+    ],
+)
+async def test_a_module_with_other_names_is_filled(rename: Rename, names: list[str]) -> None:
+    saved, target = net(["0", "1"]), net(names)
+    backend = await stored({"model": saved, "step": 3})
+    result = await load(backend, {"model": target, "step": 0}, transform=[rename])
+    assert result.state["step"] == 3
+    for old, new in zip(saved.parameters(), target.parameters(), strict=True):
+        assert torch.equal(old, new)
+    assert result.transformed["model.0.weight"] == (f"model.{names[0]}.weight",)
+    assert "step" not in result.transformed
+
+
+async def test_names_move_into_out_of_and_with_containers() -> None:
+    first, second = torch.ones(2), torch.zeros(3)
+    state = {"net": {"a.w": first, "deep": {"w": second}}, "other": 1, "list": [{"x": 5}]}
+    backend = await stored(state)
+
+    async def loaded(*rules: Rename) -> Any:
+        return (await load(backend, transform=rules)).state
+
+    renamed = await loaded(Rename({"net": "model"}))
+    assert list(renamed) == ["model", "other", "list"]
+    assert list(renamed["model"]) == ["a.w", "deep"]
+    flat = await loaded(Rename({"net.*": "*"}))
+    assert list(flat) == ["other", "list", "a.w", "deep"]
+    assert torch.equal(flat["deep"]["w"], second)
+    wrapped = await loaded(Rename({"*": "all.state.*"}))
+    assert list(wrapped["all"]["state"]) == ["net", "other", "list"]
+    moved = await loaded(Rename({"other": "net.deep.other", "net.a.w": "w"}))
+    assert list(moved) == ["net", "list", "w"]
+    assert moved["net"]["deep"]["other"] == 1
+    assert (await loaded(Rename({"list.0.x": "list.0.y"})))["list"] == [{"y": 5}]
+    swapped = await loaded(Rename({"net.a.w": "other", "other": "net.a.w"}))
+    assert swapped["net"]["a.w"] == 1
+    assert torch.equal(swapped["other"], first)
+
+
+async def test_a_wrapped_module_takes_the_state_of_the_bare_one() -> None:
+    bare = nn.Linear(2, 3)
+    backend = await stored({"model": bare})
+    wrapped: Any = nn.ModuleDict({"module": nn.Linear(2, 3)})
+    await load(backend, {"model": wrapped}, transform=[Rename({"model.*": "model.module.*"})])
+    assert torch.equal(wrapped["module"].weight, bare.weight)
+    for saved in (bare, dict(bare.state_dict())):
+        alone: Any = nn.ModuleDict({"module": nn.Linear(2, 3)})
+        await load(await stored(saved), alone, transform=[Rename({"*": "module.*"})])
+        assert torch.equal(alone["module"].bias, bare.bias)
+    back = nn.Linear(2, 3)
+    await load(await stored(wrapped), {"model": back}, transform=[Rename({"module.*": "model.*"})])
+    assert torch.equal(back.weight, bare.weight)
+
+
+async def test_keys_that_are_no_texts_stay_as_they_are() -> None:
+    backend = await stored({"a": {1: torch.ones(2), (2, 3): 4, "x.y": 5}})
+    state = (await load(backend, transform=[Rename({"a.x.*": "a.z.*"})])).state
+    assert list(state["a"]) == [1, (2, 3), "z.y"]
+
+
+async def test_an_optimizer_under_another_label_keeps_its_class() -> None:
+    parameters = [nn.Parameter(torch.ones(3))]
+    backend = await stored({"opt": torch.optim.AdamW(parameters)})
+    wrong = {"optimizer": torch.optim.SGD(parameters)}
+    with pytest.raises(StructureMismatch, match="AdamW"):
+        await load(backend, wrong, transform=[Rename({"opt": "optimizer"})])
+    right = {"optimizer": torch.optim.AdamW(parameters)}
+    await load(backend, right, transform=[Rename({"opt": "optimizer"})])
+
+
+async def test_a_training_state_is_renamed_with_its_optimizer() -> None:
+    saved, target = net(["0", "1"]), net(["up", "down"])
+    old, new = (torch.optim.AdamW(each.parameters(), lr=0.1) for each in (saved, target))
+    for parameter in saved.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    old.step()
+    backend = await stored({"train": training_state(saved, old)})
+    names = {"0": "up", "1": "down"}
+    into = {"train": training_state(target, new)}
+    rename = Rename(
+        lambda label: re.sub(
+            r"(?<=\.)[01](?=\.(weight|bias)(\.|$))", lambda found: names[found[0]], label
+        )
+    )
+    await load(backend, into, transform=[rename])
+    for mine, theirs in zip(saved.parameters(), target.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+        assert torch.equal(old.state[mine]["exp_avg"], new.state[theirs]["exp_avg"])
+
+
+async def test_only_and_drop_leave_labels_out() -> None:
+    model = nn.Linear(2, 2)
+    backend = await stored({"model": model, "head": torch.ones(5), "step": 1})
+    target = nn.Linear(2, 2)
+    rules = [Only("model", "head"), Drop("head"), Rename({"model.*": "*"})]
+    result = await load(backend, target, transform=rules)
+    assert torch.equal(target.weight, model.weight)
+    assert result.transformed["head"] == result.transformed["step"] == ()
+    assert result.transformed["model.weight"] == ("weight",)
+
+
+async def test_a_dropped_name_can_be_taken_by_another_tensor_of_its_shape() -> None:
+    backend = await stored({"a": torch.zeros(3), "b": torch.ones(3)})
+    state = (await load(backend, transform=[Drop("a"), Rename({"b": "a"})])).state
+    assert torch.equal(state["a"], torch.ones(3))
+
+
+async def test_floating_tensors_are_converted_and_others_are_not() -> None:
+    narrow = torch.randn(5).bfloat16()
+    backend = await stored({"a": narrow, "b": torch.ones(2, dtype=torch.float64), "n": 3})
+    cast = [Cast({"a": torch.float32, "*": "float16"})]
+    state = (await load(backend, transform=cast)).state
+    assert state["a"].dtype is torch.float32
+    assert torch.equal(state["a"], narrow.float())
+    assert state["b"].dtype is torch.float16
+    target: dict[str, Any] = {"a": torch.zeros(5), "b": torch.zeros(2).half(), "n": 0}
+    await load(backend, target, transform=cast)
+    assert torch.equal(target["a"], narrow.float())
+    with pytest.raises(DtypeMismatch):
+        await load(backend, {**target, "a": narrow.clone()}, transform=cast)
+
+
+async def test_tensors_that_share_memory_are_converted_and_share_it_again() -> None:
+    weight = torch.randn(4, 6)
+    backend = await stored({"w": weight, "tied": weight, "rows": weight[1:3], "t": weight.t()})
+    state: dict[str, torch.Tensor] = (
+        await load(backend, transform=[Cast({"*": torch.float64})])
+    ).state
+    for label, value in {"w": weight, "tied": weight, "rows": weight[1:3], "t": weight.t()}.items():
+        assert state[label].dtype is torch.float64
+        assert torch.equal(state[label], value.double()), label
+    assert state["w"] is state["tied"] or state["w"].data_ptr() == state["tied"].data_ptr()
+
+
+async def test_one_of_several_tensors_with_one_memory_is_cut() -> None:
+    weight = numbered(4, 6)
+    backend = await stored({"w": weight, "tied": weight, "turned": weight.t(), "rows": weight[1:3]})
+    rules = [
+        Split("tied", ["a", "b"], dim=1),
+        Split("turned", ["c", "d"]),
+        Unstack("rows", "row.{}"),
+    ]
+    state = (await load(backend, transform=rules)).state
+    assert torch.equal(state["w"], weight)
+    assert torch.equal(state["b"], weight[:, 3:])
+    assert torch.equal(state["d"], weight.t()[3:])
+    assert torch.equal(state["row.1"], weight[2])
+
+
+ATTENTION = [
+    Fuse(["*.q.weight", "*.k.weight", "*.v.weight"], "*.qkv.weight"),
+    Split("*.qkv.weight", ["*.q.weight", "*.k.weight", "*.v.weight"], sizes=[8, 4, 4]),
+]
+
+
+async def test_projections_are_joined_and_cut_again() -> None:
+    q, k, v = (numbered(n, 8, first=100 * n) for n in (8, 4, 4))
+    layers = {f"{n}.{name}.weight": each + n for n in (0, 1) for name, each in
+              (("q", q), ("k", k), ("v", v))}  # fmt: skip
+    backend = await stored({"layers": layers, "norm": torch.ones(8)})
+    target: Any = {
+        "layers": {f"{n}.qkv.weight": torch.zeros(16, 8) for n in (0, 1)},
+        "norm": torch.zeros(8),
+    }
+    result = await load(backend, target, transform=ATTENTION[:1])
+    assert torch.equal(target["layers"]["1.qkv.weight"], torch.cat([q, k, v]) + 1)
+    assert result.transformed["layers.0.k.weight"] == ("layers.0.qkv.weight",)
+    again = await load(backend, transform=ATTENTION)
+    assert list(again.state["layers"]) == list(layers)
+    assert all(torch.equal(again.state["layers"][name], layers[name]) for name in layers)
+    backend = await stored(target)
+    apart = await load(backend, transform=ATTENTION[1:])
+    assert torch.equal(apart.state["layers"]["1.v.weight"], v + 1)
+    assert apart.transformed["layers.0.qkv.weight"] == (
+        "layers.0.q.weight",
+        "layers.0.k.weight",
+        "layers.0.v.weight",
+    )
+
+
+async def test_experts_are_stacked_and_taken_apart() -> None:
+    experts = {f"experts.{n}.up.weight": numbered(3, 2, first=n) for n in range(11)}
+    backend = await stored({"mlp": experts})
+    stack = Stack("*.experts.{}.up.weight", "*.experts.up")
+    stacked = (await load(backend, transform=[stack])).state["mlp"]["experts.up"]
+    assert torch.equal(stacked, torch.stack(list(experts.values())))
+    backend = await stored({"mlp": {"experts.up": stacked}})
+    unstack = Unstack("*.experts.up", "*.experts.{}.up.weight")
+    apart = (await load(backend, transform=[unstack])).state["mlp"]
+    assert list(apart) == list(experts)
+    assert all(torch.equal(apart[name], experts[name]) for name in experts)
+    assert all(each.untyped_storage().nbytes() == 24 for each in apart.values())
+
+
+Rule = tuple[Any, Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]]
+
+
+@st.composite
+def rules(draw: st.DrawFn) -> list[Rule]:
+    """Transforms of tensors called by one letter, each with the same in torch."""
+    shapes: dict[str, tuple[int, ...]] = {"a": (4, 6), "b": (4, 6)}
+    found: list[Rule] = []
+    for number in range(draw(st.integers(1, 5))):
+        name = draw(st.sampled_from(sorted(shapes)))
+        shape = shapes[name]
+        new = [f"{chr(ord('c') + number)}{part}" for part in "xyz"]
+        kind = draw(st.sampled_from(["split", "fuse", "stack", "unstack"]))
+        if kind == "split":
+            dim = draw(st.integers(0, len(shape) - 1))
+            size = draw(st.integers(0, shape[dim]))
+            sizes = [size, shape[dim] - size]
+            rule: Any = Split(name, new[:2], dim, sizes=sizes)
+
+            def same(each: Any, name: str = name, new: Any = new, sizes: Any = sizes,
+                     dim: int = dim) -> Any:  # fmt: skip
+                parts = each.pop(name).split(sizes, dim)
+                return each | dict(zip(new[:2], parts, strict=True))
+
+            del shapes[name]
+            for part, count in zip(new[:2], sizes, strict=True):
+                shapes[part] = (*shape[:dim], count, *shape[dim + 1 :])
+        elif kind == "unstack" and shape[0] > 0 and len(shape) > 1:
+            rule = Unstack(name, f"{new[0]}{{}}")
+
+            def same(each: Any, name: str = name, new: Any = new) -> Any:  # type: ignore[misc]
+                parts = each.pop(name).unbind(0)
+                return each | {f"{new[0]}{n}": part for n, part in enumerate(parts)}
+
+            del shapes[name]
+            shapes |= {f"{new[0]}{n}": shape[1:] for n in range(shape[0])}
+        elif kind == "fuse":
+            others = sorted(each for each in shapes if shapes[each] == shape and each != name)
+            olds = [name, *others[:1]]
+            dim = draw(st.integers(0, len(shape) - 1))
+            rule = Fuse(olds, new[0], dim)
+
+            def same(each: Any, olds: Any = olds, new: Any = new,  # type: ignore[misc]
+                     dim: int = dim) -> Any:  # fmt: skip
+                return each | {new[0]: torch.cat([each.pop(old) for old in olds], dim)}
+
+            for old in olds:
+                del shapes[old]
+            shapes[new[0]] = (*shape[:dim], len(olds) * shape[dim], *shape[dim + 1 :])
+        else:
+            rule = [Rename({name: f"{new[0]}.0"}), Stack(f"{new[0]}.{{}}", new[0])]
+
+            def same(each: Any, name: str = name, new: Any = new) -> Any:  # type: ignore[misc]
+                return each | {new[0]: each.pop(name)[None]}
+
+            del shapes[name]
+            shapes[new[0]] = (1, *shape)
+        found.append((rule if isinstance(rule, list) else [rule], same))
+    return found
+
+
+@settings(max_examples=60, deadline=None)
+@given(rules(), st.booleans())
+async def test_any_transforms_do_what_torch_does(chosen: list[Rule], turned: bool) -> None:
+    state = {"a": numbered(4, 6), "b": numbered(4, 6, first=100)}
+    if turned:
+        state["b"] = state["b"].t().contiguous().t()
+    backend = await stored(dict(state))
+    expected, transform = dict(state), []
+    for rule, same in chosen:
+        transform += rule
+        expected = same(expected)
+    loaded = (await load(backend, transform=transform)).state
+    assert sorted(loaded) == sorted(expected)
+    for name, tensor in expected.items():
+        assert torch.equal(loaded[name], tensor), (name, [type(each) for each in transform])
+    live = {name: torch.full(tensor.shape, -1.0) for name, tensor in expected.items()}
+    await load(backend, live, transform=transform)
+    assert all(torch.equal(live[name], expected[name]) for name in expected)
+
+
+async def test_a_part_is_read_and_not_the_whole_and_nothing_is_read_twice() -> None:
+    fused = torch.arange(12 * MIB, dtype=torch.float32).reshape(12 * 1024, 1024)
+    backend = await stored({"qkv": fused})
+    rule = Split("qkv", ["q", "k", "v"])
+    part = await load(backend, transform=[rule], include=["k"])
+    assert torch.equal(part.state["k"], fused[4096:8192])
+    assert part.state["k"].untyped_storage().nbytes() == 16 * MIB
+    assert part.report is not None
+    assert part.report.bytes <= 1.1 * 16 * MIB
+    for dim in (0, 1):
+        rule = Split("qkv", ["q", "k"], dim)
+        both = await load(backend, transform=[rule])
+        assert both.report is not None
+        assert both.report.bytes <= 1.1 * 48 * MIB
+        assert torch.equal(torch.cat([both.state["q"], both.state["k"]], dim), fused)
+
+
+STATE = {
+    "model": {"0.weight": torch.ones(4, 6), "1.weight": torch.zeros(4, 6), "n": torch.tensor(1)},
+    "list": [1, 2],
+}
+
+WRONG: list[tuple[Any, type[CkpipeError], str]] = [
+    (Rename({"modle.*": "x.*"}), StructureMismatch, r"'modle\.\*' matches nothing.*model\."),
+    (Rename(r"^nowhere", "x"), StructureMismatch, "'.nowhere' matches nothing"),
+    (Rename({"model.0.weight": "model.1.weight"}), StructureMismatch, "'model.0.weight', 'model.1"),
+    (Rename(lambda label: "same"), StructureMismatch, "one name"),
+    (Rename(lambda label: label + "."), StructureMismatch, "is no name"),
+    (Rename({"list.0": "first"}), StructureMismatch, "element of a list"),
+    (Only("other"), StructureMismatch, "Only: 'other' matches nothing"),
+    (Drop("other"), StructureMismatch, "Drop: 'other' matches nothing"),
+    (Cast({"list": torch.float16}), StructureMismatch, "Cast: 'list' matches nothing"),
+    (Split("model.2.*", ["a"]), StructureMismatch, "matches nothing"),
+    (Split("model.0.weight", ["a", "b", "c"]), ShapeMismatch, "has not 3 equal parts.*sizes"),
+    (Split("model.0.weight", ["a", "b"], sizes=[1, 2]), ShapeMismatch, "3 together.* has 4"),
+    (Split("model.0.weight", ["a"], dim=2), ShapeMismatch, "no dimension 2"),
+    (Split("model.0.weight", ["model.1.weight"]), StructureMismatch, "one name"),
+    (Split("model.0.weight", ["a", "a"]), StructureMismatch, "one name"),
+    (Fuse(["model.0.weight", "model.n"], "a"), StructureMismatch, "saved alike"),
+    (Fuse(["model.*.weight", "model.*.bias"], "a.*"), StructureMismatch, "bias' matches nothing"),
+    (Fuse(["*.0.weight", "*.n"], "*.n"), StructureMismatch, "saved alike"),
+    (Stack("model.{}.bias", "a"), StructureMismatch, "matches nothing"),
+    (Unstack("model.n", "a.{}"), ShapeMismatch, "no dimension 0"),
+]
+
+
+@pytest.mark.parametrize(("rule", "error", "text"), WRONG)
+async def test_what_does_not_fit_is_refused_untouched(
+    rule: Any, error: type[CkpipeError], text: str
+) -> None:
+    backend = await stored(STATE)
+    target: Any = {"model": {"0.weight": torch.full((4, 6), 7.0)}}
+    with pytest.raises(error, match=text) as caught:
+        await load(backend, target, strict=False, transform=[rule])
+    assert caught.value.hint
+    assert (target["model"]["0.weight"] == 7).all()
+
+
+async def test_numbers_and_counts_beyond_any_stack_are_refused_at_once() -> None:
+    backend = await stored({"e": {"0.w": torch.ones(2), "999999999.w": torch.ones(2)}})
+    with pytest.raises(StructureMismatch, match="but not number 1"):
+        await load(backend, transform=[Stack("e.{}.w", "e.w")])
+    backend = await stored({"e": torch.ones(100_001, 0)})
+    with pytest.raises(ShapeMismatch, match="100001 parts"):
+        await load(backend, transform=[Unstack("e", "e.{}")])
+
+
+async def test_groups_must_be_complete() -> None:
+    backend = await stored({"0.q": torch.ones(2), "1.q": torch.ones(2), "0.k": torch.ones(2)})
+    with pytest.raises(StructureMismatch, match=r"has '1.q' but not \*\.k"):
+        await load(backend, transform=[Fuse(["*.q", "*.k"], "*.qk")])
+    backend = await stored({"e": {"0.w": torch.ones(2), "2.w": torch.ones(2)}})
+    with pytest.raises(StructureMismatch, match="but not number 1"):
+        await load(backend, transform=[Stack("e.{}.w", "e.w")])
+    backend = await stored({"e": {"0.w": torch.ones(2), "1.w": torch.ones(3)}})
+    with pytest.raises(ShapeMismatch, match=r"\[2\] and 'e.1.w' \[3\]"):
+        await load(backend, transform=[Stack("e.{}.w", "e.w")])
+
+
+MISUSED: list[Callable[[], object]] = [
+    lambda: Rename({"a.*": "*.*"}),
+    lambda: Rename("a"),
+    lambda: Rename("(", ""),
+    lambda: Rename({"a": ""}),
+    lambda: Rename(3),  # type: ignore[arg-type]
+    lambda: Only(),
+    lambda: Drop(3),  # type: ignore[arg-type]
+    lambda: Cast({"*": torch.int8}),
+    lambda: Cast({"*": "float33"}),
+    lambda: Split("a", "bc"),
+    lambda: Split("a", ["b", "c"], sizes=[1]),
+    lambda: Split("a", ["*"]),
+    lambda: Fuse(["a", "b"], "*"),
+    lambda: Stack("a.*", "b"),
+    lambda: Unstack("a", "b"),
+]
+
+
+@pytest.mark.parametrize("make", MISUSED)
+def test_wrong_arguments_are_refused_where_they_are_written(make: Callable[[], object]) -> None:
+    with pytest.raises(UsageError):
+        make()
+
+
+def test_the_argument_is_a_list_of_transforms(tmp_path: Path) -> None:
+    with ckpipe.SyncPipeline(tmp_path) as pipeline:
+        pipeline.save({"a": torch.ones(2)}, 1).wait()
+        for wrong in (Rename({"a": "b"}), [{"a": "b"}], 3):
+            with pytest.raises(UsageError, match="list of transforms"):
+                pipeline.load(transform=wrong)  # type: ignore[arg-type]
+        result = pipeline.load(transform=[Rename({"a": "b"})])
+        assert result is not None
+        assert list(result.state) == ["b"]
+    assert list(ckpipe.load(tmp_path, transform=[Rename({"a": "c"})]).state) == ["c"]
