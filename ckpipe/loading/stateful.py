@@ -21,7 +21,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import reduce
-from itertools import chain
+from itertools import chain, takewhile
 from typing import Any, TypeVar
 
 import torch
@@ -30,7 +30,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ckpipe.errors import StructureMismatch
 from ckpipe.format.labels import LabelFilter, join
-from ckpipe.format.tree import Node, children_of
+from ckpipe.format.tree import Node, children_of, leaf_labels
 from ckpipe.loading.chunks import HeldElements
 from ckpipe.loading.select import any_selected
 from ckpipe.state_helpers import RngState
@@ -207,7 +207,8 @@ def check_module(
     Raises:
         StructureMismatch: If they do not fit.
     """
-    saved = {key for key, _, _ in children_of(node, label)}
+    children = children_of(node, label)
+    saved = {key for key, _, _ in children}
     live = dict(live)
     missing = [
         join(label, key)
@@ -216,7 +217,8 @@ def check_module(
         and not key.endswith("num_batches_tracked")
         and any_selected(live[key], join(label, key), select)
     ]
-    unexpected = [join(label, key) for key in saved if key not in live]
+    others = [(child, where) for key, child, where in children if key not in live]
+    unexpected = [leaf for child, where in others for leaf in leaf_labels(child, where)]
     if common is not None:
         unexpected = [each for each in unexpected if each in common]
     if missing or unexpected:
@@ -304,6 +306,9 @@ def mismatch(
             "or torch.compile: save and load ckpipe.distributed.training_state(model, optimizer), "
             "which has the names of the bare model"
         )
+    rename = _renaming(missing, unexpected)
+    if rename:
+        hint = f"The names fit with transform=[{rename}]. {hint}"
     parts = [
         f"{title}: {first_of(list(map(repr, labels)), 8)}"
         for title, labels in (
@@ -315,6 +320,38 @@ def mismatch(
     return StructureMismatch(
         "The checkpoint does not fit the target; " + "; ".join(parts), key=label or None, hint=hint
     )
+
+
+def _renaming(missing: list[str], unexpected: list[str]) -> str:
+    """Return the transforms with which names fit that differ by a prefix only; empty if none do."""
+    if not missing or not unexpected:
+        return ""
+    parts, there = missing[0].split("."), set(unexpected)
+    alike = {old: _common_end(parts, old.split(".")) for old in unexpected}
+    for old in sorted(unexpected, key=lambda each: -alike[each])[:8]:
+        if not alike[old]:
+            break
+        new_prefix = ".".join([*parts[: len(parts) - alike[old]], ""])
+        old_parts = old.split(".")
+        old_prefix = ".".join([*old_parts[: len(old_parts) - alike[old]], ""])
+        fits = {old_prefix + each[len(new_prefix) :] for each in missing}
+        renames = old_prefix != new_prefix and all(m.startswith(new_prefix) for m in missing)
+        if renames and fits <= there:
+            rename = f"ckpipe.Rename({{{old_prefix + '*'!r}: {new_prefix + '*'!r}}})"
+            left = sorted(there - fits)
+            if not left:
+                return rename
+            # Whole objects are named once, if nothing in them fits.
+            kept = {each.partition(".")[0] for each in fits}
+            tops = {each.partition(".")[0] for each in left}
+            drop = left if tops & kept else sorted(tops)
+            return f"ckpipe.Drop({', '.join(map(repr, drop))}), {rename}" if len(drop) < 9 else ""
+    return ""
+
+
+def _common_end(left: list[str], right: list[str]) -> int:
+    pairs = zip(reversed(left), reversed(right), strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 _WRAPPER_NAMES = ("module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")

@@ -449,3 +449,47 @@ def test_the_argument_is_a_list_of_transforms(tmp_path: Path) -> None:
         assert result is not None
         assert list(result.state) == ["b"]
     assert list(ckpipe.load(tmp_path, transform=[Rename({"a": "c"})]).state) == ["c"]
+
+
+PREFIXES = [
+    ("model.0.weight model.0.bias", "0.weight 0.bias", "Rename({'model.*': '*'})"),
+    ("0.weight 0.bias", "module.0.weight module.0.bias", "Rename({'*': 'module.*'})"),
+    ("_orig_mod.a.w _orig_mod.b.w", "a.w b.w", "Rename({'_orig_mod.*': '*'})"),
+    (
+        "state_dict.model.a.w state_dict.model.b.w epoch",
+        "a.w b.w",
+        "Drop('epoch'), ckpipe.Rename({'state_dict.model.*': '*'})",
+    ),
+]
+
+
+@pytest.mark.parametrize(("saved", "target", "proposed"), PREFIXES)
+async def test_names_that_differ_by_a_prefix_have_their_transform_proposed(
+    saved: str, target: str, proposed: str
+) -> None:
+    backend = await stored(
+        {name: torch.full((2,), float(n)) for n, name in enumerate(saved.split())}
+    )
+    live = {name: torch.zeros(2) for name in target.split()}
+    with pytest.raises(StructureMismatch) as caught:
+        await load(backend, live)
+    assert caught.value.hint is not None
+    assert f"transform=[ckpipe.{proposed}]" in caught.value.hint
+    transform = eval(caught.value.hint.partition("transform=")[2].partition("]")[0] + "]")
+    await load(backend, live, transform=transform)
+    assert [each[0].item() for each in live.values()] == [0, 1]
+
+
+async def test_a_module_is_told_how_to_take_its_part_of_a_state() -> None:
+    saved, target = nn.Linear(2, 2), nn.Linear(2, 2)
+    backend = await stored({"model": saved, "epoch": 1})
+    with pytest.raises(StructureMismatch) as caught:
+        await load(backend, target)
+    transform = [Drop("epoch"), Rename({"model.*": "*"})]
+    said = "[ckpipe.Drop('epoch'), ckpipe.Rename({'model.*': '*'})]"
+    assert said in (caught.value.hint or "")
+    await load(backend, target, transform=transform)
+    assert torch.equal(saved.weight, target.weight)
+    with pytest.raises(StructureMismatch) as caught:
+        await load(await stored({"a.w": torch.ones(2)}), {"b.x": torch.ones(2)})
+    assert "transform" not in (caught.value.hint or "")
