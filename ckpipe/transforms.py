@@ -32,7 +32,7 @@ from ckpipe.format.edit import (
     Take,
     two_with_one_name,
 )
-from ckpipe.format.keys import LabelFilter
+from ckpipe.format.labels import LabelFilter
 from ckpipe.format.manifest import ManifestDocument, TensorRow
 from ckpipe.format.tree import Node, shared_containers
 from ckpipe.loading.select import pruned

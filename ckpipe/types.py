@@ -140,7 +140,8 @@ class LoadResult:
         state: The state: the target itself as far as it could be changed in place.
         metadata: The metadata that ``save`` was given.
         metrics: The metrics that ``save`` was given.
-        missing: Labels of the target that the checkpoint lacks.
+        missing: Labels of the target that the checkpoint lacks, or that it has in another shape, if
+            ``strict="shapes"`` skips these.
         unexpected: Labels of the checkpoint that the target lacks.
         report: Seconds and bytes.
         transformed: For each saved label that a transform has renamed, cut, joined, converted or

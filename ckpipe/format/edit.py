@@ -26,7 +26,7 @@ from dataclasses import dataclass, field, replace
 from ckpipe.errors import StructureMismatch
 from ckpipe.format.boxes import Box, box_shape, intersection, whole
 from ckpipe.format.dtypes import DTYPES
-from ckpipe.format.keys import Json, canonical, encode_key, join
+from ckpipe.format.labels import Json, canonical, encode_key, join
 from ckpipe.format.manifest import (
     Chunk,
     Layout,

@@ -11,7 +11,7 @@ import time
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import anyio.to_thread
 import torch
@@ -51,7 +51,8 @@ class LoadRequest:
     Args:
         into: The target; None for a fresh state.
         select: Selects the labels to load.
-        strict: Whether plain containers must have exactly the saved keys.
+        strict: Whether plain containers must have exactly the saved keys; ``"shapes"`` if also
+            tensors of another shape are skipped.
         cast: Whether values may be converted to the dtype of a target tensor.
         any_optimizer: Whether an optimizer may get the state of one of another class.
         pickling: Whether pickled objects may be made.
@@ -67,7 +68,7 @@ class LoadRequest:
 
     into: Any | None = None
     select: LabelFilter = field(default_factory=LabelFilter)
-    strict: bool = True
+    strict: bool | Literal["shapes"] = True
     cast: bool = False
     any_optimizer: bool = False
     pickling: bool = False
@@ -306,7 +307,8 @@ def match_all(
         targets,
         definitions,
         select=select,
-        strict=request.strict,
+        strict=bool(request.strict),
+        skips_shapes=request.strict == "shapes",
         any_optimizer=request.any_optimizer,
         pickling=request.pickling,
         distributed=world_size > 1,

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
-from ckpipe.errors import InvalidManifest, StructureMismatch
+from ckpipe.errors import InvalidManifest, ShapeMismatch, StructureMismatch
 from ckpipe.format.labels import decode_key, encode_key, join, label_order
 from ckpipe.format.tree import MAPPINGS, Node, children_of, leaf_labels, walk
 from ckpipe.interpreter import user_code
@@ -139,6 +139,9 @@ class Matching:
         if fillable and not is_lazy(live):
             stored, must = self._targets.stored[number], use is not Use.OFFERED
             error = misfit(stored, live, cast=must and self._targets.cast)
+            if must and self.record.skips_shapes and isinstance(error, ShapeMismatch):
+                self.record.kept.append(label)
+                return partial(same, live)
             if error is not None and must:
                 error.key = label or error.key
                 raise error

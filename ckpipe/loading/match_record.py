@@ -45,6 +45,7 @@ class MatchRecord:
         pickling: Whether pickled objects may be made.
         select: Selects the labels to load.
         strict: Whether plain containers must have exactly the saved keys.
+        skips_shapes: Whether tensors that have another shape in the checkpoint stay as they are.
         any_optimizer: Whether an optimizer may get the state of one of another class.
         distributed: Whether other processes load other parts of the same tensors.
         by_label: Whether labels count and not containers: dotted keys and mappings are the same.
@@ -64,6 +65,7 @@ class MatchRecord:
     pickling: bool
     select: LabelFilter = field(default_factory=LabelFilter)
     strict: bool = True
+    skips_shapes: bool = False
     any_optimizer: bool = False
     distributed: bool = False
     by_label: bool = False

@@ -17,7 +17,7 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from threading import Thread
-from typing import Any, SupportsIndex, TypeVar, Unpack
+from typing import Any, Literal, SupportsIndex, TypeVar, Unpack
 
 import torch
 from torch.optim import Optimizer
@@ -607,7 +607,7 @@ class PipelineBase:
         include: Sequence[str] | None,
         exclude: Sequence[str] | None,
         *,
-        strict: bool,
+        strict: bool | Literal["shapes"],
         cast: bool,
         optimizer_class: str,
         per_rank: PerRankPolicy | None,
@@ -618,7 +618,7 @@ class PipelineBase:
         """Check the arguments of ``load``; on the caller's thread."""
         select = label_filter(include, exclude)
         per_rank = self._settings.per_rank if per_rank is None else per_rank
-        check_choices(pickle, optimizer_class, per_rank)
+        check_choices(strict, pickle, optimizer_class, per_rank)
         self._engine.world.check(saves=False)
         if self._settings.preemption.enabled:
             self._last_state.loads(into, self._guards)

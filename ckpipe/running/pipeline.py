@@ -282,7 +282,7 @@ class Pipeline(PipelineBase):
         *,
         include: Sequence[str] | None = None,
         exclude: Sequence[str] | None = None,
-        strict: bool = True,
+        strict: bool | Literal["shapes"] = True,
         cast: bool = False,
         optimizer_class: Literal["same", "any"] = "same",
         fallback: bool = False,
@@ -310,7 +310,12 @@ class Pipeline(PipelineBase):
             include: Globs of labels to load; None loads all. Each must match a label in the
                 checkpoint, unless ``strict`` is False; then globs without a match are ``missing``.
             exclude: Globs of labels to leave as they are.
-            strict: True if the keys of plain containers must be the same in target and checkpoint.
+            strict: True if the keys of plain containers must be the same in target and checkpoint;
+            ``"shapes"`` also leaves tensors as they are that have another shape there.
+                ``"shapes"`` also leaves tensors as they are that have another shape in the
+                checkpoint, such as a new head, and lists them in ``missing``. Objects whose own
+                code looks at shapes may refuse them all the same: optimizers, and modules with
+                load hooks.
             cast: True to convert tensors to the dtype of the target.
             optimizer_class: ``"any"`` to give an optimizer the state of an optimizer of another
                 class, as torch's ``load_state_dict`` does; options and state that only one of the
@@ -624,7 +629,7 @@ class SyncPipeline(PipelineBase):
         *,
         include: Sequence[str] | None = None,
         exclude: Sequence[str] | None = None,
-        strict: bool = True,
+        strict: bool | Literal["shapes"] = True,
         cast: bool = False,
         optimizer_class: Literal["same", "any"] = "same",
         fallback: bool = False,
@@ -716,7 +721,7 @@ def load(
     *,
     include: Sequence[str] | None = None,
     exclude: Sequence[str] | None = None,
-    strict: bool = True,
+    strict: bool | Literal["shapes"] = True,
     cast: bool = False,
     optimizer_class: Literal["same", "any"] = "same",
     fallback: bool = False,

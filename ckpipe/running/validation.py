@@ -136,12 +136,14 @@ def late_owners(until: str, guards: Iterable[StepGuard], step: int | None) -> tu
     return owners
 
 
-def check_choices(pickle: str, optimizer_class: str, per_rank: object) -> None:
+def check_choices(strict: object, pickle: str, optimizer_class: str, per_rank: object) -> None:
     """Check the arguments of ``load`` that are one of a few words.
 
     Raises:
         UsageError: If one is another word.
     """
+    if not isinstance(strict, bool) and strict != "shapes":
+        raise UsageError(f"strict is True, False or 'shapes', not {strict!r:.100}")
     if pickle not in ("refuse", "allow"):
         raise UsageError(f"pickle is 'refuse' or 'allow', not {pickle!r}")
     if optimizer_class not in ("same", "any"):

@@ -50,7 +50,7 @@ _PIPELINE = {
     "load": """(
         self, into: Any = None, step: Which | None = None, *,
         include: Sequence[str] | None = None, exclude: Sequence[str] | None = None,
-        strict: bool = True, cast: bool = False,
+        strict: bool | Literal['shapes'] = True, cast: bool = False,
         optimizer_class: Literal['same', 'any'] = 'same', fallback: bool = False,
         per_rank: PerRankPolicy | None = None,
         pickle: Literal['refuse', 'allow'] = 'refuse',
