@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
-from functools import reduce
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -23,6 +23,13 @@ from ckpipe.loading.live_tensors import is_placed
 from ckpipe.loading.stateful import LoadTargets, SavedObject, SavedTensor
 from ckpipe.state.data_parallel import equal_places, place_of
 from ckpipe.state.tensors import local_part
+from ckpipe.state.wrappers import (
+    differing_fact,
+    is_wrapper,
+    put_together,
+    sharded,
+    take_apart,
+)
 from ckpipe.training.loading import load_targets
 from ckpipe.training.names import ModelNames, is_sharded, names_of
 from ckpipe.training.optimizers import (
@@ -131,7 +138,9 @@ class TrainingState:
         model, optimizers = self._look()
         # Sharded tensors are detached as plain ones are, so that no gradient flows through a state.
         tensors = {
-            name: value.detach() if isinstance(value, torch.Tensor) else value
+            name: value.detach()
+            if isinstance(value, torch.Tensor) and not is_wrapper(value)
+            else value
             for name, value in model.tensors()
         }
         state: dict[str, Any] = {"model": tensors, "versions": model.versions}
@@ -178,9 +187,10 @@ class TrainingState:
         places = equal_places(self._modules)
         found: dict[str, bool | tuple[int, ...]] = {}
         for name, value in model.tensors():
-            place = place_of(value)
-            if place in places:
-                found[join("model", name)] = places[place]
+            for label, tensor in _tensors_by_label(value, join("model", name)):
+                place = place_of(tensor)
+                if place in places:
+                    found[label] = places[place]
         if self._all_equal:
             names = parameter_names(self._modules, model)
             found |= {join("model", name): True for name in names}
@@ -200,7 +210,9 @@ class TrainingState:
 
 def _tensors_by_label(value: Any, label: str) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors in plain containers with their labels in the state."""
-    if isinstance(value, torch.Tensor):
+    if is_wrapper(value):
+        yield from _tensors_by_label(take_apart(value, label).inner, label)
+    elif isinstance(value, torch.Tensor):
         yield label, value
     elif type(value) in (dict, list, tuple):
         for key, inner in value.items() if type(value) is dict else enumerate(value):
@@ -225,12 +237,28 @@ def _fill_from(obj: Any, state: Any) -> None:
 
 def _described(state: Any) -> Any:
     if isinstance(state, torch.Tensor):
-        return SavedTensor(state.dtype, tuple(state.shape))
+        like = partial(_copy_of, state) if is_wrapper(state) else None
+        return SavedTensor(state.dtype, tuple(state.shape), like=like)
     if isinstance(state, Mapping):
         return {key: _described(value) for key, value in state.items()}
     if type(state) in (list, tuple):
         return type(state)([_described(value) for value in state])
     return state
+
+
+def _copy_of(value: Any, placed: Any, device: torch.device) -> torch.Tensor:
+    """Copy a wrapper tensor to a device; of a DTensor, its local tensor."""
+    local = local_part(value) if is_placed(value) else value
+    apart = take_apart(local, "")
+    inner = {
+        name: _copy_of(each, None, device) if is_wrapper(each) else each.detach().clone().to(device)
+        for name, each in apart.inner.items()
+    }
+    made: torch.Tensor = put_together(type(local), apart.facts, inner, "")
+    if placed is None:
+        return made
+    sharing: torch.Tensor = sharded(made, placed.device_mesh, placed.placements, placed.shape)
+    return sharing
 
 
 def _match_in_memory(
@@ -244,6 +272,18 @@ def _match_in_memory(
     if isinstance(target, torch.Tensor):
         if not isinstance(value, torch.Tensor):
             raise StructureMismatch(f"This is no tensor but a {type(value).__name__}", key=label)
+        if is_wrapper(target) or is_wrapper(value):
+            ours, theirs = (
+                take_apart(each, label) if is_wrapper(each) else None for each in (target, value)
+            )
+            if ours is None or theirs is None or differing_fact(theirs.facts, ours.facts):
+                raise StructureMismatch(
+                    "The wrapper tensor has another class, size, context or sharding",
+                    key=label,
+                    hint="Make the target as it was saved",
+                )
+            _match_in_memory(ours.inner, theirs.inner, label, copies)
+            return
         if value.shape != target.shape:
             shapes = f"{list(value.shape)}, and the target {list(target.shape)}"
             raise ShapeMismatch(f"The tensor has the shape {shapes}", key=label)

@@ -22,6 +22,7 @@ from ckpipe.format.manifest import (
     Structure,
     TensorRow,
 )
+from ckpipe.format.tree import version_of
 from ckpipe.interpreter import user_code
 from ckpipe.plan.division import whole_of
 from ckpipe.plan.global_plan import GlobalPlanner
@@ -138,7 +139,10 @@ def _check_tables(plan: RankPlan, captured: Captured) -> None:
             files=tuple(file.row for file in plan.files), checksums=(0,) * plan.checksums,
             token="", started="", writer={},
         )  # fmt: skip
-        structure = Structure(captured.tree, rows, len(captured.values), captured.optimizers)
+        version = version_of(captured.tree, rows)
+        structure = Structure(
+            captured.tree, rows, len(captured.values), captured.optimizers, version
+        )
         bundle = ManifestDocument(
             "manifest", _NOBODY, plan.world_size, (structure,), (plan.layout,), (part,)
         )

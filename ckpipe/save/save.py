@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from ckpipe.format.keys import Json, LabelFilter
 from ckpipe.format.manifest import RankManifest, Structure, TensorRow
+from ckpipe.format.tree import version_of
 from ckpipe.lock.state_lock import LockHold
 from ckpipe.loop_thread import Caller
 from ckpipe.memory.arena import Block
@@ -272,4 +273,5 @@ def _structure(captured: Captured) -> Structure:
         )
         for leaf in captured.tensors
     )  # fmt: skip
-    return Structure(captured.tree, rows, len(captured.values), captured.optimizers)
+    version = version_of(captured.tree, rows)
+    return Structure(captured.tree, rows, len(captured.values), captured.optimizers, version)

@@ -23,6 +23,7 @@ NAMES = """
     KeepLast KeepWithin LoadReport LoadResult LocalPlanner ObjectInfo Pipeline Planner Progress
     PutMode RngState SaveHandle SaveReport Settings StateLock Statistics SyncPipeline SyncSaveHandle
     Upload UploadLimits VerifyResult __version__ load register_backend register_type
+    register_wrapper
 """
 
 MODULES = ["distributed", "errors", "events", "planning", "preemption", "testing"]
@@ -169,6 +170,9 @@ FUNCTIONS = {
     "register_type": """(
         cls: type[T], *, to_state: Callable[[T], Any], from_state: Callable[[Any], T],
         name: str | None = None
+    ) -> None""",
+    "register_wrapper": """(
+        cls: type[torch.Tensor], *, cut: Cut | None = None, resize: Resize | None = None
     ) -> None""",
 }
 SETTINGS = """
