@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial, reduce
+from functools import reduce
 from typing import Any
 
 import torch
@@ -23,13 +23,7 @@ from ckpipe.loading.live_tensors import is_placed
 from ckpipe.loading.stateful import LoadTargets, SavedObject, SavedTensor
 from ckpipe.state.data_parallel import equal_places, place_of
 from ckpipe.state.tensors import local_part
-from ckpipe.state.wrappers import (
-    differing_fact,
-    is_wrapper,
-    put_together,
-    sharded,
-    take_apart,
-)
+from ckpipe.state.wrappers import is_wrapper, take_apart
 from ckpipe.training.loading import load_targets
 from ckpipe.training.names import ModelNames, is_sharded, names_of
 from ckpipe.training.optimizers import (
@@ -237,28 +231,12 @@ def _fill_from(obj: Any, state: Any) -> None:
 
 def _described(state: Any) -> Any:
     if isinstance(state, torch.Tensor):
-        like = partial(_copy_of, state) if is_wrapper(state) else None
-        return SavedTensor(state.dtype, tuple(state.shape), like=like)
+        return SavedTensor(state.dtype, tuple(state.shape))
     if isinstance(state, Mapping):
         return {key: _described(value) for key, value in state.items()}
     if type(state) in (list, tuple):
         return type(state)([_described(value) for value in state])
     return state
-
-
-def _copy_of(value: Any, placed: Any, device: torch.device) -> torch.Tensor:
-    """Copy a wrapper tensor to a device; of a DTensor, its local tensor."""
-    local = local_part(value) if is_placed(value) else value
-    apart = take_apart(local, "")
-    inner = {
-        name: _copy_of(each, None, device) if is_wrapper(each) else each.detach().clone().to(device)
-        for name, each in apart.inner.items()
-    }
-    made: torch.Tensor = put_together(type(local), apart.facts, inner, "")
-    if placed is None:
-        return made
-    sharing: torch.Tensor = sharded(made, placed.device_mesh, placed.placements, placed.shape)
-    return sharing
 
 
 def _match_in_memory(
@@ -273,17 +251,11 @@ def _match_in_memory(
         if not isinstance(value, torch.Tensor):
             raise StructureMismatch(f"This is no tensor but a {type(value).__name__}", key=label)
         if is_wrapper(target) or is_wrapper(value):
-            ours, theirs = (
-                take_apart(each, label) if is_wrapper(each) else None for each in (target, value)
+            raise StructureMismatch(
+                "A wrapper tensor is not loaded from a state in memory",
+                key=label,
+                hint="Save it to a checkpoint and load that",
             )
-            if ours is None or theirs is None or differing_fact(theirs.facts, ours.facts):
-                raise StructureMismatch(
-                    "The wrapper tensor has another class, size, context or sharding",
-                    key=label,
-                    hint="Make the target as it was saved",
-                )
-            _match_in_memory(ours.inner, theirs.inner, label, copies)
-            return
         if value.shape != target.shape:
             shapes = f"{list(value.shape)}, and the target {list(target.shape)}"
             raise ShapeMismatch(f"The tensor has the shape {shapes}", key=label)

@@ -124,6 +124,17 @@ def walk(node: Node, label: str = "") -> Iterator[tuple[Node, str]]:
         pending += [(child, where) for _, child, where in reversed(children_of(node, label))]
 
 
+def wrappers_in(structure: Structure) -> list[tuple[str, Node]]:
+    """Return the outermost wrapper tensors of a structure, with their labels."""
+    found: list[tuple[str, Node]] = []
+    inside = "\0"
+    for node, label in walk(structure.tree) if structure.version > 1 else ():
+        if node[0] == "wrapper_tensor" and not label.startswith(inside):
+            found.append((label, node))
+            inside = f"{label}."
+    return found
+
+
 def leaf_labels(node: Node, label: str) -> list[str]:
     """Return the labels of the tensors, values, sets and references of a tree."""
     return [at for each, at in walk(node, label) if each[0] in _LEAVES and each[0] != "absent"]
@@ -159,7 +170,7 @@ def check_tree(structure: Structure) -> None:
             stack.append(node[3])
             node = node[:3]
         if not _is_well_formed(node) or (
-            kind == "wrapper_tensor" and (structure.version < 2 or node[2][:1] != ["dict"])
+            kind == "wrapper_tensor" and (structure.version < 2 or not _is_dict(node[2]))
         ):
             raise InvalidManifest(f"A node of the kind {kind!r} is malformed")
         if kind in _KEYS:
@@ -181,6 +192,10 @@ def check_tree(structure: Structure) -> None:
 def _check_attributes(node: Any) -> None:
     if not _is_node(node) or node[0] != "dict":
         raise InvalidManifest("Attributes are no dict in the tree")
+
+
+def _is_dict(node: Any) -> bool:
+    return _is_node(node) and node[0] == "dict"
 
 
 def _is_node(node: Any) -> bool:

@@ -47,7 +47,7 @@ from ckpipe.loading.objects import OpenedObject, open_object
 from ckpipe.loading.saved_state import is_generators
 from ckpipe.loading.select import PerRankItems
 from ckpipe.loading.stateful import is_extra_state, mismatch, writable
-from ckpipe.loading.wrappers import fitting_parts, fresh_class
+from ckpipe.loading.wrappers import dequantized, fitting_parts, fresh_class
 from ckpipe.state.kinds import is_stateful, registered_as, registered_for
 from ckpipe.state.wrappers import is_wrapper, put_together
 
@@ -207,7 +207,9 @@ class Matching:
         facts, inner = node[1], node[2]
         if use in (None, Use.OFFERED):
             cls = fresh_class(facts, label)
-            make = self.plan(inner, label)
+            make, dtype = self.plan(inner, label), self.record.dequantized
+            if dtype is not None:
+                return lambda: dequantized(put_together(cls, facts, make(), label), dtype, label)
             return lambda: put_together(cls, facts, make(), label)
         if not is_wrapper(live):
             raise _wrong_kind(f"a wrapper tensor of {facts['class']}", live, label)

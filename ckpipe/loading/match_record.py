@@ -46,6 +46,7 @@ class MatchRecord:
         select: Selects the labels to load.
         strict: Whether plain containers must have exactly the saved keys.
         any_optimizer: Whether an optimizer may get the state of one of another class.
+        dequantized: The dtype of fresh wrapper tensors once they are dequantised; None leaves them.
         distributed: Whether other processes load other parts of the same tensors.
         memo: The memo of facts of the target's objects.
         missing: Labels that the target has and the checkpoint has not.
@@ -64,6 +65,7 @@ class MatchRecord:
     select: LabelFilter = field(default_factory=LabelFilter)
     strict: bool = True
     any_optimizer: bool = False
+    dequantized: str | None = None
     distributed: bool = False
     memo: InspectionMemo = field(default_factory=InspectionMemo)
     missing: list[str] = field(default_factory=list)

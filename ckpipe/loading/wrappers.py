@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 
-from ckpipe.errors import InvalidManifest, ShapeMismatch, StructureMismatch
+from ckpipe.errors import InvalidManifest, ShapeMismatch, StructureMismatch, UnsupportedState
 from ckpipe.format.dtypes import DTYPES
 from ckpipe.format.keys import Json
 from ckpipe.format.tree import Node, children_of, walk
 from ckpipe.loading.chunks import StoredTensors
 from ckpipe.loading.fill import normal_tensors
 from ckpipe.loading.live_tensors import why_unplaceable, writable_view
-from ckpipe.state.tensors import dtensor_type, local_part
+from ckpipe.state.tensors import PLAIN_TYPES, dtensor_type, local_part
 from ckpipe.state.wrappers import (
     differing_fact,
     inner_placements,
@@ -48,6 +48,28 @@ def fresh_class(facts: dict[str, Json], label: str) -> Any:
             hint=_SHARD,
         )
     return wrapper_class(facts["class"], label)
+
+
+def dequantized(made: Any, dtype: str, label: str) -> torch.Tensor:
+    """Return the values of a wrapper as a plain tensor, as its class computes them.
+
+    Raises:
+        UnsupportedState: If the class does not.
+    """
+    try:
+        # NF4Tensor has the latter only; its ``dequantize`` is another function.
+        plain = getattr(made, "get_original_weight", made.dequantize)().to(DTYPES[dtype])
+    except (RuntimeError, TypeError, AttributeError) as error:
+        plain, reason = None, f": {error}"
+    else:
+        reason = ""
+    if type(plain) not in PLAIN_TYPES or plain.shape != made.shape:
+        raise UnsupportedState(
+            f"A {type(made).__qualname__} cannot be dequantised{reason:.200}",
+            key=label or None,
+            hint="Give its class a method dequantize, or leave it out of the export",
+        )
+    return plain  # type: ignore[no-any-return]
 
 
 def fitting_parts(

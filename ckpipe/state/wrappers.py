@@ -241,6 +241,12 @@ def put_together(cls: Any, facts: dict[str, Json], inner: dict[str, Any], label:
     except CkpipeError as error:
         error.key = error.key or label or None
         raise
+    except Exception as error:
+        raise InvalidManifest(
+            f"{facts['class']} cannot be made of the saved inner tensors: {error!r:.200}",
+            key=label or None,
+            hint="Install the version of the library that saved it, or leave it out with exclude",
+        ) from error
 
 
 def differing_fact(saved: dict[str, Json], live: dict[str, Json]) -> str | None:

@@ -13,6 +13,7 @@ import torch
 import ckpipe
 from ckpipe import errors
 from ckpipe.distributed import training_state
+from ckpipe.format.checksummed_json import encode_json
 from tests.support.stored_files import document_of
 from tests.support.wrapper_tensors import (
     CONTEXT,
@@ -132,11 +133,13 @@ def test_training_state_saves_and_loads_them(tmp_path: Path) -> None:
     assert equal(layer.table, nested())
 
 
-def test_training_state_in_memory_fills_them(tmp_path: Path) -> None:
+def test_training_state_refuses_them_from_memory() -> None:
     layer = Layer(start=30)
-    training_state(layer).load_state_dict(training_state(Layer()).state_dict())
-    assert equal(layer.weight.detach(), scaled())
-    assert equal(layer.table, nested())
+    with pytest.raises(errors.StructureMismatch, match="in memory") as caught:
+        training_state(layer).load_state_dict(training_state(Layer()).state_dict())
+    assert caught.value.key is not None
+    assert equal(layer.weight.detach(), scaled(start=30))
+    assert torch.equal(layer.plain, torch.full((3,), 30.0))
 
 
 def test_saves_of_unchanged_structure_take_new_values(tmp_path: Path) -> None:
@@ -261,6 +264,35 @@ def test_only_objects_with_a_wrapper_have_the_newer_version(tmp_path: Path) -> N
         kwargs = {"exclude": ["a"]} if name == "left out" else {}
         save(tmp_path / name, state, step=1, **kwargs)
         assert index_of(tmp_path / name)["version"] == version, name
+
+
+@pytest.mark.parametrize(
+    ("change", "value"),
+    [
+        (1, {"class": "os:system"}),
+        (1, {"class": "torch:Tensor"}),
+        (1, {"context": {"evil": [1]}}),
+        (1, {"context": {"named_tuple": ["builtins:tuple", 1]}}),
+        (1, {"context": {"dataclass": ["tests.support.wrapper_tensors:Scaled", ["a", 1]]}}),
+        (1, {"context": ["pickle", "gASV"]}),
+        (1, {"size": [-1]}),
+        (1, {"kind": "parameter", "requires_grad": 1}),
+        (1, {"shard": {"mesh": 1}}),
+        (2, 3),
+        (2, ["list", [["tensor", 0]]]),
+        (2, ["dict", ["codes"], [["tensor", 0]]]),
+        (2, ["dict", ["codes", "scale"], [["value", 0], ["tensor", 1]]]),
+    ],
+)
+def test_hostile_wrappers_are_refused(tmp_path: Path, change: int, value: Any) -> None:
+    save(tmp_path, {"w": scaled(), "n": 1}, step=1)
+    (path,) = tmp_path.glob("step-*.json")
+    document = document_of(path.read_bytes())
+    node = document["structures"][0]["tree"][2][0]
+    node[change] = node[1] | value if change == 1 else value
+    path.write_bytes(encode_json(document))
+    with pytest.raises(errors.CkpipeError):
+        ckpipe.load(tmp_path)
 
 
 def test_nothing_of_it_is_pickled(tmp_path: Path) -> None:

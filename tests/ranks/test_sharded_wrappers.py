@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,11 @@ def cut(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def part(
-    whole: Scaled, mesh_shape: tuple[int, ...], placements: list[Placement], *, blank: bool = False
+    whole: Scaled,
+    mesh_shape: tuple[int, ...],
+    placements: Sequence[Placement],
+    *,
+    blank: bool = False,
 ) -> DTensor:
     """What a rank has of a wrapper whose rows are cut."""
     mesh = init_device_mesh("cpu", mesh_shape)
@@ -59,14 +63,14 @@ def ranks(n: int) -> Iterator[int]:
             yield rank
 
 
-def save(root: Path, n: int, mesh: tuple[int, ...], placements: list[Placement]) -> None:
+def save(root: Path, n: int, mesh: tuple[int, ...], placements: Sequence[Placement]) -> None:
     for _ in ranks(n):
         state = {"w": part(scaled(8), mesh, placements), "n": 1}
         with ckpipe.SyncPipeline(str(root), attempt_id="one") as pipeline:
             pipeline.save(state, step=1).wait()
 
 
-def check_loads(root: Path, n: int, mesh: tuple[int, ...], placements: list[Placement]) -> None:
+def check_loads(root: Path, n: int, mesh: tuple[int, ...], placements: Sequence[Placement]) -> None:
     for rank in ranks(n):
         target = {"w": part(scaled(8), mesh, placements, blank=True), "n": 0}
         local = target["w"]._local_tensor  # type: ignore[attr-defined]
@@ -86,7 +90,7 @@ def check_loads(root: Path, n: int, mesh: tuple[int, ...], placements: list[Plac
     ],
 )
 def test_each_rank_gets_its_shard_back(
-    tmp_path: Path, n: int, mesh: tuple[int, ...], placements: list[Placement]
+    tmp_path: Path, n: int, mesh: tuple[int, ...], placements: Sequence[Placement]
 ) -> None:
     save(tmp_path, n, mesh, placements)
     check_loads(tmp_path, n, mesh, placements)
@@ -109,7 +113,7 @@ def test_replicas_of_a_shard_are_written_once(tmp_path: Path) -> None:
     ],
 )
 def test_other_shards_are_refused_by_key(
-    tmp_path: Path, n: int, mesh: tuple[int, ...], placements: list[Placement]
+    tmp_path: Path, n: int, mesh: tuple[int, ...], placements: Sequence[Placement]
 ) -> None:
     save(tmp_path, 2, (2,), ROWS)
     for _ in ranks(n):
@@ -175,7 +179,7 @@ def trainer(mesh: tuple[int, ...], *, stepped: bool) -> tuple[torch.nn.Module, A
     optimizer = Momentum(model.parameters(), momentum=0.9)
     if stepped:
         state = part(scaled(8), mesh, ROWS)
-        optimizer.state[model.weight] = {"momentum_buffer": state}  # type: ignore[index]
+        optimizer.state[model.weight] = {"momentum_buffer": state}
     return model, optimizer
 
 

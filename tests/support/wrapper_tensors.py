@@ -75,6 +75,9 @@ class Scaled(_Wrapper):
     def __init__(self, *_: Any) -> None:
         pass
 
+    def dequantize(self) -> torch.Tensor:
+        return self.codes.float() * self.scale[:, None]
+
 
 class Halves(_Wrapper):
     """A buffer, and a view of its second half."""
@@ -132,6 +135,10 @@ def equal(one: Any, other: Any) -> bool:
     left, right = inner_of(one), inner_of(other)
     return left.keys() == right.keys() and all(
         left[name].dtype == right[name].dtype
-        and torch.equal(left[name].view(torch.uint8), right[name].view(torch.uint8))
+        and torch.equal(_bytes(left[name]), _bytes(right[name]))
         for name in left
     )
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
