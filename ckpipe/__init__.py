@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from ckpipe.running.pipeline import load as load
     from ckpipe.settings import Settings as Settings
     from ckpipe.state.kinds import register_type as register_type
+    from ckpipe.state.wrappers import register_wrapper as register_wrapper
     from ckpipe.state_helpers import Progress as Progress
     from ckpipe.state_helpers import RngState as RngState
     from ckpipe.store.registry import register_backend as register_backend
@@ -71,6 +72,7 @@ _NAMES = {
     "running.pipeline": ("Pipeline", "SyncPipeline", "load"),
     "settings": ("Settings",),
     "state.kinds": ("register_type",),
+    "state.wrappers": ("register_wrapper",),
     "state_helpers": ("Progress", "RngState"),
     "store.registry": ("register_backend",),
     "transforms": ("Cast", "Drop", "Fuse", "Only", "Rename", "Split", "Stack", "Unstack"),

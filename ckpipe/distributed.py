@@ -23,6 +23,7 @@ from ckpipe.loading.live_tensors import is_placed
 from ckpipe.loading.stateful import LoadTargets, SavedObject, SavedTensor
 from ckpipe.state.data_parallel import equal_places, place_of
 from ckpipe.state.tensors import local_part
+from ckpipe.state.wrappers import is_wrapper, take_apart
 from ckpipe.training.loading import load_targets
 from ckpipe.training.names import ModelNames, is_sharded, names_of
 from ckpipe.training.optimizers import (
@@ -131,7 +132,9 @@ class TrainingState:
         model, optimizers = self._look()
         # Sharded tensors are detached as plain ones are, so that no gradient flows through a state.
         tensors = {
-            name: value.detach() if isinstance(value, torch.Tensor) else value
+            name: value.detach()
+            if isinstance(value, torch.Tensor) and not is_wrapper(value)
+            else value
             for name, value in model.tensors()
         }
         state: dict[str, Any] = {"model": tensors, "versions": model.versions}
@@ -178,9 +181,10 @@ class TrainingState:
         places = equal_places(self._modules)
         found: dict[str, bool | tuple[int, ...]] = {}
         for name, value in model.tensors():
-            place = place_of(value)
-            if place in places:
-                found[join("model", name)] = places[place]
+            for label, tensor in _tensors_by_label(value, join("model", name)):
+                place = place_of(tensor)
+                if place in places:
+                    found[label] = places[place]
         if self._all_equal:
             names = parameter_names(self._modules, model)
             found |= {join("model", name): True for name in names}
@@ -200,7 +204,9 @@ class TrainingState:
 
 def _tensors_by_label(value: Any, label: str) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors in plain containers with their labels in the state."""
-    if isinstance(value, torch.Tensor):
+    if is_wrapper(value):
+        yield from _tensors_by_label(take_apart(value, label).inner, label)
+    elif isinstance(value, torch.Tensor):
         yield label, value
     elif type(value) in (dict, list, tuple):
         for key, inner in value.items() if type(value) is dict else enumerate(value):
@@ -244,6 +250,12 @@ def _match_in_memory(
     if isinstance(target, torch.Tensor):
         if not isinstance(value, torch.Tensor):
             raise StructureMismatch(f"This is no tensor but a {type(value).__name__}", key=label)
+        if is_wrapper(target) or is_wrapper(value):
+            raise StructureMismatch(
+                "A wrapper tensor is not loaded from a state in memory",
+                key=label,
+                hint="Save it to a checkpoint and load that",
+            )
         if value.shape != target.shape:
             shapes = f"{list(value.shape)}, and the target {list(target.shape)}"
             raise ShapeMismatch(f"The tensor has the shape {shapes}", key=label)

@@ -13,6 +13,7 @@ Source of the sharded form: the files that ``save_pretrained`` of transformers 5
 
 from __future__ import annotations
 
+import glob
 import json
 import math
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
@@ -33,7 +34,9 @@ from ckpipe.errors import CommitConflict, ObjectExists, UnsupportedState, UsageE
 from ckpipe.events import CheckpointExported
 from ckpipe.format.checksum import crc32c
 from ckpipe.format.data_file import encode_header, item_bytes, stored_dtype
+from ckpipe.format.labels import label_filter
 from ckpipe.format.manifest import ManifestDocument, TensorRow
+from ckpipe.format.tree import wrappers_in
 from ckpipe.loading.load import LoadRequest, read_all, read_tensors
 from ckpipe.memory.arena import Arena
 from ckpipe.save.context import SaveContext
@@ -128,7 +131,8 @@ class _Exporting:
 
     async def hf(self, *, expanded: bool) -> Exported:
         """Write sharded safetensors with an index."""
-        tensors = named_tensors(self.bundle, self.settings.export.part)
+        asked = self.settings.export
+        tensors = named_tensors(self.bundle, asked.part, asked.dtype)
         if not expanded:
             sizes = {row.label: tensor_bytes(row) for _, row in tensors}
             check_expansion("An export", [self.bundle], sum(sizes.values()), sizes)
@@ -150,11 +154,18 @@ class _Exporting:
         return Exported(self.folder, (*names, INDEX), self.written + len(body))
 
     async def _state(self) -> Any:
-        request = LoadRequest(pickling=self.settings.pickle == "allow", per_rank="rank0")
+        part, dtype = self.settings.export.part, self.settings.export.dtype
+        _check_wrappers(self.bundle, f"{part}." if part else "", dtype)
+        # What is not exported need not be dequantised.
+        select = label_filter([glob.escape(part)] if part and dtype else None)
+        request = LoadRequest(
+            select=select, strict=False,
+            pickling=self.settings.pickle == "allow", per_rank="rank0", dequantized=dtype,
+        )  # fmt: skip
         ready = await read_all(
             self.backend, self.bundle, request, self.arena, lanes=self.settings.load.lanes
         )
-        state, part = (await ready.apply()).state, self.settings.export.part
+        state = (await ready.apply()).state
         for key in part.split(".") if part else ():
             if not isinstance(state, Mapping) or key not in state:
                 raise _no_part(part)
@@ -172,8 +183,9 @@ class _Exporting:
             for batch in batches(shard, _nbytes, _BATCH_BYTES):
                 labels = {row.label for _, row in batch}
                 tensors = await read_tensors(
-                    self.backend, self.bundle, labels, self.arena, lanes=self.settings.load.lanes
-                )
+                    self.backend, self.bundle, labels, self.arena, lanes=self.settings.load.lanes,
+                    dequantized=self.settings.export.dtype,
+                )  # fmt: skip
                 for _, row in batch:
                     data = await threads.run_sync(_bytes_of, tensors[row.label])
                     await file.write(data)
@@ -254,7 +266,9 @@ def _nbytes(tensor: _Named) -> int:
     return tensor_bytes(tensor[1])
 
 
-def named_tensors(bundle: ManifestDocument, part: str | None) -> list[_Named]:
+def named_tensors(
+    bundle: ManifestDocument, part: str | None, dtype: str | None = None
+) -> list[_Named]:
     """List the tensors to export with their names, those with the widest elements first.
 
     Args:
@@ -262,14 +276,23 @@ def named_tensors(bundle: ManifestDocument, part: str | None) -> list[_Named]:
         part: The label of the part to export; None takes ``model`` if the state has it at its top
             or one level below, else all of the state.
 
+        dtype: The dtype to which wrapper tensors are dequantised; None refuses them.
+
     Raises:
         UsageError: If there is no such part, or no tensor in it.
+        UnsupportedState: If there is a wrapper tensor in it, and no dtype.
     """
     rows: dict[str, TensorRow] = {}
     for structure in bundle.structures:
+        wrappers = wrappers_in(structure)
+        inside = tuple(f"{label}." for label, _ in wrappers)
         for label, number in leaf_labels(structure.tree, "tensor"):
-            rows.setdefault(label, structure.tensors[number])
+            if not label.startswith(inside):
+                rows.setdefault(label, structure.tensors[number])
+        for label, node in wrappers:
+            rows.setdefault(label, TensorRow(label, dtype or "", tuple(node[1]["size"])))
     beginning = _model_of(rows) if part is None else f"{part}."
+    _check_wrappers(bundle, beginning, dtype)
     found = [
         (label.removeprefix(beginning), row)
         for label, row in rows.items()
@@ -278,6 +301,18 @@ def named_tensors(bundle: ManifestDocument, part: str | None) -> list[_Named]:
     if not found:
         raise _no_part(part)
     return sorted(found, key=lambda each: -(item_bytes(each[1].dtype) or 0))
+
+
+def _check_wrappers(bundle: ManifestDocument, beginning: str, dtype: str | None) -> None:
+    for structure in bundle.structures if dtype is None else ():
+        for label, node in wrappers_in(structure):
+            if f"{label}.".startswith(beginning):
+                raise UnsupportedState(
+                    f"This is a wrapper tensor of {node[1]['class']}, which other programs cannot "
+                    "read",
+                    key=label,
+                    hint="Set export.dtype, or --dtype of the command, to dequantise it",
+                )
 
 
 def _model_of(labels: Iterable[str]) -> str:

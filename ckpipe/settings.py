@@ -498,6 +498,10 @@ class Export(_Group):
     ``"hf"``, None exports ``model``, at the top of the state or one level below, or all of the
     state if there is no ``model``."""
 
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    """The dtype to which tensors that wrap others, such as quantised weights, are dequantised. None
+    refuses them."""
+
     max_shard_bytes: Annotated[Size, Field(ge=1)] = 5_000_000_000
     """Largest file of the form ``"hf"``, in bytes, unless one tensor is larger."""
 

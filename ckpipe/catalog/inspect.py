@@ -10,7 +10,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from ckpipe.errors import UsageError
 from ckpipe.format.data_file import SCALARS, item_bytes
@@ -20,7 +20,8 @@ from ckpipe.format.merge import differ_privately
 from ckpipe.format.tree import WRAPPERS, Node, children_of
 from ckpipe.types import size_text
 
-_KINDS: tuple[Literal["tensor", "value"], ...] = ("tensor", "value")
+_Kind = Literal["tensor", "value", "wrapper_tensor"]
+_KINDS: tuple[_Kind, ...] = ("tensor", "value", "wrapper_tensor")
 _LONGEST_PREVIEW = 60
 
 
@@ -92,6 +93,7 @@ class Description:
         metrics: The metrics that were passed to ``save``; non-finite numbers as text.
         tensors: Its tensors, in the order of the state.
         values: Its inline values, in the order of the state.
+        wrappers: Its wrapper tensors: class, dtype and size by label.
     """
 
     id: str
@@ -107,6 +109,7 @@ class Description:
     metrics: Mapping[str, Json]
     tensors: tuple[TensorDescription, ...]
     values: tuple[ValueDescription, ...]
+    wrappers: Mapping[str, str]
 
 
 def describe(bundle: ManifestDocument, select: LabelFilter | None = None) -> Description:
@@ -132,6 +135,12 @@ def describe(bundle: ManifestDocument, select: LabelFilter | None = None) -> Des
         metrics=first.metrics,
         tensors=tuple(each for each in _tensors(bundle) if wanted(each.label)),
         values=tuple(each for each in _values(bundle) if wanted(each.label)),
+        wrappers={
+            label: f"{facts['class'].rpartition(':')[2]} of {facts['dtype']}{facts['size']}"
+            for structure in bundle.structures
+            for label, _, facts in _leaves(structure.tree, "wrapper_tensor")
+            if wanted(label)
+        },
     )
 
 
@@ -282,9 +291,7 @@ def key_paths(bundle: ManifestDocument) -> dict[str, tuple[str, ...]]:
     }
 
 
-def _leaves(
-    tree: Node, kind: Literal["tensor", "value"]
-) -> Iterator[tuple[str, tuple[str, ...], int]]:
+def _leaves(tree: Node, kind: _Kind) -> Iterator[tuple[str, tuple[str, ...], Any]]:
     taken: set[str] = set()
     pending: list[tuple[Node, str, tuple[str, ...]]] = [(tree, "", ())]
     while pending:

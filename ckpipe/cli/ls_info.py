@@ -190,6 +190,8 @@ def _shown_tree(
         _add(root, path(each.label), _tensor_text(each), each)
         for other in each.also:
             _add(root, path(other), f"→ {each.label}", None)
+    for label, text in about.wrappers.items():
+        _add(root, path(label), text, None)
     for value in about.values:
         text = f"= {value.value}{_ranks_text(value.ranks, value.differs)}"
         _add(root, path(value.label), text, None)

@@ -234,6 +234,10 @@ def export(
     part: Annotated[
         str | None, typer.Option(help="The label of the part to export; else export.part.")
     ] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(help="Dequantise wrapper tensors to float32, bfloat16 or float16."),
+    ] = None,
     max_shard: Annotated[
         str | None, typer.Option(metavar="SIZE", help="The largest shard, such as 2GB.")
     ] = None,
@@ -247,7 +251,7 @@ def export(
     from ckpipe.export import export  # needs torch
     from ckpipe.memory.arena import Arena
 
-    given = {"part": part, "max_shard_bytes": max_shard}
+    given = {"part": part, "dtype": dtype, "max_shard_bytes": max_shard}
     given = {name: value for name, value in given.items() if value is not None}
 
     async def work(screen: Screen) -> int:

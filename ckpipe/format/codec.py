@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from ckpipe.errors import (
@@ -69,7 +70,7 @@ def encode_bundle(bundle: ManifestDocument) -> bytes:
     """
     document: dict[str, Any] = {
         "format": FORMAT_NAME,
-        "version": FORMAT_VERSION,
+        "version": max((each.version for each in bundle.structures), default=1),
         "kind": bundle.kind,
         "step": bundle.id.step,
         "attempt": bundle.id.attempt,
@@ -196,6 +197,8 @@ def decode_bundle(
         _check_version(document)
         _check_identity(document, id, kind)
         structures = _list(document, "structures")
+        if document["version"] > 1:
+            structures = [replace(each, version=document["version"]) for each in structures if each]
         report = document.get("report")
         bundle = ManifestDocument(
             kind,

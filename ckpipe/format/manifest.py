@@ -28,7 +28,8 @@ from ckpipe.format.labels import Json
 from ckpipe.format.names import prefix
 from ckpipe.types import CheckpointId
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+"""The newest version that is read. Each object has the least version that describes it."""
 
 BundleKind = Literal["manifest", "group", "index"]
 
@@ -87,12 +88,14 @@ class Structure:
         tensors: The tensor table that the tree's numbers point into.
         values: The number of inline values that the tree points to.
         optimizers: The optimizers that are in the state as they are.
+        version: The version of the format that it needs, or that its object had.
     """
 
     tree: list[Any]
     tensors: tuple[TensorRow, ...]
     values: int
     optimizers: tuple[OptimizerRow, ...] = ()
+    version: int = 1
 
 
 class Entry(NamedTuple):

@@ -12,7 +12,7 @@ from typing import Any
 
 from ckpipe.errors import DuplicateName, InvalidManifest
 from ckpipe.format.labels import Json, decode_key, joined
-from ckpipe.format.manifest import Structure
+from ckpipe.format.manifest import MAX_DIMENSIONS, Structure, TensorRow
 
 Node = list[Any]
 """A node of a tree: a list whose first item is its kind."""
@@ -33,6 +33,7 @@ FORMS: dict[str, tuple[str, ...]] = {
     "dataclass": ("text", "attributes", "nodes"),
     "stateful": ("node",),
     "registered": ("text", "node"),
+    "wrapper_tensor": ("wrapper", "node"),
     "shared": ("count", "node"),
     "ref": ("count",),
 }
@@ -52,15 +53,22 @@ _DROPPING = (*MAPPINGS, *(kind for kind, form in FORMS.items() if "attributes" i
 
 def shared_containers(trees: Iterable[Node]) -> dict[int, Node]:
     """Return the containers of trees that references point to, by number."""
-    found: dict[int, Node] = {}
+    return {node[1]: node[2] for node in _containers(trees) if node[0] == "shared"}
+
+
+def version_of(tree: Node, tensors: Iterable[TensorRow]) -> int:
+    """Return the least version of the format that has all nodes of a tree and of attributes."""
+    trees = [tree, *(row.attributes for row in tensors if row.attributes)]
+    return 2 if any(node[0] == "wrapper_tensor" for node in _containers(trees)) else 1
+
+
+def _containers(trees: Iterable[Node]) -> Iterator[Node]:
     pending = list(trees)
     while pending:
         node = pending.pop()
-        if node[0] == "shared":
-            found[node[1]] = node[2]
+        yield node
         inner = [*nodes_of(node), *(node[3:] if node[0] == "ordered_dict" else ())]
         pending += [each for each in inner if each[0] not in _LEAVES]
-    return found
 
 
 def children_of(node: Node, label: str) -> list[tuple[Any, Node, str]]:
@@ -116,6 +124,17 @@ def walk(node: Node, label: str = "") -> Iterator[tuple[Node, str]]:
         pending += [(child, where) for _, child, where in reversed(children_of(node, label))]
 
 
+def wrappers_in(structure: Structure) -> list[tuple[str, Node]]:
+    """Return the outermost wrapper tensors of a structure, with their labels."""
+    found: list[tuple[str, Node]] = []
+    inside = "\0"
+    for node, label in walk(structure.tree) if structure.version > 1 else ():
+        if node[0] == "wrapper_tensor" and not label.startswith(inside):
+            found.append((label, node))
+            inside = f"{label}."
+    return found
+
+
 def leaf_labels(node: Node, label: str) -> list[str]:
     """Return the labels of the tensors, values, sets and references of a tree."""
     return [at for each, at in walk(node, label) if each[0] in _LEAVES and each[0] != "absent"]
@@ -150,7 +169,9 @@ def check_tree(structure: Structure) -> None:
             _check_attributes(node[3])
             stack.append(node[3])
             node = node[:3]
-        if not _is_well_formed(node):
+        if not _is_well_formed(node) or (
+            kind == "wrapper_tensor" and (structure.version < 2 or not _is_dict(node[2]))
+        ):
             raise InvalidManifest(f"A node of the kind {kind!r} is malformed")
         if kind in _KEYS:
             _check_keys(node[_KEYS[kind]])
@@ -171,6 +192,10 @@ def check_tree(structure: Structure) -> None:
 def _check_attributes(node: Any) -> None:
     if not _is_node(node) or node[0] != "dict":
         raise InvalidManifest("Attributes are no dict in the tree")
+
+
+def _is_dict(node: Any) -> bool:
+    return _is_node(node) and node[0] == "dict"
 
 
 def _is_node(node: Any) -> bool:
@@ -195,7 +220,37 @@ def _is_names(data: Json) -> bool:
     return type(data) is list and all(type(name) is str for name in data)
 
 
+def _is_wrapper(data: Json) -> bool:
+    if type(data) is not dict or data.keys() != WRAPPER_FACTS.keys():
+        return False
+    return all(fits(data[name]) for name, fits in WRAPPER_FACTS.items())
+
+
+def _is_shard(data: Json) -> bool:
+    keys = {"mesh", "ranks", "placements", "size"}
+    return data is None or (type(data) is dict and data.keys() == keys and _is_size(data["size"]))
+
+
+def _is_size(data: Json) -> bool:
+    return type(data) is list and len(data) <= MAX_DIMENSIONS and all(map(_is_count, data))
+
+
+WRAPPER_FACTS: dict[str, Callable[[Any], bool]] = {
+    "class": lambda data: type(data) is str,
+    "context": lambda data: True,
+    "dtype": lambda data: type(data) is str,
+    "size": _is_size,
+    "stride": _is_size,
+    "kind": lambda data: data in ("tensor", "parameter", "buffer"),
+    "detail": lambda data: data in (None, "persistent", "transient"),
+    "requires_grad": lambda data: type(data) is bool,
+    "shard": _is_shard,
+}
+"""The facts of a wrapper tensor, and the check of each. Its context is checked by a load."""
+
+
 _FITS: dict[str, Callable[[Any], bool]] = {
+    "wrapper": _is_wrapper,
     "node": lambda data: True,
     "nodes": lambda data: type(data) is list,
     "keys": lambda data: type(data) is list,

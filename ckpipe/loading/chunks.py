@@ -216,6 +216,10 @@ class StoredTensors:
         """
         return self._look_up(number, part, number, self._row(part, number))
 
+    def rank_of(self, number: int) -> int:
+        """Return the rank whose tensor has a number."""
+        return self._bundle.parts[self._homes[number][0]].rank
+
     def _look_up(self, number: int, part: int, inner: int, row: TensorRow) -> StoredTensor:
         dtype = DTYPES.get(row.dtype)
         if dtype is None:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch.nn.parameter import is_lazy
 
 from ckpipe.errors import CkpipeError, DtypeMismatch, ShapeMismatch, StructureMismatch
@@ -25,6 +23,7 @@ from ckpipe.state.tensors import (
     unsupported_sharded_tensor,
 )
 from ckpipe.state.values import plain_numpy_dtype
+from ckpipe.state.wrappers import rank_on
 
 
 def is_placed(obj: Any) -> bool:
@@ -61,7 +60,7 @@ def regions_of(obj: Any, shardings: Shardings, label: str) -> tuple[HeldBox, ...
     place = mesh.get_coordinate()
     if place is None:  # a process that is not on the mesh holds nothing
         return ()
-    spread, rank = shardings.of(obj, label), _rank_on(mesh, place)
+    spread, rank = shardings.of(obj, label), rank_on(mesh)
     given, expected = tuple(obj._local_tensor.shape), spread.local_shape(rank)
     if given != expected:
         raise ShapeMismatch(
@@ -72,15 +71,6 @@ def regions_of(obj: Any, shardings: Shardings, label: str) -> tuple[HeldBox, ...
             hint="Lay it out with distribute_tensor, or give from_local the true global shape",
         )
     return spread.held(rank)
-
-
-def _rank_on(mesh: Any, place: Sequence[int]) -> int:
-    """Return this process's rank; by its place on the mesh if the process group is gone.
-
-    torch may return an equal mesh that was made when this process had another rank, so the place
-    on the mesh is not used first.
-    """
-    return dist.get_rank() if dist.is_initialized() else int(mesh.mesh[tuple(place)])
 
 
 FILLABLE = (torch.Tensor, np.ndarray)

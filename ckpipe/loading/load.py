@@ -21,7 +21,7 @@ from ckpipe.catalog.find import read_index
 from ckpipe.errors import CkpipeError, CorruptCheckpoint, StructureMismatch, UsageError
 from ckpipe.format.labels import LabelFilter, decode_float
 from ckpipe.format.manifest import ManifestDocument, Structure
-from ckpipe.format.tree import Node, children_of, shared_containers
+from ckpipe.format.tree import Node, children_of, shared_containers, wrappers_in
 from ckpipe.interpreter import gc_paused, short_switch_interval
 from ckpipe.loading.chunks import NeedsFullIndex, StoredTensors
 from ckpipe.loading.factories import Factory
@@ -64,6 +64,8 @@ class LoadRequest:
         switch_interval: The switch interval of the GIL meanwhile, in seconds; None leaves it alone.
         began: The time of the call of ``load``, by :func:`time.perf_counter`.
         transform: Transforms of the checkpoint, in their order.
+        dequantized: The name of the dtype to which wrapper tensors of a fresh state are
+            dequantised; None leaves them as they are.
     """
 
     into: Any | None = None
@@ -78,6 +80,7 @@ class LoadRequest:
     switch_interval: float | None = None
     began: float = field(default_factory=time.perf_counter)
     transform: Sequence[Transform] = ()
+    dequantized: str | None = None
 
     def holding(self) -> AbstractContextManager[None]:
         """Let the calling thread work for the load, whose hold is taken."""
@@ -311,6 +314,7 @@ def match_all(
         skips_shapes=request.strict == "shapes",
         any_optimizer=request.any_optimizer,
         pickling=request.pickling,
+        dequantized=request.dequantized,
         distributed=world_size > 1,
         by_label=bool(request.transform),
         memo=memo,
@@ -361,6 +365,7 @@ async def read_tensors(
     *,
     lanes: int,
     rank: int | None = None,
+    dequantized: str | None = None,
 ) -> dict[str, torch.Tensor]:
     """Read tensors whole, every byte verified.
 
@@ -372,6 +377,8 @@ async def read_tensors(
         lanes: The number of concurrent reads.
         rank: The rank whose tensors to read, if ranks hold different ones; None assembles tensors
             of all ranks, and takes private ones from the lowest rank.
+        dequantized: The name of the dtype to which wrapper tensors are dequantised, if their own
+            labels are among those to read.
 
     Returns:
         The tensors by label. Tensors that shared memory when they were saved do so again.
@@ -383,7 +390,7 @@ async def read_tensors(
     """
     flat = replace(bundle, structures=tuple(_flat(each, labels) for each in bundle.structures))
     # Not strict: a strict load would need every saved label.
-    request = LoadRequest(strict=False, per_rank="rank0")
+    request = LoadRequest(strict=False, per_rank="rank0", dequantized=dequantized)
     place = (0, 1) if rank is None else (rank, bundle.world_size)
     ready = await read_all(
         backend, flat, request, arena, lanes=lanes, rank=place[0], world_size=place[1]
@@ -401,5 +408,7 @@ def _flat(structure: Structure, labels: Collection[str]) -> Structure:
     wanted = set(labels)
     numbers = [number for number, row in enumerate(rows) if row.label in wanted]
     nodes: list[Node] = [["tensor", number] for number in numbers]
-    tree: Node = ["dict", [rows[number].label for number in numbers], nodes]
+    labels = [rows[number].label for number in numbers]
+    wrappers = {label: node for label, node in wrappers_in(structure) if label in wanted}
+    tree: Node = ["dict", [*labels, *wrappers], [*nodes, *wrappers.values()]]
     return replace(structure, tree=tree, tensors=rows)

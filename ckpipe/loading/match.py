@@ -48,7 +48,9 @@ from ckpipe.loading.objects import OpenedObject, open_object
 from ckpipe.loading.saved_state import is_generators
 from ckpipe.loading.select import PerRankItems
 from ckpipe.loading.stateful import is_extra_state, mismatch, writable
+from ckpipe.loading.wrappers import dequantized, fitting_parts, fresh_class
 from ckpipe.state.kinds import is_stateful, registered_as, registered_for
+from ckpipe.state.wrappers import is_wrapper, put_together
 
 
 class Matching:
@@ -131,12 +133,13 @@ class Matching:
 
     def _tensor(self, node: Node, label: str, live: Any, use: Use | None) -> Factory:
         number, fillable = node[1], isinstance(live, FILLABLE)
-        if use is Use.IN_PLACE and not fillable:
-            raise _wrong_kind("a tensor", live, label)
+        wrapped = is_wrapper(live)
+        if (use is Use.IN_PLACE and not fillable) or (wrapped and use is not Use.OFFERED):
+            raise _wrong_kind("a plain tensor" if wrapped else "a tensor", live, label)
         if number in self.record.saved.per_rank.tensors:
             return self._combined(number, live, label)
         # A parameter of a lazy module gets its shape from the loaded tensor.
-        if fillable and not is_lazy(live):
+        if fillable and not wrapped and not is_lazy(live):
             stored, must = self._targets.stored[number], use is not Use.OFFERED
             error = misfit(stored, live, cast=must and self._targets.cast)
             if must and self.record.skips_shapes and isinstance(error, ShapeMismatch):
@@ -203,6 +206,24 @@ class Matching:
             return live
 
         return make
+
+    def _wrapper_tensor(self, node: Node, label: str, live: Any, use: Use | None) -> Factory:
+        facts, inner = node[1], node[2]
+        if use in (None, Use.OFFERED):
+            cls = fresh_class(facts, label)
+            make, dtype = self.plan(inner, label), self.record.dequantized
+            if dtype is not None:
+                return lambda: dequantized(put_together(cls, facts, make(), label), dtype, label)
+            return lambda: put_together(cls, facts, make(), label)
+        if not is_wrapper(live):
+            raise _wrong_kind(f"a wrapper tensor of {facts['class']}", live, label)
+        held = fitting_parts(facts, inner, live, label, self._targets.stored)
+        cast, self._targets.cast = self._targets.cast, False
+        try:
+            make = self.plan(inner, label, held, Use.IN_PLACE)
+        finally:
+            self._targets.cast = cast
+        return partial(same, live) if stays(make, held) else lambda: make() and live
 
     # Values
 
@@ -477,6 +498,7 @@ _PLANS: dict[str, _Plan] = {
     "dataclass": Matching._dataclass,
     "stateful": Matching._stateful,
     "registered": Matching._registered,
+    "wrapper_tensor": Matching._wrapper_tensor,
     "shared": Matching._shared,
     "ref": Matching._shared,
     "absent": Matching._absent,

@@ -47,6 +47,7 @@ class MatchRecord:
         strict: Whether plain containers must have exactly the saved keys.
         skips_shapes: Whether tensors that have another shape in the checkpoint stay as they are.
         any_optimizer: Whether an optimizer may get the state of one of another class.
+        dequantized: The dtype of fresh wrapper tensors once they are dequantised; None leaves them.
         distributed: Whether other processes load other parts of the same tensors.
         by_label: Whether labels count and not containers: dotted keys and mappings are the same.
         memo: The memo of facts of the target's objects.
@@ -67,6 +68,7 @@ class MatchRecord:
     strict: bool = True
     skips_shapes: bool = False
     any_optimizer: bool = False
+    dequantized: str | None = None
     distributed: bool = False
     by_label: bool = False
     memo: InspectionMemo = field(default_factory=InspectionMemo)

@@ -29,6 +29,7 @@ from ckpipe.loading.stateful import (
     loads_as_torch_does,
     saves_as_torch_does,
 )
+from ckpipe.loading.wrappers import empty_like, form_of
 
 OpenedObject = tuple[Any, Use, Callable[[Any], object]]
 """The live state of an object, its use, and the function that loads it."""
@@ -138,6 +139,9 @@ def _described(record: MatchRecord, node: Node, label: str) -> Any:
         return record.value_of(node, label)
     if tag == "ref":
         return _described(record, record.definitions[node[1]], label)
+    if tag == "wrapper_tensor":
+        like = partial(empty_like, node, label, record.targets.stored, record.definitions)
+        return SavedTensor(*form_of(node[1], label), like=like)
     if tag in WRAPPERS:
         return _described(record, node[-1], label)
     if record.saved.per_rank.derive is not None and is_generators(node):

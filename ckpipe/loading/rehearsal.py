@@ -68,6 +68,8 @@ def rehearse(
     modules = list(module.modules())
     if any(isinstance(each, torch.jit.ScriptModule) or _is_fsdp1(each) for each in modules):
         return None
+    if any(isinstance(each, SavedTensor) and each.like for each in state.values()):
+        return None
     try:
         run = _Run(modules, state)
     except (RuntimeError, NotImplementedError, TypeError):  # a tensor of an unknown kind

@@ -149,7 +149,11 @@ def pruned(
             inner = left_of(node[-1], label)
             if inner is not None and len(left_out) > before and not leaf_labels(inner, label):
                 inner = None  # Empty containers alone are no reason to load an object.
-            if tag == "registered" and inner is not None and len(left_out) > before:
+            if (
+                tag in ("registered", "wrapper_tensor")
+                and inner is not None
+                and len(left_out) > before
+            ):
                 raise part_of_registered(label)
             return None if inner is None else [*node[:-1], inner]
         children = children_of(node, label)

@@ -45,11 +45,16 @@ class SavedTensor:
         dtype: Its dtype.
         shape: Its shape; of a sharded tensor the global shape.
         held: Tells how much of a target tensor's elements the checkpoint has; None for all.
+        like: Of a wrapper tensor, makes one to fill, on a device, that is sharded like a DTensor
+            if one is given; None for any other tensor.
     """
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     held: Callable[[torch.Tensor], HeldElements] | None = field(
+        default=None, compare=False, repr=False
+    )
+    like: Callable[[torch.Tensor | None, torch.device], torch.Tensor] | None = field(
         default=None, compare=False, repr=False
     )
 

@@ -37,6 +37,7 @@ from ckpipe.state.tensors import (
     local_part,
     tensors_in,
 )
+from ckpipe.state.wrappers import plain_parts
 
 
 def owned_tensors(optimizers: Iterable[Optimizer]) -> list[torch.Tensor]:
@@ -47,9 +48,9 @@ def owned_tensors(optimizers: Iterable[Optimizer]) -> list[torch.Tensor]:
             found += group["params"]
         for state in optimizer.state.values():
             found += state.values() if type(state) is dict else (state,)
-    if all(issubclass(kind, torch.Tensor) for kind in set(map(type, found))):
+    if set(PLAIN_TYPES).issuperset(map(type, found)):
         return found
-    return [tensor for each in found for tensor in tensors_in(each)]
+    return [part for each in found for tensor in tensors_in(each) for part in plain_parts(tensor)]
 
 
 def _memory_of(tensor: torch.Tensor) -> _Memory | None:

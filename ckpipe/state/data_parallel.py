@@ -33,6 +33,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ckpipe.state.tensors import PLAIN_TYPES
+from ckpipe.state.wrappers import plain_parts
 
 _frozen_when_made: WeakKeyDictionary[nn.Module, frozenset[int] | None] = WeakKeyDictionary()
 """For each DDP object the ids of parameters that were frozen; None if it has broadcast none."""
@@ -84,7 +85,8 @@ def equal_places(modules: Iterable[nn.Module]) -> dict[Hashable, tuple[int, ...]
     for wrapper in _wrappers(modules):
         ranks = _ranks_of(wrapper)
         for parameter in _reduced(wrapper) if ranks else ():
-            found.setdefault(place_of(parameter), ranks)
+            for each in plain_parts(parameter):
+                found.setdefault(place_of(each), ranks)
     return found
 
 

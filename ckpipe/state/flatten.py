@@ -40,12 +40,21 @@ import torch
 from ckpipe.errors import UnsupportedState
 from ckpipe.format.labels import MAX_DIGITS, Json, LabelFilter, encode_key, join, unique_label
 from ckpipe.format.manifest import OptimizerRow, Structure, TensorRow
-from ckpipe.format.tree import SETS, Node, leaf_labels, node_of, with_nodes, with_selected
+from ckpipe.format.tree import (
+    SETS,
+    Node,
+    leaf_labels,
+    node_of,
+    version_of,
+    with_nodes,
+    with_selected,
+)
 from ckpipe.state.kinds import (
     DATACLASS,
     DICT,
     ROOT,
     STATEFUL,
+    WRAPPER_TENSOR,
     Container,
     Kind,
     ReplicaGroup,
@@ -70,6 +79,7 @@ from ckpipe.state.values import (
     encode_value,
     shapes_of_parameters,
 )
+from ckpipe.state.wrappers import is_wrapper
 
 T = TypeVar("T")
 
@@ -163,7 +173,8 @@ def structure_of(captured: Captured) -> Structure:
         )
         for leaf in captured.tensors
     )  # fmt: skip
-    return Structure(captured.tree, rows, len(captured.values), captured.optimizers)
+    version = version_of(captured.tree, rows)
+    return Structure(captured.tree, rows, len(captured.values), captured.optimizers, version)
 
 
 def _addresses(captured: Captured) -> npt.NDArray[np.uint64]:
@@ -198,7 +209,7 @@ class OpenedState:
         self._known: dict[int, Container] = {}
         self._referenced: set[int] = set()
         self._waiting: dict[int, Container] = {}
-        self._leaves = _SURE_LEAVES.union((dtensor_type(),))
+        self._dtensor = dtensor_type()
         self.root = Container(ROOT, None, children=[state])
         with _depth_checked():
             self._open_inner(self.root)
@@ -239,20 +250,29 @@ class OpenedState:
         return opened
 
     def _open_inner(self, outer: Container) -> None:
-        children, leaves = outer.children, self._leaves
+        children, leaves = outer.children, _SURE_LEAVES
         outer.first = len(self.met)
         self.containers.append(outer)
         self.met += children
-        if leaves.issuperset(map(type, children)):
+        kinds = set(map(type, children)) - leaves
+        if self._dtensor in kinds and all(map(self._is_leaf, children)):
             return
-        for index, child in enumerate(children):
-            if type(child) in leaves or (outer.attached and isinstance(child, torch.Tensor)):
+        for index, child in enumerate(children if kinds else ()):
+            if self._is_leaf(child) or (
+                outer.attached and isinstance(child, torch.Tensor) and not is_wrapper(child)
+            ):
                 continue
             kind = kind_of(child)
             if kind is not None:
                 # No reference to the outer one: only the garbage collector would free a cycle.
                 where = partial(_child_path, outer.where, outer.kind, outer.keys, index)
-                outer.inner[index] = self._open(Container(kind, child, where, outer.live))
+                attached = outer.live or (outer.attached and kind is WRAPPER_TENSOR)
+                outer.inner[index] = self._open(Container(kind, child, where, attached))
+
+    def _is_leaf(self, child: Any) -> bool:
+        if type(child) is self._dtensor:
+            return type(child._local_tensor) is torch.Tensor
+        return type(child) in _SURE_LEAVES
 
 
 def _place(opened: Container) -> str:

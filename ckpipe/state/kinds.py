@@ -32,6 +32,7 @@ from ckpipe.format.labels import Json, encode_key, label_part
 from ckpipe.interpreter import user_code
 from ckpipe.state.data_parallel import equal_places, place_of
 from ckpipe.state.values import lasting_path, optimizer_kind
+from ckpipe.state.wrappers import is_wrapper, take_apart
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -191,11 +192,19 @@ def _registered(opened: Container) -> None:
         opened.children, opened.head = [known.to_state(opened.obj)], known.name
 
 
+def _wrapper_tensor(opened: Container) -> None:
+    apart = take_apart(opened.obj, opened.label, detached=opened.attached)
+    opened.children, opened.head, opened.live = [apart.inner], apart.facts, opened.attached
+    if apart.replicas:
+        opened.is_replicated = lambda _label, _tensor: apart.replicas
+
+
 DICT = Kind("dict", _mapping)
 NAMED_TUPLE = Kind("named_tuple", _named_tuple)
 DATACLASS = Kind("dataclass", _dataclass)
 STATEFUL = Kind("stateful", _stateful, wraps=True)
 REGISTERED = Kind("registered", _registered, wraps=True)
+WRAPPER_TENSOR = Kind("wrapper_tensor", _wrapper_tensor, wraps=True)
 ROOT = Kind("root", _sequence, wraps=True)
 
 _EXACT: dict[type[Any], Kind] = {
@@ -220,6 +229,8 @@ def _inexact(obj: Any) -> Kind | None:
         return REGISTERED
     if isinstance(obj, type):
         return None
+    if is_wrapper(obj):
+        return WRAPPER_TENSOR
     if not isinstance(obj, torch.Tensor) and is_stateful(obj):
         return STATEFUL
     if isinstance(obj, tuple) and hasattr(obj, "_fields"):

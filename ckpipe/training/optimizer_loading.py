@@ -17,6 +17,7 @@ import torch
 from ckpipe.errors import ShapeMismatch, SharingConflict, StructureMismatch
 from ckpipe.loading.optimizers import check_conversion, kind_mismatch
 from ckpipe.loading.stateful import LoadTargets, SavedObject, SavedTensor
+from ckpipe.state.wrappers import is_wrapper
 from ckpipe.training.names import ModelNames, is_sharded
 from ckpipe.training.optimizers import (
     NO_OPTIONS,
@@ -385,7 +386,7 @@ class OptimizerMatch:
         if not (self._saved.cast and isinstance(value, SavedTensor)):
             return value
         had_its_dtype = isinstance(saved, SavedTensor) and value.dtype == saved.dtype
-        if had_its_dtype and key != "step":
+        if had_its_dtype and key != "step" and value.like is None:
             return SavedTensor(parameter.dtype, value.shape)
         return value
 
@@ -469,12 +470,17 @@ def _tensor_for(
         return None
     like = is_placed_like(key, value.shape, parameter) and not is_plain
     placed = hasattr(parameter, "placements") and like
+    if value.like is not None:
+        if is_wrapper(live) and hasattr(live, "placements") == placed:
+            return live  # type: ignore[no-any-return]
+        return value.like(parameter if placed else None, parameter.device)
     if (
         isinstance(live, torch.Tensor)
         and live.dtype == value.dtype
         and live.shape == value.shape
         and hasattr(live, "placements") == placed
         and not live.is_meta
+        and not is_wrapper(live)
     ):
         return live
     if like:

@@ -23,7 +23,7 @@ NAMES = """
     KeepEvery KeepIf KeepLast KeepWithin LoadReport LoadResult LocalPlanner ObjectInfo Only Pipeline
     Planner Progress PutMode Rename RngState SaveHandle SaveReport Settings Split Stack StateLock
     Statistics SyncPipeline SyncSaveHandle Unstack Upload UploadLimits VerifyResult
-    __version__ load register_backend register_type
+    __version__ load register_backend register_type register_wrapper
 """
 
 MODULES = ["distributed", "errors", "events", "planning", "preemption", "testing"]
@@ -172,10 +172,13 @@ FUNCTIONS = {
         cls: type[T], *, to_state: Callable[[T], Any], from_state: Callable[[Any], T],
         name: str | None = None
     ) -> None""",
+    "register_wrapper": """(
+        cls: type[torch.Tensor], *, cut: Cut | None = None, resize: Resize | None = None
+    ) -> None""",
 }
 SETTINGS = """
     url attempt_id solo meeting_timeout_seconds incomplete_after_seconds
-    incomplete_in_a_row final_format export.part export.max_shard_bytes
+    incomplete_in_a_row final_format export.part export.dtype export.max_shard_bytes
     save_every_steps save_every_seconds look_every_seconds on_busy on_error
     drain_timeout_seconds per_rank pickle keep_reports read_only
     switch_interval_seconds

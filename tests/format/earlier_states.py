@@ -33,6 +33,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 import ckpipe
 from ckpipe.backend import Backend, UploadLimits
 from ckpipe_local import LocalBackend
+from tests.support import wrapper_tensors
 from tests.support.placed_tensors import placed, rank_of
 from tests.support.random_numbers import generators_left, seed
 
@@ -179,6 +180,20 @@ def tensors(rank: int) -> State:
         "../@~/ü😀": {"__metadata__": torch.tensor(3)},
         "__metadata__": torch.tensor(4),
         "": torch.tensor(5),
+    }
+
+
+def wrappers(rank: int) -> State:
+    """Tensors that wrap others, nested and tied, with all that contexts hold."""
+    one = wrapper_tensors.scaled()
+    return {
+        "parameter": torch.nn.Parameter(wrapper_tensors.scaled(start=20), requires_grad=False),
+        "buffer": torch.nn.Buffer(wrapper_tensors.halves(), persistent=False),
+        "nested": wrapper_tensors.nested(),
+        "tied": [one, one],
+        "context": wrapper_tensors.scaled(
+            context=[None, True, 2**60, math.inf, b"x", torch.device("cpu"), {1: (), "b": []}]
+        ),
     }
 
 
@@ -392,6 +407,7 @@ FEATURES = {
     "dtypes": Feature(dtypes),
     "sharing": Feature(sharing),
     "tensors": Feature(tensors),
+    "wrappers": Feature(wrappers),
     "containers": Feature(containers),
     "values": Feature(values),
     "arrays": Feature(arrays),

@@ -69,6 +69,10 @@ class _Description:
         kind = f"{type(value).__module__}.{type(value).__qualname__}"
         if isinstance(value, DTensor):
             return kind, self.of(value.to_local()), str(value.placements), value.shape
+        if hasattr(value, "__tensor_flatten__"):
+            names, context = value.__tensor_flatten__()
+            kept = value.requires_grad, isinstance(value, torch.nn.Parameter)
+            return kind, context, kept, [(name, self.of(getattr(value, name))) for name in names]
         if isinstance(value, torch.Tensor):
             return kind, self._tensor(value)
         if isinstance(value, np.ndarray):
@@ -121,7 +125,10 @@ class _Description:
 
 def blank(value: Any) -> Any:
     """A state with its tensors zeroed in place, and its values replaced where that can be."""
-    if isinstance(value, torch.Tensor):
+    if hasattr(value, "__tensor_flatten__") and not isinstance(value, DTensor):
+        for name in value.__tensor_flatten__()[0]:
+            blank(getattr(value, name))
+    elif isinstance(value, torch.Tensor):
         value.detach().zero_()
     elif hasattr(value, "state_dict"):
         blank(value.state_dict())

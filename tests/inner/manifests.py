@@ -17,6 +17,7 @@ from ckpipe.format.manifest import (
     Structure,
     TensorRow,
 )
+from ckpipe.format.tree import version_of
 from ckpipe.plan.plan import LocalPlanner, RankPlan, Source
 from ckpipe.state.flatten import Captured, OpenedState, flatten
 from ckpipe.types import CheckpointId
@@ -54,7 +55,10 @@ def structure_of(state: Any) -> tuple[Structure, Captured]:
         )
         for leaf in captured.tensors
     )  # fmt: skip
-    return Structure(captured.tree, rows, len(captured.values), captured.optimizers), captured
+    version = version_of(captured.tree, rows)
+    return Structure(
+        captured.tree, rows, len(captured.values), captured.optimizers, version
+    ), captured
 
 
 def manifest_of(

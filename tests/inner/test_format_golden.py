@@ -1,4 +1,4 @@
-"""Checkpoints of format version 1 that must be readable for ever.
+"""Checkpoints of format versions 1 and 2 that must be readable for ever.
 
 They are never written again: a change that makes it necessary breaks the checkpoints of everybody.
 They are of one rank with all that is odd about states, of three, and of two hundred, whose index
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+import tarfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,19 +19,21 @@ import pytest
 import safetensors.torch
 import torch
 
-from ckpipe.format.checksummed_json import json_text
+from ckpipe import errors
+from ckpipe.format.checksummed_json import encode_json, json_text
 from ckpipe.format.codec import decode_bundle, encode_bundle
 from ckpipe.format.manifest import BundleKind
 from ckpipe.format.merge import merge
 from ckpipe.format.names import index_key, summary_key
 from ckpipe.format.summary import decode_summary, encode_summary, summary_of
+from ckpipe.types import CheckpointId
 from tests.inner.manifests import ID, LIMIT, manifest_of
 from tests.support.stored_files import data_file_key, document_of
 
 DATA = Path(__file__).parents[1] / "data" / "format-v1"
 FORMAT = Path(__file__).parents[2] / "docs" / "format.md"
 SCHEMAS = Path(__file__).parents[2] / "docs" / "schema"
-SCHEMA = SCHEMAS / "bundle-v1.json"
+SCHEMA = SCHEMAS / "bundle.json"
 WORLDS = (1, 3, 200)
 
 
@@ -81,7 +84,7 @@ def test_summaries_of_then_say_what_the_index_says(world_size: int) -> None:
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("kind", "other"), ("step", -1), ("structures", {}), ("world_size", 0), ("version", 2)],
+    [("kind", "other"), ("step", -1), ("structures", {}), ("world_size", 0), ("version", 3)],
 )
 def test_schema_refuses_what_the_format_refuses(name: str, value: Any) -> None:
     schema = json.loads(SCHEMA.read_text())
@@ -91,6 +94,22 @@ def test_schema_refuses_what_the_format_refuses(name: str, value: Any) -> None:
     assert validator.is_valid(document)
     document[name] = value
     assert not validator.is_valid(document)
+
+
+def test_a_wrapper_tensor_is_in_version_2_only() -> None:
+    with tarfile.open(DATA.parent / "features" / "wrappers.tar.xz") as archive:
+        (name,) = [each for each in archive.getnames() if re.fullmatch(r"step-[^/]*\.json", each)]
+        data = archive.extractfile(name).read()  # type: ignore[union-attr]
+    document = document_of(data)
+    assert document["version"] == 2
+    schema = json.loads(SCHEMA.read_text())
+    jsonschema.Draft202012Validator(schema).validate(document | {"crc32c": "00000000"})
+    id = CheckpointId.parse(name.removesuffix(".json"))
+    assert id is not None
+    decode_bundle(data, key=name, id=id, kind="index")
+    document["version"] = 1
+    with pytest.raises(errors.InvalidManifest, match="wrapper_tensor"):
+        decode_bundle(encode_json(document), key=name, id=id, kind="index")
 
 
 def test_data_file_of_then_opens_with_safetensors() -> None:

@@ -75,7 +75,7 @@ def test_facts_of_optimizers_are_written_and_merged() -> None:
     index = merge([read(encode_bundle(optimizer_manifest()))], "index")
     decoded = read(encode_bundle(index), "index")
     assert decoded.structures[0].optimizers == (row,)
-    schema = json.loads((DOCS / "schema" / "bundle-v1.json").read_text())
+    schema = json.loads((DOCS / "schema" / "bundle.json").read_text())
     document = {**document_of(encode_bundle(index)), "crc32c": "00000000"}
     jsonschema.validate(document, schema)
 

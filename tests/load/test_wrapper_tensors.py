@@ -1,0 +1,300 @@
+"""Tensors that wrap others are saved without pickle, and loaded fresh and in place."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ckpipe
+from ckpipe import errors
+from ckpipe.distributed import training_state
+from ckpipe.format.checksummed_json import encode_json
+from tests.support.stored_files import document_of
+from tests.support.wrapper_tensors import (
+    CONTEXT,
+    Granularity,
+    Halves,
+    Rounding,
+    Scaled,
+    equal,
+    halves,
+    nested,
+    scaled,
+)
+
+
+class Layer(torch.nn.Module):
+    """A parameter, a buffer and a tied parameter that are wrappers, beside a plain one."""
+
+    weight: Any
+    table: Any
+
+    def __init__(self, start: int = 0) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(scaled(start=start), requires_grad=False)
+        self.tied = self.weight
+        self.plain = torch.nn.Parameter(torch.full((3,), float(start)))
+        self.register_buffer("table", nested(start=start))
+
+
+def save(root: Path, state: Any, **kwargs: Any) -> None:
+    with ckpipe.SyncPipeline(str(root)) as pipeline:
+        pipeline.save(state, **kwargs).wait()
+
+
+def index_of(root: Path) -> dict[str, Any]:
+    (path,) = root.glob("step-*.json")
+    return document_of(path.read_bytes())
+
+
+@pytest.mark.parametrize("make", [scaled, halves, nested])
+def test_a_fresh_load_makes_the_wrapper(tmp_path: Path, make: Callable[..., Any]) -> None:
+    save(tmp_path, {"w": make(), "n": 1}, step=1)
+    loaded = ckpipe.load(tmp_path).state["w"]
+    assert equal(loaded, make())
+    assert not isinstance(loaded, torch.nn.Parameter)
+
+
+def test_inner_tensors_alias_again(tmp_path: Path) -> None:
+    save(tmp_path, {"w": nested()}, step=1)
+    inner = ckpipe.load(tmp_path).state["w"].codes
+    inner.whole[5] = 100
+    assert inner.second[2] == 100
+
+
+def test_parameters_and_buffers_stay_what_they_were(tmp_path: Path) -> None:
+    state = {
+        "parameter": torch.nn.Parameter(scaled()),
+        "frozen": torch.nn.Parameter(scaled(), requires_grad=False),
+        "buffer": torch.nn.Buffer(scaled(), persistent=False),
+    }
+    save(tmp_path, state, step=1)
+    loaded = ckpipe.load(tmp_path).state
+    assert isinstance(loaded["parameter"], torch.nn.Parameter)
+    assert loaded["parameter"].requires_grad
+    assert isinstance(loaded["frozen"], torch.nn.Parameter)
+    assert not loaded["frozen"].requires_grad
+    assert isinstance(loaded["buffer"], torch.nn.Buffer)
+    assert loaded["buffer"].persistent is False
+
+
+def test_a_wrapper_in_two_places_is_one_again(tmp_path: Path) -> None:
+    one = scaled()
+    save(tmp_path, {"a": one, "b": [one]}, step=1)
+    loaded = ckpipe.load(tmp_path).state
+    assert loaded["a"] is loaded["b"][0]
+    assert equal(loaded["a"], one)
+
+
+def test_wrappers_over_one_inner_tensor_share_it_again(tmp_path: Path) -> None:
+    one = scaled()
+    other = Scaled(one.codes, torch.zeros(4), CONTEXT, one.shape)
+    save(tmp_path, {"a": one, "b": other}, step=1)
+    loaded = ckpipe.load(tmp_path).state
+    loaded["a"].codes[0, 0] = 99
+    assert loaded["b"].codes[0, 0] == 99
+
+
+@pytest.mark.parametrize("make", [scaled, halves, nested])
+def test_a_load_in_place_fills_inner_tensors(tmp_path: Path, make: Callable[..., Any]) -> None:
+    save(tmp_path, {"w": make(), "n": 1}, step=1)
+    target = {"w": make(start=20), "n": 0}
+    live = target["w"]
+    ckpipe.load(tmp_path, target)
+    assert target["w"] is live
+    assert equal(live, make())
+
+
+def test_modules_are_filled_in_place(tmp_path: Path) -> None:
+    save(tmp_path, {"model": Layer()}, step=1)
+    layer = Layer(start=30)
+    parts = layer.weight, layer.weight.codes, layer.table.codes.whole
+    ckpipe.load(tmp_path, {"model": layer})
+    assert layer.weight is layer.tied is parts[0]
+    assert layer.weight.codes is parts[1]
+    assert layer.table.codes.whole is parts[2]
+    assert equal(layer.weight.detach(), scaled())
+    assert equal(layer.table, nested())
+    assert torch.equal(layer.plain, torch.zeros(3))
+
+
+def test_training_state_saves_and_loads_them(tmp_path: Path) -> None:
+    save(tmp_path, {"train": training_state(Layer())}, step=1)
+    layer = Layer(start=30)
+    codes = layer.weight.codes
+    ckpipe.load(tmp_path, {"train": training_state(layer)})
+    assert layer.weight.codes is codes
+    assert equal(layer.weight.detach(), scaled())
+    assert equal(layer.table, nested())
+
+
+def test_training_state_refuses_them_from_memory() -> None:
+    layer = Layer(start=30)
+    with pytest.raises(errors.StructureMismatch, match="in memory") as caught:
+        training_state(layer).load_state_dict(training_state(Layer()).state_dict())
+    assert caught.value.key is not None
+    assert equal(layer.weight.detach(), scaled(start=30))
+    assert torch.equal(layer.plain, torch.full((3,), 30.0))
+
+
+def test_saves_of_unchanged_structure_take_new_values(tmp_path: Path) -> None:
+    layer = Layer()
+    with ckpipe.SyncPipeline(str(tmp_path)) as pipeline:
+        for step in range(3):
+            layer.weight.codes.fill_(step)
+            layer.weight.context = {**CONTEXT, "granularity": Granularity(step)}
+            pipeline.save({"model": layer}, step=step).wait()
+            loaded = ckpipe.load(tmp_path, step=step).state["model"]["weight"]
+            assert equal(loaded, layer.weight.detach())
+
+
+def test_optimizers_that_keep_them(tmp_path: Path) -> None:
+    def stepped(start: int) -> tuple[torch.nn.Linear, torch.optim.Optimizer]:
+        model = torch.nn.Linear(3, 4, bias=False)
+        optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
+        optimizer.state[model.weight] = {"momentum_buffer": scaled(start=start)}
+        return model, optimizer
+
+    for wrap in (lambda m, o: {"o": o}, lambda m, o: {"t": training_state(m, o)}):
+        root = tmp_path / str(len(list(tmp_path.iterdir())))
+        save(root, wrap(*stepped(0)), step=1)
+        model, optimizer = stepped(20)
+        live = optimizer.state[model.weight]["momentum_buffer"]
+        ckpipe.load(root, wrap(model, optimizer))
+        assert optimizer.state[model.weight]["momentum_buffer"] is live
+        assert equal(live, scaled())
+        optimizer.state.clear()
+        ckpipe.load(root, wrap(model, optimizer))
+        assert equal(optimizer.state[model.weight]["momentum_buffer"], scaled())
+
+
+# What does not fit
+
+
+@pytest.mark.parametrize(
+    ("target", "match"),
+    [
+        (scaled(context={**CONTEXT, "granularity": Granularity(2)}), "context"),
+        (scaled(context={**CONTEXT, "granularity": Granularity(1, Rounding.DOWN)}), "context"),
+        (scaled(context={**CONTEXT, "more": 1}), "context"),
+        (scaled(rows=5), "size"),
+        (Scaled(scaled().codes, torch.zeros(4, 1), CONTEXT, (4, 3)), "shape"),
+        (Scaled(scaled().codes, torch.zeros(4).double(), CONTEXT, (4, 3)), "dtype"),
+        (halves(), "class"),
+        (torch.zeros(4, 3), "wrapper tensor"),
+        (Scaled(torch.zeros(4, 3).to_sparse(), torch.zeros(4), CONTEXT, (4, 3)), "written"),
+    ],
+)
+def test_another_wrapper_is_refused_by_key(tmp_path: Path, target: Any, match: str) -> None:
+    save(tmp_path, {"a": {"w": scaled()}, "n": torch.ones(1)}, step=1)
+    state: dict[str, Any] = {"a": {"w": target}, "n": torch.zeros(1)}
+    with pytest.raises(errors.TargetMismatch, match=match) as caught:
+        ckpipe.load(tmp_path, state, cast=True)
+    assert str(caught.value.key).startswith("a.w")
+    assert torch.equal(state["n"], torch.zeros(1))
+
+
+def test_a_plain_tensor_never_goes_into_a_wrapper(tmp_path: Path) -> None:
+    save(tmp_path, {"w": torch.ones(4, 3)}, step=1)
+    target = {"w": scaled()}
+    with pytest.raises(errors.StructureMismatch, match="plain tensor") as caught:
+        ckpipe.load(tmp_path, target, cast=True)
+    assert caught.value.key == "w"
+    assert equal(target["w"], scaled())
+
+
+def test_lists_and_tuples_of_a_context_count_alike(tmp_path: Path) -> None:
+    save(tmp_path, {"w": scaled(context=[(1, 2), torch.Size((3,)), torch.device("cpu")])}, step=1)
+    target = {"w": scaled(start=9, context=([1, 2], (3,), torch.device("meta")))}
+    ckpipe.load(tmp_path, target)
+    assert torch.equal(target["w"].codes, scaled().codes)
+
+
+@pytest.mark.parametrize("context", [object(), [torch.ones(1)], {"f": print}, {object(): 1}])
+@pytest.mark.parametrize("pickle", ["refuse", "allow"])
+def test_other_contexts_are_refused_by_key(tmp_path: Path, context: Any, pickle: Any) -> None:
+    with (
+        ckpipe.SyncPipeline(str(tmp_path), pickle=pickle) as pipeline,
+        pytest.raises(errors.UnsupportedState, match="context") as caught,
+    ):
+        pipeline.save({"a": [scaled(context=context)]}, step=1)
+    assert caught.value.key == "a.0"
+
+
+def test_a_class_that_is_not_imported_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved = halves()
+    save(tmp_path, {"w": saved, "n": 1}, step=1)
+    monkeypatch.delattr("tests.support.wrapper_tensors.Halves")
+    with pytest.raises(errors.StructureMismatch, match="is not defined here") as caught:
+        ckpipe.load(tmp_path)
+    assert caught.value.key == "w"
+    assert ckpipe.load(tmp_path, exclude=["w"]).state == {"n": 1}
+    ckpipe.register_wrapper(Halves)
+    assert equal(ckpipe.load(tmp_path).state["w"], saved)
+
+
+def test_filters_take_a_wrapper_as_a_whole(tmp_path: Path) -> None:
+    save(tmp_path, {"w": scaled(), "v": nested(), "n": 1}, step=1)
+    assert ckpipe.load(tmp_path, include=["w"]).state.keys() == {"w"}
+    assert ckpipe.load(tmp_path, exclude=["v", "w.*"]).state == {"n": 1}
+    target = {"w": scaled(start=9), "v": nested(start=9)}
+    ckpipe.load(tmp_path, target, exclude=["v", "n"])
+    assert equal(target["w"], scaled())
+    assert equal(target["v"], nested(start=9))
+    with pytest.raises(errors.UsageError, match="as a whole"):
+        ckpipe.load(tmp_path, exclude=["v.codes.second"])
+
+
+# The format
+
+
+def test_only_objects_with_a_wrapper_have_the_newer_version(tmp_path: Path) -> None:
+    for name, state, version in (
+        ("plain", {"wrapper_tensor": [torch.ones(1), "wrapper_tensor"]}, 1),
+        ("wrapped", {"a": [scaled()]}, 2),
+        ("left out", {"a": [scaled()], "b": 1}, 1),
+    ):
+        kwargs = {"exclude": ["a"]} if name == "left out" else {}
+        save(tmp_path / name, state, step=1, **kwargs)
+        assert index_of(tmp_path / name)["version"] == version, name
+
+
+@pytest.mark.parametrize(
+    ("change", "value"),
+    [
+        (1, {"class": "os:system"}),
+        (1, {"class": "torch:Tensor"}),
+        (1, {"context": {"evil": [1]}}),
+        (1, {"context": {"named_tuple": ["builtins:tuple", 1]}}),
+        (1, {"context": {"dataclass": ["tests.support.wrapper_tensors:Scaled", ["a", 1]]}}),
+        (1, {"context": ["pickle", "gASV"]}),
+        (1, {"size": [-1]}),
+        (1, {"kind": "parameter", "requires_grad": 1}),
+        (1, {"shard": {"mesh": 1}}),
+        (2, 3),
+        (2, ["list", [["tensor", 0]]]),
+        (2, ["dict", ["codes"], [["tensor", 0]]]),
+        (2, ["dict", ["codes", "scale"], [["value", 0], ["tensor", 1]]]),
+    ],
+)
+def test_hostile_wrappers_are_refused(tmp_path: Path, change: int, value: Any) -> None:
+    save(tmp_path, {"w": scaled(), "n": 1}, step=1)
+    (path,) = tmp_path.glob("step-*.json")
+    document = document_of(path.read_bytes())
+    node = document["structures"][0]["tree"][2][0]
+    node[change] = node[1] | value if change == 1 else value
+    path.write_bytes(encode_json(document))
+    with pytest.raises(errors.CkpipeError):
+        ckpipe.load(tmp_path)
+
+
+def test_nothing_of_it_is_pickled(tmp_path: Path) -> None:
+    save(tmp_path, {"w": nested(), "o": scaled()}, step=1)
+    assert '"pickle"' not in json.dumps(index_of(tmp_path))
