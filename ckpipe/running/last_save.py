@@ -14,7 +14,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckpipe.lock.guard import StepGuard
-from ckpipe.preemption import StopRequest, batches_received, is_loader_error
+from ckpipe.preemption import (
+    StopRequest,
+    batches_received,
+    errors_of_handlers_deferred,
+    is_loader_error,
+)
 from ckpipe.ranks.schedule import SaveSchedule
 from ckpipe.state.kinds import is_stateful
 
@@ -45,9 +50,13 @@ class LastSave:
 
     @contextmanager
     def beside(self, error: BaseException | None) -> Iterator[None]:
-        """Raise an error of the save only if the program does not leave on another one."""
+        """Raise an error of the save only if the program does not leave on another one.
+
+        Workers of data loaders may die one after the other, and no error of that ends the vote.
+        """
         try:
-            yield
+            with errors_of_handlers_deferred():
+                yield
         except Exception as failure:
             if error is None:
                 raise
