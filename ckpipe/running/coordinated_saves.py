@@ -22,6 +22,7 @@ from ckpipe.errors import (
     CkpipeError,
     InvalidManifest,
     ObjectNotFound,
+    StoreError,
 )
 from ckpipe.format.names import agreement_key
 from ckpipe.preemption import StopRequest
@@ -42,6 +43,7 @@ _LEAVING = "leaving"
 PATIENCE_SECONDS = 30.0
 """Seconds to wait for votes at most; half as long as a trainer waits at its bound."""
 
+_CLEAR_SECONDS = 0.5
 _TICK_SECONDS = 0.1
 _FIRST_PAUSE_SECONDS = 0.02
 
@@ -119,8 +121,9 @@ class CoordinatedSaves:
         votes = await vote.votes()
         together = len(votes) == context.world_size and len(set(votes.values())) == 1
         decision = await agree(retrying, context.attempt, _LEAVING, step if together else None)
-        if last_to_vote:
-            await vote.clear()
+        if last_to_vote:  # the others save by now, so no store may keep this rank from it
+            with anyio.move_on_after(_CLEAR_SECONDS), contextlib.suppress(StoreError):
+                await vote.clear()
         return bool(decision == step)
 
     async def _serve_time(self) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 import ckpipe
+from ckpipe.errors import PermissionDenied
 from ckpipe.testing import Operation
 from tests.support.actors import PATIENCE, DaemonThreads
 from tests.support.pipelines import Stores
@@ -73,6 +74,21 @@ def test_an_error_of_a_handler_ends_no_vote(store: Stores) -> None:
     finally:
         signal.signal(signal.SIGCHLD, before)
     assert any("another worker died" in note for note in error.__notes__)
+    with ckpipe.SyncPipeline(store.url) as pipeline:
+        newest = pipeline.latest()
+    assert newest is not None
+    assert newest.step == 2
+
+
+def test_votes_that_cannot_be_deleted_cost_no_step(store: Stores) -> None:
+    def is_removal(operation: Operation) -> bool:
+        return operation.verb == "delete" and "/agreed/leaving.votes/" in operation.key
+
+    store.faulty.fail(PermissionDenied("no deletions"), is_removal, times=None)
+    ranks = [opened(store, rank, 100) for rank in range(2)]
+    other = DaemonThreads().submit(leave, *ranks[1])
+    leave(*ranks[0])
+    other.result(PATIENCE)
     with ckpipe.SyncPipeline(store.url) as pipeline:
         newest = pipeline.latest()
     assert newest is not None
