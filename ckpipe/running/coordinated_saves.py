@@ -23,6 +23,7 @@ from ckpipe.errors import (
     InvalidManifest,
     ObjectNotFound,
     StoreError,
+    StoreUnavailable,
 )
 from ckpipe.format.names import agreement_key
 from ckpipe.preemption import StopRequest
@@ -70,7 +71,7 @@ class CoordinatedSaves:
         self._context, self._launch, self._agreement = context, launch, agreement
         self._schedule, self._preemption = schedule, preemption
         self._every = context.settings.look_every_seconds
-        grace = context.settings.preemption.grace_seconds
+        self._grace = grace = context.settings.preemption.grace_seconds
         self._patience = PATIENCE_SECONDS if grace is None else min(PATIENCE_SECONDS, grace / 4)
 
     async def serve(self) -> None:
@@ -99,16 +100,31 @@ class CoordinatedSaves:
         """Agree whether all ranks leave after the same step; for ranks that leave before the end.
 
         A rank that hears nothing of the others for a while decides that they do not. All ranks get
-        the same decision.
+        the same decision. The rest of the time before the stop is for the save.
 
         Args:
             step: The step of this rank.
 
         Raises:
+            StoreUnavailable: If the store did not answer in twice the time for votes and a second.
             StoreError: If the store failed.
         """
+        left = self._preemption.seconds_left(self._grace)
+        patience = self._patience if left is None else min(self._patience, left / 4)
+        limit = 2 * patience + 1
+        try:
+            with anyio.fail_after(limit):
+                return await self._left_at(step, time.monotonic() + patience)
+        except TimeoutError:
+            raise StoreUnavailable(
+                f"The store did not answer the vote on a last save within {limit:.1f} s",
+                step=step,
+                rank=self._context.rank,
+            ) from None
+
+    async def _left_at(self, step: int, until: float) -> bool:
         context, pause = self._context, _FIRST_PAUSE_SECONDS
-        retrying, until = context.store.retrying, time.monotonic() + self._patience
+        retrying = context.store.retrying
         vote = Vote(retrying, context.attempt, _LEAVING, context.rank, context.world_size)
         await self._launch.claim()
         last_to_vote = await vote.cast(step) is not None

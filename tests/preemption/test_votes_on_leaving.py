@@ -93,3 +93,9 @@ def test_votes_that_cannot_be_deleted_cost_no_step(store: Stores) -> None:
         newest = pipeline.latest()
     assert newest is not None
     assert newest.step == 2
+
+
+def test_a_store_that_does_not_answer_ends_the_vote(store: Stores) -> None:
+    store.faulty.pause(is_vote)
+    error = DaemonThreads().submit(leave, *opened(store, 0, 2)).result(PATIENCE)
+    assert any("StoreUnavailable" in note for note in error.__notes__)
