@@ -486,7 +486,7 @@ class PipelineBase:
         """Return the save to make before leaving; warn of steps that are lost."""
         if self._opened is None or self._loop is None or self._closing or self._forked:
             return None
-        if not self._settings.preemption.enabled:
+        if not self._settings.preemption.enabled or self._settings.read_only:
             return None
         last = self._last_state.take(error, self._guards, self._opened.saves.schedule)
         if last is not None and error is not None:  # else the save would raise them, and not begin

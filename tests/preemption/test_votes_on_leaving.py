@@ -99,3 +99,16 @@ def test_a_store_that_does_not_answer_ends_the_vote(store: Stores) -> None:
     store.faulty.pause(is_vote)
     error = DaemonThreads().submit(leave, *opened(store, 0, 2)).result(PATIENCE)
     assert any("StoreUnavailable" in note for note in error.__notes__)
+
+
+def test_a_pipeline_that_only_reads_has_no_last_save(store: Stores) -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(3))], lr=0.1)
+    with ckpipe.SyncPipeline(store.url) as pipeline:
+        pipeline.save({"optimizer": optimizer}, step=1)
+    preemption = {"enabled": True, "signals": []}
+    with ckpipe.SyncPipeline(
+        store.url, guard=optimizer, read_only=True, preemption=preemption
+    ) as pipeline:
+        pipeline.load({"optimizer": optimizer})
+        assert not pipeline.should_save(2)
+        pipeline.preempt()
