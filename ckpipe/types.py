@@ -135,17 +135,18 @@ class LoadResult:
     """A loaded checkpoint.
 
     Args:
-        id: Exact name of the checkpoint.
-        step: Its step.
+        id: Exact name of the checkpoint; None if a source was loaded.
+        step: Its step; 0 for a source.
         state: The state: the target itself as far as it could be changed in place.
         metadata: The metadata that ``save`` was given.
         metrics: The metrics that ``save`` was given.
         missing: Labels of the target that the checkpoint lacks.
         unexpected: Labels of the checkpoint that the target lacks.
         report: Seconds and bytes.
+        source: The path or URL that was loaded, if another program wrote it; else None.
     """
 
-    id: str
+    id: str | None
     step: int
     state: Any = field(repr=False)
     metadata: Mapping[str, Any]
@@ -153,6 +154,7 @@ class LoadResult:
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
     report: LoadReport | None = field(default=None, compare=False)
+    source: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -364,6 +366,8 @@ class LoadReport:
         bytes: Bytes read from data files, also those that turned out not to be needed.
         reads: Requests for ranges of data files.
         damaged: Ids of newer checkpoints that ``fallback`` skipped, each with its damage.
+        unverified_bytes: Bytes among these that had no checksum: those of a source, which another
+            program wrote.
     """
 
     stages: Mapping[str, StageReport]
@@ -371,6 +375,7 @@ class LoadReport:
     bytes: int
     reads: int
     damaged: Mapping[str, str] = field(default_factory=dict)
+    unverified_bytes: int = 0
 
     @property
     def bottleneck(self) -> str:
@@ -383,6 +388,7 @@ class LoadReport:
             "seconds": _rounded(self.seconds),
             "bytes": self.bytes,
             "reads": self.reads,
+            "unverified_bytes": self.unverified_bytes,
             "damaged": dict(self.damaged),
             "bottleneck": self.bottleneck,
             "stages": _stages_data(self.stages),

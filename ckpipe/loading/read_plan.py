@@ -69,7 +69,7 @@ class ReadChunks(NamedTuple):
         lo: Its start in the entry, in bytes.
         at: Its start in the file, in bytes.
         end: Its end in the file, in bytes.
-        checksum: Its expected CRC-32C.
+        checksum: Its expected CRC-32C; 0 in a file without checksums.
     """
 
     entry: Column
@@ -233,7 +233,9 @@ def _chunks(data: EntryTable, spans: Iterable[_Span]) -> ReadChunks:
     numbers = entry.tolist()
     begins = np.array([data.begins[n] for n in numbers], np.int64)
     sums = np.array([data.first_sums[n] for n in numbers], np.int64) + lo // CHUNK_BYTES
-    checksum = np.array([data.checksums[n] for n in sums.tolist()], np.int64)
+    checksum = np.zeros(len(entry), np.int64)
+    if data.verified:
+        checksum = np.array([data.checksums[n] for n in sums.tolist()], np.int64)
     return ReadChunks(entry, lo, begins + lo, begins + np.minimum(lo + CHUNK_BYTES, last), checksum)
 
 

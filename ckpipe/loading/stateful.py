@@ -30,7 +30,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ckpipe.errors import StructureMismatch
 from ckpipe.format.keys import LabelFilter, join
-from ckpipe.format.tree import Node, children_of
+from ckpipe.format.tree import Node, children_of, leaf_labels
 from ckpipe.loading.chunks import HeldElements
 from ckpipe.loading.select import any_selected
 from ckpipe.state_helpers import RngState
@@ -220,7 +220,9 @@ def check_module(
     if common is not None:
         unexpected = [each for each in unexpected if each in common]
     if missing or unexpected:
-        raise mismatch(missing, unexpected, label, hint="Load it into a module of the same layers")
+        hint = "Load it into a module of the same layers"
+        names = leaf_labels(node, label)
+        raise mismatch(missing, unexpected, label, hint=hint, names=names)
 
 
 def check_known(obj: Any, live: Any, node: Node, label: str, select: LabelFilter) -> list[str]:
@@ -294,9 +296,24 @@ def _inside(node: Node) -> Node:
 
 
 def mismatch(
-    missing: list[str], unexpected: list[str], label: str = "", *, hint: str
+    missing: list[str],
+    unexpected: list[str],
+    label: str = "",
+    *,
+    hint: str,
+    names: list[str] | None = None,
+    within: str | None = None,
 ) -> StructureMismatch:
-    """Return the error for labels that only the checkpoint or only the target has."""
+    """Return the error for labels that only the checkpoint or only the target has.
+
+    Args:
+        missing: Labels that the checkpoint lacks.
+        unexpected: Labels that the target lacks.
+        label: The label of the object that has them.
+        hint: The next step for the caller, unless a change of names is better.
+        names: The labels of all leaves of the checkpoint; None if ``unexpected`` has them.
+        within: The label below which the names are, if it is not that of the object.
+    """
     bare = {unwrapped(each) for each in missing} & {unwrapped(each) for each in unexpected}
     if bare:
         hint = (
@@ -304,6 +321,10 @@ def mismatch(
             "or torch.compile: save and load ckpipe.distributed.training_state(model, optimizer), "
             "which has the names of the bare model"
         )
+    theirs = unexpected if names is None else names
+    rename = _proposed_rename(missing, theirs, label if within is None else within)
+    if rename is not None:
+        hint = f"{rename}. {hint}" if bare else rename
     parts = [
         f"{title}: {first_of(list(map(repr, labels)), 8)}"
         for title, labels in (
@@ -315,6 +336,21 @@ def mismatch(
     return StructureMismatch(
         "The checkpoint does not fit the target; " + "; ".join(parts), key=label or None, hint=hint
     )
+
+
+def _proposed_rename(missing: list[str], unexpected: list[str], label: str) -> str | None:
+    """Return the change of a prefix with which most missing names would fit; None for none."""
+    below = len(f"{label}.") if label else 0
+    ours, theirs = {each[below:] for each in missing}, {each[below:] for each in unexpected}
+    for name in sorted(ours)[:8]:
+        for other in sorted(theirs):
+            longer, shorter = other.endswith(f".{name}"), name.endswith(f".{other}")
+            more, fewer = other.removesuffix(name), name.removesuffix(other)
+            if longer and 2 * len({f"{more}{each}" for each in ours} & theirs) >= len(ours):
+                return f"Most names fit after Rename({{{more + '*'!r}: '*'}})"
+            if shorter and 2 * len({f"{fewer}{each}" for each in theirs} & ours) >= len(ours):
+                return f"Most names fit after Rename({{'*': {fewer + '*'!r}}})"
+    return None
 
 
 _WRAPPER_NAMES = ("module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
