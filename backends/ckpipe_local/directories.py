@@ -63,7 +63,7 @@ def _refuse_foreign_file(path: str) -> None:
                 head = file.read(1024)
     reader = None
     if head.startswith(b"PK\x03\x04") and b"/data.pkl" in head:
-        reader = "torch.load"
+        reader = "ckpipe.load or torch.load"
     elif head and path.endswith(".safetensors"):
         reader = "ckpipe.load or safetensors.torch.load_file"
     if reader is not None:

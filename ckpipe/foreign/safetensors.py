@@ -59,13 +59,14 @@ class SafetensorsSource:
         there = {each.key: each for each in listing}
         index = _index_of(there)
         if index is not None:
-            weights = weight_map(await _small(store, there[index]), index, there)
+            weights = weight_map(await read_small(store, there[index]), index, there)
             files = [there[name] for name in dict.fromkeys(weights.values())]
         else:
             weights, files = {}, _loose(there)
         files = await for_each(files, lambda each: store.stat(each.key), at_once=AT_ONCE)
         headers = await for_each(files, lambda each: read_header(store, each), at_once=AT_ONCE)
-        return virtual_manifest(_together(files, headers, weights), files, place)
+        tensors = together(files, [each for each, _ in headers], weights)
+        return virtual_manifest(tensors, files, place)
 
 
 def _index_of(there: Mapping[str, ObjectInfo]) -> str | None:
@@ -86,19 +87,24 @@ def _loose(there: Mapping[str, ObjectInfo]) -> list[ObjectInfo]:
     return [there[name] for name in sorted(there) if name.endswith(SUFFIX)]
 
 
-def _together(
-    files: Sequence[ObjectInfo], headers: Sequence[Header], weights: Mapping[str, str]
-) -> dict[str, ForeignTensor]:
+def together(
+    files: Sequence[ObjectInfo], tensors: Sequence[Mapping[Any, Any]], weights: Mapping[str, str]
+) -> dict[Any, Any]:
     """Return the tensors of several files by name.
+
+    Args:
+        files: The files.
+        tensors: For each file, its tensors by name.
+        weights: The file of each tensor, as an index tells; empty without an index.
 
     Raises:
         DuplicateName: If two files have a name, and no index says which one counts.
         InvalidManifest: If the index names a tensor that its file lacks.
     """
-    found: dict[str, ForeignTensor] = {}
-    homes: dict[str, str] = {}
-    for file, (tensors, _) in zip(files, headers, strict=True):
-        for name, tensor in tensors.items():
+    found: dict[Any, Any] = {}
+    homes: dict[Any, str] = {}
+    for file, inside in zip(files, tensors, strict=True):
+        for name, tensor in inside.items():
             if weights.get(name, file.key) != file.key:
                 continue
             if name in found:
@@ -143,7 +149,13 @@ def weight_map(data: bytes, index: str, there: Mapping[str, ObjectInfo]) -> dict
     return weights
 
 
-async def _small(store: Backend, info: ObjectInfo) -> bytes:
+async def read_small(store: Backend, info: ObjectInfo) -> bytes:
+    """Read an index whole.
+
+    Raises:
+        OversizedMetadata: If it is larger than 16 MiB.
+        StoreError: If the store failed.
+    """
     if info.size > MAX_METADATA_BYTES:
         raise OversizedMetadata(
             f"The index has {info.size} bytes, more than the {MAX_METADATA_BYTES} that are read",

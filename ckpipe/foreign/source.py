@@ -37,7 +37,10 @@ MAX_METADATA_BYTES = 16 << 20
 AT_ONCE = 16
 """Files of a foreign checkpoint whose metadata is read at the same time."""
 
-FILES = (".safetensors",)
+TORCH_FILES = (".pt", ".pth", ".bin", ".ckpt")
+"""The ends of the names of files of ``torch.save``."""
+
+FILES = (".safetensors", *TORCH_FILES)
 """The ends of the names of files that are a checkpoint by themselves."""
 
 
@@ -137,8 +140,9 @@ async def _described(store: Backend, listing: Sequence[ObjectInfo], place: str) 
 
 def _own_sources() -> list[Source]:
     from ckpipe.foreign.safetensors import SafetensorsSource
+    from ckpipe.foreign.torch_zip import TorchSource
 
-    return [SafetensorsSource()]
+    return [SafetensorsSource(), TorchSource()]
 
 
 def _installed_sources() -> list[Source]:

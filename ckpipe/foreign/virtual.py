@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ckpipe.backend import ObjectInfo
-from ckpipe.errors import InvalidExtent, InvalidManifest, UnsupportedState
+from ckpipe.errors import CorruptCheckpoint, InvalidExtent, InvalidManifest, UnsupportedState
 from ckpipe.format.boxes import Box
 from ckpipe.format.check import check_virtual
 from ckpipe.format.data_file import item_bytes
@@ -134,7 +135,11 @@ def virtual_manifest(
         per_rank=(PerRank(),),
         source=source,
     )
-    check_virtual(document)
+    try:
+        check_virtual(document)
+    except CorruptCheckpoint as error:
+        error.key = error.key or (listed[0].key if len(listed) == 1 else source)
+        raise
     return document
 
 
@@ -162,10 +167,13 @@ class _Tables:
             )
         if isinstance(item, ForeignTensor):
             return ["tensor", self._tensor(item, label)]
-        if type(item) is dict:
+        if type(item) in (dict, OrderedDict):
+            kind = "dict" if type(item) is dict else "ordered_dict"
             keys = [encode_key(key, label) for key in item]
-            nodes = [self.node(each, join(label, key), depth + 1) for key, each in item.items()]
-            return ["dict", keys, nodes]
+            nodes = [self.node(item[key], join(label, key), depth + 1) for key in item]
+            attributes = dict(vars(item)) if kind == "ordered_dict" else {}
+            more = [self.node(attributes, join(label, "__dict__"), depth + 1)] if attributes else []
+            return [kind, keys, nodes, *more]
         if type(item) in (list, tuple):
             nodes = [self.node(each, join(label, n), depth + 1) for n, each in enumerate(item)]
             return [type(item).__name__, nodes]

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import json
+import pickle
+import struct
 import tracemalloc
+import warnings
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +25,7 @@ from ckpipe.errors import (
     InvalidManifest,
     OversizedMetadata,
     UnsafePath,
+    UnsupportedState,
 )
 from tests.foreign.places import counted
 
@@ -132,10 +138,138 @@ def test_indexes_that_lie(lie: str, tmp_path: Path) -> None:
     assert refused(folder, expected).key == "model.safetensors.index.json"
 
 
-def test_a_good_file_passes_the_same_test(tmp_path: Path) -> None:
+MARK = "hostile.mark"
+
+
+class Mark:
+    """An object that makes a file if it is unpickled as its writer wants."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (eval, (f"__import__('os').mkdir({str(self.path)!r})",))
+
+
+def torch_zip(pickled: bytes, *records: tuple[str, bytes], **options: Any) -> bytes:
+    """Write a zip as ``torch.save`` does, around any pickle."""
+    made = io.BytesIO()
+    with zipfile.ZipFile(made, "w", **options) as opened, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of a name twice
+        for name, data in (("data.pkl", pickled), ("byteorder", b"little"), *records):
+            opened.writestr(f"a/{name}", data)
+    return made.getvalue()
+
+
+def tensor(*, numel: int = 2, offset: int = 0, shape: Any = (2,), stride: Any = (1,)) -> bytes:
+    """Write the pickle of ``{"w": tensor}`` with facts of one's own."""
+
+    def number(n: int) -> bytes:
+        return pickle.LONG1 + bytes([len(raw := pickle.encode_long(n))]) + raw
+
+    def numbers(each: Any) -> bytes:
+        return pickle.MARK + b"".join(map(number, each)) + pickle.TUPLE
+
+    def text(each: str) -> bytes:
+        return pickle.BINUNICODE + struct.pack("<I", len(each)) + each.encode()
+
+    storage = (
+        pickle.MARK + text("storage") + b"ctorch\nFloatStorage\n" + text("0") + text("cpu")
+        + number(numel) + pickle.TUPLE + pickle.BINPERSID
+    )  # fmt: skip
+    made = (
+        b"ctorch._utils\n_rebuild_tensor_v2\n" + pickle.MARK + storage + number(offset)
+        + numbers(shape) + numbers(stride) + pickle.NEWFALSE + pickle.NONE + pickle.TUPLE
+        + pickle.REDUCE
+    )  # fmt: skip
+    return b"\x80\x02}" + text("w") + made + b"s."
+
+
+def laughs() -> bytes:
+    """Lists of lists, each twice in the next one: a thousand bytes that mean 2^60 values."""
+    made = b"\x80\x02]q\x00"
+    for n in range(60):
+        made += b"]q" + bytes([n + 1]) + b"(h" + bytes([n]) + b"h" + bytes([n]) + b"e"
+    return made + b"."
+
+
+def moved(data: bytes) -> bytes:
+    """Let the directory of a zip name another place for its last record."""
+    at = data.rindex(b"PK\1\2") + 42
+    return data[:at] + struct.pack("<I", 5) + data[at + 4 :]
+
+
+DATA = ("data/0", bytes(8))
+ZIPS: dict[str, tuple[Callable[[Path], bytes], type[CkpipeError]]] = {
+    "empty": (lambda path: b"", InvalidManifest),
+    "no zip": (lambda path: b"PK\3\4" + bytes(100), InvalidManifest),
+    "truncated": (lambda path: torch_zip(tensor(), DATA)[:-30], InvalidManifest),
+    "no pickle": (lambda path: torch_zip(b"", DATA).replace(b"data.pkl", b"data.pkx"),
+                  InvalidManifest),
+    "an empty pickle": (lambda path: torch_zip(b"", DATA), InvalidManifest),
+    "half a pickle": (lambda path: torch_zip(tensor()[:-20], DATA), InvalidManifest),
+    "a reduce": (lambda path: torch_zip(pickle.dumps(Mark(path), 2)), UnsupportedState),
+    "an attribute": (lambda path: torch_zip(b"\x80\x02cos\nsystem\n."), UnsupportedState),
+    "a name below a known module": (
+        lambda path: torch_zip(b"\x80\x04\x8c\x05torch\x8c\x0dserialization\x93."),
+        UnsupportedState),
+    "an instruction for classes": (lambda path: torch_zip(b"(ios\nsystem\n."), InvalidManifest),
+    "state of a function": (
+        lambda path: torch_zip(b"\x80\x02c_codecs\nencode\n}b."), InvalidManifest),
+    "attributes of a dict": (
+        lambda path: torch_zip(b"\x80\x02ccollections\nOrderedDict\n)R}X\x05\0\0\0itemsNsb."),
+        InvalidManifest),
+    "2^31 memos": (lambda path: torch_zip(b"\x80\x02Nr\xff\xff\xff\x7f"), InvalidManifest),
+    "2^40 bytes": (
+        lambda path: torch_zip(b"\x80\x04\x8e" + struct.pack("<Q", 1 << 40) + b"."),
+        InvalidManifest),
+    "2^60 values": (lambda path: torch_zip(laughs()), InvalidManifest),
+    "deep": (lambda path: torch_zip(b"\x80\x02" + b"]" * 5000 + b"a" * 4999 + b"."),
+             InvalidManifest),
+    "a list in itself": (lambda path: torch_zip(b"\x80\x02]q\x00h\x00a."), InvalidManifest),
+    "a pickle of 20 MB": (lambda path: torch_zip(bytes(20 << 20)), OversizedMetadata),
+    "a bomb": (
+        lambda path: torch_zip(bytes(1 << 28), compression=zipfile.ZIP_DEFLATED),
+        UnsupportedState),
+    "compressed data": (
+        lambda path: torch_zip(tensor(), DATA, compression=zipfile.ZIP_DEFLATED),
+        UnsupportedState),
+    "a name twice": (lambda path: torch_zip(tensor(), DATA, DATA), DuplicateName),
+    "a record elsewhere": (lambda path: moved(torch_zip(tensor(), DATA)), InvalidExtent),
+    "a storage that is missing": (lambda path: torch_zip(tensor()), InvalidExtent),
+    "a storage that is too short": (
+        lambda path: torch_zip(tensor(), ("data/0", bytes(7))), InvalidExtent),
+    "a shape of 2^60": (
+        lambda path: torch_zip(tensor(shape=(1 << 60,)), DATA), InvalidExtent),
+    "a tensor beyond its storage": (
+        lambda path: torch_zip(tensor(offset=1), DATA), InvalidExtent),
+    "a stride beyond its storage": (
+        lambda path: torch_zip(tensor(stride=(9,)), DATA), InvalidExtent),
+    "a shape below zero": (
+        lambda path: torch_zip(tensor(shape=(-2,)), DATA), InvalidManifest),
+    "strides of another shape": (
+        lambda path: torch_zip(tensor(stride=(1, 1)), DATA), InvalidManifest),
+    "the other order of bytes": (
+        lambda path: torch_zip(tensor(), DATA).replace(b"little", b"bigbig"), CkpipeError),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("lie", ZIPS)
+def test_torch_files_that_lie(lie: str, tmp_path: Path) -> None:
+    folder = tmp_path / "theirs"
+    folder.mkdir()
+    make, expected = ZIPS[lie]
+    (folder / "state.pt").write_bytes(make(tmp_path / MARK))
+    error = refused(folder, expected, "/state.pt")
+    assert not (tmp_path / MARK).exists()
+    assert error.key is not None
+
+
+def test_good_files_pass_the_same_test(tmp_path: Path) -> None:
     """The refusals above are not those of the test."""
     folder = tmp_path / "theirs"
     folder.mkdir()
     (folder / "model.safetensors").write_bytes(GOOD)
-    check: Callable[..., Any] = ckpipe.load
-    assert check(folder).state["w"].tolist() == [0.0]
+    assert ckpipe.load(folder).state["w"].tolist() == [0.0]
+    (folder / "state.pt").write_bytes(torch_zip(tensor(), DATA))
+    assert ckpipe.load(folder / "state.pt").state["w"].tolist() == [0.0, 0.0]
