@@ -397,8 +397,8 @@ async def said_of_foreign(backend: Backend) -> str | None:
     found = {each.key for each in (await backend.children("")).objects}
     if any(name.endswith(".distcp") for name in found):
         return (
-            "This is a checkpoint of torch.distributed.checkpoint (DCP), which "
-            "torch.distributed.checkpoint.load reads"
+            "This is a checkpoint of torch.distributed.checkpoint (DCP): ckpipe.load opens it, and "
+            "so does load(state, source=…) of a pipeline elsewhere"
         )
     if "config.json" in found or any(
         name.endswith((".safetensors", ".safetensors.index.json", ".bin.index.json"))

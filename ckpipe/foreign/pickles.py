@@ -28,6 +28,9 @@ _MALFORMED = (
 class Record:
     """An object of a foreign class: its name, and the attributes that the file gives it.
 
+    Attributes:
+        state: Its attributes; under an empty name a state of another form.
+
     Args:
         name: The name of the class, without its module.
         args: The arguments with which it is made.
@@ -36,12 +39,6 @@ class Record:
     def __init__(self, name: str, args: tuple[Any, ...] = ()) -> None:
         self.name, self.args = name, args
         self.state: dict[str, Any] = {}
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Record) and vars(self) == vars(other)
-
-    def __hash__(self) -> int:
-        return hash((self.name, self.args))
 
 
 def read_pickle(
@@ -107,7 +104,7 @@ class _Unpickler(pickle._Unpickler):
     def load_build(self) -> None:
         state, made = self.stack.pop(), self.stack[-1]
         if isinstance(made, Record):
-            made.state |= state
+            made.state |= state if type(state) is dict else {"": state}
         elif type(made) is OrderedDict and set(state) <= {"_metadata"}:
             vars(made).update(state)
         else:

@@ -139,10 +139,11 @@ async def _described(store: Backend, listing: Sequence[ObjectInfo], place: str) 
 
 
 def _own_sources() -> list[Source]:
+    from ckpipe.foreign.dcp import DcpSource
     from ckpipe.foreign.safetensors import SafetensorsSource
     from ckpipe.foreign.torch_zip import TorchSource
 
-    return [SafetensorsSource(), TorchSource()]
+    return [DcpSource(), SafetensorsSource(), TorchSource()]
 
 
 def _installed_sources() -> list[Source]:

@@ -107,7 +107,12 @@ class _Kind(NamedTuple):
 
 
 async def read_object(
-    store: Backend, info: ObjectInfo, base: int = 0, size: int | None = None
+    store: Backend,
+    info: ObjectInfo,
+    base: int = 0,
+    size: int | None = None,
+    *,
+    tail_bytes: int = _TAIL_BYTES,
 ) -> tuple[Any, int]:
     """Return the object of a file of ``torch.save``, with tensors that are not read.
 
@@ -118,6 +123,7 @@ async def read_object(
         info: The file.
         base: The start of the zip in the file, in bytes.
         size: The size of the zip in bytes; None for the rest of the file.
+        tail_bytes: The bytes at its end that are read first, in which the directory is looked for.
 
     Returns:
         The object, and the size of its pickle in bytes.
@@ -128,7 +134,7 @@ async def read_object(
         StoreError: If the store failed.
     """
     size = info.size - base if size is None else size
-    records, end = await _directory(store, info, base, size)
+    records, end = await _directory(store, info, base, size, tail_bytes)
     starts = await _data_starts(store, info, base, records, end)
     folder = next((name for name in records if name.endswith("/data.pkl")), None)
     if folder is None:
@@ -195,10 +201,10 @@ class _Tail(io.RawIOBase):
 
 
 async def _directory(
-    store: Backend, info: ObjectInfo, base: int, size: int
+    store: Backend, info: ObjectInfo, base: int, size: int, tail_bytes: int
 ) -> tuple[dict[str, zipfile.ZipInfo], int]:
     """Return the records of a zip by name, and the start of its central directory."""
-    known = min(size, _TAIL_BYTES)
+    known = min(size, tail_bytes)
     while True:
         tail = await read_range(store, info, base + size - known, known)
         try:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ckpipe.format.keys import LabelFilter, join
+from ckpipe.format.keys import Json, LabelFilter, canonical, join
 from ckpipe.format.manifest import ManifestDocument
 from ckpipe.format.tree import MAPPINGS, Node
 
@@ -32,23 +32,27 @@ def fitted(
     Returns:
         The checkpoint, the filter, and the labels of the target that are not its model.
     """
-    structure = document.structures[0]
+    structure, (part,) = document.structures[0], document.parts
     path, kept, model = _place_of(into, structure.tree)
     tree = _with_ties(structure.tree, model)
-    if not path and tree is structure.tree:
+    nested = tree
+    for key in reversed(path):
+        nested = ["dict", [key], [nested]]
+    values = list(part.values)
+    adapted = _with_optimizers(nested, into, values)
+    if adapted is structure.tree:
         return document, select, kept
     label = ""
     for key in path:
         label = join(label, key)
-    for key in reversed(path):
-        tree = ["dict", [key], [tree]]
     rows = structure.tensors
     if label:
         rows = tuple(replace(row, label=f"{label}.{row.label}") for row in rows)
         include, exclude = select.patterns
         select = LabelFilter(list(include or [label]), list(exclude))
-    moved = replace(structure, tree=tree, tensors=rows)
-    return replace(document, structures=(moved,)), select, kept
+    moved = replace(structure, tree=adapted, tensors=rows, values=len(values))
+    parts = (replace(part, values=tuple(values)),)
+    return replace(document, structures=(moved,), parts=parts), select, kept
 
 
 def _place_of(into: Any, tree: Node) -> tuple[list[str], list[str], Any]:
@@ -94,3 +98,69 @@ def _with_ties(tree: Node, model: Any) -> Node:
     if not more:
         return tree
     return [tree[0], [*tree[1], *more], [*tree[2], *more.values()], *tree[3:]]
+
+
+def _with_optimizers(tree: Node, into: Any, values: list[Json]) -> Node:
+    """Return the tree with the optimizers of training states in the form that these read.
+
+    ``torch.distributed.checkpoint.state_dict`` has two forms. One is that of an optimizer, with
+    names in place of numbers. The other is flat: ``state.<name>.<key>`` and
+    ``param_groups.<name>.<option>``.
+
+    Args:
+        tree: The node.
+        into: The target at this node.
+        values: The inline values; gets the names of parameters.
+    """
+    if tree[0] not in MAPPINGS:
+        return tree
+    items = dict(zip(map(canonical, tree[1]), tree[2], strict=True))
+    if isinstance(into, dict):
+        adapted = [
+            _with_optimizers(node, into[key], values) if isinstance(key, str) and key in into
+            else node
+            for key, node in zip(tree[1], tree[2], strict=True)
+        ]  # fmt: skip
+        if all(ours is theirs for ours, theirs in zip(adapted, tree[2], strict=True)):
+            return tree
+        return [tree[0], tree[1], adapted, *tree[3:]]
+    if not hasattr(type(into), "__ckpipe_weights__"):
+        return tree
+    name = next((each for each in _OPTIMIZER_KEYS if canonical(each) in items), None)
+    if name is None:
+        return tree
+    node = items[canonical(name)]
+    flat = node[0] in MAPPINGS and bool(node[1]) and all(map(_is_flat, node[1]))
+    if name == "optimizer" and not flat:
+        return tree
+    keys = ["optimizer" if key == name else key for key in tree[1]]
+    nodes = [
+        _nested_optimizer(each, values) if flat and key == name else each
+        for key, each in zip(tree[1], tree[2], strict=True)
+    ]
+    return [tree[0], keys, nodes, *tree[3:]]
+
+
+_OPTIMIZER_KEYS = ("optimizer", "optim", "optimizers")
+"""Keys under which programs save the state of their optimizers beside the model's."""
+
+
+def _is_flat(key: Json) -> bool:
+    return isinstance(key, str) and key.startswith(("state.", "param_groups."))
+
+
+def _nested_optimizer(node: Node, values: list[Json]) -> Node:
+    """Return the nested form of a flat state, with a group of its own for each parameter."""
+    found: dict[str, dict[str, dict[str, Node]]] = {"state": {}, "param_groups": {}}
+    for key, child in zip(node[1], node[2], strict=True):
+        kind, _, rest = key.partition(".")
+        name, _, option = rest.rpartition(".")
+        found[kind].setdefault(name, {})[option] = child
+    groups: list[Node] = []
+    for name, options in found["param_groups"].items():
+        values.append(name)
+        params: Node = ["list", [["value", len(values) - 1]]]
+        groups.append(["dict", ["params", *options], [params, *options.values()]])
+    states = [["dict", list(each), list(each.values())] for each in found["state"].values()]
+    state = ["dict", list(found["state"]), states]
+    return ["dict", ["state", "param_groups"], [state, ["list", groups]]]

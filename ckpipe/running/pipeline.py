@@ -326,9 +326,10 @@ class Pipeline(PipelineBase):
                 generators, which are derived.
             pickle: ``"allow"`` to load pickled objects, which runs code from the checkpoint.
             source: The path or URL of a checkpoint that another program wrote, in any store: a
-                ``.safetensors`` file, a folder of Hugging Face weights, or a file of ``torch.save``
-                (``.pt``, ``.pth``, ``.bin``, ``.ckpt``). It begins a run: it counts as no
-                checkpoint, and the result has no id. Its bytes have no checksums, so they are not
+                ``.safetensors`` file, a folder of Hugging Face weights, a file of ``torch.save``
+                (``.pt``, ``.pth``, ``.bin``, ``.ckpt``), or a folder of
+                ``torch.distributed.checkpoint``. It begins a run: it counts as no checkpoint, and
+                the result has no id. Its bytes have no checksums, so they are not
                 verified, and are counted in ``LoadReport.unverified_bytes``; a file that is
                 replaced meanwhile is an error. What shares no key with the state are weights,
                 which go to the one model in it. The rest of the state keeps its values, and is
