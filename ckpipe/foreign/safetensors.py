@@ -1,6 +1,7 @@
 """Read ``.safetensors`` files and the folders in which Hugging Face's libraries save weights.
 
-Source: the README of the safetensors repository (8 bytes with the length of the header, the header
+Source: ``hf_storage.py`` of ``torch.distributed.checkpoint`` 2.13 for shards of ranks, the README
+of the safetensors repository (8 bytes with the length of the header, the header
 as JSON, the data; entries lie without holes, and nothing follows the last one), and
 ``save_pretrained`` of transformers 5.24 and peft 0.21 for the names of files.
 """
@@ -8,7 +9,9 @@ as JSON, the data; entries lie without holes, and nothing follows the last one),
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from operator import add
 from typing import Any
 
 from ckpipe.backend import Backend, ObjectInfo, for_each
@@ -31,6 +34,7 @@ SUFFIX = ".safetensors"
 
 _TORCH_NAMES = {stored: name for name in DTYPES if (stored := stored_dtype(name))}
 _TORCH_NAMES |= {"C64": "complex64", "F8_E8M0": "float8_e8m0fnu"}
+_SHARDING = "DCP_SHARDING_INFO"
 _FIRST_BYTES = 64 << 10
 _AGAIN = "The file is damaged or no safetensors file; copy or download it again"
 
@@ -65,7 +69,10 @@ class SafetensorsSource:
             weights, files = {}, _loose(there)
         files = await for_each(files, lambda each: store.stat(each.key), at_once=AT_ONCE)
         headers = await for_each(files, lambda each: read_header(store, each), at_once=AT_ONCE)
-        tensors = together(files, [each for each, _ in headers], weights)
+        if any(_SHARDING in metadata for _, metadata in headers):
+            tensors = _of_shards(files, headers)
+        else:
+            tensors = together(files, [each for each, _ in headers], weights)
         return virtual_manifest(tensors, files, place)
 
 
@@ -118,6 +125,43 @@ def together(
         if name not in found:
             raise InvalidManifest(f"The index names a tensor that {key} does not have", key=name)
     return found
+
+
+def _of_shards(files: Sequence[ObjectInfo], headers: Sequence[Header]) -> dict[str, ForeignTensor]:
+    """Return the tensors of the shards that the ranks of DCP's Hugging Face writer have saved.
+
+    Each file tells the offsets of its shards. The shape of a tensor is where they end.
+
+    Raises:
+        InvalidManifest: If offsets are malformed, or shards contradict each other.
+    """
+    found: defaultdict[str, list[tuple[tuple[int, ...], ForeignTensor]]] = defaultdict(list)
+    for file, (tensors, metadata) in zip(files, headers, strict=True):
+        info = _parsed(metadata.get(_SHARDING, "").encode(), file.key)
+        for name, tensor in tensors.items():
+            try:
+                lower = tuple(info[name]["saved_offsets"])
+                fits = all(type(n) is int and 0 <= n <= MAX_NUMBER for n in lower)
+            except (KeyError, TypeError):
+                fits = False
+            if not fits or len(lower) != len(tensor.shape):
+                raise InvalidManifest(f"The shard of {name!r:.200} has no offsets", key=file.key)
+            found[name].append((lower, tensor))
+    return {name: _joined(name, parts) for name, parts in found.items()}
+
+
+def _joined(name: str, parts: Sequence[tuple[tuple[int, ...], ForeignTensor]]) -> ForeignTensor:
+    (lower, first), *others = parts
+    if any((each.dtype, len(at)) != (first.dtype, len(lower)) for at, each in others):
+        raise InvalidManifest("Its shards have several dtypes or numbers of dimensions", key=name)
+    boxes = [(at, tuple(map(add, at, each.shape))) for at, each in parts]
+    shape = tuple(map(max, zip(*(upper for _, upper in boxes), strict=True)))
+    extents = [
+        each.extents[0]._replace(box=box)
+        for box, (_, each) in zip(boxes, parts, strict=True)
+        if 0 not in each.shape
+    ]
+    return ForeignTensor(first.dtype, shape, tuple(extents))
 
 
 def weight_map(data: bytes, index: str, there: Mapping[str, ObjectInfo]) -> dict[str, str]:

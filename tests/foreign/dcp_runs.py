@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 from torch.distributed.checkpoint.state_dict_saver import save
 
@@ -49,6 +50,18 @@ def save_with_dcp(case: Case) -> None:
     if dist.get_rank() == 0:
         torch.save(expected, f"{case['root']}.expected.pt")
     tell(case, saved=True)
+
+
+def save_with_its_hugging_face_writer(case: Case) -> None:
+    """Save a model in shards of all ranks, and whole by torch beside it."""
+    warnings.simplefilter("ignore")
+    model, _ = made(case["kind"], steps=1)
+    state = model.state_dict()
+    writer = HuggingFaceStorageWriter(path=case["folder"], save_distributed=True)
+    save(dict(state), storage_writer=writer)
+    expected = {name: whole(each) for name, each in state.items()}
+    if dist.get_rank() == 0:
+        torch.save(expected, f"{case['root']}.expected.pt")
 
 
 def load_from_dcp(case: Case) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_saver import save as save_by_dcp
@@ -79,6 +80,26 @@ def test_any_ranks_load_what_others_saved(
         codes = ranks.run(f"tests.foreign.dcp_runs:{do}", root, count, kind=kind)
         assert codes == [0] * count
     assert len(told(root, "loaded")) == loaded[0]
+
+
+def test_shards_of_its_hugging_face_writer_are_put_together(ranks: Gang, tmp_path: Path) -> None:
+    folder, root = tmp_path / "shards", tmp_path / "run"
+    case = {"kind": "fsdp", "folder": str(folder)}
+    do = "tests.foreign.dcp_runs:save_with_its_hugging_face_writer"
+    assert ranks.run(do, root, 2, **case) == [0, 0]
+    assert len(list(folder.glob("shard-*.safetensors"))) == 2
+    expected = torch.load(f"{root}.expected.pt", weights_only=True)
+    assert_loaded(ckpipe.load(folder), expected, folder)
+
+
+def test_shards_without_offsets_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "shard-00001-model-00001-of-00001.safetensors"
+    for info in ("{}", '{"w": {"saved_offsets": [-1]}}', '{"w": {"saved_offsets": [0, 0]}}', "["):
+        metadata = {"DCP_SHARDING_INFO": info}
+        safetensors.torch.save_file({"w": torch.ones(2)}, file, metadata)
+        with pytest.raises(InvalidManifest) as raised:
+            ckpipe.load(tmp_path)
+        assert raised.value.key == file.name
 
 
 def changed(folder: Path, change: Callable[[Metadata], object]) -> bytes:
