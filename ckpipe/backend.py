@@ -6,7 +6,7 @@ import abc
 import enum
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from functools import partial
 from types import TracebackType
@@ -48,11 +48,13 @@ class ObjectInfo:
         key: The object's key, relative to the backend's root, parts joined by ``/``.
         size: Its size in bytes.
         modified: Time of the last write, by the store's own clock, in UTC.
+        etag: A text that differs for every version of the object, if the store has one.
     """
 
     key: str
     size: int
     modified: datetime
+    etag: str | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

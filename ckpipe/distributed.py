@@ -97,6 +97,8 @@ class TrainingState:
         replicated: As for :func:`training_state`.
     """
 
+    __ckpipe_weights__ = "model"
+
     def __init__(
         self,
         model: nn.Module | Sequence[nn.Module],

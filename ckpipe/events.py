@@ -191,7 +191,8 @@ class CheckpointDamaged(Event):
 class LoadStarted(Event):
     """A checkpoint was chosen and its load begins; it ends with ``Loaded`` or ``LoadFailed``.
 
-    With ``fallback=True`` there is one for each checkpoint that is tried.
+    With ``fallback=True`` there is one for each checkpoint that is tried. For a source, ``id`` is
+    its place and ``step`` is 0, here and in the other events of the load.
     """
 
     def __str__(self) -> str:
@@ -217,7 +218,7 @@ class LoadProgress(Event):
 
 @dataclass(frozen=True, slots=True)
 class Loaded(Event):
-    """A checkpoint is loaded, and every byte that was read is verified.
+    """A checkpoint is loaded, and every byte that was read and has a checksum is verified.
 
     Args:
         seconds: Seconds since the call of ``load``.

@@ -572,6 +572,7 @@ class PipelineFields(TypedDict, total=False):
     attempt_id: str | None
     solo: bool
     read_only: bool
+    initial: str | os.PathLike[str] | None
     meeting_timeout_seconds: float
     incomplete_after_seconds: float
     incomplete_in_a_row: int | None
@@ -641,6 +642,11 @@ class Settings(BaseModel):
     the right to write, is enough. A save raises, and a checkpoint that is being loaded is not
     protected from deletion by other processes. Several ranks that load the newest, or fall back,
     agree through the Store of ``torch.distributed``; without one they must name a step."""
+
+    initial: str | None = None
+    """The path or URL of a checkpoint of another program, such as a folder of Hugging Face weights,
+    which ``load(state)`` takes while the run has no checkpoint: the first start and every restart
+    are the same line. :meth:`ckpipe.Pipeline.load` describes it under ``source``."""
 
     meeting_timeout_seconds: float = Field(300.0, gt=0)
     """Seconds that opening waits at most for the other ranks to agree on an attempt. With
@@ -735,8 +741,9 @@ class Settings(BaseModel):
 
     def __init__(self, **fields: Unpack[SettingsFields]) -> None:
         given: dict[str, Any] = {**fields}
-        if isinstance(given.get("url"), os.PathLike):
-            given["url"] = os.fspath(given["url"])
+        for name in ("url", "initial"):
+            if isinstance(given.get(name), os.PathLike):
+                given[name] = os.fspath(given[name])
         try:
             super().__init__(**_merged(_grouped(_read_environment(os.environ)), _grouped(given)))
         except ValidationError as error:
@@ -745,7 +752,7 @@ class Settings(BaseModel):
 
     def __repr_args__(self) -> Iterable[tuple[str | None, Any]]:
         for name, value in super().__repr_args__():
-            yield name, without_secrets(value) if name == "url" and value else value
+            yield name, without_secrets(value) if name in ("url", "initial") and value else value
 
     @property
     def keep_last(self) -> int | None:

@@ -135,8 +135,8 @@ class LoadResult:
     """A loaded checkpoint.
 
     Args:
-        id: Exact name of the checkpoint.
-        step: Its step.
+        id: Exact name of the checkpoint; None if a source was loaded.
+        step: Its step; 0 for a source.
         state: The state: the target itself as far as it could be changed in place.
         metadata: The metadata that ``save`` was given.
         metrics: The metrics that ``save`` was given.
@@ -146,9 +146,10 @@ class LoadResult:
         report: Seconds and bytes.
         transformed: For each saved label that a transform has renamed, cut, joined, converted or
             left out, the labels that it is loaded under.
+        source: The path or URL that was loaded, if another program wrote it; else None.
     """
 
-    id: str
+    id: str | None
     step: int
     state: Any = field(repr=False)
     metadata: Mapping[str, Any]
@@ -157,6 +158,7 @@ class LoadResult:
     unexpected: tuple[str, ...] = ()
     report: LoadReport | None = field(default=None, compare=False)
     transformed: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    source: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -368,6 +370,8 @@ class LoadReport:
         bytes: Bytes read from data files, also those that turned out not to be needed.
         reads: Requests for ranges of data files.
         damaged: Ids of newer checkpoints that ``fallback`` skipped, each with its damage.
+        unverified_bytes: Bytes among these that had no checksum: those of a source, which another
+            program wrote.
     """
 
     stages: Mapping[str, StageReport]
@@ -375,6 +379,7 @@ class LoadReport:
     bytes: int
     reads: int
     damaged: Mapping[str, str] = field(default_factory=dict)
+    unverified_bytes: int = 0
 
     @property
     def bottleneck(self) -> str:
@@ -387,6 +392,7 @@ class LoadReport:
             "seconds": _rounded(self.seconds),
             "bytes": self.bytes,
             "reads": self.reads,
+            "unverified_bytes": self.unverified_bytes,
             "damaged": dict(self.damaged),
             "bottleneck": self.bottleneck,
             "stages": _stages_data(self.stages),

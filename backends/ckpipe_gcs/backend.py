@@ -360,7 +360,7 @@ class GcsBackend(BucketBackend):
         found = await self.resource(self.name(key), key)
         self._pins.pop(key, None)
         with self.attempt("look at", key):
-            return ObjectInfo(key, int(found["size"]), modified(found))
+            return ObjectInfo(key, int(found["size"]), modified(found), found.get("etag"))
 
     @asynccontextmanager
     async def opened(

@@ -63,9 +63,9 @@ def _refuse_foreign_file(path: str) -> None:
                 head = file.read(1024)
     reader = None
     if head.startswith(b"PK\x03\x04") and b"/data.pkl" in head:
-        reader = "torch.load"
+        reader = "ckpipe.load or torch.load"
     elif head and path.endswith(".safetensors"):
-        reader = "safetensors.torch.load_file"
+        reader = "ckpipe.load or safetensors.torch.load_file"
     if reader is not None:
         message = f"{path} is no directory of checkpoints but a file that {reader} reads"
         raise StoreError(message, hint="Name the directory of a pipeline")

@@ -350,7 +350,8 @@ class S3Backend(BucketBackend):
 
     async def stat(self, key: str) -> ObjectInfo:
         head = await self._head(key)
-        return ObjectInfo(key, int(head["ContentLength"]), _whole_seconds(head["LastModified"]))
+        modified = _whole_seconds(head["LastModified"])
+        return ObjectInfo(key, int(head["ContentLength"]), modified, head.get("ETag"))
 
     async def _head(self, key: str) -> Any:
         return await self.ask("look at", "head_object", key=key, Key=self.name(key))

@@ -314,7 +314,7 @@ async def read_document(
 
 
 @contextlib.contextmanager
-def locate_errors(step: int, rank: int, key: str) -> Iterator[None]:
+def locate_errors(step: int | None, rank: int, key: str) -> Iterator[None]:
     """Add to a store's errors which data file they concern; a lost file is a missing object."""
     try:
         yield
@@ -397,8 +397,8 @@ async def said_of_foreign(backend: Backend) -> str | None:
     found = {each.key for each in (await backend.children("")).objects}
     if any(name.endswith(".distcp") for name in found):
         return (
-            "This is a checkpoint of torch.distributed.checkpoint (DCP), which "
-            "torch.distributed.checkpoint.load reads"
+            "This is a checkpoint of torch.distributed.checkpoint (DCP): ckpipe.load opens it, and "
+            "so does load(state, source=…) of a pipeline elsewhere"
         )
     if "config.json" in found or any(
         name.endswith((".safetensors", ".safetensors.index.json", ".bin.index.json"))
@@ -406,7 +406,7 @@ async def said_of_foreign(backend: Backend) -> str | None:
         for name in found
     ):
         return (
-            "This is a folder of Hugging Face weights, which from_pretrained or "
-            "safetensors.torch.load_file reads"
+            "This is a folder of Hugging Face weights: ckpipe.load opens it, and so does "
+            "load(state, source=…) of a pipeline elsewhere"
         )
     return None

@@ -61,6 +61,20 @@ def check_bundle(bundle: ManifestDocument) -> None:
     _check_per_rank(bundle)
 
 
+def check_virtual(document: ManifestDocument) -> None:
+    """Check the description of a checkpoint that another program wrote.
+
+    Its files are not laid out as ckpipe's are: they may have holes, and have no checksums.
+
+    Raises:
+        CorruptCheckpoint: As :func:`check_bundle` does.
+    """
+    for structure, layout in zip(document.structures, document.layouts, strict=True):
+        _check_tensors(structure)
+        check_tree(structure)
+        _check_chunks(layout.chunks, layout.entries.nbytes, structure.tensors)
+
+
 def _facts_of(bundle: ManifestDocument, structure: int, layout: int) -> LayoutFacts:
     return facts_of(bundle.layouts[layout], bundle.structures[structure].tensors)
 

@@ -19,6 +19,7 @@ class EntryTable:
         bundle: The bundle that has the parts.
 
     Attributes:
+        verified: Whether the entries have checksums; those of foreign files have none.
         files: The data files.
         keys: For each file, its key in the store.
         ranks: For each file, the rank that wrote it.
@@ -31,6 +32,7 @@ class EntryTable:
 
     def __init__(self, bundle: ManifestDocument) -> None:
         self._bundle = bundle
+        self.verified = bundle.source is None
         self.files: list[FileRow] = []
         self.keys: list[str] = []
         self.ranks: list[int] = []

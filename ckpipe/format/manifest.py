@@ -404,6 +404,8 @@ class ManifestDocument:
         per_rank: In an index, the differences between the ranks of each structure.
         report: In the manifest or index of a single rank, the report of its save, if it is kept: as
             :meth:`ckpipe.types.SaveReport.to_data` makes it, and not validated.
+        source: The place of a checkpoint that another program wrote: its files have no checksums,
+            and ``id`` is no name of a checkpoint. None for all that ckpipe has written.
     """
 
     kind: BundleKind
@@ -415,6 +417,17 @@ class ManifestDocument:
     group: tuple[int, int] | None = None
     per_rank: tuple[PerRank, ...] = ()
     report: Mapping[str, Any] | None = None
+    source: str | None = None
+
+    @property
+    def name(self) -> str:
+        """The name of the checkpoint, or the place of a foreign one."""
+        return self.source or str(self.id)
+
+    @property
+    def step(self) -> int | None:
+        """The step of the checkpoint; None for a foreign one."""
+        return None if self.source else self.id.step
 
     @property
     def whole(self) -> bool:

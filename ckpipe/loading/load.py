@@ -25,6 +25,7 @@ from ckpipe.format.tree import Node, children_of, shared_containers, wrappers_in
 from ckpipe.interpreter import gc_paused, short_switch_interval
 from ckpipe.loading.chunks import NeedsFullIndex, StoredTensors
 from ckpipe.loading.factories import Factory
+from ckpipe.loading.foreign_target import fitted
 from ckpipe.loading.match import Matching
 from ckpipe.loading.match_record import MatchRecord
 from ckpipe.loading.reader import Reader, ReadTally, lane_buffers
@@ -124,15 +125,22 @@ class MatchedLoad:
             CkpipeError: If an object refuses its state.
         """
         began, asked = time.perf_counter(), self.request.began
-        with _located(self.bundle.id.step, self.rank):
+        with _located(self.bundle.step, self.rank):
             state = await on_caller(self.request.caller, self._put_in_place)
         ended = time.perf_counter()
         stages = {**self.stages, "apply": StageReport(ended - began, began=began - asked)}
-        report = LoadReport(stages, ended - asked, self.tally.bytes, self.tally.reads)
+        nbytes = self.tally.bytes
+        report = LoadReport(
+            stages,
+            ended - asked,
+            nbytes,
+            self.tally.reads,
+            unverified_bytes=0 if self.bundle.source is None else nbytes,
+        )
         part = self.bundle.parts[0]
         return LoadResult(
-            id=str(self.bundle.id),
-            step=self.bundle.id.step,
+            id=None if self.bundle.source else str(self.bundle.id),
+            step=self.bundle.step or 0,
             state=state,
             metadata=part.metadata,
             metrics={name: decode_float(value) for name, value in part.metrics.items()},
@@ -140,6 +148,7 @@ class MatchedLoad:
             unexpected=self.unexpected,
             report=report,
             transformed=self.transformed,
+            source=self.bundle.source,
         )
 
     def _put_in_place(self) -> Any:
@@ -151,7 +160,7 @@ class MatchedLoad:
                 touched = self._touched()
                 if self.request.into is not None and touched:
                     error.add_note(
-                        f"The target is half loaded from {self.bundle.id}: {touched}. "
+                        f"The target is half loaded from {self.bundle.name}: {touched}. "
                         "Mend the object that raised, or leave it out with exclude, and load again"
                     )
                 raise
@@ -212,7 +221,7 @@ async def read_all(
         StoreError: If the store failed.
     """
     found = time.perf_counter()
-    with _located(bundle.id.step, rank), short_switch_interval(request.switch_interval):
+    with _located(bundle.step, rank), short_switch_interval(request.switch_interval):
         if request.hold is not None:
             await request.hold.take()
         began = time.perf_counter()
@@ -228,7 +237,7 @@ async def read_all(
         load.tally = done = load.tally if tally is None else tally
         with lane_buffers(arena, backend, lanes) as buffers:
             targets = load.targets
-            reader = Reader(backend, bundle.id, targets.stored.data, buffers, done)
+            reader = Reader(backend, bundle.step, targets.stored.data, buffers, done)
             for event in targets.queued_before:
                 await anyio.to_thread.run_sync(event.synchronize)
             *first, last = targets.rounds
@@ -251,7 +260,7 @@ async def read_all(
 
 
 @contextmanager
-def _located(step: int, rank: int) -> Iterator[None]:
+def _located(step: int | None, rank: int) -> Iterator[None]:
     try:
         yield
     except CkpipeError as error:
@@ -293,7 +302,11 @@ def match_all(
         if not bundle.whole:
             raise NeedsFullIndex
         bundle, told = transformed(bundle, request.transform)
-    fresh = request.into is None
+    fresh, above = request.into is None, ""
+    kept: list[str] = []
+    if bundle.source is not None and not fresh:
+        bundle, select, kept, above = fitted(bundle, request.into, request.select)
+        request = replace(request, select=select)
     saved = state_for(bundle, rank, world_size, request.per_rank, fresh=fresh)
     saved = keep_generators_apart(saved, bundle, rank, world_size, request.per_rank)
     first_wins = request.per_rank == "rank0"
@@ -317,10 +330,11 @@ def match_all(
         dequantized=request.dequantized,
         distributed=world_size > 1,
         by_label=bool(request.transform),
+        above=above,
         memo=memo,
     )
     matching = Matching(record)
-    missing = _named_in_vain(bundle, request)
+    missing = [*kept, *_named_in_vain(bundle, request)]
     unexpected: list[str] = []
     if fresh:
         make = matching.plan(tree, "")

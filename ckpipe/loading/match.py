@@ -89,6 +89,7 @@ class Matching:
                 record.unexpected,
                 hint="Pass strict=False to load the labels that both have, or choose with include "
                 "and exclude",
+                above=record.above,
             )
         return make
 

@@ -50,6 +50,7 @@ class MatchRecord:
         dequantized: The dtype of fresh wrapper tensors once they are dequantised; None leaves them.
         distributed: Whether other processes load other parts of the same tensors.
         by_label: Whether labels count and not containers: dotted keys and mappings are the same.
+        above: The label below which the names of a foreign checkpoint were moved.
         memo: The memo of facts of the target's objects.
         missing: Labels that the target has and the checkpoint has not.
         unexpected: Labels that the checkpoint has and the target has not.
@@ -71,6 +72,7 @@ class MatchRecord:
     dequantized: str | None = None
     distributed: bool = False
     by_label: bool = False
+    above: str = ""
     memo: InspectionMemo = field(default_factory=InspectionMemo)
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)

@@ -55,7 +55,7 @@ def open_object(record: MatchRecord, target: Any, node: Node, label: str) -> Ope
         use = Use.FITTING
         if loads_as_torch_does(target):
             use = Use.NAMED
-            check_module(live, node, label, record.select, record.saved.common)
+            check_module(live, node, label, record.select, record.saved.common, record.above)
         if use is Use.FITTING or not saves_as_torch_does(target):
             live = _rehearsed(record, target, live, node, label)
     elif isinstance(target, torch.optim.Optimizer):
@@ -89,6 +89,7 @@ def _targets_of(record: MatchRecord, target: Any, node: Node, label: str) -> Ope
         record.memo,
         record.any_optimizer,
         record.saved.foreign if record.saved.same_world else frozenset(),
+        record.above,
     )
     with user_code("__ckpipe_targets__", label):
         found = target.__ckpipe_targets__(saved)

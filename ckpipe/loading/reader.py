@@ -4,7 +4,8 @@ A thread has a buffer and an open file of its own, so the number of threads boun
 descriptors. While some of them wait for the store, others verify and copy. A range that the store
 has in memory already is read four mebibytes at a time, which stay in the processor's cache. No byte
 of a chunk is copied before its checksum is verified, and exactly the verified bytes are copied. A
-chunk that arrives in several reads is assembled before it is verified.
+chunk that arrives in several reads is assembled before it is verified. Only files of other programs
+have no checksums: their chunks are copied as they are, and counted as unverified.
 
 If threads cannot read a store themselves, the event loop reads it and the thread waits. It also
 repeats a read that a thread has tried in vain.
@@ -40,10 +41,10 @@ from ckpipe.interpreter import available_cpus, gc_paused
 from ckpipe.loading.fill import Destination, RawBytes
 from ckpipe.loading.read_plan import Need, Read, ReadChunks, least_read_bytes, plan_reads
 from ckpipe.memory.arena import Arena
-from ckpipe.memory.native import address_of, copy_bytes, verify_copy_each
+from ckpipe.memory.native import address_of, copy_bytes, copy_each, verify_copy_each
 from ckpipe.store.retry import locate_damage, warn_of_damaged_transfer
 from ckpipe.threads import in_threads, on_loop
-from ckpipe.types import CheckpointId, VerifyResult
+from ckpipe.types import VerifyResult
 
 Destinations = Mapping[int, Sequence[Destination]]
 """For each needed entry, by number, the destinations of its bytes."""
@@ -116,6 +117,17 @@ def _planned_chunks(chunks: ReadChunks, destinations: Destinations) -> _PlannedC
     return _PlannedChunks(chunks, destinations, _longs(targets), others)
 
 
+def _copy_unverified(targets: array[int], sources: array[int], sizes: array[int]) -> int:
+    """Copy ranges that have no checksums, as :func:`verify_copy_each` does; return their number."""
+    given = np.flatnonzero(targets).tolist()
+    if len(given) == len(targets):
+        copy_each(targets, sources, sizes, release_gil=True)
+    else:
+        columns = (array("q", [column[n] for n in given]) for column in (targets, sources, sizes))
+        copy_each(*columns, release_gil=True)
+    return len(targets)
+
+
 def _longs(column: np.ndarray[Any, np.dtype[np.int64]]) -> array[int]:
     return array("q", column.tobytes())
 
@@ -125,7 +137,7 @@ class Reader:
 
     Args:
         backend: The store.
-        id: The checkpoint.
+        step: The step of the checkpoint, for errors; None for a foreign one.
         data: The table of its entries.
         buffers: The read buffers; one thread reads into each.
         tally: Counts the reads; None for a new one.
@@ -137,12 +149,12 @@ class Reader:
     def __init__(
         self,
         backend: Backend,
-        id: CheckpointId,
+        step: int | None,
         data: EntryTable,
         buffers: Sequence[memoryview],
         tally: ReadTally | None = None,
     ) -> None:
-        self._backend, self._id, self._data, self._buffers = backend, id, data, buffers
+        self._backend, self._step, self._data, self._buffers = backend, step, data, buffers
         smallest = min(len(buffer) for buffer in buffers)
         self._read_bytes, self._alignment = smallest, backend.limits.alignment
         assert smallest >= least_read_bytes(self._alignment), "a lane's buffer is too small"
@@ -151,7 +163,7 @@ class Reader:
         self._partial: dict[int, _PartialChunk] = {}
 
     async def read(self, needs: Sequence[Need], destinations: Destinations) -> None:
-        """Read the needed bytes, verify every chunk and copy it to its destinations.
+        """Read the needed bytes, verify every chunk that has a checksum, and copy it.
 
         Args:
             needs: The needed bytes.
@@ -203,7 +215,7 @@ class Reader:
             for read in group:
                 if file is not None and read.offset + read.size > file.size:
                     rank, key = self._file(number)
-                    with locate_errors(self._id.step, rank, key):  # before any byte is delivered
+                    with locate_errors(self._step, rank, key):  # before any byte is delivered
                         raise truncated(key, read.offset, read.size, file.size)
                 cached = file is not None and file.is_cached(read.offset, read.size)
                 found.append(read._replace(cached=cached))
@@ -211,7 +223,7 @@ class Reader:
 
     def _open(self, number: int) -> ObjectReader | None:
         rank, key = self._file(number)
-        with locate_errors(self._id.step, rank, key):
+        with locate_errors(self._step, rank, key):
             return self._backend.open_object(key)
 
     def _deliver(
@@ -282,7 +294,10 @@ class Reader:
             rows = slice(first, stop)
             targets, sources = planned.targets[rows], _longs(at[rows] + address)
             sizes = _longs(end[rows] - at[rows])
-            good = verify_copy_each(targets, sources, sizes, sums[rows])
+            if self._data.verified:
+                good = verify_copy_each(targets, sources, sizes, sums[rows])
+            else:
+                good = _copy_unverified(targets, sources, sizes)
             self.tally.delivered |= any(targets[:good])
             for number in np.flatnonzero(planned.others[first : first + good]).tolist():
                 low, raw = int(lo[first + number]), targets[number] != 0
@@ -315,9 +330,9 @@ class Reader:
         )
         if crc32c(again) != checksum:
             message = f"{what} is not what was saved"
-            error = ChecksumMismatch(message, step=self._id.step, rank=rank, key=key)
+            error = ChecksumMismatch(message, step=self._step, rank=rank, key=key)
             raise locate_damage(error, same=again == damaged)
-        warn_of_damaged_transfer(f"{what} of step {self._id.step}, rank {rank},")
+        warn_of_damaged_transfer(f"{what} of step {self._step}, rank {rank},")
         return again
 
     def _filled(self, read: Read, file: ObjectReader | None, buffer: memoryview) -> memoryview:
@@ -329,7 +344,7 @@ class Reader:
             buffer: The buffer.
         """
         (rank, key), buffer = self._file(read.file), buffer[: read.size]
-        with locate_errors(self._id.step, rank, key):
+        with locate_errors(self._step, rank, key):
             try:
                 if file is None:
                     on_loop(self._backend.read_into, key, read.offset, buffer)
@@ -358,13 +373,13 @@ class Reader:
         """
         row = self._data.files[file]
         rank, key = self._file(file)
-        with locate_errors(self._id.step, rank, key):
+        with locate_errors(self._step, rank, key):
             found = (await self._backend.stat(key)).size
         if found != row.size:
             kind = TruncatedObject if found < row.size else ChecksumMismatch
             raise kind(
                 f"The data file has {found} bytes, {row.size} were saved",
-                step=self._id.step,
+                step=self._step,
                 rank=rank,
                 key=key,
             )
@@ -376,7 +391,7 @@ class Reader:
             second = self._header_sum(file, None)
             if second != row.header_crc32c:
                 message = "The header of a data file is not what was saved"
-                error = ChecksumMismatch(message, step=self._id.step, rank=rank, key=key)
+                error = ChecksumMismatch(message, step=self._step, rank=rank, key=key)
                 raise locate_damage(error, same=first == second)
             warn_of_damaged_transfer(f"The header of {key}")
 
@@ -432,7 +447,7 @@ async def verify(
         for number in range(len(bundle.parts)):
             data = EntryTable(bundle)
             await anyio.to_thread.run_sync(data.join, number)
-            reader = Reader(backend, bundle.id, data, buffers)
+            reader = Reader(backend, bundle.step, data, buffers)
             for file in range(len(data.files)):
                 await reader.check_file(file)
             await reader.read([Need(n, 0, size) for n, size in enumerate(data.sizes)], {})

@@ -94,6 +94,7 @@ class SavedObject:
         memo: The memo of facts of live objects.
         any_optimizer: Whether an optimizer may get the state of one of another class.
         foreign: The labels that the loading rank did not save itself, in a world of equal size.
+        above: The label below which the names of a foreign checkpoint were moved.
     """
 
     state: Any
@@ -104,6 +105,7 @@ class SavedObject:
     memo: InspectionMemo = field(default_factory=InspectionMemo)
     any_optimizer: bool = False
     foreign: frozenset[str] = frozenset()
+    above: str = ""
 
     def at(self, *path: Any) -> str:
         """Return the label of an item, by its path of keys."""
@@ -198,7 +200,12 @@ def is_extra_state(key: Any) -> bool:
 
 
 def check_module(
-    live: Any, node: Node, label: str, select: LabelFilter, common: frozenset[str] | None
+    live: Any,
+    node: Node,
+    label: str,
+    select: LabelFilter,
+    common: frozenset[str] | None,
+    above: str,
 ) -> None:
     """Refuse keys that do not fit those of a module that loads as torch does.
 
@@ -208,6 +215,7 @@ def check_module(
         label: Its label in the state.
         select: Selects the labels to load.
         common: The labels that all ranks had, if not all had the same ones.
+        above: The label below which the names of a foreign checkpoint were moved.
 
     Raises:
         StructureMismatch: If they do not fit.
@@ -227,7 +235,9 @@ def check_module(
     if common is not None:
         unexpected = [each for each in unexpected if each in common]
     if missing or unexpected:
-        raise mismatch(missing, unexpected, label, hint="Load it into a module of the same layers")
+        hint = "Load it into a module of the same layers"
+        names = leaf_labels(node, label)
+        raise mismatch(missing, unexpected, label, hint=hint, names=names, above=above)
 
 
 def check_known(obj: Any, live: Any, node: Node, label: str, select: LabelFilter) -> list[str]:
@@ -301,9 +311,24 @@ def _inside(node: Node) -> Node:
 
 
 def mismatch(
-    missing: list[str], unexpected: list[str], label: str = "", *, hint: str
+    missing: list[str],
+    unexpected: list[str],
+    label: str = "",
+    *,
+    hint: str,
+    names: list[str] | None = None,
+    above: str = "",
 ) -> StructureMismatch:
-    """Return the error for labels that only the checkpoint or only the target has."""
+    """Return the error for labels that only the checkpoint or only the target has.
+
+    Args:
+        missing: Labels that the checkpoint lacks.
+        unexpected: Labels that the target lacks.
+        label: The label of the object that has them.
+        hint: The next step for the caller, unless a change of names is better.
+        names: The labels of all leaves of the checkpoint; None if ``unexpected`` has them.
+        above: The label below which the names of a foreign checkpoint were moved.
+    """
     bare = {unwrapped(each) for each in missing} & {unwrapped(each) for each in unexpected}
     if bare:
         hint = (
@@ -311,9 +336,11 @@ def mismatch(
             "or torch.compile: save and load ckpipe.distributed.training_state(model, optimizer), "
             "which has the names of the bare model"
         )
-    rename = _renaming(missing, unexpected)
+    theirs = unexpected if names is None else names
+    bare_names = [[each.removeprefix(f"{above}.") for each in group] for group in (missing, theirs)]
+    rename = _renaming(*bare_names)
     if rename:
-        hint = f"The names fit with transform=[{rename}]. {hint}"
+        hint = f"Most names fit with transform=[{rename}]. {hint}"
     parts = [
         f"{title}: {first_of(list(map(repr, labels)), 8)}"
         for title, labels in (
@@ -341,7 +368,7 @@ def _renaming(missing: list[str], unexpected: list[str]) -> str:
         old_prefix = ".".join([*old_parts[: len(old_parts) - alike[old]], ""])
         fits = {old_prefix + each[len(new_prefix) :] for each in missing}
         renames = old_prefix != new_prefix and all(m.startswith(new_prefix) for m in missing)
-        if renames and fits <= there:
+        if renames and 2 * len(fits & there) >= len(fits):
             rename = f"ckpipe.Rename({{{old_prefix + '*'!r}: {new_prefix + '*'!r}}})"
             left = sorted(there - fits)
             if not left:

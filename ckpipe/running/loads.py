@@ -25,6 +25,7 @@ from hashlib import sha256
 
 import anyio
 
+from ckpipe.backend import Backend, without_secrets
 from ckpipe.catalog.complete import newest_repaired
 from ckpipe.catalog.find import discover, read_index
 from ckpipe.catalog.manifest_selection import read_near
@@ -36,6 +37,7 @@ from ckpipe.errors import (
     PipelineClosed,
     StoreUnavailable,
     UnsupportedTopology,
+    UsageError,
 )
 from ckpipe.events import CheckpointDamaged, Loaded, LoadFailed, LoadProgress, LoadStarted
 from ckpipe.format.labels import Json
@@ -143,7 +145,12 @@ class Loads:
         self._closed = False
 
     async def load(
-        self, which: int | str | None, request: LoadRequest, *, fallback: bool
+        self,
+        which: int | str | None,
+        request: LoadRequest,
+        *,
+        fallback: bool,
+        source: str | None = None,
     ) -> LoadResult | None:
         """Load a checkpoint; return None if none was named and none exists.
 
@@ -152,9 +159,13 @@ class Loads:
             request: The target and the options.
             fallback: True to continue with the next older checkpoint if one is damaged, on all
                 ranks.
+            source: The path or URL of a checkpoint of another program, to load that one.
 
         Raises:
-            CheckpointNotFound: If the named one is absent or incomplete.
+            UsageError: If a source is given beside a step or a fallback, or its format is known
+                and not opened.
+            CheckpointNotFound: If the named one is absent or incomplete, or the source is none
+                that ckpipe opens.
             CheckpointIncomplete: If other ranks have not committed a save of this run in time.
             CorruptCheckpoint: If it is damaged; with a fallback, if all are.
             AttemptReused: If several ranks agree through objects, and ``attempt_id`` was used
@@ -164,6 +175,12 @@ class Loads:
             PipelineClosed: If the pipeline is closed before the load has its hold.
             CkpipeError: Any error of :func:`ckpipe.loading.load.read_all`.
         """
+        if source is not None:
+            if which is not None or fallback:
+                raise UsageError("source is given alone, without step and fallback")
+            with self._until_closed(request.hold):
+                async with self._jointly(request) as joint:
+                    return await self._from_source(source, request, joint)
         alone, named = self._context.world_size == 1, which is not None and not fallback
         with self._until_closed(request.hold), self._numbered(named) as asked:
             async with self._jointly(request) as joint:
@@ -173,6 +190,24 @@ class Loads:
                 return await self._first_whole(
                     which, request, agreements, asked, joint, fallback=fallback
                 )
+
+    async def _from_source(
+        self, url: str, request: LoadRequest, joint: _Joint | None
+    ) -> LoadResult:
+        """Load a checkpoint that another program wrote; each rank reads what it needs."""
+        # A run that opens no source does not import the readers of foreign formats.
+        from ckpipe.foreign.source import check_unchanged, open_source
+
+        info = CheckpointInfo(without_secrets(url), 0, "", 0, complete=True)
+        with self._told(info):
+            async with open_source(url, self._context.settings) as (store, document):
+                load = await self._read_all(store, document, info, request, joint)
+                try:
+                    await check_unchanged(store, document)
+                except CorruptCheckpoint as error:
+                    error.target_touched = request.into is not None and load.tally.delivered
+                    raise
+                return await self._finish(info, load, joint)
 
     async def _first_whole(
         self,
@@ -216,6 +251,9 @@ class Loads:
                 first = CorruptCheckpoint(f"{name} is damaged: {how}", step=_info(name).step)
             first.add_note(f"None of the {len(damaged)} checkpoints that could serve is whole")
             raise first
+        initial = self._context.settings.initial
+        if which is None and initial is not None:
+            return await self._from_source(initial, request, joint)
         if self._context.rank == 0:
             await tell_fresh(self._context, self._place)
         return None
@@ -273,30 +311,41 @@ class Loads:
         self, info: CheckpointInfo, request: LoadRequest, joint: _Joint | None
     ) -> MatchedLoad:
         """Read a checkpoint under a lease, and verify it; no object has its state yet."""
-        context, tally = self._context, ReadTally()
+        context = self._context
         retrying, rank, world_size = context.store.retrying, context.rank, context.world_size
+
+        async def look() -> ManifestDocument:
+            near = await read_near(retrying, info.key, rank, world_size)
+            return near or await read_index(retrying, info.key)
+
+        async with context.store.catalog.reading(info.key, look) as bundle:
+            return await self._read_all(retrying, bundle, info, request, joint)
+
+    async def _read_all(
+        self,
+        backend: Backend,
+        bundle: ManifestDocument,
+        info: CheckpointInfo,
+        request: LoadRequest,
+        joint: _Joint | None,
+    ) -> MatchedLoad:
+        """Match and read a checkpoint whose index is known; tell of the progress."""
+        context, tally = self._context, ReadTally()
 
         async def look_at_objects(memo: InspectionMemo) -> None:
             if joint is not None:
                 await self._all_at("matching", joint, info)
                 await on_caller(request.caller, _look, joint.objects, request, memo)
 
-        async def look() -> ManifestDocument:
-            near = await read_near(retrying, info.key, rank, world_size)
-            return near or await read_index(retrying, info.key)
-
-        async with (
-            BackgroundTask(lambda: self._tell_progress(info, tally)).started(),
-            context.store.catalog.reading(info.key, look) as bundle,
-        ):
+        async with BackgroundTask(lambda: self._tell_progress(info, tally)).started():
             return await read_all(
-                retrying,
+                backend,
                 bundle,
                 request,
                 context.arena,
                 lanes=context.settings.load.lanes,
-                rank=rank,
-                world_size=world_size,
+                rank=context.rank,
+                world_size=context.world_size,
                 tally=tally,
                 before_match=look_at_objects,
             )
@@ -353,7 +402,7 @@ class Loads:
         self._context.store.catalog.resumed_from = result.id
         assert result.report is not None
         seconds, nbytes = result.report.seconds, result.report.bytes
-        self._context.events.emit(Loaded(*self._where(result), seconds, nbytes))
+        self._context.events.emit(Loaded(*self._where(info), seconds, nbytes))
         return result
 
     @asynccontextmanager
@@ -522,7 +571,7 @@ class Loads:
             self._context.events.emit(LoadFailed(*self._where(info), how))
             raise
 
-    def _where(self, loaded: CheckpointInfo | LoadResult) -> tuple[str, int, int]:
+    def _where(self, loaded: CheckpointInfo) -> tuple[str, int, int]:
         """Return the first fields of all its events: the name, the step and this rank."""
         return loaded.id, loaded.step, self._context.rank
 

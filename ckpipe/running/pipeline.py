@@ -6,7 +6,7 @@ import inspect
 import os
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from types import TracebackType
 from typing import Any, Literal, NoReturn, Self, SupportsIndex, TypeVar
 
@@ -21,7 +21,7 @@ from ckpipe.loop_thread import Caller, this_loop
 from ckpipe.preemption import errors_of_handlers_deferred
 from ckpipe.retention import Decision
 from ckpipe.running.base import PipelineBase
-from ckpipe.running.validation import Which, note_failures, raise_or_warn, which
+from ckpipe.running.validation import Which, location, note_failures, raise_or_warn, which
 from ckpipe.save.save import SaveCall
 from ckpipe.settings import Settings
 from ckpipe.transforms import Transform
@@ -289,6 +289,7 @@ class Pipeline(PipelineBase):
         per_rank: PerRankPolicy | None = None,
         pickle: Literal["refuse", "allow"] = "refuse",
         transform: Sequence[Transform] = (),
+        source: str | os.PathLike[str] | None = None,
     ) -> LoadResult | None:
         """Load a checkpoint, into a state or as a fresh one.
 
@@ -338,19 +339,30 @@ class Pipeline(PipelineBase):
                 :class:`~ckpipe.Fuse`, :class:`~ckpipe.Stack` and :class:`~ckpipe.Unstack`. Other
                 arguments, such as ``include``, see the new names. All of several ranks pass the
                 same ones.
+            source: The path or URL of a checkpoint that another program wrote, in any store: a
+                ``.safetensors`` file, a folder of Hugging Face weights, a file of ``torch.save``
+                (``.pt``, ``.pth``, ``.bin``, ``.ckpt``), or a folder of
+                ``torch.distributed.checkpoint``. It begins a run: it counts as no checkpoint, and
+                the result has no id. Its bytes have no checksums, so they are not
+                verified, and are counted in ``LoadReport.unverified_bytes``; a file that is
+                replaced meanwhile is an error. What shares no key with the state are weights,
+                which go to the one model in it. The rest of the state keeps its values, and is
+                named in ``missing``.
 
         Returns:
-            The loaded state with its facts; None if no step was given and there is no complete
-            checkpoint.
+            The loaded state with its facts; None if neither step nor source was given and there is
+            no complete checkpoint.
 
         Raises:
             CheckpointNotFound: If the step given is absent or incomplete, or this run has saved it
-                and some ranks have not committed it within ``load.agreement_timeout_seconds``.
+                and some ranks have not committed it within ``load.agreement_timeout_seconds``. If
+                the source is none that ckpipe opens.
             TargetMismatch: If the checkpoint does not fit the target, or a tensor of the target
                 lies in memory that is mapped read-only; or if a transform does not fit the
                 checkpoint. The target is untouched then.
             UsageError: If ``include`` and ``exclude`` leave a part of an object of a registered
-                type.
+                type, a source is given beside a step or ``fallback``, or its format is known and
+                not opened.
             CorruptCheckpoint: If the checkpoint is damaged; ``target_touched`` is True if some of
                 its data had been loaded by then.
             LockMisuse: If ``into`` is given and this thread is capturing the state, as a
@@ -378,7 +390,12 @@ class Pipeline(PipelineBase):
                 caller=caller,
             )
             return await self._run(
-                self._engine.loads.load, chosen, request, fallback=fallback, caller=caller
+                self._engine.loads.load,
+                chosen,
+                request,
+                fallback=fallback,
+                source=location(source),
+                caller=caller,
             )
 
     async def steps(self, *, metadata: bool = False) -> list[CheckpointInfo]:
@@ -636,6 +653,7 @@ class SyncPipeline(PipelineBase):
         per_rank: PerRankPolicy | None = None,
         pickle: Literal["refuse", "allow"] = "refuse",
         transform: Sequence[Transform] = (),
+        source: str | os.PathLike[str] | None = None,
     ) -> LoadResult | None:
         """Load a checkpoint, into a state or as a fresh one. See :meth:`ckpipe.Pipeline.load`."""
         chosen = None if step is None else which(step)
@@ -653,7 +671,12 @@ class SyncPipeline(PipelineBase):
                 caller=caller,
             )
             return self._call(
-                self._engine.loads.load, chosen, request, fallback=fallback, caller=caller
+                self._engine.loads.load,
+                chosen,
+                request,
+                fallback=fallback,
+                source=location(source),
+                caller=caller,
             )
 
     def steps(self, *, metadata: bool = False) -> list[CheckpointInfo]:
@@ -733,11 +756,13 @@ def load(
 ) -> LoadResult:
     """Load a checkpoint with one call, for evaluation or inspection; write nothing.
 
-    Opens a pipeline with ``read_only=True``, loads, and closes it; blocks until then.
+    Opens a pipeline with ``read_only=True``, loads, and closes it; blocks until then. If the place
+    has no checkpoint of ckpipe, one of another program is opened; see ``source`` of
+    :meth:`ckpipe.Pipeline.load`.
 
     Args:
-        url: The root of the checkpoints: a plain path, ``file:///…``, or the URL of another
-            backend.
+        url: The root of the checkpoints, or a checkpoint of another program: a plain path,
+            ``file:///…``, or the URL of another backend.
         into: The state to load into; None makes a fresh state, on the CPU.
         step: A step, the id of a checkpoint, or its info; None takes the newest complete one.
         include: As for :meth:`ckpipe.Pipeline.load`, and so are the arguments up to ``transform``.
@@ -757,21 +782,36 @@ def load(
             checkpoint at all.
         CkpipeError: Any error of opening a pipeline, or of :meth:`ckpipe.Pipeline.load`.
     """
+    from ckpipe.foreign.source import FILES, split_file  # only these loads need it
+
     fields["read_only"] = True
+    place = location(url)
+    options: dict[str, Any] = {
+        "include": include,
+        "exclude": exclude,
+        "strict": strict,
+        "cast": cast,
+        "optimizer_class": optimizer_class,
+        "per_rank": per_rank,
+        "pickle": pickle,
+        "transform": transform,
+    }
+    if place is not None and place.endswith(FILES) and step is None:
+        root, _ = split_file(place)
+        with (
+            suppress(CheckpointNotFound),  # it is a folder of such a name
+            SyncPipeline(root, settings=settings, **fields) as pipeline,
+        ):
+            return pipeline.load(into, source=place, **options)  # type: ignore[return-value]
+    if place is not None:
+        fields.setdefault("initial", place)
     with SyncPipeline(url, settings=settings, **fields) as pipeline:
-        result = pipeline.load(
-            into,
-            step,
-            include=include,
-            exclude=exclude,
-            strict=strict,
-            cast=cast,
-            optimizer_class=optimizer_class,
-            fallback=fallback,
-            per_rank=per_rank,
-            pickle=pickle,
-            transform=transform,
-        )
+        try:
+            result = pipeline.load(into, step, fallback=fallback, **options)
+        except CheckpointNotFound:
+            if step is not None:
+                raise
+            result = None  # it is no foreign checkpoint either
         if result is None:
             incomplete = len(pipeline.steps())
             raise CheckpointNotFound(

@@ -192,9 +192,24 @@ def _loads_of(
                 for path, facts in getattr(state, "_metadata", {}).items()
             }
         )
-        strict = all(name in there or saved.selects("model", name) for name in names.values())
-        loads.append(_ModuleLoad(module, state, dict(names), metadata, strict))
+        given = _with_ties(names, state, there)
+        strict = all(name in there or saved.selects("model", name) for name in given.values())
+        loads.append(_ModuleLoad(module, state, given, metadata, strict))
     return loads
+
+
+def _with_ties(
+    names: Mapping[str, str], state: Mapping[str, Any], there: Mapping[str, Any]
+) -> dict[str, str]:
+    """Return names of keys, with another name of a tied tensor for one that was not saved.
+
+    Other programs write a tied tensor once.
+    """
+    saved = {id(state[key]): name for key, name in names.items() if name in there}
+    return {
+        key: name if name in there else saved.get(id(state[key]), name)
+        for key, name in names.items()
+    }
 
 
 def _match_model(
@@ -229,12 +244,12 @@ def _match_model(
         }
     # Code of the module may give a tensor the values of another name.
     taken = {id(t) for each in loads for t in (each.found or {}).values() if t is not None}
+    taken |= {id(live[name]) for name in there if name in live}  # it is tied to the missing one
     missing = [saved.at("model", name) for name in missing if id(live[name]) not in taken]
     unexpected = [saved.at("model", name) for name in unexpected if tree.get(name) is None]
     if missing or unexpected:
-        raise mismatch(
-            missing, unexpected, saved.label, hint="Load it into a model of the same layers"
-        )
+        hint = "Load it into a model of the same layers"
+        raise mismatch(missing, unexpected, saved.label, hint=hint, above=saved.above)
     for each in loads:
         for names in fsdp1_ties(each.module, model).values():
             tree |= {name: live[names[0]] for name in names if name in tree}

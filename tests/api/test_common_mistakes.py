@@ -245,7 +245,7 @@ def test_a_fresh_start_beside_something_to_resume_is_a_warning(
     with ckpipe.SyncPipeline(tmp_path / "dcp") as pipeline:
         assert pipeline.load() is None
     (told,) = warnings()
-    assert "torch.distributed.checkpoint.load reads" in told
+    assert "ckpipe.load opens it" in told
 
 
 def test_a_store_that_does_not_list_all_does_not_fail_a_fresh_start(

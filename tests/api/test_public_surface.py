@@ -54,7 +54,8 @@ _PIPELINE = {
         optimizer_class: Literal['same', 'any'] = 'same', fallback: bool = False,
         per_rank: PerRankPolicy | None = None,
         pickle: Literal['refuse', 'allow'] = 'refuse',
-        transform: Sequence[Transform] = ()
+        transform: Sequence[Transform] = (),
+        source: str | os.PathLike[str] | None = None
     ) -> LoadResult | None""",
     "best": """(
         self, metric: str, *, mode: Literal['min', 'max'] = 'min'
@@ -180,7 +181,7 @@ SETTINGS = """
     url attempt_id solo meeting_timeout_seconds incomplete_after_seconds
     incomplete_in_a_row final_format export.part export.dtype export.max_shard_bytes
     save_every_steps save_every_seconds look_every_seconds on_busy on_error
-    drain_timeout_seconds per_rank pickle keep_reports read_only
+    drain_timeout_seconds per_rank pickle keep_reports read_only initial
     switch_interval_seconds
     staging.bytes staging.block_bytes staging.pinned staging.overlap
     upload.lanes upload.retries upload.backoff_seconds upload.backoff_max_seconds

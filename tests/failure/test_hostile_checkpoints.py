@@ -118,6 +118,7 @@ HOSTILE: list[tuple[str, str, Any, type[CkpipeError]]] = [
     ("files missing", "parts/files", [{"name": [], "size": [], "header_bytes": [],
                                        "header_crc32c": []}], InvalidManifest),
     ("checksum missing", "parts/checksums", [[1, 2]], InvalidManifest),
+    ("no checksums", "parts/checksums", [[]], InvalidManifest),
     ("checksum too large", "parts/checksums", [[1, 2, 1 << 32]], InvalidManifest),
     ("checksum is text", "parts/checksums", [["1", 2, 3]], InvalidManifest),
     ("checksums of no part", "parts/checksums", [], InvalidManifest),

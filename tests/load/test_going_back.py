@@ -141,7 +141,7 @@ def saved_earlier(url: str) -> str:
     return id
 
 
-def loaded(world: list[ckpipe.SyncPipeline], **fields: Any) -> set[str]:
+def loaded(world: list[ckpipe.SyncPipeline], **fields: Any) -> set[str | None]:
     """The ids that ranks load, one after the other."""
     return {result.id for each in world if (result := each.load(step=1, **fields)) is not None}
 

@@ -1,0 +1,227 @@
+"""Read folders of ``torch.distributed.checkpoint`` (DCP), of torch 2.6 and later.
+
+Source: ``metadata.py``, ``filesystem.py`` and ``_nested_dict.py`` of that package in torch 2.6 and
+2.13. ``.metadata`` is a pickle with the names, shapes and chunks of tensors, the
+path of each name in the saved state, and for each chunk or value a range of a ``.distcp`` file. The
+range is a file of ``torch.save``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from operator import add
+from typing import Any, NamedTuple
+
+import torch
+
+from ckpipe.backend import Backend, ObjectInfo, for_each
+from ckpipe.errors import (
+    CkpipeError,
+    InvalidExtent,
+    InvalidManifest,
+    MissingObject,
+    OversizedMetadata,
+    UnsafePath,
+    UnsupportedState,
+)
+from ckpipe.foreign.pickles import PLAIN, Record, read_pickle
+from ckpipe.foreign.source import AT_ONCE, MAX_METADATA_BYTES, read_range
+from ckpipe.foreign.torch_zip import read_object
+from ckpipe.foreign.virtual import Extent, ForeignTensor, virtual_manifest
+from ckpipe.format.dtypes import DTYPES, NAMES
+from ckpipe.format.manifest import MAX_NUMBER, ManifestDocument
+
+METADATA = ".metadata"
+
+_ITEM_TAIL_BYTES = 4 << 10
+_HOME = "torch.distributed.checkpoint.metadata."
+_RECORDS = (
+    *(_HOME + name for name in (
+        "Metadata", "MetadataIndex", "TensorStorageMetadata", "BytesStorageMetadata",
+        "ChunkStorageMetadata", "TensorProperties", "StorageMeta", "_MEM_FORMAT_ENCODING",
+    )),
+    "torch.distributed.checkpoint.filesystem._StorageInfo",
+    "torch.distributed._shard.sharded_tensor.metadata.TensorProperties",
+    "torch.distributed._shard.sharded_tensor.metadata.MEM_FORMAT_ENCODING",
+    *(f"pathlib{inner}.{kind}Path" for inner in ("", "._local")
+      for kind in ("", "Posix", "Windows", "PurePosix", "PureWindows")),
+)  # fmt: skip
+
+
+def _record(name: str) -> Any:
+    def make(*args: Any) -> Record:
+        return Record(name, args)
+
+    return make
+
+
+_KNOWN: dict[str, Any] = {
+    **PLAIN,
+    **{name: _record(name.rpartition(".")[2]) for name in _RECORDS},
+    "torch.Size": lambda numbers: tuple(numbers),
+    "torch.serialization._get_layout": str,
+    **{f"torch.{name}": dtype for name, dtype in DTYPES.items()},
+}
+
+
+class _Item(NamedTuple):
+    """A range of a ``.distcp`` file: the name and the offsets of what it holds."""
+
+    name: str
+    offsets: tuple[int, ...] | None
+    file: str
+    begin: int
+    nbytes: int
+
+
+class DcpSource:
+    """A folder that ``torch.distributed.checkpoint.save`` wrote."""
+
+    name = "dcp"
+
+    def recognizes(self, listing: Sequence[ObjectInfo]) -> bool:
+        """Tell whether the folder has the metadata of DCP."""
+        return any(each.key == METADATA for each in listing)
+
+    async def describe(
+        self, store: Backend, listing: Sequence[ObjectInfo], place: str
+    ) -> ManifestDocument:
+        """Describe the state that was saved, with the names that DCP has flattened nested again.
+
+        Raises:
+            UnsupportedState: If the metadata or a value names a class that DCP does not write.
+            CorruptCheckpoint: If files contradict themselves.
+            StoreError: If the store failed.
+        """
+        there = {each.key: each for each in listing}
+        size = there[METADATA].size
+        if size > MAX_METADATA_BYTES:
+            raise OversizedMetadata(
+                f"It has {size} bytes, more than the {MAX_METADATA_BYTES} that are read",
+                key=METADATA,
+            )
+        data = await read_range(store, there[METADATA], 0, size)
+        try:
+            metadata = read_pickle(data, METADATA, _KNOWN).state
+            items = [
+                _item(index, where, there) for index, where in metadata["storage_data"].items()
+            ]
+            described = metadata["state_dict_metadata"]
+            paths = metadata.get("planner_data") or {}
+            names = sorted({each.file for each in items})
+            files = await for_each(names, store.stat, at_once=AT_ONCE)
+            infos = dict(zip(names, files, strict=True))
+            read = partial(_read, store, infos)
+            found = dict(
+                zip(
+                    [each[:2] for each in items],
+                    await for_each(items, read, at_once=AT_ONCE),
+                    strict=True,
+                )
+            )
+            state: dict[Any, Any] = {}
+            for name, about in described.items():
+                path = paths.get(name, (name,)) if isinstance(paths, dict) else (name,)
+                _put(state, path, _value(name, about, found), name)
+            state = _with_lists(state)
+        except CkpipeError:  # some are ValueErrors too
+            raise
+        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+            raise InvalidManifest(
+                f"The metadata is not as DCP writes it: {error!r:.200}", key=METADATA
+            ) from None
+        most = 4 * (len(data) + sum(each.nbytes for each in items)) + 1000
+        return virtual_manifest(state, files, place, most_nodes=most)
+
+
+def _item(index: Record, info: Record, there: Mapping[str, ObjectInfo]) -> _Item:
+    """Check where an item of the storage data lies."""
+    file, begin, nbytes = (info.state[each] for each in ("relative_path", "offset", "length"))
+    name, offsets = index.state["fqn"], index.state.get("offset")
+    if not isinstance(file, str) or "/" in file or "\\" in file or file in ("", ".", ".."):
+        raise UnsafePath(f"It names the file {file!r:.200}", key=METADATA)
+    if file not in there:
+        raise MissingObject(
+            f"{METADATA} names {file:.200}, which is not in the folder",
+            key=file,
+            hint="Copy the missing file",
+        )
+    if info.state.get("transform_descriptors"):
+        raise UnsupportedState(
+            f"The data of {name!r:.200} are transformed, such as compressed", key=METADATA
+        )
+    if not all(type(n) is int and 0 <= n <= MAX_NUMBER for n in (begin, nbytes)):
+        raise ValueError("an offset or length is out of range")
+    if begin + nbytes > there[file].size:
+        raise InvalidExtent(
+            f"{name!r:.200} would end at byte {begin + nbytes}, and the file has "
+            f"{there[file].size}",
+            key=file,
+            hint="The file is truncated or damaged; copy it again",
+        )
+    return _Item(name, None if offsets is None else tuple(offsets), file, begin, nbytes)
+
+
+async def _read(store: Backend, infos: Mapping[str, ObjectInfo], item: _Item) -> Any:
+    found, _ = await read_object(
+        store, infos[item.file], item.begin, item.nbytes, tail_bytes=_ITEM_TAIL_BYTES
+    )
+    return found
+
+
+def _value(name: str, about: Record, found: Mapping[Any, Any]) -> Any:
+    """Return the value of a name: a tensor of all its chunks, or an object."""
+    if about.name == "BytesStorageMetadata":
+        return found[name, None]
+    properties, shape = about.state["properties"], tuple(about.state["size"])
+    dtype = properties.state.get("dtype") or properties.state[""][0]
+    extents: list[Extent] = []
+    for chunk in about.state["chunks"]:
+        lower, sizes = (tuple(chunk.state[each]) for each in ("offsets", "sizes"))
+        numbers = (*shape, *lower, *sizes)
+        if not all(type(n) is int and 0 <= n <= MAX_NUMBER for n in numbers):
+            raise ValueError("a size of a chunk is out of range")
+        if 0 in sizes:
+            continue
+        part = found[name, lower]
+        fits = isinstance(part, ForeignTensor) and part.shape == sizes and not part.lazy
+        if not fits or part.dtype != NAMES.get(dtype):
+            raise InvalidExtent(
+                f"A chunk of {name!r:.200} has not the shape {list(sizes)} and the {dtype} that "
+                f"{METADATA} tells",
+                key=METADATA,
+            )
+        box = None if sizes == shape else (lower, tuple(map(add, lower, sizes)))
+        extents += (each._replace(box=box) for each in part.extents)
+    if not isinstance(dtype, torch.dtype) or dtype not in NAMES:
+        raise ValueError(f"{name!r:.200} has no dtype")
+    return ForeignTensor(NAMES[dtype], shape, tuple(extents))
+
+
+def _put(state: dict[Any, Any], path: Sequence[Any], value: Any, name: str) -> None:
+    """Put a value at its path, with lists as dicts of their places."""
+    here = state
+    for key in path[:-1]:
+        here = here.setdefault(_Place(key) if type(key) is int else key, {})
+        if type(here) is not dict:
+            break
+    last = _Place(path[-1]) if type(path[-1]) is int else path[-1]
+    if type(here) is not dict or last in here:
+        raise ValueError(f"the path of {name!r:.200} leads to another value")
+    here[last] = value
+
+
+class _Place(int):
+    """A place in a list; keys of dicts are text."""
+
+
+def _with_lists(item: Any) -> Any:
+    if type(item) is not dict:
+        return item
+    places = [key for key in item if type(key) is _Place]
+    if not places:
+        return {key: _with_lists(each) for key, each in item.items()}
+    if sorted(item) != list(range(len(item))):
+        raise ValueError("a list lacks some of its places")
+    return [_with_lists(item[number]) for number in range(len(item))]

@@ -1,0 +1,245 @@
+"""Find the format of a place, and describe the checkpoint there."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from importlib import metadata
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+from anyio import to_thread
+
+from ckpipe.backend import Backend, ObjectInfo, for_each, without_secrets
+from ckpipe.catalog.find import discover, stat_or_none
+from ckpipe.errors import (
+    CheckpointNotFound,
+    CorruptCheckpoint,
+    MissingObject,
+    ObjectNotFound,
+    UsageError,
+)
+from ckpipe.foreign.virtual import ForeignFile
+from ckpipe.format.manifest import ManifestDocument
+from ckpipe.store.registry import Access, open_store
+from ckpipe.types import first_of
+
+if TYPE_CHECKING:
+    from ckpipe.settings import Settings
+
+ENTRY_POINT_GROUP = "ckpipe.sources"
+"""The group of entry points in which installed packages offer sources; each names a class."""
+
+MAX_METADATA_BYTES = 16 << 20
+"""Bytes of the longest header, index or pickle of a foreign checkpoint that is read."""
+
+AT_ONCE = 16
+"""Files of a foreign checkpoint whose metadata is read at the same time."""
+
+TORCH_FILES = (".pt", ".pth", ".bin", ".ckpt")
+"""The ends of the names of files of ``torch.save``."""
+
+FILES = (".safetensors", *TORCH_FILES)
+"""The ends of the names of files that are a checkpoint by themselves."""
+
+
+@runtime_checkable
+class Source(Protocol):
+    """A format of another program, which ckpipe opens.
+
+    A package offers one through an entry point of the group ``ckpipe.sources``: a class without
+    arguments. It is asked after ckpipe's own sources.
+    """
+
+    name: str
+    """The name of the format."""
+
+    def recognizes(self, listing: Sequence[ObjectInfo]) -> bool:
+        """Tell whether a place has this format, by the files directly in it; nothing is read.
+
+        Args:
+            listing: The files of the folder; of a file only that one.
+        """
+        ...
+
+    async def describe(
+        self, store: Backend, listing: Sequence[ObjectInfo], place: str
+    ) -> ManifestDocument:
+        """Describe the checkpoint, mostly by :func:`~ckpipe.foreign.virtual.virtual_manifest`.
+
+        Only metadata is read, in bounded memory, and nothing from a file may be run.
+
+        Args:
+            store: The store, with retries; its root is the folder, or that of the file.
+            listing: As for :meth:`recognizes`.
+            place: The place, for the document's ``source``.
+
+        Raises:
+            CorruptCheckpoint: If the files contradict themselves.
+            StoreError: If the store failed.
+        """
+        ...
+
+
+@asynccontextmanager
+async def open_source(
+    url: str, settings: Settings
+) -> AsyncIterator[tuple[Backend, ManifestDocument]]:
+    """Open the store of a foreign checkpoint, and describe the checkpoint.
+
+    Args:
+        url: A path or URL: of a file, or of a folder.
+        settings: The options of backends, and the retry settings.
+
+    Raises:
+        UsageError: If the format is known and not opened, or the place is a hub id.
+        CheckpointNotFound: If no source recognizes the place.
+        CorruptCheckpoint: If the checkpoint contradicts itself.
+        StoreError: If the store failed.
+    """
+    place = without_secrets(url)
+    if url.endswith(FILES):
+        root, name = split_file(url)
+        async with open_store(root, settings, Access.READ) as store:
+            info = await stat_or_none(store, name)
+            if info is not None:
+                yield store, await _described(store, [info], place)
+                return
+    await to_thread.run_sync(_refuse_hub_id, url)
+    async with open_store(url, settings, Access.READ) as store:
+        yield store, await _described(store, (await store.children("")).objects, place)
+
+
+def split_file(url: str) -> tuple[str, str]:
+    """Return the root in which a file lies, and its name."""
+    root, slash, name = url.rpartition("/")
+    return root or slash or ".", name
+
+
+async def _described(store: Backend, listing: Sequence[ObjectInfo], place: str) -> ManifestDocument:
+    _refuse_known(listing, place)
+    own = next((each for each in _own_sources() if each.recognizes(listing)), None)
+    if own is not None:
+        return await own.describe(store, listing, place)
+    for source in await to_thread.run_sync(_installed_sources):
+        if source.recognizes(listing):
+            return await source.describe(store, listing, place)
+    if await discover(store):
+        raise CheckpointNotFound(
+            f"{place} is the root of ckpipe's own checkpoints, and no source",
+            hint="Load it with ckpipe.load(url, state), or copy a checkpoint with `ckpipe cp`",
+        )
+    names = first_of(sorted(each.key for each in listing), 8)
+    raise CheckpointNotFound(
+        f"There is no checkpoint in {place} that ckpipe opens; the files there are: "
+        f"{names or 'none'}",
+        hint="Name the folder with the files of weights, or one file",
+    )
+
+
+def _own_sources() -> list[Source]:
+    from ckpipe.foreign.dcp import DcpSource
+    from ckpipe.foreign.safetensors import SafetensorsSource
+    from ckpipe.foreign.torch_zip import TorchSource
+
+    return [DcpSource(), SafetensorsSource(), TorchSource()]
+
+
+def _installed_sources() -> list[Source]:
+    """Return the sources of other packages; blocking, since it imports them."""
+    return [each.load()() for each in metadata.entry_points(group=ENTRY_POINT_GROUP)]
+
+
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+def _refuse_hub_id(url: str) -> None:
+    """Refuse the name of a model on the Hugging Face hub, a folder here; blocking."""
+    if _HUB_ID.fullmatch(url) and not url.startswith(".") and not os.path.exists(url):
+        raise UsageError(
+            f"There is no folder {url!r}; it looks like the id of a model on the Hugging Face hub, "
+            "and ckpipe downloads nothing from there",
+            hint=f"Pass the folder that huggingface_hub.snapshot_download({url!r}) returns",
+        )
+
+
+def _refuse_known(listing: Sequence[ObjectInfo], place: str) -> None:
+    """Refuse formats that are known and not opened, with the way round.
+
+    Raises:
+        UsageError: Names the format.
+    """
+    names = {each.key for each in listing}
+    for is_there, what, hint in (
+        (
+            "_METADATA" in names or "_CHECKPOINT_METADATA" in names or "manifest.ocdbt" in names,
+            "an Orbax checkpoint, whose arrays only tensorstore reads",
+            "Restore it with orbax.checkpoint, and write its arrays with "
+            "safetensors.numpy.save_file",
+        ),
+        (
+            "common.pt" in names and "metadata.json" in names,
+            "a checkpoint of Megatron (torch_dist), whose names belong to its model code",
+            "Convert it to Hugging Face's format with Megatron's own converter, or resave it with "
+            "torch.distributed.checkpoint",
+        ),
+        (
+            "zero_to_fp32.py" in names
+            or any(re.match(r"(mp|zero_pp)_rank_\d+", name) for name in names),
+            "a checkpoint of DeepSpeed, whose tensors are flat partitions",
+            "Run its zero_to_fp32.py with --safe_serialization, and load the result",
+        ),
+        (
+            any(name.endswith(".gguf") for name in names)
+            and not any(name.endswith(".safetensors") for name in names),
+            "a GGUF file, whose tensors are quantized in blocks",
+            "Load the model's safetensors files instead, or convert it with "
+            "transformers.AutoModel.from_pretrained(folder, gguf_file=…)",
+        ),
+    ):
+        if is_there:
+            raise UsageError(f"{place} is {what}; ckpipe does not open it", hint=hint)
+
+
+async def read_range(store: Backend, info: ObjectInfo, offset: int, size: int) -> bytes:
+    """Read a range of a foreign file that was found to have these bytes.
+
+    Raises:
+        StoreError: If the store failed.
+        CorruptCheckpoint: If the file is gone or shorter by now.
+    """
+    buffer = bytearray(size)
+    if size:
+        try:
+            await store.read_into(info.key, offset, memoryview(buffer))
+        except ObjectNotFound as error:
+            raise MissingObject("The file is gone", key=info.key) from error
+    return bytes(buffer)
+
+
+async def check_unchanged(store: Backend, document: ManifestDocument) -> None:
+    """Check that no file of a foreign checkpoint was replaced since its metadata was read.
+
+    Raises:
+        CorruptCheckpoint: If one was.
+        StoreError: If the store failed.
+    """
+
+    async def check(file: ForeignFile) -> None:
+        before = file.info
+        try:
+            now = await store.stat(before.key)
+        except ObjectNotFound as error:
+            raise MissingObject("The file is gone", key=before.key) from error
+        if now != before or now.etag != before.etag:
+            raise CorruptCheckpoint(
+                "The file was replaced or changed while it was loaded",
+                key=before.key,
+                hint="Load again once its writer has finished",
+            )
+
+    files = [each for part in document.parts for each in part.files]
+    await for_each(
+        [each for each in files if isinstance(each, ForeignFile)], check, at_once=AT_ONCE
+    )

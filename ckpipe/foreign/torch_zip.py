@@ -1,0 +1,393 @@
+"""Read files of ``torch.save``: tensors lie in a zip without compression, and are read in place.
+
+Source: ``torch/serialization.py`` and ``caffe2/serialize/inline_container.cc`` of torch 2.13. The
+records lie below one folder: ``data.pkl`` is the pickle of the object, ``data/<n>`` a storage,
+``byteorder`` the order of bytes. The central directory has their sizes, and the local header of a
+record has the length of the padding before its data.
+"""
+
+from __future__ import annotations
+
+import io
+import struct
+import zipfile
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+
+from ckpipe.backend import Backend, ObjectInfo, for_each
+from ckpipe.errors import (
+    DuplicateName,
+    InvalidExtent,
+    InvalidManifest,
+    OversizedMetadata,
+    UnsupportedState,
+)
+from ckpipe.foreign.pickles import PLAIN, read_pickle
+from ckpipe.foreign.safetensors import read_small, together, weight_map
+from ckpipe.foreign.source import AT_ONCE, MAX_METADATA_BYTES, TORCH_FILES, read_range
+from ckpipe.foreign.virtual import Extent, ForeignTensor, virtual_manifest
+from ckpipe.format.dtypes import DTYPES
+from ckpipe.format.manifest import MAX_DIMENSIONS, MAX_NUMBER, ManifestDocument
+
+INDEX = "pytorch_model.bin.index.json"
+_WHOLE = ("pytorch_model.bin", "adapter_model.bin")
+
+_TAIL_BYTES = 256 << 10
+_NEAR_BYTES = 64 << 10
+_SPAN_BYTES = 1 << 20
+_LOCAL = struct.Struct("<4s22xHH")
+_AGAIN = "The file is truncated or damaged; copy or download it again"
+_LEGACY = (b"\x80\x02\x8a\x0a", b"\x80\x02\x8a\n")
+
+_STORAGES = {
+    "Double": "float64", "Float": "float32", "Half": "float16", "BFloat16": "bfloat16",
+    "Long": "int64", "Int": "int32", "Short": "int16", "Char": "int8", "Byte": "uint8",
+    "Bool": "bool", "ComplexDouble": "complex128", "ComplexFloat": "complex64",
+}  # fmt: skip
+
+
+class TorchSource:
+    """A file of ``torch.save``, or a folder of Hugging Face's ``pytorch_model*.bin``."""
+
+    name = "torch"
+
+    def recognizes(self, listing: Sequence[ObjectInfo]) -> bool:
+        """Tell whether the place is a file of torch, or has weights in such files."""
+        names = {each.key for each in listing}
+        alone = len(names) == 1 and min(names).endswith(TORCH_FILES)
+        return alone or INDEX in names or not names.isdisjoint(_WHOLE)
+
+    async def describe(
+        self, store: Backend, listing: Sequence[ObjectInfo], place: str
+    ) -> ManifestDocument:
+        """Describe the saved object of a file, or the weights of a folder as one flat dict.
+
+        Raises:
+            UnsupportedState: If a file has more than tensors, containers and plain values.
+            CorruptCheckpoint: If a file contradicts itself.
+            StoreError: If the store failed.
+        """
+        there = {each.key: each for each in listing}
+        weights: Mapping[str, str] = {}
+        names = [next((name for name in _WHOLE if name in there), listing[0].key)]
+        if INDEX in there and names[0] not in _WHOLE:
+            weights = weight_map(await read_small(store, there[INDEX]), INDEX, there)
+            names = list(dict.fromkeys(weights.values()))
+        files = await for_each(names, store.stat, at_once=AT_ONCE)
+        found = await for_each(files, partial(read_object, store), at_once=AT_ONCE)
+        state: Any = found[0][0]
+        if weights:
+            tensors = []
+            for (each, _), file in zip(found, files, strict=True):
+                if not isinstance(each, dict):
+                    raise InvalidManifest("The file has no dict of weights", key=file.key)
+                tensors.append(each)
+            state = together(files, tensors, weights)
+        most = 4 * sum(nbytes for _, nbytes in found) + 1000
+        return virtual_manifest(state, files, place, most_nodes=most)
+
+
+class _Storage(NamedTuple):
+    """A storage that a pickle names: its record, its dtype (None for bytes) and its bytes."""
+
+    record: str
+    dtype: str | None
+    nbytes: int
+
+
+class _Kind(NamedTuple):
+    """The class of a storage, by the dtype of its elements; None for bytes."""
+
+    dtype: str | None
+
+
+async def read_object(
+    store: Backend,
+    info: ObjectInfo,
+    base: int = 0,
+    size: int | None = None,
+    *,
+    tail_bytes: int = _TAIL_BYTES,
+) -> tuple[Any, int]:
+    """Return the object of a file of ``torch.save``, with tensors that are not read.
+
+    Reads the central directory, the pickle and the local headers.
+
+    Args:
+        store: The store.
+        info: The file.
+        base: The start of the zip in the file, in bytes.
+        size: The size of the zip in bytes; None for the rest of the file.
+        tail_bytes: The bytes at its end that are read first, in which the directory is looked for.
+
+    Returns:
+        The object, and the size of its pickle in bytes.
+
+    Raises:
+        UnsupportedState: If it has more than tensors, containers and plain values.
+        CorruptCheckpoint: If the file contradicts itself.
+        StoreError: If the store failed.
+    """
+    size = info.size - base if size is None else size
+    records, end = await _directory(store, info, base, size, tail_bytes)
+    starts = await _data_starts(store, info, base, records, end)
+    folder = next((name for name in records if name.endswith("/data.pkl")), None)
+    if folder is None:
+        raise InvalidManifest("The zip has no data.pkl: it is no file of torch.save", key=info.key)
+    prefix = folder.removesuffix("data.pkl")
+
+    async def content(name: str, most: int) -> bytes:
+        nbytes = records[name].file_size
+        if nbytes > most:
+            raise OversizedMetadata(
+                f"{name} has {nbytes} bytes, more than the {most} that are read", key=info.key
+            )
+        return await read_range(store, info, base + starts[name], nbytes)
+
+    if f"{prefix}byteorder" in records and await content(f"{prefix}byteorder", 16) != b"little":
+        raise UnsupportedState(
+            "The file was written on a machine with another order of bytes",
+            key=info.key,
+            hint="Load it with torch.load and save it again here",
+        )
+    data = await content(folder, MAX_METADATA_BYTES)
+
+    def extent(storage: _Storage) -> Extent:
+        name = f"{prefix}data/{storage.record}"
+        if name not in records or records[name].file_size < storage.nbytes:
+            raise InvalidExtent(f"The zip has no record {name!r:.100} of {storage.nbytes} bytes")
+        return Extent(info.key, base + starts[name], storage.nbytes)
+
+    return read_pickle(data, info.key, _known(extent), _persistent), len(data)
+
+
+# The zip
+
+
+class _Ahead(Exception):
+    """Raised if bytes before the known end of a zip are needed, at an offset."""
+
+
+class _Tail(io.RawIOBase):
+    """The end of a file as the whole of it."""
+
+    def __init__(self, data: bytes, size: int) -> None:
+        self._data, self._size, self._at = data, size, 0
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        self._at = offset + (0, self._at, self._size)[whence]
+        if not 0 <= self._at <= self._size:
+            raise OSError("an offset is outside the file")
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def read(self, size: int = -1) -> bytes:
+        begin = self._at - (self._size - len(self._data))
+        if begin < 0:
+            raise _Ahead(self._at)
+        found = self._data[begin:] if size < 0 else self._data[begin : begin + size]
+        self._at += len(found)
+        return found
+
+
+async def _directory(
+    store: Backend, info: ObjectInfo, base: int, size: int, tail_bytes: int
+) -> tuple[dict[str, zipfile.ZipInfo], int]:
+    """Return the records of a zip by name, and the start of its central directory."""
+    known = min(size, tail_bytes)
+    while True:
+        tail = await read_range(store, info, base + size - known, known)
+        try:
+            with zipfile.ZipFile(_Tail(tail, size)) as opened:
+                found, end = opened.infolist(), opened.start_dir
+            break
+        except _Ahead as ahead:
+            known = size - int(ahead.args[0])
+            if known > MAX_METADATA_BYTES:
+                raise OversizedMetadata(
+                    f"The directory of the zip has {known} bytes, more than the "
+                    f"{MAX_METADATA_BYTES} that are read",
+                    key=info.key,
+                ) from None
+        except (
+            zipfile.BadZipFile,
+            OSError,
+            ValueError,
+            NotImplementedError,
+            struct.error,
+        ) as error:
+            head = await read_range(store, info, base, min(size, 4))
+            raise _no_zip(info.key, head, error) from None
+    records = {each.filename: each for each in found}
+    if len(records) < len(found):
+        raise DuplicateName("Two records of the zip have the same name", key=info.key)
+    for each in found:
+        if each.compress_type or each.flag_bits & 1 or each.compress_size != each.file_size:
+            raise UnsupportedState(
+                f"The record {each.filename!r:.100} is compressed or encrypted, as torch.save "
+                "writes none",
+                key=info.key,
+            )
+    return records, end
+
+
+def _no_zip(key: str, head: bytes, error: Exception) -> InvalidManifest | UnsupportedState:
+    if head in _LEGACY:
+        return UnsupportedState(
+            "The file is in the form of torch before 1.6, whose tensors cannot be read in place",
+            key=key,
+            hint=f"Convert it once: state = torch.load({key!r}, weights_only=True); "
+            f"torch.save(state, {key!r})",
+        )
+    return InvalidManifest(f"This is no zip of torch.save: {error}", key=key, hint=_AGAIN)
+
+
+async def _data_starts(
+    store: Backend,
+    info: ObjectInfo,
+    base: int,
+    records: Mapping[str, zipfile.ZipInfo],
+    end: int,
+) -> dict[str, int]:
+    """Return the start of the data of each record, by their local headers.
+
+    Headers that are near each other are read together.
+
+    Raises:
+        InvalidExtent: If a record is not where the directory says, or overlaps the next one.
+    """
+    ordered = sorted(records.values(), key=lambda each: each.header_offset)
+    spans: list[list[int]] = []
+    for each in ordered:
+        begin, stop = each.header_offset, each.header_offset + _LOCAL.size + len(each.filename) * 4
+        if spans and begin - spans[-1][1] < _NEAR_BYTES and stop - spans[-1][0] < _SPAN_BYTES:
+            spans[-1][1] = max(spans[-1][1], stop)
+        else:
+            spans.append([begin, stop])
+    for span in spans:
+        span[1] = min(span[1], end)
+        if not 0 <= span[0] < span[1]:
+            raise _misplaced(info.key)
+    read = await for_each(
+        spans, lambda span: read_range(store, info, base + span[0], span[1] - span[0]),
+        at_once=AT_ONCE,
+    )  # fmt: skip
+    starts: dict[str, int] = {}
+    number = 0
+    for each in ordered:
+        while each.header_offset >= spans[number][1]:
+            number += 1
+        at = each.header_offset - spans[number][0]
+        head = read[number][at : at + _LOCAL.size]
+        if len(head) < _LOCAL.size:
+            raise _misplaced(info.key)
+        magic, names, extra = _LOCAL.unpack(head)
+        name = read[number][at + _LOCAL.size : at + _LOCAL.size + names]
+        if magic != b"PK\3\4" or name.decode("utf-8", "replace") != each.orig_filename:
+            raise _misplaced(info.key)
+        starts[each.filename] = each.header_offset + _LOCAL.size + names + extra
+    for here, behind in pairwise([*ordered, None]):
+        limit = end if behind is None else behind.header_offset
+        assert here is not None
+        if starts[here.filename] + here.file_size > limit:
+            raise _misplaced(info.key)
+    return starts
+
+
+def _misplaced(key: str) -> InvalidExtent:
+    return InvalidExtent(
+        "A record of the zip is not where its directory says", key=key, hint=_AGAIN
+    )
+
+
+# The pickle
+
+
+def _persistent(pid: Any) -> _Storage:
+    kind, storage, record, _, count = pid
+    if kind != "storage" or not isinstance(storage, _Kind) or not isinstance(record, str):
+        raise ValueError("a persistent id names no storage")
+    if type(count) is not int or not 0 <= count <= MAX_NUMBER:
+        raise ValueError("a storage has a wrong size")
+    item = 1 if storage.dtype is None else DTYPES[storage.dtype].itemsize
+    return _Storage(record, storage.dtype, count * item)
+
+
+def _known(extent: Any) -> dict[str, Any]:
+    """Return what a pickle of ``torch.save`` may name; ``extent`` finds the bytes of a storage."""
+
+    def tensor(
+        storage: _Storage,
+        offset: int,
+        shape: tuple[int, ...],
+        stride: tuple[int, ...],
+        requires_grad: bool = False,
+        hooks: Any = None,
+        metadata: Any = None,
+        *,
+        dtype: str | None = None,
+    ) -> ForeignTensor:
+        dtype = dtype or storage.dtype
+        if dtype is None or type(requires_grad) is not bool:
+            raise ValueError("a tensor has no dtype")
+        numbers = (offset, *shape, *stride)
+        if not all(type(n) is int and 0 <= n <= MAX_NUMBER for n in numbers):
+            raise ValueError("a size of a tensor is out of range")
+        if len(shape) != len(stride) or len(shape) > MAX_DIMENSIONS:
+            raise ValueError("a tensor has a wrong number of dimensions")
+        if hooks or not set(metadata or ()) <= {"conj", "neg"}:
+            raise UnsupportedState("A tensor has hooks or metadata that ckpipe does not keep")
+        lazy = "".join(name[0] for name in ("conj", "neg") if (metadata or {}).get(name))
+        place = extent(storage)._replace(offset=offset * DTYPES[dtype].itemsize)
+        if lazy or not _is_contiguous(shape, stride):
+            place = place._replace(stride=tuple(stride))
+        return ForeignTensor(dtype, tuple(shape), (place,), lazy=lazy, requires_grad=requires_grad)
+
+    def of_dtype(storage: Any, offset: Any, shape: Any, stride: Any, grad: Any, hooks: Any,
+                 dtype: Any, metadata: Any = None) -> ForeignTensor:  # fmt: skip
+        name = next(name for name, each in DTYPES.items() if each is dtype)
+        return tensor(storage, offset, shape, stride, grad, hooks, metadata, dtype=name)
+
+    def parameter(data: ForeignTensor, requires_grad: bool, hooks: Any = None) -> ForeignTensor:
+        if type(requires_grad) is not bool:
+            raise ValueError("requires_grad is no bool")
+        return replace(data, kind="parameter", requires_grad=requires_grad)
+
+    def device(*args: Any) -> torch.device:
+        return torch.device(*args)
+
+    def sizes(numbers: Any) -> torch.Size:
+        return torch.Size(numbers)
+
+    return {
+        **PLAIN,
+        "torch._utils._rebuild_tensor": lambda *args: tensor(*args),
+        "torch._utils._rebuild_tensor_v2": lambda *args: tensor(*args),
+        "torch._utils._rebuild_tensor_v3": of_dtype,
+        "torch._utils._rebuild_parameter": parameter,
+        "torch.storage.UntypedStorage": _Kind(None),
+        "torch.UntypedStorage": _Kind(None),
+        "torch.device": device,
+        "torch.Size": sizes,
+        **{f"torch.{name}Storage": _Kind(dtype) for name, dtype in _STORAGES.items()},
+        **{f"torch.{name}": dtype for name, dtype in DTYPES.items()},
+    }
+
+
+def _is_contiguous(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    expected = 1
+    for size, step in zip(reversed(shape), reversed(stride), strict=True):
+        if size != 1 and step != expected:
+            return 0 in shape
+        expected *= size
+    return True

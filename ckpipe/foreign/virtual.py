@@ -1,0 +1,236 @@
+"""The virtual manifest: a nested state whose tensors lie in files of another program."""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from ckpipe.backend import ObjectInfo
+from ckpipe.errors import CorruptCheckpoint, InvalidExtent, InvalidManifest, UnsupportedState
+from ckpipe.format.boxes import Box
+from ckpipe.format.check import check_virtual
+from ckpipe.format.data_file import item_bytes
+from ckpipe.format.labels import Json, encode_key, join, unique_label
+from ckpipe.format.manifest import (
+    Chunk,
+    Entry,
+    FileRow,
+    Layout,
+    ManifestDocument,
+    PerRank,
+    RankManifest,
+    Structure,
+    TensorRow,
+)
+from ckpipe.format.tree import Node
+from ckpipe.state.values import NotInline, encode_value
+from ckpipe.types import CheckpointId
+
+MOST_NODES = 8_000_000
+"""Most tensors, values and containers of a foreign state."""
+
+_MOST_DEPTH = 200
+"""Most containers around a value: other programs nest a few, hostile files many."""
+
+
+@dataclass(frozen=True, slots=True)
+class ForeignFile(FileRow):
+    """A file of another program, whose name is its key below the root of the source.
+
+    Args:
+        info: The object when its metadata was read.
+    """
+
+    info: ObjectInfo
+
+    def key(self, id: CheckpointId) -> str:
+        """Return the key of the file in the store of the source."""
+        return self.name
+
+
+class Extent(NamedTuple):
+    """The bytes of one box of a tensor in a foreign file.
+
+    Args:
+        file: The key of the file.
+        begin: The start of the memory that holds the box, in the file, in bytes.
+        nbytes: The size of this memory. Tensors of one memory share it again after a fresh load.
+        offset: The start of the box in the memory, in bytes.
+        stride: Its strides in elements; None if it lies row by row.
+        box: Its lower and upper bounds in the tensor; None for all of it.
+    """
+
+    file: str
+    begin: int
+    nbytes: int
+    offset: int = 0
+    stride: tuple[int, ...] | None = None
+    box: Box | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ForeignTensor:
+    """A tensor in foreign files.
+
+    Args:
+        dtype: Its torch dtype's name, ``float32``.
+        shape: Its shape.
+        extents: The bytes of its boxes.
+        lazy: Its lazy bits: any of ``c`` (conjugate) and ``n`` (negative).
+        kind: ``tensor`` or ``parameter``.
+        requires_grad: Whether it collects gradients.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    extents: tuple[Extent, ...]
+    lazy: str = ""
+    kind: str = "tensor"
+    requires_grad: bool = False
+
+
+def virtual_manifest(
+    state: Any, files: Iterable[ObjectInfo], source: str, *, most_nodes: int = MOST_NODES
+) -> ManifestDocument:
+    """Describe a foreign checkpoint as ckpipe's own index would.
+
+    Args:
+        state: Dicts, lists and tuples with plain values, and a :class:`ForeignTensor` for each
+            tensor.
+        files: The files that hold the tensors.
+        source: The place of the checkpoint, without secrets.
+        most_nodes: The most nodes of the state; more are refused.
+
+    Raises:
+        InvalidExtent: If bytes lie outside their file, or a box outside its tensor.
+        InvalidManifest: If there is another contradiction, or the state is too large or deep.
+        UnsupportedState: If the state has an object that ckpipe does not keep.
+    """
+    listed = list(files)
+    made = _Tables({each.key: (number, each.size) for number, each in enumerate(listed)})
+    made.most_nodes = most_nodes
+    tree = made.node(state, "", 0)
+    document = ManifestDocument(
+        kind="index",
+        id=CheckpointId("foreign", 0, 0),
+        world_size=1,
+        structures=(Structure(tree, tuple(made.rows), len(made.values)),),
+        layouts=(Layout(made.entries, made.chunks),),
+        parts=(
+            RankManifest(
+                rank=0,
+                structure=0,
+                layout=0,
+                values=tuple(made.values),
+                files=tuple(ForeignFile(each.key, each.size, 0, 0, each) for each in listed),
+                checksums=(),
+                token="",
+                started="",
+                writer={},
+            ),
+        ),
+        per_rank=(PerRank(),),
+        source=source,
+    )
+    try:
+        check_virtual(document)
+    except CorruptCheckpoint as error:
+        error.key = error.key or (listed[0].key if len(listed) == 1 else source)
+        raise
+    return document
+
+
+class _Tables:
+    """The tables of a virtual manifest while its state is walked."""
+
+    def __init__(self, files: dict[str, tuple[int, int]]) -> None:
+        self.rows: list[TensorRow] = []
+        self.values: list[Json] = []
+        self.entries: list[Entry] = []
+        self.chunks: list[Chunk] = []
+        self.most_nodes = MOST_NODES
+        self._files, self._nodes = files, 0
+        self._labels: set[str] = set()
+        self._known: dict[tuple[int, int, int], int] = {}
+        self._tensors: dict[int, int] = {}
+
+    def node(self, item: Any, label: str, depth: int) -> Node:
+        self._nodes += 1
+        if self._nodes > self.most_nodes or depth > _MOST_DEPTH:
+            raise InvalidManifest(
+                f"The state has more than {self.most_nodes} items, or is nested more than "
+                f"{_MOST_DEPTH} deep: no real checkpoint is",
+                key=label[:200],
+            )
+        if isinstance(item, ForeignTensor):
+            return ["tensor", self._tensor(item, label)]
+        if type(item) in (dict, OrderedDict):
+            kind = "dict" if type(item) is dict else "ordered_dict"
+            keys = [encode_key(key, label) for key in item]
+            nodes = [self.node(item[key], join(label, key), depth + 1) for key in item]
+            attributes = dict(vars(item)) if kind == "ordered_dict" else {}
+            more = [self.node(attributes, join(label, "__dict__"), depth + 1)] if attributes else []
+            return [kind, keys, nodes, *more]
+        if type(item) in (list, tuple):
+            nodes = [self.node(each, join(label, n), depth + 1) for n, each in enumerate(item)]
+            return [type(item).__name__, nodes]
+        if type(item) in (set, frozenset):
+            return [type(item).__name__, [encode_key(key, label) for key in item]]
+        try:
+            self.values.append(encode_value(item))
+        except NotInline:
+            raise UnsupportedState(
+                f"The checkpoint has an object of the class {type(item).__qualname__}, which "
+                "ckpipe does not keep",
+                key=label or None,
+                hint="Load it with the program that wrote it, and save its tensors and plain "
+                "values alone",
+            ) from None
+        return ["value", len(self.values) - 1]
+
+    def _tensor(self, tensor: ForeignTensor, label: str) -> int:
+        number = self._tensors.get(id(tensor))
+        if number is not None:
+            return number
+        number = self._tensors[id(tensor)] = len(self.rows)
+        self.rows.append(
+            TensorRow(
+                unique_label(label, self._labels),
+                tensor.dtype,
+                tensor.shape,
+                kind=tensor.kind,
+                requires_grad=tensor.requires_grad,
+                lazy=tensor.lazy,
+            )
+        )
+        for each in tensor.extents:
+            stride = each.stride if each.stride is None or tensor.shape else None
+            entry = self._entry(each, label)
+            self.chunks.append(Chunk(number, entry, each.offset, stride, None, each.box))
+        return number
+
+    def _entry(self, extent: Extent, label: str) -> int:
+        file, size = self._files[extent.file]
+        if not 0 <= extent.begin <= extent.begin + extent.nbytes <= size:
+            raise InvalidExtent(
+                f"The bytes {extent.begin} to {extent.begin + extent.nbytes} of {label!r:.200} are "
+                f"not in {extent.file}, which has {size}",
+                key=extent.file,
+                hint="The file is truncated or damaged; copy or download it again",
+            )
+        place = file, extent.begin, extent.nbytes
+        known = self._known.get(place)
+        if known is None:
+            known = self._known[place] = len(self.entries)
+            name = f"{extent.begin}+{extent.nbytes}"
+            shape = (extent.nbytes,)
+            self.entries.append(Entry(name, "U8", shape, file, extent.begin, extent.nbytes))
+        return known
+
+
+def tensor_bytes(dtype: str, shape: tuple[int, ...]) -> int:
+    """Return the bytes of a tensor that lies row by row; 0 for an unknown dtype."""
+    return math.prod(shape) * (item_bytes(dtype) or 0)

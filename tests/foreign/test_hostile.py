@@ -1,0 +1,275 @@
+"""Files that lie: each is refused by name, in bounded memory, after a bounded number of bytes."""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+import struct
+import tracemalloc
+import warnings
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ckpipe
+from ckpipe.errors import (
+    CkpipeError,
+    CorruptCheckpoint,
+    DuplicateName,
+    InvalidExtent,
+    InvalidManifest,
+    OversizedMetadata,
+    UnsafePath,
+    UnsupportedState,
+)
+from tests.foreign.places import counted
+
+MOST_MEMORY = MOST_READ = 64 << 20
+
+
+def header(text: str | bytes, data: bytes = b"") -> bytes:
+    raw = text.encode() if isinstance(text, str) else text
+    return len(raw).to_bytes(8, "little") + raw + data
+
+
+def rows(*rows: tuple[str, str, list[Any], list[Any]]) -> str:
+    """Write a header as JSON; unlike a dict it may have a name twice."""
+    written = (
+        f'{json.dumps(name)}:{{"dtype":"{dtype}","shape":{shape},"data_offsets":{offsets}}}'
+        for name, dtype, shape, offsets in rows
+    )
+    return "{" + ",".join(written) + "}"
+
+
+F32 = "F32"
+SAFETENSORS: dict[str, tuple[bytes, type[CkpipeError]]] = {
+    "empty": (b"", InvalidExtent),
+    "shorter than its length field": (b"\1\0\0", InvalidExtent),
+    "header beyond the end": (header("{}")[:-1], InvalidExtent),
+    "header of 2^63 bytes": ((1 << 63).to_bytes(8, "little") + b"{}", InvalidExtent),
+    "header of 20 MB": (header("{" + " " * (20 << 20) + "}"), OversizedMetadata),
+    "no JSON": (header("{'w': 1}"), InvalidManifest),
+    "no text": (header(b"{\xff\xfe}"), InvalidManifest),
+    "no object": (header("[1, 2]"), InvalidManifest),
+    "deep": (header("[" * 100_000), InvalidManifest),
+    "a number of many digits": (header('{"w":' + "9" * 10_000 + "}"), InvalidManifest),
+    "not a number": (header('{"w":NaN}'), InvalidManifest),
+    "a row that is none": (header('{"w": 7}'), InvalidManifest),
+    "no dtype": (header('{"w":{"shape":[1],"data_offsets":[0,4]}}', bytes(4)), InvalidManifest),
+    "an unknown dtype": (header(rows(("w", "F7", [1], [0, 4])), bytes(4)), InvalidManifest),
+    "metadata of numbers": (header('{"__metadata__":{"a":1}}'), InvalidManifest),
+    "a shape of texts": (header(rows(("w", F32, ["1"], [0, 4])), bytes(4)), InvalidManifest),
+    "a shape below zero": (header(rows(("w", F32, [-1, -1], [0, 4])), bytes(4)), InvalidManifest),
+    "a shape of floats": (header(rows(("w", F32, [1.0], [0, 4])), bytes(4)), InvalidManifest),
+    "a shape of 2^60": (header(rows(("w", F32, [1 << 60], [0, 4])), bytes(4)), InvalidExtent),
+    "a product of 2^120": (
+        header(rows(("w", F32, [1 << 60, 1 << 60], [0, 4])), bytes(4)), InvalidExtent),
+    "many dimensions": (header(rows(("w", F32, [1] * 300, [0, 4])), bytes(4)), InvalidManifest),
+    "offsets beyond 2^62": (
+        header(rows(("w", F32, [1], [1 << 63, (1 << 63) + 4])), bytes(4)), InvalidManifest),
+    "offsets backwards": (header(rows(("w", F32, [1], [4, 0])), bytes(4)), InvalidManifest),
+    "overlapping entries": (
+        header(rows(("a", F32, [2], [0, 8]), ("b", F32, [2], [4, 12])), bytes(12)), InvalidExtent),
+    "one place twice": (
+        header(rows(("a", F32, [1], [0, 4]), ("b", F32, [1], [0, 4])), bytes(4)), InvalidExtent),
+    "a hole": (
+        header(rows(("a", F32, [1], [0, 4]), ("b", F32, [1], [8, 12])), bytes(12)), InvalidExtent),
+    "data that is missing": (header(rows(("w", F32, [2], [0, 8])), bytes(7)), InvalidExtent),
+    "data that is left over": (header(rows(("w", F32, [1], [0, 4])), bytes(5)), InvalidExtent),
+    "a name twice": (
+        header(rows(("w", F32, [1], [0, 4]), ("w", F32, [1], [4, 8])), bytes(8)), DuplicateName),
+}  # fmt: skip
+
+GOOD = header(rows(("w", F32, [1], [0, 4])), bytes(4))
+INDEXES: dict[str, tuple[bytes, type[CkpipeError]]] = {
+    "no JSON": (b"{", InvalidManifest),
+    "no map": (b'{"metadata": {}}', InvalidManifest),
+    "a map of numbers": (b'{"weight_map": {"w": 1}}', InvalidManifest),
+    "a file above": (b'{"weight_map": {"w": "../good.safetensors"}}', UnsafePath),
+    "an absolute file": (b'{"weight_map": {"w": "/etc/passwd"}}', UnsafePath),
+    "a file below": (b'{"weight_map": {"w": "a/b.safetensors"}}', UnsafePath),
+    "itself": (b'{"weight_map": {"w": ""}}', UnsafePath),
+    "a name twice": (b'{"weight_map": {"w": "good.safetensors", "w": "x"}}', DuplicateName),
+    "20 MB": (b'{"weight_map": {}' + b" " * (20 << 20) + b"}", OversizedMetadata),
+}
+
+
+def refused(folder: Path, expected: type[CkpipeError], place: str = "") -> CkpipeError:
+    """Load what a folder has, and return the error; check what it took to find it."""
+    target = {"w": torch.full((1,), 7.0), "a": torch.full((2,), 7.0)}
+    with counted(folder) as (url, opened), ckpipe.SyncPipeline(folder.parent / "run") as pipeline:
+        tracemalloc.start()
+        try:
+            with pytest.raises(expected) as raised:
+                pipeline.load(target, source=url + place, strict=False)
+            _, peak = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        assert peak < MOST_MEMORY
+        assert sum(each.bytes for each in opened) < MOST_READ
+    assert all((each == 7).all() for each in target.values())
+    return raised.value
+
+
+@pytest.mark.parametrize("lie", SAFETENSORS)
+def test_safetensors_files_that_lie(lie: str, tmp_path: Path) -> None:
+    folder = tmp_path / "theirs"
+    folder.mkdir()
+    data, expected = SAFETENSORS[lie]
+    (folder / "model.safetensors").write_bytes(data)
+    error = refused(folder, expected)
+    assert isinstance(error, CorruptCheckpoint)
+    assert error.key == "model.safetensors"
+
+
+@pytest.mark.parametrize("lie", INDEXES)
+def test_indexes_that_lie(lie: str, tmp_path: Path) -> None:
+    folder = tmp_path / "theirs"
+    folder.mkdir()
+    data, expected = INDEXES[lie]
+    for name in ("theirs/good.safetensors", "good.safetensors"):
+        (tmp_path / name).write_bytes(GOOD)
+    (folder / "model.safetensors.index.json").write_bytes(data)
+    assert refused(folder, expected).key == "model.safetensors.index.json"
+
+
+MARK = "hostile.mark"
+
+
+class Mark:
+    """An object that makes a file if it is unpickled as its writer wants."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (eval, (f"__import__('os').mkdir({str(self.path)!r})",))
+
+
+def torch_zip(pickled: bytes, *records: tuple[str, bytes], **options: Any) -> bytes:
+    """Write a zip as ``torch.save`` does, around any pickle."""
+    made = io.BytesIO()
+    with zipfile.ZipFile(made, "w", **options) as opened, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of a name twice
+        for name, data in (("data.pkl", pickled), ("byteorder", b"little"), *records):
+            opened.writestr(f"a/{name}", data)
+    return made.getvalue()
+
+
+def tensor(*, numel: int = 2, offset: int = 0, shape: Any = (2,), stride: Any = (1,)) -> bytes:
+    """Write the pickle of ``{"w": tensor}`` with facts of one's own."""
+
+    def number(n: int) -> bytes:
+        return pickle.LONG1 + bytes([len(raw := pickle.encode_long(n))]) + raw
+
+    def numbers(each: Any) -> bytes:
+        return pickle.MARK + b"".join(map(number, each)) + pickle.TUPLE
+
+    def text(each: str) -> bytes:
+        return pickle.BINUNICODE + struct.pack("<I", len(each)) + each.encode()
+
+    storage = (
+        pickle.MARK + text("storage") + b"ctorch\nFloatStorage\n" + text("0") + text("cpu")
+        + number(numel) + pickle.TUPLE + pickle.BINPERSID
+    )  # fmt: skip
+    made = (
+        b"ctorch._utils\n_rebuild_tensor_v2\n" + pickle.MARK + storage + number(offset)
+        + numbers(shape) + numbers(stride) + pickle.NEWFALSE + pickle.NONE + pickle.TUPLE
+        + pickle.REDUCE
+    )  # fmt: skip
+    return b"\x80\x02}" + text("w") + made + b"s."
+
+
+def laughs() -> bytes:
+    """Lists of lists, each twice in the next one: a thousand bytes that mean 2^60 values."""
+    made = b"\x80\x02]q\x00"
+    for n in range(60):
+        made += b"]q" + bytes([n + 1]) + b"(h" + bytes([n]) + b"h" + bytes([n]) + b"e"
+    return made + b"."
+
+
+def moved(data: bytes) -> bytes:
+    """Let the directory of a zip name another place for its last record."""
+    at = data.rindex(b"PK\1\2") + 42
+    return data[:at] + struct.pack("<I", 5) + data[at + 4 :]
+
+
+DATA = ("data/0", bytes(8))
+ZIPS: dict[str, tuple[Callable[[Path], bytes], type[CkpipeError]]] = {
+    "empty": (lambda path: b"", InvalidManifest),
+    "no zip": (lambda path: b"PK\3\4" + bytes(100), InvalidManifest),
+    "truncated": (lambda path: torch_zip(tensor(), DATA)[:-30], InvalidManifest),
+    "no pickle": (lambda path: torch_zip(b"", DATA).replace(b"data.pkl", b"data.pkx"),
+                  InvalidManifest),
+    "an empty pickle": (lambda path: torch_zip(b"", DATA), InvalidManifest),
+    "half a pickle": (lambda path: torch_zip(tensor()[:-20], DATA), InvalidManifest),
+    "a reduce": (lambda path: torch_zip(pickle.dumps(Mark(path), 2)), UnsupportedState),
+    "an attribute": (lambda path: torch_zip(b"\x80\x02cos\nsystem\n."), UnsupportedState),
+    "a name below a known module": (
+        lambda path: torch_zip(b"\x80\x04\x8c\x05torch\x8c\x0dserialization\x93."),
+        UnsupportedState),
+    "an instruction for classes": (lambda path: torch_zip(b"(ios\nsystem\n."), InvalidManifest),
+    "state of a function": (
+        lambda path: torch_zip(b"\x80\x02c_codecs\nencode\n}b."), InvalidManifest),
+    "attributes of a dict": (
+        lambda path: torch_zip(b"\x80\x02ccollections\nOrderedDict\n)R}X\x05\0\0\0itemsNsb."),
+        InvalidManifest),
+    "2^31 memos": (lambda path: torch_zip(b"\x80\x02Nr\xff\xff\xff\x7f"), InvalidManifest),
+    "2^40 bytes": (
+        lambda path: torch_zip(b"\x80\x04\x8e" + struct.pack("<Q", 1 << 40) + b"."),
+        InvalidManifest),
+    "2^60 values": (lambda path: torch_zip(laughs()), InvalidManifest),
+    "deep": (lambda path: torch_zip(b"\x80\x02" + b"]" * 5000 + b"a" * 4999 + b"."),
+             InvalidManifest),
+    "a list in itself": (lambda path: torch_zip(b"\x80\x02]q\x00h\x00a."), InvalidManifest),
+    "a pickle of 20 MB": (lambda path: torch_zip(bytes(20 << 20)), OversizedMetadata),
+    "a bomb": (
+        lambda path: torch_zip(bytes(1 << 28), compression=zipfile.ZIP_DEFLATED),
+        UnsupportedState),
+    "compressed data": (
+        lambda path: torch_zip(tensor(), DATA, compression=zipfile.ZIP_DEFLATED),
+        UnsupportedState),
+    "a name twice": (lambda path: torch_zip(tensor(), DATA, DATA), DuplicateName),
+    "a record elsewhere": (lambda path: moved(torch_zip(tensor(), DATA)), InvalidExtent),
+    "a storage that is missing": (lambda path: torch_zip(tensor()), InvalidExtent),
+    "a storage that is too short": (
+        lambda path: torch_zip(tensor(), ("data/0", bytes(7))), InvalidExtent),
+    "a shape of 2^60": (
+        lambda path: torch_zip(tensor(shape=(1 << 60,)), DATA), InvalidExtent),
+    "a tensor beyond its storage": (
+        lambda path: torch_zip(tensor(offset=1), DATA), InvalidExtent),
+    "a stride beyond its storage": (
+        lambda path: torch_zip(tensor(stride=(9,)), DATA), InvalidExtent),
+    "a shape below zero": (
+        lambda path: torch_zip(tensor(shape=(-2,)), DATA), InvalidManifest),
+    "strides of another shape": (
+        lambda path: torch_zip(tensor(stride=(1, 1)), DATA), InvalidManifest),
+    "the other order of bytes": (
+        lambda path: torch_zip(tensor(), DATA).replace(b"little", b"bigbig"), CkpipeError),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("lie", ZIPS)
+def test_torch_files_that_lie(lie: str, tmp_path: Path) -> None:
+    folder = tmp_path / "theirs"
+    folder.mkdir()
+    make, expected = ZIPS[lie]
+    (folder / "state.pt").write_bytes(make(tmp_path / MARK))
+    error = refused(folder, expected, "/state.pt")
+    assert not (tmp_path / MARK).exists()
+    assert error.key is not None
+
+
+def test_good_files_pass_the_same_test(tmp_path: Path) -> None:
+    """The refusals above are not those of the test."""
+    folder = tmp_path / "theirs"
+    folder.mkdir()
+    (folder / "model.safetensors").write_bytes(GOOD)
+    assert ckpipe.load(folder).state["w"].tolist() == [0.0]
+    (folder / "state.pt").write_bytes(torch_zip(tensor(), DATA))
+    assert ckpipe.load(folder / "state.pt").state["w"].tolist() == [0.0, 0.0]
