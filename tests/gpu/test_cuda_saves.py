@@ -15,6 +15,7 @@ from torch import nn
 
 import ckpipe
 from tests.support.pipelines import Stores, loaded_state
+from tests.support.staging import staging_memory
 
 pytestmark = [
     pytest.mark.gpu,
@@ -147,17 +148,17 @@ def test_nothing_is_allocated_on_the_device(store: Stores) -> None:
 def test_staging_memory_is_registered_once_and_given_back(store: Stores) -> None:
     training = Training()
     with opened(store, training) as pipeline:
-        pipeline.save(training.state, step=0, until="committed")
-        arena = pipeline._engine.context.arena
-        segments = [each.tensor for each in arena._segments]
-        assert segments
-        assert all(each.is_pinned() for each in segments)
+        handle = pipeline.save(training.state, step=0, until="committed")
+        with handle.staged_state() as lent:
+            staged = lent["parameters"]
+        assert staged
+        assert all(each.is_pinned() for each in staged)
+        before = staging_memory()
         for number in range(1, 5):
             pipeline.save(training.state, step=number, until="committed")
-        assert [each.tensor.data_ptr() for each in arena._segments] == [
-            each.data_ptr() for each in segments
-        ]
-    assert not any(each.is_pinned() for each in segments)
+        assert staging_memory() == before
+        assert all(each.is_pinned() for each in staged)
+    assert not any(each.is_pinned() for each in staged)
 
 
 def test_pageable_memory_serves_as_well(store: Stores) -> None:
@@ -166,6 +167,6 @@ def test_pageable_memory_serves_as_well(store: Stores) -> None:
         handle = pipeline.save(training.state, step=0, until="captured")
         training.step()
         handle.wait()
-        segments = pipeline._engine.context.arena._segments
-        assert not any(each.tensor.is_pinned() for each in segments)
+        with handle.staged_state() as lent:
+            assert not any(each.is_pinned() for each in lent["parameters"])
         assert numbers(pipeline, 0) == {0.0}

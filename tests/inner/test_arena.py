@@ -16,13 +16,13 @@ import numpy as np
 import pytest
 import torch
 
-import ckpipe
 from ckpipe.memory import arena as arena_module
 from ckpipe.memory import cuda
 from ckpipe.memory.arena import Arena, Block
 from ckpipe.memory.mapping import HUGE_PAGE_BYTES, map_to_read, map_to_write
 from tests.support.command_line import script
-from tests.support.rank_pipelines import settle
+from tests.support.settling import SettlingPipeline, settle
+from tests.support.staging import staging_memory
 
 BLOCK = 64 << 10
 
@@ -241,16 +241,16 @@ def test_what_a_worker_process_maps_is_registered_once_for_its_life(
 ) -> None:
     registrar.most = 100
     settings: dict[str, Any] = {"worker": "process", "staging": {"block_bytes": BLOCK}}
-    with ckpipe.SyncPipeline(tmp_path, **settings) as pipeline:
+    with SettlingPipeline(tmp_path, **settings) as pipeline:
         for step in range(3):
             pipeline.save({"w": torch.full((BLOCK,), float(step))}, step=step).wait()
             settle(pipeline)
-        segments = pipeline._engine.context.arena._segments
-        assert segments
-        assert all(each.descriptor is not None for each in segments), "the worker has no other"
-        ranges = [(each.tensor.data_ptr(), each.tensor.numel()) for each in segments]
-        assert registrar.registered == ranges
-        assert registrar.asked == len(ranges)
+        assert staging_memory()
+        lines = Path("/proc/self/maps").read_text().splitlines()
+        shared = {line.split()[0] for line in lines if "memfd:ckpipe" in line}
+        assert staging_memory() == shared, "the worker has no other"
+        assert {f"{at:x}-{at + size:x}" for at, size in registrar.registered} == shared
+        assert registrar.asked == len(shared)
     assert registrar.registered == []
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import os
+import queue
 import re
 import signal
 import time
@@ -17,10 +18,10 @@ import pytest
 
 import ckpipe
 from ckpipe.errors import DrainTimeout
+from ckpipe.events import Staged
 from ckpipe.worker import uploader
-from ckpipe.worker.process import WorkerProcess
 from tests.support.actors import PATIENCE, DaemonThreads
-from tests.support.rank_pipelines import settle
+from tests.support.settling import SettlingPipeline, settle
 from tests.support.worker_runs import SETTINGS, state_of, worker_of
 from tests.worker.test_environment import PROCESS, customize, traced
 
@@ -42,18 +43,19 @@ def held_save(pipeline: ckpipe.SyncPipeline) -> tuple[int, ckpipe.SyncSaveHandle
     return worker, pipeline.save(state_of(2))
 
 
-def process_of(pipeline: ckpipe.SyncPipeline) -> WorkerProcess:
-    """What starts and buries a pipeline's worker."""
-    uploader: Any = pipeline._engine.context.uploader
-    process: WorkerProcess = uploader._link.process
-    return process
+def is_reaped(worker: int) -> bool:
+    """Wait until a process that has ended is reaped; whether it was."""
+    until = time.monotonic() + PATIENCE
+    while psutil.pid_exists(worker) and time.monotonic() < until:
+        os.sched_yield()
+    return not psutil.pid_exists(worker)
 
 
 def test_closing_never_hangs_and_says_what_is_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(uploader, "GIVE_UP_SECONDS", 0.5)
-    opened = ckpipe.SyncPipeline(tmp_path, drain_timeout_seconds=0.05, **PROCESS)
+    opened = SettlingPipeline(tmp_path, drain_timeout_seconds=0.05, **PROCESS)
     opened.__enter__()
     worker, _ = held_save(opened)
     opened.preempt()
@@ -62,25 +64,29 @@ def test_closing_never_hangs_and_says_what_is_lost(
     assert not psutil.pid_exists(worker)
 
 
-def next_timer(pipeline: ckpipe.SyncPipeline) -> float:
+def next_timer(loop: asyncio.AbstractEventLoop) -> float:
     """Seconds until a pipeline's event loop does something that nobody has asked it for."""
 
     async def look() -> float:
-        loop = asyncio.get_running_loop()
         timers = [each for each in loop._scheduled if not each.cancelled()]  # type: ignore[attr-defined]
         return float(min(each.when() for each in timers) - loop.time())
 
-    return pipeline._engine.loop.submit(look).result()
+    return asyncio.run_coroutine_threadsafe(look(), loop).result()
 
 
 def test_death_is_noticed_within_a_second_and_nobody_looks_for_it(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    took = [math.inf]
-    with ckpipe.SyncPipeline(tmp_path, **PATIENT) as pipeline:
+    took, loops = [math.inf], queue.SimpleQueue[asyncio.AbstractEventLoop]()
+
+    async def hear(event: Staged) -> None:
+        loops.put(asyncio.get_running_loop())
+
+    with SettlingPipeline(tmp_path, **PATIENT) as pipeline:
+        pipeline.on_staged(hear)
         while min(took) > 1 and len(took) < 20:  # the machine may have other things to do
             worker, handle = held_save(pipeline)
-            assert next_timer(pipeline) > 30
+            assert next_timer(loops.get(timeout=PATIENCE)) > 30
             killed = time.monotonic()
             os.kill(worker, signal.SIGKILL)
             while "is delivered again" not in caplog.text:
@@ -103,7 +109,7 @@ def children_ignored() -> Iterator[None]:
 def test_an_exit_code_that_nobody_tells_is_not_made_up(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with ckpipe.SyncPipeline(tmp_path, **PATIENT) as pipeline:
+    with SettlingPipeline(tmp_path, **PATIENT) as pipeline:
         worker, handle = held_save(pipeline)
         os.kill(worker, signal.SIGKILL)
         handle.wait(PATIENCE)
@@ -122,22 +128,22 @@ def soon_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_closing_leaves_a_worker_to_the_system_that_does_not_end(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    opened = ckpipe.SyncPipeline(tmp_path / "run", **PROCESS)
+    opened = SettlingPipeline(tmp_path / "run", **PROCESS)
     opened.__enter__()
-    worker, process = idle_worker(opened), process_of(opened)
+    worker = idle_worker(opened)
     with traced(worker, "at its end"):
         DaemonThreads().submit(opened.__exit__, None, None, None).result(PATIENCE)
         assert psutil.pid_exists(worker)
         assert f"process {worker} was killed and does not end" in caplog.text
-    assert process.ended(PATIENCE), "nobody waits for it any more"
+    assert is_reaped(worker), "nobody waits for it any more"
 
 
 @pytest.mark.usefixtures("soon_left")
 def test_a_save_does_not_wait_for_a_dead_worker_that_does_not_end(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with ckpipe.SyncPipeline(tmp_path / "run", **BRIEF) as pipeline:
-        worker, process = idle_worker(pipeline), process_of(pipeline)
+    with SettlingPipeline(tmp_path / "run", **BRIEF) as pipeline:
+        worker = idle_worker(pipeline)
         with traced(worker, "at its end"):
             os.kill(worker, signal.SIGSTOP)
             handle = pipeline.save(state_of(2))
@@ -145,4 +151,4 @@ def test_a_save_does_not_wait_for_a_dead_worker_that_does_not_end(
             handle.wait(PATIENCE)
             assert "not ended it yet" in caplog.text
             assert psutil.pid_exists(worker)
-        assert process.ended(PATIENCE), "nobody waits for it any more"
+        assert is_reaped(worker), "nobody waits for it any more"
