@@ -25,7 +25,7 @@ from ckpipe.format.codec import encode_bundle
 from ckpipe.format.names import LEASES, index_key, launch_id, manifest_key
 from ckpipe.testing import FaultyBackend, MemoryBackend
 from ckpipe.types import CheckpointId, CheckpointInfo
-from tests.inner.manifests import ID, manifest_of
+from tests.inner.stored_ranks import ID, manifest_of
 from tests.support.command_line import Commands, save_steps
 from tests.support.dead_runs import age, crash
 from tests.support.pipelines import Stores
