@@ -10,8 +10,8 @@ import psutil
 import torch
 
 import ckpipe
-from tests.support.rank_pipelines import settle
 from tests.support.sampling import EVERY
+from tests.support.settling import SettlingPipeline, settle
 from tests.support.worker_runs import SETTINGS, state_of, worker_of
 
 CYCLES = 100 if EVERY else 4
@@ -41,9 +41,10 @@ def test_each_pipeline_has_its_own_and_descriptors_do_not_grow(
     tmp_path: Path,
 ) -> None:
     tensors = {str(number): torch.full((200,), float(number)) for number in range(2000)}
+    logging = {"mode": "process", "log_dir": str(tmp_path / "logs")}
     with (
-        ckpipe.SyncPipeline(tmp_path / "one", **PROCESS) as pipeline,
-        ckpipe.SyncPipeline(tmp_path / "other", **PROCESS) as other,
+        SettlingPipeline(tmp_path / "one", **PROCESS) as pipeline,
+        SettlingPipeline(tmp_path / "other", worker=logging, **SETTINGS) as other,
     ):
         for each in (pipeline, other):
             each.save(tensors).wait()

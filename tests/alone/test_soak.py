@@ -13,8 +13,8 @@ import torch
 
 import ckpipe
 from tests.alone.usage import MOST_WORKERS, check_that_nothing_grows
-from tests.support.rank_pipelines import settle
 from tests.support.sampling import EVERY
+from tests.support.settling import SettlingPipeline, settle
 
 SAVES, WARM_UP = (180, 20) if EVERY else (10, 10)
 
@@ -29,7 +29,7 @@ def state() -> dict[str, Any]:
 
 def test_many_saves_leave_nothing_behind(tmp_path: Path) -> None:
     training = state()
-    with ckpipe.SyncPipeline(tmp_path, keep_last=2, staging={"block_bytes": 1 << 20}) as pipeline:
+    with SettlingPipeline(tmp_path, keep_last=2, staging={"block_bytes": 1 << 20}) as pipeline:
         steps = itertools.count()
 
         def saves(count: int) -> None:
@@ -76,7 +76,7 @@ def test_two_hundred_small_saves_leave_nothing_behind(tmp_path: Path) -> None:
     model(torch.randn(4, 64)).sum().backward()
     state = {"model": model, "optimizer": optimizer}
     settings: Any = {"staging": {"block_bytes": 1 << 16}, "lock": {"max_step_wait_seconds": 60}}
-    with ckpipe.SyncPipeline(tmp_path, guard=optimizer, keep_last=2, **settings) as pipeline:
+    with SettlingPipeline(tmp_path, guard=optimizer, keep_last=2, **settings) as pipeline:
         steps = itertools.count()
 
         def saves(count: int) -> None:

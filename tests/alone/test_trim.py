@@ -10,7 +10,7 @@ import torch
 
 import ckpipe
 from tests.support.pipelines import Stores, loaded_state
-from tests.support.rank_pipelines import settle
+from tests.support.settling import SettlingPipeline, settle
 
 SIZE = 32 << 20
 STAGING: dict[str, Any] = {"block_bytes": 1 << 20}
@@ -28,7 +28,7 @@ def state() -> dict[str, Any]:
 
 
 def test_memory_of_a_save_is_kept_until_it_is_given_back(tmp_path: Path) -> None:
-    with ckpipe.SyncPipeline(tmp_path, staging=STAGING, worker="thread") as pipeline:
+    with SettlingPipeline(tmp_path, staging=STAGING, worker="thread") as pipeline:
         pipeline.save(state(), step=0, until="committed")
         pipeline.save(state(), step=1, until="committed")
         settle(pipeline)

@@ -15,7 +15,8 @@ import torch
 import ckpipe
 from ckpipe import errors
 from tests.support.pipelines import Stores
-from tests.support.rank_pipelines import ranks, settle
+from tests.support.rank_pipelines import ranks
+from tests.support.settling import settle
 
 
 def state() -> dict[str, Any]:

@@ -19,7 +19,8 @@ from ckpipe.cli.app import run
 from ckpipe.cli.commands import COMMANDS
 from tests.support.command_line import Commands, Done, damage, interrupted, save_steps
 from tests.support.pipelines import small_state, stores
-from tests.support.rank_pipelines import ranks, settle
+from tests.support.rank_pipelines import ranks
+from tests.support.settling import settle
 
 
 def crashed(root: Path) -> str:

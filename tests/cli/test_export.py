@@ -21,8 +21,8 @@ from ckpipe import errors, events
 from ckpipe.testing import Landing
 from tests.support.command_line import Commands, damage, save_steps
 from tests.support.pipelines import Stores, loaded_state, same, small_state, stores
-from tests.support.rank_pipelines import settle
 from tests.support.sampling import EVERY
+from tests.support.settling import SettlingPipeline, settle
 from tests.support.stored_files import LEASES
 
 INDEX, TORCH_FILE = "model.safetensors.index.json", "state.pt"
@@ -130,7 +130,7 @@ def test_intermediate_ones_are_not_exported_and_retention_leaves_exports(tmp_pat
 
 
 def test_no_other_process_prunes_what_is_about_to_be_exported(store: Stores) -> None:
-    with ckpipe.SyncPipeline(store.url, final_format="hf", **SMALL) as trainer:
+    with SettlingPipeline(store.url, final_format="hf", **SMALL) as trainer:
         # Between the commit and the lease of the export's own reading.
         gate = store.faulty.pause(
             lambda each: each.verb == "put" and each.key.startswith(f"{LEASES}step-000000000001"),
@@ -138,19 +138,19 @@ def test_no_other_process_prunes_what_is_about_to_be_exported(store: Stores) -> 
         )
         last = trainer.save({"w": torch.ones(3)}, step=1, final=True).wait()
         gate.wait_until_held()
-        with ckpipe.SyncPipeline(store.url, keep_last=1, **SMALL) as other:
+        with SettlingPipeline(store.url, keep_last=1, **SMALL) as other:
             other.save({"w": torch.zeros(3)}, step=2).wait()
             settle(other)  # else its own retention may remove it, once the export has ended
             reason = other.prune().reasons[last.id]
             assert reason == "a process holds a lease on it: it is being loaded or written"
             gate.release()
     assert any(key.endswith(INDEX) for key in store.memory._store.objects)
-    with ckpipe.SyncPipeline(store.url, keep_last=1) as other:
+    with SettlingPipeline(store.url, keep_last=1) as other:
         assert other.prune().remove == (last.id,), "the lease has ended with the export"
 
 
 def test_what_cannot_be_exported_is_said_and_the_checkpoint_stands(tmp_path: Path) -> None:
-    with ckpipe.SyncPipeline(tmp_path, final_format="hf", **SMALL) as pipeline:
+    with SettlingPipeline(tmp_path, final_format="hf", **SMALL) as pipeline:
         for state, error, match in (
             ({"z": torch.ones(2, dtype=torch.complex64)}, errors.UnsupportedState, "complex64"),
             ({"text": "no tensors"}, errors.UsageError, "no tensors"),
@@ -172,17 +172,24 @@ def test_cut_short_anywhere_it_is_not_there_and_made_again_it_is_whole(
     found = INDEX if form == "hf" else TORCH_FILE
     broken = 0
     for number in range(1, 50):
-        with stores() as made, ckpipe.SyncPipeline(made.url, **settings, **once) as pipeline:
+        with stores() as made, SettlingPipeline(made.url, **settings, **once) as pipeline:
+            exported: list[events.Event] = []
+            pipeline.events.add(
+                lambda event, exported=exported: (  # type: ignore[misc]
+                    exported.append(event) if isinstance(event, events.CheckpointExported) else None
+                )
+            )
             lost = errors.StoreUnavailable("lost")
             made.faulty.fail(lost, lambda each: f".{form}/" in each.key, Landing.BEFORE, nth=number)
             pipeline.save(state, step=1, final=True).wait()
             settle(pipeline)
-            failures = pipeline._engine.saves.take_failures()
             keys = [key for key in made.memory._store.objects if f".{form}/" in key]
-            assert any(key.endswith(found) for key in keys) == (not failures)
-            if not failures:
+            assert any(key.endswith(found) for key in keys) == bool(exported)
+            if exported:
                 break
             broken += 1
+            with pytest.raises(errors.StoreUnavailable, match="lost"):
+                pipeline.save(state, step=1)
             pipeline.save(state, step=1, final=True).wait()
             settle(pipeline)
             again = [key for key in made.memory._store.objects if key.endswith(found)]

@@ -28,6 +28,7 @@ from tests.support.command_line import script
 from tests.support.pipelines import Stores, loaded_state
 from tests.support.sampling import sample
 from tests.support.signals import signals_heard
+from tests.support.staging import staging_memory
 
 STATE = {"w": torch.ones(10)}
 
@@ -278,7 +279,7 @@ async def test_a_pipeline_that_is_dropped_says_so_and_gives_its_memory_back(
     await save(1)
     store.slow.hold("write")
     await save(2)
-    arena = pipeline._engine.context.arena
+    assert staging_memory()
     loop = pipeline._loop._thread
     with pytest.warns(ResourceWarning, match="dropped and not closed") as warned:  # noqa: PT031
         if how == "the collector finds it":
@@ -293,7 +294,7 @@ async def test_a_pipeline_that_is_dropped_says_so_and_gives_its_memory_back(
     store.slow.release()
     closing.join()
     assert not loop.is_alive()
-    assert arena.blocks == 0
+    assert not staging_memory()
     found = pipeline.steps()
     assert [info.step for info in (await found if awaits else found) if info.complete] == [1, 2]
     closed = pipeline.aclose() if awaits else pipeline.close()
@@ -384,7 +385,7 @@ LEFT_OPEN = """
 import atexit, multiprocessing, os, sys, threading
 import torch
 import ckpipe
-from ckpipe.event_lines import JsonLines
+from ckpipe import event_lines
 
 
 class Trainer:
@@ -392,7 +393,7 @@ class Trainer:
         # The last saves wait for the memory of the first, so that some are only begun at the end.
         staging = {"block_bytes": 65536, "bytes": "8MiB", "pinned": "never"}
         self.pipeline = ckpipe.SyncPipeline(root, worker=worker, staging=staging).open()
-        self.pipeline.events.add(JsonLines(root + ".events"))
+        self.pipeline.events.add(event_lines.JsonLines(root + ".events"))
         self.pipeline.on_committed(lambda event: open(f"{root}.{event.step}", "x").close())
 
     def train(self):

@@ -19,15 +19,13 @@ import torch
 from rich.console import Console
 
 import ckpipe
-from ckpipe import events
+from ckpipe import event_lines, events, live_line
 from ckpipe.errors import SaveSkipped, StoreFull, StoreUnavailable
-from ckpipe.event_lines import JsonLines, event_data
-from ckpipe.live_line import LiveLine
 from ckpipe.types import SaveReport, StageReport
 from tests.support.actors import PATIENCE
 from tests.support.command_line import script
 from tests.support.pipelines import Stores
-from tests.support.rank_pipelines import settle
+from tests.support.settling import SettlingPipeline, settle
 
 SCHEMA = Path(__file__).parents[2] / "docs" / "schema" / "event-v1.json"
 STATE = {"a": torch.ones(100_000)}
@@ -121,7 +119,10 @@ def decode(line: str) -> dict[str, Any]:
 def test_lines_of_json_tell_every_event(store: Stores, tmp_path: Path) -> None:
     file = tmp_path / "events.jsonl"
     file.write_text('{"event": "before"}\n')
-    with JsonLines(file) as lines, ckpipe.SyncPipeline(store.url, **QUICK, keep_last=1) as pipeline:
+    with (
+        event_lines.JsonLines(file) as lines,
+        SettlingPipeline(store.url, **QUICK, keep_last=1) as pipeline,
+    ):
         pipeline.events.add(lines)
         store.faulty.fail(StoreUnavailable("It broke"), "write")
         metrics = {"loss": math.nan, "best": 0.5}
@@ -163,7 +164,10 @@ def test_the_schema_knows_every_event_and_all_of_its_fields() -> None:
 
 def test_progress_is_written_if_it_is_wanted_and_a_stream_stays_open(store: Stores) -> None:
     out = io.StringIO()
-    with JsonLines(out, skip=()) as lines, ckpipe.SyncPipeline(store.url, **QUICK) as pipeline:
+    with (
+        event_lines.JsonLines(out, skip=()) as lines,
+        ckpipe.SyncPipeline(store.url, **QUICK) as pipeline,
+    ):
         pipeline.events.add(lines)
         pipeline.save(STATE, step=1, until="committed")
         pipeline.load()
@@ -186,12 +190,15 @@ class _Full(io.StringIO):
 def test_a_target_that_fails_is_told_once_and_no_save_suffers(
     store: Stores, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
-    with JsonLines(_Full()) as lines, ckpipe.SyncPipeline(store.url, **QUICK) as pipeline:
+    with (
+        event_lines.JsonLines(_Full()) as lines,
+        ckpipe.SyncPipeline(store.url, **QUICK) as pipeline,
+    ):
         pipeline.events.add(lines)
         pipeline.save(STATE, step=1, until="committed")
     assert caplog.text.count("Events can no longer be written") == 1
     with pytest.raises(IsADirectoryError):
-        JsonLines(tmp_path)
+        event_lines.JsonLines(tmp_path)
 
 
 def test_a_listener_of_lines_does_not_wait_for_the_file() -> None:
@@ -204,7 +211,7 @@ def test_a_listener_of_lines_does_not_wait_for_the_file() -> None:
             return super().write(text)
 
     out = Held()
-    with JsonLines(out) as lines:
+    with event_lines.JsonLines(out) as lines:
         for step in range(3):
             lines(events.SaveStarted("id", step, 0))
         assert held.wait(30)
@@ -216,12 +223,12 @@ def test_a_listener_of_lines_does_not_wait_for_the_file() -> None:
 def test_event_data_is_json_for_all_kinds() -> None:
     info = ckpipe.CheckpointInfo("id", 1, "a", 0, complete=True)
     absent = events.IncompleteCheckpoint("id", 1, 0, (3, 4), 2.0)
-    assert event_data(absent)["absent"] == [3, 4]
+    assert event_lines.event_data(absent)["absent"] == [3, 4]
     assert str(absent).endswith("without a commit: ranks 3, 4")
-    assert event_data(events.Completed("id", 1, 0, info))["info"]["saved_at"] is None
+    assert event_lines.event_data(events.Completed("id", 1, 0, info))["info"]["saved_at"] is None
 
 
-def drawn(line: LiveLine, out: io.StringIO) -> str:
+def drawn(line: live_line.LiveLine, out: io.StringIO) -> str:
     """What a line shows now."""
     out.truncate(0)
     line._console.print(line._line())
@@ -230,7 +237,7 @@ def drawn(line: LiveLine, out: io.StringIO) -> str:
 
 def test_the_live_line_shows_saves_under_way_and_the_last_that_ended() -> None:
     out = io.StringIO()
-    line = LiveLine(Console(file=out, width=150, force_terminal=False))
+    line = live_line.LiveLine(Console(file=out, width=150, force_terminal=False))
     at = ("id", 500, 0)
     assert "no save yet" in drawn(line, out)
     line(events.SaveStarted(*at))
@@ -252,7 +259,7 @@ def test_the_live_line_shows_saves_under_way_and_the_last_that_ended() -> None:
 
 def test_the_live_line_shows_a_load_under_way_and_how_it_ended() -> None:
     out = io.StringIO()
-    line = LiveLine(Console(file=out, width=150, force_terminal=False))
+    line = live_line.LiveLine(Console(file=out, width=150, force_terminal=False))
     at = ("id", 500, 0)
     line(events.LoadStarted(*at))
     assert re.search(r"step 500 .* loading", drawn(line, out))
@@ -267,7 +274,7 @@ def test_the_live_line_shows_a_load_under_way_and_how_it_ended() -> None:
 
 def test_the_live_line_draws_nothing_where_there_is_no_terminal(tmp_path: Path) -> None:
     out = io.StringIO()
-    with LiveLine(Console(file=out)) as line, ckpipe.SyncPipeline(tmp_path) as pipeline:
+    with live_line.LiveLine(Console(file=out)) as line, ckpipe.SyncPipeline(tmp_path) as pipeline:
         pipeline.events.add(line)
         pipeline.save(STATE, step=7, until="committed")
     assert out.getvalue() == ""
@@ -282,7 +289,7 @@ def test_the_live_line_draws_on_a_real_terminal(
     try:
         with open(theirs, "w") as file:
             console = Console(file=file)  # which finds out by itself that it is one
-            with LiveLine(console) as line, ckpipe.SyncPipeline(tmp_path) as pipeline:
+            with live_line.LiveLine(console) as line, ckpipe.SyncPipeline(tmp_path) as pipeline:
                 pipeline.events.add(line)
                 pipeline.save(STATE, step=7, until="committed")
         shown = b""
@@ -302,12 +309,12 @@ from IPython.core.interactiveshell import InteractiveShell
 from IPython.utils.capture import capture_output
 from rich.console import Console
 import ckpipe
-from ckpipe.live_line import LiveLine
+from ckpipe import live_line
 
 InteractiveShell.instance()
 with capture_output() as cell:
     console = Console(stderr=True, force_jupyter=True)
-    with LiveLine(console) as line, ckpipe.SyncPipeline(sys.argv[1]) as pipeline:
+    with live_line.LiveLine(console) as line, ckpipe.SyncPipeline(sys.argv[1]) as pipeline:
         pipeline.events.add(line)
         pipeline.save({"a": torch.ones(1000)}, step=2)
 first, *others = cell._outputs

@@ -28,7 +28,8 @@ from ckpipe.errors import CkpipeError
 from ckpipe.events import Completed
 from tests.failure.chaos_store import SCHEME
 from tests.support.fork_server import serve
-from tests.support.rank_pipelines import settle
+from tests.support.settling import SettlingPipeline, settle
+from tests.support.worker_runs import find_worker
 
 SETTINGS: dict[str, Any] = {
     "staging": {"block_bytes": 65536},
@@ -99,7 +100,7 @@ class Trainer:
         url = f"{SCHEME}://{case['root']}"
         backends = {SCHEME: case["store"]}
         try:
-            with ckpipe.SyncPipeline(url, backends=backends, **settings) as pipeline:
+            with SettlingPipeline(url, backends=backends, **settings) as pipeline:
                 pipeline.on_complete(self._completed)
                 self._resume(pipeline, None)
                 for number in range(case["saves"]):
@@ -165,10 +166,10 @@ class Trainer:
             with soon(case["seconds"], os.getpid(), signal.SIGKILL):
                 yield
         elif trouble == "kill the worker":
-            with soon(case["seconds"], worker_of(pipeline), signal.SIGKILL):
+            with soon(case["seconds"], find_worker(pipeline), signal.SIGKILL):
                 yield
         elif trouble == "stop the worker":
-            with soon(case["seconds"], worker_of(pipeline), signal.SIGSTOP, signal.SIGCONT):
+            with soon(case["seconds"], find_worker(pipeline), signal.SIGSTOP, signal.SIGCONT):
                 yield
         else:
             yield
@@ -179,13 +180,7 @@ class Trainer:
         limit = self._case["limit"]
         if limit is None:
             return full_disk(Path(self._case["root"]), self._case["leave"])
-        return small_files([os.getpid(), *filter(None, [worker_of(pipeline)])], limit)
-
-
-def worker_of(pipeline: ckpipe.SyncPipeline) -> int | None:
-    """The process id of a pipeline's worker, if it has one."""
-    found: int | None = getattr(pipeline._engine.context.uploader, "process_id", None)
-    return found
+        return small_files([os.getpid(), *filter(None, [find_worker(pipeline)])], limit)
 
 
 @contextmanager

@@ -384,7 +384,7 @@ def test_newer_format_says_to_upgrade(saved: Path) -> None:
     forge(index_of(saved), lambda document: document.update(version=9))
     with pytest.raises(errors.UnsupportedVersion) as caught:
         load_one(saved)
-    says(caught.value, "version 1", "Upgrade ckpipe")
+    says(caught.value, "version 2", "Upgrade ckpipe")
 
 
 HOSTILE_DTYPES = ["(1,", "f4,,", "i4,(2", "2i4", "i4,i4", "O", "<f3", "<M8[", "<M8[xx]", "S" * 5000]

@@ -20,7 +20,8 @@ from ckpipe.types import CheckpointId
 from tests.failure.mounts import mounted
 from tests.support.command_line import Commands
 from tests.support.pipelines import Stores, loaded_state, same
-from tests.support.rank_pipelines import ranks, settle
+from tests.support.rank_pipelines import ranks
+from tests.support.settling import SettlingPipeline, settle
 from tests.support.stored_files import DELETED, LEASES, index_key
 
 STATE: dict[str, Any] = {"a": torch.ones(1000)}
@@ -213,7 +214,7 @@ def test_nothing_goes_where_the_commit_may_have_landed(store: Stores) -> None:
 def test_a_save_without_room_leaves_the_disk_as_it_was(tmp_path: Path, worker: Any) -> None:
     with (
         mounted(["-t", "tmpfs", "-o", "size=8M", "tmpfs"], tmp_path / "disk") as disk,
-        ckpipe.SyncPipeline(disk / "run", worker=worker, **ONCE) as pipeline,
+        SettlingPipeline(disk / "run", worker=worker, **ONCE) as pipeline,
     ):
         pipeline.save(STATE, step=1).wait()
         settle(pipeline)
@@ -237,7 +238,7 @@ def test_a_full_disk_says_once_what_is_needed_and_what_is_free(
     settings["staging"] = {"block_bytes": 1 << 20}
     with (
         mounted(["-t", "tmpfs", "-o", "size=8M", "tmpfs"], tmp_path / "disk") as disk,
-        ckpipe.SyncPipeline(disk / "run", **settings) as pipeline,
+        SettlingPipeline(disk / "run", **settings) as pipeline,
     ):
         pipeline.save(STATE, step=1).wait()
         settle(pipeline)
@@ -258,7 +259,7 @@ def test_a_disk_without_inodes_says_so(tmp_path: Path) -> None:
     options = ["-t", "tmpfs", "-o", "size=2M,nr_inodes=40", "tmpfs"]
     with (
         mounted(options, tmp_path / "disk") as disk,
-        ckpipe.SyncPipeline(disk / "run") as pipeline,
+        SettlingPipeline(disk / "run") as pipeline,
     ):
         pipeline.save(STATE, step=1).wait()
         settle(pipeline)

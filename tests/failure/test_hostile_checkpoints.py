@@ -80,7 +80,7 @@ def state() -> dict[Any, Any]:
 
 # Of the state above: entries t, w, views.0~window; tensors w, t, views.0, views.1.
 HOSTILE: list[tuple[str, str, Any, type[CkpipeError]]] = [
-    ("newer version", "version", 2, UnsupportedVersion),
+    ("newer version", "version", 3, UnsupportedVersion),
     ("no version", "version", "1", InvalidManifest),
     ("boolean version", "version", True, InvalidManifest),
     ("other format", "format", "zip", InvalidManifest),

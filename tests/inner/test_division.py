@@ -23,7 +23,6 @@ from ckpipe.plan.division import MIN_PIECE_BYTES
 from ckpipe.planning import Captured, LocalPlanner, RankPlan, fingerprint
 from ckpipe.state.placements import Mesh, Placement, Sharding, sharding
 from ckpipe.state.tensors import TensorLeaf
-from tests.inner.manifests import capture
 from tests.inner.planning_ranks import (
     Tensor,
     captured_by,
@@ -39,6 +38,7 @@ from tests.inner.planning_ranks import (
     unwritten,
     written_bytes,
 )
+from tests.inner.stored_ranks import capture
 
 WORLD = 12
 

@@ -18,7 +18,7 @@ from ckpipe.format.labels import LabelFilter
 from ckpipe.planning import fingerprint
 from ckpipe.state.capture_cache import capture_cache_of
 from ckpipe.state.flatten import OpenedState, flatten
-from tests.inner.manifests import capture
+from tests.inner.stored_ranks import capture
 
 RANK, WORLD = 1, 4
 

@@ -26,7 +26,7 @@ from ckpipe.format.summary import Summary, decode_summary, encode_summary, summa
 from ckpipe.retention import KeepBest, KeepEvery, KeepIf, KeepLast, Rule
 from ckpipe.testing import FaultyBackend, MemoryBackend
 from ckpipe.types import CheckpointId, CheckpointInfo
-from tests.inner.manifests import manifest_of
+from tests.inner.stored_ranks import manifest_of
 from tests.support.sampling import EVERY
 from tests.support.stored_files import SUMMARIES, sealed, sealed_text, summary_data, summary_key
 

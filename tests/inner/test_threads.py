@@ -25,7 +25,6 @@ from anyio import (
     to_thread,
 )
 
-import ckpipe
 from ckpipe.errors import UsageError
 from ckpipe.events import BlockUploaded, Event
 from ckpipe.interpreter import (
@@ -38,7 +37,7 @@ from ckpipe.loop_thread import Caller, Job, LoopThread
 from ckpipe.threads import all_of, in_thread, on_loop
 from tests.support.actors import PATIENCE, DaemonThreads
 from tests.support.pipelines import Stateful
-from tests.support.rank_pipelines import settle
+from tests.support.settling import SettlingPipeline, settle
 from tests.support.worker_runs import SETTINGS, state_of
 
 
@@ -117,7 +116,7 @@ def test_the_interval_is_a_setting(
         if isinstance(event, BlockUploaded):
             seen.append(sys.getswitchinterval())
 
-    with ckpipe.SyncPipeline(tmp_path, worker=worker, **SETTINGS | setting) as opened:
+    with SettlingPipeline(tmp_path, worker=worker, **SETTINGS | setting) as opened:
         opened.events.add(look)
         looking = {"looking": Stateful(walk, load=loaded.append)}
         opened.save(state_of(1) | looking).wait()

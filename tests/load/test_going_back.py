@@ -15,7 +15,8 @@ from ckpipe import errors
 from ckpipe.testing.wrappers import Landing, Operation
 from ckpipe.types import CheckpointId
 from tests.support.pipelines import Stores, loaded_state
-from tests.support.rank_pipelines import open_rank, ranks, settle
+from tests.support.rank_pipelines import open_rank, ranks
+from tests.support.settling import SettlingPipeline, settle
 
 STATE: dict[str, Any] = {"a": torch.ones(100)}
 
@@ -53,7 +54,7 @@ def test_a_restart_finds_what_was_saved_after_going_back(tmp_path: Path) -> None
 
 
 def test_retention_takes_what_was_abandoned_and_not_what_was_just_saved(tmp_path: Path) -> None:
-    with ckpipe.SyncPipeline(tmp_path, keep_last=2) as pipeline:
+    with SettlingPipeline(tmp_path, keep_last=2) as pipeline:
         saved(pipeline, 8, 9, 10)
         pipeline.load(step=9)
         assert pipeline.save(STATE).wait().step == 10, "the step after the one that was loaded"

@@ -15,9 +15,10 @@ import ckpipe
 from ckpipe import errors
 from ckpipe.events import Completed, RankCommitted, Staged
 from tests.support.pipelines import Stateful, Stores, loaded_state
-from tests.support.rank_pipelines import one_rank, ranks, settle
+from tests.support.rank_pipelines import one_rank, ranks
 from tests.support.rank_processes import Gang, told
 from tests.support.sampling import EVERY, sample
+from tests.support.settling import SettlingPipeline, settle
 
 SECONDS = 0.03
 """The latency of a store that is slow enough: a save needs several requests in a row, and a load
@@ -82,7 +83,7 @@ async def test_what_was_just_saved_is_the_newest_for_coroutines(store: Stores) -
 def test_a_save_that_comes_to_nothing_does_not_count(store: Stores, how: str) -> None:
     upload = {"retries": 1, "backoff_seconds": 0.0, "backoff_max_seconds": 0.0}
     staging = {"block_bytes": 65536, "bytes": 1 << 19}
-    pipeline = ckpipe.SyncPipeline(store.url, upload=upload, staging=staging, on_busy="skip").open()
+    pipeline = SettlingPipeline(store.url, upload=upload, staging=staging, on_busy="skip").open()
     pipeline.save(state(1), step=1, until="committed")
     settle(pipeline)
     down = errors.StoreUnavailable("the network is down")

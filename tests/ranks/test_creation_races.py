@@ -13,7 +13,8 @@ from ckpipe.testing import Landing
 from ckpipe.testing.wrappers import Operation
 from tests.ranks.test_ranks import is_manifest, state
 from tests.support.pipelines import Stores, same
-from tests.support.rank_pipelines import ranks, settle
+from tests.support.rank_pipelines import ranks
+from tests.support.settling import settle
 from tests.support.stored_files import ATTEMPTS, DELETED, PINS
 
 T = TypeVar("T")

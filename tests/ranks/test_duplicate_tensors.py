@@ -11,7 +11,8 @@ import torch
 
 import ckpipe
 from ckpipe.cli.app import run
-from tests.support.rank_pipelines import ranks, settle
+from tests.support.rank_pipelines import ranks
+from tests.support.settling import settle
 
 
 def state(rank: int) -> dict[str, Any]:

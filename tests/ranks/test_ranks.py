@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import queue
 import re
 import threading
+from dataclasses import replace
 from typing import Any
 
-import anyio.lowlevel
 import pytest
 import torch
 
@@ -17,7 +18,9 @@ from ckpipe import errors, events
 from ckpipe.testing import Landing
 from ckpipe.testing.wrappers import Operation
 from tests.support.pipelines import Stores, same, stores
-from tests.support.rank_pipelines import one_rank, open_rank, ranks, settle
+from tests.support.rank_pipelines import one_rank, open_rank, ranks
+from tests.support.settling import settle
+from tests.support.stored_files import document_of, manifest_key, sealed
 
 FAST: dict[str, Any] = {
     "upload": {"backoff_seconds": 0, "retries": 2},
@@ -140,6 +143,27 @@ def is_index(operation: Operation) -> bool:
     return operation.verb == "put" and operation.key.endswith(".0.json")
 
 
+class Told:
+    """Hears which checkpoints a pipeline has found incomplete."""
+
+    def __init__(self, pipeline: ckpipe.SyncPipeline) -> None:
+        self._pipeline = pipeline
+        self._steps: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self.heard: list[int] = []
+        pipeline.events.add(self._hear)
+
+    def _hear(self, event: events.Event) -> None:
+        if isinstance(event, events.IncompleteCheckpoint):
+            self.heard.append(event.step)
+            self._steps.put(event.step)
+
+    def wait_for(self, step: int) -> None:
+        """Wait until a step was found incomplete, and what follows from it is done."""
+        while self._steps.get(timeout=60) != step:
+            pass
+        self._pipeline.trim()  # comes after it on the pipeline's loop
+
+
 class TestCommit:
     """What became of a rank's manifest is found out, never guessed."""
 
@@ -154,17 +178,21 @@ class TestCommit:
 
     def test_manifest_of_another_writer_is_a_conflict(self, store: Stores) -> None:
         with ranks(store.url, 2, **FAST) as world:
-            world[0].save({"rank": 0}, step=1).wait()
-            (key,) = [key for key in store.memory._store.objects if key.endswith("00000.json")]
-            theirs = store.memory._store.objects[key]
-            with ranks(store.url, 2, attempt_id="other", **FAST) as others:
-                others[0].save({"rank": 0}, step=0).wait()
+            info, taken = world[0].save({"rank": 0}, step=1).wait(), dict[str, Any]()
+            objects = store.memory._store.objects
+            theirs = objects[manifest_key(info.id, 0)]
+
+            def take(operation: Operation) -> None:
                 # Two processes that believe to be the same rank of the same attempt.
-                engine = others[0]._engine
-                engine.saves._names.attempt = world[0]._engine.context.attempt
-                with pytest.raises(errors.CommitConflict, match=r"step 1.*rank 0"):
-                    others[0].save({"rank": 0}, step=1).wait()
-            assert store.memory._store.objects[key] is theirs
+                document = document_of(bytes(theirs.data)) | {"step": 2}
+                taken[operation.key] = replace(theirs, data=sealed(document))
+                objects.update(taken)
+
+            store.faulty.call(take, is_manifest)
+            with pytest.raises(errors.CommitConflict, match=r"step 2.*rank 0"):
+                world[0].save({"rank": 0}, step=2).wait()
+            ((key, object),) = taken.items()
+            assert objects[key] is object
 
     def test_unreadable_manifest_is_unknown_and_nothing_is_deleted(self, store: Stores) -> None:
         with ranks(store.url, 2, **FAST) as world:
@@ -205,7 +233,8 @@ class TestHealing:
             store.faulty.fail(errors.StoreError("dead"), is_index)
             save_by(world, 1, step=1)
             assert first.wait_complete(timeout=60).complete
-            world[1]._engine.saves.take_failures()
+            with pytest.warns(RuntimeWarning, match="dead"):
+                world[1].close()
 
     def test_next_save_tells_of_absent_ranks(self, store: Stores) -> None:
         with ranks(store.url, 3, incomplete_after_seconds=0, **FAST) as world:
@@ -226,63 +255,54 @@ class TestHealing:
     def test_several_incomplete_ones_in_a_row_are_an_error(self, store: Stores) -> None:
         soon = {"incomplete_after_seconds": 0, "incomplete_in_a_row": 2}
         with ranks(store.url, 3, **soon, **FAST) as world:
-            lonely, engine = world[1], world[1]._engine
-
-            def save(pipelines: list[int], step: int) -> None:
-                for rank in pipelines:
-                    save_by(world, rank, step)
-                engine.loop.submit(engine.saves._look_back).result()
-
-            save([1], 1)
-            save([0, 1, 2], 2)
-            save([1], 3)
-            assert not engine.saves.unseen, "never two in a row"
-            save([1], 4)
+            lonely, told = world[1], Told(world[1])
+            save_by(world, 1, 1)
+            save_all(world, 2)  # looks at step 1
+            told.wait_for(1)
+            for step in (3, 4, 5):  # the last one would raise if step 2 did not count
+                save_by(world, 1, step)
+            told.wait_for(4)
             with pytest.raises(errors.SaveError, match=r"The last 2 .* ranks 0, 2"):
-                lonely.save(state(1), step=5)
+                lonely.save(state(1), step=6)
 
     def test_several_incomplete_ones_in_a_row_only_warn_if_asked(self, store: Stores) -> None:
         soon = {"incomplete_after_seconds": 0, "incomplete_in_a_row": 2}
         with ranks(store.url, 2, on_error="warn", **soon, **FAST) as world:
-            lonely, engine = world[1], world[1]._engine
-            for step in (1, 2):
-                lonely.save(state(1), step=step).wait()
-                settle(lonely)
-                engine.loop.submit(engine.saves._look_back).result()
+            lonely, told = world[1], Told(world[1])
+            for step in (1, 2, 3):
+                save_by(world, 1, step)
+            told.wait_for(2)
             with pytest.warns(RuntimeWarning, match=r"The last 2 .* ranks 0"):
-                handle = lonely.save(state(1), step=3)
-            assert handle.wait().step == 3
+                handle = lonely.save(state(1), step=4)
+            assert handle.wait().step == 4
 
     def test_saves_beside_each_other_look_at_each_once(self, store: Stores) -> None:
-        with ranks(store.url, 2, **FAST) as world:
-            for step in (1, 2):
-                save_by(world, 1, step=step)
-            for step in (1, 2):
-                save_by(world, 0, step=step)
-            loop, saves = world[1]._engine.loop, world[1]._engine.saves
+        soon = {"incomplete_after_seconds": 0, "incomplete_in_a_row": None}
+        with ranks(store.url, 2, **soon, **FAST) as world:
+            told = Told(world[1])
+            save_by(world, 1, 1)
             stopped = store.faulty.pause("stat")
-            first = loop.submit(saves._look_back)
+            save_by(world, 1, 2)
             stopped.wait_until_held()
-            second = loop.submit(saves._look_back)
-            loop.submit(anyio.lowlevel.checkpoint).result()  # the second one has begun
+            save_by(world, 1, 3)  # its look has begun too
             stopped.release()
-            first.result()
-            second.result()
-            before = len(store.faulty.operations)
-            loop.submit(saves._look_back).result()
-            assert len(store.faulty.operations) == before, "nothing is left to look at"
+            told.wait_for(3)
+            assert told.heard == [1, 2, 3]
 
     def test_a_store_that_failed_is_asked_again_what_became_of_it(self, store: Stores) -> None:
         soon = {"incomplete_after_seconds": 0, "incomplete_in_a_row": 1}
         with ranks(store.url, 2, **soon, **FAST) as world:
-            lonely, engine = world[1], world[1]._engine
-            lonely.save(state(1), step=1).wait()
-            settle(lonely)
+            lonely, told = world[1], Told(world[1])
+            save_by(world, 1, 1)
+            gate = store.faulty.pause("stat")
             store.faulty.fail(errors.StoreError("down"), "stat")
-            for _ in range(2):
-                engine.loop.submit(engine.saves._look_back).result()
+            save_by(world, 1, 2)
+            gate.wait_until_held()
+            gate.release()
+            save_by(world, 1, 3)
+            told.wait_for(1)
             with pytest.raises(errors.SaveError, match=r"ranks 0"):
-                lonely.save(state(1), step=2)
+                lonely.save(state(1), step=4)
 
     def test_a_commit_that_could_not_be_published_is_followed(self, store: Stores) -> None:
         with ranks(store.url, 2, incomplete_after_seconds=0, on_error="warn", **FAST) as world:
@@ -290,11 +310,12 @@ class TestHealing:
             store.faulty.fail(errors.StoreError("dead"), is_index)
             save_by(world, 1, step=1)
             assert not [key for key in store.memory._store.objects if key.endswith(".0.json")]
-            engine = world[1]._engine
-            engine.loop.submit(engine.saves._look_back).result()
+            completed: queue.SimpleQueue[int] = queue.SimpleQueue()
+            world[1].on_complete(lambda event: completed.put(event.step))
+            with pytest.warns(RuntimeWarning, match="dead"):
+                world[1].save(state(1), step=2)
+            assert completed.get(timeout=60) == 1
             assert [key for key in store.memory._store.objects if key.endswith(".0.json")]
-            (failure,) = engine.saves.take_failures()
-            assert "dead" in str(failure)
 
     def test_read_only_root_is_listed_as_it_is(self, store: Stores) -> None:
         with ranks(store.url, 2, on_error="warn", **FAST) as world:
@@ -303,7 +324,8 @@ class TestHealing:
             save_by(world, 1, step=1)
             (info,) = world[0].steps()
             assert info.reason.startswith("it has no index")
-            world[1]._engine.saves.take_failures()
+            with pytest.warns(RuntimeWarning, match="read only"):
+                world[1].close()
 
 
 def test_requests_of_a_save_do_not_grow_with_the_world() -> None:
@@ -431,11 +453,12 @@ class TestRetention:
 
             def wait_for_the_waiter(operation: Operation) -> None:
                 last.set()
-                while not world[0]._engine.loop.submit(is_complete).result():
-                    pass
+                with concurrent.futures.ThreadPoolExecutor(1) as threads:
+                    threads.submit(wait_until_complete).result()
 
-            async def is_complete() -> bool:
-                return (await world[0]._engine.catalog.latest()).step == 2  # type: ignore[union-attr]
+            def wait_until_complete() -> None:
+                while (newest := world[0].latest()) is None or newest.step != 2:
+                    pass
 
             store.faulty.call(wait_for_the_waiter, is_last_manifest, Landing.AFTER)
             save_all(world, 2)

@@ -22,7 +22,7 @@ import ckpipe
 from ckpipe.distributed import training_state
 from ckpipe.errors import ShapeMismatch
 from ckpipe.testing import MemoryBackend
-from tests.inner.rank_states import load_as, request, store_planned
+from tests.inner.stored_ranks import load_as, request, store_planned
 from tests.support.fork_server import PRELOADED
 from tests.support.pipelines import same
 from tests.support.placed_tensors import placed, rank_of

@@ -132,7 +132,7 @@ def test_a_rank_that_is_silent_holds_nobody_up_for_long(store: Stores) -> None:
     grace = {"preemption": {"enabled": True, "signals": [], "grace_seconds": 0.4}}
     with ranks(store.url, 3, **LOOK, **grace) as world:
         # The third one's store has gone away: it hears nothing and says nothing.
-        world[2]._engine.loop.submit(world[2]._engine.stop).result()
+        world[2].close()
         # The grace is short: both have voted before either waits for the third.
         both = threading.Barrier(2)
         store.faulty.call(lambda _: both.wait(30), is_vote, Landing.AFTER, times=None)

@@ -16,7 +16,7 @@ from ckpipe import Cast, Fuse, Rename, Split, Stack, Unstack
 from ckpipe.errors import PerRankValue, StructureMismatch
 from ckpipe.format.boxes import Box
 from ckpipe.testing import MemoryBackend
-from tests.inner.rank_states import Held, load_as, request, store_ranks
+from tests.inner.stored_ranks import Held, load_as, request, store_ranks
 from tests.support.pipelines import stores
 from tests.support.placed_tensors import placed, rank_of
 from tests.support.rank_pipelines import ranks

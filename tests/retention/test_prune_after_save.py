@@ -2,30 +2,31 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import anyio
 import pytest
 import torch
 
-import ckpipe
 from ckpipe.errors import StoreFull
 from ckpipe.events import Completed, Event
 from ckpipe.testing import Operation, SlowBackend
 from ckpipe.testing.wrappers import Result
 from tests.support.pipelines import stores
-from tests.support.rank_pipelines import settle
+from tests.support.settling import SettlingPipeline, settle
 
 HUNG = 60.0
 STATE = {"w": torch.ones(3)}
 
 
 def test_a_save_that_finds_no_room_tries_again_once_old_checkpoints_are_removed() -> None:
-    with stores() as store, ckpipe.SyncPipeline(store.url, keep_last=1) as pipeline:
+    with stores() as store, SettlingPipeline(store.url, keep_last=1) as pipeline:
         pipeline.save(STATE, step=1, until="committed")
         settle(pipeline)
         store.slow.hold("delete")
@@ -46,14 +47,14 @@ def test_a_save_that_finds_no_room_tries_again_once_old_checkpoints_are_removed(
 
 
 def test_saves_that_come_faster_than_old_ones_go_do_not_pile_up() -> None:
-    with stores() as store, ckpipe.SyncPipeline(store.url, keep_last=1) as pipeline:
+    with stores() as store, SettlingPipeline(store.url, keep_last=1) as pipeline:
         for step in (1, 2):
             pipeline.save(STATE, step=step, until="committed")
         store.slow.hold("delete")
         for step in range(3, 17):
             pipeline.save(STATE, step=step, until="committed")
-        until, active = time.monotonic() + HUNG, pipeline._engine.saves._active
-        while (under_way := len(active)) >= 10 and time.monotonic() < until:
+        until = time.monotonic() + HUNG
+        while (under_way := len(pipeline.unsettled)) >= 10 and time.monotonic() < until:
             time.sleep(0.001)  # who is told of a commit may be quicker than those that give way
         store.slow.release()
         settle(pipeline)
@@ -80,7 +81,7 @@ def test_saves_wait_for_a_prune_that_falls_behind() -> None:
 
     with stores() as store:
         store.slow = SlowDeletions(store.faulty)
-        with ckpipe.SyncPipeline(store.url, keep_last=1) as pipeline:
+        with SettlingPipeline(store.url, keep_last=1) as pipeline:
             pipeline.events.add(count)
             for step in range(36):
                 pipeline.save(STATE, step=step, until="committed")
@@ -90,13 +91,18 @@ def test_saves_wait_for_a_prune_that_falls_behind() -> None:
 
 
 def test_nothing_is_kept_of_checkpoints_that_are_removed(tmp_path: Path) -> None:
-    with ckpipe.SyncPipeline(tmp_path, keep_last=2) as pipeline:
-        for step in range(6):
-            pipeline.save(STATE, step=step, until="committed")
+    with SettlingPipeline(tmp_path, keep_last=2) as pipeline:
+        names = [pipeline.save(STATE, step=step).wait().id for step in range(6)]
         settle(pipeline)
-        left = {str(each.id) for each in pipeline.steps()}
-        assert len(left) == 2
-        assert set(pipeline._engine.catalog.summaries.known) == left
+        left = [each.id for each in pipeline.steps()]
+        assert sorted(left) == names[-2:]
+        known = {name for name in names if any(name in each for each in dicts_and_sets())}
+        assert known == set(left)
+
+
+def dicts_and_sets() -> list[Any]:
+    """All dicts and sets of this process."""
+    return [each for each in gc.get_objects() if type(each) in (dict, set)]
 
 
 def test_tombstones_of_complete_checkpoints_do_not_pile_up_for_a_day(tmp_path: Path) -> None:
@@ -107,7 +113,7 @@ def test_tombstones_of_complete_checkpoints_do_not_pile_up_for_a_day(tmp_path: P
             when = time.time() - hours * 3600
             os.utime(each, (when, when))
 
-    with ckpipe.SyncPipeline(tmp_path, keep_last=1) as pipeline:
+    with SettlingPipeline(tmp_path, keep_last=1) as pipeline:
         for step in range(33):
             pipeline.save(STATE, step=step, until="committed")
         settle(pipeline)
@@ -122,11 +128,11 @@ def test_tombstones_of_complete_checkpoints_do_not_pile_up_for_a_day(tmp_path: P
         for step in range(33, 65):
             pipeline.save(STATE, step=step, until="committed")
     age(1.1)
-    with ckpipe.SyncPipeline(tmp_path, keep_last=1) as pipeline:
+    with SettlingPipeline(tmp_path, keep_last=1) as pipeline:
         pipeline.prune()
         # Nothing tells another process that they were complete.
         assert len(list(marks.glob("*"))) == 32
     age(24.1)
-    with ckpipe.SyncPipeline(tmp_path, keep_last=1) as pipeline:
+    with SettlingPipeline(tmp_path, keep_last=1) as pipeline:
         pipeline.prune()
         assert not list(marks.glob("*"))

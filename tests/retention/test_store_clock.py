@@ -18,7 +18,7 @@ from ckpipe.testing import Landing
 from ckpipe.testing.wrappers import Operation, Result, WrappedBackend
 from ckpipe.types import CheckpointId
 from tests.support.pipelines import Stores
-from tests.support.rank_pipelines import settle
+from tests.support.settling import SettlingPipeline, settle
 
 STATE: dict[str, Any] = {"a": torch.ones(100)}
 DAY = timedelta(days=1)
@@ -87,7 +87,7 @@ def test_the_mark_of_a_deletion_stays_as_long_as_it_should(store: Stores, url: s
     def marks() -> list[str]:
         return [key for key in store.memory._store.objects if key.startswith(".ckpipe/deleted/")]
 
-    with ckpipe.SyncPipeline(url, keep_last=1) as pipeline:
+    with SettlingPipeline(url, keep_last=1) as pipeline:
         id = pipeline.save(STATE, step=0).wait().id
         pipeline.save(STATE, step=1).wait()
         settle(pipeline)  # else its own pruning may leave the mark once more, after the last look
@@ -115,7 +115,7 @@ RULES: dict[str, Any] = {"retention": {"rules": ckpipe.KeepWithin(DAY)}}
 def test_a_reading_of_the_clock_survives_a_lost_answer_and_leaves_nothing(
     store: Stores, landing: Landing
 ) -> None:
-    with ckpipe.SyncPipeline(store.url, upload={"backoff_seconds": 0}, **RULES) as pipeline:
+    with SettlingPipeline(store.url, upload={"backoff_seconds": 0}, **RULES) as pipeline:
         id = pipeline.save(STATE, step=0).wait().id
         settle(pipeline)
         age(store, id, 2 * DAY)

@@ -190,9 +190,10 @@ class Mapped(Dataset[bool]):
 def test_forked_loaders_have_no_part_of_the_staging_memory(tmp_path: Path) -> None:
     state = {"weight": torch.arange(100_000.0)}
     with ckpipe.SyncPipeline(tmp_path) as pipeline:
-        pipeline.save(state, step=0).wait()
-        block = pipeline._engine.context.arena._free[0]
-        dataset = Mapped(block.address)
+        first = pipeline.save(state, step=0)
+        first.wait()
+        with first.staged_state() as lent:
+            dataset = Mapped(lent["weight"].data_ptr())
         assert dataset[0]
         loader = DataLoader(dataset, num_workers=2, multiprocessing_context="fork")
         handles = []

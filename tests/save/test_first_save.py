@@ -15,7 +15,8 @@ from ckpipe import errors
 from ckpipe.testing import Landing
 from ckpipe.testing.wrappers import Operation
 from tests.support.pipelines import Stores
-from tests.support.rank_pipelines import one_rank, ranks, settle
+from tests.support.rank_pipelines import one_rank, ranks
+from tests.support.settling import settle
 from tests.support.stored_files import ATTEMPTS
 
 FAST: dict[str, Any] = {"upload": {"backoff_seconds": 0, "retries": 1}}

@@ -519,17 +519,19 @@ async def test_staged_tensors_are_lent_to_coroutines(store: Stores, slow: SlowCo
         await handle
 
 
-def test_a_cancelled_save_keeps_the_lock_while_a_thread_still_reads(
-    store: Stores, slow: SlowCopies, threads: DaemonThreads
+async def test_a_cancelled_save_keeps_the_lock_while_a_thread_still_reads(
+    store: Stores, slow: SlowCopies
 ) -> None:
     training = Training()
-    with open_pipeline(store, training) as pipeline:
-        handle = begun(pipeline, slow, training.state)
-        cancelled = pipeline._engine.loop.submit(pipeline._engine.saves.cancel, handle._save)
-        pipeline.steps()  # comes after it on the pipeline's loop
+    async with ckpipe.Pipeline(store.url, guard=training.optimizer) as pipeline:
+        handle = await pipeline.save(training.state, until="captured")
+        assert await asyncio.to_thread(slow.reached.wait, PATIENCE)
+        cancelling = asyncio.create_task(handle.cancel())
+        await asyncio.sleep(0)
+        await pipeline.trim()  # comes after it on the pipeline's loop
         assert [use.side for use in pipeline.lock.statistics().holders] == ["capturing"]
         slow.go_on.set()
-        cancelled.result(PATIENCE)
+        await asyncio.wait_for(cancelling, PATIENCE)
         training.optimizer.step()
         assert handle.status == "cancelled"
         assert is_free(pipeline.lock)

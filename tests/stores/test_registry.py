@@ -12,9 +12,7 @@ import pytest
 
 import ckpipe
 from ckpipe import register_backend
-from ckpipe.backend import PutMode
 from ckpipe.errors import BackendNotFound, SettingsError, UsageError
-from ckpipe.store.registry import Access, open_store
 from ckpipe.testing import MemoryBackend
 
 _numbers = itertools.count()
@@ -172,16 +170,3 @@ def test_local_backend_is_installed(tmp_path: Path, form: str) -> None:
         made.save({"a": 1}, step=1).wait()
     root = tmp_path / form.removeprefix("file://").format(".")
     assert len(list(root.glob("step-000000000001.*.json"))) == 1
-
-
-async def test_reads_of_an_open_store_are_counted(scheme: str) -> None:
-    counted: list[int] = []
-    register_backend(scheme, MemoryBackend)
-    url = f"{scheme}://{scheme}"
-    async with open_store(url, ckpipe.Settings(), Access.READ, counted.append) as store:
-        await store.put("a", bytes(20), PutMode.CREATE)
-        await store.read_into("a", 0, memoryview(bytearray(5)))
-        opened = store.open_object("a")
-        assert opened is not None
-        opened.read_into(10, memoryview(bytearray(7)), cached=opened.is_cached(10, 7))
-    assert counted == [5, 7]

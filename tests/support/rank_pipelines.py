@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-import ckpipe
 from ckpipe import SyncPipeline
+from tests.support.settling import SettlingPipeline
 
 
 def open_rank(url: str, rank: int, world_size: int, **fields: Any) -> SyncPipeline:
@@ -17,7 +17,7 @@ def open_rank(url: str, rank: int, world_size: int, **fields: Any) -> SyncPipeli
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RANK", str(rank))
         patch.setenv("WORLD_SIZE", str(world_size))
-        return ckpipe.SyncPipeline(url, **{"attempt_id": "run"} | fields).__enter__()
+        return SettlingPipeline(url, **{"attempt_id": "run"} | fields).__enter__()
 
 
 @contextlib.contextmanager
@@ -40,8 +40,3 @@ def ranks(url: str, world_size: int, **fields: Any) -> Iterator[list[SyncPipelin
             stack.push(pipeline)
             opened.append(pipeline)
         yield opened
-
-
-def settle(pipeline: SyncPipeline) -> None:
-    """Wait until a rank's saves, with all that follows a commit, are through."""
-    pipeline._engine.loop.submit(pipeline._engine.drain, staged_only=False).result()

@@ -12,6 +12,7 @@ import torch.distributed as dist
 import ckpipe
 from ckpipe.errors import UnsupportedTopology
 from tests.support.killed_runs import die, note
+from tests.support.pipelines import Stateful
 from tests.support.rank_processes import SETTINGS, URL, mortal, private, tell
 
 
@@ -71,15 +72,19 @@ def look(case: dict[str, Any]) -> None:
         note(case["root"], json.dumps({"rank": rank, "loaded": steps}))
 
 
+def die_together() -> None:
+    """Die once all ranks are here."""
+    dist.barrier()
+    die()
+
+
 def claimed_in_vain(case: dict[str, Any]) -> None:
     """Each rank dies, or goes on, when its claim is on the store and its first save is not."""
     with ckpipe.SyncPipeline(case["root"]) as pipeline:
         loaded = pipeline.load()
         first = loaded.step + 1 if loaded else 0
+        state: Any = {"rank": dist.get_rank()}
         if case["dies"]:
-            engine = pipeline._engine
-            engine.loop.submit(engine.saves._launch.claim).result()
-            dist.barrier()
-            die()
-        pipeline.save({"rank": dist.get_rank()}, step=first).wait_complete(timeout=300)
+            state = Stateful(die_together)  # a save reads the state after its claim
+        pipeline.save(state, step=first).wait_complete(timeout=300)
         tell(case, saved=first)

@@ -6,18 +6,21 @@ every line of JSON on its standard input it forks a trainer, and answers with it
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
 import signal
 import subprocess
 import sys
+import tempfile
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 import ckpipe
@@ -33,10 +36,27 @@ def state_of(step: int) -> dict[str, Any]:
     return {"step": step, "weight": torch.full((100_000,), float(step))}
 
 
+def find_worker(pipeline: ckpipe.SyncPipeline) -> int | None:
+    """Find a pipeline's worker among the children of this process, by the folder of its log.
+
+    Of pipelines that have workers at the same time, all but one need a ``worker.log_dir``.
+    """
+    log_dir, found = pipeline.settings.worker.log_dir, []
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.NoSuchProcess, FileNotFoundError):
+            if "ckpipe.worker" in child.cmdline():
+                logs = Path(os.readlink(f"/proc/{child.pid}/fd/1")).parent
+                private = logs.parent == Path(tempfile.gettempdir())
+                if private if log_dir is None else logs == Path(log_dir).resolve():
+                    found.append(child.pid)
+    assert len(found) <= 1
+    return found[0] if found else None
+
+
 def worker_of(pipeline: ckpipe.SyncPipeline) -> int:
-    """The process id of a pipeline's worker."""
-    found = pipeline._engine.context.uploader.process_id  # type: ignore[union-attr]
-    assert isinstance(found, int)
+    """Return the process id of a pipeline's worker, which must be there."""
+    found = find_worker(pipeline)
+    assert found is not None
     return found
 
 

@@ -19,9 +19,9 @@ from ckpipe.events import BlockUploaded, Event
 from tests.support.actors import PATIENCE
 from tests.support.gcs_servers import GcsServer
 from tests.support.pipelines import loaded_state, same
-from tests.support.rank_pipelines import settle
 from tests.support.s3_servers import S3Server
 from tests.support.sampling import EVERY
+from tests.support.settling import SettlingPipeline, settle
 from tests.support.worker_runs import SETTINGS, state_of, worker_of
 from tests.worker.test_environment import customize
 
@@ -128,7 +128,7 @@ def test_the_next_worker_commits_what_a_dead_one_had_in_hand(
     tmp_path: Path, deaths: Deaths, caplog: pytest.LogCaptureFixture, moment: str
 ) -> None:
     deaths.at(MOMENTS[moment])
-    with ckpipe.SyncPipeline(tmp_path / "run", **PROCESS) as pipeline:
+    with SettlingPipeline(tmp_path / "run", **PROCESS) as pipeline:
         pipeline.save(state_of(1), step=1).wait(PATIENCE)
         worker = worker_of(pipeline)
         handle = pipeline.save(state_of(2), step=2)
@@ -180,7 +180,7 @@ def test_a_bucket_takes_what_a_dead_worker_has_stored_there(
     fields: dict[str, Any] = {"backends": {scheme: options}, "staging": {"block_bytes": 5 << 20}}
     url = f"{scheme}://{BUCKET}/{tmp_path.name}"
     state = {"weight": torch.arange(11 << 18, dtype=torch.int32)}
-    with ckpipe.SyncPipeline(url, worker="process", **fields) as pipeline:
+    with SettlingPipeline(url, worker="process", **fields) as pipeline:
         pipeline.save(state_of(0), step=0).wait(PATIENCE)
         save_while_worker_is_stopped(pipeline, state, step=1)
         pipeline.save(state, step=2).wait(PATIENCE)
@@ -205,7 +205,7 @@ def kill_worker(pipeline: ckpipe.SyncPipeline, step: int, after: int) -> None:
 @pytest.mark.skipif(not EVERY, reason="kills fifty workers; make test-all does")
 def test_saves_commit_whenever_their_workers_are_killed(tmp_path: Path) -> None:
     state = {"weight": torch.rand(200 * BLOCK // 4)}
-    with ckpipe.SyncPipeline(tmp_path, keep_last=2, **PROCESS) as pipeline:
+    with SettlingPipeline(tmp_path, keep_last=2, **PROCESS) as pipeline:
         pipeline.save(state_of(0), step=0).wait(PATIENCE)
         save_while_worker_is_stopped(pipeline, state, step=0)
         for step in range(1, 51):
@@ -222,7 +222,7 @@ def test_saves_commit_whenever_their_workers_are_killed(tmp_path: Path) -> None:
 def test_a_save_whose_blocks_were_used_again_dies_with_its_worker(tmp_path: Path) -> None:
     staging = {"block_bytes": BLOCK, "bytes": 2 * BLOCK}
     large = {"weight": torch.rand(400 * BLOCK // 4)}
-    with ckpipe.SyncPipeline(tmp_path, worker="process", staging=staging) as pipeline:
+    with SettlingPipeline(tmp_path, worker="process", staging=staging) as pipeline:
         pipeline.save(state_of(1), step=1).wait(PATIENCE)
         settle(pipeline)
         worker = worker_of(pipeline)

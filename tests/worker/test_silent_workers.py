@@ -19,8 +19,8 @@ import torch
 
 import ckpipe
 from tests.support.actors import PATIENCE
-from tests.support.rank_pipelines import settle
 from tests.support.sampling import EVERY, sample
+from tests.support.settling import SettlingPipeline, settle
 from tests.support.worker_runs import SETTINGS, state_of, worker_of
 from tests.worker.test_environment import customize, traced
 
@@ -115,7 +115,7 @@ def test_a_worker_that_hangs_is_replaced_and_the_log_says_what_was_seen(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     customize(tmp_path, monkeypatch, ON_SIGNALS.format(gate=""))
-    with ckpipe.SyncPipeline(tmp_path / "run", **brief()) as pipeline:
+    with SettlingPipeline(tmp_path / "run", **brief()) as pipeline:
         pipeline.save(state_of(1)).wait(PATIENCE)
         settle(pipeline)
         worker = worker_of(pipeline)
@@ -146,7 +146,7 @@ def test_death_is_noticed_though_a_child_holds_the_socket(
 ) -> None:
     told = tmp_path / "told"
     customize(tmp_path, monkeypatch, FORKS.format(told=str(told)))
-    with ckpipe.SyncPipeline(tmp_path / "run", worker="process", **SETTINGS) as pipeline:
+    with SettlingPipeline(tmp_path / "run", worker="process", **SETTINGS) as pipeline:
         pipeline.save(state_of(1)).wait(PATIENCE)
         settle(pipeline)
         child = int(told.read_text())

@@ -13,8 +13,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import ckpipe
+from ckpipe import register_backend
+from ckpipe.backend import PutMode
 from ckpipe.errors import StoreUnavailable, Throttled
+from ckpipe.store.registry import Access, open_store
 from ckpipe.store.retry import AimdLimiter
+from ckpipe.testing import MemoryBackend
 
 EVENTS = st.lists(
     st.tuples(
@@ -206,3 +211,16 @@ async def test_other_failures_and_cancelled_turns_change_nothing() -> None:
         tasks.cancel_scope.cancel()
     async with limiter.admitted():
         pass
+
+
+async def test_reads_of_an_open_store_are_counted() -> None:
+    counted: list[int] = []
+    register_backend(scheme := "test-counted-reads", MemoryBackend)
+    url = f"{scheme}://{scheme}"
+    async with open_store(url, ckpipe.Settings(), Access.READ, counted.append) as store:
+        await store.put("a", bytes(20), PutMode.CREATE)
+        await store.read_into("a", 0, memoryview(bytearray(5)))
+        opened = store.open_object("a")
+        assert opened is not None
+        opened.read_into(10, memoryview(bytearray(7)), cached=opened.is_cached(10, 7))
+    assert counted == [5, 7]
