@@ -26,6 +26,14 @@ if TYPE_CHECKING:
     from ckpipe.errors import CkpipeError as CkpipeError
     from ckpipe.handles import SaveHandle as SaveHandle
     from ckpipe.handles import SyncSaveHandle as SyncSaveHandle
+    from ckpipe.loading.transforms import Cast as Cast
+    from ckpipe.loading.transforms import Drop as Drop
+    from ckpipe.loading.transforms import Fuse as Fuse
+    from ckpipe.loading.transforms import Only as Only
+    from ckpipe.loading.transforms import Rename as Rename
+    from ckpipe.loading.transforms import Split as Split
+    from ckpipe.loading.transforms import Stack as Stack
+    from ckpipe.loading.transforms import Unstack as Unstack
     from ckpipe.lock.state_lock import StateLock as StateLock
     from ckpipe.plan.global_plan import GlobalPlanner as GlobalPlanner
     from ckpipe.plan.plan import LocalPlanner as LocalPlanner
@@ -44,14 +52,6 @@ if TYPE_CHECKING:
     from ckpipe.state_helpers import Progress as Progress
     from ckpipe.state_helpers import RngState as RngState
     from ckpipe.store.registry import register_backend as register_backend
-    from ckpipe.transforms import Cast as Cast
-    from ckpipe.transforms import Drop as Drop
-    from ckpipe.transforms import Fuse as Fuse
-    from ckpipe.transforms import Only as Only
-    from ckpipe.transforms import Rename as Rename
-    from ckpipe.transforms import Split as Split
-    from ckpipe.transforms import Stack as Stack
-    from ckpipe.transforms import Unstack as Unstack
     from ckpipe.types import CheckpointInfo as CheckpointInfo
     from ckpipe.types import LoadReport as LoadReport
     from ckpipe.types import LoadResult as LoadResult
@@ -75,7 +75,7 @@ _NAMES = {
     "state.wrappers": ("register_wrapper",),
     "state_helpers": ("Progress", "RngState"),
     "store.registry": ("register_backend",),
-    "transforms": ("Cast", "Drop", "Fuse", "Only", "Rename", "Split", "Stack", "Unstack"),
+    "loading.transforms": ("Cast", "Drop", "Fuse", "Only", "Rename", "Split", "Stack", "Unstack"),
     "types": (
         "CheckpointInfo",
         "LoadReport",

@@ -38,10 +38,10 @@ from ckpipe.loading.saved_state import (
 from ckpipe.loading.select import PerRankPolicy, pruned, unmatched
 from ckpipe.loading.stateful import InspectionMemo
 from ckpipe.loading.targets import Targets
+from ckpipe.loading.transforms import Transform, transformed
 from ckpipe.lock.state_lock import LoadHold
 from ckpipe.loop_thread import Caller, on_caller
 from ckpipe.memory.arena import Arena
-from ckpipe.transforms import Transform, transformed
 from ckpipe.types import LoadReport, LoadResult, StageReport, first_of
 
 

@@ -29,6 +29,7 @@ from ckpipe.format import checksum
 from ckpipe.format.labels import label_filter
 from ckpipe.loading.load import LoadRequest
 from ckpipe.loading.select import PerRankPolicy
+from ckpipe.loading.transforms import Transform, transforms_of
 from ckpipe.lock.guard import Guarded, StepGuard, guard, optimizers_of, swapped
 from ckpipe.lock.state_lock import LoadHold, StateLock, lock_of
 from ckpipe.loop_thread import Caller, LoopThread, call_at_exit
@@ -53,7 +54,6 @@ from ckpipe.running.validation import (
 )
 from ckpipe.save.save import Save, SaveCall, SaveRequest
 from ckpipe.settings import PipelineFields, Settings
-from ckpipe.transforms import Transform, transforms_of
 from ckpipe.worker.crossing import refuse_to_train_as_worker
 
 logger = logging.getLogger("ckpipe")

@@ -17,6 +17,7 @@ from ckpipe.catalog.sweep import SweepReport
 from ckpipe.errors import CheckpointNotFound, UsageError
 from ckpipe.handles import SaveHandle, SyncSaveHandle
 from ckpipe.loading.select import PerRankPolicy
+from ckpipe.loading.transforms import Transform
 from ckpipe.loop_thread import Caller, this_loop
 from ckpipe.preemption import errors_of_handlers_deferred
 from ckpipe.retention import Decision
@@ -24,7 +25,6 @@ from ckpipe.running.base import PipelineBase
 from ckpipe.running.validation import Which, location, note_failures, raise_or_warn, which
 from ckpipe.save.save import SaveCall
 from ckpipe.settings import Settings
-from ckpipe.transforms import Transform
 from ckpipe.types import CheckpointInfo, LoadResult, VerifyResult
 
 T = TypeVar("T")
