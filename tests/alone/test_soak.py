@@ -13,8 +13,11 @@ import torch
 
 import ckpipe
 from tests.alone.usage import MOST_WORKERS, check_that_nothing_grows
-from tests.support.sampling import EVERY
+from tests.support.sampling import EVERY, sample
 from tests.support.settling import SettlingPipeline, settle
+
+TAKEN = sample(["saves", "pipelines", "small saves"], 1)
+"""The soaks of this run."""
 
 SAVES, WARM_UP = (180, 20) if EVERY else (10, 10)
 
@@ -27,6 +30,7 @@ def state() -> dict[str, Any]:
     return {"model": model, "optimizer": optimizer, "rng": ckpipe.RngState()}
 
 
+@pytest.mark.skipif("saves" not in TAKEN, reason="another soak was drawn")
 def test_many_saves_leave_nothing_behind(tmp_path: Path) -> None:
     training = state()
     with SettlingPipeline(tmp_path, keep_last=2, staging={"block_bytes": 1 << 20}) as pipeline:
@@ -55,6 +59,7 @@ def one_pipeline(root: Path, training: dict[str, Any], step: int) -> list[weakre
     return [weakref.ref(each) for each in held]
 
 
+@pytest.mark.skipif("pipelines" not in TAKEN, reason="another soak was drawn")
 def test_many_pipelines_leave_nothing_behind(tmp_path: Path) -> None:
     training = state()
     steps = itertools.count()
@@ -70,6 +75,7 @@ def test_many_pipelines_leave_nothing_behind(tmp_path: Path) -> None:
     check_that_nothing_grows(lambda: pipelines(SAVES))
 
 
+@pytest.mark.skipif("small saves" not in TAKEN, reason="another soak was drawn")
 def test_two_hundred_small_saves_leave_nothing_behind(tmp_path: Path) -> None:
     model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(8)))
     optimizer = torch.optim.AdamW(model.parameters())

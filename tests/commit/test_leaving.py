@@ -28,7 +28,6 @@ from tests.support.command_line import script
 from tests.support.pipelines import Stores, loaded_state
 from tests.support.sampling import sample
 from tests.support.signals import signals_heard
-from tests.support.staging import staging_memory
 
 STATE = {"w": torch.ones(10)}
 
@@ -279,7 +278,7 @@ async def test_a_pipeline_that_is_dropped_says_so_and_gives_its_memory_back(
     await save(1)
     store.slow.hold("write")
     await save(2)
-    assert staging_memory()
+    arena = pipeline._engine.context.arena
     loop = pipeline._loop._thread
     with pytest.warns(ResourceWarning, match="dropped and not closed") as warned:  # noqa: PT031
         if how == "the collector finds it":
@@ -294,7 +293,7 @@ async def test_a_pipeline_that_is_dropped_says_so_and_gives_its_memory_back(
     store.slow.release()
     closing.join()
     assert not loop.is_alive()
-    assert not staging_memory()
+    assert arena.blocks == 0
     found = pipeline.steps()
     assert [info.step for info in (await found if awaits else found) if info.complete] == [1, 2]
     closed = pipeline.aclose() if awaits else pipeline.close()
