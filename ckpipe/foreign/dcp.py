@@ -20,13 +20,11 @@ from ckpipe.errors import (
     CkpipeError,
     InvalidExtent,
     InvalidManifest,
-    MissingObject,
     OversizedMetadata,
-    UnsafePath,
     UnsupportedState,
 )
 from ckpipe.foreign.pickles import PLAIN, Record, read_pickle
-from ckpipe.foreign.source import AT_ONCE, MAX_METADATA_BYTES, read_range
+from ckpipe.foreign.source import AT_ONCE, MAX_METADATA_BYTES, check_named, read_range
 from ckpipe.foreign.torch_zip import read_object
 from ckpipe.foreign.virtual import Extent, ForeignTensor, virtual_manifest
 from ckpipe.format.dtypes import DTYPES, NAMES
@@ -139,14 +137,7 @@ def _item(index: Record, info: Record, there: Mapping[str, ObjectInfo]) -> _Item
     """Check where an item of the storage data lies."""
     file, begin, nbytes = (info.state[each] for each in ("relative_path", "offset", "length"))
     name, offsets = index.state["fqn"], index.state.get("offset")
-    if not isinstance(file, str) or "/" in file or "\\" in file or file in ("", ".", ".."):
-        raise UnsafePath(f"It names the file {file!r:.200}", key=METADATA)
-    if file not in there:
-        raise MissingObject(
-            f"{METADATA} names {file:.200}, which is not in the folder",
-            key=file,
-            hint="Copy the missing file",
-        )
+    check_named(file, there, METADATA)
     if info.state.get("transform_descriptors"):
         raise UnsupportedState(
             f"The data of {name!r:.200} are transformed, such as compressed", key=METADATA

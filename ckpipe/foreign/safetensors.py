@@ -19,11 +19,9 @@ from ckpipe.errors import (
     DuplicateName,
     InvalidExtent,
     InvalidManifest,
-    MissingObject,
     OversizedMetadata,
-    UnsafePath,
 )
-from ckpipe.foreign.source import AT_ONCE, MAX_METADATA_BYTES, read_range
+from ckpipe.foreign.source import AT_ONCE, MAX_METADATA_BYTES, check_named, read_range
 from ckpipe.foreign.virtual import Extent, ForeignTensor, tensor_bytes, virtual_manifest
 from ckpipe.format.data_file import LENGTH_BYTES, stored_dtype
 from ckpipe.format.dtypes import DTYPES
@@ -182,14 +180,7 @@ def weight_map(data: bytes, index: str, there: Mapping[str, ObjectInfo]) -> dict
     if not isinstance(weights, dict) or not all(isinstance(each, str) for each in weights.values()):
         raise InvalidManifest("The index has no weight_map of names and files", key=index)
     for name in dict.fromkeys(weights.values()):
-        if "/" in name or "\\" in name or name in ("", ".", ".."):
-            raise UnsafePath(f"The index names the file {name!r:.200}", key=index)
-        if name not in there:
-            raise MissingObject(
-                f"The index names {name:.200}, which is not in the folder",
-                key=index,
-                hint="Copy or download the missing file",
-            )
+        check_named(name, there, index)
     return weights
 
 

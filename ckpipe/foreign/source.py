@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Container, Sequence
 from contextlib import asynccontextmanager
 from importlib import metadata
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
@@ -18,6 +18,7 @@ from ckpipe.errors import (
     CorruptCheckpoint,
     MissingObject,
     ObjectNotFound,
+    UnsafePath,
     UsageError,
 )
 from ckpipe.foreign.virtual import ForeignFile
@@ -200,6 +201,28 @@ def _refuse_known(listing: Sequence[ObjectInfo], place: str) -> None:
     ):
         if is_there:
             raise UsageError(f"{place} is {what}; ckpipe does not open it", hint=hint)
+
+
+def check_named(name: object, there: Container[str], by: str) -> None:
+    """Check that a file which metadata name lies directly in the folder.
+
+    Args:
+        name: The name.
+        there: The names of the files in the folder.
+        by: The file that names it.
+
+    Raises:
+        UnsafePath: If it is no plain name.
+        MissingObject: If there is no such file.
+    """
+    if not isinstance(name, str) or "/" in name or "\\" in name or name in ("", ".", ".."):
+        raise UnsafePath(f"It names the file {name!r:.200}", key=by)
+    if name not in there:
+        raise MissingObject(
+            f"It names {name:.200}, which is not in the folder",
+            key=by,
+            hint="Copy or download the missing file",
+        )
 
 
 async def read_range(store: Backend, info: ObjectInfo, offset: int, size: int) -> bytes:

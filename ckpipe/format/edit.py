@@ -121,7 +121,7 @@ def _with(corner: tuple[int, ...], dim: int, by: int) -> tuple[int, ...]:
 
 
 Step = Shift | Lift | Take
-Source = tuple[int, tuple[Step, ...]]
+Derivation = tuple[int, tuple[Step, ...]]
 """The number of a stored tensor, and the steps that place its boxes."""
 
 
@@ -140,14 +140,14 @@ class Draft:
     structure: Structure
     tree: Node
     rows: list[TensorRow]
-    sources: list[tuple[Source, ...]]
+    sources: list[tuple[Derivation, ...]]
     optimizers: list[OptimizerRow]
 
     def leaves(self) -> dict[str, Node]:
         """Return the leaves of the tree by label."""
         return {label: node for node, label in walk(self.tree) if _is_leaf(node)}
 
-    def add(self, row: TensorRow, sources: Sequence[Source]) -> Node:
+    def add(self, row: TensorRow, sources: Sequence[Derivation]) -> Node:
         """Add a tensor, and return its leaf."""
         self.rows.append(row)
         self.sources.append(tuple(sources))

@@ -23,11 +23,11 @@ import torch
 from ckpipe.errors import ShapeMismatch, StructureMismatch, UsageError
 from ckpipe.format.dtypes import DTYPES, NAMES
 from ckpipe.format.edit import (
+    Derivation,
     Draft,
     Lift,
     ManifestEdit,
     Shift,
-    Source,
     Step,
     Take,
     two_with_one_name,
@@ -530,7 +530,7 @@ class Unstack(Transform):
             draft.move(moves)
 
 
-def _with_step(draft: Draft, number: int, step: Step) -> list[Source]:
+def _with_step(draft: Draft, number: int, step: Step) -> list[Derivation]:
     return [(source, (*steps, step)) for source, steps in draft.sources[number]]
 
 

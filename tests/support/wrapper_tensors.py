@@ -26,7 +26,7 @@ class Range(NamedTuple):
 
 
 class _Wrapper(torch.Tensor):
-    """What both classes share: few operations, which go to each inner tensor."""
+    """Pass the few operations of both classes on to each inner tensor."""
 
     names: tuple[str, ...]
     context: Any
@@ -127,7 +127,7 @@ def inner_of(tensor: torch.Tensor, path: str = "") -> dict[str, torch.Tensor]:
 
 
 def equal(one: Any, other: Any) -> bool:
-    """Whether two wrappers are of one class, with equal contexts and inner tensors."""
+    """Tell whether two wrappers have one class, equal contexts and equal inner tensors."""
     if type(one) is not type(other) or one.shape != other.shape or one.dtype != other.dtype:
         return False
     if one.__tensor_flatten__()[1] != other.__tensor_flatten__()[1]:
