@@ -40,7 +40,7 @@ __all__ = ["TrainingState", "training_state"]
 
 
 def training_state(
-    model: nn.Module | Sequence[nn.Module],
+    model: nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module],
     *optimizers: Optimizer,
     replicated: bool | str | Sequence[str] = False,
 ) -> TrainingState:
@@ -52,8 +52,11 @@ def training_state(
     Args:
         model: The model, sharded or wrapped or not: FSDP2 (``fully_shard``), DDP, tensor parallel,
             ``torch.compile``, activation checkpointing, FSDP1 with a device mesh, or a bare
-            module. Or a list of the pipeline stages that this rank has, whose names must differ.
-        optimizers: Those that step its parameters, if they are to be saved.
+            module. Or a list of the pipeline stages that this rank has, whose names must differ. Or
+            several models by name, each wrapped in its own way: their tensors are saved below these
+            names.
+        optimizers: Those that step its parameters, if they are to be saved. The wrapper that
+            ``accelerate`` puts around an optimizer is taken off.
         replicated: Tensors that your program keeps equal on all ranks, so that each byte is written
             once, beside those that ckpipe knows to be equal (see :class:`TrainingState`). True
             names all parameters and their optimizer state, but no buffer and no extra state: for a
@@ -67,7 +70,8 @@ def training_state(
         FSDP1, whose flat parameters torch gathers.
 
     Raises:
-        UsageError: If ``replicated`` is of another form.
+        UsageError: If ``replicated`` is of another form, or the name of a model is empty or has a
+            dot.
     """
     return TrainingState(model, optimizers, replicated=replicated)
 
@@ -92,8 +96,8 @@ class TrainingState:
     To load the model alone, include its ``model``; to load the optimizers alone, ``optimizer``.
 
     Args:
-        model: The model, or a list of stages of it.
-        optimizers: Its optimizers.
+        model: The model, a list of stages of it, or several models by name.
+        optimizers: Their optimizers.
         replicated: As for :func:`training_state`.
     """
 
@@ -101,14 +105,16 @@ class TrainingState:
 
     def __init__(
         self,
-        model: nn.Module | Sequence[nn.Module],
+        model: nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module],
         optimizers: Sequence[Optimizer],
         *,
         replicated: bool | str | Sequence[str] = False,
     ) -> None:
+        if isinstance(model, Mapping):
+            model = _together(model)
         self._modules = [model] if isinstance(model, nn.Module) else list(model)
         self._stages = not isinstance(model, nn.Module)
-        self._optimizers = tuple(optimizers)
+        self._optimizers = tuple(map(_bare, optimizers))
         globs = [replicated] if isinstance(replicated, str) else replicated
         if not (
             isinstance(globs, bool)
@@ -202,6 +208,24 @@ class TrainingState:
                     elif ranks is not None and tensor.numel() > 1:
                         found[label] = ranks
         return found
+
+
+def _together(models: Mapping[str, nn.Module]) -> nn.Module:
+    """Return one module that has the models under their names."""
+    try:
+        return nn.ModuleDict(dict(models))
+    except (KeyError, TypeError) as error:
+        raise UsageError(
+            f"Several models are given by name, and these names cannot be used: {error}",
+            hint="Name each by a text without a dot: training_state({'generator': g, 'critic': c})",
+        ) from error
+
+
+def _bare(optimizer: Optimizer) -> Optimizer:
+    """Take off the wrapper of ``accelerate``, whose class says nothing of the optimizer."""
+    while type(optimizer).__module__ == "accelerate.optimizer":
+        optimizer = optimizer.optimizer  # type: ignore[attr-defined]
+    return optimizer
 
 
 def _tensors_by_label(value: Any, label: str) -> Iterator[tuple[str, torch.Tensor]]:

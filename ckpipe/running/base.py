@@ -271,6 +271,14 @@ class PipelineBase:
         return self._lock
 
     @property
+    def url(self) -> str:
+        """The root of the checkpoints as its setting says it, without credentials.
+
+        ``f"{pipeline.url}/{info.id}"`` is the address of a checkpoint, for trackers and notes.
+        """
+        return without_secrets(str(self._settings.url))
+
+    @property
     def settings(self) -> Settings:
         """The settings in force."""
         return self._settings
@@ -289,12 +297,8 @@ class PipelineBase:
     def __repr__(self) -> str:
         past = self._recorder.describe(self._under_way())
         inside = self._opened.describe() if self._opened and self._loop else "closed"
-        text = f"{self._shown_url} [{inside}{' | ' if past else ''}{past}]"
+        text = f"{self.url} [{inside}{' | ' if past else ''}{past}]"
         return f"<{type(self).__name__} {text}>"
-
-    @property
-    def _shown_url(self) -> str:
-        return without_secrets(str(self._settings.url))
 
     def _under_way(self) -> list[Save]:
         return self._opened.saves.under_way() if self._opened else []
@@ -517,7 +521,7 @@ class PipelineBase:
         with contextlib.suppress(RuntimeError):  # the program ends, and starts no more threads
             Thread(target=self._close_unattended, name="ckpipe closing", daemon=True).start()
         warnings.warn(
-            f"The pipeline {self._shown_url}, opened at {self._opened_at}, was dropped and not "
+            f"The pipeline {self.url}, opened at {self._opened_at}, was dropped and not "
             "closed. It is closed in the background, once its saves are durable. Use it in a "
             "with block, or close it before you open another",
             ResourceWarning,
@@ -537,7 +541,7 @@ class PipelineBase:
             logger.info(
                 "Waiting for %d saves of %s, which was not closed: steps %s",
                 len(saves),
-                self._shown_url,
+                self.url,
                 ", ".join(str(each.id.step) for each in saves),
             )
         with self._leaving():

@@ -84,6 +84,7 @@ _PIPELINE = {
     "events": "property -> EventBus",
     "lock": "property -> StateLock",
     "settings": "property -> Settings",
+    "url": "property -> str",
 }
 _HANDLE = {
     "cancel": "(self) -> None",

@@ -594,3 +594,37 @@ def test_a_state_in_memory_loads_as_a_checkpoint_does() -> None:
     with pytest.raises(ShapeMismatch, match="has the shape"):
         training_state(other, its).load_state_dict(state)
     assert_same(everything(other, its), before)
+
+
+class Pair:
+    """Two models of one shape, each with an optimizer of its own, as one training state."""
+
+    def __init__(self, seed: int) -> None:
+        torch.manual_seed(seed)
+        self.nets = {"generator": Net(), "critic": Net()}
+        self.optimizers = [AdamW(net.parameters()) for net in self.nets.values()]
+        self.state = training_state(self.nets, *self.optimizers)
+
+    def losses(self) -> list[list[float]]:
+        pairs = zip(self.nets.values(), self.optimizers, strict=True)
+        return [step(net, optimizer) for net, optimizer in pairs]
+
+
+def test_several_models_by_name_load_to_the_bit_and_apart(tmp_path: Path) -> None:
+    run, other = Pair(1), Pair(2)
+    run.losses()
+    with SyncPipeline(tmp_path) as pipeline:
+        pipeline.save({"training": run.state}, step=1).wait()
+        pipeline.load({"training": other.state})
+        alone = Net()
+        one = {"training": training_state({"critic": alone})}
+        pipeline.load(one, include=["training.model.critic*"])
+    assert difference(run.state.state_dict(), other.state.state_dict()) is None
+    assert difference(run.nets["critic"].state_dict(), alone.state_dict()) is None
+    assert run.losses() == other.losses()
+
+
+@pytest.mark.parametrize("names", [("a.b", "c"), ("", "c"), (1, "c")], ids=str)
+def test_models_get_names_that_labels_can_hold(names: tuple[Any, Any]) -> None:
+    with pytest.raises(UsageError, match="without a dot"):
+        training_state({name: Net() for name in names})
