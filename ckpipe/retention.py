@@ -231,20 +231,31 @@ class KeepLast(_Leaf):
 
     Args:
         n: The number to keep. 0 keeps no intermediate checkpoints, only final ones.
+        including: The name of a metric: the newest checkpoint that has a number for it counts among
+            the ``n``, however old it is. So a run that gives this metric only to checkpoints that
+            are better than all before keeps the best and the ``n - 1`` newest others.
 
     Raises:
-        SettingsError: If ``n`` is not a whole number of at least 0.
+        SettingsError: If ``n`` is not a whole number of at least 0, or of at least 1 with
+            ``including``, or that is no text.
     """
 
     n: int
+    including: str | None = None
 
     def __post_init__(self) -> None:
-        _check_whole("KeepLast", "n", self.n, least=0)
+        if not isinstance(self.including, str | None) or self.including == "":
+            raise SettingsError(f"including is the name of a metric, not {self.including!r}")
+        _check_whole("KeepLast", "n", self.n, least=0 if self.including is None else 1)
 
     def _kept(self, newest_first: Sequence[Candidate], now: datetime) -> set[str]:
         if self.n == 0:
             return {candidate.id for candidate in newest_first if candidate.final}
-        return {candidate.id for candidate in newest_first[: self.n]}
+        values = ((each, each.metrics.get(self.including or "")) for each in newest_first)
+        # Only NaN differs from itself.
+        marked = [each for each, value in values if value is not None and value == value][:1]
+        others = [each for each in newest_first if each not in marked]
+        return {each.id for each in (*marked, *others[: self.n - len(marked)])}
 
     def rivals(
         self, newest_first: Sequence[Candidate], losers: Collection[str], now: datetime
@@ -253,10 +264,11 @@ class KeepLast(_Leaf):
         return self._kept(newest_first, now) if self.n else set()
 
     def _phrase(self) -> str:
-        return f"among the newest {self.n}" if self.n else "a final checkpoint"
+        marked = f", or the newest with {self.including}" if self.including else ""
+        return f"among the newest {self.n}{marked}" if self.n else "a final checkpoint"
 
     def to_data(self) -> dict[str, Any]:
-        return {"keep": "last", "n": self.n}
+        return {"keep": "last", **self._arguments()}
 
 
 @dataclass(frozen=True, slots=True, repr=False, kw_only=True)

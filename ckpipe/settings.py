@@ -573,6 +573,7 @@ class PipelineFields(TypedDict, total=False):
     solo: bool
     read_only: bool
     initial: str | os.PathLike[str] | None
+    resume: Literal["auto", "must", "never"]
     meeting_timeout_seconds: float
     incomplete_after_seconds: float
     incomplete_in_a_row: int | None
@@ -647,6 +648,14 @@ class Settings(BaseModel):
     """The path or URL of a checkpoint of another program, such as a folder of Hugging Face weights,
     which ``load(state)`` takes while the run has no checkpoint: the first start and every restart
     are the same line. :meth:`ckpipe.Pipeline.load` describes it under ``source``."""
+
+    resume: Literal["auto", "must", "never"] = "auto"
+    """Behaviour of ``load(state)`` while there is no complete checkpoint. ``auto`` begins a run. It
+    warns if the root holds remains of earlier launches, which are incomplete checkpoints, deleted
+    ones or claims, or if the launcher says that this is a restart (``TORCHELASTIC_RESTART_COUNT``,
+    ``SLURM_RESTART_COUNT``); the warning names them, and why none counts. ``must`` raises
+    ``CheckpointNotFound``, even if ``initial`` is set. ``never`` begins a run even beside complete
+    checkpoints; its saves count as newer than those. A load of a named step is as always."""
 
     meeting_timeout_seconds: float = Field(300.0, gt=0)
     """Seconds that opening waits at most for the other ranks to agree on an attempt. With

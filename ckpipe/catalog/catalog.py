@@ -174,6 +174,26 @@ class Catalog:
             raise _without_metric(metric, candidates)
         return next((self.summaries.filled(each) for each in complete if each.id == winner), None)
 
+    async def named(self, name: str) -> CheckpointInfo | None:
+        """Find the newest complete checkpoint that has this text under ``name`` in its metadata.
+
+        Costs as much as :meth:`best`.
+
+        Raises:
+            StoreError: If the store failed.
+        """
+        complete = [each for each in (await self._listed()).infos() if each.complete]
+        query = SummaryQuery(self.backend, complete, self.summaries, few=1)
+        while True:
+            known = await query.candidates()
+            named = (each.id for each in known if self.summaries[each.id].name == name)
+            winner = next(named, None)
+            # One index must confirm even that no checkpoint has the name.
+            deciding = winner or next((each.id for each in known), None)
+            if deciding is None or await query.is_sure([deciding]):
+                break
+        return next((self.summaries.filled(each) for each in complete if each.id == winner), None)
+
     async def _listed(self) -> Listing:
         """List the names of the root; drop the summaries of those that others have removed."""
         # Summaries that are added meanwhile may be of a checkpoint that is newer than the list.

@@ -55,7 +55,7 @@ class Summaries:
         """Note the summary of an index; it replaces the stored one."""
         self.known[name] = found
         told = self.stored.pop(name, None)
-        if told is not None and told.members != found.members:
+        if told is not None and not told.members.items() <= found.members.items():
             logger.warning("The summary of %s contradicts its index: no summary is used", name)
             self.trusting = False
             self.stored.clear()

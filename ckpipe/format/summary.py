@@ -45,6 +45,7 @@ class Summary:
             :func:`ckpipe.format.summary.copied_bytes`.
         resumed_from: Id of the checkpoint that its run had loaded; only the index has it.
         metadata: The metadata that was passed to ``save``; only the index has it.
+        name: The text under ``name`` in the metadata; None without one.
     """
 
     bytes: int
@@ -54,6 +55,7 @@ class Summary:
     copied_bytes: int = 0
     resumed_from: str | None = None
     metadata: Mapping[str, Json] | None = None
+    name: str | None = None
 
     @property
     def is_wasteful(self) -> bool:
@@ -69,6 +71,7 @@ class Summary:
             "final": self.final,
             "metrics": {name: encode_float(value) for name, value in self.metrics.items()},
             "copied_bytes": self.copied_bytes,
+            **({} if self.name is None else {"name": self.name}),
         }
 
 
@@ -79,6 +82,7 @@ def summary_of(index: ManifestDocument) -> Summary:
         InvalidManifest: If its metrics are not numbers.
     """
     first = index.parts[0]
+    name = first.metadata.get("name")
     return Summary(
         sum(file.size for part in index.parts for file in part.files),
         index.world_size,
@@ -87,6 +91,7 @@ def summary_of(index: ManifestDocument) -> Summary:
         copied_bytes(index),
         first.resumed_from,
         first.metadata,
+        name if isinstance(name, str) else None,
     )
 
 
@@ -108,17 +113,19 @@ def decode_summary(id: CheckpointId, data: bytes) -> Summary:
     document, head = decode_json(data, MOST_BYTES), _head(id)
     numbers: list[Any] = [document.get(name) for name in _NUMBERS]
     final, metrics = document.get("final"), document.get("metrics")
+    name = document.pop("name", None)
     if (
         document.keys() != {*head, *_NUMBERS, "final", "metrics"}
         or any(document[name] != value for name, value in head.items())
         or not all(type(each) is int and 0 <= each <= _LARGEST for each in numbers)
         or type(final) is not bool
         or type(metrics) is not dict
+        or not isinstance(name, str | None)
     ):
         raise InvalidManifest("This is no summary of this checkpoint, or one of another version")
     told = {name: decode_float(value) for name, value in metrics.items()}
     size, world_size, copied = numbers
-    return Summary(size, world_size, final, told, copied)
+    return Summary(size, world_size, final, told, copied, name=name)
 
 
 def _head(id: CheckpointId) -> dict[str, Json]:

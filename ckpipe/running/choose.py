@@ -13,23 +13,30 @@ steps that are just being stored.
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
 import anyio
 
-from ckpipe.backend import Backend
+from ckpipe.backend import Backend, without_secrets
 from ckpipe.catalog.complete import (
     discover_repaired,
     find_repaired,
     newest_likely,
     newest_repaired,
 )
-from ckpipe.catalog.find import NO_INDEX, discover, pick, said_of_foreign
+from ckpipe.catalog.find import NO_INDEX, discover, list_root, pick, said_of_foreign
 from ckpipe.catalog.leases import leased
-from ckpipe.errors import CheckpointIncomplete, CorruptCheckpoint, InvalidManifest, StoreError
-from ckpipe.format.names import launch_id
+from ckpipe.errors import (
+    CheckpointIncomplete,
+    CheckpointNotFound,
+    CorruptCheckpoint,
+    InvalidManifest,
+    StoreError,
+)
+from ckpipe.format.names import ATTEMPTS, launch_id
 from ckpipe.ranks.agree import Agreements
 from ckpipe.running.saves import Saves
 from ckpipe.save.context import SaveContext
@@ -47,11 +54,22 @@ async def choose(
     which: int | str | None,
     agreements: Agreements | None,
     question: str,
+    *,
+    find: Callable[[], Awaitable[CheckpointInfo | None]] | None = None,
 ) -> CheckpointInfo | None:
     """Find the checkpoint to load, the same on all ranks; None if there is none.
 
     The first rank decides for all. So a checkpoint may become complete between the lists of two
     ranks, and both still load the same one.
+
+    Args:
+        context: The context of the pipeline.
+        saves: The saves of the pipeline.
+        which: The step or id; None for the newest.
+        agreements: The agreements of the ranks; None if there is no need to agree.
+        question: The name of the question, the same on all ranks.
+        find: Finds the checkpoint in place of a load of the newest, which may find one that is
+            being deleted.
     """
     decided = None if agreements is None else await agreements.decided(question)
     if decided is None:
@@ -69,6 +87,8 @@ async def choose(
                 found = await _find_step(context, which)
             else:
                 found = await find_repaired(context.store.retrying, which)
+        elif find is not None:
+            found = await find()
         elif agreements is None:  # Alone: its lease tells whether the newest is being deleted.
             found = await newest_likely(context.store.retrying)
         else:
@@ -195,25 +215,74 @@ async def _unfinished(backend: Backend, which: int | str | None) -> list[str]:
     return [str(id) for id in open_ones if newest is None or id > newest]
 
 
-async def tell_fresh(context: SaveContext, place: str) -> None:
-    """Log that training starts fresh; warn of objects that were perhaps meant to be resumed."""
-    retrying, attempt = context.store.retrying, context.attempt
-    fresh = f"no complete checkpoint: training starts fresh at {place}"
-    try:
-        # Another rank may have begun its first save meanwhile.
-        known = [each for each in await discover(retrying) if each.attempt != attempt]
-        foreign = None if known else await said_of_foreign(retrying)
-    except StoreError as error:  # the result of the load is decided already
-        logger.info("%s; other contents are unknown: %s", fresh, error)
+_RESTARTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
+"""Variables in which ``torchrun`` and Slurm count the restarts of a job.
+
+Sources: ``torch/distributed/elastic/agent/server/local_elastic_agent.py`` and ``sbatch(1)``.
+"""
+
+
+async def begin_anew(context: SaveContext, place: str) -> None:
+    """Decide whether a run may begin without a checkpoint, and log it on the first rank.
+
+    Raises:
+        CheckpointNotFound: If the setting ``resume`` is ``"must"``.
+    """
+    settings = context.settings
+    start = f"training starts fresh at {place}"
+    if settings.initial is not None:
+        start = f"training at {place} starts from {without_secrets(settings.initial)}"
+    if settings.resume == "never":
+        if context.rank == 0:
+            logger.info('resume="never": %s', start)
         return
-    incomplete = [each for each in known if each.reason == NO_INDEX]
-    if incomplete:
+    unknown, foreign = "", None
+    try:
+        remains = await _remains(context)
+        if not remains and settings.initial is None:
+            foreign = await said_of_foreign(context.store.retrying)
+    except StoreError as error:  # the result of the load is decided already
+        remains, unknown = [], f"; other contents are unknown: {error}"
+    if settings.resume == "must":
+        raise CheckpointNotFound(
+            f"There is no complete checkpoint to resume from at {place}{unknown}"
+            + "".join(f"; {each}" for each in remains),
+            rank=context.rank,
+            hint='resume="auto" begins a run here',
+        )
+    if context.rank > 0:
+        return
+    if remains:
+        logger.warning("no complete checkpoint: %s; %s", start, "; ".join(remains))
+    elif foreign is not None:
+        logger.warning("no complete checkpoint: %s. %s", start, foreign)
+    else:
+        logger.info("no complete checkpoint: %s%s", start, unknown)
+
+
+async def _remains(context: SaveContext) -> list[str]:
+    """Describe what earlier launches left on the root, and that the launcher tells of one."""
+    retrying, own = context.store.retrying, launch_id(context.attempt)
+    listing = await list_root(retrying)
+    # Another rank may have begun its first save meanwhile.
+    known = [each for each in listing.infos() if launch_id(each.attempt) != own]
+    found = []
+    if incomplete := [each for each in known if each.reason == NO_INDEX]:
         count = len(incomplete)
         which = f"the newest of {count} incomplete checkpoints" if count > 1 else "the only one"
-        logger.warning(
-            "%s; %s there, %s, is incomplete: %s", fresh, which, incomplete[0].id, NO_INDEX
-        )
-    elif foreign is not None:
-        logger.warning("%s. %s", fresh, foreign)
-    else:
-        logger.info("%s", fresh)
+        found.append(f"{which} there, {incomplete[0].id}, is incomplete: {NO_INDEX}")
+    if deleted := listing.tombstones:
+        which = f"{len(deleted)} checkpoints were" if len(deleted) > 1 else "a checkpoint was"
+        found.append(f"{which} deleted there, the newest is {max(deleted)}")
+    if context.settings.read_only:
+        return found
+    claimed = (await retrying.children(ATTEMPTS)).prefixes
+    launches = {each.removeprefix(ATTEMPTS).rstrip("/") for each in claimed}
+    if not found and (earlier := sorted(launches - {own})):
+        found.append(f"launch {earlier[-1]} has claimed it and left no checkpoint")
+    counts = {name: os.environ.get(name, "") for name in _RESTARTS}
+    return found + [
+        f"{name}={count} says that this is a restart"
+        for name, count in counts.items()
+        if count.isdecimal() and int(count)
+    ]

@@ -21,6 +21,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from hashlib import sha256
 
 import anyio
@@ -51,7 +52,7 @@ from ckpipe.loop_thread import on_caller
 from ckpipe.ranks.agree import Agreements, ObjectAgreements, TorchAgreements
 from ckpipe.ranks.launch import Launch, agreeing_store
 from ckpipe.ranks.world import Topology
-from ckpipe.running.choose import choose, tell_fresh
+from ckpipe.running.choose import begin_anew, choose
 from ckpipe.running.saves import Saves
 from ckpipe.save.context import SaveContext
 from ckpipe.threads import BackgroundTask
@@ -191,6 +192,42 @@ class Loads:
                     which, request, agreements, asked, joint, fallback=fallback
                 )
 
+    async def choose(self, which: int | str | None, name: str | None) -> CheckpointInfo | None:
+        """Choose the checkpoint that a load would take, the same on all ranks, with its summary.
+
+        Args:
+            which: The step or id; None for the newest.
+            name: The name of the checkpoint in its metadata; None for any.
+
+        Raises:
+            UsageError: If both are given.
+            CheckpointNotFound: If ``which`` is absent or incomplete. If there is none to resume
+                from, and the setting ``resume`` is ``"must"``.
+            CkpipeError: Any error of an agreement of ranks.
+        """
+        if which is not None and name is not None:
+            raise UsageError("step and name are given, and only one of them can be")
+        catalog, resume = self._context.store.catalog, self._context.settings.resume
+        alone, named = self._context.world_size == 1, which is not None
+        find = partial(newest_repaired, self._context.store.retrying)
+        if name is not None:
+            find = partial(catalog.named, name)
+        info = None
+        with self._until_closed(None), self._numbered(named) as asked:
+            if which is not None:
+                await self._saves.settled(which)
+            agreements = None if alone or named else await self._agreeing()
+            if named or name is not None or resume != "never":
+                with self._waiting():
+                    info = await choose(
+                        self._context, self._saves, which, agreements, asked, find=find
+                    )
+        if info is not None:
+            return await catalog.inspected(info)
+        if name is None:
+            await begin_anew(self._context, self._place)
+        return None
+
     async def _from_source(
         self, url: str, request: LoadRequest, joint: _Joint | None
     ) -> LoadResult:
@@ -220,8 +257,10 @@ class Loads:
         fallback: bool,
     ) -> LoadResult | None:
         """Load the wanted checkpoint; with a fallback, the first that is whole."""
-        with self._waiting():
-            info = await choose(self._context, self._saves, which, agreements, asked)
+        info = None
+        if which is not None or self._context.settings.resume != "never":
+            with self._waiting():
+                info = await choose(self._context, self._saves, which, agreements, asked)
         damaged: dict[str, str] = {}
         first: CorruptCheckpoint | None = None
         while info is not None:
@@ -251,12 +290,9 @@ class Loads:
                 first = CorruptCheckpoint(f"{name} is damaged: {how}", step=_info(name).step)
             first.add_note(f"None of the {len(damaged)} checkpoints that could serve is whole")
             raise first
+        await begin_anew(self._context, self._place)
         initial = self._context.settings.initial
-        if which is None and initial is not None:
-            return await self._from_source(initial, request, joint)
-        if self._context.rank == 0:
-            await tell_fresh(self._context, self._place)
-        return None
+        return None if initial is None else await self._from_source(initial, request, joint)
 
     async def _attempt(
         self,

@@ -368,6 +368,8 @@ class Pipeline(PipelineBase):
             LockMisuse: If ``into`` is given and this thread is capturing the state, as a
                 ``state_dict`` that a save calls does.
             PipelineClosed: If the pipeline is left before the load has a checkpoint and the lock.
+            CheckpointNotFound: If there is no complete checkpoint and the setting ``resume`` is
+                ``"must"``.
             UnsupportedVersion: If it is of a newer format.
             UnsupportedTopology: If several ranks must agree on a checkpoint, and cannot, or some do
                 not join in time. If a process group has appeared or changed since opening.
@@ -427,6 +429,38 @@ class Pipeline(PipelineBase):
             StoreError: If the store failed.
         """
         return await self._run(self._engine.catalog.latest)
+
+    async def choose(
+        self, step: Which | None = None, *, name: str | None = None
+    ) -> CheckpointInfo | None:
+        """Choose the checkpoint that a load would take, the same on all ranks, with its metadata.
+
+        For programs that need a fact of the checkpoint before they have built what it loads into:
+        ``load(state, chosen)`` then loads it. Several ranks call alike; the first decides for all.
+        Waits for saves as :meth:`load` does, and obeys the setting ``resume``. Reads the index.
+
+        Args:
+            step: A step, the id of a checkpoint, or its info; None takes the newest complete one.
+            name: A text that a save was given as ``metadata={"name": …}``: the newest complete
+                checkpoint of this name is taken, whatever ``resume`` says. Costs four delimited
+                lists, the index of the checkpoint, and once in a process a small read for each
+                checkpoint that it did not write.
+
+        Returns:
+            The checkpoint, with the metadata and metrics of rank 0, which are None if its index is
+            damaged; None if there is none.
+
+        Raises:
+            UsageError: If step and name are given.
+            CheckpointNotFound: If the step given is absent or incomplete; or if nothing is given,
+                there is no complete checkpoint, and the setting ``resume`` is ``"must"``.
+            PipelineClosed: If the pipeline is left meanwhile.
+            UnsupportedTopology: If several ranks must agree and cannot.
+            StoreError: If the store failed.
+        """
+        chosen = None if step is None else which(step)
+        self._engine.world.check(saves=False)
+        return await self._run(self._engine.loads.choose, chosen, name)
 
     async def best(
         self, metric: str, *, mode: Literal["min", "max"] = "min"
@@ -686,6 +720,14 @@ class SyncPipeline(PipelineBase):
     def latest(self) -> CheckpointInfo | None:
         """Find the newest complete checkpoint; None if there is none."""
         return self._call(self._engine.catalog.latest)
+
+    def choose(
+        self, step: Which | None = None, *, name: str | None = None
+    ) -> CheckpointInfo | None:
+        """Choose the checkpoint that a load would take. See :meth:`ckpipe.Pipeline.choose`."""
+        chosen = None if step is None else which(step)
+        self._engine.world.check(saves=False)
+        return self._call(self._engine.loads.choose, chosen, name)
 
     def best(self, metric: str, *, mode: Literal["min", "max"] = "min") -> CheckpointInfo | None:
         """Find the checkpoint with the best value of a metric. See :meth:`ckpipe.Pipeline.best`."""

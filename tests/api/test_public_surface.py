@@ -62,6 +62,9 @@ _PIPELINE = {
     ) -> CheckpointInfo | None""",
     "delete": "(self, step: Which, *, force: bool = False) -> None",
     "guard": "(self, *optimizers: Optimizer) -> None",
+    "choose": """(
+        self, step: Which | None = None, *, name: str | None = None
+    ) -> CheckpointInfo | None""",
     "latest": "(self) -> CheckpointInfo | None",
     "pin": "(self, step: Which) -> None",
     "preempt": "(self) -> None",
@@ -182,7 +185,7 @@ SETTINGS = """
     url attempt_id solo meeting_timeout_seconds incomplete_after_seconds
     incomplete_in_a_row final_format export.part export.dtype export.max_shard_bytes
     save_every_steps save_every_seconds look_every_seconds on_busy on_error
-    drain_timeout_seconds per_rank pickle keep_reports read_only initial
+    drain_timeout_seconds per_rank pickle keep_reports read_only initial resume
     switch_interval_seconds
     staging.bytes staging.block_bytes staging.pinned staging.overlap
     upload.lanes upload.retries upload.backoff_seconds upload.backoff_max_seconds

@@ -36,7 +36,8 @@ ID = CheckpointId(ATTEMPT, 7, 0)
 
 metrics = st.dictionaries(st.text(max_size=30), st.floats(), max_size=12)
 sizes = st.integers(0, 1 << 62)
-summaries = st.builds(Summary, sizes, sizes, st.booleans(), metrics, sizes)
+names = st.none() | st.text(max_size=30)
+summaries = st.builds(Summary, sizes, sizes, st.booleans(), metrics, sizes, name=names)
 
 
 @given(summaries)
@@ -73,6 +74,7 @@ def test_a_damaged_summary_is_none(summary: Summary, data: st.DataObject) -> Non
         {"metrics": {"a": None}},
         {"metrics": {"a": []}},
         {"metrics": {"a": "high"}},
+        {"name": 1},
     ],
     ids=str,
 )

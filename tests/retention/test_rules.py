@@ -61,6 +61,7 @@ candidates = st.lists(
 )
 plain_leaves = st.one_of(
     st.builds(KeepLast, st.integers(0, 5)),
+    st.builds(KeepLast, st.integers(1, 4), st.sampled_from(["loss", "score"])),
     st.builds(lambda steps: KeepEvery(steps=steps), st.integers(1, 7)),
     st.builds(lambda seconds: KeepEvery(seconds=seconds), st.floats(1, 300)),
     st.builds(
@@ -93,6 +94,11 @@ def wanted(rule: Rule, each: Candidate, all_of_them: Sequence[Candidate]) -> boo
             return all(wanted(part, each, all_of_them) for part in parts)
         case KeepLast(0):
             return each.final
+        case KeepLast(n, str(metric)):
+            having = [one for one in all_of_them if not math.isnan(one.metrics.get(metric, NAN))]
+            last = max((one.order for one in having), default=None)
+            newer = sum(each.order < one.order != last for one in all_of_them)
+            return each.order == last or newer < n - (last is not None)
         case KeepLast(n):
             return sum(other.order > each.order for other in all_of_them) < n
         case KeepWithin(period):
@@ -279,6 +285,9 @@ def test_rules_are_values_that_flatten_and_read_well() -> None:
         ({"keep": "last", "n": "3"}, "whole number of at least 0, not '3'"),
         ({"keep": "last", "n": True}, "whole number"),
         ({"keep": "last", "n": -1}, "not -1"),
+        ({"keep": "last", "n": 0, "including": "loss"}, "at least 1, not 0"),
+        ({"keep": "last", "n": 1, "including": ""}, "name of a metric"),
+        ({"keep": "last", "n": 1, "including": 5}, "name of a metric, not 5"),
         ({"keep": "every"}, "either steps or seconds"),
         ({"keep": "every", "steps": 5, "seconds": 5}, "either steps or seconds"),
         ({"keep": "every", "steps": 0}, "at least 1, not 0"),
