@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 
 import pytest
 
+from tests.support.command_line import forked
 from tests.support.sampling import SEED
 
+PYTEST = "import sys, pytest; sys.exit(pytest.main(sys.argv[1:]))"
+IMPORTED = "ignore::pytest.PytestAssertRewriteWarning"
 ALONE = "CKPIPE_TEST_ALONE"
 
 
@@ -18,18 +19,14 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     """Have another process run the test; there it runs as any other does."""
     if os.environ.get(ALONE):
         return None
-    options = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    # What the process was forked with is no code of tests.
+    options = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-W", IMPORTED]
     environment = {**os.environ, ALONE: "1", "CKPIPE_TEST_SEED": str(SEED)}
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", *options, f"{pyfuncitem.path}::{_name(pyfuncitem)}"],
-        cwd=pyfuncitem.config.rootpath,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if done.returncode:
-        pytest.fail(done.stdout + done.stderr, pytrace=False)
+    test = f"{pyfuncitem.path}::{_name(pyfuncitem)}"
+    place = pyfuncitem.config.rootpath
+    done = forked(PYTEST, *options, test, cwd=place, env=environment)
+    if done.code:
+        pytest.fail(done.out + done.err, pytrace=False)
     return True
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +16,7 @@ from hypothesis import strategies as st
 import ckpipe
 from ckpipe.cli.diff import Comparison, TensorDifference
 from tests.support.command_line import Commands, damage, save_steps
+from tests.support.fork_server import ForkedProgram
 from tests.support.rank_pipelines import ranks
 from tests.support.signals import HEARING
 
@@ -233,15 +232,9 @@ main()
 def test_an_interrupt_ends_the_comparison_of_a_large_tensor(tmp_path: Path) -> None:
     large = {"large": torch.zeros((4 << 20) + 1, dtype=torch.uint8)}
     save(tmp_path, large, large)
-    with subprocess.Popen(
-        [sys.executable, "-c", HEARING + STEPWISE, "diff", tmp_path, "0", "1"],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-    ) as process:  # fmt: skip
-        assert process.stdout is not None
-        assert process.stdin is not None
+    with ForkedProgram(HEARING + STEPWISE, "diff", tmp_path, 0, 1) as process:
         assert process.stdout.readline() == "comparing\n"
         process.send_signal(signal.SIGINT)
-        process.stdin.close()
-        assert process.wait(300) == 130
-        assert process.stdout.read() == ""
+        assert process.communicate() == ("", "")
+        assert process.returncode == 130
     assert not [path for path in tmp_path.glob(".ckpipe/leases/**/*") if path.is_file()]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import re
 import shlex
@@ -19,16 +18,13 @@ import typer
 from ckpipe import errors
 from ckpipe.cli.app import make_app
 from ckpipe.cli.commands import COMMANDS
-from tests.support.fork_server import PRELOADED
+from tests.support.fork_server import FRESH
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 RESUMES = "restored.step + 1 if restored"
 RUN_ONCE = {"docs/tutorials/resume.md"}  # it kills its run only where there is nothing to resume
 SECONDS = 300
-
-_FRESH = multiprocessing.get_context("forkserver")
-_FRESH.set_forkserver_preload(PRELOADED)
 
 _FENCE = re.compile(r"```python(?:\s.*?)?(?:title=\"(?P<title>[^\"]+)\".*)?")
 _OPT_OUT = re.compile(r"<!-- not run: (.+) -->")
@@ -67,7 +63,7 @@ def run_page(page: Path, folder: Path) -> tuple[int | None, str]:
     They are one program, like the cells of a notebook, with their places in tracebacks. The
     process is forked from one that has torch imported and nothing else, which saves seconds.
     """
-    process = _FRESH.Process(target=_run_fences, args=(page, folder))
+    process = FRESH.Process(target=_run_fences, args=(page, folder))
     process.start()
     process.join(SECONDS)
     if process.is_alive():

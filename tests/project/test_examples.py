@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import os
 import runpy
-import subprocess
-import sys
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.support.command_line import TORCHRUN, Done, forked
 from tests.support.s3_servers import S3Server
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -21,16 +20,9 @@ SMALL_GPT = ["--layers", "1", "--width", "384", "--context", "8", "--batch", "1"
 RUNS = ("undisturbed", "killed")
 
 
-def run_example(name: str, *arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, str(EXAMPLES / name), *arguments],
-        cwd=folder,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+def run_example(name: str, *arguments: str, folder: Path) -> Done:
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    return forked(EXAMPLES / name, *arguments, cwd=folder, env=environment)
 
 
 def indexes(folder: Path) -> list[int]:
@@ -44,13 +36,13 @@ def records(log: Path) -> list[dict[str, Any]]:
 def test_training_saves_and_a_second_start_has_nothing_left_to_do(tmp_path: Path) -> None:
     command = ("--checkpoints", "here", "--log", "log.jsonl", "--steps", "6", "--save-every", "3")
     first = run_example("train_gpt.py", *command, *SMALL_GPT, folder=tmp_path)
-    assert first.returncode == 0, first.stderr
-    assert "starting from scratch" in first.stdout
+    assert first.code == 0, first.err
+    assert "starting from scratch" in first.out
     assert indexes(tmp_path / "here") == [3, 6]
 
     second = run_example("train_gpt.py", *command, *SMALL_GPT, folder=tmp_path)
-    assert second.returncode == 0, second.stderr
-    assert "resumed from step 6" in second.stdout
+    assert second.code == 0, second.err
+    assert "resumed from step 6" in second.out
 
     *steps, finished, finished_again = records(tmp_path / "log.jsonl")
     assert [record["step"] for record in steps] == [1, 2, 3, 4, 5, 6]
@@ -58,53 +50,57 @@ def test_training_saves_and_a_second_start_has_nothing_left_to_do(tmp_path: Path
     assert finished == finished_again
 
 
-def test_demo_kills_a_save_and_the_resumed_run_is_identical(tmp_path: Path) -> None:
-    demo = run_example(
-        "demo.py", "--folder", "runs", "--kill-from", "10", "--picture", "curves.png",
-        "--steps", "40", "--save-every", "5", *SMALL_GPT, folder=tmp_path,
-    )  # fmt: skip
-    assert demo.returncode == 0, demo.stdout + demo.stderr
-    assert "IDENTICAL to the last bit." in demo.stdout
-    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
-
-    undisturbed, killed = (records(tmp_path / "runs" / run / "log.jsonl") for run in RUNS)
-    losses = {record["step"]: record["loss"] for record in undisturbed if "step" in record}
-    assert list(losses) == list(range(1, 41))
-    again = [record for record in killed if "step" in record]
-    assert len(again) > 40, "some steps were taken twice, because a save was lost"
-    assert all(losses[record["step"]] == record["loss"] for record in again)
-    assert undisturbed[-1] == killed[-1]
+FSDP = ["--checkpoints", "run", "--steps", "16", "--save-every", "4"]
+ALONE = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 
 
-def launch(ranks: int, *arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [
-            sys.executable, "-m", "torch.distributed.run", "--standalone",
-            "--nproc-per-node", str(ranks), str(EXAMPLES / "fsdp_torchrun.py"),
-            "--checkpoints", "run", "--steps", "16", "--save-every", "4", *arguments,
-        ],
-        cwd=folder, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
-        timeout=300, check=False,
-    )  # fmt: skip
+def launch(ranks: int, *arguments: str, folder: Path) -> Done:
+    program = str(EXAMPLES / "fsdp_torchrun.py")
+    options = ["--standalone", "--nproc-per-node", str(ranks), program, *FSDP]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    return forked(TORCHRUN, *options, *arguments, cwd=folder, env=environment)
 
 
-def test_sharded_run_is_killed_and_goes_on_with_fewer_ranks(tmp_path: Path) -> None:
-    undisturbed, killed = tmp_path / "undisturbed", tmp_path / "killed"
-    undisturbed.mkdir()
-    killed.mkdir()
-    alone = launch(1, folder=undisturbed)
-    assert alone.returncode == 0, alone.stderr
-    assert launch(2, "--die-at", "12", folder=killed).returncode != 0
-    resumed = launch(1, folder=killed)
-    assert resumed.returncode == 0, resumed.stderr
-    assert "1 ranks, from step 4" in resumed.stdout or "1 ranks, from step 8" in resumed.stdout
+class TestRunsThatAreKilled:
+    """The examples that start, kill and resume runs of several processes, one of them each time."""
 
-    expected = {record["step"]: record["loss"] for record in records(undisturbed / "run.jsonl")}
-    found = records(killed / "run.jsonl")
-    assert {record["ranks"] for record in found} == {1, 2}
-    assert found[-1]["step"] == 16
-    for record in found:
-        assert record["loss"] == pytest.approx(expected[record["step"]], rel=1e-4)
+    sample = 1
+
+    def test_demo_kills_a_save_and_the_resumed_run_is_identical(self, tmp_path: Path) -> None:
+        demo = run_example(
+            "demo.py", "--folder", "runs", "--kill-from", "10", "--picture", "curves.png",
+            "--steps", "40", "--save-every", "5", *SMALL_GPT, folder=tmp_path,
+        )  # fmt: skip
+        assert demo.code == 0, demo.out + demo.err
+        assert "IDENTICAL to the last bit." in demo.out
+        assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+        undisturbed, killed = (records(tmp_path / "runs" / run / "log.jsonl") for run in RUNS)
+        losses = {record["step"]: record["loss"] for record in undisturbed if "step" in record}
+        assert list(losses) == list(range(1, 41))
+        again = [record for record in killed if "step" in record]
+        assert len(again) > 40, "some steps were taken twice, because a save was lost"
+        assert all(losses[record["step"]] == record["loss"] for record in again)
+        assert undisturbed[-1] == killed[-1]
+
+    def test_sharded_run_is_killed_and_goes_on_with_fewer_ranks(self, tmp_path: Path) -> None:
+        undisturbed, killed = tmp_path / "undisturbed", tmp_path / "killed"
+        undisturbed.mkdir()
+        killed.mkdir()
+        environment = os.environ | ALONE
+        alone = forked(EXAMPLES / "fsdp_torchrun.py", *FSDP, cwd=undisturbed, env=environment)
+        assert alone.code == 0, alone.err
+        assert launch(2, "--die-at", "12", folder=killed).code != 0
+        resumed = launch(1, folder=killed)
+        assert resumed.code == 0, resumed.err
+        assert "1 ranks, from step 4" in resumed.out or "1 ranks, from step 8" in resumed.out
+
+        expected = {record["step"]: record["loss"] for record in records(undisturbed / "run.jsonl")}
+        found = records(killed / "run.jsonl")
+        assert {record["ranks"] for record in found} == {1, 2}
+        assert found[-1]["step"] == 16
+        for record in found:
+            assert record["loss"] == pytest.approx(expected[record["step"]], rel=1e-4)
 
 
 def write_run(folder: Path, lines: list[dict[str, object]]) -> Path:
@@ -149,16 +145,16 @@ def test_async_loop_saves_while_its_coroutine_blocks_and_goes_on_when_run_again(
 ) -> None:
     command = ("--checkpoints", "here", "--steps", "60", "--save-every", "20")
     first = run_example("async_loop.py", *command, folder=tmp_path)
-    assert first.returncode == 0, first.stderr
-    assert "starting from scratch" in first.stdout
+    assert first.code == 0, first.err
+    assert "starting from scratch" in first.out
     # The example looks at the handle before it awaits again: only a loop of the pipeline's own
     # can have carried the save to its end by then.
-    assert "by now the save of step 20 is committed" in first.stdout
+    assert "by now the save of step 20 is committed" in first.out
     assert indexes(tmp_path / "here") == [20, 40, 60]
 
     second = run_example("async_loop.py", *command, folder=tmp_path)
-    assert second.returncode == 0, second.stderr
-    assert "going on from step 60" in second.stdout
+    assert second.code == 0, second.err
+    assert "going on from step 60" in second.out
     assert indexes(tmp_path / "here") == [20, 40, 60, 80, 100, 120]
 
 
@@ -168,9 +164,9 @@ def test_s3_quickstart_goes_on_where_it_stopped(moto_server: S3Server, tmp_path:
     moto_server.make_bucket("examples")
     command = ("s3://examples/run-1", "--endpoint-url", moto_server.url, "--steps", "5")
     first = run_example("s3_quickstart.py", *command, folder=tmp_path)
-    assert first.returncode == 0, first.stderr
-    assert "starting from scratch" in first.stdout
+    assert first.code == 0, first.err
+    assert "starting from scratch" in first.out
     second = run_example("s3_quickstart.py", *command, folder=tmp_path)
-    assert second.returncode == 0, second.stderr
-    assert "going on from step 5" in second.stdout
-    assert second.stdout.count("in the bucket: ") == 2
+    assert second.code == 0, second.err
+    assert "going on from step 5" in second.out
+    assert second.out.count("in the bucket: ") == 2

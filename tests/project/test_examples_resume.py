@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 import runpy
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +14,7 @@ from safetensors.torch import load_file
 
 import ckpipe
 from tests.project.test_examples import EXAMPLES, indexes, run_example
+from tests.support.fork_server import ForkedProgram
 
 
 def losses(output: str) -> list[str]:
@@ -24,16 +23,16 @@ def losses(output: str) -> list[str]:
 
 def test_a_run_stopped_in_an_epoch_goes_on_to_the_same_losses(tmp_path: Path) -> None:
     whole = run_example("resume.py", "--checkpoints", "whole", folder=tmp_path)
-    assert whole.returncode == 0, whole.stderr
-    assert len(losses(whole.stdout)) == 40
+    assert whole.code == 0, whole.err
+    assert len(losses(whole.out)) == 40
     parts = []
     for stop in ("7", "1000"):
         part = run_example(
             "resume.py", "--checkpoints", "parts", "--stop-after", stop, folder=tmp_path
         )
-        assert part.returncode == 0, part.stderr
-        parts += losses(part.stdout)
-    assert parts == losses(whole.stdout)
+        assert part.code == 0, part.err
+        parts += losses(part.out)
+    assert parts == losses(whole.out)
     assert indexes(tmp_path / "parts") == [7, 30, 40], "and the one resumed from"
 
 
@@ -62,14 +61,12 @@ def test_a_loader_of_torchdata_goes_on_in_the_middle_of_its_epoch(tmp_path: Path
 
 
 def test_a_signal_makes_a_run_save_the_step_it_is_in(tmp_path: Path) -> None:
-    command = [sys.executable, str(EXAMPLES / "resume.py"), "--epochs", "100000"]
-    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
+    with ForkedProgram(EXAMPLES / "resume.py", "--epochs", 100000, cwd=tmp_path) as process:
         lines = [process.stdout.readline()]
         while lines[-1] and not lines[-1].startswith("epoch 1"):
             lines.append(process.stdout.readline())
         process.send_signal(signal.SIGTERM)
-        lines += process.stdout.readlines()
+        lines += process.communicate()[0].splitlines()
     assert process.returncode == 0
     last = int(lines[-1].split()[3])
     assert indexes(tmp_path / "resume-checkpoints")[-1] == last

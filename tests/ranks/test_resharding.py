@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import multiprocessing
 import os
 from datetime import timedelta
 from pathlib import Path
@@ -23,7 +22,7 @@ from ckpipe.distributed import training_state
 from ckpipe.errors import ShapeMismatch
 from ckpipe.testing import MemoryBackend
 from tests.inner.stored_ranks import load_as, request, store_planned
-from tests.support.fork_server import PRELOADED
+from tests.support.fork_server import FRESH
 from tests.support.pipelines import same
 from tests.support.placed_tensors import placed, rank_of
 
@@ -169,10 +168,8 @@ def _rank(rank: int, world_size: int, path: str, work: Any) -> None:
 
 
 def run_ranks(world_size: int, path: Path, work: Any) -> None:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
     ranks = [
-        context.Process(target=_rank, args=(rank, world_size, str(path), work))
+        FRESH.Process(target=_rank, args=(rank, world_size, str(path), work))
         for rank in range(world_size)
     ]
     for each in ranks:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 from datetime import timedelta
 from pathlib import Path
@@ -18,7 +17,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 import ckpipe
 from ckpipe import errors
-from tests.support.fork_server import PRELOADED
+from tests.support.fork_server import FRESH
 from tests.support.pipelines import loaded_state
 
 WORLD = 4
@@ -100,10 +99,7 @@ def run_rank(rank: int, root: str) -> None:
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint that four processes have saved, and loaded where it was."""
     path = tmp_path_factory.mktemp("ranks")
-    server = multiprocessing.get_context("forkserver")
-    # Forked from a process without threads that has imported what takes long once for all.
-    server.set_forkserver_preload(PRELOADED)
-    ranks = [server.Process(target=run_rank, args=(rank, str(path))) for rank in range(WORLD)]
+    ranks = [FRESH.Process(target=run_rank, args=(rank, str(path))) for rank in range(WORLD)]
     for each in ranks:
         each.start()
     for each in ranks:

@@ -6,14 +6,13 @@ import itertools
 import os
 import random
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 import ckpipe
 from tests.ranks.torchrun_rank import SAVES
+from tests.support.command_line import TORCHRUN, forked
 from tests.support.rank_processes import told
 from tests.support.sampling import EVERY, SEED
 
@@ -44,13 +43,12 @@ def test_restarted_ranks_are_a_new_attempt_and_go_on(plan: str, kind: str, tmp_p
     remove gloo's keys, and only those, before they join.
     """
     root = tmp_path / "run"
-    command = [
-        sys.executable, "-m", "torch.distributed.run", *rendezvous(kind), "--nproc_per_node=2",
-        "--max-restarts=1", "--monitor-interval=0.1", str(SCRIPT), str(root), plan, kind,
-    ]  # fmt: skip
     # Without it torch's own restart over gloo meets the keys of the launch before.
     environment = os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
-    subprocess.run(command, env=environment, check=True, capture_output=True, timeout=300)
+    options = ["--nproc_per_node=2", "--max-restarts=1", "--monitor-interval=0.1"]
+    command = [*rendezvous(kind), *options, SCRIPT, root, plan, kind]
+    done = forked(TORCHRUN, *command, env=environment)
+    assert done.code == 0, done.err
     first, second = told(root, "launch").values()
     assert first == second
     (_, attempt, begin), (_, again, resumed) = first

@@ -9,7 +9,6 @@ import asyncio
 import errno
 import fcntl
 import gc
-import multiprocessing
 import os
 import shutil
 import tempfile
@@ -41,7 +40,7 @@ from ckpipe.testing.conformance import pattern
 from ckpipe.testing.wrappers import Operation, Result, WrappedBackend
 from ckpipe_local import LocalBackend
 from tests.stores.racing_creators import check_race
-from tests.support.fork_server import PRELOADED
+from tests.support.fork_server import FRESH
 
 PAGE = LocalBackend.limits.alignment
 TEMPORARY = ".ckpipe-tmp-"
@@ -680,6 +679,4 @@ async def test_descriptors_outlive_their_writers(
 
 
 def test_create_only_between_processes(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
-    check_race(context, tmp_path)
+    check_race(FRESH, tmp_path)

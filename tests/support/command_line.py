@@ -17,10 +17,12 @@ import torch
 
 import ckpipe
 from ckpipe.cli.app import run
+from tests.support.fork_server import ForkedProgram
 from tests.support.pipelines import small_state
 from tests.support.signals import HEARING
 from tests.support.stored_files import data_file_key, flip
 
+TORCHRUN = "from torch.distributed.run import main; main()"
 PROGRAM = [sys.executable, "-m", "ckpipe.cli"]
 
 
@@ -90,10 +92,18 @@ main()
 """
 
 
+def forked(program: str | Path, *arguments: object, **options: Any) -> Done:
+    """Run Python code in a process that is forked, since its start is not tested; wait for it."""
+    with ForkedProgram(program, *arguments, **options) as process:
+        out, err = process.communicate()
+    assert process.returncode is not None
+    return Done(process.returncode, out, err)
+
+
 @contextmanager
 def stuck(
     verbs: str | tuple[str, ...], *arguments: object, key: str = "", cwd: Path | None = None
-) -> Iterator[subprocess.Popen[str]]:
+) -> Iterator[ForkedProgram]:
     """The real program, waiting at its first request of one of some kinds to a ``stuck://`` URL.
 
     Args:
@@ -103,11 +113,8 @@ def stuck(
         cwd: Where the program runs.
     """
     kinds = (verbs,) if isinstance(verbs, str) else verbs
-    with subprocess.Popen(
-        [sys.executable, "-c", HEARING + _STUCK.format(verbs=kinds, key=key), *map(str, arguments)],
-        cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    ) as process:  # fmt: skip
-        assert process.stdout is not None
+    code = HEARING + _STUCK.format(verbs=kinds, key=key)
+    with ForkedProgram(code, *arguments, cwd=cwd) as process:
         assert process.stdout.readline() == "stuck\n"
         yield process
 
@@ -118,7 +125,8 @@ def interrupted(
     """What :func:`stuck` has printed and returned after a signal."""
     with stuck(verbs, *arguments, **options) as process:
         process.send_signal(signum)
-        out, err = process.communicate(timeout=300)
+        out, err = process.communicate()
+    assert process.returncode is not None
     return Done(process.returncode, out, err)
 
 

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import faulthandler
 import json
+import multiprocessing
 import os
+import runpy
 import signal
 import subprocess
 import sys
+import tempfile
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from multiprocessing.connection import Connection
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy.random  # noqa: F401
+import torch
 
 import ckpipe
 
@@ -31,6 +37,108 @@ PRELOADED = [
     "torch.distributed.tensor",
     "tests.support.fork_server",
 ]
+
+FRESH = multiprocessing.get_context("forkserver")
+"""Starts processes with one thread, which have torch imported and have used nothing of it."""
+FRESH.set_forkserver_preload(PRELOADED)
+
+
+class ForkedProgram:
+    """Run a program in a process of its own that need not import torch first.
+
+    It has standard streams, arguments, a folder and variables like a program that is started, and
+    ends like one. A test of the start or the end of an interpreter starts a real one. Leaving the
+    block waits for the end of the program, or kills it after an exception.
+
+    Args:
+        program: The file of the program, or its text.
+        arguments: Those of the program.
+        cwd: Where it runs.
+        env: Its variables, if not those of this process.
+
+    Attributes:
+        stdin: What it reads.
+        stdout: What it prints.
+        returncode: Its exit code after its end; below zero the signal that killed it.
+    """
+
+    def __init__(
+        self,
+        program: str | Path,
+        *arguments: object,
+        cwd: Path | None = None,
+        env: Mapping[str, str] | None = None,
+    ) -> None:
+        self._errors = tempfile.NamedTemporaryFile("r")  # noqa: SIM115 - closed at the end
+        stdin, given = FRESH.Pipe(duplex=False)
+        taken, stdout = FRESH.Pipe(duplex=False)
+        words = ["-c" if isinstance(program, str) else str(program), *map(str, arguments)]
+        place, variables = cwd or Path.cwd(), dict(os.environ if env is None else env)
+        self._process = FRESH.Process(
+            target=_run_program,
+            args=(program, words, place, variables, stdin, stdout, self._errors.name),
+        )
+        with given, taken:
+            with stdin, stdout:
+                self._process.start()
+            self.stdin = os.fdopen(os.dup(given.fileno()), "w")
+            self.stdout = os.fdopen(os.dup(taken.fileno()))
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    def __enter__(self) -> ForkedProgram:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            self._process.kill()
+        self.communicate()
+
+    def send_signal(self, number: int) -> None:
+        """Send it a signal."""
+        assert self._process.pid is not None
+        os.kill(self._process.pid, number)
+
+    def communicate(self, timeout: float = 300) -> tuple[str, str]:
+        """Wait for its end; return what it printed and nothing has read, and its errors."""
+        if self.stdout.closed:
+            return "", ""
+        self.stdin.close()
+        with self.stdout, self._errors:
+            out = self.stdout.read()
+            self._process.join(timeout)
+            assert self._process.exitcode is not None
+            return out, self._errors.read()
+
+
+def _run_program(
+    program: str | Path,
+    words: list[str],
+    cwd: Path,
+    variables: dict[str, str],
+    stdin: Connection,
+    stdout: Connection,
+    errors: str,
+) -> None:
+    with stdin, stdout:
+        os.dup2(stdin.fileno(), 0)
+        os.dup2(stdout.fileno(), 1)
+    os.dup2(os.open(errors, os.O_WRONLY | os.O_APPEND), 2)
+    sys.stdin, sys.stdout, sys.stderr = os.fdopen(0), os.fdopen(1, "w"), os.fdopen(2, "w", 1)
+    os.chdir(cwd)
+    os.environ.clear()
+    os.environ.update(variables)
+    torch.set_num_threads(int(variables.get("OMP_NUM_THREADS", torch.get_num_threads())))
+    sys.argv = words
+    if isinstance(program, Path):
+        sys.path.insert(0, str(program.parent))
+        runpy.run_path(str(program), run_name="__main__")
+    else:
+        main = ModuleType("__main__")
+        sys.modules["__main__"] = main
+        exec(compile(program, "<string>", "exec"), main.__dict__)
 
 
 class Forks:
