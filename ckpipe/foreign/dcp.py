@@ -1,15 +1,16 @@
 """Read folders of ``torch.distributed.checkpoint`` (DCP), of torch 2.6 and later.
 
 Source: ``metadata.py``, ``filesystem.py`` and ``_nested_dict.py`` of that package in torch 2.6 and
-2.13. ``.metadata`` is a pickle with the names, shapes and chunks of tensors, the
-path of each name in the saved state, and for each chunk or value a range of a ``.distcp`` file. The
-range is a file of ``torch.save``.
+2.13. ``.metadata`` is a pickle with the names, shapes and chunks of tensors, the path of each name
+in the saved state, and for each chunk or value a range of a ``.distcp`` file. The range is a file
+of ``torch.save``. With ``SerializationFormat.SAFETENSORS`` the tensors of a ``.distcp`` file are a
+``.safetensors`` file at its end: the range of each begins there, and is as long as the tensor.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
+from math import prod
 from operator import add
 from typing import Any, NamedTuple
 
@@ -20,11 +21,11 @@ from ckpipe.errors import (
     CkpipeError,
     InvalidExtent,
     InvalidManifest,
-    OversizedMetadata,
     UnsupportedState,
 )
 from ckpipe.foreign.pickles import PLAIN, Record, read_pickle
-from ckpipe.foreign.source import AT_ONCE, MAX_METADATA_BYTES, check_named, read_range
+from ckpipe.foreign.safetensors import read_header
+from ckpipe.foreign.source import AT_ONCE, check_named, read_metadata
 from ckpipe.foreign.torch_zip import read_object
 from ckpipe.foreign.virtual import Extent, ForeignTensor, virtual_manifest
 from ckpipe.format.dtypes import DTYPES, NAMES
@@ -93,13 +94,7 @@ class DcpSource:
             StoreError: If the store failed.
         """
         there = {each.key: each for each in listing}
-        size = there[METADATA].size
-        if size > MAX_METADATA_BYTES:
-            raise OversizedMetadata(
-                f"It has {size} bytes, more than the {MAX_METADATA_BYTES} that are read",
-                key=METADATA,
-            )
-        data = await read_range(store, there[METADATA], 0, size)
+        data = await read_metadata(store, there[METADATA])
         try:
             metadata = read_pickle(data, METADATA, _KNOWN).state
             items = [
@@ -110,19 +105,12 @@ class DcpSource:
             names = sorted({each.file for each in items})
             files = await for_each(names, store.stat, at_once=AT_ONCE)
             infos = dict(zip(names, files, strict=True))
-            read = partial(_read, store, infos)
-            found = dict(
-                zip(
-                    [each[:2] for each in items],
-                    await for_each(items, read, at_once=AT_ONCE),
-                    strict=True,
-                )
-            )
+            found = await _read(store, infos, items, _chunk_bytes(described))
             state: dict[Any, Any] = {}
             for name, about in described.items():
                 path = paths.get(name, (name,)) if isinstance(paths, dict) else (name,)
                 _put(state, path, _value(name, about, found), name)
-            state = _with_lists(state)
+            state = _restored(state)
         except CkpipeError:  # some are ValueErrors too
             raise
         except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
@@ -154,10 +142,47 @@ def _item(index: Record, info: Record, there: Mapping[str, ObjectInfo]) -> _Item
     return _Item(name, None if offsets is None else tuple(offsets), file, begin, nbytes)
 
 
-async def _read(store: Backend, infos: Mapping[str, ObjectInfo], item: _Item) -> Any:
-    found, _ = await read_object(
-        store, infos[item.file], item.begin, item.nbytes, tail_bytes=_ITEM_TAIL_BYTES
-    )
+async def _read(
+    store: Backend,
+    infos: Mapping[str, ObjectInfo],
+    items: Sequence[_Item],
+    chunk_bytes: Mapping[Any, int],
+) -> dict[Any, Any]:
+    """Return the object of each item, by its name and offsets, with tensors that are not read."""
+    places = {each[2:4] for each in items if each.nbytes == chunk_bytes.get(each[:2])}
+    headers: dict[tuple[str, int], Mapping[str, Any]] = {place: {} for place in places}
+
+    async def header(place: tuple[str, int]) -> None:
+        headers[place], _ = await read_header(store, infos[place[0]], place[1])
+
+    async def read(item: _Item) -> Any:
+        if item[2:4] in headers:
+            return headers[item[2:4]][item.name]
+        found, _ = await read_object(
+            store, infos[item.file], item.begin, item.nbytes, tail_bytes=_ITEM_TAIL_BYTES
+        )
+        return found
+
+    await for_each(sorted(places), header, at_once=AT_ONCE)
+    found = await for_each(items, read, at_once=AT_ONCE)
+    return dict(zip([each[:2] for each in items], found, strict=True))
+
+
+def _chunk_bytes(described: Mapping[str, Record]) -> dict[tuple[str, tuple[int, ...]], int]:
+    """Return the bytes of each chunk of a tensor without those of a file around it."""
+    return {
+        (name, tuple(chunk.state["offsets"])): prod(chunk.state["sizes"]) * _dtype(about).itemsize
+        for name, about in described.items()
+        if about.name != "BytesStorageMetadata"
+        for chunk in about.state["chunks"]
+    }
+
+
+def _dtype(about: Record) -> torch.dtype:
+    properties = about.state["properties"].state
+    found = properties.get("dtype") or properties[""][0]
+    if not isinstance(found, torch.dtype) or found not in NAMES:
+        raise ValueError("a tensor has no dtype")
     return found
 
 
@@ -165,9 +190,9 @@ def _value(name: str, about: Record, found: Mapping[Any, Any]) -> Any:
     """Return the value of a name: a tensor of all its chunks, or an object."""
     if about.name == "BytesStorageMetadata":
         return found[name, None]
-    properties, shape = about.state["properties"], tuple(about.state["size"])
-    dtype = properties.state.get("dtype") or properties.state[""][0]
+    shape, dtype = tuple(about.state["size"]), NAMES[_dtype(about)]
     extents: list[Extent] = []
+    lazy: str | None = None
     for chunk in about.state["chunks"]:
         lower, sizes = (tuple(chunk.state[each]) for each in ("offsets", "sizes"))
         numbers = (*shape, *lower, *sizes)
@@ -176,18 +201,17 @@ def _value(name: str, about: Record, found: Mapping[Any, Any]) -> Any:
         if 0 in sizes:
             continue
         part = found[name, lower]
-        fits = isinstance(part, ForeignTensor) and part.shape == sizes and not part.lazy
-        if not fits or part.dtype != NAMES.get(dtype):
+        fits = isinstance(part, ForeignTensor) and (part.dtype, part.shape) == (dtype, sizes)
+        if not fits or part.lazy != (part.lazy if lazy is None else lazy):
             raise InvalidExtent(
                 f"A chunk of {name!r:.200} has not the shape {list(sizes)} and the {dtype} that "
                 f"{METADATA} tells",
                 key=METADATA,
             )
+        lazy = part.lazy
         box = None if sizes == shape else (lower, tuple(map(add, lower, sizes)))
         extents += (each._replace(box=box) for each in part.extents)
-    if not isinstance(dtype, torch.dtype) or dtype not in NAMES:
-        raise ValueError(f"{name!r:.200} has no dtype")
-    return ForeignTensor(NAMES[dtype], shape, tuple(extents))
+    return ForeignTensor(dtype, shape, tuple(extents), lazy=lazy or "")
 
 
 def _put(state: dict[Any, Any], path: Sequence[Any], value: Any, name: str) -> None:
@@ -207,12 +231,21 @@ class _Place(int):
     """A place in a list; keys of dicts are text."""
 
 
-def _with_lists(item: Any) -> Any:
+def _restored(item: Any) -> Any:
+    """Return a tree with its lists, and with what DCP loses of an optimizer's state.
+
+    These are the numbers of its parameters, of which DCP makes text, and a state that is empty.
+    """
     if type(item) is not dict:
         return item
-    places = [key for key in item if type(key) is _Place]
-    if not places:
-        return {key: _with_lists(each) for key, each in item.items()}
-    if sorted(item) != list(range(len(item))):
-        raise ValueError("a list lacks some of its places")
-    return [_with_lists(item[number]) for number in range(len(item))]
+    if any(type(key) is _Place for key in item):
+        if sorted(item) != list(range(len(item))):
+            raise ValueError("a list lacks some of its places")
+        return [_restored(item[number]) for number in range(len(item))]
+    found = {key: _restored(each) for key, each in item.items()}
+    groups = found.get("param_groups")
+    if type(groups) is list and all(type(each) is dict and "params" in each for each in groups):
+        numbers = {str(number): number for group in groups for number in group["params"]}
+        state = found.get("state", {})
+        found["state"] = {numbers.get(key, key): each for key, each in state.items()}
+    return found

@@ -11,7 +11,7 @@ from __future__ import annotations
 import io
 import pickle
 import struct
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
@@ -133,6 +133,7 @@ def encoded(text: str, encoding: str = "latin1") -> bytes:
 
 PLAIN: dict[str, Any] = {
     "collections.OrderedDict": lambda *items: OrderedDict(*items),
+    "collections.Counter": lambda *counts: Counter(*counts),
     "_codecs.encode": encoded,
     **{
         f"{module}.{make.__name__}": make

@@ -19,9 +19,8 @@ from ckpipe.errors import (
     DuplicateName,
     InvalidExtent,
     InvalidManifest,
-    OversizedMetadata,
 )
-from ckpipe.foreign.source import AT_ONCE, MAX_METADATA_BYTES, check_named, read_range
+from ckpipe.foreign.source import AT_ONCE, check_named, read_metadata, read_range
 from ckpipe.foreign.virtual import Extent, ForeignTensor, tensor_bytes, virtual_manifest
 from ckpipe.format.data_file import LENGTH_BYTES, stored_dtype
 from ckpipe.format.dtypes import DTYPES
@@ -61,7 +60,7 @@ class SafetensorsSource:
         there = {each.key: each for each in listing}
         index = _index_of(there)
         if index is not None:
-            weights = weight_map(await read_small(store, there[index]), index, there)
+            weights = weight_map(await read_metadata(store, there[index]), index, there)
             files = [there[name] for name in dict.fromkeys(weights.values())]
         else:
             weights, files = {}, _loose(there)
@@ -184,23 +183,8 @@ def weight_map(data: bytes, index: str, there: Mapping[str, ObjectInfo]) -> dict
     return weights
 
 
-async def read_small(store: Backend, info: ObjectInfo) -> bytes:
-    """Read an index whole.
-
-    Raises:
-        OversizedMetadata: If it is larger than 16 MiB.
-        StoreError: If the store failed.
-    """
-    if info.size > MAX_METADATA_BYTES:
-        raise OversizedMetadata(
-            f"The index has {info.size} bytes, more than the {MAX_METADATA_BYTES} that are read",
-            key=info.key,
-        )
-    return await read_range(store, info, 0, info.size)
-
-
-async def read_header(store: Backend, info: ObjectInfo) -> Header:
-    """Read and check the header of a file.
+async def read_header(store: Backend, info: ObjectInfo, base: int = 0) -> Header:
+    """Read and check the header of a file, which begins at an offset.
 
     Reads 64 KiB, and the rest of a longer header, of at most 16 MiB.
 
@@ -211,23 +195,19 @@ async def read_header(store: Backend, info: ObjectInfo) -> Header:
         InvalidManifest: If it is malformed otherwise.
         StoreError: If the store failed.
     """
-    first = await read_range(store, info, 0, min(info.size, _FIRST_BYTES))
+    first = await read_range(store, info, base, min(info.size - base, _FIRST_BYTES))
     length = int.from_bytes(first[:LENGTH_BYTES], "little")
-    start = LENGTH_BYTES + length
-    if info.size < LENGTH_BYTES or start > info.size:
+    start = base + LENGTH_BYTES + length
+    if len(first) < LENGTH_BYTES or start > info.size:
         raise InvalidExtent(
             f"The header would end at byte {start}, and the file has {info.size}",
             key=info.key,
             hint=_AGAIN,
         )
-    if start > MAX_METADATA_BYTES:
-        raise OversizedMetadata(
-            f"The header has {length} bytes, more than the {MAX_METADATA_BYTES} that are read",
-            key=info.key,
-        )
-    if start > len(first):
-        first += await read_range(store, info, len(first), start - len(first))
-    header = _parsed(first[LENGTH_BYTES:start], info.key)
+    data = first[LENGTH_BYTES : LENGTH_BYTES + length]
+    if len(data) < length:
+        data = await read_metadata(store, info, base + LENGTH_BYTES, length)
+    header = _parsed(data, info.key)
     if not isinstance(header, dict):
         raise InvalidManifest("The header is no JSON object", key=info.key, hint=_AGAIN)
     metadata = header.pop("__metadata__", {})

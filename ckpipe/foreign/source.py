@@ -18,6 +18,7 @@ from ckpipe.errors import (
     CorruptCheckpoint,
     MissingObject,
     ObjectNotFound,
+    OversizedMetadata,
     UnsafePath,
     UsageError,
 )
@@ -186,6 +187,18 @@ def _refuse_known(listing: Sequence[ObjectInfo], place: str) -> None:
             "torch.distributed.checkpoint",
         ),
         (
+            ".metadata" not in names and any(re.match(r"__\d+\.metadata", name) for name in names),
+            "a folder of torch.distributed.checkpoint in which each rank has metadata of its own "
+            "(use_collectives=False)",
+            "Load it with torch.distributed.checkpoint on as many ranks, and save it with ckpipe",
+        ),
+        (
+            ".metadata" not in names and any(name.endswith(".distcp") for name in names),
+            "an incomplete folder of torch.distributed.checkpoint: .metadata, which is written "
+            "last, is not there",
+            "Take an older checkpoint, or copy the missing file",
+        ),
+        (
             "zero_to_fp32.py" in names
             or any(re.match(r"(mp|zero_pp)_rank_\d+", name) for name in names),
             "a checkpoint of DeepSpeed, whose tensors are flat partitions",
@@ -223,6 +236,31 @@ def check_named(name: object, there: Container[str], by: str) -> None:
             key=by,
             hint="Copy or download the missing file",
         )
+
+
+async def read_metadata(
+    store: Backend, info: ObjectInfo, offset: int = 0, size: int | None = None
+) -> bytes:
+    """Read a header, index, directory or pickle whole.
+
+    Args:
+        store: The store.
+        info: The file.
+        offset: Its start in the file, in bytes.
+        size: Its size in bytes; None for the rest of the file.
+
+    Raises:
+        OversizedMetadata: If it is larger than 16 MiB.
+        CorruptCheckpoint: If the file is gone or shorter by now.
+        StoreError: If the store failed.
+    """
+    size = info.size - offset if size is None else size
+    if size > MAX_METADATA_BYTES:
+        raise OversizedMetadata(
+            f"Its metadata have {size} bytes, more than the {MAX_METADATA_BYTES} that are read",
+            key=info.key,
+        )
+    return await read_range(store, info, offset, size)
 
 
 async def read_range(store: Backend, info: ObjectInfo, offset: int, size: int) -> bytes:

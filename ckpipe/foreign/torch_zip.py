@@ -24,12 +24,11 @@ from ckpipe.errors import (
     DuplicateName,
     InvalidExtent,
     InvalidManifest,
-    OversizedMetadata,
     UnsupportedState,
 )
 from ckpipe.foreign.pickles import PLAIN, read_pickle
-from ckpipe.foreign.safetensors import read_small, together, weight_map
-from ckpipe.foreign.source import AT_ONCE, MAX_METADATA_BYTES, TORCH_FILES, read_range
+from ckpipe.foreign.safetensors import together, weight_map
+from ckpipe.foreign.source import AT_ONCE, TORCH_FILES, read_metadata, read_range
 from ckpipe.foreign.virtual import Extent, ForeignTensor, virtual_manifest
 from ckpipe.format.dtypes import DTYPES
 from ckpipe.format.manifest import MAX_DIMENSIONS, MAX_NUMBER, ManifestDocument
@@ -42,7 +41,8 @@ _NEAR_BYTES = 64 << 10
 _SPAN_BYTES = 1 << 20
 _LOCAL = struct.Struct("<4s22xHH")
 _AGAIN = "The file is truncated or damaged; copy or download it again"
-_LEGACY = (b"\x80\x02\x8a\x0a", b"\x80\x02\x8a\n")
+_NO_ZIP = (zipfile.BadZipFile, OSError, ValueError, NotImplementedError, struct.error)
+_LEGACY = b"\x80\x02\x8a\x0a"
 
 _STORAGES = {
     "Double": "float64", "Float": "float32", "Half": "float16", "BFloat16": "bfloat16",
@@ -76,7 +76,7 @@ class TorchSource:
         weights: Mapping[str, str] = {}
         names = [next((name for name in _WHOLE if name in there), listing[0].key)]
         if INDEX in there and names[0] not in _WHOLE:
-            weights = weight_map(await read_small(store, there[INDEX]), INDEX, there)
+            weights = weight_map(await read_metadata(store, there[INDEX]), INDEX, there)
             names = list(dict.fromkeys(weights.values()))
         files = await for_each(names, store.stat, at_once=AT_ONCE)
         found = await for_each(files, partial(read_object, store), at_once=AT_ONCE)
@@ -141,21 +141,16 @@ async def read_object(
         raise InvalidManifest("The zip has no data.pkl: it is no file of torch.save", key=info.key)
     prefix = folder.removesuffix("data.pkl")
 
-    async def content(name: str, most: int) -> bytes:
-        nbytes = records[name].file_size
-        if nbytes > most:
-            raise OversizedMetadata(
-                f"{name} has {nbytes} bytes, more than the {most} that are read", key=info.key
-            )
-        return await read_range(store, info, base + starts[name], nbytes)
+    async def content(name: str) -> bytes:
+        return await read_metadata(store, info, base + starts[name], records[name].file_size)
 
-    if f"{prefix}byteorder" in records and await content(f"{prefix}byteorder", 16) != b"little":
+    if f"{prefix}byteorder" in records and await content(f"{prefix}byteorder") != b"little":
         raise UnsupportedState(
             "The file was written on a machine with another order of bytes",
             key=info.key,
             hint="Load it with torch.load and save it again here",
         )
-    data = await content(folder, MAX_METADATA_BYTES)
+    data = await content(folder)
 
     def extent(storage: _Storage) -> Extent:
         name = f"{prefix}data/{storage.record}"
@@ -206,19 +201,13 @@ async def _directory(
     """Return the records of a zip by name, and the start of its central directory."""
     known = min(size, tail_bytes)
     while True:
-        tail = await read_range(store, info, base + size - known, known)
+        tail = await read_metadata(store, info, base + size - known, known)
         try:
             with zipfile.ZipFile(_Tail(tail, size)) as opened:
                 found, end = opened.infolist(), opened.start_dir
             break
         except _Ahead as ahead:
             known = size - int(ahead.args[0])
-            if known > MAX_METADATA_BYTES:
-                raise OversizedMetadata(
-                    f"The directory of the zip has {known} bytes, more than the "
-                    f"{MAX_METADATA_BYTES} that are read",
-                    key=info.key,
-                ) from None
         except (
             zipfile.BadZipFile,
             OSError,
@@ -242,7 +231,7 @@ async def _directory(
 
 
 def _no_zip(key: str, head: bytes, error: Exception) -> InvalidManifest | UnsupportedState:
-    if head in _LEGACY:
+    if head == _LEGACY:
         return UnsupportedState(
             "The file is in the form of torch before 1.6, whose tensors cannot be read in place",
             key=key,

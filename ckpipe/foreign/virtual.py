@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -174,6 +174,8 @@ class _Tables:
             attributes = dict(vars(item)) if kind == "ordered_dict" else {}
             more = [self.node(attributes, join(label, "__dict__"), depth + 1)] if attributes else []
             return [kind, keys, nodes, *more]
+        if type(item) is Counter:
+            return ["registered", "collections:Counter", self.node(dict(item), label, depth + 1)]
         if type(item) in (list, tuple):
             nodes = [self.node(each, join(label, n), depth + 1) for n, each in enumerate(item)]
             return [type(item).__name__, nodes]

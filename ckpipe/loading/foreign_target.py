@@ -8,15 +8,19 @@ rest of the state keeps its values, and is told as missing.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from ckpipe.format.labels import Json, LabelFilter, canonical, join
-from ckpipe.format.manifest import ManifestDocument
+from ckpipe.errors import StructureMismatch
+from ckpipe.format.labels import Json, LabelFilter, decode_key, join
+from ckpipe.format.manifest import ManifestDocument, TensorRow
 from ckpipe.format.tree import MAPPINGS, Node
+from ckpipe.loading.optimizers import check_counts, check_state, groups_of, states_of
+from ckpipe.loading.stateful import SavedTensor
+from ckpipe.state.values import decode_value
 
 
 def fitted(
@@ -32,6 +36,10 @@ def fitted(
     Returns:
         The checkpoint, the filter, the labels of the target that are not its model, and the label
         below which the names were moved.
+
+    Raises:
+        StructureMismatch: If the optimizer of a training state has parameters in other groups.
+        ShapeMismatch: If its parameters have other shapes.
     """
     structure, (part,) = document.structures[0], document.parts
     path, kept, model = _place_of(into, structure.tree)
@@ -40,7 +48,7 @@ def fitted(
     for key in reversed(path):
         nested = ["dict", [key], [nested]]
     values = list(part.values)
-    adapted = _with_optimizers(nested, into, values)
+    adapted = _Optimizers(structure.tensors, values, select).named(nested, into, "")
     if adapted is structure.tree:
         return document, select, kept, ""
     label = ""
@@ -101,45 +109,110 @@ def _with_ties(tree: Node, model: Any) -> Node:
     return [tree[0], [*tree[1], *more], [*tree[2], *more.values()], *tree[3:]]
 
 
-def _with_optimizers(tree: Node, into: Any, values: list[Json]) -> Node:
-    """Return the tree with the optimizers of training states in the form that these read.
+class _Optimizers:
+    """Puts the optimizers of training states into the form that these read: by name.
 
-    ``torch.distributed.checkpoint.state_dict`` has two forms. One is that of an optimizer, with
-    names in place of numbers. The other is flat: ``state.<name>.<key>`` and
-    ``param_groups.<name>.<option>``.
+    Programs save three others. ``torch.optim.Optimizer.state_dict`` numbers its parameters in the
+    order of its groups. ``torch.distributed.checkpoint.state_dict`` has names in place of these
+    numbers, or flat keys ``state.<name>.<key>`` and ``param_groups.<name>.<option>``.
 
     Args:
-        tree: The node.
-        into: The target at this node.
-        values: The inline values; gets the names of parameters.
+        rows: The tensors of the checkpoint.
+        values: Its inline values; gets the names of parameters.
+        select: Selects the labels to load.
     """
-    if tree[0] not in MAPPINGS:
-        return tree
-    items = dict(zip(map(canonical, tree[1]), tree[2], strict=True))
-    if isinstance(into, dict):
-        adapted = [
-            _with_optimizers(node, into[key], values) if isinstance(key, str) and key in into
-            else node
-            for key, node in zip(tree[1], tree[2], strict=True)
-        ]  # fmt: skip
-        if all(ours is theirs for ours, theirs in zip(adapted, tree[2], strict=True)):
+
+    def __init__(self, rows: Sequence[TensorRow], values: list[Json], select: LabelFilter) -> None:
+        self._rows, self._values, self._select = rows, values, select
+
+    def named(self, tree: Node, into: Any, label: str) -> Node:
+        """Return a tree with the optimizers of the training states in a target by name."""
+        if tree[0] not in MAPPINGS:
             return tree
-        return [tree[0], tree[1], adapted, *tree[3:]]
-    if not hasattr(type(into), "__ckpipe_weights__"):
-        return tree
-    name = next((each for each in _OPTIMIZER_KEYS if canonical(each) in items), None)
-    if name is None:
-        return tree
-    node = items[canonical(name)]
-    flat = node[0] in MAPPINGS and bool(node[1]) and all(map(_is_flat, node[1]))
-    if name == "optimizer" and not flat:
-        return tree
-    keys = ["optimizer" if key == name else key for key in tree[1]]
-    nodes = [
-        _nested_optimizer(each, values) if flat and key == name else each
-        for key, each in zip(tree[1], tree[2], strict=True)
-    ]
-    return [tree[0], keys, nodes, *tree[3:]]
+        if isinstance(into, dict):
+            adapted = [
+                self.named(node, into[key], join(label, key))
+                if isinstance(key, str) and key in into
+                else node
+                for key, node in zip(tree[1], tree[2], strict=True)
+            ]
+            if all(ours is theirs for ours, theirs in zip(adapted, tree[2], strict=True)):
+                return tree
+            return [tree[0], tree[1], adapted, *tree[3:]]
+        name = next((each for each in _OPTIMIZER_KEYS if each in tree[1]), None)
+        if name is None or not hasattr(type(into), "__ckpipe_weights__"):
+            return tree
+        label = join(label, "optimizer")
+        node = tree[2][tree[1].index(name)]
+        if node[0] in MAPPINGS and self._select.may_select(label):
+            if node[1] and all(map(_is_flat, node[1])):
+                node = self._unflattened(node)
+            else:
+                node = self._unnumbered(node, into.__ckpipe_look__()[1], label)
+        keys = ["optimizer" if key == name else key for key in tree[1]]
+        nodes = [node if key == name else each for key, each in zip(tree[1], tree[2], strict=True)]
+        return [tree[0], keys, nodes, *tree[3:]]
+
+    def _value(self, value: Json) -> Node:
+        self._values.append(value)
+        return ["value", len(self._values) - 1]
+
+    def _unflattened(self, node: Node) -> Node:
+        """Return the nested form of a flat state, with a group of its own for each parameter."""
+        found: dict[str, dict[str, dict[str, Node]]] = {"state": {}, "param_groups": {}}
+        for key, child in zip(node[1], node[2], strict=True):
+            kind, _, rest = key.partition(".")
+            name, _, option = rest.rpartition(".")
+            found[kind].setdefault(name, {})[option] = child
+        groups: list[Node] = [
+            _mapping({"params": ["list", [self._value(name)]], **options})
+            for name, options in found["param_groups"].items()
+        ]
+        state = _mapping({name: _mapping(each) for name, each in found["state"].items()})
+        return _mapping({"state": state, "param_groups": ["list", groups]})
+
+    def _unnumbered(self, node: Node, optimizers: Sequence[Any], label: str) -> Node:
+        """Return a state with the names of parameters in place of their numbers."""
+        saved = self._opened(node)
+        groups = groups_of(saved.get("param_groups"))
+        numbers = [number for group in groups for number in group.get("params", ())]
+        if not numbers or not all(type(each) is int for each in numbers) or not optimizers:
+            return node
+        if len(optimizers) > 1 or optimizers[0].fsdp is not None:
+            raise StructureMismatch(
+                "The checkpoint numbers the parameters of one optimizer, in the order of its "
+                "groups, which several optimizers and FSDP1 do not have",
+                key=label,
+                hint="Load the optimizer's state into a training_state of one optimizer",
+            )
+        optimizer = optimizers[0].optimizer
+        check_counts(optimizer, groups, label)
+        check_state(optimizer, states_of(saved), groups, label)
+        names = dict(zip(numbers, (each[0] for each in optimizers[0].names), strict=True))
+        items = dict(zip(node[1], node[2], strict=True))
+        items["param_groups"] = ["list", [
+            [each[0], each[1], [
+                ["list", [self._value(names[number]) for number in group["params"]]]
+                if key == "params" else child
+                for key, child in zip(each[1], each[2], strict=True)
+            ]]
+            for each, group in zip(items["param_groups"][1], groups, strict=True)
+        ]]  # fmt: skip
+        if "state" in items:
+            kind, keys, nodes, *_ = items["state"]
+            items["state"] = [kind, [names[key] if key in numbers else key for key in keys], nodes]
+        return _mapping(items)
+
+    def _opened(self, node: Node) -> Any:
+        """Return a tree as Python's objects, with a description in place of each tensor."""
+        if node[0] == "tensor":
+            row = self._rows[node[1]]
+            return SavedTensor(getattr(torch, row.dtype), row.shape)
+        if node[0] == "value":
+            return decode_value(self._values[node[1]])
+        if node[0] in MAPPINGS:
+            return dict(zip(map(decode_key, node[1]), map(self._opened, node[2]), strict=True))
+        return list(map(self._opened, node[1])) if node[0] in ("list", "tuple") else None
 
 
 _OPTIMIZER_KEYS = ("optimizer", "optim", "optimizers")
@@ -150,18 +223,5 @@ def _is_flat(key: Json) -> bool:
     return isinstance(key, str) and key.startswith(("state.", "param_groups."))
 
 
-def _nested_optimizer(node: Node, values: list[Json]) -> Node:
-    """Return the nested form of a flat state, with a group of its own for each parameter."""
-    found: dict[str, dict[str, dict[str, Node]]] = {"state": {}, "param_groups": {}}
-    for key, child in zip(node[1], node[2], strict=True):
-        kind, _, rest = key.partition(".")
-        name, _, option = rest.rpartition(".")
-        found[kind].setdefault(name, {})[option] = child
-    groups: list[Node] = []
-    for name, options in found["param_groups"].items():
-        values.append(name)
-        params: Node = ["list", [["value", len(values) - 1]]]
-        groups.append(["dict", ["params", *options], [params, *options.values()]])
-    states = [["dict", list(each), list(each.values())] for each in found["state"].values()]
-    state = ["dict", list(found["state"]), states]
-    return ["dict", ["state", "param_groups"], [state, ["list", groups]]]
+def _mapping(items: Mapping[str, Node]) -> Node:
+    return ["dict", list(items), list(items.values())]

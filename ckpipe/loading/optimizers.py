@@ -137,31 +137,39 @@ def check_optimizer(
         StructureMismatch: If class, groups or names of parameters differ.
         ShapeMismatch: If a parameter has another shape.
     """
-    groups = _groups(saved.get("param_groups"))
+    groups = groups_of(saved.get("param_groups"))
     adapted = has_pre_hooks(optimizer)
+    own_form = adapted or type(optimizer).load_state_dict is not Optimizer.load_state_dict
+    if whole and not own_form and "param_groups" not in saved:
+        raise StructureMismatch(
+            "The checkpoint has no param_groups here, as the state of an optimizer has",
+            key=label or None,
+            hint="Load the flat state that torch.distributed.checkpoint makes into "
+            "ckpipe.distributed.training_state(model, optimizer)",
+        )
     if not adapted:
-        _check_counts(optimizer, groups, label)
+        check_counts(optimizer, groups, label)
     if not any_class:
         _check_kind(optimizer, groups if whole else (), recorded, label, adapted=adapted)
     elif recorded is None or recorded.kind != optimizer_kind(optimizer):
-        check_conversion(optimizer, groups, _states(saved), label)
+        check_conversion(optimizer, groups, states_of(saved), label)
     if adapted:
         return
     _check_names(optimizer, groups, label)
     if recorded is not None:
         _check_shapes(optimizer, recorded.shapes, label)
     elif not any_class:
-        _check_state(optimizer, _states(saved), groups, label)
+        check_state(optimizer, states_of(saved), groups, label)
 
 
-def _states(saved: Mapping[str, Any]) -> Mapping[Any, Mapping[str, Any]]:
+def states_of(saved: Mapping[str, Any]) -> Mapping[Any, Mapping[str, Any]]:
     """Return the saved state of parameters; none if an optimizer has a form of its own for it."""
     states: Mapping[Any, Mapping[str, Any]] = saved.get("state", {})
     usual = isinstance(states, dict) and all(isinstance(each, dict) for each in states.values())
     return states if usual else {}
 
 
-def _groups(saved: Any) -> Sequence[Mapping[str, Any]]:
+def groups_of(saved: Any) -> Sequence[Mapping[str, Any]]:
     """Return saved groups; none if an optimizer has a form of its own for them."""
     usual = isinstance(saved, list) and all(
         isinstance(group, dict) and isinstance(group.get("params", []), list) for group in saved
@@ -169,7 +177,12 @@ def _groups(saved: Any) -> Sequence[Mapping[str, Any]]:
     return saved if usual else ()
 
 
-def _check_counts(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]], label: str) -> None:
+def check_counts(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]], label: str) -> None:
+    """Refuse saved groups of other sizes.
+
+    Raises:
+        StructureMismatch: If a group has another number of parameters.
+    """
     if not all("params" in group for group in groups) or not groups:
         return  # they were not selected
     counts = [len(group["params"]) for group in groups]
@@ -247,13 +260,17 @@ def _check_shapes(
             )
 
 
-def _check_state(
+def check_state(
     optimizer: Optimizer,
     states: Mapping[Any, Mapping[str, Any]],
     groups: Sequence[Mapping[str, Any]],
     label: str,
 ) -> None:
-    """Compare shapes of state with those of parameters, for torch's own classes."""
+    """Compare shapes of state with those of parameters, for torch's own classes.
+
+    Raises:
+        ShapeMismatch: If they differ.
+    """
     if not _is_torchs(optimizer) or isinstance(optimizer, LBFGS):
         return
     numbers = [number for group in groups for number in group.get("params", ())]

@@ -373,11 +373,10 @@ def _renaming(missing: list[str], unexpected: list[str]) -> str:
             left = sorted(there - fits)
             if not left:
                 return rename
-            # Whole objects are named once, if nothing in them fits.
             kept = {each.partition(".")[0] for each in fits}
-            tops = {each.partition(".")[0] for each in left}
-            drop = left if tops & kept else sorted(tops)
-            return f"ckpipe.Drop({', '.join(map(repr, drop))}), {rename}" if len(drop) < 9 else ""
+            if kept.isdisjoint(each.partition(".")[0] for each in left):
+                return f"ckpipe.Only({', '.join(map(repr, sorted(kept)))}), {rename}"
+            return f"ckpipe.Drop({', '.join(map(repr, left))}), {rename}" if len(left) < 9 else ""
     return ""
 
 

@@ -74,6 +74,13 @@ def load_targets(
         raise mismatch(
             [saved.at("model")], [], saved.label, hint="Load it into a state of the same form"
         )
+    there = saved.state.get("optimizer", {})
+    if not isinstance(there, Mapping):
+        raise StructureMismatch(
+            f"This is no state of optimizers but a {type(there).__name__}",
+            key=saved.at("optimizer"),
+            hint=f"To load the model alone, pass include=[{saved.at('model')!r}]",
+        )
     if "optimizer" in saved.state and not optimizers:
         found.unexpected.append(saved.at("optimizer"))
     elif "optimizer" in saved.state:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed._shard.sharded_tensor.metadata import TensorProperties as Properties
+from torch.distributed.checkpoint.filesystem import SerializationFormat
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_saver import save as save_by_dcp
 
 import ckpipe
@@ -22,24 +24,15 @@ from ckpipe.errors import (
     InvalidManifest,
     MissingObject,
     OversizedMetadata,
+    ShapeMismatch,
     UnsafePath,
     UnsupportedState,
+    UsageError,
 )
+from tests.foreign.dcp_folders import save
 from tests.foreign.places import assert_loaded, counted, load, weights
 from tests.foreign.test_hostile import MARK, Mark, refused
-from tests.support.rank_processes import Gang, gang, told
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Gang]:
-    with gang() as started:
-        yield started
-
-
-def save(state: Any, folder: Path) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # they differ between versions of torch
-        save_by_dcp(state, checkpoint_id=folder, no_dist=True)
+from tests.support.rank_processes import Gang, told
 
 
 def test_a_folder_is_the_state_that_was_saved(tmp_path: Path) -> None:
@@ -51,11 +44,61 @@ def test_a_folder_is_the_state_that_was_saved(tmp_path: Path) -> None:
         "values": [1, "two", 3.0],
         "pair": (1, 2),
         "model.with.dots": torch.randn(3),
+        "conjugate": torch.randn(3, dtype=torch.cfloat).conj(),
     }
+    safetensors = {"serialization_format": SerializationFormat.SAFETENSORS}
+    every: list[dict[str, Any]] = [{}, {"thread_count": 2}, {"single_file_per_rank": False}]
+    for number, options in enumerate([*every, safetensors]):
+        folder = tmp_path / str(number)
+        if options is safetensors:
+            del state["conjugate"], state["nested"]  # it has neither lazy bits nor strides
+        save(state, folder, **options)
+        assert_loaded(ckpipe.load(folder), state, folder)
+        with counted(folder) as (url, _):
+            assert_loaded(ckpipe.load(url), state, url)
+
+
+def in_form_of_torch_2_6(metadata: Metadata) -> None:
+    """Take away what later versions have added."""
+    for each, names in (
+        (metadata, ["version"]),
+        (metadata.storage_meta, ["modules"]),
+        *((info, ["transform_descriptors"]) for info in metadata.storage_data.values()),
+    ):
+        for name in names:
+            vars(each).pop(name, None)
+
+
+def in_form_of_torch_2_1(metadata: Metadata) -> None:
+    """Put the older class of properties, whose state is a tuple, in place of the newer one."""
+    in_form_of_torch_2_6(metadata)
+    for about in metadata.state_dict_metadata.values():
+        if isinstance(about, TensorStorageMetadata):
+            older: Any = Properties(dtype=about.properties.dtype)
+            about.properties = older
+
+
+@pytest.mark.parametrize("change", [in_form_of_torch_2_6, in_form_of_torch_2_1])
+def test_metadata_of_older_torch(change: Callable[[Metadata], object], tmp_path: Path) -> None:
+    state = {"w": torch.randn(4, 5), "nested": {"list": [torch.ones(2), 5]}, "step": 3}
     save(state, tmp_path / "dcp")
+    data = changed(tmp_path / "dcp", change)
+    assert b"transform_descriptors" not in data
+    (tmp_path / "dcp" / ".metadata").write_bytes(data)
     assert_loaded(ckpipe.load(tmp_path / "dcp"), state, tmp_path / "dcp")
-    with counted(tmp_path / "dcp") as (url, _):
-        assert_loaded(ckpipe.load(url), state, url)
+
+
+def test_folders_of_ranks_apart_and_incomplete_ones_are_refused_by_name(tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        save_by_dcp({"w": torch.ones(2)}, checkpoint_id=tmp_path, use_collectives=False)
+    metadata = tmp_path / "__0.metadata"
+    assert metadata.exists()
+    with pytest.raises(UsageError, match="use_collectives=False"):
+        ckpipe.load(tmp_path)
+    metadata.unlink()
+    with pytest.raises(UsageError, match=r"incomplete.*\.metadata"):
+        ckpipe.load(tmp_path)
 
 
 def test_only_what_is_wanted_is_read(tmp_path: Path) -> None:
@@ -72,26 +115,37 @@ def test_only_what_is_wanted_is_read(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("saved", "loaded"),
-    [((1, "bare"), (2, "fsdp")), ((2, "fsdp"), (1, "bare")), ((4, "2d"), (2, "tp"))],
+    [((1, "bare"), (2, "fsdp")), ((4, "hsdp"), (1, "bare")), ((4, "2d"), (2, "tp"))],
 )
 def test_any_ranks_load_what_others_saved(
-    ranks: Gang, tmp_path: Path, saved: tuple[int, str], loaded: tuple[int, str]
+    world: Gang, tmp_path: Path, saved: tuple[int, str], loaded: tuple[int, str]
 ) -> None:
     root = tmp_path / "run"
     for do, (count, kind) in (("save_with_dcp", saved), ("load_from_dcp", loaded)):
-        codes = ranks.run(f"tests.foreign.dcp_runs:{do}", root, count, kind=kind)
+        codes = world.run(f"tests.foreign.dcp_runs:{do}", root, count, kind=kind)
         assert codes == [0] * count
     assert len(told(root, "loaded")) == loaded[0]
 
 
-def test_shards_of_its_hugging_face_writer_are_put_together(ranks: Gang, tmp_path: Path) -> None:
+def test_shards_of_its_hugging_face_writer_are_put_together(world: Gang, tmp_path: Path) -> None:
     folder, root = tmp_path / "shards", tmp_path / "run"
     case = {"kind": "fsdp", "folder": str(folder)}
     do = "tests.foreign.dcp_runs:save_with_its_hugging_face_writer"
-    assert ranks.run(do, root, 2, **case) == [0, 0]
+    assert world.run(do, root, 2, **case) == [0, 0]
     assert len(list(folder.glob("shard-*.safetensors"))) == 2
     expected = torch.load(f"{root}.expected.pt", weights_only=True)
     assert_loaded(ckpipe.load(folder), expected, folder)
+    target = {name: torch.zeros_like(each) for name, each in expected.items()}
+    last, first = sorted(folder.glob("shard-*"), reverse=True)
+    for lost in (last, first):
+        lost.rename(tmp_path / "lost")
+        with pytest.raises((ShapeMismatch, InvalidManifest)):
+            ckpipe.load(folder, target)
+        assert not any(each.any() for each in target.values())
+        (tmp_path / "lost").rename(lost)
+    first.unlink()
+    with pytest.raises(InvalidManifest, match="No part of the checkpoint has the elements"):
+        ckpipe.load(folder)
 
 
 def test_shards_without_offsets_are_refused(tmp_path: Path) -> None:

@@ -199,6 +199,13 @@ def moved(data: bytes) -> bytes:
     return data[:at] + struct.pack("<I", 5) + data[at + 4 :]
 
 
+def overlapping(data: bytes) -> bytes:
+    """Let the directory give a record the bytes of the next one too; local headers are right."""
+    at = data.index(b"PK\1\2", data.index(b"PK\1\2") + 1)
+    size = struct.pack("<II", 40, 40)
+    return data[: at + 20] + size + data[at + 28 :]
+
+
 DATA = ("data/0", bytes(8))
 ZIPS: dict[str, tuple[Callable[[Path], bytes], type[CkpipeError]]] = {
     "empty": (lambda path: b"", InvalidManifest),
@@ -236,6 +243,8 @@ ZIPS: dict[str, tuple[Callable[[Path], bytes], type[CkpipeError]]] = {
         UnsupportedState),
     "a name twice": (lambda path: torch_zip(tensor(), DATA, DATA), DuplicateName),
     "a record elsewhere": (lambda path: moved(torch_zip(tensor(), DATA)), InvalidExtent),
+    "records that overlap": (
+        lambda path: overlapping(torch_zip(tensor(), DATA)), InvalidExtent),
     "a storage that is missing": (lambda path: torch_zip(tensor()), InvalidExtent),
     "a storage that is too short": (
         lambda path: torch_zip(tensor(), ("data/0", bytes(7))), InvalidExtent),

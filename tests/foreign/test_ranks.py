@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import safetensors.torch
 import torch
 
-from tests.support.rank_processes import Gang, gang, told
+from tests.support.rank_processes import Gang, told
 from tests.support.wrapped_models import Net
 
 _UNNORMALIZED = ("tp", "plain", "2d")
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Gang]:
-    with gang() as started:
-        yield started
 
 
 def files_of(folder: Path, kinds: list[str]) -> dict[str, str]:
@@ -37,20 +30,20 @@ def files_of(folder: Path, kinds: list[str]) -> dict[str, str]:
     [(2, ["plain", "ddp", "fsdp", "tp"]), (4, ["fsdp", "hsdp", "tp", "2d"])],
 )
 def test_every_wrapper_takes_a_foreign_file(
-    ranks: Gang, tmp_path: Path, count: int, kinds: list[str]
+    world: Gang, tmp_path: Path, count: int, kinds: list[str]
 ) -> None:
     files, root = files_of(tmp_path, kinds), tmp_path / "run"
     case = {"kinds": kinds, "files": files}
-    codes = ranks.run("tests.foreign.rank_runs:into_wrappers", root, count, **case)
+    codes = world.run("tests.foreign.rank_runs:into_wrappers", root, count, **case)
     assert codes == [0] * count
     assert len(told(root, "done")) == count
 
 
-def test_a_rank_reads_its_own_rows(ranks: Gang, tmp_path: Path) -> None:
+def test_a_rank_reads_its_own_rows(world: Gang, tmp_path: Path) -> None:
     file, root = tmp_path / "w.safetensors", tmp_path / "run"
     safetensors.torch.save_file({"w": torch.randn(32 << 10, 1024)}, file)  # 128 MiB
     case = {"file": str(file), "rows": 32 << 10}
-    assert ranks.run("tests.foreign.rank_runs:share_of_rows", root, 4, **case) == [0] * 4
+    assert world.run("tests.foreign.rank_runs:share_of_rows", root, 4, **case) == [0] * 4
     for rank, (read,) in told(root, "read").items():
         (needed,) = told(root, "needed")[rank]
         assert needed == 32 << 20
