@@ -26,14 +26,15 @@ if TYPE_CHECKING:
     from ckpipe.errors import CkpipeError as CkpipeError
     from ckpipe.handles import SaveHandle as SaveHandle
     from ckpipe.handles import SyncSaveHandle as SyncSaveHandle
+    from ckpipe.loading.reshapes import Fuse as Fuse
+    from ckpipe.loading.reshapes import Rearrange as Rearrange
+    from ckpipe.loading.reshapes import Split as Split
+    from ckpipe.loading.reshapes import Stack as Stack
+    from ckpipe.loading.reshapes import Unstack as Unstack
     from ckpipe.loading.transforms import Cast as Cast
     from ckpipe.loading.transforms import Drop as Drop
-    from ckpipe.loading.transforms import Fuse as Fuse
     from ckpipe.loading.transforms import Only as Only
     from ckpipe.loading.transforms import Rename as Rename
-    from ckpipe.loading.transforms import Split as Split
-    from ckpipe.loading.transforms import Stack as Stack
-    from ckpipe.loading.transforms import Unstack as Unstack
     from ckpipe.lock.state_lock import StateLock as StateLock
     from ckpipe.plan.global_plan import GlobalPlanner as GlobalPlanner
     from ckpipe.plan.plan import LocalPlanner as LocalPlanner
@@ -75,7 +76,8 @@ _NAMES = {
     "state.wrappers": ("register_wrapper",),
     "state_helpers": ("Progress", "RngState"),
     "store.registry": ("register_backend",),
-    "loading.transforms": ("Cast", "Drop", "Fuse", "Only", "Rename", "Split", "Stack", "Unstack"),
+    "loading.reshapes": ("Fuse", "Rearrange", "Split", "Stack", "Unstack"),
+    "loading.transforms": ("Cast", "Drop", "Only", "Rename"),
     "types": (
         "CheckpointInfo",
         "LoadReport",

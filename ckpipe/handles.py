@@ -15,10 +15,11 @@ import anyio.to_thread
 import torch
 
 from ckpipe.errors import UnsupportedTopology, UsageError
+from ckpipe.format.boxes import contiguous_stride
 from ckpipe.format.manifest import ManifestDocument
 from ckpipe.format.tree import shared_containers
 from ckpipe.loading.chunks import StoredTensor, StoredTensors
-from ckpipe.loading.fill import contiguous_stride, with_lazy_bits
+from ckpipe.loading.fill import with_lazy_bits
 from ckpipe.loading.match import Matching
 from ckpipe.loading.match_record import MatchRecord
 from ckpipe.loading.saved_state import state_of_part

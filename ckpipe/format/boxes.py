@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from operator import lt, sub
+from itertools import accumulate
+from operator import lt, mul, sub
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Lower and upper bounds: one of each for every dimension, the upper ones exclusive."""
@@ -79,6 +80,12 @@ def moved(box: Box, origin: Sequence[int]) -> Box:
 def whole(shape: Sequence[int]) -> Box:
     """Return the box that covers a whole shape."""
     return (0,) * len(shape), tuple(shape)
+
+
+def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the strides of a row-major layout without holes."""
+    steps = accumulate((max(n, 1) for n in shape[:0:-1]), mul, initial=1)
+    return tuple(steps)[::-1][: len(shape)]
 
 
 def flat_start(shape: Sequence[int], box: Box) -> int | None:

@@ -1,14 +1,11 @@
-"""Edit a manifest: give tensors other names, cut them and join them, without a byte being read.
+"""Edit a manifest: rename, cut, join and rearrange tensors, without a byte being read.
 
-Theory. A tensor of a manifest is a set of boxes, and each lies row by row in an entry of a data
-file. So the third of a fused tensor, or a tensor joined of three, is again a set of boxes of the
-same entries. A :class:`ManifestEdit` keeps for each tensor its sources, and for each source the
-*steps* that place its boxes: moved along a dimension and clipped to the new bounds, lifted into a
-stack, or taken out of one. :meth:`ManifestEdit.finished` makes an ordinary manifest of the result.
-Match, read plan and reader treat it like any other.
-
-A clipped box is only a part of what lies row by row; :attr:`~ckpipe.format.manifest.Chunk.frame`
-is the whole.
+Theory. A tensor of a manifest is a set of boxes. Each lies in an entry of a data file by strides:
+row by row as it was saved. If a tensor is cut, joined with others, stacked or rearranged, each of
+its boxes becomes a box of the new tensor, again with strides, or several such boxes. So a
+:class:`ManifestEdit` keeps for each tensor its sources, and for each source the *steps* that place
+its boxes. :meth:`ManifestEdit.finished` makes an ordinary manifest of the result. Match, read plan
+and reader treat it like any other.
 
 Names. The tree has keys, and a label is a path of them. A leaf with a new label stays in its
 container if the label still begins there. A container moves as a whole if all of its leaves do.
@@ -22,10 +19,12 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain, pairwise, product
+from typing import NamedTuple
 
-from ckpipe.errors import StructureMismatch
-from ckpipe.format.boxes import Box, box_shape, intersection, whole
-from ckpipe.format.dtypes import DTYPES
+from ckpipe.errors import ShapeMismatch, StructureMismatch
+from ckpipe.format.boxes import Box, box_shape, contiguous_stride, flat_range_boxes, whole
+from ckpipe.format.data_file import item_bytes
 from ckpipe.format.labels import Json, canonical, encode_key, join
 from ckpipe.format.manifest import (
     Chunk,
@@ -43,15 +42,22 @@ from ckpipe.types import first_of
 Moves = Mapping[str, Sequence[tuple[str, Node]]]
 """For the label of a leaf, the leaves in its place, each with its label; none removes it."""
 
+MOST_BOXES = 100_000
+"""The most boxes into which a step may divide one box."""
 
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """The bytes of a chunk: a part of the box that lies row by row, or by strides, in an entry."""
 
-    frame: Box
-    part: Box
-    offset: int
-    stride: tuple[int, ...] | None
+class Place(NamedTuple):
+    """A box of a tensor that is not empty, and where its elements lie.
+
+    Args:
+        box: The box.
+        start: The place of its first element in the chunk, counted in elements.
+        stride: The strides of its elements; those of dimensions with one index are arbitrary.
+    """
+
+    box: Box
+    start: int
+    stride: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,19 +74,19 @@ class Shift:
     by: int
     size: int
 
-    def __call__(self, place: _Place, itemsize: int) -> _Place | None:
-        """Return the place in the new tensor; None if nothing is left."""
-        frame, part = (
-            (_with(lower, self.dim, self.by), _with(upper, self.dim, self.by))
-            for lower, upper in (place.frame, place.part)
+    def __call__(self, place: Place) -> list[Place]:
+        """Return the place in the new tensor, if anything is left."""
+        (lower, upper), dim = place.box, self.dim
+        moved = lower[dim] + self.by
+        low, high = max(moved, 0), min(upper[dim] + self.by, self.size)
+        if low >= high:
+            return []
+        box = (
+            (*lower[:dim], low, *lower[dim + 1 :]),
+            (*upper[:dim], high, *upper[dim + 1 :]),
         )
-        (lower, upper), dim = part, self.dim
-        bounds = (
-            (*lower[:dim], 0, *lower[dim + 1 :]),
-            (*upper[:dim], self.size, *upper[dim + 1 :]),
-        )
-        clipped = intersection(part, bounds)
-        return None if clipped is None else replace(place, frame=frame, part=clipped)
+        start = place.start + (low - moved) * place.stride[dim]
+        return [Place(box, start, place.stride)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,12 +95,11 @@ class Lift:
 
     number: int
 
-    def __call__(self, place: _Place, itemsize: int) -> _Place | None:
+    def __call__(self, place: Place) -> list[Place]:
         """Return the place in the stack."""
-        n = self.number
-        frame, part = (((n, *box[0]), (n + 1, *box[1])) for box in (place.frame, place.part))
-        stride = None if place.stride is None else (1, *place.stride)
-        return _Place(frame, part, place.offset, stride)
+        lower, upper = place.box
+        box = (self.number, *lower), (self.number + 1, *upper)
+        return [Place(box, place.start, (0, *place.stride))]
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,24 +108,93 @@ class Take:
 
     number: int
 
-    def __call__(self, place: _Place, itemsize: int) -> _Place | None:
-        """Return the place in the tensor; None if its number is not in the box."""
-        (low, *lower), (high, *upper) = place.part
+    def __call__(self, place: Place) -> list[Place]:
+        """Return the place in the tensor, if its number is in the box."""
+        (low, *lower), (high, *upper) = place.box
         if not low <= self.number < high:
-            return None
-        first, *start = place.frame[0]
-        frame = tuple(start), place.frame[1][1:]
-        step = math.prod(box_shape(frame)) if place.stride is None else place.stride[0]
-        offset = place.offset + (self.number - first) * step * itemsize
-        stride = None if place.stride is None else place.stride[1:]
-        return _Place(frame, (tuple(lower), tuple(upper)), offset, stride)
+            return []
+        start = place.start + (self.number - low) * place.stride[0]
+        return [Place((tuple(lower), tuple(upper)), start, place.stride[1:])]
 
 
-def _with(corner: tuple[int, ...], dim: int, by: int) -> tuple[int, ...]:
-    return (*corner[:dim], corner[dim] + by, *corner[dim + 1 :])
+@dataclass(frozen=True, slots=True)
+class Regroup:
+    """Divide dimensions into several, put these in another order, and join some to one.
+
+    Args:
+        sizes: For each dimension the sizes into which it is divided.
+        order: For each new dimension the numbers of the sizes that become it.
+    """
+
+    sizes: tuple[tuple[int, ...], ...]
+    order: tuple[tuple[int, ...], ...]
+
+    def __call__(self, place: Place) -> list[Place]:
+        """Return the places in the new tensor: a box for all that lies by one stride.
+
+        Raises:
+            ShapeMismatch: If these are more than ``MOST_BOXES``.
+        """
+        lower, upper = place.box
+        origin = place.start - sum(n * step for n, step in zip(lower, place.stride, strict=True))
+        divided = map(_divided, lower, upper, place.stride, self.sizes)
+        found: list[Place] = []
+        for each in product(*divided):
+            parts = list(chain.from_iterable(each))
+            joined = [_joined([parts[n] for n in group]) for group in self.order]
+            if len(found) + math.prod(map(len, joined)) > MOST_BOXES:
+                raise _too_many()
+            for runs in product(*joined):
+                low, high, stride, starts = zip(*runs, strict=True)
+                found.append(Place((low, high), origin + sum(starts), stride))
+        return found
 
 
-Step = Shift | Lift | Take
+_Part = tuple[int, int, int, int]
+"""A part of a dimension: its first index, its number of indices, its stride, the whole size."""
+
+
+def _divided(low: int, high: int, stride: int, sizes: tuple[int, ...]) -> list[list[_Part]]:
+    """Divide a range of a dimension; return its boxes, each by its part of every new dimension."""
+    if len(sizes) == 1:
+        return [[(low, high - low, stride, sizes[0])]]
+    steps = [step * stride for step in contiguous_stride(sizes)]
+    boxes = flat_range_boxes(sizes, low, high)
+    return [list(zip(starts, counts, steps, sizes, strict=True)) for starts, counts in boxes]
+
+
+def _joined(parts: Sequence[_Part]) -> list[tuple[int, int, int, int]]:
+    """Join parts of dimensions to parts of one; each of these lies by one stride.
+
+    Returns:
+        The start and end of each, its stride, and the place of its first element.
+    """
+    found, extent = [(0, 1, 0, 0)], 1
+    for low, count, step, size in reversed(parts):
+        length, inner = found[0][1:3]
+        if extent == 1 or (length == extent and step == inner * extent):
+            stride = step if extent == 1 else inner
+            found = [(low * extent, count * extent, stride, low * step)]
+        elif count * len(found) > MOST_BOXES:
+            raise _too_many()
+        else:
+            found = [
+                (first + n * extent, length, inner, start + n * step)
+                for n in range(low, low + count)
+                for first, length, inner, start in found
+            ]
+        extent *= size
+    return [(first, first + length, step, start) for first, length, step, start in found]
+
+
+def _too_many() -> ShapeMismatch:
+    return ShapeMismatch(
+        f"Rearrange: its elements lie in more than {MOST_BOXES} pieces in the new order",
+        hint="Load it as it is, and rearrange it in the program",
+    )
+
+
+Step = Shift | Lift | Take | Regroup
 Derivation = tuple[int, tuple[Step, ...]]
 """The number of a stored tensor, and the steps that place its boxes."""
 
@@ -142,10 +216,18 @@ class Draft:
     rows: list[TensorRow]
     sources: list[tuple[Derivation, ...]]
     optimizers: list[OptimizerRow]
+    _leaves: tuple[Node, dict[str, Node]] = field(init=False, default=([], {}))
 
     def leaves(self) -> dict[str, Node]:
         """Return the leaves of the tree by label."""
-        return {label: node for node, label in walk(self.tree) if _is_leaf(node)}
+        if self._leaves[0] is not self.tree:
+            found = {label: node for node, label in walk(self.tree) if _is_leaf(node)}
+            self._leaves = self.tree, found
+        return self._leaves[1]
+
+    def tensors(self) -> dict[str, int]:
+        """Return the number of each tensor in the tree, by the label of its leaf."""
+        return {label: node[1] for label, node in self.leaves().items() if node[0] == "tensor"}
 
     def add(self, row: TensorRow, sources: Sequence[Derivation]) -> Node:
         """Add a tensor, and return its leaf."""
@@ -217,10 +299,9 @@ class ManifestEdit:
     def tensors(self) -> dict[str, TensorRow]:
         """Return the row of each tensor leaf of any structure, by the label of the leaf."""
         return {
-            label: draft.rows[node[1]]
+            label: draft.rows[number]
             for draft in reversed(self.drafts)
-            for label, node in draft.leaves().items()
-            if node[0] == "tensor"
+            for label, number in draft.tensors().items()
         }
 
     def note(self, made: Mapping[str, Sequence[str]], gone: Iterable[str] = ()) -> None:
@@ -362,36 +443,53 @@ def _layout(draft: Draft, layout: Layout, numbers: Sequence[int]) -> Layout:
     rows = draft.structure.tensors
     if all(uses[number] == [(number, ())] for number in range(len(rows))):
         return layout
-    found = []
+    found: list[Chunk] = []
     for chunk in layout.chunks:
-        row = rows[chunk.tensor]
         for new, steps in uses[chunk.tensor]:
-            if not steps:
+            if steps:
+                found += _placed(chunk._replace(tensor=new), rows[chunk.tensor], steps)
+            else:
                 found.append(chunk._replace(tensor=new))
-                continue
-            made = _placed(chunk, row, steps)
-            if made is not None:
-                found.append(made._replace(tensor=new))
     return Layout(layout.entries, found)
 
 
-def _placed(chunk: Chunk, row: TensorRow, steps: Sequence[Step]) -> Chunk | None:
+def _placed(chunk: Chunk, row: TensorRow, steps: Sequence[Step]) -> list[Chunk]:
+    """Return the chunks of a new tensor that have elements of one chunk of its source.
+
+    Raises:
+        StructureMismatch: If elements of the chunk lie in no row-major order of any dimensions.
+        ShapeMismatch: If they lie in too many pieces in the new order.
+    """
     box = whole(row.shape) if chunk.box is None else chunk.box
-    itemsize = DTYPES[row.dtype].itemsize
-    place: _Place | None = _Place(chunk.frame or box, box, chunk.offset, chunk.stride)
-    for step in steps:
-        if place is None:
-            return None
-        place = step(place, itemsize)
-    if place is None:
-        return None
-    return chunk._replace(
-        offset=place.offset,
-        stride=place.stride,
-        original_stride=None,
-        box=place.part,
-        frame=place.frame,
-    )
+    shape = box_shape(box)
+    stride = contiguous_stride(shape) if chunk.stride is None else chunk.stride
+    # Without indices that stand alone, each stride is a multiple of all of the next dimension.
+    dims = sorted(((by, n) for by, n in zip(stride, shape, strict=True) if n > 1), reverse=True)
+    if any(by % inner or n * inner > by for (by, _), (inner, n) in pairwise([*dims, (1, 1)])):
+        raise StructureMismatch(
+            f"It shares memory with other tensors, with the strides {list(stride)}, and can be "
+            "neither cut nor joined",
+            key=row.label,
+            hint="Load it as it is, and change it in the program",
+        )
+    places = [] if 0 in shape else [Place(box, 0, stride)]
+    try:
+        for step in steps:
+            places = [made for place in places for made in step(place)]
+    except ShapeMismatch as error:
+        error.key = row.label
+        raise
+    item = item_bytes(row.dtype) or 1
+    return [
+        chunk._replace(
+            offset=chunk.offset + start * item,
+            stride=stride,
+            original_stride=None,
+            box=box,
+            cut=True,
+        )
+        for box, start, stride in places
+    ]
 
 
 def two_with_one_name(label: str, olds: Sequence[str] = ()) -> StructureMismatch:

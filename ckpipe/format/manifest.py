@@ -132,8 +132,8 @@ class Chunk(NamedTuple):
         original_stride: Strides in elements for a fresh tensor; None for contiguous.
         box: Lower and upper bounds in the global shape; None for all of it.
         owner: The rank whose data file holds it; None for the part's own rank.
-        frame: The box whose elements lie in the entry from ``offset`` on, if an edit has changed
-            the chunk: ``box`` may be a part of it. It is never written.
+        cut: Whether an edit has made the chunk: ``stride`` is then that of the box, whose memory no
+            other tensor shares. It is never written.
     """
 
     tensor: int
@@ -143,7 +143,7 @@ class Chunk(NamedTuple):
     original_stride: tuple[int, ...] | None = None
     box: Box | None = None
     owner: int | None = None
-    frame: Box | None = None
+    cut: bool = False
 
 
 Row = TypeVar("Row")
@@ -220,10 +220,10 @@ class Chunks(Columns[Chunk]):
     original_stride: Sequence[tuple[int, ...] | None]
     box: Sequence[Box | None]
     owner: Sequence[int | None]
-    frame: Sequence[Box | None]
+    cut: Sequence[bool]
 
     def __init__(self, *columns: Sequence[Any]) -> None:
-        unwritten = () if len(columns) == len(self._names) else ([None] * len(columns[0]),)
+        unwritten = () if len(columns) == len(self._names) else ([False] * len(columns[0]),)
         super().__init__(*columns, *unwritten)
 
 

@@ -119,9 +119,10 @@ def walk(node: Node, label: str = "") -> Iterator[tuple[Node, str]]:
     while pending:
         node, label = pending.pop()
         yield node, label
-        if node[0] in WRAPPERS:
+        if node[0] in _CHILDREN:  # most nodes are leaves
+            pending += [(child, where) for _, child, where in reversed(children_of(node, label))]
+        elif node[0] in WRAPPERS:
             pending.append((node[-1], label))
-        pending += [(child, where) for _, child, where in reversed(children_of(node, label))]
 
 
 def wrappers_in(structure: Structure) -> list[tuple[str, Node]]:

@@ -14,14 +14,14 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from operator import sub
+from operator import floordiv
 from typing import NamedTuple
 
 import torch
 
 from ckpipe.errors import InvalidExtent, InvalidManifest, PerRankValue
 from ckpipe.format.box_cover import BoxIndex
-from ckpipe.format.boxes import Box, box_volume, flat_ranges, moved, whole
+from ckpipe.format.boxes import Box, box_shape, box_volume, flat_ranges, moved, whole
 from ckpipe.format.checksum import CHUNK_BYTES, chunk_count
 from ckpipe.format.data_file import SCALARS
 from ckpipe.format.dtypes import DTYPES
@@ -63,8 +63,8 @@ class RankChunks:
             if chunk.owner is None and chunk.entry is not None:
                 first = holder.setdefault(chunk.entry, chunk.tensor)
                 scalars = layout.entries.name[chunk.entry].endswith(SCALARS)
-                several = first != chunk.tensor and not scalars and chunk.frame is None
-                if chunk.stride is not None or several:
+                several = first != chunk.tensor and not scalars
+                if not chunk.cut and (chunk.stride is not None or several):
                     self.shared.add(chunk.entry)
 
 
@@ -108,6 +108,8 @@ class ChunkCopy(NamedTuple):
         target: The part of the tensor to fill; None for all of it.
         shared: Whether the entry is memory that several tensors shared: an image of that memory,
             with lazy bits unresolved.
+        order: For a chunk that an edit has made, the order of the chunk's dimensions among those of
+            ``target`` with more than one index; its last dimension has one. None for the same ones.
     """
 
     entry: int
@@ -118,6 +120,7 @@ class ChunkCopy(NamedTuple):
     inside: Box | None
     target: Box | None
     shared: bool
+    order: tuple[int, ...] | None = None
 
     def needs(self, itemsize: int) -> Iterator[Need]:
         """Yield its needs; rows that share a checksum chunk anyway are one need."""
@@ -321,15 +324,15 @@ class StoredTensors:
         """Tell whether chunks are known to have different bytes: each must fill its own entry."""
         contents = []
         for part, chunk in candidates:
-            entry, held, is_cut = chunk.entry, self._held_by(part), chunk.frame is not None
+            entry, held = chunk.entry, self._held_by(part)
             if entry is None or entry in held.shared or entry >= held.entry_count:
                 return False
             place = self.data.number(part, entry)
             row, start = self.data.entry(place), self.data.first_sums[place]
-            if row.name.endswith(SCALARS) if is_cut else chunk.offset:
+            if row.name.endswith(SCALARS) if chunk.cut else chunk.offset:
                 return False
             sums = self.data.checksums[start : start + chunk_count(row.nbytes)]
-            contents.append((row.dtype, row.shape, chunk.offset, tuple(sums)))
+            contents.append((row.dtype, row.shape, chunk.offset, chunk.stride, tuple(sums)))
         return len(set(contents)) > 1
 
     def _covered(
@@ -359,11 +362,12 @@ class StoredTensors:
         copies = []
         for (number, chunk), part, target in found:
             box = chunk.box or everything
-            frame = chunk.frame or box
-            shape = tuple(map(sub, frame[1], frame[0]))
-            inside = None if part == frame else moved(part, frame[0])
+            if chunk.cut:
+                copies.append(self._cut_copy(stored, number, chunk, part, target))
+                continue
+            inside = None if part == box else moved(part, box[0])
             fills = None if inside is None and target == everything else target
-            copies.append(self._copy(stored, number, chunk, shape, inside, fills))
+            copies.append(self._copy(stored, number, chunk, box_shape(box), inside, fills))
         return tuple(copies)
 
     def _copy(
@@ -375,17 +379,45 @@ class StoredTensors:
         inside: Box | None,
         target: Box | None,
     ) -> ChunkCopy:
-        number, start, stride = chunk.entry, chunk.offset, chunk.stride
+        stride = chunk.stride
         reach = math.prod(shape) if stride is None else _reach(shape, stride, stored)
+        entry, stop = self._extent(stored, part, chunk, chunk.offset, reach)
+        shared = stride is not None or chunk.entry in self._held_by(part).shared
+        return ChunkCopy(entry, chunk.offset, stop, stride, shape, inside, target, shared)
+
+    def _cut_copy(
+        self, stored: StoredTensor, part: int, chunk: Chunk, box: Box, target: Box
+    ) -> ChunkCopy:
+        """Return the copy of a box of a chunk that an edit has made, as a part of whole rows.
+
+        Each stride is a multiple of all of the next dimension, so the box is a part of the rows
+        whose lengths are the quotients of strides.
+        """
+        assert chunk.stride is not None
+        assert chunk.box is not None
+        lows = zip(box[0], chunk.box[0], chunk.stride, strict=True)
+        start = chunk.offset + stored.dtype.itemsize * sum((n - at) * by for n, at, by in lows)
+        dims = [each for each in zip(chunk.stride, box_shape(box), strict=True) if each[1] > 1]
+        order = tuple(sorted(range(len(dims)), key=lambda dim: -dims[dim][0]))
+        steps = [dims[dim][0] for dim in order]
+        counts = (*(dims[dim][1] for dim in order), 1)
+        shape = (counts[0], *map(floordiv, steps, [*steps[1:], 1]))
+        reach = 1 + sum((n - 1) * step for step, n in dims)
+        entry, stop = self._extent(stored, part, chunk, start, reach)
+        inside = None if shape == counts else whole(counts)
+        return ChunkCopy(entry, start, stop, None, shape, inside, target, False, order)
+
+    def _extent(
+        self, stored: StoredTensor, part: int, chunk: Chunk, start: int, reach: int
+    ) -> tuple[int, int]:
+        """Return the number of a chunk's entry, and the end of its elements there, in bytes."""
         stop = start + reach * stored.dtype.itemsize
-        held = self._held_by(part)
-        if number is None or not 0 <= number < held.entry_count:
-            raise InvalidExtent(f"Its entry {number} does not exist", key=stored.row.label)
-        entry = self.data.number(part, number)
+        if chunk.entry is None or not 0 <= chunk.entry < self._held_by(part).entry_count:
+            raise InvalidExtent(f"Its entry {chunk.entry} does not exist", key=stored.row.label)
+        entry = self.data.number(part, chunk.entry)
         if start < 0 or stop > self.data.sizes[entry]:
             raise InvalidExtent(f"Bytes {start} to {stop} are not in its entry", key=stored.label)
-        shared = stride is not None or number in held.shared
-        return ChunkCopy(entry, start, stop, stride, shape, inside, target, shared)
+        return entry, stop
 
     # Chunks by tensor
 

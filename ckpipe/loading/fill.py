@@ -16,8 +16,7 @@ from __future__ import annotations
 import ctypes
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from itertools import accumulate
-from operator import add, mul
+from operator import add
 from typing import NamedTuple
 
 import torch
@@ -26,6 +25,7 @@ from ckpipe.errors import InvalidManifest
 from ckpipe.format.boxes import (
     Box,
     box_volume,
+    contiguous_stride,
     flat_range_boxes,
     flat_start,
     intersection,
@@ -130,12 +130,6 @@ def with_lazy_bits(tensor: torch.Tensor, lazy: str) -> torch.Tensor:
     return torch._neg_view(tensor) if "n" in lazy else tensor
 
 
-def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the strides of a row-major layout without holes."""
-    steps = accumulate((max(n, 1) for n in shape[:0:-1]), mul, initial=1)
-    return tuple(steps)[::-1][: len(shape)]
-
-
 def memory_overlaps(tensor: torch.Tensor) -> bool:
     """Tell whether elements of one tensor share bytes."""
     if tensor.is_contiguous():
@@ -181,6 +175,8 @@ def destination_of(copied: ChunkCopy, dtype: torch.dtype, target: torch.Tensor) 
         if raw is not None:
             return raw
     part = boxed(target, copied.target)
+    if copied.order is not None:
+        part = part.squeeze().permute(copied.order).unsqueeze(-1)
     shape, inside = copied.shape, copied.inside
     if inside is None:
         if part.is_contiguous():
@@ -193,6 +189,8 @@ def _raw_bytes(
     copied: ChunkCopy, shape: tuple[int, ...], itemsize: int, address: int
 ) -> RawBytes | None:
     start, stop = copied.start, copied.stop
+    if copied.order is not None and list(copied.order) != sorted(copied.order):
+        return None
     if copied.inside is not None:
         first = flat_start(copied.shape, copied.inside)
         if first is None:

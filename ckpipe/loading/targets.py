@@ -20,12 +20,12 @@ import numpy as np
 import torch
 
 from ckpipe.errors import InvalidExtent, SharingConflict, StructureMismatch
+from ckpipe.format.boxes import contiguous_stride
 from ckpipe.loading.chunks import ChunkCopy, HeldElements, Regions, StoredTensor, StoredTensors
 from ckpipe.loading.fill import (
     Destination,
     RawBytes,
     allocate,
-    contiguous_stride,
     copy_from_image,
     destination_of,
     is_image,

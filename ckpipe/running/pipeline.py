@@ -312,7 +312,6 @@ class Pipeline(PipelineBase):
                 checkpoint, unless ``strict`` is False; then globs without a match are ``missing``.
             exclude: Globs of labels to leave as they are.
             strict: True if the keys of plain containers must be the same in target and checkpoint;
-            ``"shapes"`` also leaves tensors as they are that have another shape there.
                 ``"shapes"`` also leaves tensors as they are that have another shape in the
                 checkpoint, such as a new head, and lists them in ``missing``. Objects whose own
                 code looks at shapes may refuse them all the same: optimizers, and modules with
@@ -336,9 +335,9 @@ class Pipeline(PipelineBase):
             transform: Transforms of the checkpoint, applied in their order before it is compared
                 with the target: :class:`~ckpipe.Rename`, :class:`~ckpipe.Only`,
                 :class:`~ckpipe.Drop`, :class:`~ckpipe.Cast`, :class:`~ckpipe.Split`,
-                :class:`~ckpipe.Fuse`, :class:`~ckpipe.Stack` and :class:`~ckpipe.Unstack`. Other
-                arguments, such as ``include``, see the new names. All of several ranks pass the
-                same ones.
+                :class:`~ckpipe.Fuse`, :class:`~ckpipe.Stack`, :class:`~ckpipe.Unstack` and
+                :class:`~ckpipe.Rearrange`. Other arguments, such as ``include``, see the new names.
+                All of several ranks pass the same ones.
             source: The path or URL of a checkpoint that another program wrote, in any store: a
                 ``.safetensors`` file, a folder of Hugging Face weights, a file of ``torch.save``
                 (``.pt``, ``.pth``, ``.bin``, ``.ckpt``), or a folder of

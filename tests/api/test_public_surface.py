@@ -21,8 +21,8 @@ from ckpipe import backend, errors
 NAMES = """
     Backend Batches Cast CheckpointInfo Children CkpipeError Drop Fuse GlobalPlanner KeepBest
     KeepEvery KeepIf KeepLast KeepWithin LoadReport LoadResult LocalPlanner ObjectInfo Only Pipeline
-    Planner Progress PutMode Rename RngState SaveHandle SaveReport Settings Split Stack StateLock
-    Statistics SyncPipeline SyncSaveHandle Unstack Upload UploadLimits VerifyResult
+    Planner Progress PutMode Rearrange Rename RngState SaveHandle SaveReport Settings Split Stack
+    StateLock Statistics SyncPipeline SyncSaveHandle Unstack Upload UploadLimits VerifyResult
     __version__ load register_backend register_type register_wrapper
 """
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import ckpipe
-from ckpipe import Cast, Drop, Fuse, Only, Rename, Split, Stack, Unstack
+from ckpipe import Cast, Drop, Fuse, Only, Rearrange, Rename, Split, Stack, Unstack
 from ckpipe.distributed import training_state
 from ckpipe.errors import (
     CkpipeError,
@@ -257,6 +259,15 @@ async def test_experts_are_stacked_and_taken_apart() -> None:
 Rule = tuple[Any, Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]]
 
 
+def factors(size: int) -> list[list[int]]:
+    """All ways to divide a size, without ones but one."""
+    found = [[size], [1, size]]
+    for n in range(2, size):
+        if size % n == 0:
+            found += [[n, *rest] for rest in factors(size // n)]
+    return found
+
+
 @st.composite
 def rules(draw: st.DrawFn) -> list[Rule]:
     """Transforms of tensors called by one letter, each with the same in torch."""
@@ -266,7 +277,7 @@ def rules(draw: st.DrawFn) -> list[Rule]:
         name = draw(st.sampled_from(sorted(shapes)))
         shape = shapes[name]
         new = [f"{chr(ord('c') + number)}{part}" for part in "xyz"]
-        kind = draw(st.sampled_from(["split", "fuse", "stack", "unstack"]))
+        kind = draw(st.sampled_from(["split", "fuse", "stack", "unstack", "rearrange"]))
         if kind == "split":
             dim = draw(st.integers(0, len(shape) - 1))
             size = draw(st.integers(0, shape[dim]))
@@ -290,6 +301,21 @@ def rules(draw: st.DrawFn) -> list[Rule]:
 
             del shapes[name]
             shapes |= {f"{new[0]}{n}": shape[1:] for n in range(shape[0])}
+        elif kind == "rearrange":
+            divided = [draw(st.sampled_from(factors(size))) for size in shape]
+            parts = [n for each in divided for n in each]
+            numbers = draw(st.permutations(range(len(parts))))
+            cuts = sorted(
+                draw(st.sets(st.sampled_from(range(1, len(parts))))) if numbers[1:] else ()
+            )
+            order = [numbers[a:b] for a, b in pairwise([0, *cuts, len(parts)])]
+            shapes[name] = tuple(math.prod(parts[n] for n in group) for group in order)
+            rule = Rearrange(name, divided, order)
+
+            def same(each: Any, name: str = name, parts: Any = parts,  # type: ignore[misc]
+                     numbers: Any = numbers, shape: Any = shapes[name]) -> Any:  # fmt: skip
+                return each | {name: each[name].reshape(parts).permute(numbers).reshape(shape)}
+
         elif kind == "fuse":
             others = sorted(each for each in shapes if shapes[each] == shape and each != name)
             olds = [name, *others[:1]]
@@ -352,6 +378,41 @@ async def test_a_part_is_read_and_not_the_whole_and_nothing_is_read_twice() -> N
         assert torch.equal(torch.cat([both.state["q"], both.state["k"]], dim), fused)
 
 
+async def test_a_part_of_a_rearranged_tensor_is_read_and_nothing_twice() -> None:
+    full = torch.arange(12 * MIB, dtype=torch.float32).reshape(12 * 1024, 1024)
+    backend = await stored({"w": full})
+    heads = Rearrange("w", [[12, -1, 2], -1], [[0, 2, 1], 3])
+    turned = full.reshape(12, 512, 2, 1024).transpose(1, 2).reshape(12 * 1024, 1024)
+    whole = await load(backend, transform=[heads])
+    assert torch.equal(whole.state["w"], turned)
+    part = await load(backend, transform=[heads, Split("w", ["a", "b", "c"])], include=["b"])
+    assert torch.equal(part.state["b"], turned[4096:8192])
+    assert part.report is not None
+    assert part.report.bytes <= 1.1 * 16 * MIB
+    transpose = await load(backend, transform=[Rearrange("w", [-1, -1], [1, 0])])
+    assert torch.equal(transpose.state["w"], full.t())
+    for result in (whole, transpose):
+        assert result.report is not None
+        assert result.report.bytes <= 1.1 * 48 * MIB
+
+
+async def test_tensors_that_a_rearrangement_would_scatter_are_refused() -> None:
+    backend = await stored({"w": torch.zeros(2, 400, 400, dtype=torch.int8)})
+    with pytest.raises(ShapeMismatch, match="more than 100000 pieces") as caught:
+        await load(backend, transform=[Rearrange("w", [-1, -1, -1], [[2, 1, 0]])])
+    assert caught.value.key == "w"
+
+
+async def test_views_whose_values_are_not_their_bytes_are_not_cut() -> None:
+    memory = torch.arange(10.0)
+    window = memory.as_strided((3, 4), (2, 1))
+    turned = torch.tensor([1 + 2j, 3 - 4j])
+    backend = await stored({"m": memory, "w": window, "z": turned, "c": turned.conj()})
+    for label, text in (("w", "neither cut nor joined"), ("c", "a conjugate")):
+        with pytest.raises(StructureMismatch, match=text):
+            await load(backend, transform=[Split(label, ["x"])])
+
+
 STATE = {
     "model": {"0.weight": torch.ones(4, 6), "1.weight": torch.zeros(4, 6), "n": torch.tensor(1)},
     "list": [1, 2],
@@ -376,6 +437,14 @@ WRONG: list[tuple[Any, type[CkpipeError], str]] = [
     (Fuse(["model.0.weight", "model.n"], "a"), StructureMismatch, "saved alike"),
     (Fuse(["model.*.weight", "model.*.bias"], "a.*"), StructureMismatch, "bias' matches nothing"),
     (Fuse(["*.0.weight", "*.n"], "*.n"), StructureMismatch, "saved alike"),
+    (Rearrange("model.2", [-1], [0]), StructureMismatch, "Rearrange: 'model.2' matches nothing"),
+    (
+        Rearrange("*.0.weight", [-1], [0]),
+        ShapeMismatch,
+        r"\[4, 6\] cannot be .* \[\[-1\]",
+    ),
+    (Rearrange("*.0.weight", [[3, -1], -1], [0, 1, 2]), ShapeMismatch, "cannot be divided"),
+    (Rearrange("*.0.weight", [4, 5], [1, 0]), ShapeMismatch, "cannot be divided"),
     (Stack("model.{}.bias", "a"), StructureMismatch, "matches nothing"),
     (Unstack("model.n", "a.{}"), ShapeMismatch, "no dimension 0"),
 ]
@@ -428,6 +497,12 @@ MISUSED: list[Callable[[], object]] = [
     lambda: Split("a", ["b", "c"], sizes=[1]),
     lambda: Split("a", ["*"]),
     lambda: Fuse(["a", "b"], "*"),
+    lambda: Rearrange("a", [[-1, -1], 2], [0, 1, 2]),
+    lambda: Rearrange("a", [2, 0], [0, 1]),
+    lambda: Rearrange("a", [2, 3], [0, 0]),
+    lambda: Rearrange("a", [2, 3], [0]),
+    lambda: Rearrange("a", 3, [0]),  # type: ignore[arg-type]
+    lambda: Rearrange("a", [], []),
     lambda: Stack("a.*", "b"),
     lambda: Unstack("a", "b"),
 ]

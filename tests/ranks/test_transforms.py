@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.distributed.tensor import Shard
 
 import ckpipe
-from ckpipe import Cast, Fuse, Rename, Split, Stack, Unstack
+from ckpipe import Cast, Fuse, Rearrange, Rename, Split, Stack, Unstack
 from ckpipe.errors import PerRankValue, StructureMismatch
 from ckpipe.format.boxes import Box
 from ckpipe.testing import MemoryBackend
@@ -50,7 +50,9 @@ FULL = {
 TRANSFORMS = [
     Rename({"q": "query", "k": "key"}),
     Fuse(["query", "key"], "qk"),
+    Rearrange("qk", [[3, -1], -1], [[1, 0], 2]),
     Stack("e.{}", "experts"),
+    Rearrange("experts", [-1, -1, [2, 2]], [[0, 2], 1, 3]),
     Split("c", ["c0", "c1", "c2"], dim=1, sizes=[1, 2, 3]),
     Fuse(["c2", "c0"], "c20", dim=1),
     Unstack("c20", "row.{}"),
@@ -58,8 +60,11 @@ TRANSFORMS = [
 ]
 _TURNED = torch.cat([FULL["c"][:, 3:], FULL["c"][:, :1]], 1)
 EXPECTED = {
-    "qk": torch.cat([FULL["q"], FULL["k"]]),
-    "experts": torch.stack([FULL["e.0"], FULL["e.1"]]),
+    "qk": torch.cat([FULL["q"], FULL["k"]]).view(3, 3, 4).transpose(0, 1).reshape(9, 4),
+    "experts": torch.stack([FULL["e.0"], FULL["e.1"]])
+    .view(2, 5, 2, 2)
+    .permute(0, 2, 1, 3)
+    .reshape(4, 5, 2),
     "c1": FULL["c"][:, 1:3].double(),
     **{f"row.{n}": row for n, row in enumerate(_TURNED)},
 }
