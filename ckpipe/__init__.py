@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from ckpipe.backend import Upload as Upload
     from ckpipe.backend import UploadLimits as UploadLimits
     from ckpipe.batches import Batches as Batches
+    from ckpipe.calls import copy as copy
+    from ckpipe.calls import import_checkpoint as import_checkpoint
+    from ckpipe.calls import inspect as inspect
+    from ckpipe.calls import verify as verify
     from ckpipe.errors import CkpipeError as CkpipeError
     from ckpipe.handles import SaveHandle as SaveHandle
     from ckpipe.handles import SyncSaveHandle as SyncSaveHandle
@@ -53,16 +57,21 @@ if TYPE_CHECKING:
     from ckpipe.state_helpers import Progress as Progress
     from ckpipe.state_helpers import RngState as RngState
     from ckpipe.store.registry import register_backend as register_backend
+    from ckpipe.types import CheckpointDescription as CheckpointDescription
     from ckpipe.types import CheckpointInfo as CheckpointInfo
+    from ckpipe.types import CopyResult as CopyResult
     from ckpipe.types import LoadReport as LoadReport
     from ckpipe.types import LoadResult as LoadResult
     from ckpipe.types import Planner as Planner
     from ckpipe.types import SaveReport as SaveReport
+    from ckpipe.types import TensorDescription as TensorDescription
+    from ckpipe.types import ValueDescription as ValueDescription
     from ckpipe.types import VerifyResult as VerifyResult
 
 _NAMES = {
     "backend": ("Backend", "Children", "ObjectInfo", "PutMode", "Upload", "UploadLimits"),
     "batches": ("Batches",),
+    "calls": ("copy", "import_checkpoint", "inspect", "verify"),
     "errors": ("CkpipeError",),
     "handles": ("SaveHandle", "SyncSaveHandle"),
     "lock.state_lock": ("StateLock",),
@@ -79,11 +88,15 @@ _NAMES = {
     "loading.reshapes": ("Fuse", "Rearrange", "Split", "Stack", "Unstack"),
     "loading.transforms": ("Cast", "Drop", "Only", "Rename"),
     "types": (
+        "CheckpointDescription",
         "CheckpointInfo",
+        "CopyResult",
         "LoadReport",
         "LoadResult",
         "Planner",
         "SaveReport",
+        "TensorDescription",
+        "ValueDescription",
         "VerifyResult",
     ),
 }

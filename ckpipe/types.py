@@ -166,14 +166,126 @@ class VerifyResult:
     """The outcome of ``verify`` for a checkpoint that is whole.
 
     Args:
-        id: Exact name of the checkpoint.
+        id: Exact name of the checkpoint; None if another program wrote it.
         files: Data files read.
-        bytes: Bytes read and checked.
+        bytes: Their size in bytes.
+        source: The path or URL, if another program wrote it: its headers, the sizes of its files
+            and the places of its tensors are checked, and its bytes can be read, but have no
+            checksums. Else None, and every byte is checked.
+    """
+
+    id: str | None
+    files: int
+    bytes: int
+    source: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CopyResult:
+    """A copied checkpoint.
+
+    Args:
+        id: Exact name of the checkpoint, the same on both stores.
+        files: The number of its data files.
+        bytes: Their size in bytes.
+        copied_files: The number of copied files; the others were there.
+        copied_bytes: Their size in bytes.
     """
 
     id: str
     files: int
     bytes: int
+    copied_files: int
+    copied_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class TensorDescription:
+    """One tensor of a checkpoint.
+
+    Args:
+        label: Its label.
+        dtype: Name of its torch dtype.
+        shape: Its global shape.
+        bytes: Bytes of all its elements, written or shared.
+        kind: ``tensor``, ``parameter``, ``buffer``, ``subclass`` or ``numpy``.
+        device: Type of the device it was on.
+        requires_grad: Whether it collects gradients.
+        also: Other labels of the very same tensor in the state.
+        shares_with: Labels of other tensors that share bytes of memory with it.
+        ranks: The ranks that hold all or part of it.
+        boxes: The number of boxes into which its ranks have cut it; 1 for a whole tensor.
+        differs: Whether ranks hold it whole and with different bytes.
+    """
+
+    label: str
+    dtype: str
+    shape: tuple[int, ...]
+    bytes: int
+    kind: str
+    device: str
+    requires_grad: bool
+    also: tuple[str, ...]
+    shares_with: tuple[str, ...]
+    ranks: tuple[int, ...]
+    boxes: int
+    differs: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ValueDescription:
+    """One inline value of a checkpoint.
+
+    Args:
+        label: Its label.
+        value: The value as JSON text, cut off if it is long.
+        ranks: The ranks that have it.
+        differs: Whether ranks have different values; ``value`` is then that of the lowest rank.
+    """
+
+    label: str
+    value: str
+    ranks: tuple[int, ...]
+    differs: bool
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointDescription:
+    """The contents of a checkpoint, without the values of its tensors.
+
+    Args:
+        id: Exact name of the checkpoint; None if another program wrote it.
+        step: Its step; None if another program wrote it.
+        world_size: The number of ranks that wrote it.
+        files: The number of its data files.
+        bytes: Size of its data files.
+        started: The start time of its save on the lowest rank, ISO 8601 in UTC; empty if unknown.
+        final: Whether it was saved with ``final=True``.
+        resumed_from: The checkpoint that its run had loaded, if any.
+        writer: Versions of ckpipe, torch and Python.
+        metadata: The metadata that was passed to ``save``.
+        metrics: The metrics that were passed to ``save``; non-finite numbers as text.
+        tensors: Its tensors, in the order of the state.
+        values: Its inline values, in the order of the state.
+        wrappers: Its wrapper tensors: class, dtype and size by label.
+        source: The path or URL, if another program wrote it; else None.
+    """
+
+    id: str | None
+    step: int | None
+    world_size: int
+    files: int
+    bytes: int
+    started: str
+    final: bool
+    resumed_from: str | None
+    writer: Mapping[str, str]
+    metadata: Mapping[str, Any]
+    metrics: Mapping[str, Any]
+    tensors: tuple[TensorDescription, ...]
+    values: tuple[ValueDescription, ...]
+    wrappers: Mapping[str, str]
+    source: str | None = None
 
 
 class Planner(Protocol):

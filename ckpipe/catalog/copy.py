@@ -17,8 +17,9 @@ import mmap
 from bisect import bisect_right
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import TYPE_CHECKING, Any, Self
 
 import anyio
 import anyio.to_thread
@@ -47,33 +48,24 @@ from ckpipe.format.codec import MAX_STORED_BYTES
 from ckpipe.format.entry_table import EntryTable
 from ckpipe.format.manifest import BundleKind
 from ckpipe.format.names import index_key, is_own, prefix, tombstone_key
-from ckpipe.store.retry import RetryPolicy, create_once, retrying, warn_of_damaged_transfer
+from ckpipe.store.retry import (
+    AimdLimiter,
+    RetryPolicy,
+    create_once,
+    logging_policy,
+    retrying,
+    warn_of_damaged_transfer,
+)
 from ckpipe.threads import all_of, run_lanes
-from ckpipe.types import CheckpointId
+from ckpipe.types import CheckpointId, CopyResult
+
+if TYPE_CHECKING:
+    from ckpipe.settings import Settings
 
 _PAGE = 4096
 
 UseBlock = Callable[[int, memoryview], Awaitable[None]]
 """A function that uses a block of a file, given the block's offset."""
-
-
-@dataclass(slots=True)
-class CopyReport:
-    """The result of copying a checkpoint.
-
-    Args:
-        id: Exact name of the checkpoint, the same on both stores.
-        files: The number of its data files.
-        bytes: Their size in bytes.
-        copied_files: The number of copied files; the others were there.
-        copied_bytes: Their size in bytes.
-    """
-
-    id: str
-    files: int = 0
-    bytes: int = 0
-    copied_files: int = 0
-    copied_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,10 +84,16 @@ class CopySettings:
     block_bytes: int = 16 << 20
     on_bytes: Callable[[int], None] = field(default=lambda nbytes: None)
 
+    @classmethod
+    def of(cls, settings: Settings, **options: Any) -> Self:
+        """Return those of a pipeline's settings; a store that throttles gets fewer writes."""
+        policy = replace(logging_policy(settings.upload), limiter=AimdLimiter())
+        return cls(policy, settings.upload.lanes, settings.staging.block_bytes, **options)
+
 
 async def copy_checkpoint(
     source: Backend, target: Backend, id: CheckpointId, settings: CopySettings
-) -> CopyReport:
+) -> CopyResult:
     """Copy a complete checkpoint, verified; another call goes on where this one stopped.
 
     A damaged data file on the target is replaced, once the source's bytes are verified. No other
@@ -122,21 +120,19 @@ async def copy_checkpoint(
         )
     with suppress(ObjectNotFound):
         await _same(target, index_key(id), index)
-    report = CopyReport(str(id))
+    sizes: list[int] = []
+    copied: list[int] = []
     for rank in range(len(bundle.parts)):
         data = EntryTable(bundle)
         data.join(rank)
         for number in range(len(data.files)):
             file = _File(source, target, id, data, number, settings)
-            copied = await file.bring()
-            report.files += 1
-            report.bytes += file.size
-            report.copied_files += copied
-            report.copied_bytes += file.size * copied
+            sizes.append(file.size)
+            copied += [file.size] if await file.bring() else []
     await _copy_metadata(source, target, id, settings)
     await _create(target, index_key(id), index)
     await write_summary_of(target, bundle)
-    return report
+    return CopyResult(str(id), len(sizes), sum(sizes), len(copied), sum(copied))
 
 
 async def _copy_metadata(

@@ -386,27 +386,3 @@ async def read_summary(
         raise
     except CkpipeError:
         return None
-
-
-async def said_of_foreign(backend: Backend) -> str | None:
-    """Describe a root without checkpoints, if it is a folder that another program wrote.
-
-    Raises:
-        StoreError: If the store failed.
-    """
-    found = {each.key for each in (await backend.children("")).objects}
-    if any(name.endswith(".distcp") for name in found):
-        return (
-            "This is a checkpoint of torch.distributed.checkpoint (DCP): ckpipe.load opens it, and "
-            "so does load(state, source=…) of a pipeline elsewhere"
-        )
-    if "config.json" in found or any(
-        name.endswith((".safetensors", ".safetensors.index.json", ".bin.index.json"))
-        or (name.startswith("pytorch_model") and name.endswith(".bin"))
-        for name in found
-    ):
-        return (
-            "This is a folder of Hugging Face weights: ckpipe.load opens it, and so does "
-            "load(state, source=…) of a pipeline elsewhere"
-        )
-    return None

@@ -9,7 +9,6 @@ import json
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
 from ckpipe.errors import UsageError
@@ -18,101 +17,19 @@ from ckpipe.format.labels import Json, LabelFilter, unique_label
 from ckpipe.format.manifest import Layout, ManifestDocument, RankManifest, TensorRow
 from ckpipe.format.merge import differ_privately
 from ckpipe.format.tree import WRAPPERS, Node, children_of
-from ckpipe.types import size_text
+from ckpipe.types import (
+    CheckpointDescription,
+    TensorDescription,
+    ValueDescription,
+    size_text,
+)
 
 _Kind = Literal["tensor", "value", "wrapper_tensor"]
 _KINDS: tuple[_Kind, ...] = ("tensor", "value", "wrapper_tensor")
 _LONGEST_PREVIEW = 60
 
 
-@dataclass(frozen=True, slots=True)
-class TensorDescription:
-    """One tensor of a checkpoint.
-
-    Args:
-        label: Its label.
-        dtype: Name of its torch dtype.
-        shape: Its global shape.
-        bytes: Bytes of all its elements, written or shared.
-        kind: ``tensor``, ``parameter``, ``buffer``, ``subclass`` or ``numpy``.
-        device: Type of the device it was on.
-        requires_grad: Whether it collects gradients.
-        also: Other labels of the very same tensor in the state.
-        shares_with: Labels of other tensors that share bytes of memory with it.
-        ranks: The ranks that hold all or part of it.
-        boxes: The number of boxes into which its ranks have cut it; 1 for a whole tensor.
-        differs: Whether ranks hold it whole and with different bytes.
-    """
-
-    label: str
-    dtype: str
-    shape: tuple[int, ...]
-    bytes: int
-    kind: str
-    device: str
-    requires_grad: bool
-    also: tuple[str, ...]
-    shares_with: tuple[str, ...]
-    ranks: tuple[int, ...]
-    boxes: int
-    differs: bool
-
-
-@dataclass(frozen=True, slots=True)
-class ValueDescription:
-    """One inline value of a checkpoint.
-
-    Args:
-        label: Its label.
-        value: The value as JSON text, cut off if it is long.
-        ranks: The ranks that have it.
-        differs: Whether ranks have different values; ``value`` is then that of the lowest rank.
-    """
-
-    label: str
-    value: str
-    ranks: tuple[int, ...]
-    differs: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Description:
-    """The contents of a checkpoint's index.
-
-    Args:
-        id: Exact name of the checkpoint.
-        step: Its step.
-        world_size: The number of ranks that wrote it.
-        files: The number of its data files.
-        bytes: Size of its data files.
-        started: The start time of its save on the lowest rank, ISO 8601 in UTC.
-        final: Whether it was saved with ``final=True``.
-        resumed_from: The checkpoint that its run had loaded, if any.
-        writer: Versions of ckpipe, torch and Python.
-        metadata: The metadata that was passed to ``save``.
-        metrics: The metrics that were passed to ``save``; non-finite numbers as text.
-        tensors: Its tensors, in the order of the state.
-        values: Its inline values, in the order of the state.
-        wrappers: Its wrapper tensors: class, dtype and size by label.
-    """
-
-    id: str
-    step: int
-    world_size: int
-    files: int
-    bytes: int
-    started: str
-    final: bool
-    resumed_from: str | None
-    writer: Mapping[str, str]
-    metadata: Mapping[str, Json]
-    metrics: Mapping[str, Json]
-    tensors: tuple[TensorDescription, ...]
-    values: tuple[ValueDescription, ...]
-    wrappers: Mapping[str, str]
-
-
-def describe(bundle: ManifestDocument, select: LabelFilter | None = None) -> Description:
+def describe(bundle: ManifestDocument, select: LabelFilter | None = None) -> CheckpointDescription:
     """Describe an index, for people and for other programs.
 
     Args:
@@ -121,9 +38,9 @@ def describe(bundle: ManifestDocument, select: LabelFilter | None = None) -> Des
     """
     first = bundle.parts[0]
     wanted = select or LabelFilter()
-    return Description(
-        id=str(bundle.id),
-        step=bundle.id.step,
+    return CheckpointDescription(
+        id=None if bundle.source else str(bundle.id),
+        step=bundle.step,
         world_size=bundle.world_size,
         files=sum(len(part.files) for part in bundle.parts),
         bytes=data_bytes(bundle),
@@ -141,6 +58,7 @@ def describe(bundle: ManifestDocument, select: LabelFilter | None = None) -> Des
             for label, _, facts in _leaves(structure.tree, "wrapper_tensor")
             if wanted(label)
         },
+        source=bundle.source,
     )
 
 

@@ -45,10 +45,16 @@ COMMANDS = (
         "verify",
         "reading:verify",
         "Read a whole checkpoint and check every byte.",
-        "ckpipe.loading.reader",
+        "ckpipe.calls",
     ),
     Command("diff", "reading:diff", "Compare two checkpoints.", "ckpipe.cli.diff"),
     Command("cp", "reading:cp", "Copy checkpoints to another store, verified."),
+    Command(
+        "import",
+        "reading:import_",
+        "Take over a checkpoint of another program.",
+        "ckpipe.calls",
+    ),
     Command(
         "export",
         "reading:export",

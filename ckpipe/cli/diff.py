@@ -13,18 +13,17 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from ckpipe.backend import Backend
-from ckpipe.catalog.catalog import Catalog
 from ckpipe.catalog.inspect import check_expansion, labels_per_rank, tensor_bytes
-from ckpipe.cli.running import FOUND, OK, chosen
+from ckpipe.cli.running import FOUND, OK
 from ckpipe.cli.screen import Meter, Screen, one_line, table
 from ckpipe.export import batches
+from ckpipe.foreign.source import check_unchanged, open_place
 from ckpipe.format.labels import LabelFilter, label_filter, unique_label
 from ckpipe.format.manifest import ManifestDocument, TensorRow
 from ckpipe.format.tree import SETS, walk
 from ckpipe.loading.load import read_tensors
 from ckpipe.memory.arena import Arena
 from ckpipe.settings import Settings
-from ckpipe.store.registry import Access, open_store
 from ckpipe.threads import in_thread
 
 BATCH_BYTES = 128 << 20
@@ -38,7 +37,7 @@ Side = tuple[Backend, ManifestDocument]
 async def differences(
     screen: Screen,
     urls: tuple[str, str],
-    steps: tuple[str, str],
+    steps: tuple[int | str | None, int | str | None],
     patterns: Sequence[str] | None,
     *,
     structure: bool,
@@ -49,36 +48,32 @@ async def differences(
     Args:
         screen: Prints the result.
         urls: The URLs of the two checkpoints.
-        steps: Their steps or ids.
+        steps: Their steps or ids; None for the newest, or for that of another program.
         patterns: Globs of the names to compare; None for all.
         structure: Whether to leave out the values of tensors.
         expanded: Whether expanded tensors may take far more bytes than the checkpoints store.
     """
     settings, select = screen.settings, label_filter(patterns)
     with screen.meter("comparing") as meter:
-        async with (
-            open_store(urls[0], settings, Access.READ) as one,
-            open_store(urls[1], settings, Access.READ) as two,
-        ):
-            infos = [await chosen(one, steps[0]), await chosen(two, steps[1])]
-            async with (
-                Catalog(one).reading(infos[0].key) as left,
-                Catalog(two).reading(infos[1].key) as right,
-            ):
+        async with open_place(urls[0], settings) as one, open_place(urls[1], settings) as two:
+            infos = await one.chosen(steps[0]), await two.chosen(steps[1])
+            async with one.opened(infos[0]) as left, two.opened(infos[1]) as right:
                 if not any(map(select, {*_texts(left), *_texts(right)})):
                     screen.matches_nothing(patterns)
                 found = compare_structures(left, right, select)
                 differing: list[TensorDifference] = []
                 if not structure:
-                    sides = (one, left), (two, right)
+                    sides = (one.store, left), (two.store, right)
                     differing = await _compare(
                         sides, found.common, meter, settings, expanded=expanded
                     )
+                    for side in sides:
+                        await check_unchanged(*side)
     same = not (found.only_first or found.only_second or found.changed or differing)
     compared = 0 if structure else len(found.common)
     data = {
-        "first": infos[0].id,
-        "second": infos[1].id,
+        "first": left.name,
+        "second": right.name,
         "same": same,
         "compared": compared,
         "only_first": found.only_first,

@@ -14,27 +14,26 @@ from rich.tree import Tree
 from ckpipe.backend import Backend, ObjectInfo
 from ckpipe.catalog.find import (
     DELETING,
-    discover,
     list_summaries,
     read_index,
     read_summary,
     recheck,
-    said_of_foreign,
 )
-from ckpipe.catalog.inspect import (
-    Description,
-    TensorDescription,
-    describe,
-    key_paths,
-)
-from ckpipe.cli.running import OK, MaybeStep, Url, chosen, serve
+from ckpipe.catalog.inspect import data_bytes, describe, key_paths
+from ckpipe.cli.running import OK, MaybeStep, Url, serve, wanted
 from ckpipe.cli.screen import Screen, of_things, one_line, table
-from ckpipe.errors import CorruptCheckpoint, UnsupportedVersion
+from ckpipe.errors import CheckpointNotFound, CorruptCheckpoint, UnsupportedVersion
+from ckpipe.foreign.source import Place, open_place, recognized
 from ckpipe.format.labels import label_filter
 from ckpipe.format.summary import REMEDY, Summary, summary_of
-from ckpipe.store.registry import Access, open_store
 from ckpipe.threads import run_lanes
-from ckpipe.types import CheckpointId, CheckpointInfo, size_text
+from ckpipe.types import (
+    CheckpointDescription,
+    CheckpointId,
+    CheckpointInfo,
+    TensorDescription,
+    size_text,
+)
 
 _AT_ONCE = 16
 
@@ -54,9 +53,9 @@ def list_(
     """
 
     async def work(screen: Screen) -> int:
-        async with open_store(url, screen.settings, Access.READ) as backend:
-            infos = await discover(backend)
-            foreign = None if infos else await said_of_foreign(backend)
+        async with open_place(url, screen.settings) as place:
+            backend, infos = place.store, await place.checkpoints()
+            foreign = None if infos else await _foreign(place)
             found = {each.id: _checkpoint_data(each) for each in infos}
             if infos and (read or not brief):
                 # Summaries describe the saved state; an index also shows damage.
@@ -71,11 +70,16 @@ def list_(
                             meter.advance(1)
 
                     await run_lanes(min(_AT_ONCE, len(infos)), lane)
-        nothing = f"no checkpoints here. {foreign}" if foreign else "no checkpoints here"
+        nothing = "no checkpoints here"
+        if foreign is not None:
+            nothing = (
+                f"a checkpoint of another program ({foreign['format']}): {foreign['files']} files, "
+                f"{foreign['tensors']} tensors, {size_text(foreign['bytes'])}"
+            )
         headings = ("step", "saved at", "size", "ranks", "state", "metrics", "id")
         rows = [_row(each) for each in found.values()]
         screen.result(
-            {"url": url, "checkpoints": [*found.values()]},
+            {"url": url, "checkpoints": [*found.values()], "foreign": foreign},
             table(headings, rows, "step", "size", "ranks") if rows else Text(nothing),
         )
         if any(each["copied_bytes"] for each in found.values()):
@@ -83,6 +87,21 @@ def list_(
         return OK
 
     serve(ctx, work)
+
+
+async def _foreign(place: Place) -> dict[str, Any] | None:
+    """Describe the checkpoint of another program; None if there is none."""
+    try:
+        document = await place.described()
+    except CheckpointNotFound:
+        return None
+    source = await recognized(await place.listing())
+    return {
+        "format": source.name if source else "",
+        "files": len(document.parts[0].files),
+        "bytes": data_bytes(document),
+        "tensors": len(document.structures[0].tensors),
+    }
 
 
 def _checkpoint_data(
@@ -146,12 +165,13 @@ def info(
     """Show the contents of a checkpoint: names, shapes, dtypes, sizes, sharing, ranks, values."""
 
     async def work(screen: Screen) -> int:
-        async with open_store(url, screen.settings, Access.READ) as backend:
-            found = await chosen(backend, step)
-            bundle = await read_index(backend, found.key)
-        about = describe(bundle, label_filter(match))
-        data = {**asdict(about), "pinned": found.pinned, "saved_at": found.saved_at}
-        screen.result(data, *_shown_tree(about, found, key_paths(bundle), depth))
+        async with open_place(url, screen.settings) as place:
+            found = await place.chosen(wanted(step))
+            async with place.opened(found, lease=False) as bundle:
+                about = describe(bundle, label_filter(match))
+        pinned, saved_at = (found.pinned, found.saved_at) if found else (False, None)
+        data = {**asdict(about), "pinned": pinned, "saved_at": saved_at}
+        screen.result(data, *_shown_tree(about, pinned, key_paths(bundle), depth))
         if not (about.tensors or about.values):
             screen.matches_nothing(match)
         return OK
@@ -174,12 +194,12 @@ class _Branch:
 
 
 def _shown_tree(
-    about: Description,
-    info: CheckpointInfo,
+    about: CheckpointDescription,
+    pinned: bool,
     paths: Mapping[str, tuple[str, ...]],
     depth: int | None,
 ) -> Iterator[RenderableType]:
-    for name, value in _facts(about, info):
+    for name, value in _facts(about, pinned):
         yield Text(one_line(f"{name + ':':<13} {value}"))
 
     def path(label: str) -> Sequence[str]:
@@ -201,15 +221,20 @@ def _shown_tree(
         yield tree
 
 
-def _facts(about: Description, info: CheckpointInfo) -> Iterator[tuple[str, object]]:
+def _facts(about: CheckpointDescription, pinned: bool) -> Iterator[tuple[str, object]]:
+    size = f"{size_text(about.bytes)} in {about.files} data file{'s' * (about.files != 1)}"
+    if about.source:
+        yield "place", about.source
+        yield "size", size
+        return
     yield "checkpoint", about.id
     yield "step", about.step
     yield "began", about.started
-    yield "size", f"{size_text(about.bytes)} in {about.files} data file{'s' * (about.files != 1)}"
+    yield "size", size
     yield "ranks", about.world_size
     if about.resumed_from:
         yield "resumed from", about.resumed_from
-    marks = [word for word, set_ in (("pinned", info.pinned), ("final", about.final)) if set_]
+    marks = [word for word, set_ in (("pinned", pinned), ("final", about.final)) if set_]
     if marks:
         yield "marks", ", ".join(marks)
     yield "written by", ", ".join(f"{name} {value}" for name, value in about.writer.items())

@@ -1,4 +1,4 @@
-"""The commands that read the data of checkpoints: ``verify``, ``diff``, ``cp`` and ``export``.
+"""The commands that read data: ``verify``, ``diff``, ``cp``, ``import`` and ``export``.
 
 Modules that need torch are imported when a command runs, so that no help waits for them.
 """
@@ -8,19 +8,20 @@ from __future__ import annotations
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, closing
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from enum import StrEnum
-from typing import Annotated, Any
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
 
 import typer
+from anyio import to_thread
 from rich.text import Text
 
-from ckpipe.backend import Backend, without_secrets
+from ckpipe.backend import without_secrets
 from ckpipe.catalog.catalog import Catalog
 from ckpipe.catalog.copy import CopySettings, copy_checkpoint
-from ckpipe.catalog.find import discover
 from ckpipe.catalog.inspect import data_bytes
-from ckpipe.cli.running import FOUND, OK, Expanded, MaybeStep, Url, chosen, serve
+from ckpipe.cli.running import FOUND, OK, Expanded, MaybeStep, Url, chosen, serve, wanted
 from ckpipe.cli.screen import Screen, visible
 from ckpipe.errors import (
     CheckpointIncomplete,
@@ -28,26 +29,29 @@ from ckpipe.errors import (
     CorruptCheckpoint,
     UsageError,
 )
-from ckpipe.settings import Settings
+from ckpipe.foreign.source import Place, open_place
 from ckpipe.store.registry import Access, open_store
-from ckpipe.store.retry import AimdLimiter, RetryPolicy, logging_policy
 from ckpipe.types import CheckpointInfo, size_text
 
+T = TypeVar("T")
 
-async def _named(backend: Backend, step: str | None, every: bool) -> list[CheckpointInfo]:
+
+async def _named(
+    place: Place, step: str | None, every: bool, find: Callable[[int | str | None], Awaitable[T]]
+) -> list[T | CheckpointInfo]:
     """Find the named checkpoint; with ``--all`` every complete one, the oldest first."""
     if every and step is not None:
         raise UsageError("--all takes every checkpoint", hint="Leave the step out")
     if not every:
-        return [await chosen(backend, step)]
-    return [each for each in reversed(await discover(backend)) if each.complete]
+        return [await find(wanted(step))]
+    return [each for each in reversed(await place.checkpoints()) if each.complete]
 
 
 async def _read_each(
     screen: Screen,
-    infos: Sequence[CheckpointInfo],
+    infos: Sequence[T],
     every: bool,
-    read: Callable[[CheckpointInfo], Awaitable[dict[str, Any]]],
+    read: Callable[[T], Awaitable[dict[str, Any]]],
 ) -> list[dict[str, Any]]:
     """Read checkpoints; if there are several, leave out deleted ones with a note."""
     done = []
@@ -57,6 +61,7 @@ async def _read_each(
         except CheckpointIncomplete:
             if not every:
                 raise
+            assert isinstance(info, CheckpointInfo)
             screen.note(f"{info.id} was deleted meanwhile and is left out")
     return done
 
@@ -77,30 +82,33 @@ def verify(
         bool, typer.Option("--all", help="Verify all complete checkpoints, the oldest first.")
     ] = False,
 ) -> None:
-    """Read a whole checkpoint and check every byte. Exits with 1 if it is damaged."""
-    from ckpipe.loading.reader import verify  # needs torch
-    from ckpipe.memory.arena import Arena
+    """Read a whole checkpoint and check every byte. Exits with 1 if it is damaged.
+
+    Files of other programs have no checksums; all else is checked.
+    """
+    from ckpipe.calls import verified  # needs torch
 
     async def work(screen: Screen) -> int:
         settings = screen.settings
-        buffers = closing(Arena(settings.staging.block_bytes))
-        with buffers as arena, screen.meter("verifying") as meter:
-            async with open_store(url, settings, Access.READ, meter.advance) as backend:
+        with screen.meter("verifying") as meter:
+            async with open_place(url, settings, meter.advance) as place:
 
-                async def check(info: CheckpointInfo) -> dict[str, Any]:
+                async def check(info: CheckpointInfo | None) -> dict[str, Any]:
                     began = time.perf_counter()
-                    data: dict[str, Any] = {"id": info.id, "step": info.step}
+                    data: dict[str, Any] = {"id": None, "step": None, "source": place.name}
+                    if info is not None:
+                        data = {"id": info.id, "step": info.step, "source": None}
                     try:
-                        async with Catalog(backend).checking(info.key) as bundle:
-                            meter.expect(data_bytes(bundle))
-                            done = await verify(backend, bundle, arena, lanes=settings.load.lanes)
+                        async with place.opened(info) as document:
+                            meter.expect(data_bytes(document))
+                            done = await verified(place.store, document, settings)
                         data |= {"ok": True, "files": done.files, "bytes": done.bytes}
                     except CorruptCheckpoint as error:
                         data |= {"ok": False, "files": 0, "bytes": 0}
                         data |= {"error": type(error).__name__, "message": str(error)}
                     return data | {"seconds": _seconds_since(began)}
 
-                infos = await _named(backend, step, every)
+                infos = await _named(place, step, every, place.chosen)
                 results = await _read_each(screen, infos, every, check)
         if not results:
             raise CheckpointNotFound("There is no complete checkpoint here")
@@ -111,19 +119,24 @@ def verify(
 
 
 def _verdict(result: dict[str, Any]) -> str:
+    foreign = result["source"]
+    what = foreign or f"step {result['step']}"
+    name = "another program wrote it" if foreign else result["id"]
     if result["ok"]:
-        return (
-            f"ok       step {result['step']}: {size_text(result['bytes'])} in "
-            f"{_files_text(result['files'])} read in {result['seconds']:.1f} s ({result['id']})"
-        )
-    return visible(f"damaged  step {result['step']}: {result['message']} ({result['id']})")
+        read = f"{size_text(result['bytes'])} in {_files_text(result['files'])} read"
+        read += ", no checksums to check," if foreign else ""
+        return visible(f"ok       {what}: {read} in {result['seconds']:.1f} s ({name})")
+    return visible(f"damaged  {what}: {result['message']} ({name})")
+
+
+_SIDE = "A step or an id; - for the newest, or for the checkpoint of another program."
 
 
 def diff(
     ctx: typer.Context,
     url: Url,
-    first: Annotated[str, typer.Argument(metavar="A", help="A step or an id.")],
-    second: Annotated[str, typer.Argument(metavar="B", help="A step or an id.")],
+    first: Annotated[str, typer.Argument(metavar="A", help=_SIDE)],
+    second: Annotated[str, typer.Argument(metavar="B", help=_SIDE)],
     other: Annotated[
         str | None, typer.Option("--in", metavar="URL", help="The URL of B, if it is another one.")
     ] = None,
@@ -143,7 +156,7 @@ def diff(
     from ckpipe.cli.diff import differences  # needs torch
 
     async def work(screen: Screen) -> int:
-        urls, steps = (url, other or url), (first, second)
+        urls, steps = (url, other or url), (wanted(first), wanted(second))
         return await differences(screen, urls, steps, match, structure=structure, expanded=expanded)
 
     serve(ctx, work)
@@ -170,22 +183,19 @@ def cp(
     async def work(screen: Screen) -> int:
         settings = screen.settings
         with screen.meter("copying") as meter:
-            how = CopySettings(
-                _policy(settings),
-                settings.upload.lanes,
-                settings.staging.block_bytes,
-                meter.advance,
-            )
-            async with open_store(source, settings, Access.READ) as origin:
-                infos = await _named(origin, step, every)
+            how = CopySettings.of(settings, on_bytes=meter.advance)
+            async with open_place(source, settings) as origin:
+                infos = await _named(origin, step, every, origin.own)
                 async with open_store(target, settings, Access.CREATE) as place:
 
                     async def copy(info: CheckpointInfo) -> dict[str, Any]:
                         began = time.perf_counter()
-                        async with Catalog(origin).checking(info.key) as bundle:
+                        async with origin.opened(info) as bundle:
                             meter.expect(data_bytes(bundle))
-                            report = asdict(await copy_checkpoint(origin, place, info.key, how))
-                        return report | {"step": info.step, "seconds": _seconds_since(began)}
+                            done = await copy_checkpoint(origin.store, place, info.key, how)
+                        return asdict(done) | {
+                            "step": info.step, "seconds": _seconds_since(began)
+                        }  # fmt: skip
 
                     done = await _read_each(screen, infos, every, copy)
         screen.result(
@@ -207,9 +217,50 @@ def _copy_text(done: dict[str, Any]) -> str:
     )
 
 
-def _policy(settings: Settings) -> RetryPolicy:
-    """Make the policy of retries; a store that throttles gets fewer writes at a time."""
-    return replace(logging_policy(settings.upload), limiter=AimdLimiter())
+def import_(
+    ctx: typer.Context,
+    source: Annotated[
+        str, typer.Argument(metavar="SRC", help="A file or folder of another program, or a root.")
+    ],
+    target: Target,
+    from_step: MaybeStep = None,
+    *,
+    step: Annotated[
+        int | None, typer.Option(min=0, help="The step of the new checkpoint; else that of SRC.")
+    ] = None,
+    transform: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="A TOML file of transforms.")
+    ] = None,
+) -> None:
+    """Take over a checkpoint of another program, or one of ckpipe with transforms.
+
+    The new checkpoint is complete or absent, even if the import is interrupted.
+    """
+    from ckpipe.calls import imported  # needs torch
+    from ckpipe.loading.transform_file import read_transforms
+
+    async def work(screen: Screen) -> int:
+        began = time.perf_counter()
+        changes = () if transform is None else await to_thread.run_sync(read_transforms, transform)
+        with screen.meter("importing") as meter:
+            info = await imported(
+                source, target, screen.settings, wanted(from_step), step=step, transform=changes,
+                on_read=meter.advance, expect=meter.expect,
+            )  # fmt: skip
+        data = {
+            "source": source,
+            "target": target,
+            "id": info.id,
+            "step": info.step,
+            "bytes": info.bytes,
+            "seconds": _seconds_since(began),
+        }
+        size = size_text(info.bytes or 0)
+        sentence = f"imported step {info.step}: {size} in {data['seconds']:.1f} s ({info.id})"
+        screen.result(data, Text(sentence))
+        return OK
+
+    serve(ctx, work)
 
 
 class Form(StrEnum):
@@ -272,8 +323,8 @@ def export(
                 async with Catalog(origin).reading(info.key) as bundle:
                     meter.expect(data_bytes(bundle))
                     done = await export(
-                        origin, bundle, arena, settings, form.value, _policy(settings), place,
-                        expanded=expanded,
+                        origin, bundle, arena, settings, form.value,
+                        CopySettings.of(settings).policy, place, expanded=expanded,
                     )  # fmt: skip
         folder = done.folder.rstrip("/")
         data = {

@@ -9,7 +9,7 @@ import anyio
 import typer
 
 from ckpipe.backend import Backend
-from ckpipe.catalog.find import discover, pick, said_of_foreign
+from ckpipe.catalog.find import discover, pick
 from ckpipe.cli.screen import Screen
 from ckpipe.errors import (
     CheckpointNotFound,
@@ -65,6 +65,11 @@ def serve(ctx: typer.Context, work: Callable[[Screen], Awaitable[int]]) -> None:
     raise typer.Exit(code)
 
 
+def wanted(text: str | None) -> int | str | None:
+    """Read the step or id that an argument may name; None for no argument, and for ``-``."""
+    return None if text is None or text == "-" else which(text)
+
+
 def which(text: str) -> int | str:
     """Read the step or id that an argument names."""
     return int(text) if text.isascii() and text.isdecimal() else text
@@ -83,6 +88,4 @@ async def chosen(backend: Backend, step: str | None) -> CheckpointInfo:
     for info in infos:
         if info.complete:
             return info
-    raise CheckpointNotFound(
-        "There is no complete checkpoint here", hint=await said_of_foreign(backend)
-    )
+    raise CheckpointNotFound("There is no complete checkpoint here")

@@ -6,13 +6,15 @@ import os
 import re
 from collections.abc import AsyncIterator, Container, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from importlib import metadata
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from anyio import to_thread
 
 from ckpipe.backend import Backend, ObjectInfo, for_each, without_secrets
-from ckpipe.catalog.find import discover, stat_or_none
+from ckpipe.catalog.catalog import Catalog
+from ckpipe.catalog.find import discover, pick, stat_or_none
 from ckpipe.errors import (
     CheckpointNotFound,
     CorruptCheckpoint,
@@ -22,12 +24,13 @@ from ckpipe.errors import (
     UnsafePath,
     UsageError,
 )
-from ckpipe.foreign.virtual import ForeignFile
 from ckpipe.format.manifest import ManifestDocument
 from ckpipe.store.registry import Access, open_store
-from ckpipe.types import first_of
+from ckpipe.store.retry import OnRead
+from ckpipe.types import CheckpointInfo, first_of
 
 if TYPE_CHECKING:
+    from ckpipe.foreign.virtual import ForeignFile
     from ckpipe.settings import Settings
 
 ENTRY_POINT_GROUP = "ckpipe.sources"
@@ -84,6 +87,114 @@ class Source(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A root of checkpoints, or a checkpoint that another program wrote.
+
+    Args:
+        store: The store, with retries; its root is the folder, or that of the file.
+        name: The place, without secrets.
+        file: The file; None for a folder.
+    """
+
+    store: Backend
+    name: str
+    file: ObjectInfo | None = None
+
+    async def checkpoints(self) -> list[CheckpointInfo]:
+        """List the checkpoints of ckpipe, the newest first."""
+        return [] if self.file else await discover(self.store)
+
+    async def chosen(self, which: int | str | None) -> CheckpointInfo | None:
+        """Find a checkpoint of ckpipe; None if another program may have written one here.
+
+        Args:
+            which: Its step or id; None for the newest complete one.
+
+        Raises:
+            CheckpointNotFound: If the named one is absent or incomplete, or all are incomplete.
+            StoreError: If the store failed.
+        """
+        infos = await self.checkpoints()
+        if which is not None:
+            return pick(infos, which)
+        newest = next((each for each in infos if each.complete), None)
+        if infos and newest is None:
+            raise CheckpointNotFound("There is no complete checkpoint here")
+        return newest
+
+    async def own(self, which: int | str | None) -> CheckpointInfo:
+        """Find a checkpoint of ckpipe.
+
+        Raises:
+            CheckpointNotFound: As :meth:`chosen` does, and if there is none.
+            StoreError: If the store failed.
+        """
+        info = await self.chosen(which)
+        if info is None:
+            raise CheckpointNotFound(
+                f"There is no complete checkpoint of ckpipe in {self.name}",
+                hint="ckpipe.import_checkpoint, or `ckpipe import`, takes over those of others",
+            )
+        return info
+
+    async def listing(self) -> Sequence[ObjectInfo]:
+        """List the files of the place that a source may recognize."""
+        return [self.file] if self.file else (await self.store.children("")).objects
+
+    async def described(self) -> ManifestDocument:
+        """Describe the checkpoint of another program.
+
+        Raises:
+            As :func:`open_source` does.
+        """
+        return await _described(self.store, await self.listing(), self.name)
+
+    @asynccontextmanager
+    async def opened(
+        self, info: CheckpointInfo | None, *, lease: bool = True
+    ) -> AsyncIterator[ManifestDocument]:
+        """Give the index of a checkpoint that :meth:`chosen` has found, or describe a foreign one.
+
+        Args:
+            info: The checkpoint; None for that of another program.
+            lease: Whether to hold a lease meanwhile.
+
+        Raises:
+            As :func:`open_source` and :meth:`ckpipe.catalog.catalog.Catalog.checking` do.
+        """
+        if info is None:
+            yield await self.described()
+            return
+        async with Catalog(self.store, read_only=not lease).checking(info.key) as document:
+            yield document
+
+
+@asynccontextmanager
+async def open_place(
+    url: str, settings: Settings, on_read: OnRead | None = None
+) -> AsyncIterator[Place]:
+    """Open the store of a root of checkpoints, or of a foreign checkpoint, to read it.
+
+    Args:
+        url: A path or URL: of a folder, or of a file that is a checkpoint by itself.
+        settings: The options of backends, and the retry settings.
+        on_read: Called as bytes are read.
+
+    Raises:
+        StoreError: If the store cannot be used.
+    """
+    if url.endswith(FILES):
+        root, name = split_file(url)
+        async with open_store(root, settings, Access.READ, on_read) as store:
+            info = await stat_or_none(store, name)
+            if info is not None:
+                yield Place(store, without_secrets(url), info)
+                return
+    async with open_store(url, settings, Access.READ, on_read) as store:
+        yield Place(store, without_secrets(url))
+
+
 @asynccontextmanager
 async def open_source(
     url: str, settings: Settings
@@ -91,8 +202,8 @@ async def open_source(
     """Open the store of a foreign checkpoint, and describe the checkpoint.
 
     Args:
-        url: A path or URL: of a file, or of a folder.
-        settings: The options of backends, and the retry settings.
+        url: As for :func:`open_place`.
+        settings: As for :func:`open_place`.
 
     Raises:
         UsageError: If the format is known and not opened, or the place is a hub id.
@@ -100,17 +211,9 @@ async def open_source(
         CorruptCheckpoint: If the checkpoint contradicts itself.
         StoreError: If the store failed.
     """
-    place = without_secrets(url)
-    if url.endswith(FILES):
-        root, name = split_file(url)
-        async with open_store(root, settings, Access.READ) as store:
-            info = await stat_or_none(store, name)
-            if info is not None:
-                yield store, await _described(store, [info], place)
-                return
-    await to_thread.run_sync(_refuse_hub_id, url)
-    async with open_store(url, settings, Access.READ) as store:
-        yield store, await _described(store, (await store.children("")).objects, place)
+    await to_thread.run_sync(refuse_hub_id, url)
+    async with open_place(url, settings) as place:
+        yield place.store, await place.described()
 
 
 def split_file(url: str) -> tuple[str, str]:
@@ -121,12 +224,9 @@ def split_file(url: str) -> tuple[str, str]:
 
 async def _described(store: Backend, listing: Sequence[ObjectInfo], place: str) -> ManifestDocument:
     _refuse_known(listing, place)
-    own = next((each for each in _own_sources() if each.recognizes(listing)), None)
-    if own is not None:
-        return await own.describe(store, listing, place)
-    for source in await to_thread.run_sync(_installed_sources):
-        if source.recognizes(listing):
-            return await source.describe(store, listing, place)
+    source = await recognized(listing)
+    if source is not None:
+        return await source.describe(store, listing, place)
     if await discover(store):
         raise CheckpointNotFound(
             f"{place} is the root of ckpipe's own checkpoints, and no source",
@@ -140,7 +240,17 @@ async def _described(store: Backend, listing: Sequence[ObjectInfo], place: str) 
     )
 
 
+async def recognized(listing: Sequence[ObjectInfo]) -> Source | None:
+    """Return the first source that recognizes the files of a place; None if none does."""
+    own = next((each for each in _own_sources() if each.recognizes(listing)), None)
+    if own is not None:
+        return own
+    installed = await to_thread.run_sync(_installed_sources)
+    return next((each for each in installed if each.recognizes(listing)), None)
+
+
 def _own_sources() -> list[Source]:
+    # Not above, since these need torch, which a list of checkpoints does not.
     from ckpipe.foreign.dcp import DcpSource
     from ckpipe.foreign.safetensors import SafetensorsSource
     from ckpipe.foreign.torch_zip import TorchSource
@@ -156,7 +266,7 @@ def _installed_sources() -> list[Source]:
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
-def _refuse_hub_id(url: str) -> None:
+def refuse_hub_id(url: str) -> None:
     """Refuse the name of a model on the Hugging Face hub, a folder here; blocking."""
     if _HUB_ID.fullmatch(url) and not url.startswith(".") and not os.path.exists(url):
         raise UsageError(
@@ -286,6 +396,8 @@ async def check_unchanged(store: Backend, document: ManifestDocument) -> None:
         CorruptCheckpoint: If one was.
         StoreError: If the store failed.
     """
+
+    from ckpipe.foreign.virtual import ForeignFile
 
     async def check(file: ForeignFile) -> None:
         before = file.info

@@ -104,9 +104,19 @@ class Targets:
     # Live tensors
 
     def fill(
-        self, stored: StoredTensor, live: torch.Tensor | np.ndarray[Any, Any], label: str
+        self,
+        stored: StoredTensor,
+        live: torch.Tensor | np.ndarray[Any, Any],
+        label: str,
+        regions: Regions = None,
     ) -> bool:
         """Note that a live tensor is to be filled with a stored one that fits it.
+
+        Args:
+            stored: The stored tensor.
+            live: The live one.
+            label: Its label.
+            regions: The parts of the stored tensor to take; None for those that it holds.
 
         Returns:
             False if its memory cannot be written, so that a fresh one is needed.
@@ -117,7 +127,8 @@ class Targets:
         view = writable_view(live)
         if view is None:
             return False
-        regions = regions_of(live, self._shardings, label) if is_placed(live) else None
+        if regions is None and is_placed(live):
+            regions = regions_of(live, self._shardings, label)
         copies = self.stored.copies(stored, regions)
         self._noted.append(LiveTensor(stored, label, view, live, regions, copies))
         return True

@@ -191,7 +191,7 @@ def assemble(
                 stride = _fresh_stride(leaves[number]) if whole else None
                 chunks[number].append(Chunk(number, None, 0, None, stride, box, piece.owner))
     drafts.sort(key=lambda draft: -draft[1])  # the widest items first, so that all are aligned
-    files, entries = _lay_out([entry for entry, *_ in drafts], rank, max_file_bytes)
+    files, entries = lay_out([entry for entry, *_ in drafts], rank, max_file_bytes)
     for number, (_, _, members, _) in enumerate(drafts):
         for member in members:
             chunks[member.tensor].append(member._replace(entry=number))
@@ -211,7 +211,7 @@ Replicated = Literal["auto", "none"] | Sequence[str]
 """The replicated tensors: see :class:`LocalPlanner`."""
 
 
-def _lay_out(
+def lay_out(
     drafts: list[Entry], rank: int, max_file_bytes: int | None
 ) -> tuple[list[DataFile], list[Entry]]:
     """Fill data files up to the limits of header and store, one after the other."""

@@ -27,7 +27,7 @@ from ckpipe.catalog.complete import (
     newest_likely,
     newest_repaired,
 )
-from ckpipe.catalog.find import NO_INDEX, discover, list_root, pick, said_of_foreign
+from ckpipe.catalog.find import NO_INDEX, discover, list_root, pick
 from ckpipe.catalog.leases import leased
 from ckpipe.errors import (
     CheckpointIncomplete,
@@ -240,7 +240,7 @@ async def begin_anew(context: SaveContext, place: str) -> None:
     try:
         remains = await _remains(context)
         if not remains and settings.initial is None:
-            foreign = await said_of_foreign(context.store.retrying)
+            foreign = await _foreign_format(context.store.retrying)
     except StoreError as error:  # the result of the load is decided already
         remains, unknown = [], f"; other contents are unknown: {error}"
     if settings.resume == "must":
@@ -255,7 +255,10 @@ async def begin_anew(context: SaveContext, place: str) -> None:
     if remains:
         logger.warning("no complete checkpoint: %s; %s", start, "; ".join(remains))
     elif foreign is not None:
-        logger.warning("no complete checkpoint: %s. %s", start, foreign)
+        logger.warning(
+            "no complete checkpoint: %s. A checkpoint of another program (%s) is there: ckpipe.load "
+            "opens it, and so does load(state, source=…) of a pipeline elsewhere", start, foreign,
+        )  # fmt: skip
     else:
         logger.info("no complete checkpoint: %s%s", start, unknown)
 
@@ -286,3 +289,14 @@ async def _remains(context: SaveContext) -> list[str]:
         for name, count in counts.items()
         if count.isdecimal() and int(count)
     ]
+
+
+async def _foreign_format(backend: Backend) -> str | None:
+    """Return the name of the format of a root that another program wrote; None if it is none."""
+    listing = (await backend.children("")).objects
+    if not listing:  # as for most new runs, which import no readers of formats
+        return None
+    from ckpipe.foreign.source import recognized
+
+    source = await recognized(listing)
+    return None if source is None else source.name

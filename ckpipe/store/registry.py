@@ -190,7 +190,7 @@ class Access(enum.Enum):
 @asynccontextmanager
 async def open_store(
     url: str, settings: Settings, access: Access, on_read: OnRead | None = None
-) -> AsyncIterator[Backend]:
+) -> AsyncIterator[RetryingBackend]:
     """Open the store of a URL without a pipeline; its requests are retried.
 
     Args:

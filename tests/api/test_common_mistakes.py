@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch.distributed.checkpoint.state_dict_saver import save as save_distributed
 
 import ckpipe
@@ -265,7 +266,7 @@ def test_a_store_that_does_not_list_all_does_not_fail_a_fresh_start(
 
 
 def test_folders_of_other_programs_are_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     call = Commands(capsys)
     distributed, hub, empty = (tmp_path / name for name in ("distributed", "hub", "empty"))
@@ -273,9 +274,14 @@ def test_folders_of_other_programs_are_named(
         save_distributed({"w": torch.ones(3)}, checkpoint_id=distributed, no_dist=True)
     for folder in (hub, empty):
         folder.mkdir()
-    (hub / "model.safetensors").write_bytes(b"")
-    for folder, text in ((distributed, "(DCP)"), (hub, "Hugging Face")):
+    save_file({"w": torch.ones(3)}, hub / "model.safetensors")
+    caplog.set_level(logging.INFO, "ckpipe")
+    for folder, text in ((distributed, "(dcp)"), (hub, "(safetensors)")):
         shown = call("ls", folder)
         assert (shown.code, text in shown.out) == (0, True), shown
-        assert text in call("info", folder).err
+        assert "float32[3]" in call("info", folder).out
+        assert f"ckpipe in {folder}" in call("cp", folder, tmp_path / "copy").err
+        with ckpipe.SyncPipeline(folder, read_only=True) as pipeline:
+            assert pipeline.load() is None
+        assert f"of another program {text} is there" in caplog.text
     assert call("ls", empty).out == "no checkpoints here\n"

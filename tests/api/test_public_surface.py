@@ -19,11 +19,12 @@ import ckpipe
 from ckpipe import backend, errors
 
 NAMES = """
-    Backend Batches Cast CheckpointInfo Children CkpipeError Drop Fuse GlobalPlanner KeepBest
-    KeepEvery KeepIf KeepLast KeepWithin LoadReport LoadResult LocalPlanner ObjectInfo Only Pipeline
-    Planner Progress PutMode Rearrange Rename RngState SaveHandle SaveReport Settings Split Stack
-    StateLock Statistics SyncPipeline SyncSaveHandle Unstack Upload UploadLimits VerifyResult
-    __version__ load register_backend register_type register_wrapper
+    Backend Batches Cast CheckpointDescription CheckpointInfo Children CkpipeError CopyResult Drop
+    Fuse GlobalPlanner KeepBest KeepEvery KeepIf KeepLast KeepWithin LoadReport LoadResult
+    LocalPlanner ObjectInfo Only Pipeline Planner Progress PutMode Rearrange Rename RngState
+    SaveHandle SaveReport Settings Split Stack StateLock Statistics SyncPipeline SyncSaveHandle
+    TensorDescription Unstack Upload UploadLimits ValueDescription VerifyResult __version__ copy
+    import_checkpoint inspect load register_backend register_type register_wrapper verify
 """
 
 MODULES = ["distributed", "errors", "events", "planning", "preemption", "testing"]

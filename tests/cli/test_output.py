@@ -72,10 +72,10 @@ def test_errors_say_what_to_do_in_this_command(call: Commands, tmp_path: Path) -
         assert "Look for a mistake in the path" in done.err
     assert "cannot be created" in call("cp", tmp_path, tmp_path / "file").err
     torch.save({"x": torch.zeros(1)}, tmp_path / "model.pt")
-    said = call("ls", tmp_path / "model.pt")
+    said = call("rm", tmp_path / "model.pt", 1)
     assert (said.code, "a file that ckpipe.load or torch.load reads" in said.err) == (3, True)
     (tmp_path / "model.safetensors").write_bytes(bytes(16))
-    said = call("ls", tmp_path / "model.safetensors")
+    said = call("rm", tmp_path / "model.safetensors", 1)
     assert (
         said.code,
         "a file that ckpipe.load or safetensors.torch.load_file reads" in said.err,

@@ -1,0 +1,236 @@
+"""Calls with URLs: what the command line can, without a pipeline.
+
+Each blocks until its work is done, on an event loop in a thread of its own, so a coroutine or a
+notebook can call it too.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import closing
+from functools import partial
+from typing import SupportsIndex, TypeVar
+
+from anyio import to_thread
+
+from ckpipe.backend import Backend
+from ckpipe.catalog.copy import CopySettings, copy_checkpoint
+from ckpipe.catalog.inspect import data_bytes, describe
+from ckpipe.foreign.source import check_unchanged, open_place, refuse_hub_id
+from ckpipe.format.labels import label_filter
+from ckpipe.format.manifest import ManifestDocument
+from ckpipe.importing import import_document
+from ckpipe.loading.reader import verify as verify_document
+from ckpipe.loading.transforms import Transform, transforms_of
+from ckpipe.loop_thread import LoopThread
+from ckpipe.memory.arena import Arena
+from ckpipe.running.validation import Which, location, plain_step, which
+from ckpipe.settings import Settings
+from ckpipe.store.registry import Access, open_store
+from ckpipe.store.retry import OnRead
+from ckpipe.types import CheckpointDescription, CheckpointInfo, CopyResult, VerifyResult
+
+T = TypeVar("T")
+Url = str | os.PathLike[str]
+
+
+def inspect(
+    url: Url,
+    step: Which | None = None,
+    *,
+    include: Sequence[str] | None = None,
+    settings: Settings | None = None,
+) -> CheckpointDescription:
+    """Describe a checkpoint by its metadata; read no data, and write nothing.
+
+    Args:
+        url: The root of the checkpoints, or a checkpoint of another program: a plain path,
+            ``file:///…``, or the URL of another backend.
+        step: A step, the id of a checkpoint, or its info; None takes the newest complete one.
+        include: Globs of the labels of tensors and values to describe; None for all.
+        settings: The options of backends, and the retry settings.
+
+    Returns:
+        Names, shapes, dtypes, sizes, sharing, values, metrics and metadata.
+
+    Raises:
+        CheckpointNotFound: If there is no such checkpoint.
+        UsageError: If the place has a format that is known and not opened.
+        CorruptCheckpoint: If its metadata are damaged.
+        StoreError: If the store failed.
+    """
+
+    async def work(settings: Settings) -> CheckpointDescription:
+        async with open_place(_url(url), settings) as place:
+            info = await place.chosen(_which(step))
+            async with place.opened(info, lease=False) as document:
+                return describe(document, label_filter(include))
+
+    return _called(work, settings)
+
+
+def verify(
+    url: Url, step: Which | None = None, *, settings: Settings | None = None
+) -> VerifyResult:
+    """Read a whole checkpoint and check every byte.
+
+    The files of another program have no checksums. Their headers and sizes and the places of
+    tensors are checked, all tensors are read, and ``source`` of the result says so.
+
+    Args:
+        url: As for :func:`ckpipe.inspect`.
+        step: As for :func:`ckpipe.inspect`.
+        settings: The options of backends, the retry settings, and the lanes.
+
+    Raises:
+        CheckpointNotFound: If there is no such checkpoint.
+        UsageError: If the place has a format that is known and not opened.
+        CorruptCheckpoint: If it is damaged, or a file of another program changed meanwhile.
+        StoreError: If the store failed.
+    """
+
+    async def work(settings: Settings) -> VerifyResult:
+        async with (
+            open_place(_url(url), settings) as place,
+            place.opened(await place.chosen(_which(step))) as document,
+        ):
+            return await verified(place.store, document, settings)
+
+    return _called(work, settings)
+
+
+def copy(
+    source: Url, target: Url, step: Which | None = None, *, settings: Settings | None = None
+) -> CopyResult:
+    """Copy a checkpoint of ckpipe to another root, verified, on a store of any kind.
+
+    On the target it is complete or absent. Files that are there and whole are not copied again, so
+    another call continues an interrupted copy. A damaged data file there is replaced, and nothing
+    else.
+
+    Args:
+        source: The root of the checkpoint.
+        target: The root of the copy; created if missing.
+        step: As for :func:`ckpipe.inspect`.
+        settings: The options of backends, the retry settings, lanes and the size of blocks.
+
+    Raises:
+        CheckpointNotFound: If there is no such checkpoint.
+        UsageError: If the target has a tombstone of the checkpoint.
+        CommitConflict: If the target has other metadata under its name.
+        CorruptCheckpoint: If the source is damaged.
+        StoreError: If a store failed.
+    """
+
+    async def work(settings: Settings) -> CopyResult:
+        how = CopySettings.of(settings)
+        async with open_place(_url(source), settings) as place:
+            info = await place.own(_which(step))
+            async with (
+                open_store(_url(target), settings, Access.CREATE) as store,
+                place.opened(info),
+            ):
+                return await copy_checkpoint(place.store, store, info.key, how)
+
+    return _called(work, settings)
+
+
+def import_checkpoint(
+    source: Url,
+    target: Url,
+    *,
+    step: SupportsIndex | None = None,
+    transform: Sequence[Transform] = (),
+    which: Which | None = None,
+    settings: Settings | None = None,
+) -> CheckpointInfo:
+    """Take over a checkpoint of another program, or one of ckpipe with transforms.
+
+    The result is an ordinary checkpoint of one rank, the newest on its root, with a checksum of
+    every mebibyte. It is written block by block: the host memory is that of the blocks on their
+    way, at most ``staging.bytes`` if that is set, whatever the size of the checkpoint. It is
+    complete or absent. After an error nothing is left. After a kill a sweep removes the remains,
+    and another call begins anew.
+
+    Args:
+        source: The checkpoint: a file or folder of another program, or a root of checkpoints.
+        target: The root of the new checkpoint; created if missing. No other checkpoint there
+            changes.
+        step: The step of the new checkpoint; None for that of a checkpoint of ckpipe, else 0.
+        transform: Transforms, in their order.
+        which: Of a root of checkpoints, the step, id or info of the one to take; None for the
+            newest complete one.
+        settings: The options of backends, the retry settings, lanes and the size of blocks.
+
+    Returns:
+        The new checkpoint. Its metadata name the source, if another program wrote that.
+
+    Raises:
+        CheckpointNotFound: If the source is no checkpoint that ckpipe opens.
+        UsageError: If its format is known and not opened, or the arguments are wrong, or expanded
+            tensors would take far more bytes than are stored.
+        TargetMismatch: If a transform does not fit; or ranks have saved different values, which a
+            checkpoint of one rank cannot hold.
+        CorruptCheckpoint: If the source is damaged, or has changed meanwhile.
+        StoreError: If a store failed.
+    """
+    transforms = transforms_of(transform)
+    number = None if step is None else plain_step(step)
+
+    async def work(settings: Settings) -> CheckpointInfo:
+        places = _url(source), _url(target)
+        return await imported(*places, settings, _which(which), step=number, transform=transforms)
+
+    return _called(work, settings)
+
+
+# On an open place, also for the commands
+
+
+async def verified(store: Backend, document: ManifestDocument, settings: Settings) -> VerifyResult:
+    """Read and check all bytes of a checkpoint."""
+    with closing(Arena(settings.staging.block_bytes)) as arena:
+        done = await verify_document(store, document, arena, lanes=settings.load.lanes)
+    await check_unchanged(store, document)
+    return done
+
+
+async def imported(
+    source: str,
+    target: str,
+    settings: Settings,
+    chosen: int | str | None,
+    *,
+    step: int | None,
+    transform: Sequence[Transform],
+    on_read: OnRead | None = None,
+    expect: Callable[[int], object] = bool,
+) -> CheckpointInfo:
+    """Import a checkpoint; tell of its size before its data are read, and of reads."""
+    await to_thread.run_sync(refuse_hub_id, source)
+    async with (
+        open_place(source, settings, on_read) as place,
+        place.opened(await place.chosen(chosen)) as document,
+        open_store(target, settings, Access.CREATE) as store,
+    ):
+        expect(data_bytes(document))
+        return await import_document(
+            place.store, document, store, settings, step=step, transform=transform
+        )
+
+
+def _called(work: Callable[[Settings], Awaitable[T]], settings: Settings | None) -> T:
+    loop = LoopThread("ckpipe call")
+    try:
+        return loop.call(partial(work, settings or Settings()))
+    finally:
+        loop.close()
+
+
+def _url(url: Url) -> str:
+    return location(url) or ""
+
+
+def _which(step: Which | None) -> int | str | None:
+    return None if step is None else which(step)

@@ -1,0 +1,108 @@
+"""The calls with a URL, of ckpipe's checkpoints and of those of others, and the commands."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+import torch
+
+import ckpipe
+from ckpipe.errors import CheckpointNotFound, CorruptCheckpoint
+from tests.foreign.places import counted, weights
+from tests.foreign.test_imports import WRITERS, Write, objects, of_hugging_face, of_torch
+from tests.support.command_line import Commands, damage, save_steps
+
+
+@pytest.mark.parametrize("write", WRITERS)
+def test_commands_and_calls_take_what_others_wrote(
+    write: Write, tmp_path: Path, call: Commands
+) -> None:
+    source, state = write(tmp_path, weights()), weights()
+    with counted(source if source.is_dir() else tmp_path) as (url, _):
+        place = url if source.is_dir() else f"{url}/{source.name}"
+        about = ckpipe.inspect(place)
+        tensors = {each.label: each for each in about.tensors}
+        assert {name: list(each.shape) for name, each in tensors.items()} == {
+            name: list(each.shape) for name, each in state.items()
+        }
+        assert (about.id, about.step, about.source) == (None, None, place)
+        done = ckpipe.verify(place)
+        assert (done.id, done.source, done.bytes) == (None, place, about.bytes)
+    shown = call("ls", source, "--json").data
+    assert shown["checkpoints"] == []
+    assert shown["foreign"]["tensors"] == len(state)
+    assert shown["foreign"]["bytes"] == about.bytes
+    (described,) = ckpipe.inspect(source, include=["layer.0.bias"]).tensors
+    assert (described.dtype, described.bytes) == ("float16", 80)
+    assert "layer.0.bias float16[40]" in call("info", source).out
+    said = call("verify", source)
+    assert (said.code, "no checksums to check" in said.out) == (0, True)
+    ckpipe.import_checkpoint(source, tmp_path / "run", step=2)
+    same = call("diff", source, "-", 2, "--in", tmp_path / "run", "--json")
+    assert (same.code, same.data["compared"]) == (0, len(state))
+    changed = {**state, "layer.0.bias": state["layer.0.bias"] + 1}
+    (tmp_path / "other").mkdir()
+    other = write(tmp_path / "other", changed)
+    differs = call("diff", source, "-", "-", "--in", other, "--json")
+    assert differs.code == 1
+    assert [each["label"] for each in differs.data["tensors"]] == ["layer.0.bias"]
+
+
+def test_what_others_wrote_is_verified_as_far_as_it_can_be(tmp_path: Path, call: Commands) -> None:
+    folder = of_hugging_face(tmp_path, weights())
+    whole = (folder / "0.safetensors").read_bytes()
+    (folder / "0.safetensors").write_bytes(whole[:-1])
+    with pytest.raises(CorruptCheckpoint) as raised:
+        ckpipe.verify(folder)
+    assert raised.value.key == "0.safetensors"
+    (result,) = call("verify", folder, "--json").data["results"]
+    assert (result["ok"], result["source"]) == (False, str(folder))
+    assert call("verify", folder).code == call("ls", folder).code == 1
+    (folder / "0.safetensors").write_bytes(whole)
+    looks = []
+
+    def cut(key: str) -> None:
+        looks.append(key)
+        if len(looks) == 3:  # behind the look at each of the two files
+            (folder / key).write_bytes((folder / key).read_bytes() + b"more")
+
+    with counted(folder, cut) as (url, _), pytest.raises(CorruptCheckpoint, match="changed"):
+        ckpipe.verify(url)
+
+
+def test_inspect_reads_metadata_only(tmp_path: Path) -> None:
+    folder = of_hugging_face(tmp_path, {"x": torch.zeros(4 << 20), "y": torch.zeros(2)})
+    with counted(folder) as (url, opened):
+        assert ckpipe.inspect(url).bytes > 16 << 20
+        assert sum(store.bytes for store in opened) < 1 << 20
+
+
+def test_calls_take_checkpoints_of_ours(tmp_path: Path) -> None:
+    one, two = save_steps(tmp_path / "a", 1, 2)
+    about = ckpipe.inspect(tmp_path / "a", 1, include=["model.*"])
+    assert (about.id, about.step, about.source) == (one, 1, None)
+    assert about.metrics == {"loss": 1.0}
+    assert [each.label for each in about.tensors] == ["model.weight", "model.bias"]
+    assert ckpipe.inspect(tmp_path / "a").id == two
+    assert [each.label for each in ckpipe.inspect(tmp_path / "a").tensors if each.shares_with]
+    copied = ckpipe.copy(tmp_path / "a", tmp_path / "b")
+    assert (copied.id, copied.files, copied.copied_files) == (two, 1, 1)
+    assert ckpipe.copy(tmp_path / "a", tmp_path / "b", two).copied_files == 0
+    assert {name.partition("/")[0] for name in objects(tmp_path / "b")} == {two, f"{two}.json"}
+    assert ckpipe.verify(tmp_path / "b") == ckpipe.VerifyResult(two, 1, copied.bytes)
+    damage(tmp_path / "b", two)
+    with pytest.raises(CorruptCheckpoint) as raised:
+        ckpipe.verify(tmp_path / "b", 2)
+    assert raised.value.step == 2
+    for call in (ckpipe.inspect, ckpipe.verify):
+        with pytest.raises(CheckpointNotFound, match="the newest complete steps are: 1, 2"):
+            call(tmp_path / "a", 3)
+    with pytest.raises(CheckpointNotFound, match="import_checkpoint"):
+        ckpipe.copy(of_torch(tmp_path, {"x": torch.ones(2)}), tmp_path / "c")
+
+    async def inside() -> str | None:
+        return ckpipe.inspect(tmp_path / "a").id
+
+    assert asyncio.run(inside()) == two
