@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import atexit
 import faulthandler
 import json
 import multiprocessing
 import os
 import runpy
 import signal
-import subprocess
 import sys
 import tempfile
+import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -101,6 +102,10 @@ class ForkedProgram:
         assert self._process.pid is not None
         os.kill(self._process.pid, number)
 
+    def errors(self) -> str:
+        """Return what it has written to its standard error since the last call."""
+        return self._errors.read()
+
     def communicate(self, timeout: float = 300) -> tuple[str, str]:
         """Wait for its end; return what it printed and nothing has read, and its errors."""
         if self.stdout.closed:
@@ -130,15 +135,23 @@ def _run_program(
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(variables)
+    sys.path[:0] = filter(None, variables.get("PYTHONPATH", "").split(os.pathsep))
+    # To itself it is no child of multiprocessing.
+    multiprocessing.set_start_method(None, force=True)
+    multiprocessing.process._parent_process = None  # type: ignore[attr-defined]
     torch.set_num_threads(int(variables.get("OMP_NUM_THREADS", torch.get_num_threads())))
     sys.argv = words
-    if isinstance(program, Path):
-        sys.path.insert(0, str(program.parent))
-        runpy.run_path(str(program), run_name="__main__")
-    else:
-        main = ModuleType("__main__")
-        sys.modules["__main__"] = main
-        exec(compile(program, "<string>", "exec"), main.__dict__)
+    try:
+        if isinstance(program, Path):
+            sys.path.insert(0, str(program.parent))
+            runpy.run_path(str(program), run_name="__main__")
+        else:
+            main = ModuleType("__main__")
+            sys.modules["__main__"] = main
+            exec(compile(program, "<string>", "exec"), main.__dict__)
+    finally:
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
 
 
 class Forks:
@@ -148,16 +161,15 @@ class Forks:
         process: The process, which runs :func:`serve`.
     """
 
-    def __init__(self, process: subprocess.Popen[str]) -> None:
+    def __init__(self, process: ForkedProgram) -> None:
         self._process = process
 
     def ranks(self, case: Case, ranks: int) -> list[int | None]:
         """Run a case on several ranks; return their exit codes, None for one that was killed."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
         self._process.stdin.write(json.dumps({**case, "ranks": ranks}) + "\n")
         self._process.stdin.flush()
         codes: list[int | None] = json.loads(self._process.stdout.readline())
+        sys.stderr.write(self._process.errors())
         return codes
 
     def run(self, case: Case) -> int | None:
@@ -175,13 +187,7 @@ def forks(program: str, *path: Path) -> Iterator[Forks]:
     """
     folders = [*map(str, path), str(Path(__file__).parents[2]), *sys.path] if path else []
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(folders)} if path else None
-    with subprocess.Popen(
-        [sys.executable, program],
-        env=environment,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as process:
+    with ForkedProgram(Path(program), env=environment) as process:
         yield Forks(process)
 
 

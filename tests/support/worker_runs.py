@@ -11,7 +11,6 @@ import json
 import os
 import select
 import signal
-import subprocess
 import sys
 import tempfile
 import traceback
@@ -24,6 +23,7 @@ import psutil
 import torch
 
 import ckpipe
+from tests.support.fork_server import ForkedProgram
 
 GROUP = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2]
 """What a whole group of processes may get, and a worker ignores."""
@@ -125,13 +125,11 @@ class Trainers:
         process: The process that forks them.
     """
 
-    def __init__(self, process: subprocess.Popen[str]) -> None:
+    def __init__(self, process: ForkedProgram) -> None:
         self._process = process
 
     def run(self, root: Path, leaves: str, *, stopped: bool = True, **case: Any) -> tuple[int, int]:
         """Run one; return its process group and its worker."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
         told = root.with_suffix(".worker")
         case = {"url": str(root)} | case
         case |= {
@@ -143,6 +141,7 @@ class Trainers:
         self._process.stdin.write(json.dumps(case) + "\n")
         self._process.stdin.flush()
         group, _ = json.loads(self._process.stdout.readline())
+        sys.stderr.write(self._process.errors())
         return group, int(told.read_text())
 
 
@@ -163,10 +162,7 @@ def await_end(worker: int, seconds: float = 60) -> None:
 @contextmanager
 def trainers() -> Iterator[Trainers]:
     """The process that forks trainers, for as long as it is needed."""
-    command = [sys.executable, __file__]
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as process:
+    with ForkedProgram(Path(__file__)) as process:
         yield Trainers(process)
 
 
