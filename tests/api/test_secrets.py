@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,7 @@ import ckpipe
 from ckpipe import errors
 from ckpipe.cli.app import run
 from ckpipe.testing import FaultyBackend, MemoryBackend
+from tests.support.command_line import script
 
 SECRETS = ("AKIAKEY", "s3cr3t", "wJalr", "t0k3n")
 _numbers = itertools.count()
@@ -79,20 +78,19 @@ NEVER_LEFT = """
 import sys, torch, ckpipe
 from ckpipe.testing import MemoryBackend, SlowBackend
 store = SlowBackend(MemoryBackend())
-ckpipe.register_backend(sys.argv[1].partition("://")[0], lambda url: store)
-pipeline = ckpipe.SyncPipeline(sys.argv[1])
-pipeline.__enter__()
-pipeline.save({"weight": torch.ones(3)}, step=1)
+left_open = []
+for number, url in enumerate(sys.argv[1:]):
+    ckpipe.register_backend(f"hidden{number}", lambda url: store)
+    pipeline = ckpipe.SyncPipeline(url.format(f"hidden{number}"))
+    left_open.append(pipeline.__enter__())
+    pipeline.save({"weight": torch.ones(3)}, step=1)
 """
 
 
-def test_a_pipeline_that_was_never_left_does_not_show_them(url: str) -> None:
-    run = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", NEVER_LEFT, url],
-        capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
-    assert run.returncode == 0
-    check(run.stdout, run.stderr)
+def test_a_pipeline_that_was_never_left_does_not_show_them() -> None:
+    run = script(NEVER_LEFT, *URLS)
+    assert run.code == 0, run.err
+    check(run.out, run.err)
 
 
 @pytest.mark.parametrize("more", [[], ["--json"]])

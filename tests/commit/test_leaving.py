@@ -24,7 +24,7 @@ import torch
 
 import ckpipe
 from ckpipe import errors
-from tests.support.command_line import script
+from tests.support.command_line import forked, script
 from tests.support.pipelines import Stores, loaded_state
 from tests.support.sampling import sample
 from tests.support.signals import signals_heard
@@ -328,7 +328,8 @@ def test_a_dropped_pipeline_logs_what_failed(
 
 
 NOTEBOOK = """
-import code, threading, sys
+import code, threading, sys, warnings
+warnings.simplefilter("always", ResourceWarning)
 shell = code.InteractiveInterpreter()
 CELL = '''
 import ckpipe, torch
@@ -351,7 +352,7 @@ print(sum(each.name == "ckpipe" for each in threading.enumerate()))
 
 
 def test_a_cell_that_opens_a_pipeline_again_and_again_leaves_one_open(tmp_path: Path) -> None:
-    run = script(NOTEBOOK, tmp_path, flags=["-W", "always::ResourceWarning"])
+    run = forked(NOTEBOOK, tmp_path)
     assert (run.code, run.out.strip()) == (0, "1"), run.err
     assert [f"<cell {number}>:5, was dropped" in run.err for number in range(3)] == [1, 1, 0]
     assert "Traceback" not in run.err
@@ -447,7 +448,7 @@ PYTHONS = [sys.executable, *filter(None, os.environ.get("CKPIPE_TEST_PYTHONS", "
 
 
 @pytest.mark.parametrize(
-    ("worker", "ending"), sample(itertools.product(["thread", "process"], ENDINGS), 3)
+    ("worker", "ending"), sample(itertools.product(["thread", "process"], ENDINGS), 2)
 )
 @pytest.mark.parametrize("python", PYTHONS)
 def test_no_save_is_lost_when_a_program_ends_with_its_pipeline_open(
@@ -469,10 +470,11 @@ def test_no_save_is_lost_when_a_program_ends_with_its_pipeline_open(
 
 
 FORKED = """
-import os, sys
+import os, sys, warnings
 import torch
 import ckpipe
 from ckpipe import testing
+warnings.simplefilter("ignore")
 store = testing.SlowBackend(testing.MemoryBackend())
 ckpipe.register_backend("slow", lambda url: store)
 pipeline = ckpipe.SyncPipeline("slow://store", staging={"pinned": "never"}).open()
@@ -490,7 +492,7 @@ assert handle.status == "committed"
 
 
 def test_a_forked_child_closes_nothing() -> None:
-    run = script(FORKED, flags=["-W", "ignore"])
+    run = forked(FORKED)
     assert (run.code, run.err) == (0, "")
 
 

@@ -23,7 +23,7 @@ from ckpipe import event_lines, events, live_line
 from ckpipe.errors import SaveSkipped, StoreFull, StoreUnavailable
 from ckpipe.types import SaveReport, StageReport
 from tests.support.actors import PATIENCE
-from tests.support.command_line import script
+from tests.support.command_line import forked, script
 from tests.support.pipelines import Stores
 from tests.support.settling import SettlingPipeline, settle
 
@@ -328,7 +328,7 @@ print(cell.stdout + cell.stderr, end="")
 
 def test_the_live_line_in_a_notebook_is_one_output_that_changes_in_place(tmp_path: Path) -> None:
     pytest.importorskip("IPython")
-    done = script(NOTEBOOK, tmp_path / "run", env=os.environ | {"IPYTHONDIR": str(tmp_path)})
+    done = forked(NOTEBOOK, tmp_path / "run", env=os.environ | {"IPYTHONDIR": str(tmp_path)})
     assert done.code == 0, done.err
     first, last = done.out.splitlines()
     assert first == "ckpipe no save yet (0 saved)"

@@ -17,7 +17,7 @@ import torch
 
 import ckpipe
 from ckpipe import errors, events
-from tests.support.command_line import script
+from tests.support.command_line import forked
 from tests.support.pipelines import Stateful, Stores
 from tests.support.rank_pipelines import open_rank
 from tests.support.signals import signals_heard
@@ -109,7 +109,7 @@ with ckpipe.SyncPipeline(sys.argv[1], guard=optimizer) as pipeline:
     pipeline.save({"w": parameter}, step=2).wait()
     print([info.step for info in pipeline.steps()])
 """
-    run = script(code, tmp_path, flags=["-W", "ignore"])
+    run = forked(code, tmp_path)
     assert run.code == 0, run.err
     assert run.out.startswith("PipelineClosed The pipeline belongs to the process")
     assert run.out.endswith("[0, 2]\n")
@@ -135,7 +135,7 @@ with ckpipe.SyncPipeline(sys.argv[1], worker="process") as pipeline:
     worker.resume()
     handle.wait()
 """
-    run = script(code, tmp_path, flags=["-W", "ignore"])
+    run = forked(code, tmp_path)
     assert run.code == 0, run.err
     assert run.out == "PipelineClosed\n"
 

@@ -26,7 +26,7 @@ from ckpipe.memory.arena import Arena, Block
 from ckpipe.memory.budget import BlockReservation, ByteBudget
 from ckpipe.memory.mapping import HUGE_PAGE_BYTES, map_to_read, map_to_write
 from ckpipe.save.memory import available_bytes
-from tests.support.command_line import script
+from tests.support.command_line import forked
 from tests.support.settling import SettlingPipeline, settle
 
 BLOCK = 64 << 10
@@ -120,7 +120,7 @@ with ckpipe.SyncPipeline(sys.argv[1]) as pipeline:
     pipeline.save(state, until="committed")
     print([info.step for info in pipeline.steps()])
 """
-    run = script(code, tmp_path)
+    run = forked(code, tmp_path)
     assert "SaveError" in run.out, run.err
     assert "no memory for" in run.out
     assert run.out.endswith("[0, 2, 3]\n")

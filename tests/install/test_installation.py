@@ -19,7 +19,7 @@ from tests.support.project_copy import (
     copy_project,
     needs_compiler,
 )
-from tests.support.sampling import EVERY
+from tests.support.sampling import EVERY, sample
 
 
 @pytest.fixture
@@ -82,26 +82,30 @@ def test_a_checkpoint_is_the_same_compiled_or_not(
     project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("CKPIPE_NATIVE", raising=False)
-    assert save_and_load(project, tmp_path / "missing")[0] == "by libraries 0"
+    ways = sample(["missing", "off", "stale"], 1)
+    if "missing" in ways:
+        assert save_and_load(project, tmp_path / "missing")[0] == "by libraries 0"
     assert build(project).returncode == 0
     assert save_and_load(project, tmp_path / "compiled")[0] == "compiled 0"
-    off = {**os.environ, "CKPIPE_NATIVE": "0"}
-    printed, logged = save_and_load(project, tmp_path / "off", environment=off)
-    assert printed == "by libraries 0"
-    assert "CKPIPE_NATIVE is 0" in logged
-    with (project / SOURCE).open("a") as source:
-        source.write("\n")
-    printed, logged = save_and_load(project, tmp_path / "stale")
-    assert printed == "by libraries 0"
-    (line,) = [each for each in logged.splitlines() if "compiled library" in each]
-    assert line.startswith("DEBUG:ckpipe:")
-    assert "python hatch_build.py" in line
-    images = [
+    if "off" in ways:
+        off = {**os.environ, "CKPIPE_NATIVE": "0"}
+        printed, logged = save_and_load(project, tmp_path / "off", environment=off)
+        assert printed == "by libraries 0"
+        assert "CKPIPE_NATIVE is 0" in logged
+    if "stale" in ways:
+        with (project / SOURCE).open("a") as source:
+            source.write("\n")
+        printed, logged = save_and_load(project, tmp_path / "stale")
+        assert printed == "by libraries 0"
+        (line,) = [each for each in logged.splitlines() if "compiled library" in each]
+        assert line.startswith("DEBUG:ckpipe:")
+        assert "python hatch_build.py" in line
+    compiled, *others = (
         [each.read_bytes() for each in sorted((tmp_path / way).rglob("*.safetensors"))]
-        for way in ("missing", "compiled", "off", "stale")
-    ]
-    assert images[0]
-    assert images == [images[0]] * 4
+        for way in ("compiled", *ways)
+    )
+    assert compiled
+    assert others == [compiled] * len(ways)
 
 
 @needs_compiler

@@ -15,7 +15,7 @@ import pytest
 from ckpipe import StateLock
 from ckpipe.errors import LockMisuse, StateLockTimeout
 from tests.support.actors import PATIENCE, DaemonThreads, Held, is_free, noted, until
-from tests.support.command_line import script
+from tests.support.command_line import forked
 
 
 def test_a_trainer_waits_for_the_running_capture_and_goes_before_the_next(
@@ -79,7 +79,7 @@ with lock.capturing():
 
 
 def test_a_forked_child_waits_for_none_of_its_parents_threads() -> None:
-    done = script(FORKING, flags=["-W", "ignore"])
+    done = forked(FORKING)
     assert done.code == 0, done.err
 
 

@@ -20,7 +20,7 @@ import trio
 
 import ckpipe
 from tests.support.actors import PATIENCE, DaemonThreads
-from tests.support.command_line import script
+from tests.support.command_line import forked
 from tests.support.killed_runs import note, notes
 from tests.support.rank_processes import SETTINGS, Gang, private, told
 
@@ -362,7 +362,7 @@ print("done")
 
 
 def test_a_forked_process_tells_its_parent_nothing(tmp_path: Path) -> None:
-    done = script(FORKED, tmp_path / "run")
+    done = forked(FORKED, tmp_path / "run")
     assert (done.code, done.out) == (0, "done\n"), done.err
 
 

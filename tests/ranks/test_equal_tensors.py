@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from safetensors import safe_open
 
 from tests.ranks.equal_tensors import RANKS, ROWS, value_of
+from tests.support.command_line import script
 from tests.support.rank_processes import Gang, told
 from tests.support.sampling import sample
 
@@ -52,11 +51,13 @@ def test_each_rank_gets_back_what_it_saved(world: Gang, tmp_path: Path, plan: st
 
 
 WRAPPED_EARLY = """
-import sys
+import os, sys
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+other = os.fork()  # so that torch is imported once
+os.environ["RANK"] = "0" if other else "1"
 dist.init_process_group("gloo")
 net = nn.Sequential(nn.Linear(400, 250, bias=False), nn.Linear(3, 3, bias=False))
 net[0].requires_grad_(False)
@@ -68,23 +69,19 @@ with ckpipe.SyncPipeline(sys.argv[1]) as pipeline:
     pipeline.save({"net": ddp}, step=0).wait_complete(timeout=300)
     net[0].requires_grad_(True)  # its gradients are not reduced
     pipeline.save({"net": ddp}, step=1).wait_complete(timeout=300)
+if other:
+    sys.exit(os.waitstatus_to_exitcode(os.waitpid(other, 0)[1]))
 """
 
 
 def test_a_model_that_was_wrapped_before_ckpipe_is_imported_is_written_once(tmp_path: Path) -> None:
-    script, root = tmp_path / "early.py", tmp_path / "store"
-    script.write_text(WRAPPED_EARLY)
+    root = tmp_path / "store"
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(script), str(root)], env=os.environ | where | {"RANK": str(rank)}
-        )
-        for rank in range(2)
-    ]
-    assert [rank.wait(timeout=300) for rank in ranks] == [0, 0]
+    run = script(WRAPPED_EARLY, root, env=os.environ | where)
+    assert run.code == 0, run.err
     once = 4 * (400 * 250 + 3 * 3)
     found = [written_bytes(path) for path in sorted(root.glob("step-*")) if path.is_dir()]
     assert found == [once, 2 * once]

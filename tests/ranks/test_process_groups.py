@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch.multiprocessing.spawn import spawn
+from torch.multiprocessing.spawn import start_processes
 
 import ckpipe
 from ckpipe.errors import UnsupportedTopology
 from tests.ranks import process_group_runs
 from tests.ranks.process_group_runs import Trial
-from tests.support.fork_server import Forks, forks
+from tests.support.fork_server import FRESH, Forks, forks
 from tests.support.killed_runs import notes
 from tests.support.sampling import sample
 
@@ -277,7 +277,9 @@ def test_spawned_ranks_that_join_after_opening_save_nothing(tmp_path: Path) -> N
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    spawn(process_group_runs.spawned, (str(root), port), nprocs=2)  # type: ignore[no-untyped-call]
+    # "spawn", which is the default, would have either rank import torch anew.
+    starting = {"nprocs": 2, "start_method": FRESH.get_start_method()}
+    start_processes(process_group_runs.spawned, (str(root), port), **starting)  # type: ignore[no-untyped-call]
     told = {each["rank"]: each["told"] for each in map(json.loads, notes(root))}
     for rank in range(2):
         assert_told({"save": told[rank]}, {"save": OTHERS.format(rank=rank)})

@@ -77,6 +77,14 @@ def fresh(tmp_path_factory: pytest.TempPathFactory) -> Fresh:
     return made
 
 
+@pytest.fixture(scope="module")
+def used(fresh: Fresh, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a program that has saved and loaded by the example."""
+    folder = tmp_path_factory.mktemp("used")
+    fresh.run("-c", USE, folder=folder)
+    return folder
+
+
 class TestSqlite(BackendConformance):
     @pytest.fixture
     async def backend(self, tmp_path: Path) -> AsyncIterator[SqliteBackend]:
@@ -94,22 +102,22 @@ def test_the_scheme_is_known_only_where_the_package_is_installed(fresh: Fresh) -
         ckpipe.load("sqlite://run.db")
 
 
-def test_it_serves_a_pipeline_and_the_command_line(fresh: Fresh, tmp_path: Path) -> None:
-    fresh.run("-c", USE, folder=tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["run.db"]
-    command = ("-m", "ckpipe.cli", "cp", f"sqlite://{tmp_path}/run.db", "copy", "2")
+def test_it_serves_a_pipeline_and_the_command_line(
+    fresh: Fresh, used: Path, tmp_path: Path
+) -> None:
+    assert [path.name for path in used.iterdir()] == ["run.db"]
+    command = ("-m", "ckpipe.cli", "cp", f"sqlite://{used}/run.db", "copy", "2")
     assert fresh.run(*command, folder=tmp_path).startswith("copied step 2")
     with ckpipe.SyncPipeline(tmp_path / "copy") as pipeline:
         pipeline.verify(2)
 
 
-def test_reading_it_takes_a_lease_and_says_nothing(fresh: Fresh, tmp_path: Path) -> None:
-    fresh.run("-c", USE, folder=tmp_path)
+def test_reading_it_takes_a_lease_and_says_nothing(fresh: Fresh, used: Path) -> None:
     verified = fresh.run(
-        "-m", "ckpipe.cli", "verify", "sqlite://run.db", "--all", folder=tmp_path, quiet=True
+        "-m", "ckpipe.cli", "verify", "sqlite://run.db", "--all", folder=used, quiet=True
     )
     assert verified.count("ok  ") == 2
-    assert [path.name for path in tmp_path.iterdir()] == ["run.db"]
+    assert [path.name for path in used.iterdir()] == ["run.db"]
 
 
 @pytest.mark.skipif(

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
 import ckpipe
+from tests.support.command_line import forked
 
 MOST_STARTS = 6
 PROGRAM = """
@@ -39,8 +39,8 @@ def run(folder: Path, *, worker: str, frozen: bool) -> tuple[int, str, int]:
     script.write_text(code)
     program.write_text(f'#!/bin/sh\nexec {sys.executable} {script} "$@"\n')
     program.chmod(0o755)
-    done = subprocess.run([program], capture_output=True, text=True, timeout=300, check=False)
-    return done.returncode, done.stderr, len(starts.read_text().splitlines())
+    done = forked(script)
+    return done.code, done.err, len(starts.read_text().splitlines())
 
 
 def test_a_frozen_program_saves_by_a_thread_and_says_so(tmp_path: Path) -> None:

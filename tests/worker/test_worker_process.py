@@ -22,7 +22,7 @@ from ckpipe import errors
 from ckpipe.events import Event
 from ckpipe_local import LocalBackend
 from tests.support.actors import PATIENCE, DaemonThreads
-from tests.support.command_line import script
+from tests.support.command_line import forked, script
 from tests.support.pipelines import loaded_state, same, small_state, stores
 from tests.support.sampling import EVERY
 from tests.support.settling import SettlingPipeline, settle
@@ -351,7 +351,7 @@ except ckpipe.CkpipeError as error:
 
 
 def test_a_limit_on_threads_is_named(tmp_path: Path) -> None:
-    done = script(NO_THREADS, tmp_path)
+    done = forked(NO_THREADS, tmp_path)
     assert "ulimit -u" in done.out, done.err
 
 
@@ -367,7 +367,7 @@ def test_a_limit_on_file_sizes_is_named_where_it_keeps_memory_from_being_shared(
             except ckpipe.errors.SaveError as error:
                 print(error)
     """
-    run = script(code, tmp_path)
+    run = forked(code, tmp_path)
     assert run.code == 0, run.err
     assert "no memory" in run.out
     assert "ulimit -f" in run.out
