@@ -21,9 +21,10 @@ from ckpipe.format.labels import LabelFilter, join
 from ckpipe.loading.collectives import fsdp1_ranks
 from ckpipe.loading.live_tensors import is_placed
 from ckpipe.loading.stateful import LoadTargets, SavedObject, SavedTensor
+from ckpipe.loading.wrappers import fitting_parts
 from ckpipe.state.data_parallel import equal_places, place_of
-from ckpipe.state.tensors import local_part
-from ckpipe.state.wrappers import is_wrapper, take_apart
+from ckpipe.state.kinds import open_wrapper
+from ckpipe.state.tensors import is_wrapper, local_part, plain_parts
 from ckpipe.training.loading import load_targets
 from ckpipe.training.names import ModelNames, is_sharded, names_of
 from ckpipe.training.optimizers import (
@@ -230,10 +231,8 @@ def _bare(optimizer: Optimizer) -> Optimizer:
 
 def _tensors_by_label(value: Any, label: str) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors in plain containers with their labels in the state."""
-    if is_wrapper(value):
-        yield from _tensors_by_label(take_apart(value, label).inner, label)
-    elif isinstance(value, torch.Tensor):
-        yield label, value
+    if isinstance(value, torch.Tensor):
+        yield from plain_parts(value, label)
     elif type(value) in (dict, list, tuple):
         for key, inner in value.items() if type(value) is dict else enumerate(value):
             yield from _tensors_by_label(inner, join(label, key))
@@ -257,7 +256,9 @@ def _fill_from(obj: Any, state: Any) -> None:
 
 def _described(state: Any) -> Any:
     if isinstance(state, torch.Tensor):
-        return SavedTensor(state.dtype, tuple(state.shape))
+        like = lambda _, device: copy.deepcopy(state).to(device)  # noqa: E731
+        wraps = is_wrapper(state)
+        return SavedTensor(state.dtype, tuple(state.shape), like=like if wraps else None)
     if isinstance(state, Mapping):
         return {key: _described(value) for key, value in state.items()}
     if type(state) in (list, tuple):
@@ -276,12 +277,14 @@ def _match_in_memory(
     if isinstance(target, torch.Tensor):
         if not isinstance(value, torch.Tensor):
             raise StructureMismatch(f"This is no tensor but a {type(value).__name__}", key=label)
+        if is_wrapper(target) and is_wrapper(value):
+            saved = open_wrapper(value, label)
+            parts = fitting_parts(saved.facts, list(saved.inner), target, label)
+            for name, part in parts.items():
+                _match_in_memory(part, saved.inner[name], join(label, name), copies)
+            return
         if is_wrapper(target) or is_wrapper(value):
-            raise StructureMismatch(
-                "A wrapper tensor is not loaded from a state in memory",
-                key=label,
-                hint="Save it to a checkpoint and load that",
-            )
+            raise StructureMismatch("A wrapper tensor takes another one only", key=label)
         if value.shape != target.shape:
             shapes = f"{list(value.shape)}, and the target {list(target.shape)}"
             raise ShapeMismatch(f"The tensor has the shape {shapes}", key=label)

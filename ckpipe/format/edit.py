@@ -36,7 +36,16 @@ from ckpipe.format.manifest import (
     TensorRow,
 )
 from ckpipe.format.merge import differ_privately
-from ckpipe.format.tree import MAPPINGS, WRAPPERS, Node, children_of, nodes_of, walk, with_nodes
+from ckpipe.format.tree import (
+    MAPPINGS,
+    WRAPPERS,
+    Node,
+    children_of,
+    nodes_of,
+    walk,
+    with_nodes,
+    wrappers_in,
+)
 from ckpipe.types import first_of
 
 Moves = Mapping[str, Sequence[tuple[str, Node]]]
@@ -297,12 +306,18 @@ class ManifestEdit:
         self.origins = {label: (label,) for each in self.drafts for label in each.leaves()}
 
     def tensors(self) -> dict[str, TensorRow]:
-        """Return the row of each tensor leaf of any structure, by the label of the leaf."""
-        return {
-            label: draft.rows[number]
-            for draft in reversed(self.drafts)
-            for label, number in draft.tensors().items()
-        }
+        """Return the row of each tensor leaf of any structure, by the label of the leaf.
+
+        The inner tensors of wrapper tensors are left out: a transform takes a wrapper as a whole.
+        """
+        found: dict[str, TensorRow] = {}
+        for draft in reversed(self.drafts):
+            wrappers = wrappers_in(replace(draft.structure, tree=draft.tree))
+            inside = {where for label, node in wrappers for _, where in walk(node, label)}
+            for label, number in draft.tensors().items():
+                if label not in inside:
+                    found[label] = draft.rows[number]
+        return found
 
     def note(self, made: Mapping[str, Sequence[str]], gone: Iterable[str] = ()) -> None:
         """Note new labels with those of which they are made, and labels that are left out.
@@ -566,10 +581,10 @@ class _Mover:
         """Return a container with its new content; None if all of it has gone."""
         self.containers[label] = to
         if node[0] in WRAPPERS:
-            if node[0] == "registered" and any(
+            if node[0] in ("registered", "wrapper_tensor") and any(
                 new != to + old[len(label) :] for old, new in self._after(node, label)
             ):
-                raise _fixed(label, "an object of a registered type")
+                raise _fixed(label, f"of one {node[0]}")
             inner = node[-1]
             if _is_leaf(inner):
                 return node

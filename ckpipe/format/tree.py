@@ -170,10 +170,15 @@ def check_tree(structure: Structure) -> None:
             _check_attributes(node[3])
             stack.append(node[3])
             node = node[:3]
-        if not _is_well_formed(node) or (
-            kind == "wrapper_tensor" and (structure.version < 2 or not _is_dict(node[2]))
-        ):
+        if not _is_well_formed(node):
             raise InvalidManifest(f"A node of the kind {kind!r} is malformed")
+        if kind == "wrapper_tensor":
+            if structure.version < 2 or not _is_node(node[2]) or node[2][0] != "dict":
+                raise InvalidManifest("A wrapper_tensor is malformed, or in version 1")
+            context, values = node[1]["context"]
+            check_tree(Structure(context, (), len(values)))
+            if any(each[0] in ("shared", "stateful") for each in _containers([context])):
+                raise InvalidManifest("The context of a wrapper tensor is no plain data")
         if kind in _KEYS:
             _check_keys(node[_KEYS[kind]])
         if kind == "ref":
@@ -193,10 +198,6 @@ def check_tree(structure: Structure) -> None:
 def _check_attributes(node: Any) -> None:
     if not _is_node(node) or node[0] != "dict":
         raise InvalidManifest("Attributes are no dict in the tree")
-
-
-def _is_dict(node: Any) -> bool:
-    return _is_node(node) and node[0] == "dict"
 
 
 def _is_node(node: Any) -> bool:
@@ -222,32 +223,33 @@ def _is_names(data: Json) -> bool:
 
 
 def _is_wrapper(data: Json) -> bool:
-    if type(data) is not dict or data.keys() != WRAPPER_FACTS.keys():
+    return _has(data, _WRAPPER) and (data["shard"] is None or _has(data["shard"], _SHARD))
+
+
+def _has(data: Json, members: dict[str, Callable[[Any], bool]]) -> bool:
+    """Tell whether an object has exactly some members, each of its form."""
+    if type(data) is not dict or data.keys() != members.keys():
         return False
-    return all(fits(data[name]) for name, fits in WRAPPER_FACTS.items())
-
-
-def _is_shard(data: Json) -> bool:
-    keys = {"mesh", "ranks", "placements", "size"}
-    return data is None or (type(data) is dict and data.keys() == keys and _is_size(data["size"]))
+    return all(fits(data[name]) for name, fits in members.items())
 
 
 def _is_size(data: Json) -> bool:
     return type(data) is list and len(data) <= MAX_DIMENSIONS and all(map(_is_count, data))
 
 
-WRAPPER_FACTS: dict[str, Callable[[Any], bool]] = {
+_WRAPPER: dict[str, Callable[[Any], bool]] = {
     "class": lambda data: type(data) is str,
-    "context": lambda data: True,
+    "context": lambda data: type(data) is list and len(data) == 2 and type(data[1]) is list,
     "dtype": lambda data: type(data) is str,
     "size": _is_size,
     "stride": _is_size,
     "kind": lambda data: data in ("tensor", "parameter", "buffer"),
     "detail": lambda data: data in (None, "persistent", "transient"),
     "requires_grad": lambda data: type(data) is bool,
-    "shard": _is_shard,
+    "shard": lambda data: True,
 }
-"""The facts of a wrapper tensor, and the check of each. Its context is checked by a load."""
+_SHARD = {"layout": _WRAPPER["class"], "size": _is_size}
+"""The facts of a wrapper tensor and of its shard, and the check of each."""
 
 
 _FITS: dict[str, Callable[[Any], bool]] = {

@@ -24,7 +24,7 @@ from ckpipe.format.box_cover import BoxIndex
 from ckpipe.format.boxes import Box, box_shape, box_volume, flat_ranges, moved, whole
 from ckpipe.format.checksum import CHUNK_BYTES, chunk_count
 from ckpipe.format.data_file import SCALARS
-from ckpipe.format.dtypes import DTYPES
+from ckpipe.format.dtypes import DTYPES, dtype_of
 from ckpipe.format.entry_table import EntryTable
 from ckpipe.format.manifest import Chunk, Layout, ManifestDocument, TensorRow
 from ckpipe.loading.read_plan import Need
@@ -224,9 +224,7 @@ class StoredTensors:
         return self._bundle.parts[self._homes[number][0]].rank
 
     def _look_up(self, number: int, part: int, inner: int, row: TensorRow) -> StoredTensor:
-        dtype = DTYPES.get(row.dtype)
-        if dtype is None:
-            raise InvalidManifest(f"This dtype is unknown: {row.dtype!r:.100}", key=row.label)
+        dtype = dtype_of(row.dtype, row.label)
         near = self._listed(part, inner)
         if len(near) != 1 or near[0][1].box is not None:
             return StoredTensor(number, row, dtype, None, near)

@@ -48,9 +48,9 @@ from ckpipe.loading.objects import OpenedObject, open_object
 from ckpipe.loading.saved_state import is_generators
 from ckpipe.loading.select import PerRankItems
 from ckpipe.loading.stateful import is_extra_state, mismatch, writable
-from ckpipe.loading.wrappers import dequantized, fitting_parts, fresh_class
+from ckpipe.loading.wrappers import dequantized, fitting_parts, planned_wrapper, put_together
 from ckpipe.state.kinds import is_stateful, registered_as, registered_for
-from ckpipe.state.wrappers import is_wrapper, put_together
+from ckpipe.state.tensors import is_wrapper
 
 
 class Matching:
@@ -62,6 +62,7 @@ class Matching:
 
     def __init__(self, record: MatchRecord) -> None:
         self.record, self._targets = record, record.targets
+        record.plan = self.plan
         self._tensors: dict[int, Factory] = {}
         self._builder = Builder()
         # Objects that are known by their id must not die before the walk ends.
@@ -209,21 +210,34 @@ class Matching:
         return make
 
     def _wrapper_tensor(self, node: Node, label: str, live: Any, use: Use | None) -> Factory:
-        facts, inner = node[1], node[2]
+        facts, inner, record = node[1], node[2], self.record
         if use in (None, Use.OFFERED):
-            cls = fresh_class(facts, label)
-            make, dtype = self.plan(inner, label), self.record.dequantized
-            if dtype is not None:
-                return lambda: dequantized(put_together(cls, facts, make(), label), dtype, label)
-            return lambda: put_together(cls, facts, make(), label)
+            cls, context = planned_wrapper(record, facts, label)
+            make, dtype = self.plan(inner, label), record.dequantized
+
+            def wrap() -> Any:
+                made = put_together(cls, facts, context(), make(), label)
+                return made if dtype is None else dequantized(made, dtype, label)
+
+            return wrap
         if not is_wrapper(live):
             raise _wrong_kind(f"a wrapper tensor of {facts['class']}", live, label)
-        held = fitting_parts(facts, inner, live, label, self._targets.stored)
-        cast, self._targets.cast = self._targets.cast, False
+        ranks = {
+            self._targets.stored.rank_of(each[1]) for each, _ in walk(inner) if each[0] == "tensor"
+        }
+        try:
+            held = fitting_parts(facts, inner[1], live, label, ranks)
+        except ShapeMismatch:
+            if not record.skips_shapes:
+                raise
+            record.kept.append(label)
+            return partial(same, live)
+        before = self._targets.cast, record.skips_shapes
+        self._targets.cast = record.skips_shapes = False
         try:
             make = self.plan(inner, label, held, Use.IN_PLACE)
         finally:
-            self._targets.cast = cast
+            self._targets.cast, record.skips_shapes = before
         return partial(same, live) if stays(make, held) else lambda: make() and live
 
     # Values

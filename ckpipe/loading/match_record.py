@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -58,6 +58,7 @@ class MatchRecord:
             applies.
         left: Labels that the checkpoint has and objects do without, which is no error.
         objects_have_more: Whether an object of the target has labels that were not saved of it.
+        plan: Plans the object of a node, once the match has begun.
         loaded: Labels of the objects that have taken their state.
     """
 
@@ -79,6 +80,7 @@ class MatchRecord:
     kept: list[str] = field(default_factory=list)
     left: list[str] = field(default_factory=list)
     objects_have_more: bool = False
+    plan: Callable[[Node, str], Callable[[], Any]] = field(init=False)
     loaded: list[str] = field(default_factory=list)
 
     def is_selected(self, live: Any, label: str) -> bool:

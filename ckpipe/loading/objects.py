@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ckpipe.format.dtypes import dtype_of
 from ckpipe.format.labels import decode_key, join
 from ckpipe.format.tree import MAPPINGS, WRAPPERS, Node, children_of
 from ckpipe.interpreter import user_code
@@ -29,7 +30,7 @@ from ckpipe.loading.stateful import (
     loads_as_torch_does,
     saves_as_torch_does,
 )
-from ckpipe.loading.wrappers import empty_like, form_of
+from ckpipe.loading.wrappers import empty_wrapper
 
 OpenedObject = tuple[Any, Use, Callable[[Any], object]]
 """The live state of an object, its use, and the function that loads it."""
@@ -141,8 +142,9 @@ def _described(record: MatchRecord, node: Node, label: str) -> Any:
     if tag == "ref":
         return _described(record, record.definitions[node[1]], label)
     if tag == "wrapper_tensor":
-        like = partial(empty_like, node, label, record.targets.stored, record.definitions)
-        return SavedTensor(*form_of(node[1], label), like=like)
+        size = tuple((node[1]["shard"] or node[1])["size"])
+        like = partial(empty_wrapper, record, node, label)
+        return SavedTensor(dtype_of(node[1]["dtype"], label), size, like=like)
     if tag in WRAPPERS:
         return _described(record, node[-1], label)
     if record.saved.per_rank.derive is not None and is_generators(node):

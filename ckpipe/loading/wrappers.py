@@ -2,52 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from types import SimpleNamespace
+from collections.abc import Collection, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from ckpipe.errors import InvalidManifest, ShapeMismatch, StructureMismatch, UnsupportedState
-from ckpipe.format.dtypes import DTYPES
-from ckpipe.format.labels import Json
-from ckpipe.format.tree import Node, children_of, walk
-from ckpipe.loading.chunks import StoredTensors
-from ckpipe.loading.fill import normal_tensors
+from ckpipe.errors import (
+    CkpipeError,
+    InvalidManifest,
+    ShapeMismatch,
+    StructureMismatch,
+    UnsupportedState,
+)
+from ckpipe.format.dtypes import DTYPES, NAMES
+from ckpipe.format.labels import Json, canonical
+from ckpipe.format.manifest import TensorRow
+from ckpipe.format.tree import Node, children_of
+from ckpipe.interpreter import user_code
+from ckpipe.loading.factories import Factory, tensor_object
+from ckpipe.loading.fill import contiguous_stride, normal_tensors
 from ckpipe.loading.live_tensors import why_unplaceable, writable_view
-from ckpipe.state.tensors import PLAIN_TYPES, dtensor_type, local_part
-from ckpipe.state.wrappers import (
-    differing_fact,
-    inner_placements,
+from ckpipe.loading.match_record import MatchRecord
+from ckpipe.loading.select import PerRankItems
+from ckpipe.state.kinds import open_wrapper
+from ckpipe.state.tensors import (
+    PLAIN_TYPES,
+    dtensor_type,
     is_wrapper,
-    put_together,
+    is_wrapper_class,
+)
+from ckpipe.state.values import resolve_class
+from ckpipe.state.wrappers import (
+    cut_of,
+    inner_placements,
+    part_shape,
     rank_on,
-    resized,
-    sharded,
-    take_apart,
-    wrapper_class,
+    registered,
 )
 
+_SAME = "Make the target as it was saved, or leave it out with exclude"
 _SHARD = (
     "Load with the mesh and the number of ranks that saved it, or save it again after "
     "ckpipe.register_wrapper(cls, cut=...) has told how its inner tensors are cut"
 )
-
-
-def fresh_class(facts: dict[str, Json], label: str) -> Any:
-    """Return the class of a saved wrapper that is made anew.
-
-    Raises:
-        StructureMismatch: If the class is not here, or this is a shard that needs a target.
-    """
-    if facts["shard"] is not None:
-        raise StructureMismatch(
-            "This wrapper tensor is a shard of one rank, and the target has no tensor that is "
-            "sharded in the same way",
-            key=label or None,
-            hint=_SHARD,
-        )
-    return wrapper_class(facts["class"], label)
 
 
 def dequantized(made: Any, dtype: str, label: str) -> torch.Tensor:
@@ -72,10 +70,26 @@ def dequantized(made: Any, dtype: str, label: str) -> torch.Tensor:
     return plain  # type: ignore[no-any-return]
 
 
+# A live wrapper
+
+
 def fitting_parts(
-    facts: dict[str, Json], inner: Node, live: Any, label: str, stored: StoredTensors
+    facts: dict[str, Json],
+    names: Sequence[str],
+    live: Any,
+    label: str,
+    ranks: Collection[int] = frozenset(),
 ) -> dict[str, torch.Tensor]:
     """Return the inner tensors of a live wrapper that is to be filled with a saved one.
+
+    Strides, gradients and the kind are those of the live one.
+
+    Args:
+        facts: The facts of the saved one.
+        names: The names of its inner tensors.
+        live: The live one.
+        label: Its label.
+        ranks: The ranks that have saved it.
 
     Raises:
         ShapeMismatch: If its size differs.
@@ -84,30 +98,22 @@ def fitting_parts(
     """
     if type(live) is dtensor_type() and (why := why_unplaceable(live)):
         raise StructureMismatch(f"The target is a distributed tensor that {why}", key=label or None)
-    apart = take_apart(live, label)
-    differs = differing_fact(facts, apart.facts)
-    if differs == "shard" or (
-        facts["shard"] and _saved_by(inner, stored) != {rank_on(live.device_mesh)}
-    ):
-        raise StructureMismatch(
-            "This wrapper tensor is a shard of one rank, and the target is another shard of it",
-            key=label or None,
-            hint=_SHARD,
-        )
+    apart = open_wrapper(live, label)
+    saved = {**facts, "inner tensors": list(names)}
+    here = {**apart.facts, "inner tensors": list(apart.inner)}
+    if saved["shard"] and here["shard"]:
+        rank = rank_on(live.device_mesh)
+        saved["shard"] = {**saved["shard"], "ranks": sorted(ranks) or [rank]}
+        here["shard"] = {**here["shard"], "ranks": [rank]}
+    compared = ("class", "shard", "size", "dtype", "context", "inner tensors")
+    differs = next((n for n in compared if canonical(saved[n]) != canonical(here[n])), None)
     if differs is not None:
-        there, here = facts[differs], apart.facts[differs]
         kind = ShapeMismatch if differs == "size" else StructureMismatch
         raise kind(
-            f"The {differs} of this wrapper tensor is {there!r:.300} in the checkpoint and "
-            f"{here!r:.300} in the target",
+            f"The {differs} of this wrapper tensor is {saved[differs]!r:.300} in the checkpoint, "
+            f"and {here[differs]!r:.300} in the target",
             key=label or None,
-            hint="Make the target as it was saved, or leave it out with exclude",
-        )
-    if inner[1] != list(apart.inner):
-        raise StructureMismatch(
-            f"This wrapper tensor has the inner tensors {inner[1]!r:.300} in the checkpoint and "
-            f"{list(apart.inner)!r:.300} in the target",
-            key=label or None,
+            hint=_SHARD if differs == "shard" else _SAME,
         )
     for name, each in apart.inner.items():
         if not is_wrapper(each) and not each.is_meta and writable_view(each) is None:
@@ -117,29 +123,76 @@ def fitting_parts(
     return apart.inner
 
 
-def _saved_by(inner: Node, stored: StoredTensors) -> set[int]:
-    return {stored.rank_of(node[1]) for node, _ in walk(inner) if node[0] == "tensor"}
+# A new wrapper
 
 
-def form_of(facts: dict[str, Json], label: str) -> tuple[torch.dtype, tuple[int, ...]]:
-    """Return dtype and global shape of a saved wrapper.
+def planned_wrapper(
+    record: MatchRecord, facts: dict[str, Json], label: str, *, placed: bool = False
+) -> tuple[Any, Factory]:
+    """Return the class of a saved wrapper that is made anew, and a factory of its context.
+
+    Args:
+        record: The arguments of the match.
+        facts: The facts of its node.
+        label: Its label.
+        placed: Whether it is made like a DTensor of the target.
 
     Raises:
-        InvalidManifest: If the dtype is unknown.
+        StructureMismatch: If a class is not here, or this is a shard and no DTensor tells where.
+        InvalidManifest: If the context is malformed.
     """
-    dtype = DTYPES.get(facts["dtype"])
-    if dtype is None:
-        raise InvalidManifest(f"This dtype is unknown: {facts['dtype']!r:.100}", key=label or None)
-    return dtype, tuple((facts["shard"] or facts)["size"])
+    if facts["shard"] is not None and not placed:
+        raise StructureMismatch(
+            "This wrapper tensor is a shard of one rank, and the target has no tensor that is "
+            "sharded in the same way",
+            key=label or None,
+            hint=_SHARD,
+        )
+    path, (tree, values), saved = facts["class"], facts["context"], record.saved
+    cls = registered.get(path) or resolve_class(path, torch.Tensor, label)
+    if not is_wrapper_class(cls):
+        raise StructureMismatch(f"{path} was a wrapper class when it was saved", key=label or None)
+    record.saved = replace(saved, values=values, per_rank=PerRankItems(), common=None)
+    try:
+        return cls, record.plan(tree, label)
+    finally:
+        record.saved = saved
 
 
-def empty_like(
-    node: Node,
-    label: str,
-    stored: StoredTensors,
-    definitions: Mapping[int, Node],
-    placed: Any,
-    device: torch.device,
+def put_together(
+    cls: Any, facts: dict[str, Json], context: Any, inner: dict[str, Any], label: str
+) -> torch.Tensor:
+    """Make a wrapper tensor of its facts, context and inner tensors.
+
+    Raises:
+        InvalidManifest: If its class makes another tensor of them.
+    """
+    size, stride = torch.Size(facts["size"]), tuple(facts["stride"])
+    try:
+        with user_code("__tensor_unflatten__", label), normal_tensors():
+            made = cls.__tensor_unflatten__(inner, context, size, stride)
+        form = type(made), NAMES.get(made.dtype), made.shape
+        if form != (cls, facts["dtype"], size) or not is_wrapper(made):
+            raise InvalidManifest(f"{facts['class']} makes {form} of these inner tensors")
+        for name, each in inner.items():
+            if getattr(made, name, None) is None:  # a class of torchao forgets its scale
+                setattr(made, name, each)
+        kind = {name: facts[name] for name in ("kind", "detail", "requires_grad")}
+        wrapper: torch.Tensor = tensor_object(TensorRow(label, facts["dtype"], size, **kind), made)
+        return wrapper
+    except CkpipeError as error:
+        error.key = error.key or label or None
+        raise
+    except Exception as error:
+        raise InvalidManifest(
+            f"{facts['class']} cannot be made of the saved inner tensors: {error!r:.200}",
+            key=label or None,
+            hint="Install the version of the library that saved it, or leave it out with exclude",
+        ) from error
+
+
+def empty_wrapper(
+    record: MatchRecord, node: Node, label: str, placed: Any, device: torch.device
 ) -> torch.Tensor:
     """Make a wrapper to fill with a saved one.
 
@@ -147,62 +200,61 @@ def empty_like(
     compiler does so with tensors without values.
 
     Args:
+        record: The arguments of the match.
         node: The node of the saved wrapper.
         label: Its label.
-        stored: The tensors of the checkpoint.
-        definitions: The containers that references point to, by number.
-        placed: The DTensor like which it is sharded, or its layout; None for a plain one.
+        placed: The DTensor like which it is sharded; None for a plain one.
         device: Its device.
 
     Raises:
         StructureMismatch: If the class is not here, or it cannot be sharded like this.
     """
-    facts, mesh, parts = node[1], getattr(placed, "device_mesh", None), None
-    cls = fresh_class(facts, label) if placed is None else wrapper_class(facts["class"], label)
-    if placed is not None and facts["shard"] is None:
-        parts = inner_placements(cls, mesh, placed.placements, placed.shape)
-        if parts is None:
-            raise StructureMismatch(
-                "This wrapper tensor is whole in the checkpoint and sharded in the target, and how "
-                "its inner tensors are cut is unknown, or the ranks do not divide its size",
-                key=label or None,
-                hint=_SHARD,
-            )
-        facts = resized(cls, facts, _local_shape(placed.shape, mesh, placed.placements, label))
-    inner: dict[str, torch.Tensor] = {}
+    if placed is None:
+        return _empty(record, node, label, device)
+    mesh, placements, size = placed.device_mesh, placed.placements, placed.shape
+    local = _empty(record, node, label, device, mesh, placements)
+    made: torch.Tensor = dtensor_type().from_local(
+        local, mesh, placements, run_check=False, shape=size, stride=contiguous_stride(size)
+    )
+    return made
+
+
+def _empty(
+    record: MatchRecord,
+    node: Node,
+    label: str,
+    device: torch.device,
+    mesh: Any = None,
+    placements: Sequence[Any] = (),
+) -> torch.Tensor:
+    """Make a tensor to fill with a saved one, or this rank's part of it on a mesh."""
+    while node[0] in ("shared", "ref"):
+        node = record.definitions[node[1]]
+    uneven = StructureMismatch(
+        "This wrapper tensor is sharded in the target, and how its inner tensors are cut is "
+        "unknown, or the ranks do not divide its size",
+        key=label or None,
+        hint=_SHARD,
+    )
+    if node[0] == "tensor":
+        stored = record.targets.stored[node[1]]
+        shape = part_shape(stored.shape, mesh, placements)
+        if shape is None:
+            raise uneven
+        with normal_tensors():
+            return torch.empty(shape, dtype=stored.dtype, device=device)
+    facts = node[1]
+    cls, make_context = planned_wrapper(record, facts, label, placed=mesh is not None)
+    context, placements_of = make_context(), None
+    if mesh is not None and facts["shard"] is None:
+        (cut, resize), size = cut_of(cls), part_shape(facts["size"], mesh, placements)
+        placements_of = inner_placements(cut, mesh, placements, facts["size"])
+        if size is None or placements_of is None:
+            raise uneven
+        context = resize(context, torch.Size(size))
+        facts = {**facts, "size": size, "stride": contiguous_stride(size)}
+    inner = {}
     for name, child, below in children_of(node[2], label):
-        while child[0] in ("shared", "ref"):
-            child = definitions[child[1]]
-        layout = None if parts is None else parts(name)
-        if child[0] == "wrapper_tensor":
-            size = torch.Size(child[1]["size"])
-            like = layout and SimpleNamespace(device_mesh=mesh, placements=layout, shape=size)
-            part = empty_like(child, below, stored, definitions, like, device)
-            inner[name] = local_part(part) if type(part) is dtensor_type() else part
-        else:
-            held = stored[child[1]]
-            shape = held.shape if layout is None else _local_shape(held.shape, mesh, layout, below)
-            with normal_tensors():
-                inner[name] = torch.empty(shape, dtype=held.dtype, device=device)
-    with normal_tensors():
-        made: torch.Tensor = put_together(cls, facts, inner, label)
-        if placed is None:
-            return made
-        whole: torch.Tensor = sharded(made, mesh, placed.placements, placed.shape)
-        return whole
-
-
-def _local_shape(
-    shape: Sequence[int], mesh: Any, placements: Sequence[Any], label: str
-) -> tuple[int, ...]:
-    sizes = list(shape)
-    for n, placement in zip(mesh.shape, placements, strict=True):
-        if not placement.is_replicate():
-            if sizes[placement.dim] % n:
-                raise ShapeMismatch(
-                    f"A shape of {list(shape)} cannot be cut into {n} equal parts",
-                    key=label or None,
-                    hint="Load with a number of ranks that divides it",
-                )
-            sizes[placement.dim] //= n
-    return tuple(sizes)
+        layout = (mesh, placements_of(name)) if placements_of else ()
+        inner[name] = _empty(record, child, below, device, *layout)
+    return put_together(cls, facts, context, inner, label)

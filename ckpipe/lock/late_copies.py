@@ -35,9 +35,9 @@ from ckpipe.state.tensors import (
     dtensor_type,
     is_dense,
     local_part,
+    plain_parts,
     tensors_in,
 )
-from ckpipe.state.wrappers import plain_parts
 
 
 def owned_tensors(optimizers: Iterable[Optimizer]) -> list[torch.Tensor]:
@@ -50,7 +50,8 @@ def owned_tensors(optimizers: Iterable[Optimizer]) -> list[torch.Tensor]:
             found += state.values() if type(state) is dict else (state,)
     if set(PLAIN_TYPES).issuperset(map(type, found)):
         return found
-    return [part for each in found for tensor in tensors_in(each) for part in plain_parts(tensor)]
+    tensors = [tensor for each in found for tensor in tensors_in(each)]
+    return [part for tensor in tensors for _, part in plain_parts(tensor)]
 
 
 def _memory_of(tensor: torch.Tensor) -> _Memory | None:

@@ -32,8 +32,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ckpipe.state.tensors import PLAIN_TYPES
-from ckpipe.state.wrappers import plain_parts
+from ckpipe.state.tensors import PLAIN_TYPES, plain_parts
 
 _frozen_when_made: WeakKeyDictionary[nn.Module, frozenset[int] | None] = WeakKeyDictionary()
 """For each DDP object the ids of parameters that were frozen; None if it has broadcast none."""
@@ -85,7 +84,7 @@ def equal_places(modules: Iterable[nn.Module]) -> dict[Hashable, tuple[int, ...]
     for wrapper in _wrappers(modules):
         ranks = _ranks_of(wrapper)
         for parameter in _reduced(wrapper) if ranks else ():
-            for each in plain_parts(parameter):
+            for _, each in plain_parts(parameter):
                 found.setdefault(place_of(each), ranks)
     return found
 

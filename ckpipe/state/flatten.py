@@ -70,6 +70,7 @@ from ckpipe.state.tensors import (
     TensorLeaf,
     attributes_of,
     dtensor_type,
+    is_wrapper,
     leaf_of,
 )
 from ckpipe.state.values import (
@@ -79,7 +80,6 @@ from ckpipe.state.values import (
     encode_value,
     shapes_of_parameters,
 )
-from ckpipe.state.wrappers import is_wrapper
 
 T = TypeVar("T")
 

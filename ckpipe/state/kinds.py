@@ -29,10 +29,12 @@ from torch import nn
 
 from ckpipe.errors import InvalidManifest, UnsupportedState, UsageError
 from ckpipe.format.labels import Json, encode_key, label_part
+from ckpipe.format.tree import SETS, Node, node_of, with_nodes
 from ckpipe.interpreter import user_code
 from ckpipe.state.data_parallel import equal_places, place_of
-from ckpipe.state.values import lasting_path, optimizer_kind
-from ckpipe.state.wrappers import is_wrapper, take_apart
+from ckpipe.state.tensors import is_wrapper
+from ckpipe.state.values import NotInline, class_path, encode_value, lasting_path, optimizer_kind
+from ckpipe.state.wrappers import Wrapper, take_apart
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -193,10 +195,51 @@ def _registered(opened: Container) -> None:
 
 
 def _wrapper_tensor(opened: Container) -> None:
-    apart = take_apart(opened.obj, opened.label, detached=opened.attached)
+    apart = open_wrapper(opened.obj, opened.label, detached=opened.attached)
     opened.children, opened.head, opened.live = [apart.inner], apart.facts, opened.attached
     if apart.replicas:
         opened.is_replicated = lambda _label, _tensor: apart.replicas
+
+
+def open_wrapper(obj: Any, label: str, *, detached: bool = False) -> Wrapper:
+    """Take a wrapper tensor apart as :func:`take_apart` does, and encode its context.
+
+    Raises:
+        UnsupportedState: If its context or an inner item cannot be saved.
+    """
+    apart, values = take_apart(obj, label, detached=detached), list[Json]()
+    try:
+        apart.facts["context"] = [_context_node(apart.context, values), values]
+        return apart
+    except (NotInline, UnsupportedState) as error:
+        raise UnsupportedState(
+            f"The context of this {apart.facts['class']} holds what cannot be saved: {error}",
+            key=label or None,
+            hint="A context may hold plain values, dtypes, sizes, enums, and containers of them. "
+            "Call ckpipe.register_type for the class, or leave it out",
+        ) from error
+
+
+def _context_node(value: Any, values: list[Json]) -> Node:
+    """Return the node of an item of a context, and append its values to those of the context."""
+    kind = kind_of(value)
+    if kind is None or kind in (STATEFUL, WRAPPER_TENSOR):
+        if isinstance(value, torch.device):
+            value = torch.device("cpu")  # that of a new wrapper; devices differ between ranks
+        try:
+            values.append(encode_value(value))
+        except NotInline:
+            raise NotInline(f"a {class_path(type(value))}") from None
+        return ["value", len(values) - 1]
+    opened = Container(kind, value)
+    opened.open()
+    if kind.name in SETS:
+        return [kind.name, opened.head]
+    if opened.keys is not None and len(opened.keys) < len(opened.children):
+        raise NotInline("an OrderedDict with attributes")
+    nodes = [_context_node(each, values) for each in opened.children]
+    keys = [encode_key(key) for key in opened.keys or ()]
+    return with_nodes(node_of(kind.name, opened.head, keys), nodes)
 
 
 DICT = Kind("dict", _mapping)

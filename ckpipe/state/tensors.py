@@ -23,6 +23,7 @@ import torch
 
 from ckpipe.errors import UnsupportedState, UnsupportedTopology
 from ckpipe.format.dtypes import DTYPES, NAMES
+from ckpipe.format.labels import join
 from ckpipe.state.placements import Mesh, Placement, Sharding, mesh_of, sharding
 from ckpipe.state.values import class_path, lasting_path
 
@@ -179,7 +180,7 @@ def _dtensor_leaf(tensor: torch.Tensor, label: str, shardings: Shardings) -> Lea
     if getattr(tensor, "_is_param", False):
         leaf.kind = PARAMETER
     elif getattr(tensor, "_is_buffer", False):
-        leaf.kind, leaf.detail = BUFFER, _persistence(tensor)
+        leaf.kind, leaf.detail = BUFFER, persistence(tensor)
     return leaf, memory
 
 
@@ -212,11 +213,12 @@ def _kind(tensor: torch.Tensor) -> tuple[str, str | None]:
     if cls is torch.nn.Parameter:
         return PARAMETER, None
     if isinstance(tensor, torch.nn.Buffer):
-        return BUFFER, _persistence(tensor)
+        return BUFFER, persistence(tensor)
     return SUBCLASS, lasting_path(cls)
 
 
-def _persistence(tensor: torch.Tensor) -> str:
+def persistence(tensor: torch.Tensor) -> str:
+    """Tell whether a buffer is ``persistent`` or ``transient``."""
     return "persistent" if getattr(tensor, "persistent", True) else "transient"
 
 
@@ -357,6 +359,34 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     elif isinstance(value, list | tuple):
         for each in value:
             yield from tensors_in(each)
+
+
+def is_wrapper(obj: Any) -> bool:
+    """True if a tensor keeps its values in others; for a DTensor, if its local tensor does.
+
+    Nested tensors and the pending results of collectives do so too, and have rules of their own.
+    """
+    if type(obj) in PLAIN_TYPES or not isinstance(obj, torch.Tensor):
+        return False
+    if type(obj) is dtensor_type():
+        obj = obj._local_tensor  # type: ignore[attr-defined]
+    return is_wrapper_class(type(obj)) and not obj.is_nested
+
+
+def is_wrapper_class(cls: type[Any]) -> bool:
+    """True for a class of tensors that keep their values in others; neither for DTensor."""
+    flattens = hasattr(cls, "__tensor_flatten__") and hasattr(cls, "__tensor_unflatten__")
+    return flattens and not hasattr(cls, "device_mesh") and not hasattr(cls, "trigger_wait")
+
+
+def plain_parts(tensor: torch.Tensor, label: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield a tensor with its label; of a wrapper, the plain tensors in which its values are."""
+    if not is_wrapper(tensor):
+        yield label, tensor
+        return
+    local: Any = local_part(tensor) if type(tensor) is dtensor_type() else tensor
+    for name in local.__tensor_flatten__()[0]:
+        yield from plain_parts(getattr(local, name), join(label, name))
 
 
 def dtensor_type() -> Any:

@@ -17,7 +17,7 @@ import torch
 from ckpipe.errors import ShapeMismatch, SharingConflict, StructureMismatch
 from ckpipe.loading.optimizers import check_conversion, kind_mismatch
 from ckpipe.loading.stateful import LoadTargets, SavedObject, SavedTensor
-from ckpipe.state.wrappers import is_wrapper
+from ckpipe.state.tensors import is_wrapper
 from ckpipe.training.names import ModelNames, is_sharded
 from ckpipe.training.optimizers import (
     NO_OPTIONS,

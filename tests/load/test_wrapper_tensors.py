@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import collections
+import contextlib
+import dataclasses
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,8 +17,7 @@ import torch
 import ckpipe
 from ckpipe import errors
 from ckpipe.distributed import training_state
-from ckpipe.format.checksummed_json import encode_json
-from tests.support.stored_files import document_of
+from tests.support.stored_files import document_of, sealed
 from tests.support.wrapper_tensors import (
     CONTEXT,
     Granularity,
@@ -133,11 +136,40 @@ def test_training_state_saves_and_loads_them(tmp_path: Path) -> None:
     assert equal(layer.table, nested())
 
 
-def test_training_state_refuses_them_from_memory() -> None:
-    layer = Layer(start=30)
-    with pytest.raises(errors.StructureMismatch, match="in memory") as caught:
-        training_state(layer).load_state_dict(training_state(Layer()).state_dict())
-    assert caught.value.key is not None
+def stepped(start: int, **context: Any) -> tuple[Layer, torch.optim.Optimizer]:
+    """A model, and an optimizer that keeps a wrapper for its plain parameter."""
+    model = Layer(start=start)
+    optimizer = torch.optim.SGD([model.plain], momentum=0.9)
+    optimizer.state[model.plain] = {"momentum_buffer": scaled(start=start, **context)}
+    return model, optimizer
+
+
+@pytest.mark.parametrize("fresh", [False, True])
+def test_training_state_takes_them_from_memory(fresh: bool) -> None:
+    layer, optimizer = stepped(30)
+    codes = layer.weight.codes
+    if fresh:
+        optimizer.state.clear()
+    saved = stepped(0)
+    training_state(layer, optimizer).load_state_dict(training_state(*saved).state_dict())
+    assert layer.weight.codes is codes
+    assert equal(layer.weight.detach(), scaled())
+    assert equal(layer.table, nested())
+    momentum = optimizer.state[layer.plain]["momentum_buffer"]
+    assert equal(momentum, scaled())
+    assert momentum is not saved[1].state[saved[0].plain]["momentum_buffer"]
+
+
+def test_training_state_from_memory_names_what_does_not_fit() -> None:
+    layer, optimizer = stepped(30, context=[2])
+    saved = training_state(*stepped(0)).state_dict()
+    with pytest.raises(errors.StructureMismatch, match="context") as caught:
+        training_state(layer, optimizer).load_state_dict(saved)
+    assert str(caught.value.key).startswith("optimizer.state.plain")
+    saved["model"]["weight"] = torch.zeros(4, 3)
+    with pytest.raises(errors.StructureMismatch) as caught:
+        training_state(layer).load_state_dict(saved)
+    assert caught.value.key == "model.weight"
     assert equal(layer.weight.detach(), scaled(start=30))
     assert torch.equal(layer.plain, torch.full((3,), 30.0))
 
@@ -208,9 +240,63 @@ def test_a_plain_tensor_never_goes_into_a_wrapper(tmp_path: Path) -> None:
     assert equal(target["w"], scaled())
 
 
-def test_lists_and_tuples_of_a_context_count_alike(tmp_path: Path) -> None:
-    save(tmp_path, {"w": scaled(context=[(1, 2), torch.Size((3,)), torch.device("cpu")])}, step=1)
-    target = {"w": scaled(start=9, context=([1, 2], (3,), torch.device("meta")))}
+@dataclasses.dataclass
+class Cached:
+    """A dataclass with an attribute that is no field."""
+
+    rows: int
+
+    def __post_init__(self) -> None:
+        self.cache = [self.rows]
+
+
+class Registered:
+    """An object of a registered type."""
+
+    def __init__(self, rows: int) -> None:
+        self.rows = rows
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Registered) and self.rows == other.rows
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+ckpipe.register_type(Registered, to_state=lambda obj: obj.rows, from_state=Registered)
+
+
+@pytest.mark.parametrize(
+    "context",
+    [
+        None,
+        [(1, True), torch.Size((3,)), torch.device("cpu"), torch.float8_e4m3fn, b"x", 2**70, "text"],
+        {"a": {1: (), None: []}, "b": [[]]},
+        {"set": {1, 2}, "frozen": frozenset("a"), "none": set()},
+        [collections.OrderedDict(b=1, a=2), collections.deque([1], 3), collections.Counter("aab")],
+        [Cached(3), Registered(4), Granularity(2, Rounding.DOWN)],
+    ],
+    ids=["none", "values", "dicts", "sets", "collections", "objects"],
+)
+def test_contexts_come_back_as_they_were(tmp_path: Path, context: Any) -> None:
+    save(tmp_path, {"w": scaled(context=context)}, step=1)
+    made = ckpipe.load(tmp_path).state["w"].context
+    assert made == context
+    assert type(made) is type(context)
+    if isinstance(context, list):
+        assert list(map(type, made)) == list(map(type, context))
+        assert [vars(each) for each in made if isinstance(each, Cached)] in (
+            [],
+            [{"rows": 3, "cache": [3]}],
+        )
+    target = {"w": scaled(start=9, context=context)}
+    ckpipe.load(tmp_path, target)
+    assert equal(target["w"], scaled(context=context))
+
+
+def test_devices_of_contexts_do_not_count(tmp_path: Path) -> None:
+    save(tmp_path, {"w": scaled(context=[torch.device("cuda", 1)])}, step=1)
+    assert ckpipe.load(tmp_path).state["w"].context == [torch.device("cpu")]
+    target = {"w": scaled(start=9, context=[torch.device("meta")])}
     ckpipe.load(tmp_path, target)
     assert torch.equal(target["w"].codes, scaled().codes)
 
@@ -252,6 +338,57 @@ def test_filters_take_a_wrapper_as_a_whole(tmp_path: Path) -> None:
         ckpipe.load(tmp_path, exclude=["v.codes.second"])
 
 
+def test_only_wrappers_of_the_same_parts_are_filled_with_strict_shapes(tmp_path: Path) -> None:
+    save(tmp_path, {"w": scaled(), "v": scaled(), "n": torch.ones(1)}, step=1)
+    target = {"w": scaled(rows=5), "v": scaled(start=9), "n": torch.zeros(2)}
+    result = ckpipe.load(tmp_path, target, strict="shapes")
+    assert set(result.missing) == {"w", "n"}
+    assert equal(target["w"], scaled(rows=5))
+    assert equal(target["v"], scaled())
+    half = {"w": Scaled(scaled(start=9).codes, torch.zeros(2), CONTEXT, (4, 3))}
+    with pytest.raises(errors.ShapeMismatch) as caught:
+        ckpipe.load(tmp_path, half, include=["w"], strict="shapes")
+    assert caught.value.key == "w.scale"
+    assert torch.equal(half["w"].codes, scaled(start=9).codes)
+
+
+@pytest.mark.parametrize(
+    ("transform", "label", "expected"),
+    [
+        (ckpipe.Rename({"m.w": "m.x"}), "x", torch.int8),
+        (ckpipe.Cast({"*": torch.float16}), "w", torch.int8),
+        (ckpipe.Only("m.w"), "w", torch.int8),
+        (ckpipe.Rename({"m.w.codes": "m.x"}), "m.w", errors.StructureMismatch),
+        (ckpipe.Rename({"m.w.codes": "m.w.other"}), "m.w", errors.StructureMismatch),
+        (ckpipe.Drop("m.w.codes"), "m.w", errors.UsageError),
+        (ckpipe.Cast({"m.w.scale": torch.float16}), None, errors.StructureMismatch),
+        (ckpipe.Split("m.w.codes", ["m.a", "m.b"]), None, errors.StructureMismatch),
+        (ckpipe.Fuse(["m.w.codes", "m.v.codes"], "m.a"), None, errors.StructureMismatch),
+    ],
+    ids=lambda value: getattr(value, "__name__", None) or type(value).__name__,
+)
+def test_transforms_take_a_wrapper_as_a_whole(
+    tmp_path: Path, transform: Any, label: str | None, expected: Any
+) -> None:
+    save(tmp_path, {"m": {"w": scaled(), "v": scaled(start=3), "b": torch.ones(2)}}, step=1)
+    if isinstance(expected, torch.dtype):
+        found = ckpipe.load(tmp_path, transform=[transform]).state["m"]
+        assert equal(found[label], scaled())
+        return
+    with pytest.raises(expected) as caught:
+        ckpipe.load(tmp_path, transform=[transform])
+    assert caught.value.key == label
+
+
+def test_a_worker_process_saves_them(tmp_path: Path) -> None:
+    with ckpipe.SyncPipeline(str(tmp_path), worker="process") as pipeline:
+        for step in range(2):
+            pipeline.save({"w": scaled(start=step), "v": nested(start=step)}, step=step)
+    loaded = ckpipe.load(tmp_path).state
+    assert equal(loaded["w"], scaled(start=1))
+    assert equal(loaded["v"], nested(start=1))
+
+
 # The format
 
 
@@ -266,33 +403,63 @@ def test_only_objects_with_a_wrapper_have_the_newer_version(tmp_path: Path) -> N
         assert index_of(tmp_path / name)["version"] == version, name
 
 
-@pytest.mark.parametrize(
-    ("change", "value"),
+HOSTILE_CONTEXTS: list[Any] = [
+    {"evil": [1]},
+    [["value", 1], [1]],
+    [["tensor", 0], []],
+    [["evil", []], []],
+    [["list", 1], []],
+    [["shared", 0, ["list", [["ref", 0]]]], []],
+    [["ordered_dict", [], [], ["dict", ["a"], [["shared", 0, ["list", []]]]]], []],
+    [["wrapper_tensor", {}, ["dict", [], []]], []],
+    [["named_tuple", "builtins:tuple", ["a"], [["value", 0]]], [1]],
+    [["dataclass", "tests.support.wrapper_tensors:Scaled", ["a"], [["value", 0]]], [1]],
     [
-        (1, {"class": "os:system"}),
-        (1, {"class": "torch:Tensor"}),
-        (1, {"context": {"evil": [1]}}),
-        (1, {"context": {"named_tuple": ["builtins:tuple", 1]}}),
-        (1, {"context": {"dataclass": ["tests.support.wrapper_tensors:Scaled", ["a", 1]]}}),
-        (1, {"context": ["pickle", "gASV"]}),
-        (1, {"size": [-1]}),
-        (1, {"kind": "parameter", "requires_grad": 1}),
-        (1, {"shard": {"mesh": 1}}),
-        (2, 3),
-        (2, ["list", [["tensor", 0]]]),
-        (2, ["dict", ["codes"], [["tensor", 0]]]),
-        (2, ["dict", ["codes", "scale"], [["value", 0], ["tensor", 1]]]),
+        ["dataclass", "tests.support.wrapper_tensors:Granularity", ["__class__"], [["value", 0]]],
+        [1],
     ],
-)
-def test_hostile_wrappers_are_refused(tmp_path: Path, change: int, value: Any) -> None:
+    [["value", 0], [["pickle", "gASV"]]],
+    [["value", 0], [["enum", "os:_Environ", "x"]]],
+]
+
+
+HOSTILE_NODES: list[tuple[int, Any]] = [
+    (1, {"class": "os:system"}),
+    (1, {"class": "torch:Tensor"}),
+    (1, {"class": "torch.distributed.tensor:DTensor"}),
+    (1, {"class": "tests.support.wrapper_tensors:Halves"}),
+    (1, {"class": "wsgiref.validate:InputWrapper"}),
+    *((1, {"context": context}) for context in HOSTILE_CONTEXTS),
+    (1, {"dtype": "float64"}),
+    (1, {"dtype": "evil"}),
+    (1, {"size": [-1]}),
+    (1, {"kind": "parameter", "requires_grad": 1}),
+    (1, {"kind": "numpy"}),
+    (1, {"shard": {"layout": 1}}),
+    (1, {"shard": {"layout": "1", "size": [4]}}),
+    (1, {"more": 1}),
+    (2, 3),
+    (2, ["list", [["tensor", 0]]]),
+    (2, ["dict", ["codes"], [["tensor", 0]]]),
+    (2, ["dict", ["codes", "scale"], [["value", 0], ["tensor", 1]]]),
+]
+
+
+def test_hostile_wrappers_are_refused(tmp_path: Path) -> None:
     save(tmp_path, {"w": scaled(), "n": 1}, step=1)
     (path,) = tmp_path.glob("step-*.json")
-    document = document_of(path.read_bytes())
-    node = document["structures"][0]["tree"][2][0]
-    node[change] = node[1] | value if change == 1 else value
-    path.write_bytes(encode_json(document))
-    with pytest.raises(errors.CkpipeError):
-        ckpipe.load(tmp_path)
+    right = path.read_bytes()
+    for change, value in HOSTILE_NODES:
+        document = document_of(right)
+        node = document["structures"][0]["tree"][2][0]
+        node[change] = node[1] | value if change == 1 else value
+        path.write_bytes(sealed(document))
+        for into in (None, {"w": scaled(start=9), "n": 0}):
+            with contextlib.suppress(errors.CkpipeError):
+                ckpipe.load(tmp_path, into)
+                pytest.fail(f"{value} is loaded into {into}")
+            assert into is None or equal(into["w"], scaled(start=9))
+    assert "wsgiref.validate" not in sys.modules
 
 
 def test_nothing_of_it_is_pickled(tmp_path: Path) -> None:
