@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from ckpipe.errors import CkpipeError as CkpipeError
     from ckpipe.handles import SaveHandle as SaveHandle
     from ckpipe.handles import SyncSaveHandle as SyncSaveHandle
+    from ckpipe.loading.name_tables import name_table as name_table
     from ckpipe.loading.reshapes import Fuse as Fuse
     from ckpipe.loading.reshapes import Rearrange as Rearrange
     from ckpipe.loading.reshapes import Split as Split
@@ -85,6 +86,7 @@ _NAMES = {
     "state.wrappers": ("register_wrapper",),
     "state_helpers": ("Progress", "RngState"),
     "store.registry": ("register_backend",),
+    "loading.name_tables": ("name_table",),
     "loading.reshapes": ("Fuse", "Rearrange", "Split", "Stack", "Unstack"),
     "loading.transforms": ("Cast", "Drop", "Only", "Rename"),
     "types": (

@@ -108,6 +108,7 @@ class Rename(Transform):
             replaced by the match of the ``*`` in the same place. Or a regular expression, or a
             function that gets a label and returns the new one.
         replacement: The replacement for the regular expression.
+        strict: False to let globs match nothing, as long as one of them matches something.
 
     Raises:
         UsageError: If the arguments are none of these.
@@ -117,6 +118,8 @@ class Rename(Transform):
         self,
         names: Mapping[str, str] | str | Callable[[str], str],
         replacement: str | None = None,
+        *,
+        strict: bool = True,
     ) -> None:
         if isinstance(names, str) != (replacement is not None):
             raise UsageError(
@@ -125,6 +128,7 @@ class Rename(Transform):
                 hint="Write Rename({'0.*': 'up.*'}) or Rename(r'^module\\.', '')",
             )
         self._patterns: list[tuple[Pattern, str]] = []
+        self._strict = strict
         self._function: Callable[[str], object] | None = None
         self._shown = ""
         if isinstance(names, str):
@@ -138,6 +142,7 @@ class Rename(Transform):
         elif isinstance(names, Mapping):
             for old, new in names.items():
                 self._patterns.append((Pattern(self, old, [new], below=True), new))
+            self._shown = ", ".join(names)
         elif callable(names):
             self._shown = getattr(names, "__name__", repr(names))
             self._function = names
@@ -162,11 +167,11 @@ class Rename(Transform):
 
     def _apply(self, edit: ManifestEdit) -> None:
         for pattern, _ in self._patterns:
-            if not any(pattern.match(label) for label in edit.origins):
+            if self._strict and not any(map(pattern.match, edit.origins)):
                 raise self._matches_nothing(pattern.glob, edit)
         news = {label: self._name(label) for label in edit.origins}
         news = {old: new for old, new in news.items() if old != new}
-        if self._function is not None and not news:
+        if not news and (self._function is not None or not self._strict):
             raise self._matches_nothing(self._shown, edit)
         for new in news.values():
             if not new.strip(".") or ".." in new or new[0] == "." or new[-1] == ".":
@@ -207,16 +212,18 @@ class Drop(Transform):
 
     Args:
         globs: Globs of labels to leave out, each with all labels below.
+        strict: False to let globs match nothing.
 
     Raises:
         UsageError: If one is no text, or there is none.
     """
 
-    def __init__(self, *globs: str) -> None:
-        self._globs = texts(self, globs)
+    def __init__(self, *globs: str, strict: bool = True) -> None:
+        self._globs, self._strict = texts(self, globs), strict
 
     def _apply(self, edit: ManifestEdit) -> None:
-        _leave_out(self, edit, self._globs, LabelFilter(None, self._globs))
+        required = self._globs if self._strict else ()
+        _leave_out(self, edit, required, LabelFilter(None, self._globs))
 
 
 def _leave_out(

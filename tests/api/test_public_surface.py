@@ -24,7 +24,7 @@ NAMES = """
     LocalPlanner ObjectInfo Only Pipeline Planner Progress PutMode Rearrange Rename RngState
     SaveHandle SaveReport Settings Split Stack StateLock Statistics SyncPipeline SyncSaveHandle
     TensorDescription Unstack Upload UploadLimits ValueDescription VerifyResult __version__ copy
-    import_checkpoint inspect load register_backend register_type register_wrapper verify
+    import_checkpoint inspect load name_table register_backend register_type register_wrapper verify
 """
 
 MODULES = ["distributed", "errors", "events", "planning", "preemption", "testing"]

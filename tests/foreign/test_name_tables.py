@@ -1,0 +1,97 @@
+"""Tables of names that ship, between models under their original names and transformers' models."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import safetensors.torch
+import torch
+import transformers
+
+import ckpipe
+from ckpipe.errors import StructureMismatch, UsageError
+from tests.foreign.reference_models import GPT, Transformer
+
+VOCABULARY, WIDTH, HEADS, KV_HEADS, INNER, LAYERS, CONTEXT = 96, 64, 8, 2, 128, 2, 32
+FORMS = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "gpt2": "GPT2"}
+
+
+def original(form: str) -> torch.nn.Module:
+    if form == "gpt2":
+        made: torch.nn.Module = GPT(VOCABULARY, WIDTH, HEADS, LAYERS, CONTEXT)
+    else:
+        made = Transformer(VOCABULARY, WIDTH, HEADS, KV_HEADS, INNER, LAYERS, form)
+    with torch.no_grad():  # Norms and biases differ from those of any fresh model.
+        for parameter in made.parameters():
+            parameter.copy_(torch.randn_like(parameter) * 0.2)
+    return made
+
+
+def of_transformers(form: str) -> Any:
+    common: dict[str, Any] = {"vocab_size": VOCABULARY, "attn_implementation": "eager"}
+    if form == "gpt2":
+        own: dict[str, Any] = {"n_embd": WIDTH, "n_head": HEADS, "n_layer": LAYERS}
+        own |= {"n_positions": CONTEXT, "activation_function": "gelu_pytorch_tanh"}
+    else:
+        own = {"hidden_size": WIDTH, "intermediate_size": INNER, "num_hidden_layers": LAYERS}
+        own |= {"num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS}
+        own |= {"head_dim": WIDTH // HEADS, "rms_norm_eps": 1e-6, "tie_word_embeddings": False}
+    config = getattr(transformers, f"{FORMS[form]}Config")(**common, **own)
+    name = f"{FORMS[form]}{'LMHeadModel' if form == 'gpt2' else 'ForCausalLM'}"
+    return getattr(transformers, name)(config).eval()
+
+
+def table(form: str, *, back: bool = False) -> list[Any]:
+    name = form.replace("qwen2", "qwen").replace("qwen3", "qwen")
+    numbers = {"heads": HEADS, "kv_heads": KV_HEADS} if form == "llama" else {}
+    return ckpipe.name_table(f"hf-to-{name}" if back else f"{name}-to-hf", **numbers)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@torch.no_grad()
+def test_logits_are_the_same_to_the_bit_there_and_back(form: str, tmp_path: Path) -> None:
+    tokens = torch.randint(0, VOCABULARY, (2, CONTEXT))
+    model, theirs, again = original(form), of_transformers(form), original(form)
+    expected = model(tokens)
+    weights = dict(model.state_dict())
+    if form == "llama":
+        weights["rope.freqs"] = torch.ones(4)
+    torch.save(weights, tmp_path / "consolidated.00.pth")
+    with ckpipe.SyncPipeline(tmp_path / "run") as pipeline:
+        source = tmp_path / "consolidated.00.pth"
+        pipeline.load({"model": theirs}, source=source, transform=table(form))
+        assert torch.equal(theirs(tokens).logits, expected)
+        theirs.save_pretrained(tmp_path / "hf")
+        pipeline.load(again, source=tmp_path / "hf", transform=table(form, back=True))
+        assert torch.equal(again(tokens), expected)
+        # Our own checkpoints have the names below that of the model.
+        pipeline.save({"model": model}, 1).wait()
+        fresh = of_transformers(form)
+        pipeline.load({"model": fresh}, transform=table(form))
+        assert torch.equal(fresh(tokens).logits, expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "numbers"),
+    [
+        ("llama", {}),
+        ("../llama-to-hf", {}),
+        ("llama-to-hf", {"heads": 8}),
+        ("gpt2-to-hf", {"heads": 8}),
+        ("llama-to-hf", {"heads": 0, "kv_heads": 2}),
+        ("llama-to-hf", {"heads": 8, "kv_heads": "2"}),
+    ],
+)
+def test_tables_and_numbers_that_do_not_exist_are_refused(name: str, numbers: Any) -> None:
+    with pytest.raises(UsageError):
+        ckpipe.name_table(name, **numbers)
+
+
+def test_a_table_for_other_names_is_refused(tmp_path: Path) -> None:
+    safetensors.torch.save_file({"x": torch.ones(2)}, tmp_path / "x.safetensors")
+    for name in ("qwen-to-hf", "gpt2-to-hf"):
+        with pytest.raises(StructureMismatch, match="matches nothing"):
+            ckpipe.load(tmp_path / "x.safetensors", transform=ckpipe.name_table(name))
