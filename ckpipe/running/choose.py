@@ -256,8 +256,9 @@ async def begin_anew(context: SaveContext, place: str) -> None:
         logger.warning("no complete checkpoint: %s; %s", start, "; ".join(remains))
     elif foreign is not None:
         logger.warning(
-            "no complete checkpoint: %s. A checkpoint of another program (%s) is there: ckpipe.load "
-            "opens it, and so does load(state, source=…) of a pipeline elsewhere", start, foreign,
+            "no complete checkpoint: %s. A checkpoint of another program (%s) is there: "
+            "ckpipe.load opens it, and so does load(state, source=…) of a pipeline elsewhere",
+            start, foreign,
         )  # fmt: skip
     else:
         logger.info("no complete checkpoint: %s%s", start, unknown)
