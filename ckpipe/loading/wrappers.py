@@ -15,13 +15,14 @@ from ckpipe.errors import (
     StructureMismatch,
     UnsupportedState,
 )
+from ckpipe.format.boxes import contiguous_stride
 from ckpipe.format.dtypes import DTYPES, NAMES
 from ckpipe.format.labels import Json, canonical
 from ckpipe.format.manifest import TensorRow
 from ckpipe.format.tree import Node, children_of
 from ckpipe.interpreter import user_code
 from ckpipe.loading.factories import Factory, tensor_object
-from ckpipe.loading.fill import contiguous_stride, normal_tensors
+from ckpipe.loading.fill import normal_tensors
 from ckpipe.loading.live_tensors import why_unplaceable, writable_view
 from ckpipe.loading.match_record import MatchRecord
 from ckpipe.loading.select import PerRankItems

@@ -269,7 +269,15 @@ ckpipe.register_type(Registered, to_state=lambda obj: obj.rows, from_state=Regis
     "context",
     [
         None,
-        [(1, True), torch.Size((3,)), torch.device("cpu"), torch.float8_e4m3fn, b"x", 2**70, "text"],
+        [
+            (1, True),
+            torch.Size((3,)),
+            torch.device("cpu"),
+            torch.float8_e4m3fn,
+            b"x",
+            2**70,
+            "text",
+        ],
         {"a": {1: (), None: []}, "b": [[]]},
         {"set": {1, 2}, "frozen": frozenset("a"), "none": set()},
         [collections.OrderedDict(b=1, a=2), collections.deque([1], 3), collections.Counter("aab")],
