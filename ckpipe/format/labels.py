@@ -201,6 +201,15 @@ def label_filter(
     return LabelFilter(_globs("include", include), _globs("exclude", exclude))
 
 
+def globs_filter(name: str, globs: Sequence[str]) -> LabelFilter:
+    """Make the filter for an argument whose globs select what they match, and nothing else.
+
+    Raises:
+        UsageError: If it is no list of texts.
+    """
+    return LabelFilter(_globs(name, globs) or [])
+
+
 def _globs(name: str, globs: Sequence[str] | None) -> list[str] | None:
     if isinstance(globs, str):
         raise UsageError(

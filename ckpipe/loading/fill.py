@@ -205,12 +205,14 @@ def _raw_bytes(
     return RawBytes(start, stop, address)
 
 
-def allocate(stored: StoredTensor, shape: tuple[int, ...]) -> torch.Tensor:
+def allocate(stored: StoredTensor, shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
     stride = stored.fresh_stride if shape == stored.shape else None
     stride = stride or contiguous_stride(shape)
     try:
-        return torch.empty_strided(shape, stride, dtype=stored.loaded_dtype, device="cpu")
+        return torch.empty_strided(shape, stride, dtype=stored.loaded_dtype, device=device)
     except RuntimeError as error:
+        if device.type != "cpu":
+            raise  # torch tells which device has no memory, and how much it would need
         raise InvalidManifest(
             f"No memory for a tensor of shape {list(shape)} and strides {list(stride)}",
             key=stored.label,

@@ -11,6 +11,7 @@ import time
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal
 
 import anyio.to_thread
@@ -35,7 +36,7 @@ from ckpipe.loading.saved_state import (
     labels_of,
     state_for,
 )
-from ckpipe.loading.select import PerRankPolicy, pruned, unmatched
+from ckpipe.loading.select import LenientFilter, PerRankPolicy, pruned, unmatched
 from ckpipe.loading.stateful import InspectionMemo
 from ckpipe.loading.targets import Targets
 from ckpipe.loading.transforms import Transform, transformed
@@ -65,6 +66,9 @@ class LoadRequest:
         switch_interval: The switch interval of the GIL meanwhile, in seconds; None leaves it alone.
         began: The time of the call of ``load``, by :func:`time.perf_counter`.
         transform: Transforms of the checkpoint, in their order.
+        allow_missing: Selects labels of the target that the checkpoint may lack.
+        allow_unexpected: Selects labels of the checkpoint that the target may lack.
+        device: The device of the tensors of a fresh state.
         dequantized: The name of the dtype to which wrapper tensors of a fresh state are
             dequantised; None leaves them as they are.
     """
@@ -81,6 +85,9 @@ class LoadRequest:
     switch_interval: float | None = None
     began: float = field(default_factory=time.perf_counter)
     transform: Sequence[Transform] = ()
+    allow_missing: LabelFilter = field(default_factory=partial(LabelFilter, []))
+    allow_unexpected: LabelFilter = field(default_factory=partial(LabelFilter, []))
+    device: torch.device = field(default_factory=partial(torch.device, "cpu"))
     dequantized: str | None = None
 
     def holding(self) -> AbstractContextManager[None]:
@@ -311,12 +318,18 @@ def match_all(
     saved = keep_generators_apart(saved, bundle, rank, world_size, request.per_rank)
     first_wins = request.per_rank == "rank0"
     stored = StoredTensors(bundle, saved.rows, saved.homes, first_wins=first_wins)
-    targets = Targets(stored, cast=request.cast)
+    targets = Targets(stored, cast=request.cast, device=request.device)
     attributes = (row.attributes for row in saved.rows if row.attributes)
     everything = shared_containers([saved.tree, *attributes])
     select = request.select
     if request.per_rank == "drop":
         select = exclude_labels(select, labels_of(saved))
+    lenient = None
+    if not fresh and (request.allow_missing.patterns[0] or request.allow_unexpected.patterns[0]):
+        if not bundle.whole:
+            raise NeedsFullIndex
+        allowed = request.allow_missing, request.allow_unexpected
+        select = lenient = LenientFilter(select, *allowed, saved.tree, request.into)
     tree, definitions = pruned(saved.tree, select, everything)
     record = MatchRecord(
         saved,
@@ -346,6 +359,9 @@ def match_all(
             raise NeedsFullIndex
         missing += record.kept
         unexpected = [*unexpected, *record.left]
+    if lenient is not None:
+        missing += lenient.missing
+        unexpected += lenient.unexpected
     targets.settle()
     labels = tuple(missing), tuple(unexpected)
     return MatchedLoad(bundle, request, rank, targets, make, *labels, matching, transformed=told)

@@ -88,8 +88,8 @@ class Matching:
             raise mismatch(
                 record.missing,
                 record.unexpected,
-                hint="Pass strict=False to load the labels that both have, or choose with include "
-                "and exclude",
+                hint="Pass strict=False to load the labels that both have, name those that may "
+                "differ in allow_missing and allow_unexpected, or choose with include and exclude",
                 above=record.above,
             )
         return make

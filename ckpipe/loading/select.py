@@ -64,6 +64,66 @@ def _live_children(obj: Any) -> list[tuple[Any, Any]] | None:
     return None
 
 
+class LenientFilter(LabelFilter):
+    """A filter that also leaves out what only one of checkpoint and target has, as far as allowed.
+
+    Args:
+        select: The filter.
+        may_miss: Selects labels that the checkpoint may lack.
+        may_remain: Selects labels that the target may lack.
+        tree: The saved tree.
+        into: The target.
+
+    Attributes:
+        missing: The labels of the target that it has left out, in their order.
+        unexpected: Those of the checkpoint.
+    """
+
+    def __init__(
+        self,
+        select: LabelFilter,
+        may_miss: LabelFilter,
+        may_remain: LabelFilter,
+        tree: Node,
+        into: Any,
+    ) -> None:
+        super().__init__()
+        self.selects_all, self.patterns = False, select.patterns
+        self._select, self._may_miss, self._may_remain = select, may_miss, may_remain
+        self._saved = set(_saved_labels(tree, "", shared_containers([tree]), frozenset()))
+        lists = bool(may_remain.patterns[0])
+        self._leaves = set(_live_labels(into, "", select, set()) if lists else ())
+        self._live = {each for leaf in self._leaves for each in _with_all_above(leaf)}
+        self.missing: dict[str, None] = {}
+        self.unexpected: dict[str, None] = {}
+
+    def __call__(self, label: str) -> bool:
+        if not self._select(label):
+            return False
+        if label not in self._saved:
+            if self._may_miss(label):
+                self.missing[label] = None
+                return False
+        elif self._may_remain(label) and not self._is_live(label):
+            self.unexpected[label] = None
+            return False
+        return True
+
+    def _is_live(self, label: str) -> bool:
+        """Tell whether the target has a label, one below it, or a leaf that it lies in."""
+        return label in self._live or not self._leaves.isdisjoint(_with_all_above(label))
+
+    def may_select(self, label: str) -> bool:
+        return self._select.may_select(label)
+
+
+def _with_all_above(label: str) -> Iterator[str]:
+    """Yield a label and the labels of all that it may lie in, apart from the root."""
+    while label:
+        yield label
+        label = label.rpartition(".")[0]
+
+
 def unmatched(select: LabelFilter, trees: Iterable[Node]) -> list[str]:
     """Return the globs of ``include`` that match nothing in any of some saved trees.
 

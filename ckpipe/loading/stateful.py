@@ -235,7 +235,10 @@ def check_module(
     if common is not None:
         unexpected = [each for each in unexpected if each in common]
     if missing or unexpected:
-        hint = "Load it into a module of the same layers"
+        hint = (
+            "Load it into a module of the same layers, or name what may differ in allow_missing "
+            "and allow_unexpected"
+        )
         names = leaf_labels(node, label)
         raise mismatch(missing, unexpected, label, hint=hint, names=names, above=above)
 

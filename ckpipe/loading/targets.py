@@ -37,7 +37,7 @@ from ckpipe.loading.fill import (
 from ckpipe.loading.live_tensors import is_placed, regions_of, writable_view
 from ckpipe.loading.read_plan import Need
 from ckpipe.memory.cuda import events_behind
-from ckpipe.state.tensors import MAX_ITEM, Shardings, lazy_bits, overlapping, window_bytes
+from ckpipe.state.tensors import MAX_ITEM, NUMPY, Shardings, lazy_bits, overlapping, window_bytes
 
 
 class LiveTensor(NamedTuple):
@@ -76,6 +76,7 @@ class Targets:
     Args:
         stored: The tensors of the checkpoint.
         cast: Whether values may be converted to the dtype of a live tensor.
+        device: The device of fresh tensors; None for the CPU. Nothing is read on ``meta``.
 
     Attributes:
         rounds: The rounds of reads: mostly one. There are two if overlapping live tensors may get
@@ -85,8 +86,10 @@ class Targets:
             still read the target or write to it, and other threads are about to fill it.
     """
 
-    def __init__(self, stored: StoredTensors, *, cast: bool) -> None:
-        self.stored, self.cast = stored, cast
+    def __init__(
+        self, stored: StoredTensors, *, cast: bool, device: torch.device | None = None
+    ) -> None:
+        self.stored, self.cast, self._device = stored, cast, device or torch.device("cpu")
         self.rounds: list[Round] = []
         self.queued_before: list[Any] = []
         self._into_fresh, self._into_live = Round(), Round()
@@ -204,7 +207,7 @@ class Targets:
     # Fresh tensors
 
     def fresh(self, stored: StoredTensor) -> torch.Tensor:
-        """Return a new tensor on the CPU for a stored one; always the same one.
+        """Return a new tensor on the device for a stored one; always the same one.
 
         Its elements are valid once the bytes are read and :meth:`finish` has run.
 
@@ -224,7 +227,8 @@ class Targets:
         copies = self.stored.copies(stored, regions)
         with normal_tensors():
             image = len(copies) == 1 and copies[0].shared and copies[0].target is None
-            if image and stored.row.cast is None:
+            on_cpu = self._device.type == "cpu" or stored.row.kind == NUMPY
+            if image and stored.row.cast is None and on_cpu:
                 tensor = self._window(stored, copies[0])
             elif not any(copied.shared for copied in copies):
                 tensor = self._alone(stored, copies, shape)
@@ -240,7 +244,10 @@ class Targets:
     def _alone(
         self, stored: StoredTensor, copies: tuple[ChunkCopy, ...], shape: tuple[int, ...]
     ) -> torch.Tensor:
-        tensor = allocate(stored, shape)
+        device = torch.device("cpu") if stored.row.kind == NUMPY else self._device
+        tensor = allocate(stored, shape, device)
+        if tensor.is_meta:
+            return with_lazy_bits(tensor, stored.row.lazy)
         plain = []
         for copied in copies:
             if copied.shared and is_image(copied, stored):

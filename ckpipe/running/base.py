@@ -26,7 +26,7 @@ from ckpipe.backend import without_secrets
 from ckpipe.errors import PipelineClosed, SettingsError, UnsupportedTopology, UsageError
 from ckpipe.events import Completed, Event, EventBus, RankCommitted, SaveFailed, Staged
 from ckpipe.format import checksum
-from ckpipe.format.labels import label_filter
+from ckpipe.format.labels import globs_filter, label_filter
 from ckpipe.loading.load import LoadRequest
 from ckpipe.loading.select import PerRankPolicy
 from ckpipe.loading.transforms import Transform, transforms_of
@@ -42,6 +42,7 @@ from ckpipe.running.listeners import Hooks, Statistics, StatisticsRecorder, in_h
 from ckpipe.running.validation import (
     check_choices,
     check_savable,
+    fresh_device,
     has_failed,
     late_owners,
     location,
@@ -617,10 +618,15 @@ class PipelineBase:
         per_rank: PerRankPolicy | None,
         pickle: str,
         transform: Sequence[Transform],
+        allow_missing: Sequence[str],
+        allow_unexpected: Sequence[str],
+        device: str | torch.device | None,
         caller: Caller | None,
     ) -> LoadRequest:
         """Check the arguments of ``load``; on the caller's thread."""
         select = label_filter(include, exclude)
+        allowed = globs_filter("allow_missing", allow_missing)
+        left = globs_filter("allow_unexpected", allow_unexpected)
         per_rank = self._settings.per_rank if per_rank is None else per_rank
         check_choices(strict, pickle, optimizer_class, per_rank)
         self._engine.world.check(saves=False)
@@ -630,5 +636,6 @@ class PipelineBase:
         interval = self._settings.switch_interval_seconds
         return LoadRequest(
             into, select, strict, cast, optimizer_class == "any", pickle == "allow", per_rank, hold,
-            caller, interval, transform=transforms_of(transform),
+            caller, interval, transform=transforms_of(transform), allow_missing=allowed,
+            allow_unexpected=left, device=fresh_device(device, into),
         )  # fmt: skip

@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Any, Literal, NoReturn, Self, SupportsIndex, TypeVar
 
 import anyio
+import torch
 
 from ckpipe.backend import without_secrets
 from ckpipe.catalog.sweep import SweepReport
@@ -289,6 +290,9 @@ class Pipeline(PipelineBase):
         per_rank: PerRankPolicy | None = None,
         pickle: Literal["refuse", "allow"] = "refuse",
         transform: Sequence[Transform] = (),
+        allow_missing: Sequence[str] = (),
+        allow_unexpected: Sequence[str] = (),
+        device: str | torch.device | None = None,
         source: str | os.PathLike[str] | None = None,
     ) -> LoadResult | None:
         """Load a checkpoint, into a state or as a fresh one.
@@ -338,6 +342,15 @@ class Pipeline(PipelineBase):
                 :class:`~ckpipe.Fuse`, :class:`~ckpipe.Stack`, :class:`~ckpipe.Unstack` and
                 :class:`~ckpipe.Rearrange`. Other arguments, such as ``include``, see the new names.
                 All of several ranks pass the same ones.
+            allow_missing: Globs of labels of the target that the checkpoint may lack, in modules as
+                in plain containers: they keep their values and are named in ``missing``. All other
+                labels must be there, as ``strict`` says.
+            allow_unexpected: Globs of labels of the checkpoint that the target may lack: they are
+                not read, and are named in ``unexpected``.
+            device: The device on which the tensors of a fresh state are made, such as
+                ``"cuda:0"``; None for the CPU. Bytes go there from the read buffers. Arrays of
+                numpy stay on the CPU. On ``"meta"`` nothing is read. With ``into`` it is a
+                ``UsageError``.
             source: The path or URL of a checkpoint that another program wrote, in any store: a
                 ``.safetensors`` file, a folder of Hugging Face weights, a file of ``torch.save``
                 (``.pt``, ``.pth``, ``.bin``, ``.ckpt``), or a folder of
@@ -388,6 +401,9 @@ class Pipeline(PipelineBase):
                 per_rank=per_rank,
                 pickle=pickle,
                 transform=transform,
+                allow_missing=allow_missing,
+                allow_unexpected=allow_unexpected,
+                device=device,
                 caller=caller,
             )
             return await self._run(
@@ -686,6 +702,9 @@ class SyncPipeline(PipelineBase):
         per_rank: PerRankPolicy | None = None,
         pickle: Literal["refuse", "allow"] = "refuse",
         transform: Sequence[Transform] = (),
+        allow_missing: Sequence[str] = (),
+        allow_unexpected: Sequence[str] = (),
+        device: str | torch.device | None = None,
         source: str | os.PathLike[str] | None = None,
     ) -> LoadResult | None:
         """Load a checkpoint, into a state or as a fresh one. See :meth:`ckpipe.Pipeline.load`."""
@@ -701,6 +720,9 @@ class SyncPipeline(PipelineBase):
                 per_rank=per_rank,
                 pickle=pickle,
                 transform=transform,
+                allow_missing=allow_missing,
+                allow_unexpected=allow_unexpected,
+                device=device,
                 caller=caller,
             )
             return self._call(
@@ -792,6 +814,9 @@ def load(
     per_rank: PerRankPolicy | None = None,
     pickle: Literal["refuse", "allow"] = "refuse",
     transform: Sequence[Transform] = (),
+    allow_missing: Sequence[str] = (),
+    allow_unexpected: Sequence[str] = (),
+    device: str | torch.device | None = None,
     settings: Settings | None = None,
     **fields: Any,
 ) -> LoadResult:
@@ -806,7 +831,7 @@ def load(
             ``file:///…``, or the URL of another backend.
         into: The state to load into; None makes a fresh state, on the CPU.
         step: A step, the id of a checkpoint, or its info; None takes the newest complete one.
-        include: As for :meth:`ckpipe.Pipeline.load`, and so are the arguments up to ``transform``.
+        include: As for :meth:`ckpipe.Pipeline.load`, and so are the arguments up to ``device``.
         exclude: Globs of labels to leave as they are.
         strict: True if the keys of plain containers must be the same in target and checkpoint.
         cast: True to convert tensors to the dtype of the target.
@@ -815,6 +840,9 @@ def load(
         per_rank: Treatment of per-rank values.
         pickle: ``"allow"`` to load pickled objects, which runs code from the checkpoint.
         transform: Transforms of the checkpoint, in their order.
+        allow_missing: Globs of labels of the target that the checkpoint may lack.
+        allow_unexpected: Globs of labels of the checkpoint that the target may lack.
+        device: The device of the tensors of a fresh state; None for the CPU.
         settings: Settings to start from.
         fields: Fields of :class:`~ckpipe.Settings`; they override ``settings``.
 
@@ -836,6 +864,9 @@ def load(
         "per_rank": per_rank,
         "pickle": pickle,
         "transform": transform,
+        "allow_missing": allow_missing,
+        "allow_unexpected": allow_unexpected,
+        "device": device,
     }
     if place is not None and place.endswith(FILES) and step is None:
         root, _ = split_file(place)

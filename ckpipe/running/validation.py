@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
 from typing import Any, Literal, SupportsIndex
 
+import torch
 from torch.optim import Optimizer
 
 from ckpipe.errors import PermissionDenied, PipelineClosed, UsageError, first_error
@@ -152,6 +153,30 @@ def check_choices(strict: object, pickle: str, optimizer_class: str, per_rank: o
         raise UsageError(
             f"per_rank is 'raise', 'drop', 'rank0', 'derive' or a function, not {per_rank!r}"
         )
+
+
+def fresh_device(device: str | torch.device | None, into: object) -> torch.device:
+    """Return the device of the tensors of a fresh state.
+
+    Raises:
+        UsageError: If there is no such device here, or a target is given, whose tensors have one.
+    """
+    if device is None:
+        return torch.device("cpu")
+    if into is not None:
+        raise UsageError(
+            "device is for a fresh state; the tensors of a target stay on their devices",
+            hint="Leave out device, or leave out the target",
+        )
+    try:
+        made = torch.empty(0, device=device)
+    except (RuntimeError, TypeError, AssertionError) as error:
+        reason = str(error).partition("\n")[0]
+        raise UsageError(
+            f"There is no device {device!r:.100} here: {reason:.200}",
+            hint="Pass 'cpu', 'cuda:0' or another device that torch can use, or 'meta'",
+        ) from None
+    return made.device
 
 
 def plain_metrics(metrics: Mapping[str, float], step: int | None) -> dict[str, Any]:

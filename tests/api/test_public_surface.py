@@ -56,6 +56,8 @@ _PIPELINE = {
         per_rank: PerRankPolicy | None = None,
         pickle: Literal['refuse', 'allow'] = 'refuse',
         transform: Sequence[Transform] = (),
+        allow_missing: Sequence[str] = (), allow_unexpected: Sequence[str] = (),
+        device: str | torch.device | None = None,
         source: str | os.PathLike[str] | None = None
     ) -> LoadResult | None""",
     "best": """(

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn import functional
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -14,7 +14,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     k, v = (each.repeat_interleave(groups, 1) for each in (k, v))
     scores = q @ k.transpose(2, 3) * q.shape[-1] ** -0.5
     mask = torch.full((length, length), torch.finfo(torch.float32).min).triu(1)
-    return (F.softmax(scores + mask, -1) @ v).transpose(1, 2).flatten(2)
+    return (functional.softmax(scores + mask, -1) @ v).transpose(1, 2).flatten(2)
 
 
 class Norm(nn.Module):
@@ -41,7 +41,7 @@ class Attention(nn.Module):
     def rotate(self, x: Tensor) -> Tensor:
         """Rotate pairs of elements: neighbours in Meta's layout, else one of each half."""
         if self.form == "llama":
-            x = x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+            x = x.view(*x.shape[:-1], -1, 2).transpose(-1, -2).flatten(-2)
         speed = 1.0 / (10000.0 ** (torch.arange(0, self.size, 2).float() / self.size))
         angle = (torch.arange(x.shape[1])[:, None].float() * speed)[None, :, None]
         a, b = x.chunk(2, -1)
@@ -49,7 +49,8 @@ class Attention(nn.Module):
         return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (w(x).unflatten(-1, (-1, self.size)) for w in (self.wq, self.wk, self.wv))
+        shape = (*x.shape[:2], -1, self.size)
+        q, k, v = (w(x).view(shape) for w in (self.wq, self.wk, self.wv))
         if self.form == "qwen3":
             q, k = self.q_norm(q), self.k_norm(k)
         attended: Tensor = self.wo(attend(self.rotate(q), self.rotate(k), v))
@@ -63,7 +64,7 @@ class FeedForward(nn.Module):
         self.w2 = nn.Linear(inner, width, False)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.w2(F.silu(self.w1(x)) * self.w3(x))
+        out: Tensor = self.w2(functional.silu(self.w1(x)) * self.w3(x))
         return out
 
 
@@ -133,8 +134,23 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         qkv = self.attn["c_attn"](self.ln_1(x)).unflatten(-1, (3, self.heads, -1))
         x = x + self.attn["c_proj"](attend(*qkv.unbind(2)))
-        inner = F.gelu(self.mlp["c_fc"](self.ln_2(x)), approximate="tanh")
+        inner = functional.gelu(self.mlp["c_fc"](self.ln_2(x)), approximate="tanh")
         out: Tensor = x + self.mlp["c_proj"](inner)
+        return out
+
+
+class Body(nn.Module):
+    def __init__(self, vocabulary: int, width: int, heads: int, layers: int, context: int) -> None:
+        super().__init__()
+        self.wte, self.wpe = nn.Embedding(vocabulary, width), nn.Embedding(context, width)
+        self.h = nn.ModuleList(Block(width, heads) for _ in range(layers))
+        self.ln_f = nn.LayerNorm(width)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.wte(tokens) + self.wpe(torch.arange(tokens.shape[1]))
+        for block in self.h:
+            x = block(x)
+        out: Tensor = self.ln_f(x)
         return out
 
 
@@ -143,21 +159,10 @@ class GPT(nn.Module):
 
     def __init__(self, vocabulary: int, width: int, heads: int, layers: int, context: int) -> None:
         super().__init__()
-        self.transformer = nn.ModuleDict(
-            {
-                "wte": nn.Embedding(vocabulary, width),
-                "wpe": nn.Embedding(context, width),
-                "h": nn.ModuleList(Block(width, heads) for _ in range(layers)),
-                "ln_f": nn.LayerNorm(width),
-            }
-        )
+        self.transformer = Body(vocabulary, width, heads, layers, context)
         self.lm_head = nn.Linear(width, vocabulary, False)
-        self.lm_head.weight = self.transformer["wte"].weight
+        self.lm_head.weight = self.transformer.wte.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
-        parts = self.transformer
-        x = parts["wte"](tokens) + parts["wpe"](torch.arange(tokens.shape[1]))
-        for block in parts["h"]:  # type: ignore[union-attr]
-            x = block(x)
-        logits: Tensor = self.lm_head(parts["ln_f"](x))
+        logits: Tensor = self.lm_head(self.transformer(tokens))
         return logits

@@ -95,3 +95,54 @@ def test_a_table_for_other_names_is_refused(tmp_path: Path) -> None:
     for name in ("qwen-to-hf", "gpt2-to-hf"):
         with pytest.raises(StructureMismatch, match="matches nothing"):
             ckpipe.load(tmp_path / "x.safetensors", transform=ckpipe.name_table(name))
+
+
+def adapted(seed: int) -> Any:
+    """A model of transformers with an adapter whose weights are not those of a fresh one."""
+    torch.manual_seed(seed)
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"])
+    model = peft.get_peft_model(of_transformers("llama"), config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn_like(parameter) * 0.2)
+    return model.eval()
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # of transformers, asked by peft
+@torch.no_grad()
+def test_an_adapter_of_peft_goes_there_and_back(tmp_path: Path) -> None:
+    tokens = torch.randint(0, VOCABULARY, (2, CONTEXT))
+    model, target, by_name = adapted(1), adapted(2), adapted(3)
+    for each in (target, by_name):
+        each.base_model.load_state_dict(
+            {k: v for k, v in model.base_model.state_dict().items() if "lora" not in k},
+            strict=False,
+        )
+    expected = model(tokens).logits
+    model.save_pretrained(tmp_path / "adapter")
+    with ckpipe.SyncPipeline(tmp_path / "run") as pipeline:
+        # Into the module: its names have that of the adapter, and the file has no base.
+        rename = ckpipe.Rename(r"\.lora_([AB])\.", r".lora_\1.default.")
+        result = pipeline.load(
+            target,
+            source=tmp_path / "adapter",
+            transform=[rename],
+            allow_missing=["*base_layer*", "*embed_tokens*", "*proj.weight", "*norm*", "*lm_head*"],
+        )
+        assert torch.equal(target(tokens).logits, expected)
+        assert result is not None
+        assert not any("lora" in each for each in result.missing)
+        # By peft's own names, and back from one of our checkpoints.
+        state = peft.get_peft_model_state_dict(by_name)
+        pipeline.load(state, source=tmp_path / "adapter")
+        peft.set_peft_model_state_dict(by_name, state)
+        assert torch.equal(by_name(tokens).logits, expected)
+        pipeline.save(peft.get_peft_model_state_dict(model), 1).wait()
+    fresh = adapted(4)
+    saved = ckpipe.load(tmp_path / "run").state
+    fresh.base_model.load_state_dict(model.base_model.state_dict())
+    for name, parameter in fresh.named_parameters():
+        if "lora" in name:
+            parameter.zero_()
+    peft.set_peft_model_state_dict(fresh, saved)
+    assert torch.equal(fresh(tokens).logits, expected)

@@ -145,7 +145,9 @@ def test_many_ranks_load_a_transformed_checkpoint_through_pipelines() -> None:
     with stores() as store:
         with ranks(store.url, 18) as world:  # so many do not read the whole index otherwise
             for rank, pipeline in enumerate(world):
-                pipeline.save({"q": torch.full((2,), float(rank)), "k": torch.ones(2)}, 1).wait()
+                own = {"own": torch.ones(1)} if rank == 3 else {}
+                state = {"q": torch.full((2,), float(rank)), "k": torch.ones(2), **own}
+                pipeline.save(state, 1).wait()
             result = world[7].load(step=1, transform=[Fuse(["q", "k"], "qk")])
             assert result is not None
             assert result.state["qk"].tolist() == [7, 7, 1, 1]
@@ -153,3 +155,7 @@ def test_many_ranks_load_a_transformed_checkpoint_through_pipelines() -> None:
             store.url, transform=[Split("q", ["a", "b"])], per_rank="rank0", include=["b"]
         )
         assert again.state["b"].tolist() == [0]
+        target = {name: torch.zeros(n) for name, n in (("q", 2), ("k", 2), ("own", 1), ("new", 1))}
+        lenient = ckpipe.load(store.url, target, per_rank="rank0", allow_missing=["*"])
+        assert lenient.missing == ("new",)  # others have what the first rank lacks
+        assert target["own"].tolist() == [1]
