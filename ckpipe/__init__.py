@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from ckpipe.backend import UploadLimits as UploadLimits
     from ckpipe.batches import Batches as Batches
     from ckpipe.calls import copy as copy
+    from ckpipe.calls import export as export
     from ckpipe.calls import import_checkpoint as import_checkpoint
     from ckpipe.calls import inspect as inspect
     from ckpipe.calls import verify as verify
@@ -61,6 +62,7 @@ if TYPE_CHECKING:
     from ckpipe.types import CheckpointDescription as CheckpointDescription
     from ckpipe.types import CheckpointInfo as CheckpointInfo
     from ckpipe.types import CopyResult as CopyResult
+    from ckpipe.types import ExportResult as ExportResult
     from ckpipe.types import LoadReport as LoadReport
     from ckpipe.types import LoadResult as LoadResult
     from ckpipe.types import Planner as Planner
@@ -72,7 +74,7 @@ if TYPE_CHECKING:
 _NAMES = {
     "backend": ("Backend", "Children", "ObjectInfo", "PutMode", "Upload", "UploadLimits"),
     "batches": ("Batches",),
-    "calls": ("copy", "import_checkpoint", "inspect", "verify"),
+    "calls": ("copy", "export", "import_checkpoint", "inspect", "verify"),
     "errors": ("CkpipeError",),
     "handles": ("SaveHandle", "SyncSaveHandle"),
     "lock.state_lock": ("StateLock",),
@@ -93,6 +95,7 @@ _NAMES = {
         "CheckpointDescription",
         "CheckpointInfo",
         "CopyResult",
+        "ExportResult",
         "LoadReport",
         "LoadResult",
         "Planner",

@@ -10,13 +10,15 @@ import os
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import closing
 from functools import partial
-from typing import SupportsIndex, TypeVar
+from typing import Any, SupportsIndex, TypeVar
 
 from anyio import to_thread
 
 from ckpipe.backend import Backend
 from ckpipe.catalog.copy import CopySettings, copy_checkpoint
 from ckpipe.catalog.inspect import data_bytes, describe
+from ckpipe.export_forms import Form
+from ckpipe.exports import export_url
 from ckpipe.foreign.source import check_unchanged, open_place, refuse_hub_id
 from ckpipe.format.labels import label_filter
 from ckpipe.format.manifest import ManifestDocument
@@ -29,7 +31,13 @@ from ckpipe.running.validation import Which, location, plain_step, which
 from ckpipe.settings import Settings
 from ckpipe.store.registry import Access, open_store
 from ckpipe.store.retry import OnRead
-from ckpipe.types import CheckpointDescription, CheckpointInfo, CopyResult, VerifyResult
+from ckpipe.types import (
+    CheckpointDescription,
+    CheckpointInfo,
+    CopyResult,
+    ExportResult,
+    VerifyResult,
+)
 
 T = TypeVar("T")
 Url = str | os.PathLike[str]
@@ -181,6 +189,73 @@ def import_checkpoint(
     async def work(settings: Settings) -> CheckpointInfo:
         places = _url(source), _url(target)
         return await imported(*places, settings, _which(which), step=number, transform=transforms)
+
+    return _called(work, settings)
+
+
+def export(
+    url: Url,
+    target: Url | None = None,
+    *,
+    step: Which | None = None,
+    form: Form = "hf",
+    part: str | None = None,
+    dtype: str | None = None,
+    transform: Sequence[Transform] | None = None,
+    extra: Sequence[str | os.PathLike[str]] | None = None,
+    max_shard_bytes: int | str | None = None,
+    expanded: bool = False,
+    settings: Settings | None = None,
+) -> ExportResult:
+    """Write a checkpoint, verified, in a form that other programs load.
+
+    Nothing on the target is ever replaced. An export that was interrupted looks unfinished to its
+    readers, and another call continues it. Host memory holds 128 MiB of a file at a time, or two
+    tensors if these are larger.
+
+    Args:
+        url: The root of the checkpoints: a plain path, ``file:///…``, or the URL of another
+            backend.
+        target: The folder to write, on a store of any kind; created if missing. None writes
+            ``<id>.torch``, ``<id>.hf`` or ``<id>.dcp`` beside the checkpoint.
+        step: A step, the id of a checkpoint, or its info; None takes the newest complete one.
+        form: ``"hf"`` for safetensors as ``save_pretrained`` of transformers writes them,
+            ``"torch"`` for a file that ``torch.load`` opens, or ``"dcp"`` for a folder that
+            ``torch.distributed.checkpoint.load`` reads, on any number of ranks.
+        part: The label of the part to export; None for ``model`` as ``"hf"``, and for all of the
+            state otherwise.
+        dtype: ``"float32"``, ``"bfloat16"`` or ``"float16"`` for all floating-point tensors; None
+            leaves them as they were saved.
+        transform: Transforms of the checkpoint, in their order.
+        extra: Files to copy beside the weights, such as ``config.json``.
+        max_shard_bytes: The largest file, as a number or text such as ``"2GB"``, unless one tensor
+            is larger.
+        expanded: Whether expanded tensors may take far more bytes than are stored.
+        settings: Settings to start from. Their ``export`` applies to arguments that are None.
+
+    Raises:
+        CheckpointNotFound: If there is no such checkpoint.
+        UsageError: If an argument is wrong, the part is missing, or expanded tensors would take far
+            more bytes than are stored.
+        UnsupportedState: If the form cannot hold something; names it.
+        TargetMismatch: If a transform does not fit the checkpoint.
+        CommitConflict: If there is a file with other bytes, or one of another export.
+        CorruptCheckpoint: If the checkpoint is damaged.
+        StoreError: If a store failed.
+    """
+    content = {
+        "part": part,
+        "dtype": dtype,
+        "transform": None if transform is None else transforms_of(transform),
+        "extra": extra,
+        "max_shard_bytes": max_shard_bytes,
+    }
+    given: Any = {name: value for name, value in content.items() if value is not None}
+
+    async def work(settings: Settings) -> ExportResult:
+        asked = settings.override(export=given)
+        place = location(target)
+        return await export_url(_url(url), place, asked, form, _which(step), expanded=expanded)
 
     return _called(work, settings)
 

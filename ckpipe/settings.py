@@ -499,11 +499,20 @@ class Export(_Group):
     state if there is no ``model``."""
 
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """The dtype to which tensors that wrap others, such as quantised weights, are dequantised. None
-    refuses them."""
+    """The dtype of all floating-point tensors of the export. Tensors that wrap others, such as
+    quantised weights, are dequantised to it. None exports tensors as they were saved, and refuses
+    those that wrap others."""
+
+    transform: tuple[Any, ...] = ()
+    """Transforms of the checkpoint, in their order, such as ``[ckpipe.Rename(…)]``; labels are
+    those of the whole state. ``part`` and ``dtype`` apply to their result."""
+
+    extra: tuple[str | os.PathLike[str], ...] = ()
+    """Paths of files to copy beside the weights, such as ``config.json`` and those of a tokenizer.
+    They are read when the export is made."""
 
     max_shard_bytes: Annotated[Size, Field(ge=1)] = 5_000_000_000
-    """Largest file of the form ``"hf"``, in bytes, unless one tensor is larger."""
+    """Largest file of the forms ``"hf"`` and ``"dcp"``, in bytes, unless one tensor is larger."""
 
 
 class Preemption(_Group):
@@ -595,7 +604,7 @@ class PipelineFields(TypedDict, total=False):
     lock: Lock | Mapping[str, Any]
     retention: Retention | Mapping[str, Any] | Rule
     keep_last: int | None
-    final_format: Literal["ckpipe", "torch", "hf"]
+    final_format: Literal["ckpipe", "torch", "hf", "dcp"]
     export: Export | Mapping[str, Any]
     preemption: Preemption | Mapping[str, Any] | bool
     worker: Worker | Mapping[str, Any] | Literal["auto", "thread", "process"]
@@ -730,10 +739,11 @@ class Settings(BaseModel):
     retention: Retention = Retention()
     """Rules for the checkpoints that stay."""
 
-    final_format: Literal["ckpipe", "torch", "hf"] = "ckpipe"
+    final_format: Literal["ckpipe", "torch", "hf", "dcp"] = "ckpipe"
     """Export that ``save(final=True)`` writes beside the checkpoint: ``"ckpipe"`` none, ``"torch"``
-    one file for ``torch.load``, ``"hf"`` sharded safetensors with an index, as ``transformers``
-    loads them. Of several ranks the first writes it once the checkpoint is complete."""
+    one file for ``torch.load``, ``"hf"`` safetensors as ``transformers`` loads them, ``"dcp"`` a
+    folder for ``torch.distributed.checkpoint``. Several ranks write its files together once the
+    checkpoint is complete."""
 
     export: Export = Export()
     """Content of the export."""

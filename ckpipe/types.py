@@ -288,6 +288,25 @@ class CheckpointDescription:
     source: str | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class ExportResult:
+    """A checkpoint in another form.
+
+    Args:
+        id: Exact name of the checkpoint; None if another program wrote it.
+        step: Its step; None if another program wrote it.
+        url: The folder with the files, without secrets.
+        files: Names of the files.
+        bytes: Their size together.
+    """
+
+    id: str | None
+    step: int | None
+    url: str
+    files: tuple[str, ...]
+    bytes: int
+
+
 class Planner(Protocol):
     """Makes the plan of a rank from the structure of its state."""
 

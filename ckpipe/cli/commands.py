@@ -59,7 +59,7 @@ COMMANDS = (
         "export",
         "reading:export",
         "Write a checkpoint in a form for other programs.",
-        "ckpipe.export",
+        "ckpipe.exports",
     ),
     Command("rm", "housekeeping:rm", "Delete a checkpoint."),
     Command("pin", "housekeeping:pin_", "Protect a checkpoint from retention."),

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import AsyncExitStack, closing
 from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
@@ -17,11 +16,9 @@ import typer
 from anyio import to_thread
 from rich.text import Text
 
-from ckpipe.backend import without_secrets
-from ckpipe.catalog.catalog import Catalog
 from ckpipe.catalog.copy import CopySettings, copy_checkpoint
 from ckpipe.catalog.inspect import data_bytes
-from ckpipe.cli.running import FOUND, OK, Expanded, MaybeStep, Url, chosen, serve, wanted
+from ckpipe.cli.running import FOUND, OK, Expanded, MaybeStep, Url, serve, wanted
 from ckpipe.cli.screen import Screen, visible
 from ckpipe.errors import (
     CheckpointIncomplete,
@@ -268,79 +265,76 @@ class Form(StrEnum):
 
     TORCH = "torch"
     HF = "hf"
+    DCP = "dcp"
 
 
 def export(
     ctx: typer.Context,
     url: Url,
-    step: MaybeStep = None,
-    *,
-    form: Annotated[
-        Form, typer.Option("--format", help="One file for torch.load, or sharded safetensors.")
-    ],
     target: Annotated[
         str | None,
-        typer.Option("--to", metavar="URL", help="The target; else beside the checkpoint."),
+        typer.Argument(
+            metavar="TARGET",
+            help="The folder to write; else <id>.torch, <id>.hf or <id>.dcp beside the checkpoint.",
+            show_default=False,
+        ),
+    ] = None,
+    *,
+    form: Annotated[
+        Form,
+        typer.Option(
+            help="One file for torch.load, safetensors for transformers, or a folder for "
+            "torch.distributed.checkpoint."
+        ),
+    ],
+    step: Annotated[
+        str | None,
+        typer.Option(help="A step or an id; by default the newest complete checkpoint."),
     ] = None,
     part: Annotated[
         str | None, typer.Option(help="The label of the part to export; else export.part.")
     ] = None,
     dtype: Annotated[
         str | None,
-        typer.Option(help="Dequantise wrapper tensors to float32, bfloat16 or float16."),
+        typer.Option(help="The dtype of all floating-point tensors: float32, bfloat16, float16."),
+    ] = None,
+    transform: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="A TOML file of transforms.")
+    ] = None,
+    extra: Annotated[
+        list[str] | None,
+        typer.Option(metavar="FILE", help="A file to copy beside the weights; repeatable."),
     ] = None,
     max_shard: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="The largest shard, such as 2GB.")
+        str | None, typer.Option(metavar="SIZE", help="The largest file, such as 2GB.")
     ] = None,
     expanded: Expanded = False,
 ) -> None:
     """Write a checkpoint, verified, in a form that other programs load.
 
-    The folder is <id>.torch or <id>.hf. Nothing in it is ever replaced.
+    No file there is ever replaced.
     """
 
-    from ckpipe.export import export  # needs torch
-    from ckpipe.memory.arena import Arena
+    from ckpipe.exports import export_url  # needs torch
+    from ckpipe.loading.transform_file import read_transforms
 
-    given = {"part": part, "dtype": dtype, "max_shard_bytes": max_shard}
-    given = {name: value for name, value in given.items() if value is not None}
+    content = {"part": part, "dtype": dtype, "max_shard_bytes": max_shard, "extra": extra}
+    given: dict[str, Any] = {name: each for name, each in content.items() if each is not None}
 
     async def work(screen: Screen) -> int:
-        settings = screen.settings.override(export=given) if given else screen.settings
         began = time.perf_counter()
-        buffers = closing(Arena(settings.staging.block_bytes))
-        with buffers as arena, screen.meter("exporting") as meter:
-            async with AsyncExitStack() as stores:
-                access = Access.CHANGE if target is None else Access.READ
-                origin = place = await stores.enter_async_context(
-                    open_store(url, settings, access, meter.advance)
-                )
-                info = await chosen(origin, step)
-                if target is not None:
-                    place = await stores.enter_async_context(
-                        open_store(target, settings, Access.CREATE)
-                    )
-                async with Catalog(origin).reading(info.key) as bundle:
-                    meter.expect(data_bytes(bundle))
-                    done = await export(
-                        origin, bundle, arena, settings, form.value,
-                        CopySettings.of(settings).policy, place, expanded=expanded,
-                    )  # fmt: skip
-        folder = done.folder.rstrip("/")
-        data = {
-            "url": url,
-            "target": target or url,
-            "id": info.id,
-            "step": info.step,
-            "format": form.value,
-            "folder": folder,
-            "files": done.files,
-            "bytes": done.bytes,
-            "seconds": _seconds_since(began),
-        }
-        where = without_secrets(f"{(target or url).rstrip('/')}/{folder}")
+        if transform is not None:
+            given["transform"] = await to_thread.run_sync(read_transforms, transform)
+        settings = screen.settings.override(export=given)
+        with screen.meter("exporting") as meter:
+            done = await export_url(
+                url, target, settings, form.value, wanted(step),
+                expanded=expanded, on_read=meter.advance, expect=meter.expect,
+            )  # fmt: skip
+        data = asdict(done) | {"form": form.value, "seconds": _seconds_since(began)}
         what = f"{size_text(done.bytes)} in {_files_text(len(done.files))}"
-        sentence = f"exported step {info.step}: {what} to {where}"
+        name = url if done.step is None else f"step {done.step}"
+        sentence = f"exported {name}: {what} to {done.url}"
         screen.result(data, Text(visible(sentence)))
         return OK
 

@@ -71,6 +71,7 @@ class LoadRequest:
         device: The device of the tensors of a fresh state.
         dequantized: The name of the dtype to which wrapper tensors of a fresh state are
             dequantised; None leaves them as they are.
+        form_only: Whether only the form of the state is wanted: tensors get no values.
     """
 
     into: Any | None = None
@@ -89,6 +90,7 @@ class LoadRequest:
     allow_unexpected: LabelFilter = field(default_factory=partial(LabelFilter, []))
     device: torch.device = field(default_factory=partial(torch.device, "cpu"))
     dequantized: str | None = None
+    form_only: bool = False
 
     def holding(self) -> AbstractContextManager[None]:
         """Let the calling thread work for the load, whose hold is taken."""
@@ -341,6 +343,7 @@ def match_all(
         any_optimizer=request.any_optimizer,
         pickling=request.pickling,
         dequantized=request.dequantized,
+        form_only=request.form_only,
         distributed=world_size > 1,
         by_label=bool(request.transform),
         above=above,
@@ -396,6 +399,7 @@ async def read_tensors(
     lanes: int,
     rank: int | None = None,
     dequantized: str | None = None,
+    into: Mapping[str, torch.Tensor] | None = None,
 ) -> dict[str, torch.Tensor]:
     """Read tensors whole, every byte verified.
 
@@ -409,6 +413,7 @@ async def read_tensors(
             of all ranks, and takes private ones from the lowest rank.
         dequantized: The name of the dtype to which wrapper tensors are dequantised, if their own
             labels are among those to read.
+        into: Tensors to fill, by label; None makes new ones.
 
     Returns:
         The tensors by label. Tensors that shared memory when they were saved do so again.
@@ -418,9 +423,9 @@ async def read_tensors(
         CorruptCheckpoint: If the checkpoint is damaged.
         StoreError: If the store failed.
     """
-    flat = replace(bundle, structures=tuple(_flat(each, labels) for each in bundle.structures))
+    flat = flattened(bundle, labels)
     # Not strict: a strict load would need every saved label.
-    request = LoadRequest(strict=False, per_rank="rank0", dequantized=dequantized)
+    request = LoadRequest(into, strict=False, per_rank="rank0", dequantized=dequantized)
     place = (0, 1) if rank is None else (rank, bundle.world_size)
     ready = await read_all(
         backend, flat, request, arena, lanes=lanes, rank=place[0], world_size=place[1]
@@ -429,8 +434,12 @@ async def read_tensors(
     return {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
 
 
+def flattened(bundle: ManifestDocument, labels: Collection[str]) -> ManifestDocument:
+    """Return a checkpoint whose state is one dict of plain tensors by label."""
+    return replace(bundle, structures=tuple(_flat(each, labels) for each in bundle.structures))
+
+
 def _flat(structure: Structure, labels: Collection[str]) -> Structure:
-    """Return a structure whose state is one dict of plain tensors by label."""
     rows = tuple(
         replace(row, kind="tensor", detail=None, requires_grad=False, attributes=None)
         for row in structure.tensors

@@ -212,6 +212,9 @@ class Matching:
     def _wrapper_tensor(self, node: Node, label: str, live: Any, use: Use | None) -> Factory:
         facts, inner, record = node[1], node[2], self.record
         if use in (None, Use.OFFERED):
+            if record.dequantized is not None and record.form_only:
+                blank = self._targets.blank(label, record.dequantized, facts["size"])
+                return partial(same, blank)
             cls, context = planned_wrapper(record, facts, label)
             make, dtype = self.plan(inner, label), record.dequantized
 

@@ -48,6 +48,7 @@ class MatchRecord:
         skips_shapes: Whether tensors that have another shape in the checkpoint stay as they are.
         any_optimizer: Whether an optimizer may get the state of one of another class.
         dequantized: The dtype of fresh wrapper tensors once they are dequantised; None leaves them.
+        form_only: Whether tensors get no values, and so no wrapper can be dequantised.
         distributed: Whether other processes load other parts of the same tensors.
         by_label: Whether labels count and not containers: dotted keys and mappings are the same.
         above: The label below which the names of a foreign checkpoint were moved.
@@ -71,6 +72,7 @@ class MatchRecord:
     skips_shapes: bool = False
     any_optimizer: bool = False
     dequantized: str | None = None
+    form_only: bool = False
     distributed: bool = False
     by_label: bool = False
     above: str = ""

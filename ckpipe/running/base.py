@@ -94,6 +94,7 @@ class PipelineBase:
             raise SettingsError(
                 "No url is set", hint="Say where checkpoints go: Pipeline('/ckpts')"
             )
+        transforms_of(self._settings.export.transform)
         self._events = EventBus()
         self._hooks = Hooks(self._events)
         self._recorder = StatisticsRecorder()

@@ -22,7 +22,7 @@ from ckpipe.errors import (
 )
 from ckpipe.events import SaveEnded, SaveFailed, SaveStarted
 from ckpipe.events import SaveSkipped as SkippedEvent
-from ckpipe.export import exported
+from ckpipe.exports import exported
 from ckpipe.loop_thread import wait_for
 from ckpipe.ranks.agree import agree
 from ckpipe.ranks.launch import CheckpointNames, Launch

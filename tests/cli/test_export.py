@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import random
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +22,7 @@ from tests.support.sampling import EVERY
 from tests.support.settling import SettlingPipeline, settle
 from tests.support.stored_files import LEASES
 
-INDEX, TORCH_FILE = "model.safetensors.index.json", "state.pt"
+WEIGHTS, INDEX, TORCH_FILE = "model.safetensors", "model.safetensors.index.json", "state.pt"
 SMALL: dict[str, Any] = {"staging": {"block_bytes": 65536}}
 
 
@@ -56,7 +53,10 @@ def export(root: Path, form: str) -> Path:
 
 
 def load_shards(folder: Path) -> dict[str, torch.Tensor]:
-    """What a reader that knows the index finds, as transformers does."""
+    """What a reader of a single file or of an index finds, as transformers does."""
+    if (folder / WEIGHTS).exists():
+        assert [each.name for each in folder.iterdir()] == [WEIGHTS]
+        return safetensors.torch.load_file(folder / WEIGHTS)
     index = json.loads((folder / INDEX).read_text())
     names = set(index["weight_map"].values())
     shards = {name: safetensors.torch.load_file(folder / name) for name in names}
@@ -70,16 +70,19 @@ def load_shards(folder: Path) -> dict[str, torch.Tensor]:
 
 def test_hub_form_loads_into_the_model_in_any_number_of_shards(tmp_path: Path) -> None:
     model, state = training()
-    for number, most in enumerate(["1GB", "4kB", 1] if EVERY else ["1GB", "4kB"]):
+    for number, most in enumerate(["1GB", "3kB", 1] if EVERY else ["1GB", "3kB"]):
         root = tmp_path / str(number)
         sizes: dict[str, Any] = {"export": {"max_shard_bytes": most}}
         with ckpipe.SyncPipeline(root, final_format="hf", **sizes, **SMALL) as pipeline:
             pipeline.save(state, step=1)
             pipeline.save(state, step=2, final=True)
         found = load_shards(export(root, "hf"))
-        assert same(dict(sorted(found.items())), dict(sorted(model.state_dict().items())))
+        expected = dict(sorted(model.state_dict().items()))
+        assert same(
+            dict(sorted(found.items())), {n: expected[n] for n in expected if n != "head.weight"}
+        )
         other = Tied()
-        other.load_state_dict(found)
+        assert other.load_state_dict(found, strict=False).missing_keys == ["head.weight"]
         shards = len(list(export(root, "hf").glob("*.safetensors")))
         assert (shards == 1) if number == 0 else (shards > 1)
         with safetensors.safe_open(next(export(root, "hf").glob("*.safetensors")), "pt") as file:
@@ -144,7 +147,7 @@ def test_no_other_process_prunes_what_is_about_to_be_exported(store: Stores) -> 
             reason = other.prune().reasons[last.id]
             assert reason == "a process holds a lease on it: it is being loaded or written"
             gate.release()
-    assert any(key.endswith(INDEX) for key in store.memory._store.objects)
+    assert any(key.endswith(WEIGHTS) for key in store.memory._store.objects)
     with SettlingPipeline(store.url, keep_last=1) as other:
         assert other.prune().remove == (last.id,), "the lease has ended with the export"
 
@@ -197,35 +200,6 @@ def test_cut_short_anywhere_it_is_not_there_and_made_again_it_is_whole(
     assert broken >= 3
 
 
-@pytest.mark.skipif(
-    not EVERY or importlib.util.find_spec("transformers") is None,
-    reason="needs CKPIPE_TEST_ALL=1 and transformers",
-)
-def test_transformers_load_it(tmp_path: Path) -> None:
-    program = """
-import sys, warnings
-warnings.simplefilter("ignore")
-import torch, ckpipe
-from transformers import GPT2Config, GPT2LMHeadModel
-torch.manual_seed(0)
-config = GPT2Config(n_layer=2, n_embd=32, n_head=2, vocab_size=64, n_positions=16)
-model = GPT2LMHeadModel(config)
-settings = {"final_format": "hf", "export": {"max_shard_bytes": "32kB"}}
-with ckpipe.SyncPipeline(sys.argv[1], **settings) as pipeline:
-    pipeline.save({"model": model}, step=1, final=True).wait()
-    name = pipeline.latest().id
-folder = f"{sys.argv[1]}/{name}.hf"
-config.save_pretrained(folder)
-again = GPT2LMHeadModel.from_pretrained(folder).eval()
-tokens = torch.arange(8)[None]
-assert torch.equal(again(tokens).logits, model.eval()(tokens).logits)
-"""
-    run = subprocess.run(
-        [sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, timeout=300
-    )
-    assert run.returncode == 0, run.stderr
-
-
 # The command
 
 
@@ -238,15 +212,15 @@ def model_of(root: Path, id: str) -> dict[str, torch.Tensor]:
 def test_beside_the_newest_or_a_named_checkpoint(call: Commands, tmp_path: Path) -> None:
     root = tmp_path / "run"
     one, two = save_steps(root, 1, 2)
-    done = call("export", root, "--format", "hf", "--max-shard", "30B", "--json")
+    done = call("export", root, "--form", "hf", "--max-shard", "30B", "--json")
     assert done.code == 0
     folder = root / f"{two}.hf"
-    assert (done.data["id"], done.data["folder"]) == (two, folder.name)
+    assert (done.data["id"], done.data["url"]) == (two, str(folder))
     assert set(done.data["files"]) == {each.name for each in folder.iterdir()}
     assert done.data["bytes"] == sum(each.stat().st_size for each in folder.iterdir())
     assert len(done.data["files"]) == 3, "two shards and their index"
     assert same(load_shards(folder), model_of(root, two))
-    assert call("export", root, 1, "--format", "torch").code == 0
+    assert call("export", root, "--step", 1, "--form", "torch").code == 0
     found = torch.load(root / f"{one}.torch" / TORCH_FILE, weights_only=True)
     assert same(dict(sorted(found["model"].items())), model_of(root, one))
     assert same({key: found[key] for key in small_state()}, small_state(1))
@@ -263,7 +237,7 @@ def test_the_state_of_the_readme_loads_with_torch_as_it_is(call: Commands, tmp_p
     with ckpipe.SyncPipeline(tmp_path) as pipeline:
         id = pipeline.save(state, step=0).wait().id
     expected = (random.gauss(0, 1), np.random.rand(), float(torch.rand(1)))
-    assert call("export", tmp_path, "--format", "torch").code == 0
+    assert call("export", tmp_path, "--form", "torch").code == 0
     found = torch.load(tmp_path / f"{id}.torch" / TORCH_FILE)
     model.load_state_dict(found["model"])
     optimizer.load_state_dict(found["optimizer"])
@@ -276,13 +250,14 @@ def test_elsewhere_again_and_after_it_was_cut_short(call: Commands, tmp_path: Pa
     one, two = save_steps(root, 1, 2)
     before = {path for path in root.rglob("*") if ".ckpipe" not in path.parts}
     for step in (1, 2):
-        assert call("export", root, step, "--format", "hf", "--to", hub).code == 0
+        to, small = hub / str(step), ("--max-shard", "30B")
+        assert call("export", root, to, "--step", step, "--form", "hf", *small).code == 0
     assert {path for path in root.rglob("*") if ".ckpipe" not in path.parts} == before
-    assert same(load_shards(hub / f"{one}.hf"), model_of(root, one))
-    folder = hub / f"{two}.hf"
+    assert same(load_shards(hub / "1"), model_of(root, one))
+    folder = hub / "2"
     made = {path: path.stat().st_mtime_ns for path in folder.iterdir()}
     (folder / INDEX).unlink()
-    assert call("export", root, 2, "--format", "hf", "--to", hub).code == 0
+    assert call("export", root, folder, "--form", "hf", "--max-shard", "30B").code == 0
     after = {path: path.stat().st_mtime_ns for path in folder.iterdir()}
     assert after.keys() == made.keys()
     assert [path.name for path in made if after[path] != made[path]] == [INDEX]
@@ -290,33 +265,32 @@ def test_elsewhere_again_and_after_it_was_cut_short(call: Commands, tmp_path: Pa
 
 
 def test_from_one_kind_of_store_to_another(call: Commands, store: Stores, tmp_path: Path) -> None:
-    (id,) = save_steps(store.url, 1)
-    done = call("export", store.url, "--format", "torch", "--to", tmp_path, "--part", "model")
+    save_steps(store.url, 1)
+    done = call("export", store.url, tmp_path, "--form", "torch", "--part", "model")
     assert done.code == 0
     assert "exported step 1: " in done.out
-    found = torch.load(tmp_path / f"{id}.torch" / TORCH_FILE, weights_only=True)
-    assert set(found) == {"weight", "bias"}
+    assert set(torch.load(tmp_path / TORCH_FILE, weights_only=True)) == {"weight", "bias"}
 
 
 def test_what_is_wrong_is_said(call: Commands, tmp_path: Path) -> None:
     root = tmp_path / "run"
     (id,) = save_steps(root, 1)
     wrong = {
-        ("--format", "pickle"): "pickle",
-        (): "--format",
-        ("--format", "hf", "--part", "nothing"): "nothing to export under 'nothing'",
-        ("--format", "hf", "--max-shard", "tall"): "export.max_shard_bytes",
-        ("7", "--format", "hf"): "no checkpoint 7",
+        ("--form", "pickle"): "pickle",
+        (): "--form",
+        ("--form", "hf", "--part", "nothing"): "nothing to export under 'nothing'",
+        ("--form", "hf", "--max-shard", "tall"): "export.max_shard_bytes",
+        ("--step", 7, "--form", "hf"): "no checkpoint 7",
     }
     for options, text in wrong.items():
         done = call("export", root, *options)
         assert (done.code, done.out) == (2, "")
         assert text in done.err
     assert not (tmp_path / "missing").exists()
-    assert call("export", tmp_path / "missing", "--format", "hf").code == 3
+    assert call("export", tmp_path / "missing", "--form", "hf").code == 3
     assert not (tmp_path / "missing").exists()
     damage(root, id)
-    done = call("export", root, "--format", "torch", "--to", tmp_path / "hub")
+    done = call("export", root, tmp_path / "hub", "--form", "torch")
     assert (done.code, done.out) == (1, "")
     assert not list((tmp_path / "hub").rglob(TORCH_FILE)), "nothing unverified is seen"
 
@@ -330,9 +304,9 @@ def test_a_like_named_part_of_the_same_shapes_is_not_taken_for_it(
             name: {"w": torch.full((300,), at)} for name, at in (("model", 1.0), ("mean", 2.0))
         }
         pipeline.save(parts, step=1)
-    assert call("export", tmp_path / "run", "--format", form).code == 0
-    assert call("export", tmp_path / "run", "--format", form).code == 0, "the same is no conflict"
-    done = call("export", tmp_path / "run", "--format", form, "--part", "mean")
+    assert call("export", tmp_path / "run", "--form", form).code == 0
+    assert call("export", tmp_path / "run", "--form", form).code == 0, "the same is no conflict"
+    done = call("export", tmp_path / "run", "--form", form, "--part", "mean")
     assert done.code == 3
     assert "A file with other bytes has the name" in done.err
 
@@ -344,7 +318,7 @@ def test_expanded_tensor_is_not_written_out_unasked(call: Commands, tmp_path: Pa
             mask = torch.full((1,), n).expand(1 << 40)
             state = {"model": {"weight": torch.ones(4), "mask": mask}}
             pipeline.save(state, step=n).wait()
-    for command in (("export", root, 1, "--format", "hf"), ("diff", root, 0, 1)):
+    for command in (("export", root, "--step", 1, "--form", "hf"), ("diff", root, 0, 1)):
         done = call(*command)
         assert done.code == 2
         for part in ("8.8 TB", "key 'model.mask'", "kB are stored", "--expanded"):
@@ -352,7 +326,7 @@ def test_expanded_tensor_is_not_written_out_unasked(call: Commands, tmp_path: Pa
     assert not list(root.glob("*.hf"))
     assert call("diff", root, 0, 1, "--match", "model.weight").code == 0
     assert call("diff", root, 0, 1, "--structure").code == 0
-    assert call("export", root, 1, "--format", "torch").code == 0
+    assert call("export", root, "--step", 1, "--form", "torch").code == 0
     (file,) = root.glob(f"*.torch/{TORCH_FILE}")
     assert torch.load(file, weights_only=True)["model"]["mask"].shape == (1 << 40,)
 
@@ -364,10 +338,10 @@ def test_flag_writes_expanded_tensors_out(
     for n in range(2):
         with ckpipe.SyncPipeline(tmp_path) as pipeline:
             pipeline.save({"mask": torch.full((1,), float(n)).expand(1 << 19)}, step=n).wait()
-    assert call("export", tmp_path, 1, "--format", "hf").code == 2
-    done = call("export", tmp_path, 1, "--format", "hf", "--expanded", "--json")
+    assert call("export", tmp_path, "--step", 1, "--form", "hf").code == 2
+    done = call("export", tmp_path, "--step", 1, "--form", "hf", "--expanded", "--json")
     assert done.code == 0
-    found = load_shards(tmp_path / done.data["folder"])
+    found = load_shards(Path(done.data["url"]))
     assert found["mask"].eq(1).all()
     assert call("diff", tmp_path, 0, 1).code == 2
     assert call("diff", tmp_path, 0, 1, "--expanded").code == 1

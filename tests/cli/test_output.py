@@ -80,10 +80,10 @@ def test_errors_say_what_to_do_in_this_command(call: Commands, tmp_path: Path) -
         said.code,
         "a file that ckpipe.load or safetensors.torch.load_file reads" in said.err,
     ) == (3, True)
-    part = call("export", tmp_path, "--format", "hf", "--part", "zz")
+    part = call("export", tmp_path, "--form", "hf", "--part", "zz")
     assert (part.code, "--part of the command" in part.err) == (2, True)
-    form = call("export", tmp_path, "--format", "pt", "--json")
-    assert form.data["message"].startswith("Invalid value for '--format': 'pt' is not one of")
+    form = call("export", tmp_path, "--form", "pt", "--json")
+    assert form.data["message"].startswith("Invalid value for '--form': 'pt' is not one of")
     misplaced = call("ls", tmp_path, "--settings", "f", "--json")
     assert misplaced.data["message"] == (
         "No such option: --settings. Put it before the command: ckpipe --settings FILE COMMAND"

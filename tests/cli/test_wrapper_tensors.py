@@ -44,11 +44,11 @@ def test_diff_compares_contexts_and_inner_tensors(tmp_path: Path, call: Commands
 @pytest.mark.parametrize("form", ["hf", "torch"])
 def test_exports_dequantise_only_when_asked(tmp_path: Path, call: Commands, form: str) -> None:
     save(tmp_path, {"model": {"w": scaled(), "b": torch.ones(2)}, "other": halves()})
-    refused = call("export", tmp_path, "--format", form)
+    refused = call("export", tmp_path, "--form", form)
     assert refused.code == 2
     assert "model.w" in refused.err
     assert not list(tmp_path.glob(f"*.{form}"))
-    done = call("export", tmp_path, "--format", form, "--part", "model", "--dtype", "float16")
+    done = call("export", tmp_path, "--form", form, "--part", "model", "--dtype", "float16")
     assert done.code == 0, done.err
     if form == "hf":
         (path,) = tmp_path.glob("*.hf/*.safetensors")
@@ -58,5 +58,5 @@ def test_exports_dequantise_only_when_asked(tmp_path: Path, call: Commands, form
         found = torch.load(path)
     assert found.keys() == {"w", "b"}
     assert torch.equal(found["w"], scaled().dequantize().half())
-    unable = call("export", tmp_path, "--format", form, "--part", "other", "--dtype", "float16")
+    unable = call("export", tmp_path, "--form", form, "--part", "other", "--dtype", "float16")
     assert unable.code != 0

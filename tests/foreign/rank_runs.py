@@ -1,20 +1,24 @@
-"""Ranks that load foreign checkpoints: cases for :mod:`tests.support.rank_processes`."""
+"""Ranks that load and write foreign checkpoints: cases for :mod:`tests.support.rank_processes`."""
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import safetensors.torch
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import ckpipe
 from ckpipe.distributed import training_state
+from ckpipe.events import CheckpointExported
 from tests.support.fork_server import Case
-from tests.support.rank_processes import SETTINGS, tell
-from tests.support.wrapped_models import wrapped
+from tests.support.rank_processes import SETTINGS, collectives, tell
+from tests.support.wrapped_models import Net, trained, wrapped
 
 
 def whole(tensor: Any) -> torch.Tensor:
@@ -62,3 +66,57 @@ def share_of_rows(case: Case) -> None:
         expected = safetensors.torch.load_file(case["file"])["w"]
         assert torch.equal(whole(target["w"]), expected)
         tell(case, read=result.report.bytes, needed=target["w"].to_local().nbytes)
+
+
+def export_together(case: Case) -> None:
+    """Train FSDP2, save for the last time, and tell of the export that all ranks write."""
+    model = wrapped("fsdp")
+    optimizer = torch.optim.AdamW(model.parameters())
+    trained(model, optimizer, range(2))
+    settings = {"incomplete_after_seconds": 60.0, **case["settings"], **SETTINGS}
+    if case.get("fails") == dist.get_rank():
+        settings["export"] = {**settings["export"], "extra": ["/absent.json"]}
+    before = collectives()
+    try:
+        with ckpipe.SyncPipeline(case["root"], **settings) as pipeline:
+            pipeline.events.add(
+                lambda event: (
+                    tell(case, files=event.files) if isinstance(event, CheckpointExported) else None
+                )
+            )
+            pipeline.save({"training": training_state(model, optimizer)}, step=2, final=True)
+    except ckpipe.CkpipeError as error:
+        tell(case, error=[type(error).__name__, str(error)])
+    assert collectives() == before
+
+
+def load_by_dcp(case: Case) -> None:
+    """Load an exported folder with DCP into FSDP2 and plain models, and compare all values."""
+    expected = torch.load(case["expected"])["training"]
+    targets: dict[str, Any] = {"fsdp": wrapped("fsdp"), "plain": Net()}
+    for model in targets.values():
+        with torch.no_grad():
+            for tensor in model.parameters():
+                tensor.zero_()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
+        model_state, optimizer_state = get_state_dict(model, optimizer)
+        loaded = {"training": {"model": model_state, "optimizer": optimizer_state}}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # they differ between versions of torch
+            dcp_load(loaded, checkpoint_id=case["folder"])
+        set_state_dict(
+            model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state
+        )
+        found: Any = get_state_dict(model, optimizer)
+        assert same_values(found[0], expected["model"])
+        assert same_values(found[1]["state"], expected["optimizer"]["state"])
+        assert found[1]["param_groups"][0]["lr"] == 1e-3
+    tell(case, done=True)
+
+
+def same_values(found: Any, expected: Any) -> bool:
+    """Compare nested states, with distributed tensors gathered."""
+    if isinstance(expected, dict):
+        keys = found.keys() == expected.keys()
+        return keys and all(same_values(found[key], expected[key]) for key in expected)
+    return torch.equal(whole(found), whole(expected))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import peft
 import pytest
 import safetensors.torch
 import torch

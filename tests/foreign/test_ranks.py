@@ -1,14 +1,18 @@
-"""Several ranks load a foreign checkpoint, each the part that it needs."""
+"""Several ranks load a foreign checkpoint, each the part that it needs, or write one together."""
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import safetensors.torch
 import torch
 
+import ckpipe
 from tests.support.rank_processes import Gang, told
+from tests.support.sampling import EVERY, SEED
 from tests.support.wrapped_models import Net
 
 _UNNORMALIZED = ("tp", "plain", "2d")
@@ -48,3 +52,48 @@ def test_a_rank_reads_its_own_rows(world: Gang, tmp_path: Path) -> None:
         (needed,) = told(root, "needed")[rank]
         assert needed == 32 << 20
         assert read <= 1.1 * needed
+
+
+def test_ranks_export_together_and_dcp_loads_it_on_any_number(ranks: Gang, tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    settings = {"final_format": "dcp", "export": {"max_shard_bytes": 4000}}
+    case = {"settings": settings}
+    assert ranks.run("tests.foreign.rank_runs:export_together", root, 3, **case) == [0] * 3
+    (folder,) = root.glob("*.dcp")
+    ((files,),) = {tuple(map(tuple, each)) for each in told(root, "files").values()}
+    assert files[-1] == ".metadata"
+    assert set(files) == {each.name for each in folder.iterdir()}
+    assert len(files) > 3
+    ckpipe.export(root, tmp_path / "torch", form="torch")
+    alone = ckpipe.export(root, tmp_path / "alone", form="dcp", max_shard_bytes=4000)
+    for name in alone.files:
+        assert (tmp_path / "alone" / name).read_bytes() == (folder / name).read_bytes()
+    given = {"folder": str(folder), "expected": str(tmp_path / "torch/state.pt")}
+    for count in (1, 2, 4) if EVERY else random.Random(SEED).sample([1, 2, 4], 1):
+        codes = ranks.run(
+            "tests.foreign.rank_runs:load_by_dcp", tmp_path / str(count), count, **given
+        )
+        assert codes == [0] * count
+        assert len(told(tmp_path / str(count), "done")) == count
+
+
+def test_an_export_without_the_files_of_one_rank_fails_on_all(ranks: Gang, tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    settings: dict[str, Any] = {"final_format": "hf", "export": {"max_shard_bytes": 400}}
+    settings |= {"incomplete_after_seconds": 2.0}
+    case = {"settings": settings, "fails": 1}
+    assert ranks.run("tests.foreign.rank_runs:export_together", root, 3, **case) == [0] * 3
+    assert told(root, "files") == {}
+    errors = {rank: each for rank, (each,) in told(root, "error").items()}
+    assert errors[1][0] == "UsageError"
+    for rank in (0, 2):
+        kind, text = errors[rank]
+        assert kind == "CheckpointIncomplete"
+        assert "incomplete_after_seconds" in text
+    assert "model-00002-of-" in errors[0][1]
+    (folder,) = root.glob("*.hf")
+    assert not (folder / "model.safetensors.index.json").exists()
+    with ckpipe.SyncPipeline(root, read_only=True) as pipeline:
+        assert [info.complete for info in pipeline.steps()] == [True]
+    done = ckpipe.export(root, max_shard_bytes=400)
+    assert set(done.files) == {each.name for each in folder.iterdir()}

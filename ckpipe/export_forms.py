@@ -1,0 +1,458 @@
+"""Plan the files of an export: the bytes that are known, and the ranges that tensors fill.
+
+Theory. What torch or DCP write around tensors comes from themselves: they save a state whose
+tensors have memory that nothing has touched, and leave the bytes of tensors out. So a plan reads
+nothing, and is the same on all ranks.
+
+Sources: the files that ``save_pretrained`` of transformers 5 writes; ``FileSystemWriter`` of
+``torch.distributed.checkpoint`` (torch 2.13), whose classes write its metadata here too.
+"""
+
+from __future__ import annotations
+
+import glob
+import json
+import pickle
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any, Literal, TypeVar
+
+import torch
+
+from ckpipe.catalog.inspect import check_expansion, leaf_labels
+from ckpipe.errors import UnsupportedState, UsageError
+from ckpipe.format.data_file import encode_header, stored_dtype
+from ckpipe.format.dtypes import DTYPES, NAMES
+from ckpipe.format.labels import LabelFilter, label_filter
+from ckpipe.format.manifest import ManifestDocument, TensorRow
+from ckpipe.format.tree import Node, walk, wrappers_in
+from ckpipe.loading.load import LoadRequest, flattened, match_all
+from ckpipe.loading.stateful import InspectionMemo
+from ckpipe.loading.transforms import transformed, transforms_of
+from ckpipe.settings import Export
+
+Form = Literal["torch", "hf", "dcp"]
+
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+TORCH_FILE, DCP_METADATA = "state.pt", ".metadata"
+ENDS = (".safetensors", INDEX, TORCH_FILE, ".distcp", DCP_METADATA)
+"""The ends of the names of all files that an export plans."""
+
+_ALIGNMENT = 64
+"""The alignment of tensors in a file of ``torch.save``, in bytes."""
+
+_PLAIN_NODES = ("tensor", "value", "absent", "set", "list", "tuple", "dict", "ordered_dict",
+                "stateful", "wrapper_tensor", "shared", "ref")  # fmt: skip
+_PLAIN_VALUES = ("int", "float", "complex", "bytes", "bytearray", "dtype", "device", "size",
+                 "layout")  # fmt: skip
+"""The nodes of a tree, and the kinds of values, that ``torch.load`` reads with ``weights_only``."""
+
+Item = TypeVar("Item")
+
+
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """A range of a file that tensors fill.
+
+    Args:
+        nbytes: Its size.
+        tensors: The tensors by label, without values: their offsets in it, shapes and strides.
+    """
+
+    nbytes: int
+    tensors: Mapping[str, torch.Tensor]
+
+
+Part = bytes | Gap
+
+
+@dataclass(frozen=True, slots=True)
+class File:
+    """A file of an export.
+
+    Args:
+        name: Its name.
+        parts: Its content.
+    """
+
+    name: str
+    parts: Sequence[Part]
+
+
+def size_of(part: Part) -> int:
+    """Return the bytes of a part of a file."""
+    return part.nbytes if isinstance(part, Gap) else len(part)
+
+
+def plan_files(
+    bundle: ManifestDocument, form: Form, asked: Export, *, expanded: bool
+) -> tuple[ManifestDocument, list[File]]:
+    """Plan the files of an export.
+
+    Args:
+        bundle: The checkpoint's index.
+        form: The form.
+        asked: The content.
+        expanded: Whether the files may have far more bytes than the checkpoint stores.
+
+    Returns:
+        The checkpoint from which the tensors are read, and the files. The last one makes the
+        export whole.
+
+    Raises:
+        UsageError: If the part to export is missing, or takes far more bytes than are stored.
+        TargetMismatch: If a transform does not fit the checkpoint.
+        UnsupportedState: If the form cannot hold something; names it.
+    """
+    plan = _Plan(bundle, asked, expanded=expanded)
+    files = {"torch": plan.torch_file, "hf": plan.weights, "dcp": plan.dcp_folder}[form]()
+    return plan.bundle, files
+
+
+class _Plan:
+    def __init__(self, bundle: ManifestDocument, asked: Export, *, expanded: bool) -> None:
+        if transforms := transforms_of(asked.transform):
+            bundle, _ = transformed(bundle, transforms)
+        self.bundle, self._asked, self._expanded = bundle, asked, expanded
+
+    def torch_file(self) -> list[File]:
+        """Plan one file that ``torch.load`` reads; it holds expanded tensors as they are stored."""
+        state, made = self._state()
+        return [File(TORCH_FILE, _saved(state, _by_storage(made)))]
+
+    def weights(self) -> list[File]:
+        """Plan safetensors: a single file, or several with an index."""
+        named = self._named(self._asked.part)
+        self._cast(named)
+        flat = flattened(self.bundle, {row.label for row in named.values()})
+        made, _ = self._without_values(flat, LabelFilter())
+        first: dict[Any, tuple[str, torch.Tensor, TensorRow]] = {}
+        for name, row in named.items():  # of tied tensors only the first, as transformers does
+            tensor = made[row.label]
+            first.setdefault(_place(tensor) if tensor.numel() else name, (name, tensor, row))
+        found = sorted(first.values(), key=lambda each: -each[1].itemsize)
+        self._check_size({row.label: tensor.nbytes for _, tensor, row in found})
+        shards = list(batches(found, lambda each: each[1].nbytes, self._asked.max_shard_bytes))
+        if len(shards) == 1:
+            return [_shard(WEIGHTS, found)]
+        names = [f"model-{n + 1:05d}-of-{len(shards):05d}.safetensors" for n in range(len(shards))]
+        weights = {name: file for file, of in zip(names, shards, strict=True) for name, *_ in of}
+        # Buffers of integers are no parameters; those of floats cannot be told from them.
+        counted = [each for _, each, row in found if row.kind != "buffer"]
+        metadata = {
+            "total_parameters": sum(t.numel() for t in counted if t.is_floating_point()),
+            "total_size": sum(tensor.nbytes for _, tensor, _ in found),
+        }
+        index = {"metadata": metadata, "weight_map": dict(sorted(weights.items()))}
+        return [*map(_shard, names, shards), File(INDEX, [json.dumps(index, indent=2).encode()])]
+
+    def dcp_folder(self) -> list[File]:
+        """Plan a folder of ``torch.distributed.checkpoint``, as its own writer does."""
+        from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+        from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
+        from torch.distributed.checkpoint.metadata import StorageMeta
+
+        state, made = self._state()
+        if not isinstance(state, Mapping):
+            raise UsageError(f"DCP holds a dict at the top, and this is a {type(state).__name__}")
+        planner = DefaultSavePlanner()
+        try:
+            planner.set_up_planner(dict(state), is_coordinator=True)
+            (plan,), metadata = planner.create_global_plan([planner.create_local_plan()])
+        except ValueError as error:
+            raise UnsupportedState(f"DCP cannot hold this state: {error}") from error
+        values = {item.index: planner.state_dict[item.index.fqn] for item in plan.items}
+        tensors = {key: each for key, each in values.items() if isinstance(each, torch.Tensor)}
+        self._check_size({key.fqn: each.nbytes for key, each in tensors.items()})
+        storages, labels = _by_storage(made), {_place(each): name for name, each in made.items()}
+        items = [
+            (key, _saved(each, storages)) for key, each in values.items() if key not in tensors
+        ]
+        for key, each in tensors.items():
+            plain = torch.empty(each.shape, dtype=each.dtype)
+            items.append((key, _saved(plain, _by_storage({labels.get(_place(each), ""): plain}))))
+        files: list[File] = []
+        metadata.storage_data = {}
+        most = self._asked.max_shard_bytes
+        for batch in batches(items, lambda item: sum(map(size_of, item[1])), most):
+            name, parts, at = f"__{len(files)}_0.distcp", list[Part](), 0
+            for key, archive in batch:
+                length = sum(map(size_of, archive))
+                metadata.storage_data[key] = _StorageInfo(name, at, length)
+                parts += [*archive, bytes(-length % _ALIGNMENT)]
+                at += length + -length % _ALIGNMENT
+            files.append(File(name, parts))
+        metadata.storage_meta = StorageMeta(save_id=self.bundle.name)
+        metadata.version = CURRENT_DCP_VERSION
+        return [*files, File(DCP_METADATA, [pickle.dumps(metadata)])]
+
+    def _state(self) -> tuple[Any, dict[str, torch.Tensor]]:
+        """Return the state to export with tensors that have no values, and these by label."""
+        part = self._asked.part
+        self._cast(self._named(part or "", needs_tensors=False))
+        for structure, values in self._structures():
+            _check_plain(structure.tree, structure.tensors, values, part)
+        select = label_filter([glob.escape(part)] if part else None)
+        state, made = self._without_values(self.bundle, select)
+        for key in part.split(".") if part else ():
+            if not isinstance(state, Mapping) or key not in state:
+                raise _no_part(part)
+            state = state[key]
+        return _as_torch_has_it(state), made
+
+    def _structures(self) -> Iterator[tuple[Any, Sequence[Any]]]:
+        """Yield each structure with the values of the lowest rank that has it."""
+        first = {part.structure: part for part in reversed(self.bundle.parts)}
+        for number, structure in enumerate(self.bundle.structures):
+            yield structure, first[number].values
+
+    def _without_values(
+        self, bundle: ManifestDocument, select: LabelFilter
+    ) -> tuple[Any, dict[str, torch.Tensor]]:
+        request = LoadRequest(
+            select=select, strict=False, per_rank="rank0", dequantized=self._asked.dtype,
+            form_only=True,
+        )  # fmt: skip
+        load = match_all(bundle, request, 0, 1, InspectionMemo())
+        state = load.make()
+        load.matching.forget()
+        return state, load.targets.made
+
+    def _named(self, part: str | None, *, needs_tensors: bool = True) -> dict[str, TensorRow]:
+        """Return the tensors of a part by their names in it, in the order of the state.
+
+        Args:
+            part: The label of the part, empty for all of the state. None takes ``model`` if the
+                state has it at its top or one level below, else all of the state.
+            needs_tensors: Whether to refuse a part without tensors.
+        """
+        rows: dict[str, TensorRow] = {}
+        wrapped: dict[str, Node] = {}
+        for structure in self.bundle.structures:
+            wrappers = dict(wrappers_in(structure))
+            inside = tuple(f"{label}." for label in wrappers)
+            for label, number in leaf_labels(structure.tree, "tensor"):
+                if not label.startswith(inside):
+                    rows.setdefault(label, structure.tensors[number])
+            wrapped |= wrappers
+        for label, node in wrapped.items():
+            rows[label] = TensorRow(label, self._asked.dtype or "", tuple(node[1]["size"]))
+        beginning = _model_of(rows) if part is None else f"{part}." if part else ""
+        found = {
+            label.removeprefix(beginning): row
+            for label, row in rows.items()
+            if label.startswith(beginning)
+        }
+        if not found and needs_tensors:
+            raise _no_part(part)
+        for row in found.values():
+            if not row.dtype:
+                raise UnsupportedState(
+                    f"This is a wrapper tensor of {wrapped[row.label][1]['class']}, which other "
+                    "programs cannot read",
+                    key=row.label,
+                    hint="Set export.dtype, or --dtype of the command, to dequantise it",
+                )
+        return found
+
+    def _cast(self, named: Mapping[str, TensorRow]) -> None:
+        """Convert floating-point tensors to the dtype of the export, if there is one."""
+        labels, dtype = {row.label for row in named.values()}, self._asked.dtype
+
+        def cast(row: TensorRow) -> TensorRow:
+            floating = row.kind != "numpy" and DTYPES[row.dtype].is_floating_point
+            return replace(row, cast=dtype) if floating and row.label in labels else row
+
+        if dtype is not None:
+            structures = [
+                replace(each, tensors=tuple(map(cast, each.tensors)))
+                for each in self.bundle.structures
+            ]
+            self.bundle = replace(self.bundle, structures=tuple(structures))
+
+    def _check_size(self, sizes: Mapping[str, int]) -> None:
+        if not self._expanded:
+            check_expansion("An export", [self.bundle], sum(sizes.values()), sizes)
+
+
+def _check_plain(
+    tree: Node, tensors: Sequence[TensorRow], values: Sequence[Any], part: str | None
+) -> None:
+    """Check that ``torch.load`` opens a state as it is, and that its objects need no values.
+
+    Raises:
+        UnsupportedState: Names the first object that it does not open.
+    """
+    pending = list(walk(tree))
+    while pending:
+        node, label = pending.pop()
+        if part and not f"{label}.".startswith(f"{part}."):
+            continue
+        kind, what = node[0], node[0].replace("_", " ")
+        plain = kind in _PLAIN_NODES or node[:2] == ["registered", "collections:Counter"]
+        if kind == "tensor":
+            row = tensors[node[1]]
+            plain, what = row.kind in ("tensor", "parameter", "buffer"), f"{row.kind} tensor"
+            pending += walk(row.attributes, label) if row.attributes else ()
+        elif kind == "value":
+            value = values[node[1]]
+            what = f"{value[0]} value" if isinstance(value, list) else ""
+            plain = not isinstance(value, list) or value[0] in _PLAIN_VALUES
+        elif kind == "ordered_dict" and len(node) > 3:
+            pending += walk(node[3], label)
+        if not plain:
+            raise UnsupportedState(
+                f"This is a {what}, which torch.load refuses unless it may run code",
+                key=label or None,
+                hint="Leave it out with the transform ckpipe.Drop, or choose a part that is plain",
+            )
+
+
+def _as_torch_has_it(state: Any) -> Any:
+    """Give states of ``training_state`` the form of torch's ``get_state_dict``, two levels deep.
+
+    State that belongs to no single parameter, as that of LBFGS, has no such form and stays.
+    """
+
+    def converted(value: Any) -> Any:
+        if not isinstance(value, Mapping) or not value.keys() >= {"model", "versions"}:
+            return value
+        optimizer = value.get("optimizer")
+        made = {"model": value["model"]}
+        if optimizer is None:
+            return made
+        if optimizer.keys() & {"groups", "state", "joint"} != {"groups", "state"}:
+            return {**made, "optimizer": optimizer}
+        empty = [each for of in optimizer.get("empty", {}).values() for each in of.values()]
+        groups = [
+            {"params": list(each.get("params", ())), **each["options"]}
+            for each in (*optimizer["groups"].values(), *empty)
+        ]
+        return {**made, "optimizer": {"state": optimizer["state"], "param_groups": groups}}
+
+    made = converted(state)
+    if type(made) is dict and made is state:
+        return {key: converted(each) for key, each in state.items()}
+    return made
+
+
+def _model_of(labels: Iterable[str]) -> str:
+    for label in labels:
+        top, _, rest = label.partition(".")
+        if top == "model" and rest:
+            return "model."
+    for label in labels:
+        top, below, rest = (*label.split(".", 2), "", "")[:3]
+        if below == "model" and rest:
+            return f"{top}.model."
+    return ""
+
+
+def _no_part(part: str | None) -> UsageError:
+    what = f"nothing to export under {part!r}" if part else "no tensors"
+    hint = "Set export.part, or --part of the command, to a label of the state"
+    return UsageError(f"The checkpoint has {what}", hint=hint)
+
+
+def batches(
+    items: Iterable[Item], nbytes: Callable[[Item], int], most: int
+) -> Iterator[list[Item]]:
+    """Group items, in their order, so that a group has at most ``most`` bytes or one item."""
+    group: list[Item] = []
+    filled = 0
+    for each in items:
+        size = nbytes(each)
+        if group and filled + size > most:
+            yield group
+            group, filled = [], 0
+        group.append(each)
+        filled += size
+    if group:
+        yield group
+
+
+def _shard(name: str, tensors: Sequence[tuple[str, torch.Tensor, TensorRow]]) -> File:
+    """Plan one file of safetensors."""
+    offset, entries, gaps = 0, [], []
+    for label, tensor, row in tensors:
+        dtype = stored_dtype(NAMES[tensor.dtype])
+        if dtype is None:
+            raise UnsupportedState(
+                f"safetensors has no dtype {NAMES[tensor.dtype]}",
+                key=row.label,
+                hint='Export it as "torch" or "dcp", or cast it',
+            )
+        entries.append((label, dtype, tuple(tensor.shape), offset, tensor.nbytes))
+        offset += tensor.nbytes
+        plain = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        gaps.append(Gap(tensor.nbytes, {row.label: plain}))
+    return File(name, [encode_header(entries), *gaps])
+
+
+# Files of torch.save
+
+
+def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.data_ptr(), tensor.shape, tensor.stride()
+
+
+def _by_storage(made: Mapping[str, torch.Tensor]) -> dict[int, dict[str, torch.Tensor]]:
+    found: dict[int, dict[str, torch.Tensor]] = {}
+    for label, tensor in made.items():
+        found.setdefault(tensor.untyped_storage().data_ptr(), {})[label] = tensor
+    return found
+
+
+class _Sink:
+    """Take what ``torch.save`` writes; it seeks past the bytes of storages under ``skip_data``."""
+
+    def __init__(self) -> None:
+        self.parts: list[bytearray | tuple[int, int]] = [bytearray()]
+        self._record = b""
+
+    def write(self, data: Any) -> int:
+        written = bytes(data)
+        if b"/data/" in written:
+            self._record = written
+        if not isinstance(self.parts[-1], bytearray):
+            self.parts.append(bytearray())
+        self.parts[-1] += written  # type: ignore[operator]
+        return len(written)
+
+    def seek(self, nbytes: int, whence: int) -> None:
+        """Note the key of a storage, which ends the name of its record, and its size."""
+        self.parts.append((int(self._record.rpartition(b"/")[2]), nbytes))
+
+    def flush(self) -> None:
+        """Do nothing."""
+
+
+def _saved(obj: Any, storages: Mapping[int, Mapping[str, torch.Tensor]]) -> list[Part]:
+    """Return the file that ``torch.save`` makes of an object, with gaps for its storages.
+
+    Args:
+        obj: The object.
+        storages: The tensors without values by the addresses of their memory, and by label.
+    """
+    keys: dict[int, int] = {}
+
+    class Pickler(pickle.Pickler):
+        def reducer_override(self, each: Any) -> Any:
+            if isinstance(each, torch.Tensor):  # its storage gets the next key, if it is new
+                storage = each.untyped_storage()
+                keys.setdefault(storage._cdata, storage.data_ptr())
+            return NotImplemented
+
+    sink = _Sink()
+    module: Any = SimpleNamespace(Pickler=Pickler, __name__="pickle")
+    try:
+        with torch.serialization.skip_data():
+            torch.save(obj, sink, pickle_module=module)  # type: ignore[arg-type]
+    except RuntimeError as error:
+        raise UnsupportedState(f"torch.save cannot write this state: {error}") from error
+    addresses = list(keys.values())
+    return [
+        bytes(part) if isinstance(part, bytearray) else Gap(part[1], storages[addresses[part[0]]])
+        for part in sink.parts
+    ]
