@@ -354,3 +354,23 @@ def test_coroutine_may_call_it(tmp_path: Path) -> None:
 
     asyncio.run(main())
     assert (tmp_path / "out/model.safetensors").exists()
+
+
+def test_checkpoint_of_another_program_is_written_in_a_third_form(tmp_path: Path) -> None:
+    model, _ = trained()
+    weights = {name: each for name, each in model.state_dict().items() if name != "head.weight"}
+    (tmp_path / "hub").mkdir()
+    safetensors.torch.save_file(weights, tmp_path / "hub/model.safetensors")
+    with pytest.raises(errors.UsageError, match="beside which"):
+        ckpipe.export(tmp_path / "hub", form="dcp")
+    changes = [ckpipe.Rename({"*": "net.*"})]
+    done = ckpipe.export(tmp_path / "hub", tmp_path / "out", form="dcp", transform=changes)
+    assert (done.id, done.step) == (None, None)
+    assert same(dcp_loaded(tmp_path / "out", {"net": weights})["net"], weights)
+    ckpipe.export(tmp_path / "out", tmp_path / "torch", form="torch", part="net")
+    assert same(
+        dict(sorted(torch.load(tmp_path / "torch/state.pt").items())), dict(sorted(weights.items()))
+    )
+    ckpipe.export(tmp_path / "torch/state.pt", tmp_path / "again")
+    found = safetensors.torch.load_file(tmp_path / "again/model.safetensors")
+    assert same(dict(sorted(found.items())), dict(sorted(weights.items())))
