@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
-from functools import reduce
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -198,7 +198,10 @@ class TrainingState:
             names = parameter_names(self._modules, model)
             found |= {join("model", name): True for name in names}
         for each in optimizers:
-            groups = {places.get(place_of(param)) for param in each.parameters if param.numel()}
+            parameters = [param for param in each.parameters if param.numel()]
+            groups = {
+                places.get(place_of(part)) for param in parameters for _, part in plain_parts(param)
+            }
             ranks = groups.pop() if len(groups) == 1 else None
             for path, parameter, value in named_state(each):
                 for label, tensor in _tensors_by_label(value, reduce(join, path, "optimizer")):
@@ -256,14 +259,30 @@ def _fill_from(obj: Any, state: Any) -> None:
 
 def _described(state: Any) -> Any:
     if isinstance(state, torch.Tensor):
-        like = lambda _, device: copy.deepcopy(state).to(device)  # noqa: E731
-        wraps = is_wrapper(state)
-        return SavedTensor(state.dtype, tuple(state.shape), like=like if wraps else None)
+        like = partial(_copied, state) if is_wrapper(state) else None
+        return SavedTensor(state.dtype, tuple(state.shape), like=like)
     if isinstance(state, Mapping):
         return {key: _described(value) for key, value in state.items()}
     if type(state) in (list, tuple):
         return type(state)([_described(value) for value in state])
     return state
+
+
+def _copied(tensor: Any, placed: Any, device: torch.device) -> torch.Tensor:
+    """Copy a wrapper tensor by its inner tensors, as not all classes can be cloned."""
+    if isinstance(tensor, DTensor):
+        return DTensor.from_local(
+            _copied(local_part(tensor), None, device), tensor.device_mesh, tensor.placements,
+            run_check=False, shape=tensor.shape, stride=tensor.stride(),
+        )  # fmt: skip
+    if not is_wrapper(tensor):
+        return tensor.detach().to(device, copy=True)  # type: ignore[no-any-return]
+    names, context = tensor.__tensor_flatten__()
+    inner = {name: _copied(getattr(tensor, name), None, device) for name in names}
+    made: torch.Tensor = type(tensor).__tensor_unflatten__(
+        inner, context, tensor.shape, tensor.stride()
+    )
+    return made
 
 
 def _match_in_memory(

@@ -111,8 +111,8 @@ def fitting_parts(
     if differs is not None:
         kind = ShapeMismatch if differs == "size" else StructureMismatch
         raise kind(
-            f"The {differs} of this wrapper tensor is {saved[differs]!r:.300} in the checkpoint, "
-            f"and {here[differs]!r:.300} in the target",
+            f"This wrapper tensor differs in its {differs}: {saved[differs]!r:.300} in the "
+            f"checkpoint, {here[differs]!r:.300} in the target",
             key=label or None,
             hint=_SHARD if differs == "shard" else _SAME,
         )
@@ -175,11 +175,11 @@ def put_together(
         form = type(made), NAMES.get(made.dtype), made.shape
         if form != (cls, facts["dtype"], size) or not is_wrapper(made):
             raise InvalidManifest(f"{facts['class']} makes {form} of these inner tensors")
-        for name, each in inner.items():
-            if getattr(made, name, None) is None:  # a class of torchao forgets its scale
-                setattr(made, name, each)
         kind = {name: facts[name] for name in ("kind", "detail", "requires_grad")}
         wrapper: torch.Tensor = tensor_object(TensorRow(label, facts["dtype"], size, **kind), made)
+        for name, each in inner.items():
+            if getattr(wrapper, name, None) is None:  # a class of torchao forgets its scale
+                setattr(wrapper, name, each)
         return wrapper
     except CkpipeError as error:
         error.key = error.key or label or None

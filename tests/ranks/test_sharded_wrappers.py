@@ -118,7 +118,7 @@ def test_other_shards_are_refused_by_key(
     save(tmp_path, 2, (2,), ROWS)
     for _ in ranks(n):
         target = {"w": part(scaled(8), mesh, placements, blank=True), "n": 0}
-        with pytest.raises(errors.StructureMismatch, match="The shard") as caught:
+        with pytest.raises(errors.StructureMismatch, match="its shard") as caught:
             ckpipe.load(tmp_path, target, step=1, per_rank="rank0")
         assert caught.value.key == "w"
         assert target["n"] == 0
@@ -131,7 +131,7 @@ def test_another_order_of_ranks_is_another_shard(tmp_path: Path) -> None:
         local = part(scaled(8), (2,), ROWS, blank=True)._local_tensor
         size, stride = torch.Size((8, 3)), (3, 1)
         turned = DTensor.from_local(local, mesh, ROWS, run_check=False, shape=size, stride=stride)
-        with pytest.raises(errors.StructureMismatch, match="The shard"):
+        with pytest.raises(errors.StructureMismatch, match="its shard"):
             ckpipe.load(tmp_path, {"w": turned, "n": 0}, step=1)
 
 
@@ -159,7 +159,7 @@ def test_parts_that_are_not_equal_load_into_the_same_mesh_only(tmp_path: Path, c
     check_loads(tmp_path, 3, (3,), ROWS)
     for _ in ranks(2):
         target = {"w": part(scaled(8), (2,), ROWS, blank=True), "n": 0}
-        with pytest.raises(errors.StructureMismatch, match="The shard"):
+        with pytest.raises(errors.StructureMismatch, match="its shard"):
             ckpipe.load(tmp_path, target, step=1, per_rank="rank0")
 
 
@@ -201,3 +201,32 @@ def test_optimizer_state_is_made_for_a_new_process(
             assert made.placements == (Shard(0),)
             assert equal(made._local_tensor, part(scaled(8), (n,), ROWS)._local_tensor)
     assert scaled().context == CONTEXT
+
+
+@pytest.mark.parametrize("saving", [1, 2])
+def test_the_context_of_a_part_follows_its_size(tmp_path: Path, cut: None, saving: int) -> None:
+    ckpipe.register_wrapper(Scaled, cut=lambda name, dim: dim, resize=lambda _, size: {"of": size})
+
+    def sized(n: int, *, stepped: bool) -> tuple[torch.nn.Module, Any]:
+        model, optimizer = trainer((n,), stepped=stepped)
+        if stepped:
+            local = optimizer.state[model.weight]["momentum_buffer"]._local_tensor
+            local.context = {"of": local.shape}
+        return model, optimizer
+
+    for _ in ranks(saving):
+        with ckpipe.SyncPipeline(str(tmp_path), attempt_id="one") as pipeline:
+            pipeline.save({"t": training_state(*sized(saving, stepped=True))}, step=1).wait()
+    whole = ckpipe.load(tmp_path).state["t"]["optimizer"]["state"]["weight"]["momentum_buffer"]
+    assert equal(whole, scaled(8, context={"of": torch.Size((8, 3))}))
+    for n in (1, 2, 4):
+        for _ in ranks(n):
+            for stepped in (False, True):
+                model, optimizer = sized(n, stepped=stepped)
+                if stepped:
+                    optimizer.state[model.weight]["momentum_buffer"]._local_tensor.codes.zero_()
+                ckpipe.load(tmp_path, {"t": training_state(model, optimizer)}, step=1)
+                made = optimizer.state[model.weight]["momentum_buffer"]._local_tensor
+                assert made.context == {"of": torch.Size((8 // n, 3))}
+                expected = part(scaled(8, context=made.context), (n,), ROWS)
+                assert equal(made, expected._local_tensor)

@@ -133,11 +133,12 @@ def equal(one: Any, other: Any) -> bool:
     if one.__tensor_flatten__()[1] != other.__tensor_flatten__()[1]:
         return False
     left, right = inner_of(one), inner_of(other)
-    return left.keys() == right.keys() and all(
-        left[name].dtype == right[name].dtype
-        and torch.equal(_bytes(left[name]), _bytes(right[name]))
-        for name in left
-    )
+    return left.keys() == right.keys() and all(same_bytes(left[name], right[name]) for name in left)
+
+
+def same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Tell whether two plain tensors have one dtype and equal bytes."""
+    return one.dtype == other.dtype and torch.equal(_bytes(one), _bytes(other))
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -72,6 +72,95 @@ def test_quantised_weights(tmp_path: Path, config: str, wrap: Callable[[Any], An
     assert equal(other.weight, model.weight)
 
 
+def filled(wrapper: Any) -> Any:
+    """Give the bytes of a wrapper values that are not those of another one."""
+    for tensor in inner_of(wrapper).values():
+        if tensor.dtype in (torch.uint8, torch.int8):
+            tensor.copy_(torch.randint(0, 100, tensor.shape))
+        elif tensor.dtype is torch.float32:
+            tensor.copy_(torch.rand(tensor.shape) + 1)
+    return wrapper
+
+
+def block_sparse() -> Any:
+    from torchao.sparsity.blocksparse import BlockSparseTensor
+
+    return BlockSparseTensor.from_dense(torch.randn(64, 64), 16)
+
+
+def float8_gathered() -> Any:
+    from torchao.float8.float8_training_tensor import (
+        Float8TrainingTensor,
+        GemmInputRole,
+        LinearMMConfig,
+    )
+
+    data, scale = torch.randn(16, 16).to(torch.float8_e4m3fn), torch.rand(())
+    return Float8TrainingTensor(data, scale, torch.bfloat16, LinearMMConfig(), GemmInputRole.WEIGHT)
+
+
+def float8_weight() -> Any:
+    from torchao.float8.float8_training_tensor import LinearMMConfig
+    from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
+
+    return WeightWithDynamicFloat8CastTensor(
+        torch.randn(16, 16), LinearMMConfig(), torch.float8_e4m3fn, torch.rand(()) + 1
+    )
+
+
+def int4_weight() -> Any:
+    data, scale = torch.zeros(16, 64, dtype=torch.int8), torch.zeros(4, 16)
+    size = torch.Size((16, 128))
+    return quantization.Int4Tensor(data, scale, scale.clone(), [1, 32], size, None, torch.bfloat16)
+
+
+def mx(bits: int) -> Any:
+    from torchao.prototype.mx_formats.mx_tensor import MXTensor
+
+    dtype = torch.float8_e4m3fn if bits == 8 else torch.float4_e2m1fn_x2
+    return MXTensor.to_mx(torch.randn(64, 64).bfloat16(), dtype, 32)
+
+
+def nvfp4() -> Any:
+    from torchao.prototype.mx_formats.nvfp4_tensor import NVFP4Tensor
+
+    return NVFP4Tensor.to_nvfp4(torch.randn(64, 64).bfloat16())
+
+
+OTHERS: dict[str, Callable[[], Any]] = {
+    "8 bit": lambda: low_bit.subclass_8bit.OptimState8bit.zeros((64, 64)),
+    "8 bit unsigned": lambda: low_bit.subclass_8bit.OptimState8bit.zeros((64, 64), signed=False),
+    "4 bit": lambda: low_bit.subclass_4bit.OptimState4bit.zeros((64, 64)),
+    "fp8": lambda: low_bit.subclass_fp8.OptimStateFp8.zeros((64, 64)),
+    "block sparse": block_sparse,
+    "float8 gathered": float8_gathered,
+    "float8 weight with its scale": float8_weight,
+    "int4": int4_weight,
+    "mx 8": lambda: mx(8),
+    "mx 4": lambda: mx(4),
+    "nvfp4": nvfp4,
+}
+
+
+def test_other_classes(tmp_path: Path) -> None:
+    for name, make in OTHERS.items():
+        torch.manual_seed(0)
+        saved, live = filled(make()), filled(make())
+        inner = inner_of(live)
+        frozen = torch.nn.Parameter(saved, requires_grad=False)
+        vars(frozen).update(vars(saved))  # a float8 weight loses its scale on the way
+        with ckpipe.SyncPipeline(str(tmp_path / name)) as pipeline:
+            pipeline.save({"w": saved, "frozen": frozen}, step=1).wait()
+            fresh = pipeline.load()
+            pipeline.load({"w": live}, include=["w"])
+        assert fresh is not None
+        assert equal(fresh.state["w"], saved), name
+        assert isinstance(fresh.state["frozen"], torch.nn.Parameter)
+        assert equal(fresh.state["frozen"], frozen), name
+        assert equal(live, saved), name
+        assert all(mine is inner[path] for path, mine in inner_of(live).items()), name
+
+
 def trained(kind: str, steps: range) -> tuple[Any, torch.optim.Optimizer]:
     torch.manual_seed(0)
     model = torch.nn.Linear(64, 64)
@@ -103,6 +192,11 @@ def test_low_bit_optimizers_go_on_to_the_bit(
     with ckpipe.SyncPipeline(str(tmp_path), guard=optimizer) as pipeline:
         pipeline.save(state(model, optimizer), step=3, until="captured")
         train(model, optimizer, range(3, 5))
+    if named:
+        copied, taken = trained(kind, steps)
+        training_state(copied, taken).load_state_dict(training_state(model, optimizer).state_dict())
+        for name, value in optimizer.state[model.weight].items():
+            assert name == "step" or equal(taken.state[copied.weight][name], value)
     other, resumed = trained(kind, steps)
     result = ckpipe.load(tmp_path, state(other, resumed))
     assert (result.missing, result.unexpected) == ((), ())
