@@ -16,7 +16,7 @@ import platform
 import secrets
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from operator import add
@@ -31,7 +31,7 @@ from ckpipe.backend import Backend
 from ckpipe.catalog.catalog import Catalog
 from ckpipe.catalog.inspect import check_expansion
 from ckpipe.catalog.leases import under_lease
-from ckpipe.errors import PerRankValue, first_error
+from ckpipe.errors import PerRankValue, StructureMismatch, first_error
 from ckpipe.events import EventBus
 from ckpipe.foreign.source import check_unchanged
 from ckpipe.format.boxes import flat_range_boxes
@@ -42,6 +42,7 @@ from ckpipe.format.data_file import (
     EntryRange,
     stored_dtype,
 )
+from ckpipe.format.edit import placed
 from ckpipe.format.manifest import (
     Chunk,
     Entry,
@@ -112,6 +113,7 @@ async def import_document(
         block_bytes=size,
         lanes=settings.upload.lanes,
         retry=logging_policy(settings.upload),
+        keep_reports=settings.keep_reports,
     )
     budget, lanes = settings.staging.bytes, settings.load.lanes
     room = lanes + store.lanes
@@ -246,6 +248,10 @@ def _add(drafts: dict[Any, _Draft], number: int, row: TensorRow, stored: StoredT
             memory = TensorRow(row.label, "uint8", (size,))
             near = [(part, Chunk(number, place.entry))]
             tensor = StoredTensor(number, memory, torch.uint8, None, near)
+        elif whole and first.stride is not None and not row.lazy:
+            with suppress(StructureMismatch):  # else its memory is read whole for each block
+                near = [(part, each) for part, place in near for each in placed(place, row, ())]
+                tensor = StoredTensor(number, tensor.row, tensor.dtype, None, near)
     draft = drafts.get(key)
     if draft is None:
         draft = drafts[key] = _Draft(entry, itemsize, tensor, [])

@@ -462,13 +462,13 @@ def _layout(draft: Draft, layout: Layout, numbers: Sequence[int]) -> Layout:
     for chunk in layout.chunks:
         for new, steps in uses[chunk.tensor]:
             if steps:
-                found += _placed(chunk._replace(tensor=new), rows[chunk.tensor], steps)
+                found += placed(chunk._replace(tensor=new), rows[chunk.tensor], steps)
             else:
                 found.append(chunk._replace(tensor=new))
     return Layout(layout.entries, found)
 
 
-def _placed(chunk: Chunk, row: TensorRow, steps: Sequence[Step]) -> list[Chunk]:
+def placed(chunk: Chunk, row: TensorRow, steps: Sequence[Step]) -> list[Chunk]:
     """Return the chunks of a new tensor that have elements of one chunk of its source.
 
     Raises:
@@ -480,7 +480,8 @@ def _placed(chunk: Chunk, row: TensorRow, steps: Sequence[Step]) -> list[Chunk]:
     stride = contiguous_stride(shape) if chunk.stride is None else chunk.stride
     # Without indices that stand alone, each stride is a multiple of all of the next dimension.
     dims = sorted(((by, n) for by, n in zip(stride, shape, strict=True) if n > 1), reverse=True)
-    if any(by % inner or n * inner > by for (by, _), (inner, n) in pairwise([*dims, (1, 1)])):
+    pairs = pairwise([*dims, (1, 1)])
+    if any(not inner or by % inner or n * inner > by for (by, _), (inner, n) in pairs):
         raise StructureMismatch(
             f"It shares memory with other tensors, with the strides {list(stride)}, and can be "
             "neither cut nor joined",

@@ -126,6 +126,10 @@ def test_memory_that_tensors_share_is_stored_once(tmp_path: Path) -> None:
             tmp_path / "state.pt", tmp_path / "other", transform=[ckpipe.Cast({"far": "float16"})]
         )
     assert raised.value.key == "far"
+    with pytest.raises(StructureMismatch, match="shares memory"):
+        ckpipe.import_checkpoint(
+            tmp_path / "state.pt", tmp_path / "other", transform=[ckpipe.Split("far", ["a", "b"])]
+        )
     assert objects(tmp_path / "other") == set()
 
 
@@ -142,6 +146,12 @@ kind = "Fuse"
 names = ["cube.b", "cube.a"]
 into = "cuboid"
 dim = 1
+
+[[transform]]
+kind = "Rearrange"
+name = "cuboid"
+shape = [-1, [45, 2], -1]
+order = [3, [2, 1], 0]
 
 [[transform]]
 kind = "Unstack"
@@ -177,6 +187,7 @@ globs = ["model"]
 TRANSFORMS = [
     ckpipe.Split("cube", ["cube.a", "cube.b"], 1, sizes=[1, 89]),
     ckpipe.Fuse(["cube.b", "cube.a"], "cuboid", 1),
+    ckpipe.Rearrange("cuboid", [-1, [45, 2], -1], [3, [2, 1], 0]),
     ckpipe.Unstack("layer.0.weight", "row.{}"),
     ckpipe.Stack("experts.{}.up", "experts.up"),
     ckpipe.Cast({"turned": torch.bfloat16, "experts.*": torch.float64}),
@@ -224,6 +235,7 @@ def test_an_import_with_transforms_has_what_a_load_with_them_gives(
         ("[[transform]]\nkind='Cast'\ndtypes={'*'='int8'}", "no floating-point dtype"),
         ("[[transform]]\nkind='Split'\nname='a'\ninto=['b']\ndim='0'", "dim is '0'"),
         ("[[transform]]\nkind='Rename'\nnames='('\nreplacement=''", "cannot be used"),
+        ("[[transform]]\nkind='Rearrange'\nname='a'\nshape=['b']\norder=[0]", "shape is ['b']"),
     ],
 )
 def test_a_wrong_file_of_transforms_is_refused_by_entry(
