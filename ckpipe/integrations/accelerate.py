@@ -1,0 +1,283 @@
+"""accelerate with ckpipe: ``save_state`` copies and returns, ``load_state`` resumes to the bit.
+
+``attach(accelerator, url)`` replaces ``save_state`` and ``load_state`` of one ``Accelerator``. Its
+hooks, its registered objects, its automatic names and ``total_limit`` stay. Tried with accelerate
+1.15, of which it uses some private names.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+from accelerate.data_loader import SeedableRandomSampler
+from accelerate.utils import DistributedType
+
+from ckpipe.distributed import training_state
+from ckpipe.errors import CheckpointNotFound, UsageError
+from ckpipe.events import Completed
+from ckpipe.integrations.pointers import read_pointer, write_pointer_folder
+from ckpipe.running.pipeline import SyncPipeline
+from ckpipe.state_helpers import Progress, RngState
+from ckpipe.types import CheckpointId, CheckpointInfo
+
+logger = logging.getLogger("ckpipe")
+
+
+def attach(accelerator: Accelerator, url: str | os.PathLike[str], **settings: Any) -> SyncPipeline:
+    """Let an accelerator save and load with ckpipe, and open the pipeline that does it.
+
+    Call it after ``Accelerator(...)``, on all ranks. From then on:
+
+    * ``save_state(output_dir=None, *, step=None)`` returns when the state is copied: models, the
+      bare optimizers, schedulers, scaler, registered objects, ``step``, ``iteration``, random
+      generators, and position, sampler and epoch of the prepared loaders. ``output_dir`` becomes a
+      folder with a pointer (:mod:`ckpipe.integrations.pointers`) once the checkpoint is complete;
+      it may be absent without automatic names too. ``step`` is by default one more than the last.
+    * ``load_state()`` resumes from the newest complete checkpoint, the same on all ranks, and
+      returns its :class:`~ckpipe.CheckpointInfo`; or None if the run begins, as the setting
+      ``resume`` says. ``load_state(output_dir)`` takes the newest that was saved under the last
+      part of this name. A folder that accelerate wrote without ckpipe is loaded as ever.
+    * Inside an epoch the generators go back when the first batch after a load has been fetched, or
+      else before the first forward pass: a restore in ``load_state``, as accelerate's own, is
+      changed again by the loader. To the bit resumes a loop with ``use_seedable_sampler=True``
+      whose loaders are stateful, or which skips the consumed batches with ``skip_first_batches``.
+    * ``end_training()`` waits until all saves are durable and closes the pipeline.
+
+    Gradients are not saved: with accumulation save after a step of the optimizer; any other save
+    warns.
+    Hooks are called as ever. A hook that takes the weights of a model out of the list keeps the
+    model out of the checkpoint; other changes of weights have no effect. With ``total_limit`` the
+    newest checkpoints stay, unless the settings have ``keep_last`` or ``retention``.
+
+    Args:
+        accelerator: The accelerator.
+        url: The root of the checkpoints.
+        settings: Fields of :class:`~ckpipe.Settings`.
+
+    Returns:
+        The open pipeline.
+
+    Raises:
+        UsageError: If DeepSpeed or Megatron holds the state, or ``initial`` is set.
+        CkpipeError: Any error of opening a pipeline.
+    """
+    if accelerator.distributed_type in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
+        raise UsageError(
+            f"{accelerator.distributed_type} keeps model and optimizer in a form of its own",
+            hint="Save with its own functions; FSDP and DDP are supported",
+        )
+    limit = accelerator.project_configuration.total_limit
+    if limit is not None and not {"retention", "keep_last"} & settings.keys():
+        settings["keep_last"] = limit
+    pipeline = SyncPipeline(url, **settings)
+    if pipeline.settings.initial is not None:
+        raise UsageError("An accelerator takes no initial", hint="Load the weights yourself")
+    attached = _Attached(accelerator, pipeline.open(), limit)
+    pipeline.on_complete(attached.on_complete)
+    accelerator.save_state, accelerator.load_state = attached.save_state, attached.load_state
+    end_training = accelerator.end_training
+
+    def end() -> None:
+        pipeline.close()
+        end_training()
+
+    accelerator.end_training = end
+    return pipeline
+
+
+class _Attached:
+    """The methods of an accelerator that save and load with a pipeline."""
+
+    def __init__(self, accelerator: Any, pipeline: SyncPipeline, limit: int | None) -> None:
+        self._accelerator, self._pipeline, self._limit = accelerator, pipeline, limit
+        self._load_own, self._rng = accelerator.load_state, RngState(apply="later")
+        self._folders: dict[str, str] = {}
+
+    def save_state(
+        self,
+        output_dir: str | os.PathLike[str] | None = None,
+        safe_serialization: bool = True,
+        *,
+        step: int | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        accelerator = self._accelerator
+        configuration = accelerator.project_configuration
+        if configuration.automatic_checkpoint_naming:
+            name = f"checkpoint_{accelerator.save_iteration}"
+            output_dir = os.path.join(accelerator.project_dir, "checkpoints", name)
+        metadata = None
+        if output_dir is not None:
+            output_dir = os.path.abspath(os.path.expanduser(output_dir))
+            metadata = {"name": os.path.basename(output_dir)}
+            self._folders[os.path.basename(output_dir)] = output_dir
+        left_out: list[int] = []
+        if hooks := accelerator._save_model_state_pre_hook.values():
+            if output_dir is None:
+                raise UsageError(
+                    "Hooks of save_state write into a folder, and none is given",
+                    hint="Call save_state(output_dir), or use automatic names",
+                )
+            os.makedirs(output_dir, exist_ok=True)
+            models = accelerator._models
+            if accelerator.distributed_type == DistributedType.FSDP:
+                models = []  # accelerate gives hooks no weights then
+            whole = [accelerator.get_state_dict(each, unwrap=False) for each in models]
+            weights = list(whole)
+            for hook in hooks:
+                hook(accelerator._models, weights, output_dir)
+            kept = [id(each) for each in weights]
+            left_out = [n for n, each in enumerate(whole) if id(each) not in kept]
+        if not accelerator.sync_gradients:
+            logger.warning(
+                "This save lies between two steps of the optimizer, and the gradients accumulated "
+                "until now are in no checkpoint: save when accelerator.sync_gradients is true"
+            )
+        state = self._state(configuration.iteration + 1)
+        handle = self._pipeline.save(state, step, metadata=metadata, exclude=self._globs(left_out))
+        configuration.iteration += 1
+        return handle
+
+    def load_state(
+        self, input_dir: str | os.PathLike[str] | None = None, *args: Any, **kwargs: Any
+    ) -> CheckpointInfo | None:
+        accelerator, chosen = self._accelerator, None
+        if input_dir is None:
+            chosen = self._pipeline.choose()
+            if chosen is None:
+                return None
+        else:
+            input_dir = os.path.abspath(os.path.expanduser(input_dir))
+            chosen = self._pipeline.choose(name=os.path.basename(input_dir))
+            if chosen is None and os.path.isdir(input_dir) and read_pointer(input_dir) is None:
+                self._load_own(input_dir, *args, **kwargs)
+                return None
+            if chosen is None:
+                raise CheckpointNotFound(
+                    f"There is no complete checkpoint {os.path.basename(input_dir)!r} here",
+                    hint="load_state() without a name takes the newest",
+                )
+        models = list(accelerator._models)
+        for hook in accelerator._load_model_state_pre_hook.values():
+            hook(models, input_dir)
+        kept = [id(each) for each in models]
+        left_out = [n for n, each in enumerate(accelerator._models) if id(each) not in kept]
+        state = self._state(0)
+        self._pipeline.load(state, chosen, exclude=self._globs(left_out))
+        counters = state["counters"]
+        accelerator.step = counters.step
+        accelerator.project_configuration.iteration = counters.iteration
+        if counters.inside:
+            self._restore_generators()
+        else:  # the next epoch begins with them
+            self._rng.apply()
+        logger.info(
+            "resumed step %d from %s/%s: the data goes on in epochs %s, in them where stateful "
+            "loaders were, or behind the batches that your loop skips",
+            chosen.step, self._pipeline.url, chosen.id,
+            ", ".join(str(each.loader.iteration) for each in state["loaders"]),
+        )  # fmt: skip
+        return chosen
+
+    def on_complete(self, event: Completed) -> None:
+        folder = self._folders.pop((event.info.metadata or {}).get("name", ""), None)
+        if folder is None:
+            return
+        write_pointer_folder(folder, self._pipeline.url, event.info, {})
+        if self._limit and self._accelerator.project_configuration.automatic_checkpoint_naming:
+            named = {each: read_pointer(each) for each in Path(folder).parent.iterdir()}
+            keys = {
+                each: id
+                for each, pointer in named.items()
+                if pointer is not None and (id := CheckpointId.parse(pointer.id)) is not None
+            }
+            for each in sorted(keys, key=keys.__getitem__)[: -self._limit]:
+                shutil.rmtree(each, ignore_errors=True)
+
+    def _state(self, iteration: int) -> dict[str, Any]:
+        accelerator, models = self._accelerator, self._accelerator._models
+        gradients = accelerator.gradient_state
+        inside = gradients.in_dataloader and not gradients.end_of_dataloader
+        state: dict[str, Any] = {
+            "schedulers": list(accelerator._schedulers),
+            "loaders": [_Loader(each, gradients) for each in accelerator._dataloaders],
+            "objects": list(accelerator._custom_objects),
+            "counters": Progress(step=accelerator.step, iteration=iteration, inside=inside),
+            "rng": self._rng,
+        }
+        if models:
+            several = {f"model{n}": each for n, each in enumerate(models)}
+            model = several if len(models) > 1 else models[0]
+            state["training"] = training_state(model, *accelerator._optimizers)
+        if accelerator.scaler is not None:
+            state["scaler"] = accelerator.scaler
+        return state
+
+    def _globs(self, models: list[int]) -> list[str] | None:
+        """Return the globs of the models that hooks have taken out."""
+        if models and len(self._accelerator._models) == 1:
+            return ["training.model"]
+        return [f"training.model.model{n}.*" for n in models] or None
+
+    def _restore_generators(self) -> None:
+        """Put the generators back once a first batch is there, or before the first forward pass."""
+        handles: list[Any] = []
+
+        def restore(module: Any = None, *_: Any) -> None:
+            if module is None or module.training:
+                self._rng.apply()
+                while handles:
+                    handles.pop().remove()
+
+        for loader in self._accelerator._dataloaders:
+            _before_once(loader, "_update_state_dict", restore)
+        # Such as for a loader of skip_first_batches, which is a new one.
+        handles += [each.register_forward_pre_hook(restore) for each in self._accelerator._models]
+
+
+def _before_once(obj: Any, name: str, function: Callable[[], None]) -> None:
+    """Call a function before the next call of a method of one object."""
+    method = getattr(obj, name)
+
+    def first(*args: Any, **kwargs: Any) -> Any:
+        vars(obj).pop(name, None)
+        function()
+        return method(*args, **kwargs)
+
+    setattr(obj, name, first)
+
+
+class _Loader:
+    """The epoch and order of a prepared loader, and its position if it is stateful."""
+
+    def __init__(self, loader: Any, gradients: Any) -> None:
+        self.loader, self._gradients = loader, gradients
+        sampler = loader.get_sampler() if hasattr(loader, "get_sampler") else None
+        self._sampler = sampler if isinstance(sampler, SeedableRandomSampler) else None
+        self._stateful = getattr(loader, "use_stateful_dataloader", False)
+
+    def state_dict(self) -> dict[str, Any]:
+        # The last batch of an epoch is saved as the beginning of the next one.
+        last = self._gradients.active_dataloader is self.loader and self.loader.end_of_dataloader
+        state: dict[str, Any] = {"iteration": self.loader.iteration + last}
+        if self._sampler is not None:
+            state["seed"] = self._sampler.initial_seed
+        if self._stateful:
+            state["position"] = dict(self.loader.state_dict())
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if self._sampler is not None:
+            self._sampler.initial_seed = state["seed"]
+        if self._stateful:
+            ended = state["position"].get("_iterator_finished") and self._sampler is not None
+            # Without a state the next epoch begins with an iterator of its own, as in the run that
+            # was saved: not with the one that the loader has made already.
+            self.loader.load_state_dict({} if ended else state["position"])
+        self.loader.set_epoch(state["iteration"])

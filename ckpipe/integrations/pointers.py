@@ -1,0 +1,124 @@
+"""Pointers: small files and folders under a trainer's own names for checkpoints.
+
+Trainers and their tools look for ``checkpoint-500`` or ``last.ckpt``. A pointer has such a name and
+holds the id of a checkpoint, not its data. It is written once the checkpoint is complete, by a
+rename, so a tool never sees half of it. A resume does not look for the newest pointer but calls
+:meth:`ckpipe.Pipeline.choose`: a pointer may be missing, or be there without its checkpoint.
+
+A pointer is a JSON object: ``format`` is ``"ckpipe-pointer"``, ``version`` 1, ``id`` and ``step``
+are those of the checkpoint, and ``root`` is the root of the checkpoints, as a URL or as a path
+relative to the folder of the pointer, so that both may move together.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import uuid
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from ckpipe.types import CheckpointInfo
+
+POINTER_FILE = "ckpipe.json"
+"""The name of the pointer in a folder that :func:`write_pointer_folder` makes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pointer:
+    """The content of a pointer.
+
+    Args:
+        root: The root of the checkpoints: a URL, or an absolute path.
+        id: The id of the checkpoint; accepted wherever a step is.
+        step: Its step.
+    """
+
+    root: str
+    id: str
+    step: int
+
+
+def write_pointer(file: str | os.PathLike[str], root: str, info: CheckpointInfo) -> None:
+    """Write a pointer file, in place of an earlier one; a reader sees the old or the new one.
+
+    Args:
+        file: Its path. The folder is made.
+        root: The root of the checkpoints, without credentials, such as ``pipeline.url``.
+        info: The checkpoint, such as that of the event ``Completed``.
+
+    Raises:
+        OSError: If the file cannot be written.
+    """
+    folder = os.path.dirname(os.path.abspath(file))
+    if "://" not in root:
+        root = os.path.relpath(os.path.abspath(root), folder)
+    content = {"format": "ckpipe-pointer", "version": 1, "root": root}
+    os.makedirs(folder, exist_ok=True)
+    made = os.path.join(folder, f".{uuid.uuid4().hex}")
+    try:
+        Path(made).write_text(json.dumps({**content, "id": info.id, "step": info.step}) + "\n")
+        os.replace(made, file)
+    finally:
+        with suppress(FileNotFoundError):
+            os.unlink(made)
+
+
+def write_pointer_folder(
+    folder: str | os.PathLike[str], root: str, info: CheckpointInfo, files: Mapping[str, str]
+) -> None:
+    """Make a folder with a pointer and other small files, which appears with all of them.
+
+    In a folder that exists, each file is replaced by itself, the pointer last.
+
+    Args:
+        folder: Its path.
+        root: As for :func:`write_pointer`.
+        info: The checkpoint.
+        files: The texts of other files, by name.
+
+    Raises:
+        OSError: If a file cannot be written.
+    """
+    folder = Path(folder)
+    made = folder.with_name(f".{uuid.uuid4().hex}")
+    made.mkdir(parents=True)
+    try:
+        for name, text in files.items():
+            (made / name).write_text(text, encoding="utf-8")
+        write_pointer(made / POINTER_FILE, root, info)
+        try:
+            made.rename(folder)
+        except OSError:  # it is there, and not empty
+            for name in (*files, POINTER_FILE):
+                os.replace(made / name, folder / name)
+            made.rmdir()
+    except BaseException:
+        for each in (made / name for name in (*files, POINTER_FILE)):
+            each.unlink(missing_ok=True)
+        with suppress(OSError):
+            made.rmdir()
+        raise
+
+
+def read_pointer(path: str | os.PathLike[str]) -> Pointer | None:
+    """Read a pointer file, or the pointer in a folder; None if there is none.
+
+    Raises:
+        OSError: If it cannot be read.
+    """
+    file = Path(path)
+    if file.is_dir():
+        file = file / POINTER_FILE
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+        if found["format"] != "ckpipe-pointer" or found["version"] != 1:
+            return None
+        root, id, step = str(found["root"]), str(found["id"]), int(found["step"])
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        return None
+    if "://" not in root:
+        root = os.path.normpath(os.path.join(os.path.dirname(os.path.abspath(file)), root))
+    return Pointer(root, id, step)

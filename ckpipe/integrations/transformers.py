@@ -1,0 +1,344 @@
+"""Hugging Face ``Trainer`` with ckpipe: saves beside training, resumes inside an epoch to the bit.
+
+Write ``CkpipeTrainer`` for ``Trainer``, or put the mixin before another trainer, such as that of
+trl: ``class MyTrainer(CkpipeTrainerMixin, SFTTrainer): ...``. The methods that the mixin overrides
+are those of transformers 5.24; most of them are private there.
+
+Checkpoints lie below the root, and ``output_dir/checkpoint-N`` is a small folder with a pointer
+(:mod:`ckpipe.integrations.pointers`) and ``trainer_state.json``. It appears when its checkpoint is
+complete, and ``save_total_limit`` removes it as ever.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import os
+import re
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from transformers import Trainer, TrainerCallback
+from transformers.trainer_callback import ExportableState, TrainerState
+from transformers.trainer_pt_utils import nested_gather
+from transformers.trainer_utils import get_last_checkpoint, rotate_checkpoints
+
+from ckpipe.distributed import training_state
+from ckpipe.errors import CheckpointNotFound, CorruptCheckpoint, StructureMismatch, UsageError
+from ckpipe.events import Completed
+from ckpipe.integrations.pointers import read_pointer, write_pointer_folder
+from ckpipe.retention import KeepLast
+from ckpipe.running.pipeline import SyncPipeline
+from ckpipe.state_helpers import Progress, RngState
+from ckpipe.types import CheckpointInfo
+
+logger = logging.getLogger("ckpipe")
+
+STATE_NAME = "trainer_state.json"
+BEST = "best_metric"
+"""The metric that only those checkpoints have that were better than all before them."""
+
+_NAME = re.compile(r"checkpoint-(\d+)")
+
+
+class CkpipeTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[misc]
+    """Makes a trainer save and resume with ckpipe; to be put before a ``Trainer`` among the bases.
+
+    ``train()`` resumes from the newest complete checkpoint, if there is one, and begins a run
+    otherwise, as the setting ``resume`` says. ``train(resume_from_checkpoint=True)`` raises without
+    a checkpoint, ``False`` begins anew, and a path ``checkpoint-500`` or an id takes that one. A
+    folder that the trainer wrote without ckpipe is taken as ever.
+
+    A save returns when the state is copied; leaving ``train()`` waits until all saves are durable.
+    Each rank saves its own part, and ranks that resume agree on a checkpoint. Saved are model,
+    optimizer, scheduler, scaler, random generators, the trainer's state with those of callbacks,
+    and the loss since the last log. Of a peft model only the trainable tensors are saved.
+    ``save_model`` and ``push_to_hub`` at the end write what they always do.
+
+    Inside an epoch a run resumes with the next batch. Exact to the bit are all steps if loading a
+    sample draws no random number. Augmentations differ: those of the first batches after a resume,
+    which are loaded before the generators go back, and with workers those of the rest of the epoch.
+    An evaluation or save at the end of an epoch is not made up for, if the checkpoint to resume
+    from lies at its last step.
+
+    Args:
+        args: Arguments of the trainer.
+        checkpoints: The root of the checkpoints, as a path or URL; by default the folder ``ckpipe``
+            in ``output_dir``. Each trial of a search has a root of its own below it.
+        ckpipe_settings: Fields of :class:`~ckpipe.Settings`. ``save_every_seconds``,
+            ``save_every_steps`` and ``preemption`` save besides ``save_steps``; a signal also ends
+            the training. Without ``retention`` or ``keep_last`` here, ``save_total_limit`` decides
+            which checkpoints stay; the best counts among them.
+        kwargs: Arguments of the trainer.
+
+    Raises:
+        UsageError: If checkpoints are to be pushed to the Hub, which takes the trainer's own files;
+            or if ``initial`` is set, since ``from_pretrained`` gives a model its first weights.
+        SettingsError: If a setting is unknown or out of range.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        checkpoints: str | os.PathLike[str] | None = None,
+        ckpipe_settings: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        root = os.fspath(checkpoints or os.path.join(self.args.output_dir, "ckpipe"))
+        self._ckpipe_root = root if "://" in root else os.path.abspath(root)
+        self._ckpipe_settings = dict(ckpipe_settings or {})
+        limit = self.args.save_total_limit or 0
+        if limit > 0 and not {"retention", "keep_last"} & self._ckpipe_settings.keys():
+            self._ckpipe_settings["retention"] = KeepLast(limit, including=BEST)
+        self._ckpipe_pipeline: Any = None
+        self._ckpipe_chosen: CheckpointInfo | None = None
+        self._ckpipe_rng = RngState(apply="later")
+        self._ckpipe_progress = Progress()
+        self.add_callback(_Schedule(self))
+
+    def init_hf_repo(self, token: str | None = None) -> None:
+        if self.args.hub_strategy != "end":
+            raise UsageError(
+                "Checkpoints of ckpipe are not pushed to the Hub",
+                hint='Set hub_strategy="end", which pushes the model at the end of the training',
+            )
+        super().init_hf_repo(token)
+
+    def train(
+        self,
+        resume_from_checkpoint: str | bool | None = None,
+        trial: Any = None,
+        ignore_keys_for_eval: list[str] | None = None,
+    ) -> Any:
+        """Train as the trainer does; return once all checkpoints are durable.
+
+        Args:
+            resume_from_checkpoint: None resumes as the setting ``resume`` says; True must resume,
+                False begins anew. A path or name ``checkpoint-N``, or an id, takes that checkpoint.
+            trial: The trial of a search, which begins anew.
+            ignore_keys_for_eval: As for the trainer.
+
+        Raises:
+            CheckpointNotFound: If the checkpoint, or one to resume from, is absent or incomplete.
+            StructureMismatch: If the checkpoint was not saved by such a trainer.
+            CkpipeError: Any error of a save or load.
+        """
+        root, settings = self._ckpipe_root, dict(self._ckpipe_settings)
+        if trial is not None:
+            root = f"{root}/{os.path.basename(self._get_output_dir(trial))}"
+        if isinstance(resume_from_checkpoint, bool) or trial is not None:
+            settings["resume"] = "must" if resume_from_checkpoint else "never"
+        with SyncPipeline(root, **settings) as pipeline:
+            if pipeline.settings.initial is not None:
+                raise UsageError("A trainer takes no initial", hint="Call from_pretrained instead")
+            self._ckpipe_pipeline, self._ckpipe_run_dir = pipeline, self._get_output_dir(trial)
+            pipeline.on_complete(self._ckpipe_on_complete)
+            try:
+                folder = self._ckpipe_choose(resume_from_checkpoint)
+                return super().train(folder, trial, ignore_keys_for_eval)
+            finally:
+                self._ckpipe_chosen = None
+
+    # Names
+
+    def _ckpipe_folder(self, step: int) -> str:
+        return os.path.join(self._ckpipe_run_dir, f"checkpoint-{step}")
+
+    def _ckpipe_write_name(self, info: CheckpointInfo, text: str | None = None) -> None:
+        text = text or (info.metadata or {}).get("trainer_state")
+        files = {} if text is None else {STATE_NAME: text}
+        write_pointer_folder(self._ckpipe_folder(info.step), self._ckpipe_pipeline.url, info, files)
+
+    def _ckpipe_on_complete(self, event: Completed) -> None:
+        self._ckpipe_write_name(event.info)
+        best = json.loads((event.info.metadata or {})["trainer_state"])["best_model_checkpoint"]
+        best = best and os.path.join(self._ckpipe_run_dir, os.path.basename(best))
+        rotate_checkpoints(self._ckpipe_run_dir, self.args.save_total_limit, best, use_mtime=True)
+
+    # Resume
+
+    def _ckpipe_choose(self, resume: str | bool | None) -> str | None:
+        """Choose the checkpoint, and return the folder that the trainer reads its state from."""
+        pipeline, pointer = self._ckpipe_pipeline, None
+        if isinstance(resume, str):
+            pointer = read_pointer(resume)
+            if pointer is None and os.path.isdir(resume):
+                return resume
+            named = _NAME.fullmatch(os.path.basename(os.path.normpath(resume)))
+            which = pointer.id if pointer else int(named[1]) if named else resume
+            chosen = pipeline.choose(which)
+        else:
+            try:
+                chosen = pipeline.choose()
+            except CheckpointNotFound:
+                folder = self._ckpipe_run_dir
+                last = get_last_checkpoint(folder) if os.path.isdir(folder) else None
+                if last is None or read_pointer(last) is not None:
+                    raise
+                logger.info("resuming from %s, which was saved without ckpipe", last)
+                return str(last)
+        if chosen is None:
+            return None
+        if chosen.metadata is None:
+            raise CorruptCheckpoint(
+                f"The index of {chosen.id} cannot be read",
+                step=chosen.step,
+                hint="Name an older one: train(resume_from_checkpoint='checkpoint-N')",
+            )
+        if "trainer_state" not in chosen.metadata:
+            raise StructureMismatch(
+                f"{chosen.id} was not saved by a trainer of transformers",
+                step=chosen.step,
+                hint="Load it into the model before: ckpipe.load(root, {'training': …})",
+            )
+        self._ckpipe_chosen, state = chosen, json.loads(chosen.metadata["trainer_state"])
+        if best := state["best_model_checkpoint"]:
+            # It may be of another machine. Without the folder the trainer would forget the best.
+            state["best_model_checkpoint"] = path = self._ckpipe_folder(_step_of(best))
+            if not os.path.isdir(path):
+                with suppress(CheckpointNotFound):
+                    self._ckpipe_write_name(pipeline.choose(_step_of(best)))
+        self._ckpipe_write_name(chosen, json.dumps(state, indent=2, sort_keys=True) + "\n")
+        return self._ckpipe_folder(chosen.step)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        if self._ckpipe_chosen is None:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if self._ckpipe_chosen is None:
+            super()._load_optimizer_and_scheduler(checkpoint)
+            return
+        state, include = self._ckpipe_state(), self._ckpipe_include()
+        # The loss and the generators of an epoch's beginning belong to a rank of the same world.
+        other = self._ckpipe_chosen.world_size != self.args.world_size
+        exclude = ["progress"] if other and "progress" in state else None
+        self._ckpipe_pipeline.load(state, self._ckpipe_chosen, include=include, exclude=exclude)
+
+    def _load_scaler(self, checkpoint: str | None) -> None:
+        if self._ckpipe_chosen is None:
+            super()._load_scaler(checkpoint)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        if self._ckpipe_chosen is None:
+            super()._load_rng_state(checkpoint)
+            return
+        self._ckpipe_rng.apply()
+        if "loss" in vars(progress := self._ckpipe_progress):
+            loss: Any = progress.loss.to(self.args.device)
+            self._tr_loss, self._globalstep_last_logged = loss, progress.logged
+            # The mean loss of this call counts its own steps only.
+            self._total_loss_scalar -= nested_gather(loss, self.args.parallel_mode).mean().item()
+
+    def _run_epoch(self, **kwargs: Any) -> None:
+        chosen, progress = self._ckpipe_chosen, self._ckpipe_progress
+        epoch, skipped = kwargs["epoch"], kwargs["steps_trained_in_current_epoch"]
+        if chosen is not None and epoch == kwargs["epochs_trained"]:
+            logger.info(
+                "resumed step %d from %s/%s: the data goes on in epoch %d after batch %d",
+                chosen.step, self._ckpipe_pipeline.url, chosen.id, epoch, skipped,
+            )  # fmt: skip
+            if not skipped:
+                self._ckpipe_rng.apply()
+            elif "generators" in vars(progress):  # the order may be drawn when the epoch begins
+                RngState().load_state_dict(progress.generators)
+        progress.generators = RngState().state_dict()
+        super()._run_epoch(**kwargs)
+
+    # Save
+
+    def _ckpipe_state(self) -> dict[str, Any]:
+        if self.args.save_only_model:
+            return {"training": training_state(self.model_wrapped)}
+        state = {
+            "training": training_state(self.model_wrapped, self.optimizer),
+            "scheduler": self.lr_scheduler,
+            "rng": self._ckpipe_rng,
+            "progress": self._ckpipe_progress,
+            "scaler": getattr(self.accelerator, "scaler", None),
+        }
+        return {name: value for name, value in state.items() if value is not None}
+
+    def _ckpipe_include(self) -> list[str] | None:
+        """Return globs of what is saved of a peft model; None for all of another one."""
+        if not hasattr(self.model, "peft_config"):
+            return None
+        trained = [name for name, each in self.model.named_parameters() if each.requires_grad]
+        globs = {re.sub(r"(?<=\.)\d+(?=\.)", "*", f"training.model.{name}") for name in trained}
+        others = ["training.optimizer", "training.versions", *self._ckpipe_state()]
+        return [*sorted(globs), *(each for each in others if each != "training")]
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        if self.hp_search_backend is None and trial is None:
+            self.store_flos()
+        state, step, metrics = self.state, self.state.global_step, {}
+        if state.best_global_step == step:
+            metrics[BEST] = float(state.best_metric)
+        if state.best_global_step:
+            folder = self._ckpipe_folder(state.best_global_step)
+            if state.best_global_step == step or os.path.isdir(folder):
+                state.best_model_checkpoint = folder
+        if (name := self.args.metric_for_best_model) is not None:
+            name = name if name.startswith("eval_") else f"eval_{name}"
+            here = (each for each in reversed(state.log_history) if each["step"] == step)
+            if (value := next((each[name] for each in here if name in each), None)) is not None:
+                metrics[name] = float(value)
+        exportable = [*self.callback_handler.callbacks, self.control]
+        exportable = [each for each in exportable if isinstance(each, ExportableState)]
+        state.stateful_callbacks = TrainerState(stateful_callbacks=exportable).stateful_callbacks
+        progress = self._ckpipe_progress
+        progress.loss, progress.logged = self._tr_loss, self._globalstep_last_logged
+        # One rank's is enough, and a run with many logs has megabytes.
+        text = json.dumps(dataclasses.asdict(state), indent=2, sort_keys=True) + "\n"
+        first = {"name": f"checkpoint-{step}", "trainer_state": text}
+        self._ckpipe_pipeline.save(
+            self._ckpipe_state(),
+            step,
+            metrics=metrics,
+            metadata=first if self.args.process_index == 0 else None,
+            include=self._ckpipe_include(),
+        )
+
+    # End
+
+    def _finalize_training(self, *args: Any) -> Any:
+        best = self.state.best_model_checkpoint
+        if self.args.should_save and best is not None and not os.path.isdir(best):
+            self._ckpipe_write_name(self._ckpipe_pipeline.choose(_step_of(best)))
+        return super()._finalize_training(*args)
+
+    def _load_best_model(self) -> None:
+        best = self.state.best_model_checkpoint
+        if os.path.isdir(best) and read_pointer(best) is None:
+            super()._load_best_model()
+            return
+        adapters = self._ckpipe_include() or ["training.model"]
+        include = [each for each in adapters if each.startswith("training.model")]
+        state = {"training": training_state(self.model_wrapped)}
+        self._ckpipe_pipeline.load(state, _step_of(best), include=include)
+        logger.info("loaded the best model, of step %d", _step_of(best))
+
+
+def _step_of(folder: str) -> int:
+    return int(folder.rpartition("-")[2])
+
+
+class _Schedule(TrainerCallback):
+    """Saves when the settings of ckpipe say so, and ends the training after a signal."""
+
+    def __init__(self, trainer: CkpipeTrainerMixin) -> None:
+        self._trainer = trainer
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        pipeline = self._trainer._ckpipe_pipeline
+        chosen = pipeline.settings
+        if chosen.preemption.enabled or chosen.save_every_steps or chosen.save_every_seconds:
+            control.should_save |= pipeline.should_save(state.global_step)
+            control.should_training_stop |= pipeline.preempted
+
+
+class CkpipeTrainer(CkpipeTrainerMixin, Trainer):
+    """``transformers.Trainer`` that saves and resumes with ckpipe; see the mixin."""

@@ -1,0 +1,296 @@
+"""Features of the Hugging Face Trainer with ckpipe, each a case of :mod:`trainer_runs`.
+
+Where it can be, the expectation is what the Trainer does by itself.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import shutil
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+from peft import LoraConfig, get_peft_model
+from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainerState
+
+import ckpipe
+from ckpipe.errors import CheckpointNotFound, SettingsError, StructureMismatch, UsageError
+from ckpipe.integrations.pointers import read_pointer
+from ckpipe.integrations.transformers import CkpipeTrainer
+from tests.integrations.trainer_runs import (
+    Samples,
+    new_model,
+    new_trainer,
+    outcome,
+)
+from tests.support.fork_server import Case
+from tests.support.sampling import SEED, sample
+from tests.training.matrix_references import difference
+
+
+class Stops(TrainerCallback):
+    """Ends the training after a step, as a limit of time does."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_training_stop |= state.global_step == self.step
+
+
+def scripted(scores: Sequence[float]) -> Any:
+    """A metric that has these values, one after the other."""
+    values = iter(scores)
+    return lambda predictions: {"score": next(values)}
+
+
+def of(case: Case, name: str, **arguments: Any) -> Case:
+    """The case of a run of its own."""
+    folder = Path(case["out"]) / name
+    folder.mkdir(parents=True, exist_ok=True)
+    return {
+        **case,
+        "out": str(folder),
+        "root": str(folder / "root"),
+        "arguments": case["arguments"] | arguments,
+    }
+
+
+def check_same(found: Any, expected: Any) -> None:
+    """Compare to the last bit."""
+    if (difference_found := difference(found, expected)) is not None:
+        raise AssertionError(difference_found)
+
+
+def names(case: Case) -> list[str]:
+    return sorted(path.name for path in Path(case["out"]).glob("checkpoint-*"))
+
+
+def undisturbed(case: Case, **more: Any) -> dict[str, Any]:
+    """What a run comes to that nothing disturbs."""
+    trainer = new_trainer(case, **more)
+    trainer.train()
+    return outcome(trainer)
+
+
+def resumed(case: Case, at: int, **more: Any) -> Any:
+    """Train to a step, begin anew as another process would, and train to the end."""
+    new_trainer(case, callbacks=[Stops(at)], **more).train()
+    trainer = new_trainer(case, **more)
+    trainer.train()
+    return trainer
+
+
+def names_and_best_are_those_of_the_trainer(case: Case) -> None:
+    strategies = [("steps", 3), ("steps", 5), ("epoch", 1), ("best", 2)]
+    matrix = itertools.product([None, 1, 2, 3], [True, False], strategies)
+    for limit, greater, (strategy, steps) in sample(matrix, 3):
+        scores = [random.Random(SEED + n).random() for n in range(20)]
+        found = []
+        for kind in (Trainer, CkpipeTrainer):
+            one = of(
+                case,
+                f"{kind.__name__}-{limit}-{greater}-{strategy}-{steps}",
+                save_total_limit=limit,
+                greater_is_better=greater,
+                save_strategy=strategy,
+                eval_strategy="steps" if strategy == "best" else strategy,
+                save_steps=steps,
+                eval_steps=steps,
+                load_best_model_at_end=strategy != "best",
+            )
+            trainer = new_trainer(one, kind, compute_metrics=scripted(scores))
+            trainer.train()
+            state = trainer.state
+            best = state.best_model_checkpoint and os.path.basename(state.best_model_checkpoint)
+            found.append((names(one), best, state.best_metric, trainer.model.state_dict()))
+        assert found[0][:3] == found[1][:3], (limit, greater, strategy, steps)
+        check_same(found[1][3], found[0][3])
+        with ckpipe.SyncPipeline(one["root"], read_only=True) as pipeline:
+            complete = {f"checkpoint-{info.step}" for info in pipeline.steps() if info.complete}
+        # The newest stays in any case; the trainer drops its name at the end with a limit of 1.
+        assert complete >= set(found[0][0])
+        assert len(complete) <= max(limit or 20, 2)
+
+
+def resume_takes_what_it_is_given(case: Case) -> None:
+    one = of(case, "run", num_train_epochs=1)
+    with pytest.raises(CheckpointNotFound, match="no complete checkpoint"):
+        new_trainer(one).train(resume_from_checkpoint=True)
+    whole = new_trainer(one)
+    whole.train()
+    ids = {info.step: info.id for info in ckpipe.SyncPipeline(one["root"]).open().steps()}
+    folder = Path(one["out"])
+    for given, step in [
+        (None, 10),
+        (True, 10),
+        (str(folder / "checkpoint-6"), 6),
+        (f"checkpoint-{3}", 3),
+        (ids[6], 6),
+        (False, 0),
+    ]:
+        trainer = new_trainer(one)
+        trainer.train(resume_from_checkpoint=given)
+        assert len(trainer.model.seen) == 10 - step
+        check_same(trainer.model.state_dict(), whole.model.state_dict())
+    with pytest.raises(CheckpointNotFound, match="no checkpoint 4"):
+        new_trainer(one).train(resume_from_checkpoint=str(folder / "checkpoint-4"))
+    # What the trainer wrote by itself is resumed as ever, once ckpipe has nothing.
+    plain = of(case, "plain", num_train_epochs=1)
+    new_trainer(plain, Trainer, callbacks=[Stops(6)]).train()
+    for given in (True, str(Path(plain["out"], "checkpoint-6"))):
+        shutil.rmtree(plain["root"], ignore_errors=True)
+        trainer = new_trainer(plain)
+        trainer.train(resume_from_checkpoint=given)
+        assert len(trainer.model.seen) == 4
+        check_same(trainer.model.state_dict(), whole.model.state_dict())
+
+
+def runs_move_to_another_folder(case: Case) -> None:
+    one, other = of(case, "one"), of(case, "moved")
+    new_trainer(one, callbacks=[Stops(9)]).train()
+    os.rmdir(other["out"])
+    shutil.copytree(one["root"], other["root"])  # the names stay behind
+    trainer = new_trainer(other)
+    trainer.train()
+    assert len(trainer.model.seen) == 11
+    best = Path(trainer.state.best_model_checkpoint)
+    assert best.parent == Path(other["out"])
+    pointer = read_pointer(best)
+    assert pointer is not None
+    assert pointer.root == other["root"]
+
+
+def tools_read_the_state_and_the_model(case: Case) -> None:
+    one, plain = of(case, "one"), of(case, "plain")
+    for kind, run in ((CkpipeTrainer, one), (Trainer, plain)):
+        each = new_trainer(run, kind)
+        each.train()
+        each.save_model(str(Path(each.args.output_dir, "final")))
+    assert names(one) == names(plain)
+    for name in names(one):
+        read = [
+            TrainerState.load_from_json(str(Path(each["out"], name, "trainer_state.json")))
+            for each in (one, plain)
+        ]
+        assert read[0].global_step == read[1].global_step == int(name.rpartition("-")[2])
+        assert read[0].best_metric == read[1].best_metric
+        assert list(read[0].stateful_callbacks) == list(read[1].stateful_callbacks)
+        assert [each["step"] for each in read[0].log_history] == [
+            each["step"] for each in read[1].log_history
+        ]
+    final = transformers.GPT2LMHeadModel.from_pretrained(Path(one["out"], "final"))
+    check_same(final.state_dict(), each.model.state_dict())
+
+
+def callbacks_go_on(case: Case) -> None:
+    def stopping() -> list[Any]:
+        return [EarlyStoppingCallback(early_stopping_patience=3)]
+
+    scores = [5.0, 9.0, 8.0, 7.0, 6.0, 5.0]
+    for kept in (True, False):
+        one = of(case, f"{kept}", restore_callback_states_from_checkpoint=kept)
+        before, after = scripted(scores[:3]), scripted(scores[3:])
+        new_trainer(one, compute_metrics=before, callbacks=[*stopping(), Stops(9)]).train()
+        trainer = new_trainer(one, compute_metrics=after, callbacks=stopping())
+        trainer.train()
+        # It had seen one step without progress: with its state it waits for two more.
+        assert trainer.state.global_step == (15 if kept else 18)
+
+
+def data_is_skipped_or_not(case: Case) -> None:
+    whole = new_trainer(of(case, "whole", num_train_epochs=1))
+    whole.train()
+    for ignore in (False, True):
+        one = of(case, f"{ignore}", ignore_data_skip=ignore, num_train_epochs=1)
+        trainer = resumed(one, 6)
+        assert trainer.model.seen == (whole.model.seen[:4] if ignore else whole.model.seen[6:])
+
+
+def order_by_length_goes_on(case: Case) -> None:
+    arguments = {"train_sampling_strategy": "group_by_length", "per_device_train_batch_size": 1}
+    samples = Samples(lengths=True)
+    expected = undisturbed(of(case, "whole", **arguments), samples=samples)
+    found = outcome(resumed(of(case, "resumed", **arguments), 27, samples=samples))
+    assert expected.pop("seen")[27:] == found.pop("seen")
+    check_same(found, expected)
+
+
+def only_adapters_are_saved(case: Case) -> None:
+    def adapted() -> Any:
+        base = new_model()
+        config = LoraConfig(r=2, target_modules=["c_attn"], lora_dropout=0.2, fan_in_fan_out=True)
+        model = get_peft_model(base, config)
+        model.seen = base.seen
+        return model
+
+    expected, one = undisturbed(of(case, "whole"), model=adapted), of(case, "one")
+    found = outcome(resumed(one, 12, model=adapted))
+    assert expected.pop("seen")[12:] == found.pop("seen")
+    check_same(found, expected)
+    model = ckpipe.load(one["root"], include=["training.model"]).state["training"]["model"]
+    assert model
+    assert all("lora" in name for name in model), list(model)
+
+
+def other_ranks_go_on(case: Case) -> None:
+    """Resume with one rank what two have saved."""
+    with pytest.raises(ckpipe.CkpipeError, match="per_rank"):
+        new_trainer(case).train()
+    trainer = new_trainer({**case, "settings": {"per_rank": "derive"}})
+    trainer.train()
+    assert trainer.state.global_step == trainer.state.max_steps
+    assert len(trainer.model.seen) == 2 * (trainer.state.max_steps - case["saved"])
+
+
+def weights_alone_are_saved(case: Case) -> None:
+    one = of(case, "one", save_only_model=True, load_best_model_at_end=False)
+    trainer = resumed(one, 9)
+    assert trainer.state.global_step == 20
+    assert len(trainer.model.seen) == 11
+    state = ckpipe.load(one["root"]).state
+    assert state["training"].keys() == {"model", "versions"}
+    assert state.keys() == {"training"}
+
+
+class Signals(TrainerCallback):
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 7:
+            signal.raise_signal(signal.SIGTERM)
+
+
+def signals_and_settings_save(case: Case) -> None:
+    one = of(case, "one", save_strategy="no", load_best_model_at_end=False)
+    one["settings"] = {"preemption": True, "save_every_steps": 5}
+    trainer = new_trainer(one, callbacks=[Signals()])
+    trainer.train()
+    assert 7 <= trainer.state.global_step <= 8
+    with ckpipe.SyncPipeline(one["root"], read_only=True) as pipeline:
+        assert [info.step for info in pipeline.steps()] == [5, trainer.state.global_step]
+
+
+def wrong_uses_are_refused(case: Case) -> None:
+    hub = {"push_to_hub": True, "hub_model_id": "a/b", "hub_strategy": "every_save"}
+    with pytest.raises(UsageError, match="not pushed to the Hub"):
+        new_trainer(of(case, "hub", **hub))
+    with pytest.raises(UsageError, match="from_pretrained"):
+        new_trainer({**of(case, "initial"), "settings": {"initial": "/weights"}}).train()
+    with pytest.raises(SettingsError, match="keep_lst"):
+        new_trainer({**of(case, "unknown"), "settings": {"keep_lst": 1}}).train()
+    other = of(case, "other")
+    with ckpipe.SyncPipeline(other["root"]) as pipeline:
+        pipeline.save({"w": 1}, step=5)
+    with pytest.raises(StructureMismatch, match="not saved by a trainer"):
+        new_trainer(other).train()
+    damaged = of(case, "damaged", num_train_epochs=1)
+    new_trainer(damaged).train()
+    newest = max(Path(damaged["root"]).glob("step-*.json"))
+    newest.write_bytes(newest.read_bytes()[:-40])
+    with pytest.raises(ckpipe.errors.CorruptCheckpoint):
+        new_trainer(damaged).train()
