@@ -1,10 +1,10 @@
-"""Imports against a plain copy of the bytes, interleaved in one run.
+"""Imports and exports against a plain copy of the bytes, interleaved in one run.
 
     python benchmarks/give_and_take.py [--root DIR] [--rounds 10] [--megabytes 500] [--json FILE]
 
 A plain copy reads the files, writes them in turn in the blocks of ckpipe, and makes them durable.
 The sources are warm. Every round takes each measure once, in alternating order; the table shows
-medians, and the ratio of the copy's median to that of each import. Deletions do not count.
+medians, and the ratio of the copy's median to that of each other measure. Deletions do not count.
 """
 
 from __future__ import annotations
@@ -43,6 +43,19 @@ def plain_copy(source: Path, target: Path) -> None:
     os.close(folder)
 
 
+def exports(root: Path, weights: dict[str, torch.Tensor]) -> dict[str, Callable[[Path], object]]:
+    """Save weights, and return a measure of their export in each form."""
+    with ckpipe.SyncPipeline(root / "run") as pipeline:
+        pipeline.save({"model": weights}, step=1).wait()
+    export = partial(ckpipe.export, root / "run")
+    return {
+        "export as hf": export,
+        "export as hf in half the bytes": partial(export, dtype="bfloat16"),
+        "export as torch": partial(export, form="torch"),
+        "export as dcp": partial(export, form="dcp"),
+    }
+
+
 def main() -> None:
     """Measure, print the table, and write the figures."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -71,6 +84,7 @@ def main() -> None:
             "import of torch.save": partial(ckpipe.import_checkpoint, root / "torch/weights.pt"),
             "import with Fuse": partial(take, transform=fused),
             "import with Cast to half the bytes": partial(take, transform=half),
+            **exports(root, weights),
         }
         for number in range(asked.rounds + 1):
             for name in list(measures)[:: 1 if number % 2 else -1]:
