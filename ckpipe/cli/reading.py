@@ -234,11 +234,11 @@ def import_(
     The new checkpoint is complete or absent, even if the import is interrupted.
     """
     from ckpipe.calls import imported  # needs torch
-    from ckpipe.loading.transform_file import read_transforms
+    from ckpipe.loading.name_tables import read_file
 
     async def work(screen: Screen) -> int:
         began = time.perf_counter()
-        changes = () if transform is None else await to_thread.run_sync(read_transforms, transform)
+        changes = await to_thread.run_sync(read_file, transform) if transform else []
         with screen.meter("importing") as meter:
             info = await imported(
                 source, target, screen.settings, wanted(from_step), step=step, transform=changes,
@@ -316,7 +316,7 @@ def export(
     """
 
     from ckpipe.exports import export_url  # needs torch
-    from ckpipe.loading.transform_file import read_transforms
+    from ckpipe.loading.name_tables import read_file
 
     content = {"part": part, "dtype": dtype, "max_shard_bytes": max_shard, "extra": extra}
     given: dict[str, Any] = {name: each for name, each in content.items() if each is not None}
@@ -324,7 +324,7 @@ def export(
     async def work(screen: Screen) -> int:
         began = time.perf_counter()
         if transform is not None:
-            given["transform"] = await to_thread.run_sync(read_transforms, transform)
+            given["transform"] = await to_thread.run_sync(read_file, transform)
         settings = screen.settings.override(export=given)
         with screen.meter("exporting") as meter:
             done = await export_url(

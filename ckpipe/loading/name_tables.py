@@ -6,10 +6,15 @@ of llama3 and qwen3), ``model.py`` of nanoGPT, and the ``modeling`` files of tra
 
 from __future__ import annotations
 
+import inspect
 import tomllib
 from collections.abc import Mapping
 from importlib.resources import files
-from typing import Any
+from pathlib import Path
+from types import GenericAlias
+from typing import Any, get_type_hints
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from ckpipe.errors import UsageError
 from ckpipe.loading.reshapes import Fuse, Rearrange, Split, Stack, Unstack
@@ -19,6 +24,14 @@ _KINDS = {
     each.__name__: each
     for each in (Cast, Drop, Fuse, Only, Rearrange, Rename, Split, Stack, Unstack)
 }
+
+_FORM = '[[transform]] with kind = "Rename" and its arguments, such as names = {"0.*" = "up.*"}'
+
+_FOLDER = files("ckpipe.loading") / "names"
+
+
+def _shipped() -> list[str]:
+    return sorted(each.name.removesuffix(".toml") for each in _FOLDER.iterdir())
 
 
 def name_table(name: str, /, **numbers: int) -> list[Transform]:
@@ -42,13 +55,25 @@ def name_table(name: str, /, **numbers: int) -> list[Transform]:
     Raises:
         UsageError: If there is no such table, or a number is missing, unknown or not positive.
     """
-    folder = files("ckpipe.loading") / "names"
-    known = sorted(each.name.removesuffix(".toml") for each in folder.iterdir())
+    known = _shipped()
     if name not in known:
         raise UsageError(
             f"There is no table of names {name!r:.100}", hint=f"Choose one of {', '.join(known)}"
         )
-    return read_transforms((folder / f"{name}.toml").read_text("utf-8"), name, numbers)
+    return read_transforms((_FOLDER / f"{name}.toml").read_text("utf-8"), name, numbers)
+
+
+def read_file(path: Path) -> list[Transform]:
+    """Read transforms from a TOML file.
+
+    Raises:
+        UsageError: If it cannot be read, or as :func:`read_transforms` does.
+    """
+    try:
+        text = path.read_text("utf-8")
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path} cannot be read: {error}") from None
+    return read_transforms(text, str(path))
 
 
 def read_transforms(
@@ -56,56 +81,81 @@ def read_transforms(
 ) -> list[Transform]:
     """Read transforms from TOML: an array of tables ``transform``, each with a ``kind``.
 
-    ``kind`` is the name of a class, and the other keys are its arguments. In place of a size may
-    stand the name of a number.
+    ``kind`` is the name of a class, and the other keys are its arguments; those of ``Only`` and
+    ``Drop`` are ``globs``. Or it is the name of a table of names, and the other keys are the
+    numbers of the model.
 
     Args:
         text: The TOML.
         place: The name of the table or file, for errors.
-        numbers: The numbers.
+        numbers: Numbers that stand for their names in sizes; None for a file without such names.
 
     Raises:
-        UsageError: If it is no such table, or numbers are missing, unknown or not positive.
+        UsageError: If it is no such table, or numbers are missing, unknown or not positive; names
+            the place and the entry.
     """
     try:
         data = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise UsageError(f"{place} is no TOML: {error}") from None
+        raise UsageError(f"{place} is not TOML: {error}", hint=f"Write {_FORM}") from None
     tables = data.pop("transform", None)
-    if data or not isinstance(tables, list) or not all(isinstance(each, dict) for each in tables):
-        raise UsageError(
-            f"{place} has not just tables called transform",
-            hint='Write [[transform]], and below it kind = "Rename" and its arguments',
-        )
+    if data or not isinstance(tables, list):
+        others = ", ".join(sorted(data)) or "no array of tables"
+        raise UsageError(f"{place} holds {others}", hint=f"Write nothing but {_FORM}")
     given, used = numbers or {}, set[str]()
+    good = {name: n for name, n in given.items() if type(n) is int and n > 0}
 
     def sized(size: Any) -> Any:
         if isinstance(size, list):
             return list(map(sized, size))
-        if isinstance(size, str):
+        if isinstance(size, str) and numbers is not None:
             used.add(size)
-            return given.get(size, 1)
+            return good.get(size, 1)
         return size
 
     found: list[Transform] = []
     for number, table in enumerate(tables, 1):
-        cls = _KINDS.get(table.pop("kind", ""))
-        if cls is None:
-            raise UsageError(
-                f"Transform {number} of {place} has no kind that is known",
-                hint=f"The kinds are {', '.join(_KINDS)}",
-            )
-        sizes = {key: sized(table[key]) for key in ("shape", "sizes") if key in table}
-        globs = table.pop("globs", []) if cls in (Drop, Only) else []
+        members = dict(table) if isinstance(table, Mapping) else {}
+        sizes = {key: sized(members[key]) for key in ("shape", "sizes") if key in members}
         try:
-            found.append(cls(*globs, **table | sizes))
-        except TypeError as error:
-            raise UsageError(f"Transform {number} of {place}: {error}") from None
-    wrong = used ^ given.keys() | {n for n, v in given.items() if type(v) is not int or v < 1}
-    if wrong:
+            found += _made(members.pop("kind", None), members | sizes)
+        except UsageError as error:
+            error.message = f"{place}, transform {number}: {error.message}"
+            raise
+    if used != good.keys() or good.keys() != given.keys():
         raise UsageError(
             f"{place} takes {' and '.join(sorted(used)) or 'no'} numbers, and the given ones are "
             f"{dict(given)}",
             hint="Pass each by its name, as heads=32, with the number of the model",
         )
     return found
+
+
+def _made(kind: object, given: dict[str, Any]) -> list[Transform]:
+    """Make the transforms of one entry, with its arguments checked by their annotations."""
+    if kind in _shipped():
+        return name_table(str(kind), **given)
+    cls = _KINDS.get(kind) if isinstance(kind, str) else None
+    if cls is None:
+        raise UsageError(
+            f"there is no kind {kind!r:.100}",
+            hint=f"The kinds are {', '.join([*_KINDS, *_shipped()])}",
+        )
+    parameters, hints = inspect.signature(cls).parameters, get_type_hints(cls.__init__)
+    several = {name for name, each in parameters.items() if each.kind is each.VAR_POSITIONAL}
+    required = {name for name, each in parameters.items() if each.default is each.empty}
+    if unfit := sorted((given.keys() - parameters.keys()) | (required - given.keys())):
+        raise UsageError(
+            f"{kind} has no {unfit[0]}" if unfit[0] in given else f"{kind} needs {unfit[0]}",
+            hint=f"Its members are {', '.join(parameters)}",
+        )
+    for name, value in given.items():
+        wanted: Any = GenericAlias(list, (hints[name],)) if name in several else hints[name]
+        try:
+            adapter = TypeAdapter(wanted, config=ConfigDict(arbitrary_types_allowed=True))
+            adapter.validate_python(value, strict=True)
+        except ValidationError as error:
+            said = error.errors()[0]["msg"]
+            raise UsageError(f"{kind}: {name} is {value!r:.100}: {said}") from None
+    globs = [each for name in several for each in given.pop(name)]
+    return [cls(*globs, **given)]

@@ -219,8 +219,8 @@ def test_an_import_with_transforms_has_what_a_load_with_them_gives(
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("", "holds no such array"),
-        ("transform = 5", "holds no such array"),
+        ("", "holds no array of tables"),
+        ("transform = 5", "holds no array of tables"),
         ("[[transform]]\nkind='Only'\nglobs=['a']\n[other]", "holds other"),
         ("[[transform]", "is not TOML"),
         ("[[transform]]\nkind = 'eval'", "transform 1: there is no kind 'eval'"),
@@ -229,6 +229,7 @@ def test_an_import_with_transforms_has_what_a_load_with_them_gives(
         ("transform = [5]", "transform 1: there is no kind None"),
         ("[[transform]]\nkind='Only'\nglobs=['*']\n[[transform]]\nkind='Drop'", "2: Drop needs"),
         ("[[transform]]\nkind='Only'\nglobs='*'", "globs is '*'"),
+        ("[[transform]]\nkind='llama-to-hf'\nheads=0\nkv_heads=2", "takes heads and kv_heads"),
         ("[[transform]]\nkind='Only'\nglobs=[5]", "globs is [5]"),
         ("[[transform]]\nkind='Only'\nglobs=[]", "takes names as texts"),
         ("[[transform]]\nkind='Only'\nglob=['*']", "Only has no glob"),
