@@ -54,11 +54,11 @@ def test_a_rank_reads_its_own_rows(world: Gang, tmp_path: Path) -> None:
         assert read <= 1.1 * needed
 
 
-def test_ranks_export_together_and_dcp_loads_it_on_any_number(ranks: Gang, tmp_path: Path) -> None:
+def test_ranks_export_together_and_dcp_loads_it_on_any_number(world: Gang, tmp_path: Path) -> None:
     root = tmp_path / "run"
     settings = {"final_format": "dcp", "export": {"max_shard_bytes": 4000}}
     case = {"settings": settings}
-    assert ranks.run("tests.foreign.rank_runs:export_together", root, 3, **case) == [0] * 3
+    assert world.run("tests.foreign.rank_runs:export_together", root, 3, **case) == [0] * 3
     (folder,) = root.glob("*.dcp")
     ((files,),) = {tuple(map(tuple, each)) for each in told(root, "files").values()}
     assert files[-1] == ".metadata"
@@ -70,19 +70,19 @@ def test_ranks_export_together_and_dcp_loads_it_on_any_number(ranks: Gang, tmp_p
         assert (tmp_path / "alone" / name).read_bytes() == (folder / name).read_bytes()
     given = {"folder": str(folder), "expected": str(tmp_path / "torch/state.pt")}
     for count in (1, 2, 4) if EVERY else random.Random(SEED).sample([1, 2, 4], 1):
-        codes = ranks.run(
+        codes = world.run(
             "tests.foreign.rank_runs:load_by_dcp", tmp_path / str(count), count, **given
         )
         assert codes == [0] * count
         assert len(told(tmp_path / str(count), "done")) == count
 
 
-def test_an_export_without_the_files_of_one_rank_fails_on_all(ranks: Gang, tmp_path: Path) -> None:
+def test_an_export_without_the_files_of_one_rank_fails_on_all(world: Gang, tmp_path: Path) -> None:
     root = tmp_path / "run"
     settings: dict[str, Any] = {"final_format": "hf", "export": {"max_shard_bytes": 400}}
     settings |= {"incomplete_after_seconds": 2.0}
     case = {"settings": settings, "fails": 1}
-    assert ranks.run("tests.foreign.rank_runs:export_together", root, 3, **case) == [0] * 3
+    assert world.run("tests.foreign.rank_runs:export_together", root, 3, **case) == [0] * 3
     assert told(root, "files") == {}
     errors = {rank: each for rank, (each,) in told(root, "error").items()}
     assert errors[1][0] == "UsageError"

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.support.command_line import forked
 
 PROGRAM = Path(__file__).with_name("late_device_runs.py")
 
@@ -15,6 +15,5 @@ PROGRAM = Path(__file__).with_name("late_device_runs.py")
 def test_what_is_saved_is_what_the_device_computes_before_and_in_the_walk(
     tmp_path: Path, kind: str
 ) -> None:
-    command = [sys.executable, str(PROGRAM), kind, str(tmp_path)]
-    ended = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert ended.returncode == 0, ended.stderr
+    ended = forked(PROGRAM, kind, tmp_path)
+    assert ended.code == 0, ended.err

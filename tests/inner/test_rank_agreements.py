@@ -10,8 +10,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import anyio
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -23,13 +25,14 @@ from ckpipe.format import names as object_names
 from ckpipe.preemption import SignalWatch, StopRequest
 from ckpipe.ranks import agree
 from ckpipe.ranks.agree import Vote
-from ckpipe.ranks.launch import CheckpointNames, Rendezvous, draft_launch
+from ckpipe.ranks.launch import CheckpointNames, Launch, Rendezvous, draft_launch
 from ckpipe.ranks.schedule import (
     Pace,
     SaveSchedule,
     SaveStepAgreement,
 )
 from ckpipe.ranks.world import ALONE, Topology, find_topology
+from ckpipe.running.coordinated_saves import CoordinatedSaves
 from ckpipe.testing import MemoryBackend
 from ckpipe.types import CheckpointId, attempt_parts
 from tests.support.stored_files import ATTEMPTS
@@ -395,3 +398,24 @@ def test_default_action_is_held_back_only_while_watching() -> None:
     _, status = os.waitpid(child, 0)
     assert os.WIFSIGNALED(status)
     assert os.WTERMSIG(status) == signal.SIGUSR2
+
+
+async def test_votes_take_a_quarter_of_the_time_that_is_left() -> None:
+    times = iter([0.0])
+    request = StopRequest(lambda: next(times, 98.0))
+    request.tell()
+    backend, attempt = MemoryBackend(), "20260101T000000000Z-run"
+    context: Any = SimpleNamespace(
+        store=SimpleNamespace(retrying=backend),
+        settings=SimpleNamespace(
+            look_every_seconds=0.1, preemption=SimpleNamespace(grace_seconds=100.0)
+        ),
+        attempt=attempt,
+        rank=0,
+        world_size=2,
+    )
+    schedule = SaveSchedule(None, None)
+    launch = Launch(backend, attempt, Topology(0, 2))
+    calls = CoordinatedSaves(context, launch, SaveStepAgreement(1.0), schedule, request)
+    with anyio.fail_after(10):
+        assert not await calls.leave_at(3)

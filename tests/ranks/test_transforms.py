@@ -14,7 +14,6 @@ from torch.distributed.tensor import Shard
 import ckpipe
 from ckpipe import Cast, Fuse, Rearrange, Rename, Split, Stack, Unstack
 from ckpipe.errors import PerRankValue, StructureMismatch
-from ckpipe.format.boxes import Box
 from ckpipe.testing import MemoryBackend
 from tests.inner.stored_ranks import Held, load_as, request, store_ranks
 from tests.support.pipelines import stores
@@ -32,7 +31,7 @@ def cut(shape: tuple[int, ...], dim: int, world_size: int) -> list[Held]:
     found: list[Held] = []
     for rank in range(world_size):
         low, high = min(shape[dim], rank * size), min(shape[dim], (rank + 1) * size)
-        box: Box = (
+        box = (
             tuple(low if n == dim else 0 for n in range(len(shape))),
             tuple(high if n == dim else m for n, m in enumerate(shape)),
         )
