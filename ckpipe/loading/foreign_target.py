@@ -22,6 +22,9 @@ from ckpipe.loading.optimizers import check_counts, check_state, groups_of, stat
 from ckpipe.loading.stateful import SavedTensor
 from ckpipe.state.values import decode_value
 
+_WEIGHTS = "__ckpipe_weights__"
+"""The attribute in which the class of a training state has the key of its model."""
+
 
 def fitted(
     document: ManifestDocument, into: Any, select: LabelFilter
@@ -71,7 +74,7 @@ def _place_of(into: Any, tree: Node) -> tuple[list[str], list[str], Any]:
     label = ""
     while tree[0] in MAPPINGS:
         names = {key for key in tree[1] if isinstance(key, str)}
-        weights = getattr(type(into), "__ckpipe_weights__", None)
+        weights = getattr(type(into), _WEIGHTS, None)
         if weights is not None:
             return (path if weights in names else [*path, weights]), kept, None
         if not isinstance(into, dict) or not names.isdisjoint(into):
@@ -86,7 +89,7 @@ def _place_of(into: Any, tree: Node) -> tuple[list[str], list[str], Any]:
 
 
 def _is_model(value: Any) -> bool:
-    return isinstance(value, torch.nn.Module) or hasattr(type(value), "__ckpipe_weights__")
+    return isinstance(value, torch.nn.Module) or hasattr(type(value), _WEIGHTS)
 
 
 def _with_ties(tree: Node, model: Any) -> Node:
@@ -130,17 +133,16 @@ class _Optimizers:
         if tree[0] not in MAPPINGS:
             return tree
         if isinstance(into, dict):
+            tree = _gathered(tree, into)
             adapted = [
                 self.named(node, into[key], join(label, key))
                 if isinstance(key, str) and key in into
                 else node
                 for key, node in zip(tree[1], tree[2], strict=True)
             ]
-            if all(ours is theirs for ours, theirs in zip(adapted, tree[2], strict=True)):
-                return tree
             return [tree[0], tree[1], adapted, *tree[3:]]
         name = next((each for each in _OPTIMIZER_KEYS if each in tree[1]), None)
-        if name is None or not hasattr(type(into), "__ckpipe_weights__"):
+        if name is None or not hasattr(type(into), _WEIGHTS):
             return tree
         label = join(label, "optimizer")
         node = tree[2][tree[1].index(name)]
@@ -213,6 +215,23 @@ class _Optimizers:
         if node[0] in MAPPINGS:
             return dict(zip(map(decode_key, node[1]), map(self._opened, node[2]), strict=True))
         return list(map(self._opened, node[1])) if node[0] in ("list", "tuple") else None
+
+
+def _gathered(tree: Node, into: dict[Any, Any]) -> Node:
+    """Return a tree with a model and its optimizer below the one training state of a dict."""
+    homes = [
+        key
+        for key, value in into.items()
+        if isinstance(key, str) and key not in tree[1] and hasattr(type(value), _WEIGHTS)
+    ]
+    parts = [each for each in ("model", *_OPTIMIZER_KEYS) if each in tree[1] and each not in into]
+    if len(homes) != 1 or "model" not in parts:
+        return tree
+    items = list(zip(tree[1], tree[2], strict=True))
+    inner = _mapping({key: node for key, node in items if key in parts})
+    beside = [(key, node) for key, node in items if key not in parts]
+    keys, nodes = zip(*beside, (homes[0], inner), strict=True)
+    return [tree[0], list(keys), list(nodes), *tree[3:]]
 
 
 _OPTIMIZER_KEYS = ("optimizer", "optim", "optimizers")

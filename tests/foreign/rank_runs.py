@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from pathlib import Path
 from typing import Any
 
 import safetensors.torch
@@ -54,18 +55,29 @@ def into_wrappers(case: Case) -> None:
     tell(case, done=True)
 
 
+def _memory(name: str) -> int:
+    """Return a line of this process's memory, in bytes."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(each.split()[1]) << 10 for each in lines if each.startswith(name))
+
+
 def share_of_rows(case: Case) -> None:
-    """Load a large tensor by rows into the ranks, and tell how much each has read."""
+    """Load large tensors by rows into the ranks, and tell what each has read and used for it."""
     size = dist.get_world_size()
     mesh = init_device_mesh("cpu", (size,))
     target = {"w": distribute_tensor(torch.zeros(case["rows"], 1024), mesh, [Shard(0)])}
     with ckpipe.SyncPipeline(case["root"], **SETTINGS) as pipeline:
-        result = pipeline.load(target, source=case["file"])
-        assert result is not None
-        assert result.report is not None
-        expected = safetensors.torch.load_file(case["file"])["w"]
-        assert torch.equal(whole(target["w"]), expected)
-        tell(case, read=result.report.bytes, needed=target["w"].to_local().nbytes)
+        for file in case["files"]:
+            target["w"].to_local().fill_(0)
+            before = _memory("VmRSS")
+            Path("/proc/self/clear_refs").write_text("5")  # begin a new peak
+            result = pipeline.load(target, source=file)
+            used = _memory("VmHWM") - before
+            assert result is not None
+            assert result.report is not None
+            tell(case, read=result.report.bytes, needed=target["w"].to_local().nbytes, used=used)
+            expected = safetensors.torch.load_file(case["files"][0])["w"]
+            assert torch.equal(whole(target["w"]), expected)
 
 
 def export_together(case: Case) -> None:

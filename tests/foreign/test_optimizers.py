@@ -56,7 +56,7 @@ def saved(kind: str, form: str, folder: Path) -> tuple[Path, Any, Any]:
     model, optimizer = made(kind, steps=2, rate=0.1)
     weights, state = FORMS[form](model, optimizer)
     place = folder / ("old.pt" if form == "torch" else form)
-    whole = {"model": weights, "optimizer": state}
+    whole = {"model": weights, "optimizer": state, "step": 2}
     if form == "torch":
         torch.save(whole, place)
     else:
@@ -72,17 +72,21 @@ def test_every_form_goes_on_where_it_was(kind: str, tmp_path: Path) -> None:
     with ckpipe.SyncPipeline(tmp_path / "run") as pipeline:
         for form in FORMS:
             place, model, optimizer = saved(kind, form, tmp_path)
-            for target in ("live", "named"):
+            for target in ("live", "named", "named beside others"):
                 other, theirs = made(kind, steps=1, rate=0.7)
-                into: Any = {"model": other, "optimizer": theirs}
+                into: Any = {"model": other, "optimizer": theirs, "step": 0}
                 if target == "named":
                     into = training_state(other, theirs)
+                if target == "named beside others":
+                    into = {"step": 0, "training": training_state(other, theirs)}
                 if (form, target) == ("flat", "live"):
                     with pytest.raises(StructureMismatch, match="training_state"):
                         load(pipeline, into, source=place)
                     assert theirs.param_groups[0]["lr"] == pytest.approx(0.7)
                     continue
-                load(pipeline, into, source=place)
+                kept = ["step"] if target == "named" else []
+                load(pipeline, into, source=place, exclude=kept)
+                assert target == "named" or into["step"] == 2
                 assert same(dict(other.state_dict()), dict(model.state_dict())), (form, target)
                 assert same(theirs.state_dict(), optimizer.state_dict()), (form, target)
 
@@ -106,6 +110,26 @@ def test_numbers_of_other_parameters_are_refused(tmp_path: Path) -> None:
                 assert not any(each.state for each in optimizers)
             model_alone = training_state(model, one, two)
             assert load(pipeline, model_alone, source=place, include=["model"]).missing == ()
+
+
+def test_the_names_that_the_tutorials_of_torch_give(tmp_path: Path) -> None:
+    model, optimizer = made("adamw", steps=2, rate=0.1)
+    old = {
+        "epoch": 3,
+        "model_state_dict": model.state_dict(),
+        "optimizer_state_dict": optimizer.state_dict(),
+    }
+    torch.save(old, tmp_path / "old.pt")
+    names = {"model_state_dict.*": "model.*", "optimizer_state_dict.*": "optimizer.*"}
+    other, theirs = made("adamw", steps=0, rate=0.7)
+    with ckpipe.SyncPipeline(tmp_path / "run") as pipeline:
+        for into in (
+            {"epoch": 0, "model": other, "optimizer": theirs},
+            {"epoch": 0, "training": training_state(other, theirs)},
+        ):
+            load(pipeline, into, source=tmp_path / "old.pt", transform=[ckpipe.Rename(names)])
+            assert into["epoch"] == 3
+            assert same(theirs.state_dict(), optimizer.state_dict())
 
 
 def test_a_list_of_optimizers_is_no_training_state(tmp_path: Path) -> None:

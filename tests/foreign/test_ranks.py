@@ -11,6 +11,7 @@ import safetensors.torch
 import torch
 
 import ckpipe
+from tests.foreign.dcp_folders import save
 from tests.support.rank_processes import Gang, told
 from tests.support.sampling import EVERY, SEED
 from tests.support.wrapped_models import Net
@@ -44,14 +45,19 @@ def test_every_wrapper_takes_a_foreign_file(
 
 
 def test_a_rank_reads_its_own_rows(world: Gang, tmp_path: Path) -> None:
-    file, root = tmp_path / "w.safetensors", tmp_path / "run"
-    safetensors.torch.save_file({"w": torch.randn(32 << 10, 1024)}, file)  # 128 MiB
-    case = {"file": str(file), "rows": 32 << 10}
+    files = [tmp_path / name for name in ("w.safetensors", "w.pt", "dcp")]
+    state = {"w": torch.randn(24 << 10, 1024)}  # 96 MiB
+    safetensors.torch.save_file(state, files[0])
+    torch.save(state, files[1])
+    save(state, files[2])
+    case = {"files": list(map(str, files)), "rows": 24 << 10}
+    root = tmp_path / "run"
     assert world.run("tests.foreign.rank_runs:share_of_rows", root, 4, **case) == [0] * 4
-    for rank, (read,) in told(root, "read").items():
-        (needed,) = told(root, "needed")[rank]
-        assert needed == 32 << 20
-        assert read <= 1.1 * needed
+    read, needed, used = (told(root, name) for name in ("read", "needed", "used"))
+    for rank in range(4):
+        assert needed[rank] == [24 << 20] * 3
+        assert max(read[rank]) <= 1.1 * (24 << 20)
+        assert max(used[rank]) <= 64 << 20  # and blocks of 64 KiB
 
 
 def test_ranks_export_together_and_dcp_loads_it_on_any_number(world: Gang, tmp_path: Path) -> None:
