@@ -55,6 +55,17 @@ def into_wrappers(case: Case) -> None:
     tell(case, done=True)
 
 
+def save_shards(case: Case) -> None:
+    """Save a model in shards, and whole by torch beside it."""
+    model = wrapped("fsdp")
+    with ckpipe.SyncPipeline(case["root"], **SETTINGS) as pipeline:
+        pipeline.save({"model": model}, step=500).wait_complete(timeout=300)
+    expected = {f"model.{name}": whole(each) for name, each in model.state_dict().items()}
+    if dist.get_rank() == 0:
+        torch.save(expected, f"{case['root']}.expected.pt")
+    tell(case, done=True)
+
+
 def _memory(name: str) -> int:
     """Return a line of this process's memory, in bytes."""
     lines = Path("/proc/self/status").read_text().splitlines()

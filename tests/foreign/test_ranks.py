@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -103,3 +104,18 @@ def test_an_export_without_the_files_of_one_rank_fails_on_all(world: Gang, tmp_p
         assert [info.complete for info in pipeline.steps()] == [True]
     done = ckpipe.export(root, max_shard_bytes=400)
     assert set(done.files) == {each.name for each in folder.iterdir()}
+
+
+def test_the_recipe_of_the_format_puts_shards_together(
+    world: Gang, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = tmp_path / "run"
+    assert world.run("tests.foreign.rank_runs:save_shards", root, 2) == [0, 0]
+    page = Path(__file__).parents[2] / "docs" / "format.md"
+    (recipe,) = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    found: dict[str, Any] = {}
+    exec(recipe, found)
+    expected = torch.load(f"{root}.expected.pt", weights_only=True)
+    assert found["boxes"].keys() & expected.keys()
+    assert all(torch.equal(found["merged"][name], each) for name, each in expected.items())
