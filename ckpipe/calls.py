@@ -211,7 +211,7 @@ def export(
 
     Nothing on the target is ever replaced. An export that was interrupted looks unfinished to its
     readers, and another call continues it. Host memory holds 128 MiB of a file at a time, or two
-    tensors if these are larger.
+    tensors if these are larger; ``"torch"`` and ``"dcp"`` may take 2 MiB more for each tensor.
 
     Args:
         url: The root of the checkpoints: a plain path, ``file:///…``, or the URL of another

@@ -106,14 +106,13 @@ async def export(
     plan = partial(plan_files, bundle, form, settings.export, expanded=expanded)
     bundle, (*files, last) = await threads.run_sync(plan)
     work = _Writer(backend, bundle, arena, settings, policy, target, folder)
-    extra = await threads.run_sync(_extra_files, settings.export.extra)
+    # Other ranks may be on machines without these files.
+    extra = await threads.run_sync(_extra_files, settings.export.extra) if rank == 0 else []
     await work.check_alone([each.name for each in (*files, last)])
-    for number, file in enumerate([*files, *extra]):
-        if number % world_size == rank:
-            await work.write(file)
+    for file in [*extra, *files[rank::world_size]]:
+        await work.write(file)
     if rank == 0:
-        if world_size > 1:
-            await work.until_there([*files, *extra])
+        await work.until_there(files if world_size > 1 else [])
         if bundle.source is not None:
             from ckpipe.foreign.source import check_unchanged
 

@@ -98,7 +98,7 @@ def export_together(case: Case) -> None:
     trained(model, optimizer, range(2))
     settings = {"incomplete_after_seconds": 60.0, **case["settings"], **SETTINGS}
     if case.get("fails") == dist.get_rank():
-        settings["export"] = {**settings["export"], "extra": ["/absent.json"]}
+        settings["export"] = {**settings["export"], "part": "absent"}
     before = collectives()
     try:
         with ckpipe.SyncPipeline(case["root"], **settings) as pipeline:
