@@ -9,7 +9,8 @@ from dataclasses import replace
 from itertools import accumulate, chain, pairwise
 
 from ckpipe.errors import ShapeMismatch, StructureMismatch, UsageError
-from ckpipe.format.edit import Lift, ManifestEdit, Regroup, Shift, Step, Take, two_with_one_name
+from ckpipe.format.box_steps import Lift, Regroup, Shift, Step, Take
+from ckpipe.format.edit import ManifestEdit, two_with_one_name
 from ckpipe.format.manifest import TensorRow
 from ckpipe.format.tree import Node
 from ckpipe.loading.transforms import Pattern, Transform, check_numbered, texts
