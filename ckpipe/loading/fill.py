@@ -14,9 +14,12 @@ that is contiguous in its entry and in the target is still one copy of bytes.
 from __future__ import annotations
 
 import ctypes
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from operator import add
+from itertools import accumulate
+from operator import add, attrgetter
 from typing import NamedTuple
 
 import torch
@@ -88,7 +91,26 @@ class Elements:
             at += count
 
 
-Destination = RawBytes | Elements
+class Pieces:
+    """Many destinations in one entry, of which a range of bytes concerns few.
+
+    Args:
+        destinations: The destinations.
+    """
+
+    def __init__(self, destinations: Iterable[RawBytes | Elements]) -> None:
+        self._sorted = sorted(destinations, key=attrgetter("start"))
+        self._starts = [each.start for each in self._sorted]
+        self._reach = list(accumulate((each.stop for each in self._sorted), max))
+
+    def put(self, source: int, lo: int, hi: int) -> None:
+        """Copy their share of the entry's bytes ``[lo, hi)`` from the address ``source``."""
+        concerned = slice(bisect_right(self._reach, lo), bisect_left(self._starts, hi))
+        for each in self._sorted[concerned]:
+            each.put(source, lo, hi)
+
+
+Destination = RawBytes | Elements | Pieces
 """An object that takes bytes of one entry."""
 
 
@@ -162,7 +184,9 @@ def copy_from_image(target: torch.Tensor, image: torch.Tensor, copied: ChunkCopy
     boxed(target, copied.target).copy_(boxed(image, copied.inside))
 
 
-def destination_of(copied: ChunkCopy, dtype: torch.dtype, target: torch.Tensor) -> Destination:
+def destination_of(
+    copied: ChunkCopy, dtype: torch.dtype, target: torch.Tensor
+) -> RawBytes | Elements:
     """Return the destination of a chunk in a plain tensor: raw bytes if both are contiguous.
 
     Args:

@@ -25,6 +25,8 @@ from ckpipe.format.dtypes import DTYPES
 from ckpipe.loading.chunks import ChunkCopy, HeldElements, Regions, StoredTensor, StoredTensors
 from ckpipe.loading.fill import (
     Destination,
+    Elements,
+    Pieces,
     RawBytes,
     allocate,
     copy_from_image,
@@ -39,6 +41,8 @@ from ckpipe.loading.live_tensors import is_placed, regions_of, writable_view
 from ckpipe.loading.read_plan import Need
 from ckpipe.memory.cuda import events_behind
 from ckpipe.state.tensors import MAX_ITEM, NUMPY, Shardings, lazy_bits, overlapping, window_bytes
+
+_MANY_PIECES = 8
 
 
 class LiveTensor(NamedTuple):
@@ -286,11 +290,13 @@ class Targets:
     ) -> None:
         """Plan to fill a tensor with chunks, none of which is an image."""
         self._alive.append(target)
+        pieces: defaultdict[int, list[RawBytes | Elements]] = defaultdict(list)
         for copied in copies:
             if copied.start < copied.stop:
-                destination = destination_of(copied, stored.dtype, target)
-                round.destinations[copied.entry].append(destination)
+                pieces[copied.entry].append(destination_of(copied, stored.dtype, target))
                 round.needs += copied.needs(stored.dtype.itemsize)
+        for entry, found in pieces.items():
+            round.destinations[entry] += found if len(found) < _MANY_PIECES else [Pieces(found)]
 
     def _window(self, stored: StoredTensor, copied: ChunkCopy) -> torch.Tensor:
         """Return a chunk as a view of its entry's memory."""
