@@ -378,7 +378,6 @@ import resource, sys, ckpipe
 source, target = sys.argv[1:]
 small = ckpipe.Settings(staging={"bytes": "48 MiB"})
 ckpipe.inspect(source)
-import ckpipe.importing
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 ckpipe.import_checkpoint(source, target, settings=small)
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
