@@ -509,7 +509,7 @@ class Export(_Group):
 
     extra: tuple[str | os.PathLike[str], ...] = ()
     """Paths of files to copy beside the weights, such as ``config.json`` and those of a tokenizer.
-    They are read when the export is made."""
+    Rank 0 reads them when the export is made."""
 
     max_shard_bytes: Annotated[Size, Field(ge=1)] = 5_000_000_000
     """Largest file of the forms ``"hf"`` and ``"dcp"``, in bytes, unless one tensor is larger."""
