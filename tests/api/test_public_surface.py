@@ -20,11 +20,12 @@ from ckpipe import backend, errors
 
 NAMES = """
     Backend Batches Cast CheckpointDescription CheckpointInfo Children CkpipeError CopyResult Drop
-    Fuse GlobalPlanner KeepBest KeepEvery KeepIf KeepLast KeepWithin LoadReport LoadResult
-    LocalPlanner ObjectInfo Only Pipeline Planner Progress PutMode Rearrange Rename RngState
+    ExportResult Fuse GlobalPlanner KeepBest KeepEvery KeepIf KeepLast KeepWithin LoadReport
+    LoadResult LocalPlanner ObjectInfo Only Pipeline Planner Progress PutMode Rearrange Rename RngState
     SaveHandle SaveReport Settings Split Stack StateLock Statistics SyncPipeline SyncSaveHandle
     TensorDescription Unstack Upload UploadLimits ValueDescription VerifyResult __version__ copy
-    import_checkpoint inspect load name_table register_backend register_type register_wrapper verify
+    export import_checkpoint inspect load name_table register_backend register_type
+    register_wrapper verify
 """
 
 MODULES = ["distributed", "errors", "events", "planning", "preemption", "testing"]
@@ -186,7 +187,8 @@ FUNCTIONS = {
 }
 SETTINGS = """
     url attempt_id solo meeting_timeout_seconds incomplete_after_seconds
-    incomplete_in_a_row final_format export.part export.dtype export.max_shard_bytes
+    incomplete_in_a_row final_format export.part export.dtype export.transform export.extra
+    export.max_shard_bytes
     save_every_steps save_every_seconds look_every_seconds on_busy on_error
     drain_timeout_seconds per_rank pickle keep_reports read_only initial resume
     switch_interval_seconds
