@@ -18,13 +18,12 @@ from accelerate import Accelerator
 from accelerate.data_loader import SeedableRandomSampler
 from accelerate.utils import DistributedType
 
+from ckpipe import CheckpointInfo, Progress, RngState, SyncPipeline
 from ckpipe.distributed import training_state
 from ckpipe.errors import CheckpointNotFound, UsageError
 from ckpipe.events import Completed
 from ckpipe.integrations.pointers import read_pointer, write_pointer_folder
-from ckpipe.running.pipeline import SyncPipeline
-from ckpipe.state_helpers import Progress, RngState
-from ckpipe.types import CheckpointId, CheckpointInfo
+from ckpipe.types import CheckpointId
 
 logger = logging.getLogger("ckpipe")
 

@@ -25,14 +25,11 @@ from transformers.trainer_callback import ExportableState, TrainerState
 from transformers.trainer_pt_utils import nested_gather
 from transformers.trainer_utils import get_last_checkpoint, rotate_checkpoints
 
+from ckpipe import CheckpointInfo, KeepLast, Progress, RngState, SyncPipeline
 from ckpipe.distributed import training_state
 from ckpipe.errors import CheckpointNotFound, CorruptCheckpoint, StructureMismatch, UsageError
 from ckpipe.events import Completed
 from ckpipe.integrations.pointers import read_pointer, write_pointer_folder
-from ckpipe.retention import KeepLast
-from ckpipe.running.pipeline import SyncPipeline
-from ckpipe.state_helpers import Progress, RngState
-from ckpipe.types import CheckpointInfo
 
 logger = logging.getLogger("ckpipe")
 

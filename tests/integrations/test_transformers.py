@@ -118,6 +118,14 @@ def test_a_feature_of_the_trainer_stays(server: Forks, tmp_path: Path, feature: 
     assert server.run(case) == 0
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(not EVERY, reason="the extra integrations is for make test-all")
+def test_a_trainer_of_trl_goes_on_to_the_bit(server: Forks, tmp_path: Path) -> None:
+    pytest.importorskip("trl", reason="pip install '.[integrations]'")
+    case = new_case(tmp_path, do="tests.integrations.trainer_features:trainers_of_trl_go_on")
+    assert server.run(case) == 0
+
+
 def test_one_rank_goes_on_where_two_were(server: Forks, tmp_path: Path) -> None:
     case = new_case(tmp_path, 2)
     dies = {"dies": 7, "named": "checkpoint-6"}
