@@ -134,7 +134,7 @@ class MatchedLoad:
             CkpipeError: If an object refuses its state.
         """
         began, asked = time.perf_counter(), self.request.began
-        with _located(self.bundle.step, self.rank):
+        with located(self.bundle.step, self.rank):
             state = await on_caller(self.request.caller, self._put_in_place)
         ended = time.perf_counter()
         stages = {**self.stages, "apply": StageReport(ended - began, began=began - asked)}
@@ -230,7 +230,7 @@ async def read_all(
         StoreError: If the store failed.
     """
     found = time.perf_counter()
-    with _located(bundle.step, rank), short_switch_interval(request.switch_interval):
+    with located(bundle.step, rank), short_switch_interval(request.switch_interval):
         if request.hold is not None:
             await request.hold.take()
         began = time.perf_counter()
@@ -244,21 +244,11 @@ async def read_all(
             assert load is not None, "the index has the parts of all ranks"
         matched = time.perf_counter()
         load.tally = done = load.tally if tally is None else tally
-        with lane_buffers(arena, backend, lanes) as buffers:
-            targets = load.targets
-            reader = Reader(backend, bundle.step, targets.stored.data, buffers, done)
-            for event in targets.queued_before:
-                await anyio.to_thread.run_sync(event.synchronize)
-            *first, last = targets.rounds
-            for each in first:
-                await reader.read(each.needs, each.destinations)
-                await anyio.to_thread.run_sync(targets.check_disputed)
-                done.delivered = False
-            try:
-                await reader.read(last.needs, last.destinations)
-            except CorruptCheckpoint as error:
-                error.target_touched = request.into is not None and done.delivered
-                raise
+        try:
+            await read_rounds(backend, bundle, load.targets, arena, lanes, done)
+        except CorruptCheckpoint as error:
+            error.target_touched = request.into is not None and done.delivered
+            raise
     asked, ended = request.began, time.perf_counter()
     load.stages = {
         "find": StageReport(found - asked),
@@ -268,8 +258,30 @@ async def read_all(
     return load
 
 
+async def read_rounds(
+    backend: Backend,
+    bundle: ManifestDocument,
+    targets: Targets,
+    arena: Arena,
+    lanes: int,
+    done: ReadTally,
+) -> None:
+    """Read and verify the bytes of all targets."""
+    with lane_buffers(arena, backend, lanes) as buffers:
+        reader = Reader(backend, bundle.step, targets.stored.data, buffers, done)
+        for event in targets.queued_before:
+            await anyio.to_thread.run_sync(event.synchronize)
+        *first, last = targets.rounds
+        for each in first:
+            await reader.read(each.needs, each.destinations)
+            await anyio.to_thread.run_sync(targets.check_disputed)
+            done.delivered = False
+        await reader.read(last.needs, last.destinations)
+
+
 @contextmanager
-def _located(step: int | None, rank: int) -> Iterator[None]:
+def located(step: int | None, rank: int | None) -> Iterator[None]:
+    """Name step and rank in the errors of a block."""
     try:
         yield
     except CkpipeError as error:

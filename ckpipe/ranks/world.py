@@ -108,17 +108,24 @@ class World:
     Args:
         settings: The settings of the pipeline.
         environment: The environment with the launcher's variables.
+        given: The topology, if the pipeline's owner knows it; None to find it.
 
     Raises:
         UnsupportedTopology: If the variables contradict each other.
     """
 
-    def __init__(self, settings: Settings, environment: Mapping[str, str] = os.environ) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        environment: Mapping[str, str] = os.environ,
+        given: Topology | None = None,
+    ) -> None:
         group, self._told = group_topology(), _variables(environment)
-        self.topology = ALONE if settings.solo else find_topology(environment)
+        self.topology = given or (ALONE if settings.solo else find_topology(environment))
         told = group is None and "" not in self._told
         # The program itself says which processes save together, whatever groups they join.
-        self._is_given = settings.solo or (told and settings.attempt_id is not None)
+        named = told and settings.attempt_id is not None
+        self._is_given = settings.solo or named or given is not None
         self._environment = environment
         self._launcher = None if group or told else _launcher(environment)
 

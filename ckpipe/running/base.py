@@ -34,7 +34,7 @@ from ckpipe.lock.guard import Guarded, StepGuard, guard, optimizers_of, swapped
 from ckpipe.lock.state_lock import LoadHold, StateLock, lock_of
 from ckpipe.loop_thread import Caller, LoopThread, call_at_exit
 from ckpipe.preemption import SignalWatch, StopRequest
-from ckpipe.ranks.world import ALONE, World
+from ckpipe.ranks.world import ALONE, Topology, World
 from ckpipe.running.coordinated_saves import END
 from ckpipe.running.engine import Engine, serve
 from ckpipe.running.last_save import LastSave, LastState
@@ -75,6 +75,8 @@ class PipelineBase:
     """A pipeline without its ways to wait."""
 
     _loop: LoopThread | None = None
+    _ranks: Topology | None = None
+    """The rank and the number of ranks, if an integration gives them; None to find them."""
 
     def __init__(
         self,
@@ -407,7 +409,7 @@ class PipelineBase:
                 )
             refuse_to_train_as_worker()
             checksum.prepare()
-            world = World(self._settings)
+            world = World(self._settings, given=self._ranks)
             self._topology = world.topology
             self._preemption.alone = self._topology.world_size == 1
             self._process = os.getpid()

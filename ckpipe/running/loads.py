@@ -18,7 +18,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,7 +27,7 @@ from hashlib import sha256
 import anyio
 
 from ckpipe.backend import Backend, without_secrets
-from ckpipe.catalog.complete import newest_repaired
+from ckpipe.catalog.complete import find_repaired, newest_repaired
 from ckpipe.catalog.find import discover, read_index
 from ckpipe.catalog.manifest_selection import read_near
 from ckpipe.errors import (
@@ -43,6 +43,7 @@ from ckpipe.errors import (
 from ckpipe.events import CheckpointDamaged, Loaded, LoadFailed, LoadProgress, LoadStarted
 from ckpipe.format.labels import Json
 from ckpipe.format.manifest import ManifestDocument
+from ckpipe.loading.boxes import TensorBox, read_boxes
 from ckpipe.loading.collectives import CollectiveObjects, collective_objects
 from ckpipe.loading.load import LoadRequest, MatchedLoad, read_all
 from ckpipe.loading.reader import ReadTally
@@ -245,6 +246,14 @@ class Loads:
                     error.target_touched = request.into is not None and load.tally.delivered
                     raise
                 return await self._finish(info, load, joint)
+
+    async def read_boxes(self, which: int | str, boxes: Sequence[TensorBox]) -> None:
+        """Fill tensors with boxes of saved ones; see :func:`ckpipe.loading.boxes.read_boxes`."""
+        store, lanes = self._context.store, self._context.settings.load.lanes
+        info = await find_repaired(store.retrying, which)
+        with self._told(info):
+            async with store.catalog.reading(info.key) as bundle:
+                await read_boxes(store.retrying, bundle, boxes, self._context.arena, lanes=lanes)
 
     async def _first_whole(
         self,

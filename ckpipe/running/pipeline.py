@@ -17,6 +17,7 @@ from ckpipe.backend import without_secrets
 from ckpipe.catalog.sweep import SweepReport
 from ckpipe.errors import CheckpointNotFound, UsageError
 from ckpipe.handles import SaveHandle, SyncSaveHandle
+from ckpipe.loading.boxes import TensorBox
 from ckpipe.loading.select import PerRankPolicy
 from ckpipe.loading.transforms import Transform
 from ckpipe.loop_thread import Caller, this_loop
@@ -753,6 +754,10 @@ class SyncPipeline(PipelineBase):
     def best(self, metric: str, *, mode: Literal["min", "max"] = "min") -> CheckpointInfo | None:
         """Find the checkpoint with the best value of a metric. See :meth:`ckpipe.Pipeline.best`."""
         return self._call(self._engine.catalog.best, metric, mode)
+
+    def _read_boxes(self, step: Which, boxes: Sequence[TensorBox]) -> None:
+        """Fill tensors with boxes of saved ones; for integrations that plan loads themselves."""
+        self._call(self._engine.loads.read_boxes, which(step), boxes)
 
     def verify(self, step: Which) -> VerifyResult:
         """Read a checkpoint whole and check every byte of it."""

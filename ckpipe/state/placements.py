@@ -180,6 +180,30 @@ class Sharding:
         return found
 
 
+NO_MESH = Mesh((), ())
+"""The mesh of a box that belongs to one rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class OwnBox(Sharding):
+    """The layout of a tensor of which a rank holds one box that no other rank holds.
+
+    Args:
+        box: The bounds of the box.
+    """
+
+    box: Box
+
+    def local_shape(self, rank: int) -> tuple[int, ...]:
+        return box_shape(self.box)
+
+    def held(self, rank: int) -> tuple[HeldBox, ...]:
+        return (HeldBox(self.box, (0,) * len(self.shape)),)
+
+    def replicas(self, rank: int) -> tuple[int, ...]:
+        return (rank,)
+
+
 @lru_cache(maxsize=4096)
 def sharding(mesh: Mesh, placements: tuple[Placement, ...], shape: tuple[int, ...]) -> Sharding:
     """Intern a sharding, so that comparisons of those of two saves cost almost nothing.

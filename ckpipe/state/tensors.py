@@ -24,7 +24,15 @@ import torch
 from ckpipe.errors import UnsupportedState, UnsupportedTopology
 from ckpipe.format.dtypes import DTYPES, NAMES
 from ckpipe.format.labels import join
-from ckpipe.state.placements import Mesh, Placement, Sharding, mesh_of, sharding
+from ckpipe.state.placements import (
+    NO_MESH,
+    Mesh,
+    OwnBox,
+    Placement,
+    Sharding,
+    mesh_of,
+    sharding,
+)
 from ckpipe.state.values import class_path, lasting_path
 
 PLAIN, PARAMETER, BUFFER, SUBCLASS, NUMPY = "tensor", "parameter", "buffer", "subclass", "numpy"
@@ -105,7 +113,7 @@ def leaf_of(
 def attributes_of(obj: Any, leaf: TensorLeaf) -> dict[str, Any]:
     """Return the attributes that a program has set on a tensor, without those of the leaf."""
     attributes = getattr(obj, "__dict__", None)
-    if not attributes:
+    if not attributes or type(obj) is BoxTensor:
         return {}
     if leaf.sharding is None:
         return dict(attributes)
@@ -125,6 +133,10 @@ def tensor_leaf(tensor: torch.Tensor, label: str, shardings: Shardings | None = 
             than DTensor, or a DTensor with a placement such as ``Partial``.
     """
     if type(tensor) not in PLAIN_TYPES:
+        if type(tensor) is BoxTensor:
+            leaf, memory = tensor_leaf(tensor.local, label)
+            leaf.sharding = tensor.sharding
+            return leaf, memory
         if type(tensor) is dtensor_type():
             return _dtensor_leaf(tensor, label, shardings or Shardings())
         if is_sharded_tensor(tensor):
@@ -186,6 +198,32 @@ def _dtensor_leaf(tensor: torch.Tensor, label: str, shardings: Shardings) -> Lea
 
 WRAPPER_MARKS = frozenset(("_is_param", "_is_buffer", "persistent"))
 """Attributes by which torch marks a DTensor as a parameter or buffer."""
+
+
+class BoxTensor(torch.Tensor):
+    """A box of a larger tensor, which this rank alone saves; make it with :func:`box_tensor`.
+
+    Attributes:
+        local: Its elements, as a plain tensor.
+        sharding: Its place in the larger tensor.
+    """
+
+    local: torch.Tensor
+    sharding: Sharding
+
+
+def box_tensor(local: torch.Tensor, lower: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
+    """Return a tensor that is saved as a box of a larger one.
+
+    Args:
+        local: The elements of the box, as a plain tensor.
+        lower: The lower corner of the box in the larger tensor.
+        shape: The shape of the larger tensor.
+    """
+    box = local.as_subclass(BoxTensor)
+    upper = tuple(low + n for low, n in zip(lower, local.shape, strict=True))
+    box.local, box.sharding = local, OwnBox(NO_MESH, (), tuple(shape), (tuple(lower), upper))
+    return box
 
 
 def _why_refused(tensor: torch.Tensor, dtype: str | None) -> str:

@@ -1,0 +1,96 @@
+"""Fill tensors with boxes of saved ones, for integrations that plan a load by themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import add, itemgetter
+from typing import NamedTuple
+
+import anyio.to_thread
+import torch
+
+from ckpipe.backend import Backend
+from ckpipe.errors import ShapeMismatch, StructureMismatch
+from ckpipe.format.boxes import whole
+from ckpipe.format.manifest import ManifestDocument, TensorRow
+from ckpipe.loading.chunks import StoredTensors
+from ckpipe.loading.load import located, read_rounds
+from ckpipe.loading.reader import ReadTally
+from ckpipe.loading.targets import Targets
+from ckpipe.memory.arena import Arena
+from ckpipe.state.placements import HeldBox
+
+
+class TensorBox(NamedTuple):
+    """A box of a saved tensor, and the tensor that takes it.
+
+    Args:
+        label: The label of the saved tensor.
+        lower: The lower corner of the box.
+        into: The tensor, of the shape of the box; of another dtype, values are converted.
+    """
+
+    label: str
+    lower: Sequence[int]
+    into: torch.Tensor
+
+
+async def read_boxes(
+    backend: Backend,
+    bundle: ManifestDocument,
+    boxes: Sequence[TensorBox],
+    arena: Arena,
+    *,
+    lanes: int,
+) -> None:
+    """Fill tensors with boxes of saved ones, whichever ranks have written them.
+
+    Args:
+        backend: The store.
+        bundle: The checkpoint's index, validated.
+        boxes: The boxes; no two of them write to the same place.
+        arena: Lends the read buffers.
+        lanes: The number of concurrent reads.
+
+    Raises:
+        StructureMismatch: If there is no tensor of a label, or a target cannot be written.
+        ShapeMismatch: If a box does not lie in its tensor.
+        CorruptCheckpoint: If the checkpoint is damaged; no unverified byte reaches a tensor.
+        StoreError: If the store failed.
+    """
+    with located(bundle.step, None):
+        targets = await anyio.to_thread.run_sync(_matched_boxes, bundle, boxes)
+        await read_rounds(backend, bundle, targets, arena, lanes, ReadTally())
+        await anyio.to_thread.run_sync(targets.finish)
+
+
+def _matched_boxes(bundle: ManifestDocument, boxes: Sequence[TensorBox]) -> Targets:
+    rows: dict[str, TensorRow] = {}
+    homes: dict[str, tuple[int, int]] = {}
+    firsts = {part.structure: number for number, part in reversed(list(enumerate(bundle.parts)))}
+    for structure, first in sorted(firsts.items(), key=itemgetter(1)):
+        for number, row in enumerate(bundle.structures[structure].tensors):
+            rows.setdefault(row.label, row)
+            homes.setdefault(row.label, (first, number))
+    stored = StoredTensors(bundle, list(rows.values()), list(homes.values()))
+    numbers = {label: number for number, label in enumerate(rows)}
+    targets = Targets(stored, cast=True)
+    for label, lower, into in boxes:
+        if label not in numbers:
+            raise StructureMismatch("The checkpoint has no such tensor", key=label)
+        tensor = stored[numbers[label]]
+        box = (tuple(lower), tuple(map(add, lower, into.shape)))
+        ends = zip(*box, tensor.shape, strict=False)
+        if into.dim() != len(tensor.shape) or not all(0 <= a <= b <= n for a, b, n in ends):
+            raise ShapeMismatch(
+                f"The box from {list(lower)} of the shape {list(into.shape)} does not lie in the "
+                f"saved tensor of the shape {list(tensor.shape)}",
+                key=label,
+            )
+        regions = None if box == whole(tensor.shape) else (HeldBox(box, (0,) * into.dim()),)
+        if not targets.fill(tensor, into, label, regions):
+            raise StructureMismatch(
+                "The target is no plain tensor with memory of its own", key=label
+            )
+    targets.settle()
+    return targets
