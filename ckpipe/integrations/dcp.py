@@ -1,0 +1,431 @@
+"""Store the checkpoints of ``torch.distributed.checkpoint`` (DCP) with ckpipe.
+
+Theory. DCP plans a save, gathers the results of all ranks, and lets its coordinator finish. Each
+rank saves the items of its plan as its own part of a checkpoint: a tensor under its path in the
+state, with its box in the whole. The checkpoint has one part more than DCP has ranks. This last
+part holds DCP's metadata, and the coordinator commits it in ``finish``. So a checkpoint becomes
+complete by DCP's own last step, and not at all if a rank has failed before.
+
+The coordinator names the launch, each rank's part and the number of the save, and they travel in
+DCP's plan. A planner may cache the plan of an earlier save; then the ranks count on.
+
+Source: ``storage.py``, ``planner.py``, ``state_dict_saver.py`` and ``filesystem.py`` of that
+package in torch 2.6 and 2.13.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import secrets
+import threading
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from operator import add
+from typing import Any, NamedTuple, Unpack
+
+import torch
+from torch.distributed.checkpoint import metadata as dcp_metadata
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.planner import (
+    LoadItemType,
+    LoadPlan,
+    LoadPlanner,
+    SavePlan,
+    SavePlanner,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from torch.futures import Future
+
+from ckpipe.backend import without_secrets
+from ckpipe.errors import (
+    CheckpointNotFound,
+    InvalidManifest,
+    ShapeMismatch,
+    UnsupportedState,
+    UsageError,
+)
+from ckpipe.format.dtypes import DTYPES
+from ckpipe.format.labels import join
+from ckpipe.handles import SyncSaveHandle
+from ckpipe.loading.boxes import TensorBox
+from ckpipe.ranks.world import Topology
+from ckpipe.running.pipeline import SyncPipeline
+from ckpipe.running.validation import location
+from ckpipe.settings import PipelineFields, Settings
+from ckpipe.state.tensors import PLAIN_TYPES, box_tensor
+
+_METADATA = ".metadata"
+_STAGING_BYTES = 256 << 20
+_COMPLETE_SECONDS = 60.0
+
+
+class _Part(NamedTuple):
+    """The part of each checkpoint of a launch that a rank writes.
+
+    Args:
+        attempt: The name of the launch.
+        rank: The rank.
+        ranks: The number of ranks.
+    """
+
+    attempt: str
+    rank: int
+    ranks: int
+
+
+_Place = tuple[str, int, bool]
+"""The place of an item: the label of its tensor; the size of bytes, if it is bytes; and whether the
+tensor is the item alone, not all that the items of a name make together."""
+
+
+class _Storage:
+    """The root, the settings and the present name of a writer or reader."""
+
+    def __init__(self, root: str | os.PathLike[str], **settings: Unpack[PipelineFields]) -> None:
+        self.root = location(root) or ""
+        self.settings: dict[str, Any] = {**settings}
+        self.checkpoint_id = ""
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Set the name of the checkpoint."""
+        self.checkpoint_id = os.fspath(checkpoint_id or "")
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Accept any name."""
+        return True
+
+
+class _PartPipeline(SyncPipeline):
+    """The pipeline of one part of the checkpoints of a launch."""
+
+    def __init__(self, root: str, part: _Part, settings: Settings) -> None:
+        if settings.staging_bytes is None:
+            settings = settings.override(staging_bytes=_STAGING_BYTES)
+        super().__init__(root, attempt_id=part.attempt, settings=settings)
+        self._ranks = Topology(part.rank, part.ranks + 1)
+        self.open()
+
+
+_Key = tuple[str, str]
+"""The root and the settings of a writer."""
+
+_attempts: dict[tuple[_Key, int], str] = {}
+"""On coordinators, the launches by the number of ranks."""
+_numbers: Counter[tuple[_Key, str]] = Counter()
+"""The number of the next save of each launch."""
+_pipelines: dict[tuple[_Key, _Part], _PartPipeline] = {}
+_lock = threading.Lock()
+
+
+class CkpipeStorageWriter(_Storage, StorageWriter):
+    """Stores the saves of ``dcp.save`` and ``dcp.async_save`` as checkpoints of ckpipe.
+
+    The ``checkpoint_id`` of a save is a name, not a path. A second save under the same name makes
+    another checkpoint, and the earlier one stays until retention removes it. A checkpoint counts
+    once DCP's coordinator has finished it. If a rank fails before, DCP raises the error on all
+    ranks, and no reader sees the checkpoint.
+
+    The writers of a process share the pipelines of a root, which stay open until the process ends.
+    If ``staging_bytes`` is not set, a save takes at most 256 MiB of host memory on each rank,
+    beside the copy that DCP's stager makes for ``async_save``.
+
+    Args:
+        root: The root of the checkpoints, as for :class:`ckpipe.Pipeline`.
+        settings: Fields of :class:`~ckpipe.Settings`, the same on all ranks, such as
+            ``keep_last=3``. DCP itself decides what the fields ``attempt_id``, ``solo``,
+            ``read_only`` and ``plan`` do elsewhere.
+
+    Raises:
+        UsageError: If one of these four is given.
+    """
+
+    def __init__(self, root: str | os.PathLike[str], **settings: Unpack[PipelineFields]) -> None:
+        given = {"attempt_id", "solo", "read_only", "plan"} & settings.keys()
+        if given:
+            raise UsageError(f"DCP plans the save, so these settings have no effect: {given}")
+        super().__init__(root, **settings)
+        self._part, self._number = _Part("", 0, 0), 0
+
+    @property
+    def _key(self) -> _Key:
+        return self.root, repr(sorted(self.settings.items()))
+
+    def storage_meta(self) -> StorageMeta:
+        """Return what DCP tells its planner of this storage."""
+        return StorageMeta(checkpoint_id=self.checkpoint_id)
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Begin a save.
+
+        Raises:
+            UsageError: If DCP saves without collectives: then no rank can complete a checkpoint.
+        """
+        if not kwargs.get("use_collectives", True):
+            raise UsageError(
+                "ckpipe needs use_collectives=True: DCP's coordinator completes the checkpoint"
+            )
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Return the plan as it is."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Give each rank's plan the name of its part; on the coordinator."""
+        count = len(plans)
+        with _lock:
+            attempt = _attempts.setdefault((self._key, count), secrets.token_hex(8))
+            number = _numbers[self._key, attempt]
+        return [
+            replace(plan, storage_data=(_Part(attempt, n, count), number))
+            for n, plan in enumerate(plans)
+        ]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Save this rank's items; return when they are durable.
+
+        Raises:
+            UsageError: If DCP has cached the plan of another storage.
+            UnsupportedState: If an item is not a plain tensor or bytes.
+            CkpipeError: If the save failed.
+        """
+        if not (type(plan.storage_data) is tuple and isinstance(plan.storage_data[0], _Part)):
+            raise UsageError(
+                "The plan was made for another storage, and DCP's planner has cached it",
+                hint="Pass a planner of a class of its own, or enable_plan_caching=False",
+            )
+        self._part, number = plan.storage_data
+        launch = (self._key, self._part.attempt)
+        with _lock:  # before anything can fail on this rank alone
+            self._number = max(number, _numbers[launch])
+            _numbers[launch] = self._number + 1
+        state: dict[Any, Any] = {}
+        results = []
+        counts = Counter(item.index.fqn for item in plan.items)
+        paths = plan.planner_data if isinstance(plan.planner_data, dict) else {}
+        for item in plan.items:
+            name = item.index.fqn
+            data = planner.resolve_data(item)
+            tensor = _tensor_of(item, data, alone=counts[name] > 1)
+            path = tuple(paths.get(name, (name,)))
+            if counts[name] > 1:
+                path = (*path[:-1], f"{path[-1]}@{','.join(map(str, item.index.offset or ()))}")
+            label = _put(state, path, tensor)
+            nbytes = tensor.nbytes if item.type == WriteItemType.BYTE_IO else 0
+            place: _Place = (label, nbytes, counts[name] > 1)
+            results.append(WriteResult(item.index, tensor.nbytes, place))
+        self._save(self._part, state)
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(results)
+        return done
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Complete the checkpoint by DCP's metadata; on the coordinator.
+
+        Raises:
+            UnsupportedState: If a planner has put objects of other classes into the metadata.
+            CkpipeError: If the save failed, or the part of a rank is missing.
+        """
+        places = {each.index: each.storage_data for rank in results for each in rank}
+        whole = replace(metadata, storage_data=places, storage_meta=self.storage_meta())
+        data = pickle.dumps(whole)
+        _unpickled(data)
+        last = self._part._replace(rank=self._part.ranks)
+        state = {_METADATA: torch.frombuffer(bytearray(data), dtype=torch.uint8)}
+        self._save(last, state, worker="thread").wait_complete(_COMPLETE_SECONDS)
+
+    def _save(self, part: _Part, state: dict[Any, Any], **changes: Any) -> SyncSaveHandle:
+        """Save a part, and wait until it is durable."""
+        with _lock:
+            pipeline = _pipelines.get((self._key, part))
+            if pipeline is None:
+                settings = Settings(**{**self.settings, **changes})
+                pipeline = _pipelines[self._key, part] = _PartPipeline(self.root, part, settings)
+        handle = pipeline.save(
+            state, self._number, metadata={"name": self.checkpoint_id, "dcp": True}
+        )
+        handle.wait()
+        return handle
+
+
+def _tensor_of(item: WriteItem, data: Any, *, alone: bool) -> torch.Tensor:
+    """Return the tensor that is saved for an item."""
+    if isinstance(data, io.BytesIO):
+        view = data.getbuffer()
+        return torch.frombuffer(view, dtype=torch.uint8) if view else torch.empty(0).byte()
+    tensor: torch.Tensor = data.detach()
+    if type(tensor) not in PLAIN_TYPES or item.tensor_data is None:
+        raise UnsupportedState(
+            f"DCP would save an object of type {type(data).__name__}", key=item.index.fqn,
+            hint="Save plain tensors and DTensors of plain tensors",
+        )  # fmt: skip
+    about = item.tensor_data
+    if alone or about.size == about.chunk.sizes:
+        return tensor
+    return box_tensor(tensor, about.chunk.offsets, about.size)
+
+
+def _put(state: dict[Any, Any], path: Sequence[Any], tensor: torch.Tensor) -> str:
+    """Put a tensor at its path; return its label."""
+    label = ""
+    for key in path:
+        label = join(label, key)
+    if path[0] == _METADATA:
+        raise UnsupportedState("This name is DCP's own", key=label, hint="Choose another one")
+    for key in path[:-1]:
+        state = state.setdefault(key, {})
+    state[path[-1]] = tensor
+    return label
+
+
+_CLASSES = frozenset((
+    "Metadata", "MetadataIndex", "TensorStorageMetadata", "BytesStorageMetadata",
+    "ChunkStorageMetadata", "TensorProperties", "StorageMeta", "_MEM_FORMAT_ENCODING",
+))  # fmt: skip
+
+
+class _Unpickler(pickle.Unpickler):
+    """Makes DCP's own records, and refuses all other objects."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module == dcp_metadata.__name__ and name in _CLASSES:
+            return getattr(dcp_metadata, name)
+        if module == "torch" and (name == "Size" or name in DTYPES):
+            return getattr(torch, name)
+        if (module, name) == ("torch.serialization", "_get_layout"):
+            return torch.serialization._get_layout
+        raise UnsupportedState(
+            f"DCP's metadata hold an object of {module}.{name}, which ckpipe does not make: it "
+            "could run any code",
+            hint="A planner of your own has put it into planner_data; put plain values there",
+        )
+
+
+def _unpickled(data: bytes) -> Metadata:
+    found = _Unpickler(io.BytesIO(data)).load()
+    if not isinstance(found, Metadata):
+        raise InvalidManifest("DCP's metadata are of another type", key=_METADATA)
+    return found
+
+
+class CkpipeStorageReader(_Storage, StorageReader):
+    """Reads checkpoints of :class:`CkpipeStorageWriter` for ``dcp.load``.
+
+    Under a ``checkpoint_id`` it takes the newest complete checkpoint of that name, and without one
+    the newest of all. It loads into any number of ranks, and verifies every byte before it reaches
+    a tensor; other values DCP unpickles itself. Errors are raised by DCP, on all ranks.
+
+    Args:
+        root: The root of the checkpoints, as for :class:`ckpipe.Pipeline`.
+        settings: Fields of :class:`~ckpipe.Settings`, such as options for the store.
+    """
+
+    def __init__(self, root: str | os.PathLike[str], **settings: Unpack[PipelineFields]) -> None:
+        super().__init__(root, **settings)
+        self._chosen = ""
+        self._failure: Exception | None = None
+        self._places: dict[MetadataIndex, _Place] = {}
+
+    def read_metadata(self, *args: Any) -> Metadata:
+        """Choose the checkpoint, and return DCP's metadata of it; empty ones after a failure.
+
+        DCP takes an error here for a checkpoint of another form, and torch 2.10 drops it. So
+        :meth:`set_up_storage_reader` raises it.
+        """
+        self._failure = None
+        try:
+            return self._read_metadata()
+        except Exception as error:
+            self._failure = error
+            return Metadata({})
+
+    def _read_metadata(self) -> Metadata:
+        with self._opened() as pipeline:
+            name = self.checkpoint_id
+            found = pipeline.choose(name=name or None)
+            if found is None or "dcp" not in (found.metadata or {}):
+                root, named = without_secrets(self.root), f" named {name!r:.200}" if name else ""
+                raise CheckpointNotFound(
+                    f"There is no complete checkpoint of DCP{named} at {root}"
+                    if found is None
+                    else f"{found.id} at {root} was not saved by DCP",
+                    hint="checkpoint_id is the name that dcp.save got; `ckpipe ls` lists the root",
+                )
+            self._chosen = found.id
+            label = join("", _METADATA)
+            loaded = pipeline.load(step=found.id, include=[label])
+        assert loaded is not None, "a named checkpoint is loaded, or it is an error"
+        return _unpickled(loaded.state[_METADATA].numpy().tobytes())
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *_: Any) -> None:
+        """Note where the items lie.
+
+        Raises:
+            CheckpointNotFound: If there is no complete checkpoint of this name.
+            CkpipeError: If it cannot be read.
+        """
+        if self._failure is not None:
+            raise self._failure
+        self._places = metadata.storage_data
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Tell the coordinator which checkpoint this rank has chosen."""
+        return replace(plan, storage_data=self._chosen)
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Check that all ranks have chosen the same checkpoint; on the coordinator.
+
+        Raises:
+            UsageError: If one was completed between the looks of two ranks.
+        """
+        chosen = {plan.storage_data for plan in plans}
+        if len(chosen) > 1:
+            raise UsageError(
+                f"Ranks have chosen different checkpoints: {sorted(chosen)}",
+                hint="A save was completed meanwhile; call dcp.load again on all ranks",
+            )
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read this rank's items into the tensors of its state.
+
+        Raises:
+            CkpipeError: If the checkpoint is damaged, was deleted, or does not fit.
+        """
+        boxes, taken = [], []
+        for item in plan.items:
+            label, nbytes, apart = self._places[item.storage_index]
+            if item.type == LoadItemType.BYTE_IO:
+                lower: Sequence[int] = (0,)
+                into = taker = torch.empty(nbytes, dtype=torch.uint8)
+            else:
+                taker = planner.resolve_tensor(item)
+                into, lower = taker.detach(), item.storage_offsets
+                if not apart and item.storage_index.offset is not None:
+                    lower = tuple(map(add, item.storage_index.offset, lower))
+                if into.size() != item.lengths:
+                    raise ShapeMismatch(
+                        f"{list(item.lengths)} elements are read for a target of the shape "
+                        f"{list(into.size())}",
+                        key=item.dest_index.fqn,
+                    )
+            taken.append((item, taker))
+            boxes.append(TensorBox(label, lower, into))
+        with self._opened() as pipeline:
+            pipeline._read_boxes(plan.storage_data, boxes)
+        for item, taker in taken:
+            if item.type == LoadItemType.BYTE_IO:
+                planner.load_bytes(item, io.BytesIO(taker.numpy().tobytes()))
+            else:
+                planner.commit_tensor(item, taker)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _opened(self) -> SyncPipeline:
+        return SyncPipeline(self.root, **{**self.settings, "read_only": True, "solo": True})

@@ -1,0 +1,130 @@
+"""``dcp.save``, ``dcp.async_save`` and ``dcp.load`` with the storage of ckpipe."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ckpipe
+from tests.support.rank_processes import Gang, told
+from tests.support.s3_servers import S3Server
+from tests.support.sampling import EVERY, sample
+
+RUNS = "tests.integrations.dcp_runs:"
+
+
+def test_saves_load_into_other_ranks_and_wrappers(world: Gang, tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    saves = [("fsdp", "nested"), ("fsdp", "flat"), ("ddp", "nested")]
+    assert world.run(f"{RUNS}save_kinds", root, 2, saves=saves) == [0, 0]
+    for ranks, kind in ((1, "fsdp"), (4, "hsdp")):
+        loads = sample([(*saved, kind) for saved in saves], 2)
+        assert world.run(f"{RUNS}load_kinds", root, ranks, loads=loads) == [0] * ranks
+    plain, expected = ckpipe.load(root), torch.load(f"{root}.ddp.pt")
+    assert plain.metadata["name"] == "ddp-nested"
+    model = plain.state["model"]
+    assert model.keys() <= expected.keys()
+    for name, value in model.items():
+        assert torch.equal(value, expected[name])
+
+
+@pytest.mark.skipif(not EVERY, reason="the long form tries it")
+def test_meshes_of_two_dimensions(world: Gang, tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    saves = [(kind, "nested") for kind in ("2d", "tp", "hsdp")]
+    assert world.run(f"{RUNS}save_kinds", root, 4, saves=saves) == [0] * 4
+    loads = [("2d", "nested", "tp"), ("tp", "nested", "plain"), ("hsdp", "nested", "ddp")]
+    assert world.run(f"{RUNS}load_kinds", root, 2, loads=loads) == [0, 0]
+
+
+def test_failures_reach_all_ranks_and_leave_nothing(world: Gang, tmp_path: Path) -> None:
+    assert world.run(f"{RUNS}fail", tmp_path / "run", 2) == [0, 0]
+
+
+def test_recipes_of_pytorch(world: Gang, tmp_path: Path) -> None:
+    assert world.run(f"{RUNS}follow_recipes", tmp_path / "run", 2) == [0, 0]
+
+
+def test_planners_that_cut_tensors(world: Gang, tmp_path: Path) -> None:
+    assert world.run(f"{RUNS}cut", tmp_path / "run", 2) == [0, 0]
+
+
+def test_cached_plans(world: Gang, tmp_path: Path) -> None:
+    assert world.run(f"{RUNS}cache_plans", tmp_path / "run", 2) == [0, 0]
+
+
+def test_s3(world: Gang, tmp_path: Path, moto_server: S3Server) -> None:
+    moto_server.make_bucket("dcp")
+    case = {"endpoint": moto_server.url, "bucket": "s3://dcp/run"}
+    assert world.run(f"{RUNS}on_s3", tmp_path / "run", 2, **case) == [0, 0]
+
+
+DEATHS: list[dict[str, Any]] = [
+    {"verb": verb, "key": key, "nth": nth, "landing": landing, "victim": victim}
+    for victim in (0, 1)
+    for verb, key in (("put", "m/0/"), ("open_upload", "rank-"))
+    for nth in (3, 4)
+    for landing in ("before", "after")
+] + [{"verb": "put", "key": ".0.json", "nth": 3, "landing": "before", "victim": 0}]
+"""Operations of the saves that a rank dies at: of its manifests, data files and the index."""
+
+
+Told = dict[str, dict[int, list[Any]]]
+
+
+def run(world: Gang, root: Path, *, ranks: int = 2, **case: Any) -> list[int | None]:
+    """Run the training on some ranks; return their exit codes."""
+    return world.run(f"{RUNS}train", root, ranks, **{"steps": 6, "resume": False, **case})
+
+
+@pytest.fixture(scope="module")
+def undisturbed(world: Gang, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Told]:
+    """What a run without a fault tells, by the number of its ranks."""
+    found = {}
+    for ranks in (1, 2):
+        root = tmp_path_factory.mktemp("undisturbed") / "run"
+        assert run(world, root, ranks=ranks, mode="sync") == [0] * ranks
+        found[ranks] = {"loss": told(root, "loss"), "sums": told(root, "sums")}
+    return found
+
+
+def check_resumed(
+    world: Gang, root: Path, undisturbed: Told, at_least: int, *, ranks: int = 2, mode: str
+) -> None:
+    """Resume a run, and compare it with the undisturbed one to the bit."""
+    assert run(world, root, ranks=ranks, mode=mode, resume=True) == [0] * ranks
+    ((first,),) = {tuple(each) for each in told(root, "resumed").values()}
+    assert at_least <= first < 6
+    for rank in range(ranks):
+        assert told(root, "loss")[rank][first - 6 :] == undisturbed["loss"][rank][first:]
+    sums = {rank: [each[-1]] for rank, each in told(root, "sums").items()}
+    assert sums == undisturbed["sums"]
+
+
+@pytest.mark.parametrize("mode", ["sync", "thread"])
+def test_killed_in_a_save_it_resumes_to_the_bit(
+    world: Gang, tmp_path: Path, undisturbed: dict[int, Told], mode: str
+) -> None:
+    for number, death in enumerate(sample(DEATHS, 1)):
+        root = tmp_path / f"run{number}"
+        codes = run(world, root, mode=mode, **death)
+        assert codes[death["victim"]] is None, death
+        check_resumed(world, root, undisturbed[2], at_least=1, mode=mode)
+
+
+def test_process_mode_resumes_to_the_bit(
+    world: Gang, tmp_path: Path, undisturbed: dict[int, Told]
+) -> None:
+    root, ranks = tmp_path / "run", 2 if EVERY else 1
+    codes = run(world, root, ranks=ranks, mode="process", steps=3, keep_last=2)
+    assert codes == [0] * ranks
+    with ckpipe.SyncPipeline(root, read_only=True) as pipeline:
+        pipeline.verify(2)
+    check_resumed(world, root, undisturbed[ranks], at_least=3, ranks=ranks, mode="sync")
+
+
+def test_damage_is_found(world: Gang, tmp_path: Path) -> None:
+    assert world.run(f"{RUNS}damage", tmp_path / "run", 2) == [0, 0]
