@@ -255,10 +255,9 @@ def follow_recipes(case: Case) -> None:
     for name, each in facts(other.model, other.optimizer).items():
         assert torch.equal(each, expected[name]), name
     keys = state_dict_loader._load_state_dict_from_keys("app.model", storage_reader=reader)
-    everything: Any = {}
-    state_dict_loader._load_state_dict(  # as torch's dcp_to_torch_save does
-        everything, reader, planner=_EmptyStateDictLoadPlanner(), no_dist=True
-    )
+    everything: Any = {}  # as torch's dcp_to_torch_save reads it
+    planner = _EmptyStateDictLoadPlanner()  # type: ignore[no-untyped-call]
+    state_dict_loader._load_state_dict(everything, reader, planner=planner, no_dist=True)
     assert keys["app"].keys() == {"model"}
     assert everything["app"].keys() == {"model", "optim"}
     for found in (keys, everything):
