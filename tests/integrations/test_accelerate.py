@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,13 +12,16 @@ import pytest
 import torch
 
 from tests.support.fork_server import Forks, forks
-from tests.support.sampling import SEED
+from tests.support.sampling import SEED, sample
 from tests.training.matrix_references import difference
 
 PROGRAM = str(Path(__file__).with_name("accelerate_runs.py"))  # this process does without it
 SAVE_STEPS = 4
 STEPS = {1: 60, 2: 30}
 """The steps of a run, by the number of ranks."""
+
+MOMENTS = ["inside an epoch", "inside a save", "after a save", "after an epoch"]
+KILLS = list(itertools.product(MOMENTS, [1, 2], [True, False]))
 
 
 @pytest.fixture(scope="module")
@@ -45,11 +49,7 @@ def result(case: dict[str, Any], rank: int) -> Any:
     return torch.load(f"{case['out']}.result-{rank}", weights_only=False)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize(
-    "moment", ["inside an epoch", "inside a save", "after a save", "after an epoch"]
-)
-@pytest.mark.parametrize("stateful", [True, False])
+@pytest.mark.parametrize(("moment", "ranks", "stateful"), sample(KILLS, 8))
 def test_a_killed_run_goes_on_to_the_bit(
     server: Forks,
     undisturbed: dict[int, Any],
