@@ -301,7 +301,7 @@ def rules(draw: st.DrawFn) -> list[Rule]:
 
             del shapes[name]
             shapes |= {f"{new[0]}{n}": shape[1:] for n in range(shape[0])}
-        elif kind == "rearrange":
+        elif kind == "rearrange" and 0 not in shape:
             divided = [draw(st.sampled_from(factors(size))) for size in shape]
             parts = [n for each in divided for n in each]
             numbers = draw(st.permutations(range(len(parts))))
