@@ -62,7 +62,7 @@ class Matching:
 
     def __init__(self, record: MatchRecord) -> None:
         self.record, self._targets = record, record.targets
-        record.plan = self.plan
+        record.plan = _planned
         self._tensors: dict[int, Factory] = {}
         self._builder = Builder()
         # Objects that are known by their id must not die before the walk ends.
@@ -569,3 +569,8 @@ def _wrong_kind(saved: str, live: Any, label: str) -> StructureMismatch:
         key=label or None,
         hint="Load into a target of the same kinds, or leave it out with exclude",
     )
+
+
+def _planned(record: MatchRecord, node: Node, label: str) -> Factory:
+    """Plan the object of a node by a match of its own: a record that held one would live on."""
+    return Matching(record).plan(node, label)

@@ -82,7 +82,7 @@ class MatchRecord:
     kept: list[str] = field(default_factory=list)
     left: list[str] = field(default_factory=list)
     objects_have_more: bool = False
-    plan: Callable[[Node, str], Callable[[], Any]] = field(init=False)
+    plan: Callable[[MatchRecord, Node, str], Callable[[], Any]] = field(init=False)
     loaded: list[str] = field(default_factory=list)
 
     def is_selected(self, live: Any, label: str) -> bool:

@@ -155,7 +155,7 @@ def planned_wrapper(
         raise StructureMismatch(f"{path} was a wrapper class when it was saved", key=label or None)
     record.saved = replace(saved, values=values, per_rank=PerRankItems(), common=None)
     try:
-        return cls, record.plan(tree, label)
+        return cls, record.plan(record, tree, label)
     finally:
         record.saved = saved
 
