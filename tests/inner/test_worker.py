@@ -358,7 +358,9 @@ def test_death_is_noticed_within_a_second_and_nobody_looks_for_it(
         pipeline.on_staged(hear)
         while min(took) > 1 and len(took) < 20:  # the machine may have other things to do
             worker, handle = held_save(pipeline)
-            assert next_timer(loops.get(timeout=PATIENCE)) > 30
+            loop, until = loops.get(timeout=PATIENCE), time.monotonic() + PATIENCE
+            while next_timer(loop) <= 30:  # the hook's own call may not be over
+                assert time.monotonic() < until
             killed = time.monotonic()
             os.kill(worker, signal.SIGKILL)
             while "is delivered again" not in caplog.text:
