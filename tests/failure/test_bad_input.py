@@ -433,9 +433,6 @@ def test_name_of_a_class_imports_nothing(tmp_path: Path, monkeypatch: pytest.Mon
         assert set(sys.modules) == before
 
 
-# Targets that do not fit
-
-
 # Calls that come at the wrong time, or twice
 
 

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.differences import difference
 from tests.support.fork_server import Forks, forks
 from tests.support.sampling import SEED, sample
-from tests.training.matrix_references import difference
 
 PROGRAM = str(Path(__file__).with_name("accelerate_runs.py"))  # this process does without it
 SAVE_STEPS = 4

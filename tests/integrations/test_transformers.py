@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.differences import difference
 from tests.support.fork_server import Forks, forks
 from tests.support.sampling import EVERY, SEED, sample
-from tests.training.matrix_references import difference
 
 PROGRAM = str(Path(__file__).with_name("trainer_runs.py"))  # this process does without its imports
 SAVE_STEPS = 3

@@ -31,9 +31,9 @@ from tests.integrations.trainer_runs import (
     new_trainer,
     outcome,
 )
+from tests.support.differences import difference
 from tests.support.fork_server import Case
 from tests.support.sampling import SEED, sample
-from tests.training.matrix_references import difference
 
 
 class Stops(TrainerCallback):

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from ckpipe import CkpipeError, SyncPipeline
 from ckpipe.distributed import training_state
+from tests.support.differences import difference
 from tests.support.fork_server import Case
 from tests.support.rank_processes import SETTINGS, tell
 from tests.training.matrix_cells import RANKS, SCENARIOS, TRIPLED, Cell, Saved
@@ -20,7 +21,6 @@ from tests.training.matrix_models import Trained, make
 from tests.training.matrix_optimizers import DROPPED, LR, SMALL, is_moment
 from tests.training.matrix_references import (
     Reference,
-    difference,
     fingerprint,
     fsdp1,
     give,

@@ -21,8 +21,8 @@ from torch.optim import LBFGS, SGD, Adam, AdamW, Optimizer, SparseAdam
 from ckpipe import SyncPipeline
 from ckpipe.distributed import training_state
 from ckpipe.errors import CkpipeError, ShapeMismatch, StructureMismatch, UsageError
+from tests.support.differences import difference
 from tests.support.sampling import EVERY, SEED
-from tests.training.matrix_references import difference
 
 Form = Literal["plain", "training"]
 FORMS: tuple[Form, ...] = ("plain", "training")

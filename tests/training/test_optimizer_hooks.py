@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import Adam, Optimizer
 
 from ckpipe import SyncPipeline
-from tests.training.matrix_references import difference
+from tests.support.differences import difference
 from tests.training.test_optimizer_classes import (
     Form,
     Net,

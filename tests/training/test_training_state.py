@@ -25,7 +25,7 @@ from ckpipe.errors import (
     UsageError,
 )
 from ckpipe.types import LoadResult
-from tests.training.matrix_references import difference
+from tests.support.differences import difference
 
 Run = tuple[nn.Module, Optimizer]
 
