@@ -71,7 +71,7 @@ class Source(Protocol):
     async def describe(
         self, store: Backend, listing: Sequence[ObjectInfo], place: str
     ) -> ManifestDocument:
-        """Describe the checkpoint, mostly by :func:`~ckpipe.foreign.virtual.virtual_manifest`.
+        """Describe the checkpoint, mostly by :func:`~ckpipe.sources.virtual_manifest`.
 
         Only metadata is read, in bounded memory, and nothing from a file may be run.
 

@@ -16,7 +16,7 @@ import pytest
 from pydantic import BaseModel
 
 import ckpipe
-from ckpipe import backend, errors
+from ckpipe import backend, errors, sources
 
 NAMES = """
     Backend Batches Cast CheckpointDescription CheckpointInfo Children CkpipeError CopyResult Drop
@@ -34,6 +34,10 @@ MODULES = ["distributed", "errors", "events", "planning", "preemption", "testing
 BACKEND_NAMES = """
     Backend Children ObjectInfo ObjectReader PutMode Upload UploadLimits check_key check_prefix
     for_each run_in_thread truncated without_secrets
+"""
+
+SOURCES_NAMES = """
+    Extent ForeignTensor Source check_named read_metadata read_range virtual_manifest
 """
 
 _OPEN = """(
@@ -234,6 +238,7 @@ def members(cls: type[Any]) -> dict[str, str]:
 def test_names_are_these() -> None:
     assert ckpipe.__all__ == sorted(NAMES.split())
     assert sorted(backend.__all__) == sorted(BACKEND_NAMES.split())
+    assert sources.__all__ == SOURCES_NAMES.split()
 
 
 def test_every_name_is_there_and_documented() -> None:

@@ -1,51 +1,53 @@
-"""Formats that other packages teach ckpipe."""
+"""Formats that other packages teach ckpipe: the example of the page on sources, installed."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 import torch
 
 import ckpipe
+from ckpipe import errors
 from tests.foreign.places import assert_loaded, counted
 
-MODULE = """
-from ckpipe.foreign.virtual import Extent, ForeignTensor, virtual_manifest
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "sources.md"
 
 
-class RawSource:
-    name = "raw"
-
-    def recognizes(self, listing):
-        return any(each.key.endswith(".f32") for each in listing)
-
-    async def describe(self, store, listing, place):
-        files = [await store.stat(each.key) for each in listing if each.key.endswith(".f32")]
-        state = {
-            each.key[:-4]: ForeignTensor(
-                "float32", (each.size // 4,), (Extent(each.key, 0, each.size),)
-            )
-            for each in files
-        }
-        return virtual_manifest({"raw": state, "count": len(files)}, files, place)
-"""
-
-
-def test_a_package_adds_a_format_by_its_entry_point(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    site, folder = tmp_path / "site", tmp_path / "theirs"
-    facts = site / "raw_floats-1.0.dist-info"
+@pytest.fixture(autouse=True)
+def _installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (module,) = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
+    (entry,) = re.findall(
+        r"^```toml\n\[project\.entry-points.*\n(.*\n)", PAGE.read_text(), re.MULTILINE
+    )
+    site = tmp_path / "site"
+    facts = site / "rows-1.0.dist-info"
     facts.mkdir(parents=True)
-    folder.mkdir()
-    (site / "raw_floats.py").write_text(MODULE)
-    (facts / "METADATA").write_text("Metadata-Version: 2.1\nName: raw-floats\nVersion: 1.0\n")
-    (facts / "entry_points.txt").write_text("[ckpipe.sources]\nraw = raw_floats:RawSource\n")
+    (site / "my_package.py").write_text(module)
+    (facts / "METADATA").write_text("Metadata-Version: 2.1\nName: rows\nVersion: 1.0\n")
+    (facts / "entry_points.txt").write_text("[ckpipe.sources]\n" + entry.replace('"', ""))
     monkeypatch.syspath_prepend(str(site))
-    values = torch.randn(300_000)
-    (folder / "a.f32").write_bytes(values.numpy().tobytes())
-    expected = {"raw": {"a": values}, "count": 1}
+
+
+def test_a_package_adds_a_format_by_its_entry_point(tmp_path: Path) -> None:
+    folder = tmp_path / "theirs"
+    folder.mkdir()
+    expected = {"a": torch.randn(3, 100_000), "b": torch.randn(2, 1)}
+    for name, values in expected.items():
+        rows = len(values).to_bytes(8, "little")
+        (folder / f"{name}.rows").write_bytes(rows + values.numpy().tobytes())
     assert_loaded(ckpipe.load(folder), expected, folder)
     with counted(folder) as (url, _):
         assert_loaded(ckpipe.load(url), expected, url)
+
+
+@pytest.mark.parametrize("content", [b"short", bytes(12), b"\x03" + bytes(11)])
+def test_a_file_that_lies_is_refused(tmp_path: Path, content: bytes) -> None:
+    folder = tmp_path / "theirs"
+    folder.mkdir()
+    (folder / "a.rows").write_bytes(content)
+    target = {"a": torch.ones(1)}
+    with pytest.raises(errors.CorruptCheckpoint, match=r"a\.rows"):
+        ckpipe.load(folder, target)
+    assert target["a"].item() == 1

@@ -29,6 +29,7 @@ MODULES = [
     "planning",
     "retention",
     "settings",
+    "sources",
     "testing",
 ]
 
