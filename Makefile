@@ -8,6 +8,8 @@ VENV   ?= .venv$(if $(TORCH),-torch-$(TORCH))
 BIN    := $(VENV)/bin
 BENCH  := .venv-bench
 READY  := $(VENV)/.ready
+# Trainers that only make test-all installs.
+MORE   := $(VENV)/.integrations
 DEMO   := .demo
 # What the checks build of the documentation, for the tests to look at.
 SITE   := $(VENV)/site
@@ -34,7 +36,7 @@ test: check  ## All checks and the tests
 	@echo "test: pytest"
 	@CKPIPE_TEST_SITE=$(abspath $(SITE)) $(BIN)/python -m pytest -q $(PARALLEL)
 
-test-all: check  ## All checks and the tests in their long form
+test-all: check $(MORE)  ## All checks and the tests in their long form
 	@echo "test: pytest, long form"
 	@CKPIPE_TEST_ALL=1 CKPIPE_TEST_SITE=$(abspath $(SITE)) $(BIN)/python -m pytest -q $(PARALLEL)
 
@@ -132,6 +134,12 @@ $(READY): pyproject.toml constraints.txt hatch_build.py ckpipe/memory/_native.c
 	@$(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile \
 		$(if $(TORCH),torch==$(TORCH),-c constraints.txt) -e '.[dev,docs,cli,s3,gcs]'
+	@touch $@
+
+$(MORE): $(READY)
+	@echo "setup: $(VENV), with the trainers of the extra integrations"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile \
+		$(if $(TORCH),torch==$(TORCH),-c constraints.txt) -e '.[integrations]'
 	@touch $@
 
 $(BENCH)/.ready: pyproject.toml constraints.txt hatch_build.py ckpipe/memory/_native.c

@@ -8,6 +8,7 @@ import shlex
 import sys
 import textwrap
 import tomllib
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -24,6 +25,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 RESUMES = "restored.step + 1 if restored"
 RUN_ONCE = {"docs/tutorials/resume.md"}  # it kills its run only where there is nothing to resume
+NEEDS = {"docs/tutorials/lightning.md": "lightning"}  # which only make test-all installs
 SECONDS = 300
 
 _FENCE = re.compile(r"```python(?:\s.*?)?(?:title=\"(?P<title>[^\"]+)\".*)?")
@@ -101,6 +103,8 @@ def resumes(page: Path) -> bool:
     "page", [page for page in PAGES if fences(page) and not resumes(page)], ids=name
 )
 def test_python_of_a_page_runs(page: Path, tmp_path: Path) -> None:
+    if find_spec(needed := NEEDS.get(name(page), "torch")) is None:
+        pytest.skip(f"{needed} is not installed")
     status, output = run_page(page, tmp_path)
     assert status == 0, output
 

@@ -1,0 +1,356 @@
+"""Runs of Lightning's Trainer in processes of their own, which a case may kill.
+
+As a script this is a process that has imported lightning and forks the ranks of each case.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import random
+import shutil
+import signal
+import sys
+import warnings
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import lightning as pl
+import numpy as np
+import pytest
+import torch
+import torch._dynamo  # the first optimizer imports it
+import torch.distributed as dist
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins.environments import TorchElasticEnvironment
+from lightning.pytorch.strategies import DDPStrategy
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.utils.data import DistributedSampler, TensorDataset
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+import ckpipe
+from ckpipe.errors import CheckpointNotFound, UsageError
+from ckpipe.integrations.lightning import (
+    CkpipeCallback,
+    CkpipeCheckpointIO,
+    CkpipeModelParallelStrategy,
+    load_from_checkpoint,
+)
+from ckpipe.integrations.pointers import read_pointer
+from tests.support.fork_server import Case, serve
+from tests.support.killed_runs import die, mortal_backend
+from tests.training.matrix_references import difference
+
+BATCHES, EPOCHS = 10, 3
+
+
+class Module(pl.LightningModule):
+    """A model with dropout that notes its samples and losses; its metric goes up and down."""
+
+    def __init__(self, case: Case, width: int = 8) -> None:
+        super().__init__()
+        self.save_hyperparameters("width")
+        self.case = case
+        self.net = nn.Sequential(nn.Linear(4, width), nn.Dropout(0.3), nn.Linear(width, 1))
+        self.seen: list[list[float]] = []
+        self.losses: list[float] = []
+
+    def train_dataloader(self) -> Any:
+        samples = TensorDataset(torch.arange(20.0 * self.case["ranks"]).view(-1, 1) * torch.ones(4))
+        kind = torch.utils.data.DataLoader if self.case.get("plain") else StatefulDataLoader
+        if self.case["ranks"] == 1:
+            return kind(samples, batch_size=2, shuffle=True)
+        # The order of the sampler that Lightning would put in place is lost at a resume.
+        sampler: Any = DistributedSampler(samples)
+        sampler.set_epoch(self.trainer.current_epoch)
+        return kind(samples, batch_size=2, sampler=sampler)
+
+    def configure_model(self) -> None:
+        if self.case.get("sharded"):
+            fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.net.parameters(), lr=0.05)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 5)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def training_step(self, batch: list[torch.Tensor], number: int) -> torch.Tensor:
+        (inputs,) = batch
+        loss: torch.Tensor = (self.net(inputs) - inputs.sum(1, keepdim=True) / 40).square().mean()
+        self.seen.append(inputs[:, 0].tolist())
+        self.losses.append(loss.item())
+        self.log("score", torch.tensor(float(self.global_step * 7 % 5)))
+        return loss
+
+    def test_step(self, batch: list[torch.Tensor], number: int) -> None:
+        self.net(batch[0])
+
+    def test_dataloader(self) -> Any:
+        return self.train_dataloader()
+
+
+class Dies(pl.Callback):
+    """Ends the process before a step, or right after its save; SIGTERM only asks it to end."""
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, number: int) -> None:
+        step = trainer.global_step
+        if step == self.case.get("dies"):
+            last = Path(self.case["out"], "last.ckpt")
+            while (found := read_pointer(last)) is None or found.step < self.case["saved"]:
+                os.sched_yield()
+            trainer.strategy.barrier()
+            die()
+        if step == self.case.get("ends"):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def new_io(case: Case) -> CkpipeCheckpointIO:
+    settings = {"staging": {"block_bytes": 65536}, **case.get("settings", {})}
+    return CkpipeCheckpointIO(case.get("url") or case["root"], **settings)
+
+
+def new_trainer(case: Case, **more: Any) -> pl.Trainer:
+    """The trainer of a case."""
+    names = {"every_n_train_steps": 3, "save_last": True, "monitor": "score", "save_top_k": 2}
+    saves = ModelCheckpoint(case["out"], "{step}", **{**names, **case.get("names", {})})
+    several = case["ranks"] > 1
+    strategy: Any = "auto"
+    if case.get("sharded"):
+        strategy = CkpipeModelParallelStrategy(
+            new_io(case), data_parallel_size=2, tensor_parallel_size=1, process_group_backend="gloo"
+        )
+    elif several:
+        strategy = DDPStrategy(process_group_backend="gloo")
+    plugins = [new_io(case)] if case.get("with", True) and not case.get("sharded") else []
+    if several:
+        plugins.append(TorchElasticEnvironment())
+    return pl.Trainer(
+        accelerator="cpu", devices=case["ranks"], strategy=strategy, plugins=plugins,
+        max_epochs=case.get("epochs", EPOCHS), default_root_dir=case["out"], logger=False,
+        enable_progress_bar=False, enable_model_summary=False,
+        callbacks=[CkpipeCallback(), saves, Dies(case), *more.get("callbacks", [])],
+    )  # fmt: skip
+
+
+def new_module(case: Case) -> Module:
+    torch.manual_seed(7)
+    module = Module(case)
+    rank = int(os.environ.get("RANK", 0))
+    torch.manual_seed(8 + rank)
+    random.seed(8 + rank)
+    np.random.seed(8 + rank)
+    return module
+
+
+def fit(case: Case) -> pl.Trainer:
+    """Train from wherever the run is."""
+    trainer, module = new_trainer(case), new_module(case)
+    io: Any = trainer.strategy.checkpoint_io
+    trainer.fit(module, ckpt_path=case.get("path") or io.newest())
+    return trainer
+
+
+def train(case: Case) -> None:
+    """Train from wherever the run is, and note all that it has come to."""
+    rank = int(os.environ.get("RANK", 0))
+    if "url" in case:
+        mortal_backend(case if case.get("victim") == rank else {"root": case["root"]})
+    trainer = fit(case)
+    module: Any = trainer.lightning_module
+    states = [module.state_dict(), trainer.optimizers[0].state_dict()]
+    if case.get("sharded"):
+        states = pickle.loads(pickle.dumps([whole(each) for each in states]))
+    saves: Any = trainer.checkpoint_callback
+    outcome = {
+        "weights": states[0],
+        "optimizer": states[1],
+        "schedule": trainer.lr_scheduler_configs[0].scheduler.state_dict(),
+        "best": {os.path.basename(name): score for name, score in saves.best_k_models.items()},
+        "random": (torch.rand(1).item(), float(np.random.rand()), random.random()),
+        "losses": module.losses,
+        "seen": module.seen,
+    }
+    torch.save(outcome, f"{case['out']}.result-{rank}")
+
+
+def of(case: Case, name: str, **more: Any) -> Case:
+    folder = Path(case["out"]) / name
+    return {**case, "out": str(folder / "out"), "root": str(folder / "root"), **more}
+
+
+def names(case: Case) -> list[str]:
+    return sorted(path.name for path in Path(case["out"]).iterdir())
+
+
+def complete(case: Case) -> set[str]:
+    with ckpipe.SyncPipeline(case["root"], read_only=True) as pipeline:
+        return {info.id for info in pipeline.steps() if info.complete}
+
+
+def names_are_those_of_lightning(case: Case) -> None:
+    for number, chosen in enumerate(
+        [
+            {},
+            {"save_last": "link"},
+            {"save_top_k": 1, "mode": "max", "save_last": None},
+            {"monitor": None, "save_top_k": 1},
+            {"save_top_k": -1},
+        ]
+    ):
+        found = []
+        for own in (True, False):
+            one = of(case, f"{number}-{own}", names=chosen, path=None, **{"with": own})
+            trainer = new_trainer(one)
+            trainer.fit(new_module(one))
+            best: Any = trainer.checkpoint_callback
+            assert Path(best.best_model_path).is_file()
+            found.append((names(one), os.path.basename(best.best_model_path)))
+        assert found[0] == found[1], chosen
+        # What has no name is gone, but for the newest.
+        one = of(case, f"{number}-True")
+        pointers = [read_pointer(Path(one["out"], name)) for name in names(one)]
+        named = {each.id for each in pointers if each is not None}
+        assert named <= complete(one)
+        assert complete(one) - named <= {max(complete(one))}, chosen
+
+
+def names_are_loaded(case: Case) -> None:
+    one = of(case, "one", epochs=2)
+    trainer = fit(one)
+    best: Any = trainer.checkpoint_callback
+    saved = {
+        name: ckpipe.load(one["root"], step=pointer.id).state["state_dict"]
+        for name in names(one)
+        if (pointer := read_pointer(Path(one["out"], name))) is not None
+    }
+    for name, path in (
+        ("last.ckpt", "last"),
+        (os.path.basename(best.best_model_path), "best"),
+        ("step=6.ckpt", f"{one['out']}/step=6.ckpt"),
+        ("step=6.ckpt", "/of/another/machine/step=6.ckpt"),
+    ):
+        trainer.test(trainer.lightning_module, ckpt_path=path, verbose=False)
+        assert difference(dict(trainer.lightning_module.state_dict()), saved[name]) is None
+    again: Any = new_trainer({**one, "epochs": 3})
+    again.fit(new_module(one), ckpt_path="last")
+    assert again.global_step == 30
+    with pytest.raises(CheckpointNotFound, match="'absent"):
+        fit({**one, "path": "absent.ckpt"})
+    made = load_from_checkpoint(Module, best.best_model_path, case=one)
+    assert difference(dict(made.state_dict()), saved["step=6.ckpt"]) is None
+    assert made.hparams == {"width": 8}
+    # A name that was a link to another one leaves that one alone.
+    links = of(case, "links", names={"save_top_k": -1, "save_last": "link"}, epochs=1)
+    fit(links)
+    more = {"names": {"save_top_k": -1}, "path": f"{links['out']}/step=6.ckpt", "epochs": 2}
+    fit({**links, **more})
+    pointers = [read_pointer(Path(links["out"], name)) for name in names(links)]
+    assert {each.id for each in pointers if each is not None} <= complete(links)
+    # Files of Lightning are loaded and removed as ever.
+    plain = of(case, "plain", epochs=2, names={"save_top_k": 1}, **{"with": False})
+    other = new_trainer(plain)
+    other.fit(new_module(plain))
+    path = f"{plain['out']}/last.ckpt"
+    written = torch.load(path, weights_only=False)["state_dict"]
+    made = load_from_checkpoint(Module, path, case=plain)
+    assert difference(dict(made.state_dict()), dict(written)) is None
+    fit({**plain, "with": True, "epochs": 3, "path": path})
+    assert read_pointer(path) is not None
+
+
+def whole_epochs_go_on(case: Case) -> None:
+    found = []
+    for parts in ([3], [1, 2, 3]):
+        one = of(case, f"{parts}", plain=True, names={"every_n_train_steps": None})
+        for epochs in parts:
+            trainer = fit({**one, "epochs": epochs})
+            torch.rand(5), random.random(), np.random.rand()
+        found.append((trainer.lightning_module.losses, dict(trainer.lightning_module.state_dict())))
+    assert found[0][0][-BATCHES:] == found[1][0]
+    assert difference(found[1][1], found[0][1]) is None
+
+
+def signals_end_a_run_that_goes_on(case: Case) -> None:
+    whole = fit(of(case, "whole")).lightning_module
+    one = of(case, "one", names={"save_on_exception": True})
+    with pytest.raises(SystemExit):
+        fit({**one, "ends": 13})
+    again: Any = fit(one)
+    assert len(again.lightning_module.losses) == 16
+    assert whole.losses[-16:] == again.lightning_module.losses
+    assert difference(dict(again.lightning_module.state_dict()), dict(whole.state_dict())) is None
+
+
+def no_run_begins_in_silence(case: Case) -> None:
+    said: list[str] = []
+    handler = logging.Handler(logging.INFO)
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("ckpipe").addHandler(handler)
+    logging.getLogger("ckpipe").setLevel(logging.INFO)
+    one, must = of(case, "one", epochs=1), {"settings": {"resume": "must"}}
+    with pytest.raises(CheckpointNotFound, match="no complete checkpoint"):
+        fit({**one, **must})
+    assert new_io(one).newest() is None
+    new_trainer(one).fit(new_module(one))
+    assert not any("run begins" in each for each in said)
+    new_trainer(one).fit(new_module(one))
+    assert any("The run begins at step 0, though" in each for each in said)
+    assert not any("resumed" in each for each in said)
+    with pytest.raises(UsageError, match="The run begins at step 0, though"):
+        new_trainer({**one, **must}).fit(new_module(one))
+    shutil.rmtree(one["out"])
+    again = fit({**one, **must, "epochs": 2})
+    assert again.global_step == 20
+    (line,) = [each for each in said if "resumed" in each]
+    assert "resumed step 9 from step-" in line
+    assert line.endswith("the data goes on in epoch 0 after batch 9")
+
+
+def wrong_uses_are_refused(case: Case) -> None:
+    for setting in ({"preemption": True}, {"initial": "weights"}, {"save_every_steps": 3}):
+        with pytest.raises(UsageError, match="has no effect with Lightning"):
+            CkpipeCheckpointIO(case["root"], **setting)
+    io = new_io(case)
+    with pytest.raises(UsageError, match="that of a file"):
+        io.save_checkpoint({"global_step": 1}, "s3://bucket/last.ckpt")
+    with pytest.raises(UsageError, match="storage_options"):
+        io.save_checkpoint({"global_step": 1}, "last.ckpt", {"a": 1})
+    assert not Path(case["root"]).exists()
+
+
+def whole(state: Any) -> Any:
+    """The same state with whole tensors in place of sharded ones."""
+    if isinstance(state, dict):
+        return {name: whole(value) for name, value in state.items()}
+    if isinstance(state, list):
+        return [whole(value) for value in state]
+    return state.full_tensor() if hasattr(state, "full_tensor") else state
+
+
+def _live(case: Case, rank: int, number: int) -> None:
+    warnings.simplefilter("error")
+    warnings.filterwarnings("ignore", "'set_vital' is deprecated")  # by torchdata
+    warnings.filterwarnings("ignore", category=UserWarning, module="lightning")
+    warnings.filterwarnings("ignore", category=FutureWarning, module="lightning")
+    torch.set_num_threads(1)
+    size = case["ranks"]
+    if size > 1:
+        os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank))
+        os.environ.update(LOCAL_WORLD_SIZE=str(size), GROUP_RANK="0", OMP_NUM_THREADS="1")
+        os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="0", TORCHELASTIC_RUN_ID="run")
+        store = dist.FileStore(f"{case['out']}.store-{number}", size)  # type: ignore[attr-defined]
+        dist.init_process_group(
+            "gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=300)
+        )
+        dist.barrier()  # a rank that leaves earlier breaks the connecting of the others
+    vars(sys.modules[__name__])[case["do"]](case)
+
+
+if __name__ == "__main__":
+    serve(_live)

@@ -1,0 +1,112 @@
+"""Lightning with ckpipe: killed runs go on to the bit, and its features stay."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.fork_server import Forks, forks
+from tests.support.sampling import EVERY, SEED
+from tests.training.matrix_references import difference
+
+pytestmark = pytest.mark.skipif(
+    find_spec("lightning") is None, reason="the extra integrations is not installed"
+)
+
+PROGRAM = str(Path(__file__).with_name("lightning_runs.py"))  # this process does without it
+STEPS, SAVE_STEPS = 30, 3
+RANKS = {"alone": 1, "ddp": 2, "fsdp2": 2}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Forks]:
+    with forks(PROGRAM) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def undisturbed(server: Forks, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What runs of each strategy come to that nothing disturbs."""
+    found = {}
+    for strategy, ranks in RANKS.items():
+        case = new_case(tmp_path_factory.mktemp("undisturbed"), strategy)
+        assert server.ranks(case, ranks) == [0] * ranks
+        found[strategy] = [result(case, rank) for rank in range(ranks)]
+    return found
+
+
+def new_case(folder: Path, strategy: str = "alone", **more: Any) -> dict[str, Any]:
+    return {
+        "do": "train",
+        "root": str(folder / "root"),
+        "out": str(folder / "out"),
+        "sharded": strategy == "fsdp2",
+        **more,
+    }
+
+
+def result(case: dict[str, Any], rank: int) -> Any:
+    return torch.load(f"{case['out']}.result-{rank}", weights_only=False)
+
+
+def check_resumed(case: dict[str, Any], expected: list[Any], *, from_step: int = 0) -> None:
+    """Compare what a run has come to, which resumed behind this step, with the undisturbed one."""
+    for rank, whole in enumerate(expected):
+        found = result(case, rank)
+        steps = len(found["seen"])
+        assert steps <= STEPS - from_step
+        tails = {name: whole[name][STEPS - steps :] for name in ("seen", "losses")}
+        assert difference(found, {**whole, **tails}) is None
+
+
+@pytest.mark.parametrize("strategy", RANKS)
+@pytest.mark.parametrize("moment", ["inside an epoch", "after a save"])
+def test_a_killed_run_goes_on_to_the_bit(
+    server: Forks, undisturbed: dict[str, Any], tmp_path: Path, moment: str, strategy: str
+) -> None:
+    chance, ranks = random.Random(SEED), RANKS[strategy]
+    step = chance.randrange(SAVE_STEPS + 1, STEPS)
+    if moment == "after a save":
+        step = SAVE_STEPS * chance.randrange(1, STEPS // SAVE_STEPS)
+    case = new_case(tmp_path, strategy)
+    saved = step - step % SAVE_STEPS
+    assert server.ranks({**case, "dies": step, "saved": saved}, ranks) == [None] * ranks
+    assert server.ranks(case, ranks) == [0] * ranks
+    check_resumed(case, undisturbed[strategy], from_step=saved)
+
+
+@pytest.mark.parametrize("strategy", RANKS)
+def test_a_run_killed_inside_a_save_goes_on_to_the_bit(
+    server: Forks, undisturbed: dict[str, Any], tmp_path: Path, strategy: str
+) -> None:
+    chance, ranks = random.Random(SEED), RANKS[strategy]
+    for number in range(8 if EVERY else 1):
+        case = new_case(tmp_path / f"{number}", strategy, url="mortal://store")
+        Path(case["root"]).parent.mkdir()
+        victim = chance.randrange(ranks) if strategy == "fsdp2" else 0
+        death = {"at": chance.randrange(20, 90), "landing": chance.choice(["before", "after"])}
+        codes = server.ranks({**case, **death, "victim": victim}, ranks)
+        assert codes[victim] is None, codes
+        assert server.ranks(case, ranks) == [0] * ranks
+        check_resumed(case, undisturbed[strategy])
+
+
+@pytest.mark.parametrize(
+    "feature",
+    [
+        "names_are_loaded",
+        "names_are_those_of_lightning",
+        "no_run_begins_in_silence",
+        "signals_end_a_run_that_goes_on",
+        "whole_epochs_go_on",
+        "wrong_uses_are_refused",
+    ],
+)
+def test_a_feature_of_lightning_stays(server: Forks, tmp_path: Path, feature: str) -> None:
+    assert server.run(new_case(tmp_path, do=feature)) == 0
