@@ -40,9 +40,9 @@ from ckpipe.integrations.lightning import (
     load_from_checkpoint,
 )
 from ckpipe.integrations.pointers import read_pointer
+from tests.support.differences import difference
 from tests.support.fork_server import Case, serve
 from tests.support.killed_runs import die, mortal_backend
-from tests.training.matrix_references import difference
 
 BATCHES, EPOCHS = 10, 3
 

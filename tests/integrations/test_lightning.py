@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.differences import difference
 from tests.support.fork_server import Forks, forks
 from tests.support.sampling import EVERY, SEED
-from tests.training.matrix_references import difference
 
 pytestmark = pytest.mark.skipif(
     find_spec("lightning") is None, reason="the extra integrations is not installed"
