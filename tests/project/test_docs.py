@@ -25,7 +25,11 @@ ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 RESUMES = "restored.step + 1 if restored"
 RUN_ONCE = {"docs/tutorials/resume.md"}  # it kills its run only where there is nothing to resume
-NEEDS = {"docs/tutorials/lightning.md": "lightning"}  # which only make test-all installs
+# Only make test-all installs these.
+NEEDS = {
+    "docs/tutorials/lightning.md": "lightning",
+    "docs/tutorials/torchtitan.md": "torchtitan",
+}
 SECONDS = 300
 
 _FENCE = re.compile(r"```python(?:\s.*?)?(?:title=\"(?P<title>[^\"]+)\".*)?")

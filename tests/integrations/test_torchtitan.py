@@ -1,0 +1,103 @@
+"""torchtitan with ckpipe: killed runs go on to the bit, and its settings keep their meaning."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.differences import difference
+from tests.support.fork_server import Forks, forks
+from tests.support.sampling import EVERY, SEED
+
+pytestmark = pytest.mark.skipif(
+    find_spec("torchtitan") is None, reason="the extra integrations is not installed"
+)
+
+PROGRAM = str(Path(__file__).with_name("torchtitan_runs.py"))  # this process does without it
+STEPS, INTERVAL, RANKS = 20, 3, 2
+NO_LONG_WAIT = {"settings": {"meeting_timeout_seconds": 30}}  # for a rank that was killed
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Forks]:
+    with forks(PROGRAM) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def undisturbed(server: Forks, tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    """What each rank of a run comes to that nothing disturbs."""
+    case = new_case(tmp_path_factory.mktemp("undisturbed"))
+    assert server.ranks(case, RANKS) == [0] * RANKS
+    return [result(case, rank) for rank in range(RANKS)]
+
+
+def new_case(folder: Path, **more: Any) -> dict[str, Any]:
+    out = folder / "out"
+    return {"do": "train", "root": str(out / "ckpt"), "out": str(out), **more}
+
+
+def result(case: dict[str, Any], rank: int) -> Any:
+    return torch.load(f"{case['out']}.result-{rank}", weights_only=False)
+
+
+def check_resumed(case: dict[str, Any], expected: list[Any], *, from_step: int = 0) -> None:
+    """Compare what a run has come to, which resumed behind this step, with the undisturbed one."""
+    for rank, whole in enumerate(expected):
+        found = result(case, rank)
+        steps = len(found["seen"])
+        assert steps <= STEPS - from_step
+        tails = {name: whole[name][STEPS - steps :] for name in ("seen", "losses")}
+        assert difference(found, {**whole, **tails}) is None
+
+
+@pytest.mark.parametrize("mode", ["disabled", "async", "async_with_pinned_mem"])
+@pytest.mark.parametrize("moment", ["between saves", "after a save"])
+def test_a_killed_run_goes_on_to_the_bit(
+    server: Forks, undisturbed: list[Any], tmp_path: Path, moment: str, mode: str
+) -> None:
+    chance = random.Random(SEED)
+    step = chance.randrange(INTERVAL + 1, STEPS)
+    if moment == "after a save":
+        step = INTERVAL * chance.randrange(1, STEPS // INTERVAL)
+    case = new_case(tmp_path, fields={"async_mode": mode})
+    assert server.ranks({**case, "dies": step}, RANKS) == [None] * RANKS
+    assert server.ranks(case, RANKS) == [0] * RANKS
+    check_resumed(case, undisturbed, from_step=step - step % INTERVAL)
+
+
+def test_a_run_killed_inside_a_save_goes_on_to_the_bit(
+    server: Forks, undisturbed: list[Any], tmp_path: Path
+) -> None:
+    chance = random.Random(SEED)
+    for number in range(8 if EVERY else 1):
+        fields = {"folder": "mortal://store", "last_save_model_only": False}
+        case = new_case(tmp_path / f"{number}", fields=fields)
+        Path(case["out"]).mkdir(parents=True)
+        victim = chance.randrange(RANKS)
+        death = {"at": chance.randrange(10, 50), "landing": chance.choice(["before", "after"])}
+        codes = server.ranks({**case, **death, "victim": victim, **NO_LONG_WAIT}, RANKS)
+        if codes != [0] * RANKS:  # a rank that makes fewer operations comes to its end
+            assert codes[victim] is None
+            assert server.ranks(case, RANKS) == [0] * RANKS
+        check_resumed(case, undisturbed)
+
+
+@pytest.mark.parametrize(
+    "feature",
+    [
+        "first_weights_are_loaded",
+        "settings_keep_their_meaning",
+        "weights_of_hugging_face_come_and_go",
+    ],
+)
+def test_a_setting_of_torchtitan_keeps_its_meaning(
+    server: Forks, tmp_path: Path, feature: str
+) -> None:
+    assert server.ranks(new_case(tmp_path, do=feature), RANKS) == [0] * RANKS
