@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import re
 import subprocess
@@ -100,6 +101,35 @@ def test_errors_are_a_list_in_which_each_leads_to_its_description(site: Path) ->
             assert f'<a href="#ckpipe.errors.{kind.__name__}">' in page
             assert f'id="ckpipe.errors.{kind.__name__}"' in page
     assert page.count("<ul>") == page.count("</ul>")
+
+
+@pytest.mark.parametrize(
+    ("words", "page"),
+    [
+        ("Hugging Face", "huggingface"),
+        ("accelerate", "accelerate"),
+        ("Lightning", "lightning"),
+        ("torchtitan", "torchtitan"),
+        ("DCP", "dcp"),
+        ("Ray", "ray"),
+        ("verl", "integrations"),
+        ("LoRA", "huggingface"),
+        ("Slurm", "preemption"),
+        ("Kubernetes", "preemption"),
+        ("elastic", "many_ranks"),
+        ("W&B", "trackers"),
+    ],
+)
+def test_the_search_finds_what_people_look_for(site: Path, words: str, page: str) -> None:
+    index = json.loads((site / "search" / "search_index.json").read_text(encoding="utf-8"))
+    separator = index["config"]["separator"]
+    [entry, *parts] = [
+        each for each in index["docs"] if each["location"].startswith(f"tutorials/{page}/")
+    ]
+    text = " ".join(each["title"] + " " + each["text"] for each in (entry, *parts))
+    plain = re.sub(r"<[^>]+>", " ", text)
+    found = {each.strip(".,:;()") for each in re.split(separator, plain.lower())}
+    assert set(re.split(separator, words.lower())) <= found
 
 
 def test_no_page_shows_markup(site: Path) -> None:
