@@ -41,7 +41,7 @@ def _live_labels(obj: Any, label: str, select: LabelFilter, above: set[int]) -> 
     if not select.may_select(label):
         return
     children = _live_children(obj)
-    if children is None or id(obj) in above:
+    if not children or id(obj) in above:
         yield label
         return
     for key, child in children:
@@ -218,7 +218,7 @@ def pruned(
             return None if inner is None else [*node[:-1], inner]
         children = children_of(node, label)
         kept = [left_of(child, where) for _, child, where in children]
-        if children and all(child is None for child in kept):
+        if all(child is None for child in kept) and (children or not select(label)):
             return None
         return with_selected(node, kept)
 

@@ -231,7 +231,7 @@ def check_module(
         and any_selected(live[key], join(label, key), select)
     ]
     others = [(child, where) for key, child, where in children if key not in live]
-    unexpected = [leaf for child, where in others for leaf in leaf_labels(child, where)]
+    unexpected = [leaf for child, where in others for leaf in leaf_labels(child, where) or [where]]
     if common is not None:
         unexpected = [each for each in unexpected if each in common]
     if missing or unexpected:

@@ -163,6 +163,30 @@ async def test_only_and_drop_leave_labels_out() -> None:
     assert result.transformed["model.weight"] == ("weight",)
 
 
+async def test_containers_that_were_empty_are_left_out_with_their_names() -> None:
+    empty: Any = {"callbacks": {}, "optimizer_states": [{"state": {}, "groups": []}], "loop": [()]}
+    model = nn.Linear(2, 2)
+    backend = await stored({"model": {**model.state_dict(), "kept": {}}, **empty})
+    kept = await load(backend, transform=[Only("model")])
+    assert list(kept.state) == ["model"]
+    assert kept.state["model"]["kept"] == {}
+    target = nn.Linear(2, 2)
+    rules = [Only("model.weight", "model.bias"), Rename({"model.*": "*"})]
+    await load(backend, target, transform=rules)
+    assert torch.equal(target.weight, model.weight)
+
+
+async def test_a_module_refuses_an_empty_container_untouched() -> None:
+    backend = await stored({**nn.Linear(2, 2).state_dict(), "callbacks": {}})
+    target = nn.Linear(2, 2)
+    before = target.weight.detach().clone()
+    with pytest.raises(StructureMismatch, match="unexpected in it: 'callbacks'"):
+        await load(backend, target)
+    assert torch.equal(target.weight, before)
+    await load(backend, target, allow_unexpected=["callbacks"])
+    assert not torch.equal(target.weight, before)
+
+
 async def test_a_dropped_name_can_be_taken_by_another_tensor_of_its_shape() -> None:
     backend = await stored({"a": torch.zeros(3), "b": torch.ones(3)})
     state = (await load(backend, transform=[Drop("a"), Rename({"b": "a"})])).state
