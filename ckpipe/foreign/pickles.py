@@ -53,7 +53,7 @@ def read_pickle(
         data: The pickle.
         key: The file that it is in, for errors.
         known: By ``module.name``, the functions that are called in place of those that the pickle
-            names, and plain objects.
+            names, plain objects, and errors to raise.
         persistent: Makes the objects that the pickle names by a persistent id.
 
     Raises:
@@ -86,15 +86,18 @@ class _Unpickler(pickle._Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         try:
-            return self.known[f"{module}.{name}"]
+            found = self.known[f"{module}.{name}"]
         except KeyError:
             raise UnsupportedState(
-                f"The file holds an object of {module}.{name}, which ckpipe does not make: it "
-                "could run any code",
+                f"The file holds an object of {module}.{name}, which ckpipe does not know, and "
+                "ckpipe runs nothing that a file names",
                 key=self.key,
                 hint="If you trust the file's writer, load it with the program that wrote it, and "
                 "save its tensors and plain values alone",
             ) from None
+        if isinstance(found, CkpipeError):
+            raise found
+        return found
 
     def persistent_load(self, pid: Any) -> Any:
         if self.persistent is None:

@@ -50,6 +50,18 @@ _STORAGES = {
     "Bool": "bool", "ComplexDouble": "complex128", "ComplexFloat": "complex64",
 }  # fmt: skip
 
+_NOT_READ = {
+    "torch._utils._rebuild_sparse_tensor": "a sparse tensor",
+    "torch._utils._rebuild_nested_tensor": "a nested tensor",
+    "torch._utils._rebuild_qtensor": "a quantised tensor",
+    "torch._utils._rebuild_meta_tensor_no_storage": "a tensor on the device meta, without data",
+    "torch._utils._rebuild_device_tensor_from_numpy": "a tensor in the form of a numpy array",
+    "torch._utils._rebuild_device_tensor_from_cpu_tensor": "a tensor of a device without storage",
+    "torch._utils._rebuild_wrapper_subclass": "a tensor that wraps others",
+    "torch._utils._rebuild_parameter_with_state": "a parameter with attributes of its own",
+    "torch._tensor._rebuild_from_type_v2": "a tensor of a subclass, or with attributes of its own",
+}
+
 
 class TorchSource:
     """A file of ``torch.save``, or a folder of Hugging Face's ``pytorch_model*.bin``."""
@@ -360,6 +372,7 @@ def _known(extent: Any) -> dict[str, Any]:
 
     return {
         **PLAIN,
+        **{name: _unread(kind) for name, kind in _NOT_READ.items()},
         "torch._utils._rebuild_tensor": lambda *args: tensor(*args),
         "torch._utils._rebuild_tensor_v2": lambda *args: tensor(*args),
         "torch._utils._rebuild_tensor_v3": of_dtype,
@@ -371,6 +384,14 @@ def _known(extent: Any) -> dict[str, Any]:
         **{f"torch.{name}Storage": _Kind(dtype) for name, dtype in _STORAGES.items()},
         **{f"torch.{name}": dtype for name, dtype in DTYPES.items()},
     }
+
+
+def _unread(kind: str) -> UnsupportedState:
+    return UnsupportedState(
+        f"The file holds {kind}, which ckpipe cannot read in place",
+        hint="Load it with torch.load, and save plain tensors in its place, such as "
+        "tensor.to_dense(), tensor.dequantize() or tensor.detach().clone()",
+    )
 
 
 def _is_contiguous(shape: Sequence[int], stride: Sequence[int]) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import OrderedDict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ def everything() -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("suffix", ["pt", "pth", "bin", "ckpt"])
+@pytest.mark.parametrize("suffix", ["pt", "pth", "bin", "ckpt", "pth.tar"])
 def test_a_file_is_what_torch_load_makes_of_it(suffix: str, tmp_path: Path) -> None:
     file = tmp_path / f"state.{suffix}"
     torch.save(everything(), file)
@@ -153,3 +154,26 @@ def test_an_object_of_another_class_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedState, match=rf"{Foreign.__module__}\.Foreign") as raised:
         ckpipe.load(tmp_path / "args.pt")
     assert raised.value.key == "args.pt"
+
+
+def _with_attribute(tensor: torch.Tensor) -> torch.Tensor:
+    tensor.note = "mine"  # type: ignore[attr-defined]
+    return tensor
+
+
+@pytest.mark.filterwarnings("ignore")  # torch warns of prototypes and deprecations
+def test_tensors_that_have_no_bytes_of_their_own_are_refused_by_kind(tmp_path: Path) -> None:
+    kinds: dict[str, Callable[[], torch.Tensor]] = {
+        "sparse": lambda: torch.eye(3).to_sparse(),
+        "sparse tensor": lambda: torch.eye(3).to_sparse_csr(),
+        "quantised": lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.quint8),
+        "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+        "on the device meta": lambda: torch.empty(3, device="meta"),
+        "attributes of its own": lambda: _with_attribute(torch.ones(3)),
+        "parameter with attributes": lambda: _with_attribute(torch.nn.Parameter(torch.ones(3))),
+    }
+    for kind, make in kinds.items():
+        torch.save({"w": make()}, tmp_path / "kind.pt")
+        with pytest.raises(UnsupportedState, match=f"The file holds a .*{kind}") as raised:
+            ckpipe.load(tmp_path / "kind.pt")
+        assert raised.value.key == "kind.pt"
