@@ -84,6 +84,11 @@ class Draft:
         """Return the number of each tensor in the tree, by the label of its leaf."""
         return {label: node[1] for label, node in self.leaves().items() if node[0] == "tensor"}
 
+    def wrapped(self) -> dict[str, str]:
+        """Return for each label in a wrapper tensor that of the outermost wrapper."""
+        wrappers = wrappers_in(replace(self.structure, tree=self.tree))
+        return {where: label for label, node in wrappers for _, where in walk(node, label)}
+
     def add(self, row: TensorRow, sources: Sequence[Derivation]) -> Node:
         """Add a tensor, and return its leaf."""
         self.rows.append(row)
@@ -158,12 +163,19 @@ class ManifestEdit:
         """
         found: dict[str, TensorRow] = {}
         for draft in reversed(self.drafts):
-            wrappers = wrappers_in(replace(draft.structure, tree=draft.tree))
-            inside = {where for label, node in wrappers for _, where in walk(node, label)}
+            wrapped = draft.wrapped()
             for label, number in draft.tensors().items():
-                if label not in inside:
+                if label not in wrapped:
                     found[label] = draft.rows[number]
         return found
+
+    def names(self) -> list[str]:
+        """Return the labels of leaves, with that of a wrapper tensor in place of those inside."""
+        found: set[str] = set()
+        for draft in self.drafts:
+            wrapped = draft.wrapped()
+            found.update(wrapped.get(label, label) for label in draft.leaves())
+        return sorted(found)
 
     def note(self, made: Mapping[str, Sequence[str]], gone: Iterable[str] = ()) -> None:
         """Note new labels with those of which they are made, and labels that are left out.

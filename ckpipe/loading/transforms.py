@@ -40,7 +40,7 @@ class Transform(ABC):
         """
 
     def _matches_nothing(self, glob: str, edit: ManifestEdit) -> StructureMismatch:
-        known = sorted(edit.origins)
+        known = edit.names()
         near = get_close_matches(glob, known, 3, 0.5) or known
         return StructureMismatch(
             f"{type(self).__name__}: {glob!r:.200} matches nothing in the checkpoint",

@@ -386,6 +386,9 @@ def test_transforms_take_a_wrapper_as_a_whole(
     with pytest.raises(expected) as caught:
         ckpipe.load(tmp_path, transform=[transform])
     assert caught.value.key == label
+    if "matches nothing" in str(caught.value):
+        assert "codes" not in (caught.value.hint or "")
+        assert "m.w" in (caught.value.hint or "")
 
 
 def test_a_worker_process_saves_them(tmp_path: Path) -> None:
