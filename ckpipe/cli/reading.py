@@ -9,6 +9,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict
 from enum import StrEnum
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -309,6 +310,14 @@ def export(
         str | None, typer.Option(metavar="SIZE", help="The largest file, such as 2GB.")
     ] = None,
     expanded: Expanded = False,
+    imports: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--import",
+            metavar="MODULE",
+            help="A Python module to import first, which has classes of tensors; repeatable.",
+        ),
+    ] = None,
 ) -> None:
     """Write a checkpoint, verified, in a form that other programs load.
 
@@ -323,6 +332,8 @@ def export(
 
     async def work(screen: Screen) -> int:
         began = time.perf_counter()
+        for module in imports or ():
+            await to_thread.run_sync(_import, module)
         if transform is not None:
             given["transform"] = await to_thread.run_sync(read_file, transform)
         settings = screen.settings.override(export=given)
@@ -339,3 +350,13 @@ def export(
         return OK
 
     serve(ctx, work)
+
+
+def _import(module: str) -> None:
+    try:
+        import_module(module)
+    except Exception as error:  # the module may raise anything
+        raise UsageError(
+            f"The module {module!r:.200} cannot be imported: {type(error).__name__}: {error}",
+            hint="Install it for this Python, or set PYTHONPATH to the folder that has it",
+        ) from error

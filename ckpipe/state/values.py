@@ -339,7 +339,7 @@ def resolve_class(path: str, base: type[Any], label: str = "") -> Any:
         raise StructureMismatch(
             f"The checkpoint holds an object of the class {path!r:.200}, which is not defined here",
             key=label or None,
-            hint=f"Import {module_name!r:.200} before loading, define the class there, or leave "
-            "the object out with exclude",
+            hint=f"Import {module_name!r:.200} before loading, for an export on the command line "
+            f"by --import {module_name:.200}, or leave the object out with exclude",
         )
     return found

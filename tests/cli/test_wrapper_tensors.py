@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+from importlib import import_module
 from pathlib import Path
+from textwrap import dedent
 from typing import Any
 
 import pytest
@@ -60,3 +63,31 @@ def test_exports_dequantise_only_when_asked(tmp_path: Path, call: Commands, form
     assert torch.equal(found["w"], scaled().dequantize().half())
     unable = call("export", tmp_path, "--form", form, "--part", "other", "--dtype", "float16")
     assert unable.code != 0
+
+
+def test_export_imports_the_classes_that_it_is_told(
+    tmp_path: Path, call: Commands, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = """
+        from tests.support.wrapper_tensors import CONTEXT, Scaled, scaled
+
+        class Mine(Scaled):
+            pass
+
+        def mine():
+            return Mine(scaled().codes, scaled().scale, CONTEXT, (4, 3))
+    """
+    (tmp_path / "own_tensors.py").write_text(dedent(code))
+    monkeypatch.syspath_prepend(tmp_path)
+    save(tmp_path / "run", {"model": {"w": import_module("own_tensors").mine()}})
+    monkeypatch.delitem(sys.modules, "own_tensors")
+    words = ("export", tmp_path / "run", "--form", "hf", "--dtype", "float32")
+    unknown = call(*words)
+    assert unknown.code != 0
+    assert "--import own_tensors" in unknown.err
+    absent = call(*words, "--import", "no_such_module")
+    assert (absent.code, "no_such_module" in absent.err) == (2, True)
+    done = call(*words, "--import", "own_tensors")
+    assert done.code == 0, done.err
+    (path,) = tmp_path.glob("run/*.hf/*.safetensors")
+    assert torch.equal(safetensors.torch.load_file(path)["w"], scaled().dequantize())
