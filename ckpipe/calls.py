@@ -10,16 +10,14 @@ import os
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import closing
 from functools import partial
-from typing import Any, SupportsIndex, TypeVar
-
-from anyio import to_thread
+from typing import Any, SupportsIndex, TypeVar, Unpack
 
 from ckpipe.backend import Backend
 from ckpipe.catalog.copy import CopySettings, copy_checkpoint
 from ckpipe.catalog.inspect import data_bytes, describe
 from ckpipe.export_forms import Form
 from ckpipe.exports import export_url
-from ckpipe.foreign.source import check_unchanged, open_place, refuse_hub_id
+from ckpipe.foreign.source import check_unchanged, open_place
 from ckpipe.format.labels import label_filter
 from ckpipe.format.manifest import ManifestDocument
 from ckpipe.importing import import_document
@@ -28,7 +26,7 @@ from ckpipe.loading.transforms import Transform, transforms_of
 from ckpipe.loop_thread import LoopThread
 from ckpipe.memory.arena import Arena
 from ckpipe.running.validation import Which, location, plain_step, which
-from ckpipe.settings import Settings
+from ckpipe.settings import PipelineFields, Settings
 from ckpipe.store.registry import Access, open_store
 from ckpipe.store.retry import OnRead
 from ckpipe.types import (
@@ -49,6 +47,7 @@ def inspect(
     *,
     include: Sequence[str] | None = None,
     settings: Settings | None = None,
+    **fields: Unpack[PipelineFields],
 ) -> CheckpointDescription:
     """Describe a checkpoint by its metadata; read no data, and write nothing.
 
@@ -58,6 +57,7 @@ def inspect(
         step: A step, the id of a checkpoint, or its info; None takes the newest complete one.
         include: Globs of the labels of tensors and values to describe; None for all.
         settings: The options of backends, and the retry settings.
+        fields: Fields of :class:`~ckpipe.Settings`; they override ``settings``.
 
     Returns:
         Names, shapes, dtypes, sizes, sharing, values, metrics and metadata.
@@ -75,11 +75,15 @@ def inspect(
             async with place.opened(info, lease=False) as document:
                 return describe(document, label_filter(include))
 
-    return _called(work, settings)
+    return _called(work, settings, fields)
 
 
 def verify(
-    url: Url, step: Which | None = None, *, settings: Settings | None = None
+    url: Url,
+    step: Which | None = None,
+    *,
+    settings: Settings | None = None,
+    **fields: Unpack[PipelineFields],
 ) -> VerifyResult:
     """Read a whole checkpoint and check every byte.
 
@@ -90,6 +94,7 @@ def verify(
         url: As for :func:`ckpipe.inspect`.
         step: As for :func:`ckpipe.inspect`.
         settings: The options of backends, the retry settings, and the lanes.
+        fields: Fields of :class:`~ckpipe.Settings`; they override ``settings``.
 
     Raises:
         CheckpointNotFound: If there is no such checkpoint.
@@ -105,11 +110,16 @@ def verify(
         ):
             return await verified(place.store, document, settings)
 
-    return _called(work, settings)
+    return _called(work, settings, fields)
 
 
 def copy(
-    source: Url, target: Url, step: Which | None = None, *, settings: Settings | None = None
+    source: Url,
+    target: Url,
+    step: Which | None = None,
+    *,
+    settings: Settings | None = None,
+    **fields: Unpack[PipelineFields],
 ) -> CopyResult:
     """Copy a checkpoint of ckpipe to another root, verified, on a store of any kind.
 
@@ -122,6 +132,7 @@ def copy(
         target: The root of the copy; created if missing.
         step: As for :func:`ckpipe.inspect`.
         settings: The options of backends, the retry settings, lanes and the size of blocks.
+        fields: Fields of :class:`~ckpipe.Settings`; they override ``settings``.
 
     Raises:
         CheckpointNotFound: If there is no such checkpoint.
@@ -141,7 +152,7 @@ def copy(
             ):
                 return await copy_checkpoint(place.store, store, info.key, how)
 
-    return _called(work, settings)
+    return _called(work, settings, fields)
 
 
 def import_checkpoint(
@@ -152,6 +163,7 @@ def import_checkpoint(
     transform: Sequence[Transform] = (),
     which: Which | None = None,
     settings: Settings | None = None,
+    **fields: Unpack[PipelineFields],
 ) -> CheckpointInfo:
     """Take over a checkpoint of another program, or one of ckpipe with transforms.
 
@@ -170,6 +182,7 @@ def import_checkpoint(
         which: Of a root of checkpoints, the step, id or info of the one to take; None for the
             newest complete one.
         settings: The options of backends, the retry settings, lanes and the size of blocks.
+        fields: Fields of :class:`~ckpipe.Settings`; they override ``settings``.
 
     Returns:
         The new checkpoint. Its metadata name the source, if another program wrote that.
@@ -190,7 +203,7 @@ def import_checkpoint(
         places = _url(source), _url(target)
         return await imported(*places, settings, _which(which), step=number, transform=transforms)
 
-    return _called(work, settings)
+    return _called(work, settings, fields)
 
 
 def export(
@@ -206,6 +219,7 @@ def export(
     max_shard_bytes: int | str | None = None,
     expanded: bool = False,
     settings: Settings | None = None,
+    **fields: Unpack[PipelineFields],
 ) -> ExportResult:
     """Write a checkpoint, verified, in a form that other programs load.
 
@@ -232,6 +246,7 @@ def export(
             is larger.
         expanded: Whether expanded tensors may take far more bytes than are stored.
         settings: Settings to start from. Their ``export`` applies to arguments that are None.
+        fields: Fields of :class:`~ckpipe.Settings`; they override ``settings``.
 
     Raises:
         CheckpointNotFound: If there is no such checkpoint.
@@ -257,7 +272,7 @@ def export(
         place = location(target)
         return await export_url(_url(url), place, asked, form, _which(step), expanded=expanded)
 
-    return _called(work, settings)
+    return _called(work, settings, fields)
 
 
 # On an open place, also for the commands
@@ -283,7 +298,6 @@ async def imported(
     expect: Callable[[int], object] = bool,
 ) -> CheckpointInfo:
     """Import a checkpoint; tell of its size before its data are read, and of reads."""
-    await to_thread.run_sync(refuse_hub_id, source)
     async with (
         open_place(source, settings, on_read) as place,
         place.opened(await place.chosen(chosen)) as document,
@@ -295,10 +309,13 @@ async def imported(
         )
 
 
-def _called(work: Callable[[Settings], Awaitable[T]], settings: Settings | None) -> T:
+def _called(
+    work: Callable[[Settings], Awaitable[T]], settings: Settings | None, fields: PipelineFields
+) -> T:
+    asked = Settings(**fields) if settings is None else settings.override(**fields)
     loop = LoopThread("ckpipe call")
     try:
-        return loop.call(partial(work, settings or Settings()))
+        return loop.call(partial(work, asked))
     finally:
         loop.close()
 

@@ -155,7 +155,10 @@ class _Plan:
 
         state, made = self._state()
         if not isinstance(state, Mapping):
-            raise UsageError(f"DCP holds a dict at the top, and this is a {type(state).__name__}")
+            raise UsageError(
+                f"DCP holds a dict at the top, and this is of the type {type(state).__name__}",
+                hint='Export it as "torch"',
+            )
         planner = DefaultSavePlanner()
         try:
             planner.set_up_planner(dict(state), is_coordinator=True)

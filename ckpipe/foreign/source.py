@@ -21,6 +21,7 @@ from ckpipe.errors import (
     MissingObject,
     ObjectNotFound,
     OversizedMetadata,
+    StoreError,
     UnsafePath,
     UsageError,
 )
@@ -42,11 +43,11 @@ MAX_METADATA_BYTES = 16 << 20
 AT_ONCE = 16
 """Files of a foreign checkpoint whose metadata is read at the same time."""
 
-TORCH_FILES = (".pt", ".pth", ".bin", ".ckpt")
+TORCH_FILES = (".pt", ".pth", ".bin", ".ckpt", ".pth.tar")
 """The ends of the names of files of ``torch.save``."""
 
-FILES = (".safetensors", *TORCH_FILES)
-"""The ends of the names of files that are a checkpoint by themselves."""
+FILES = (".safetensors", ".gguf", *TORCH_FILES)
+"""The ends of the names of files that are a checkpoint by themselves; GGUF is refused by name."""
 
 
 @runtime_checkable
@@ -182,8 +183,10 @@ async def open_place(
         on_read: Called as bytes are read.
 
     Raises:
-        StoreError: If the store cannot be used.
+        UsageError: If the place is a hub id.
+        StoreError: If the store cannot be used, or has no such file.
     """
+    await to_thread.run_sync(refuse_hub_id, url)
     if url.endswith(FILES):
         root, name = split_file(url)
         async with open_store(root, settings, Access.READ, on_read) as store:
@@ -191,6 +194,12 @@ async def open_place(
             if info is not None:
                 yield Place(store, without_secrets(url), info)
                 return
+            inside = await store.children(f"{name}/")
+            if not inside.objects and not inside.prefixes:
+                raise StoreError(
+                    f"There is no file or folder {without_secrets(url)}",
+                    hint="Look for a mistake in the path",
+                )
     async with open_store(url, settings, Access.READ, on_read) as store:
         yield Place(store, without_secrets(url))
 
@@ -211,7 +220,6 @@ async def open_source(
         CorruptCheckpoint: If the checkpoint contradicts itself.
         StoreError: If the store failed.
     """
-    await to_thread.run_sync(refuse_hub_id, url)
     async with open_place(url, settings) as place:
         yield place.store, await place.described()
 
@@ -270,9 +278,10 @@ def refuse_hub_id(url: str) -> None:
     """Refuse the name of a model on the Hugging Face hub, a folder here; blocking."""
     if _HUB_ID.fullmatch(url) and not url.startswith(".") and not os.path.exists(url):
         raise UsageError(
-            f"There is no folder {url!r}; it looks like the id of a model on the Hugging Face hub, "
-            "and ckpipe downloads nothing from there",
-            hint=f"Pass the folder that huggingface_hub.snapshot_download({url!r}) returns",
+            f"There is no folder {url!r}, and if this is the id of a model on the Hugging Face "
+            "hub, ckpipe downloads nothing from there",
+            hint="Look for a mistake in the path, or pass the folder that "
+            f"huggingface_hub.snapshot_download({url!r}) returns",
         )
 
 

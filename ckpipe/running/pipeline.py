@@ -854,9 +854,10 @@ def load(
     Raises:
         CheckpointNotFound: If the step is absent or incomplete, or there is no complete
             checkpoint at all.
+        UsageError: If the place is the id of a model on the Hugging Face hub.
         CkpipeError: Any error of opening a pipeline, or of :meth:`ckpipe.Pipeline.load`.
     """
-    from ckpipe.foreign.source import FILES, split_file  # only these loads need it
+    from ckpipe.foreign.source import FILES, refuse_hub_id, split_file  # only these loads need it
 
     fields["read_only"] = True
     place = location(url)
@@ -873,6 +874,7 @@ def load(
         "allow_unexpected": allow_unexpected,
         "device": device,
     }
+    refuse_hub_id(place or "")
     if place is not None and place.endswith(FILES) and step is None:
         root, _ = split_file(place)
         with (

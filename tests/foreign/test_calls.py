@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import ckpipe
-from ckpipe.errors import CheckpointNotFound, CorruptCheckpoint
+from ckpipe.errors import CheckpointNotFound, CorruptCheckpoint, StoreError, UsageError
 from tests.foreign.places import counted, weights
 from tests.foreign.test_imports import WRITERS, Write, objects, of_hugging_face, of_torch
 from tests.support.command_line import Commands, damage, save_steps
@@ -106,3 +106,24 @@ def test_calls_take_checkpoints_of_ours(tmp_path: Path) -> None:
         return ckpipe.inspect(tmp_path / "a").id
 
     assert asyncio.run(inside()) == two
+
+
+def test_a_place_without_a_checkpoint_is_told_by_every_call(tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    calls = (
+        ckpipe.load,
+        ckpipe.inspect,
+        ckpipe.verify,
+        lambda place: ckpipe.import_checkpoint(place, tmp_path / "new"),
+        lambda place: ckpipe.export(place, tmp_path / "new", form="torch"),
+        lambda place: ckpipe.load(tmp_path / "run", initial=str(place)),
+    )
+    (tmp_path / "run").mkdir()
+    for use in calls:
+        with pytest.raises(StoreError, match=r"There is no file or folder .*absent\.pt"):
+            use(tmp_path / "absent.pt")
+        with pytest.raises(UsageError, match=r"model\.gguf is a GGUF file"):
+            use(tmp_path / "model.gguf")
+        with pytest.raises(UsageError, match=r"id of a model.*snapshot_download"):
+            use("meta-llama/Llama-3.1-8B")
+    assert not (tmp_path / "new").exists()

@@ -89,7 +89,7 @@ def test_an_imported_checkpoint_is_an_ordinary_one(write: Write, tmp_path: Path)
     with counted(source) if source.is_dir() else counted(source.parent) as (url, _):
         place = url if source.is_dir() else f"{url}/{source.name}"
         made = [
-            ckpipe.import_checkpoint(source, root, step=3, settings=SMALL),
+            ckpipe.import_checkpoint(source, root, step=3, staging=SMALL.staging),
             ckpipe.import_checkpoint(place, root),
         ]
     assert [info.step for info in made] == [3, 0]
