@@ -237,7 +237,7 @@ class PipelineBase:
         return self._recorder.statistics(
             self._under_way(),
             lanes=self._settings.upload.lanes,
-            budget=self._opened.context.budget if self._opened and self._loop else None,
+            context=self._opened.context if self._opened and self._loop else None,
         )
 
     def guard(self, *optimizers: Optimizer) -> None:

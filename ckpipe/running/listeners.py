@@ -34,7 +34,7 @@ from ckpipe.events import (
     Staged,
 )
 from ckpipe.interpreter import LEAVING, refuse_exit
-from ckpipe.memory.budget import ByteBudget
+from ckpipe.save.context import SaveContext
 from ckpipe.save.save import Save, SaveCall
 from ckpipe.types import SaveReport, SaveStatus, size_text
 
@@ -202,6 +202,9 @@ class Statistics:
         budget_used: Staging memory that saves hold now, in bytes.
         budget_capacity: Staging memory that they may hold, in bytes.
         budget_waiting: Number of saves that wait for staging memory.
+        pool_bytes: Host memory of the pool of staging memory now, in bytes; between saves it keeps
+            what the last ones needed.
+        pool_used: Bytes of the pool that hold data of a save or load now.
     """
 
     saves: Mapping[SaveStatus, int] = field(default_factory=dict)
@@ -215,6 +218,8 @@ class Statistics:
     budget_used: int = 0
     budget_capacity: int = 0
     budget_waiting: int = 0
+    pool_bytes: int = 0
+    pool_used: int = 0
 
     @property
     def throughput(self) -> float:
@@ -282,14 +287,14 @@ class StatisticsRecorder:
         return self._ended.active_seconds + time.perf_counter() - self._since
 
     def statistics(
-        self, under_way: Iterable[Save], *, lanes: int = 0, budget: ByteBudget | None = None
+        self, under_way: Iterable[Save], *, lanes: int = 0, context: SaveContext | None = None
     ) -> Statistics:
         """Return the numbers until now.
 
         Args:
             under_way: The saves that have not ended.
             lanes: Number of lanes of a save.
-            budget: Staging memory; None if the pipeline is not open.
+            context: The memory; None if the pipeline is not open.
         """
         with self._lock:
             found = self._ended
@@ -299,14 +304,18 @@ class StatisticsRecorder:
         for save in left:
             status = save.status
             found = _with(found, status, save.report() if status == "committed" else None)
-        if budget is None:
+        if context is None:
             return replace(found, lanes=lanes)
+        budget, arena = context.budget, context.arena
+        blocks = arena.blocks
         return replace(
             found,
             lanes=lanes,
             budget_used=budget.used,
             budget_capacity=budget.capacity,
             budget_waiting=budget.waiting,
+            pool_bytes=blocks * arena.block_bytes,
+            pool_used=(blocks - arena.free_blocks) * arena.block_bytes,
         )
 
     def describe(self, under_way: Iterable[Save]) -> str:

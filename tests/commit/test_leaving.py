@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,8 @@ import torch
 
 import ckpipe
 from ckpipe import errors
+from ckpipe.backend import Upload
+from ckpipe.testing import MemoryBackend, SlowBackend
 from tests.support.command_line import forked, script
 from tests.support.pipelines import Stores, loaded_state
 from tests.support.sampling import sample
@@ -259,11 +262,48 @@ class Holder:
         self.pipeline, self.itself = pipeline, self
 
 
+class WatchedUpload(Upload):
+    """Passes an upload on, and remembers the memory of each block without keeping it.
+
+    Args:
+        inner: The upload.
+        memory: Gets the memory.
+    """
+
+    def __init__(self, inner: Upload, memory: list[weakref.ref[Any]]) -> None:
+        self._inner, self._memory = inner, memory
+
+    async def write(self, offset: int, data: memoryview) -> None:
+        self._memory.append(weakref.ref(data.obj))
+        await self._inner.write(offset, data)
+
+    async def complete(self) -> None:
+        await self._inner.complete()
+
+    async def abort(self) -> None:
+        await self._inner.abort()
+
+
+class WatchedBackend(MemoryBackend):
+    """A store that remembers the memory that is written to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.memory: list[weakref.ref[Any]] = []
+
+    async def open_upload(self, key: str, *, size: int, block_bytes: int) -> Upload:
+        made = await super().open_upload(key, size=size, block_bytes=block_bytes)
+        return WatchedUpload(made, self.memory)
+
+
 @pytest.mark.parametrize("how", ["another takes its name", "the collector finds it"])
 @pytest.mark.parametrize("awaits", [False, True])
 async def test_a_pipeline_that_is_dropped_says_so_and_gives_its_memory_back(
     store: Stores, awaits: bool, how: str
 ) -> None:
+    watched = WatchedBackend()
+    store.slow = SlowBackend(watched)
+
     async def opened() -> Any:
         if awaits:
             return await ckpipe.Pipeline(store.url).open()
@@ -274,12 +314,14 @@ async def test_a_pipeline_that_is_dropped_says_so_and_gives_its_memory_back(
         if awaits:
             await saved
 
+    others = threading.enumerate()
     pipeline = await opened()
     await save(1)
     store.slow.hold("write")
     await save(2)
-    arena = pipeline._engine.context.arena
-    loop = pipeline._loop._thread
+    (loop,) = [
+        each for each in threading.enumerate() if each.name == "ckpipe" and each not in others
+    ]
     with pytest.warns(ResourceWarning, match="dropped and not closed") as warned:  # noqa: PT031
         if how == "the collector finds it":
             holder = Holder(pipeline)
@@ -293,7 +335,9 @@ async def test_a_pipeline_that_is_dropped_says_so_and_gives_its_memory_back(
     store.slow.release()
     closing.join()
     assert not loop.is_alive()
-    assert arena.blocks == 0
+    gc.collect()
+    assert watched.memory
+    assert all(each() is None for each in watched.memory)
     found = pipeline.steps()
     assert [info.step for info in (await found if awaits else found) if info.complete] == [1, 2]
     closed = pipeline.aclose() if awaits else pipeline.close()

@@ -50,13 +50,15 @@ def test_statistics_count_everything(store: Stores) -> None:
         now = pipeline.statistics()
         assert now.saves == {"committed": 3, "failed": 1, "uploading": 1}
         assert now.budget_used > 0
-        assert now.budget_capacity >= now.budget_used
+        assert now.budget_capacity >= now.budget_used >= now.pool_used > 0
+        assert now.pool_bytes >= now.pool_used
         assert re.search(
             r"\[1 uploading \| .*B of .*B \| 3 committed, 1 failed, 1 tried", repr(pipeline)
         )
         store.slow.release()
         handle.wait()
         size = handle.report.bytes
+        assert pipeline.statistics().pool_bytes > 0
     found = pipeline.statistics()
     assert (found.saves, found.retries) == ({"committed": 4, "failed": 1}, 1)
     assert (found.bytes, found.budget_used) == (4 * size, 0)

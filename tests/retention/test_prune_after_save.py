@@ -54,7 +54,7 @@ def test_saves_that_come_faster_than_old_ones_go_do_not_pile_up() -> None:
         for step in range(3, 17):
             pipeline.save(STATE, step=step, until="committed")
         until = time.monotonic() + HUNG
-        while (under_way := len(pipeline.unsettled)) >= 10 and time.monotonic() < until:
+        while (under_way := len(pipeline.under_way)) >= 10 and time.monotonic() < until:
             time.sleep(0.001)  # who is told of a commit may be quicker than those that give way
         store.slow.release()
         settle(pipeline)
