@@ -11,16 +11,21 @@ import enum
 import pathlib
 import weakref
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import ckpipe
 from ckpipe.errors import UnsupportedState
@@ -467,3 +472,102 @@ def test_a_cache_finds_what_a_walk_would(states: tuple[Any, Any], select: LabelF
         found = followed(cache, state, select)
         if found is not None:
             assert_alike(found, state, select)
+
+
+# ---- DTensors ----
+
+
+@pytest.fixture(scope="module")
+def _rank_1_of_4() -> Iterator[None]:
+    """The others do not exist, so that a collective could bring nothing."""
+    dist.init_process_group("fake", rank=1, world_size=4, store=FakeStore())
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def mesh(_rank_1_of_4: None) -> DeviceMesh:
+    return init_device_mesh("cpu", (2, 2))
+
+
+def test_parameters_and_buffers_stay_what_they_are(mesh: DeviceMesh) -> None:
+    made = DTensor.from_local(torch.ones(2), mesh, [Shard(0), Shard(0)], run_check=False)
+    state = {
+        "parameter": torch.nn.Parameter(made),
+        "frozen": torch.nn.Parameter(made.detach().clone(), requires_grad=False),
+        "buffer": torch.nn.Buffer(made.detach().clone(), persistent=False),
+    }
+    setattr(state["parameter"], "colour", "red")  # noqa: B010 - mypy knows no such attribute
+    captured = capture(state)
+    kinds = [(leaf.kind, leaf.detail, leaf.requires_grad) for leaf in captured.tensors]
+    assert kinds == [
+        ("parameter", None, True), ("parameter", None, False), ("buffer", "transient", False)
+    ]  # fmt: skip
+    attributes = [leaf.attributes for leaf in captured.tensors]
+    assert attributes == [["dict", ["colour"], [["value", 0]]], None, None]
+
+
+def placed(mesh: DeviceMesh, *placements: Any, shape: tuple[int, ...] = (4, 3)) -> DTensor:
+    return DTensor.from_local(torch.ones(shape), mesh, list(placements), run_check=False)
+
+
+def follow(before: Any, after: Any) -> bool:
+    """Whether the cache of a state serves another, and finds in it what a walk does."""
+    cache = cache_of(before)
+    assert followed(cache, before) is not None
+    found = followed(cache, after)
+    if found is not None:
+        assert_alike(found, after)
+    return found is not None
+
+
+def test_sharded_tensors_that_are_alike_are_found_in_the_cache(mesh: DeviceMesh) -> None:
+    one = placed(mesh, Shard(0), Replicate())
+    assert follow({"w": one}, {"w": one.detach()})
+    assert follow({"w": one}, {"w": placed(mesh, Shard(0), Replicate())})
+    assert follow({"w": one}, {"w": placed(init_device_mesh("cpu", (2, 2)), Shard(0), Replicate())})
+
+
+def test_sharded_tensors_that_say_something_else_than_before_are_a_miss(
+    mesh: DeviceMesh,
+) -> None:
+    one = placed(mesh, Shard(0), Replicate())
+    cache = cache_of({"w": one})
+    assert followed(cache, {"w": one}) is not None
+    one._spec.placements = (Shard(1), Replicate())
+    assert followed(cache, {"w": one}) is None
+
+
+def test_sharded_tensors_that_are_not_alike_are_a_miss(mesh: DeviceMesh) -> None:
+    one = placed(mesh, Shard(0), Replicate())
+    strided = _StridedShard(0, split_factor=2)
+    others: dict[str, Any] = {
+        "placements": placed(mesh, Shard(1), Replicate()),
+        "a strided shard": placed(mesh, strided, Replicate()),
+        "mesh": placed(init_device_mesh("cpu", (4, 1)), Shard(0), Replicate()),
+        "global shape": DTensor.from_local(
+            torch.ones(4, 3), mesh, [Shard(0), Replicate()], run_check=False,
+            shape=torch.Size((7, 3)), stride=(3, 1),
+        ),
+        "local shape": placed(mesh, Shard(0), Replicate(), shape=(4, 4)),
+        "dtype": DTensor.from_local(
+            torch.ones(4, 3).half(), mesh, [Shard(0), Replicate()], run_check=False
+        ),
+        "gradient": placed(mesh, Shard(0), Replicate()).requires_grad_(),
+        "parameter": torch.nn.Parameter(placed(mesh, Shard(0), Replicate())),
+        "plain": torch.ones(4, 3),
+    }  # fmt: skip
+    others["local class"] = placed(mesh, Shard(0), Replicate())
+    others["local class"]._local_tensor = torch.ones(4, 3).as_subclass(Tagged)
+    for what, other in others.items():
+        assert not follow({"w": one}, {"w": other}), what
+
+
+def test_sharded_parameters_are_followed(mesh: DeviceMesh) -> None:
+    parameter = torch.nn.Parameter(placed(mesh, Shard(0), Replicate()))
+    assert follow({"w": parameter}, {"w": parameter})
+    assert not follow({"w": parameter}, {"w": placed(mesh, Shard(0), Replicate())})
+    parameter.note = 1  # type: ignore[attr-defined]
+    assert not follow(
+        {"w": torch.nn.Parameter(placed(mesh, Shard(0), Replicate()))}, {"w": parameter}
+    )

@@ -37,12 +37,19 @@ from ckpipe.format.checksummed_json import decode_json, encode_json, json_text
 from ckpipe.format.codec import decode_bundle, encode_bundle
 from ckpipe.format.manifest import BundleKind, ManifestDocument, OptimizerRow, Structure, TensorRow
 from ckpipe.format.merge import merge
-from ckpipe.format.names import index_key, summary_key
-from ckpipe.format.summary import decode_summary, encode_summary, summary_of
+from ckpipe.format.names import index_key, summary_id, summary_key
+from ckpipe.format.summary import Summary, decode_summary, encode_summary, summary_of
 from ckpipe.types import CheckpointId
 from tests.failure.test_hostile_checkpoints import state
 from tests.inner.stored_ranks import ID, LIMIT, Foreign, manifest_of
-from tests.support.stored_files import data_file_key, document_of, sealed, sealed_text
+from tests.support.stored_files import (
+    SUMMARIES,
+    data_file_key,
+    document_of,
+    sealed,
+    sealed_text,
+    summary_data,
+)
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -436,3 +443,72 @@ def test_example_in_the_documentation_is_what_is_written() -> None:
     written = encode_bundle(merge([manifest], "index"))
     # Compared as text, since 1 and true are equal to Python.
     assert json.dumps(json.loads(example[1])) == json.dumps(json.loads(written))
+
+
+# ---- summaries ----
+
+metrics = st.dictionaries(st.text(max_size=30), st.floats(), max_size=12)
+sizes = st.integers(0, 1 << 62)
+told_names = st.none() | st.text(max_size=30)
+summaries = st.builds(Summary, sizes, sizes, st.booleans(), metrics, sizes, name=told_names)
+
+
+@given(summaries)
+def test_a_summary_is_read_back(summary: Summary) -> None:
+    found = decode_summary(ID, encode_summary(ID, summary))
+    assert repr(found) == repr(summary)
+
+
+@given(summaries, st.data())
+def test_a_damaged_summary_is_none(summary: Summary, data: st.DataObject) -> None:
+    whole = encode_summary(ID, summary)
+    at = data.draw(st.integers(0, len(whole) - 1))
+    flipped = bytearray(whole)
+    flipped[at] ^= 1 << data.draw(st.integers(0, 7))
+    for damaged in (bytes(flipped), whole[:at], bytes(len(whole))):
+        with pytest.raises(CorruptCheckpoint):
+            decode_summary(ID, damaged)
+    with pytest.raises(CorruptCheckpoint, match="no summary of this checkpoint"):
+        decode_summary(replace(ID, step=8), whole)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"version": 2},
+        {"kind": "index"},
+        {"more": 1},
+        {"final": 0},
+        {"bytes": True},
+        {"bytes": -5},
+        {"bytes": 1 << 63},
+        {"copied_bytes": None},
+        {"metrics": []},
+        {"metrics": {"a": None}},
+        {"metrics": {"a": []}},
+        {"metrics": {"a": "high"}},
+        {"name": 1},
+    ],
+    ids=str,
+)
+def test_a_summary_of_another_form_is_none(other: dict[str, Any]) -> None:
+    with pytest.raises(CorruptCheckpoint):
+        decode_summary(ID, summary_data(ID, 5, **{"metrics": {"a": 0.5}, **other}))
+
+
+@pytest.mark.parametrize("text", [b"{", b"[" * 9000, b'{"a":1e999', b'{"a":NaN', b'{"a":1,"a":1'])
+def test_a_summary_that_is_no_json_is_none(text: bytes) -> None:
+    with pytest.raises(CorruptCheckpoint):
+        decode_summary(ID, sealed_text(text))
+
+
+def test_a_summary_of_too_many_metrics_is_not_written() -> None:
+    with pytest.raises(OversizedMetadata):
+        encode_summary(ID, Summary(1, 1, False, {f"m{n}": 0.1 for n in range(10_000)}))
+
+
+def test_names_of_all_versions_belong_to_their_checkpoint() -> None:
+    for rest in (".json", ".11.AAAAAAbx-_", ".2.zst"):
+        assert summary_id(f"{SUMMARIES}{ID}{rest}") == ID
+    for key in (f"{SUMMARIES}{ID}", f"{SUMMARIES}x.json", f"{ID}.json", f"{SUMMARIES}{ID}.a/b"):
+        assert summary_id(key) is None
