@@ -147,14 +147,18 @@ async def read_object(
     """
     size = info.size - base if size is None else size
     records, end = await _directory(store, info, base, size, tail_bytes)
-    starts = await _data_starts(store, info, base, records, end)
+    starts, known = await _data_starts(store, info, base, records, end)
     folder = next((name for name in records if name.endswith("/data.pkl")), None)
     if folder is None:
         raise InvalidManifest("The zip has no data.pkl: it is no file of torch.save", key=info.key)
     prefix = folder.removesuffix("data.pkl")
 
     async def content(name: str) -> bytes:
-        return await read_metadata(store, info, base + starts[name], records[name].file_size)
+        start, size = starts[name], records[name].file_size
+        for begin, data in known:  # most lie between the headers
+            if begin <= start and start + size <= begin + len(data):
+                return data[start - begin : start - begin + size]
+        return await read_metadata(store, info, base + start, size)
 
     if f"{prefix}byteorder" in records and await content(f"{prefix}byteorder") != b"little":
         raise UnsupportedState(
@@ -259,10 +263,13 @@ async def _data_starts(
     base: int,
     records: Mapping[str, zipfile.ZipInfo],
     end: int,
-) -> dict[str, int]:
+) -> tuple[dict[str, int], list[tuple[int, bytes]]]:
     """Return the start of the data of each record, by their local headers.
 
     Headers that are near each other are read together.
+
+    Returns:
+        The starts by name; and the ranges that were read, by their starts.
 
     Raises:
         InvalidExtent: If a record is not where the directory says, or overlaps the next one.
@@ -302,7 +309,7 @@ async def _data_starts(
         assert here is not None
         if starts[here.filename] + here.file_size > limit:
             raise _misplaced(info.key)
-    return starts
+    return starts, [(span[0], data) for span, data in zip(spans, read, strict=True)]
 
 
 def _misplaced(key: str) -> InvalidExtent:
