@@ -30,13 +30,15 @@ TENSORS = 20
 
 
 def cached(place: Path, *, keep: bool) -> None:
-    """Read the files of a place into the page cache, or drop them from it."""
+    """Drop the files of a place from the page cache, and read them into it again to keep them.
+
+    Pages that a mapped file was read into are small ones, which later reads copy more slowly.
+    """
     for file in [each for each in (place, *place.rglob("*")) if each.is_file()]:
         with file.open("rb") as opened:
+            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
             while keep and opened.read(1 << 20):
                 pass
-            if not keep:
-                os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def copied(target: Tensors, loaded: Tensors) -> None:
