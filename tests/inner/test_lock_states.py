@@ -13,12 +13,14 @@ from typing import Any
 
 import anyio.to_thread
 import pytest
+import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, precondition, rule
 
 from ckpipe import StateLock
 from ckpipe.errors import LockMisuse, StateLockTimeout
+from ckpipe.lock.guard import guard
 from ckpipe.lock.holds import PATIENCE, FrameMark, Hold, LockState, Side
 from ckpipe.lock.state_lock import LoadHold, LockHold
 from ckpipe.memory.cuda import StreamFence
@@ -333,6 +335,18 @@ async def taken(lock: StateLock) -> LockHold:
     hold = LockHold(lock, threading.get_ident())
     await hold.take(PATIENT, awaited=True)
     return hold
+
+
+def test_a_guarded_step_of_the_thread_that_captures_takes_no_hold(lock: StateLock) -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(3))])
+    guard(lock, optimizer)
+    hold = LockHold(lock, -1)
+    assert hold.begin()
+    with hold.here():
+        optimizer.step()
+        assert [use.side for use in lock.statistics().holders] == ["capturing"]
+    hold.end()
+    assert is_free(lock)
 
 
 def test_a_capture_is_released_from_any_thread_and_once(

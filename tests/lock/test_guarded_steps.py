@@ -7,16 +7,34 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch.optim import SGD, AdamW
 
-from ckpipe.lock.guard import guard
-from ckpipe.lock.state_lock import LockHold, StateLock
+import ckpipe
+from ckpipe import StateLock
 from tests.support.actors import PATIENCE, DaemonThreads, Held, is_free, noted
+
+
+class Guards:
+    """Guards optimizers under a lock, each time by another pipeline, which :meth:`close` ends."""
+
+    def __init__(self, folder: Path, stack: ExitStack) -> None:
+        self._folder, self._stack = folder, stack
+
+    def __call__(self, lock: StateLock, *optimizers: torch.optim.Optimizer) -> ckpipe.SyncPipeline:
+        made = ckpipe.SyncPipeline(self._folder, guard=optimizers, state_lock=lock)
+        return self._stack.enter_context(made)
+
+
+@pytest.fixture
+def guard(tmp_path: Path) -> Iterator[Guards]:
+    with ExitStack() as stack:
+        yield Guards(tmp_path, stack)
 
 
 class Watched(SGD):
@@ -49,7 +67,7 @@ def looking(lock: StateLock, seen: list[str]) -> Callable[[], None]:
     return lambda: seen.extend(use.purpose for use in lock.statistics().holders)
 
 
-def test_a_step_within_a_step_keeps_the_outer_hold(lock: StateLock) -> None:
+def test_a_step_within_a_step_keeps_the_outer_hold(guard: Guards, lock: StateLock) -> None:
     seen: list[str] = []
     inner = Watched(inside=lambda: None)
     look = looking(lock, seen)
@@ -65,7 +83,9 @@ def test_a_step_within_a_step_keeps_the_outer_hold(lock: StateLock) -> None:
     assert is_free(lock)
 
 
-def test_an_inner_step_that_raises_does_not_end_the_outer_hold(lock: StateLock) -> None:
+def test_an_inner_step_that_raises_does_not_end_the_outer_hold(
+    guard: Guards, lock: StateLock
+) -> None:
     seen: list[str] = []
     depth: list[int] = []
     look = looking(lock, seen)
@@ -85,7 +105,7 @@ def test_an_inner_step_that_raises_does_not_end_the_outer_hold(lock: StateLock) 
     assert is_free(lock)
 
 
-def test_all_other_hooks_of_a_step_run_inside(lock: StateLock) -> None:
+def test_all_other_hooks_of_a_step_run_inside(guard: Guards, lock: StateLock) -> None:
     """An average that a hook takes of the parameters belongs to the step."""
     seen: list[str] = []
     look = looking(lock, seen)
@@ -98,8 +118,8 @@ def test_all_other_hooks_of_a_step_run_inside(lock: StateLock) -> None:
         optimizer.register_step_post_hook(lambda *_: look())
     assert seen == ["SGD.step()"] * 5
     assert is_free(lock)
-    guarded.remove()
-    other.remove()
+    guarded.close()
+    other.close()
     optimizer.step()
     assert len(seen) == 5
 
@@ -107,7 +127,9 @@ def test_all_other_hooks_of_a_step_run_inside(lock: StateLock) -> None:
 # ---- a step that raises ----
 
 
-def test_a_step_that_raised_is_free_for_a_save_on_its_own_thread(lock: StateLock) -> None:
+def test_a_step_that_raised_is_free_for_a_save_on_its_own_thread(
+    guard: Guards, lock: StateLock
+) -> None:
     optimizer = Watched(inside=failing)
     guard(lock, optimizer)
     with pytest.raises(FloatingPointError):
@@ -117,7 +139,9 @@ def test_a_step_that_raised_is_free_for_a_save_on_its_own_thread(lock: StateLock
         pass
 
 
-def test_a_step_that_raised_is_free_while_its_error_is_being_handled(lock: StateLock) -> None:
+def test_a_step_that_raised_is_free_while_its_error_is_being_handled(
+    guard: Guards, lock: StateLock
+) -> None:
     optimizer = Watched(inside=failing)
     guard(lock, optimizer)
     try:
@@ -132,7 +156,7 @@ def test_a_step_that_raised_is_free_while_its_error_is_being_handled(lock: State
 
 
 def test_a_capture_that_waits_for_a_step_is_let_in_when_it_raises(
-    lock: StateLock, threads: DaemonThreads
+    guard: Guards, lock: StateLock, threads: DaemonThreads
 ) -> None:
     inside, go_on, end = threading.Event(), threading.Event(), threading.Event()
 
@@ -162,7 +186,7 @@ def test_a_capture_that_waits_for_a_step_is_let_in_when_it_raises(
 
 
 def test_a_long_step_keeps_its_hold_however_often_it_is_looked_at(
-    lock: StateLock, threads: DaemonThreads
+    guard: Guards, lock: StateLock, threads: DaemonThreads
 ) -> None:
     """The stack of a step that works through generators is looked at while it changes."""
     inside, go_on = threading.Event(), threading.Event()
@@ -195,7 +219,9 @@ def test_a_long_step_keeps_its_hold_however_often_it_is_looked_at(
     assert is_free(lock)
 
 
-def test_steps_that_raise_one_after_another_leave_at_most_the_last(lock: StateLock) -> None:
+def test_steps_that_raise_one_after_another_leave_at_most_the_last(
+    guard: Guards, lock: StateLock
+) -> None:
     optimizer = Watched(inside=failing)
     guard(lock, optimizer)
     for _ in range(20):
@@ -207,7 +233,9 @@ def test_steps_that_raise_one_after_another_leave_at_most_the_last(lock: StateLo
     assert is_free(lock)
 
 
-def test_a_step_that_raised_keeps_nothing_of_its_callers_alive(lock: StateLock) -> None:
+def test_a_step_that_raised_keeps_nothing_of_its_callers_alive(
+    guard: Guards, lock: StateLock
+) -> None:
     class Batch:
         pass
 
@@ -232,7 +260,7 @@ def test_a_step_that_raised_keeps_nothing_of_its_callers_alive(lock: StateLock) 
 # ---- what wraps a step ----
 
 
-def test_a_gradient_scaler_steps_inside(lock: StateLock) -> None:
+def test_a_gradient_scaler_steps_inside(guard: Guards, lock: StateLock) -> None:
     seen: list[str] = []
     optimizer = Watched(inside=looking(lock, seen))
     (parameter,) = optimizer.param_groups[0]["params"]
@@ -248,7 +276,7 @@ def test_a_gradient_scaler_steps_inside(lock: StateLock) -> None:
     assert is_free(lock)
 
 
-def test_a_scheduler_that_wraps_the_step_changes_nothing(lock: StateLock) -> None:
+def test_a_scheduler_that_wraps_the_step_changes_nothing(guard: Guards, lock: StateLock) -> None:
     seen: list[str] = []
     optimizer = Watched(inside=looking(lock, seen))
     before = guard(lock, optimizer)
@@ -257,7 +285,7 @@ def test_a_scheduler_that_wraps_the_step_changes_nothing(lock: StateLock) -> Non
         optimizer.step()
         scheduler.step()
     assert len(seen) == 2
-    before.remove()
+    before.close()
     guard(lock, optimizer)
     optimizer.step()
     assert len(seen) == 3
@@ -268,7 +296,7 @@ def test_a_scheduler_that_wraps_the_step_changes_nothing(lock: StateLock) -> Non
 @pytest.mark.parametrize("what", ["training step", "optimizer step"])
 @pytest.mark.parametrize("first", ["guarded", "compiled"])
 def test_compiled_steps_run_inside(
-    what: str, first: str, lock: StateLock, threads: DaemonThreads
+    what: str, first: str, guard: Guards, lock: StateLock, threads: DaemonThreads
 ) -> None:
     (parameter,) = parameters(1)
     optimizer = AdamW([parameter], lr=0.1)
@@ -295,18 +323,12 @@ def test_compiled_steps_run_inside(
     assert is_free(lock)
 
 
-def test_hooks_are_silent_on_a_thread_that_captures(lock: StateLock) -> None:
+def test_hooks_are_silent_on_a_thread_that_captures(guard: Guards, lock: StateLock) -> None:
     optimizer = Watched(inside=lambda: None)
     guard(lock, optimizer)
     with lock.capturing():
         optimizer.step()
         assert [use.side for use in lock.statistics().holders] == ["capturing"]
-    hold = LockHold(lock, -1)
-    assert hold.begin()
-    with hold.here():
-        optimizer.step()
-        assert [use.side for use in lock.statistics().holders] == ["capturing"]
-    hold.end()
     assert is_free(lock)
 
 
@@ -314,7 +336,7 @@ def test_hooks_are_silent_on_a_thread_that_captures(lock: StateLock) -> None:
 
 
 def test_removal_does_not_disturb_a_step_that_waits(
-    lock: StateLock, threads: DaemonThreads
+    guard: Guards, lock: StateLock, threads: DaemonThreads
 ) -> None:
     seen: list[str] = []
     optimizer = Watched(inside=looking(lock, seen))
@@ -324,7 +346,7 @@ def test_removal_does_not_disturb_a_step_that_waits(
     optimizer.register_step_post_hook(lambda *_: others.append("after"))
     capture = Held(threads, lock.capturing)
     step = threads.waiting(lock, optimizer.step)
-    guarded.remove()
+    guarded.close()
     capture.end()
     step.result(PATIENCE)
     assert seen == ["Watched.step()"]
@@ -336,7 +358,7 @@ def test_removal_does_not_disturb_a_step_that_waits(
 
 
 def test_removal_does_not_disturb_a_step_that_waits_for_another_guard(
-    lock: StateLock, threads: DaemonThreads
+    guard: Guards, lock: StateLock, threads: DaemonThreads
 ) -> None:
     optimizer, other = SGD(parameters(), lr=0.1), StateLock()
     others = [guard(other, optimizer)]
@@ -345,7 +367,7 @@ def test_removal_does_not_disturb_a_step_that_waits_for_another_guard(
     capture = Held(threads, lock.capturing)
     step = threads.waiting(lock, optimizer.step)
     for each in others:
-        each.remove()
+        each.close()
     capture.end()
     step.result(PATIENCE)
     capture = Held(threads, other.capturing)
@@ -353,11 +375,11 @@ def test_removal_does_not_disturb_a_step_that_waits_for_another_guard(
     capture.end()
 
 
-def test_a_guard_removed_within_a_step_is_forgotten_with_it() -> None:
+def test_a_guard_removed_within_a_step_is_forgotten_with_it(tmp_path: Path) -> None:
     lock = StateLock()
     optimizer = Watched(inside=lambda: None)
-    guarded = guard(lock, optimizer)
-    optimizer.inside = guarded.remove
+    guarded = ckpipe.SyncPipeline(tmp_path, guard=optimizer, state_lock=lock).__enter__()
+    optimizer.inside = guarded.close
     optimizer.step()
     assert is_free(lock)
     alive = weakref.ref(lock)
