@@ -100,7 +100,7 @@ async def export(
         UnsupportedState: If the form cannot hold something; names it.
         CommitConflict: If there is already a file with other bytes, or one of another export.
         CheckpointIncomplete: If files of other ranks do not come in time.
-        CorruptCheckpoint: If the checkpoint is damaged.
+        CorruptCheckpoint: If the checkpoint is damaged, or another program has changed it.
         StoreError: If the store failed; repeating the export continues it.
     """
     plan = partial(plan_files, bundle, form, settings.export, expanded=expanded)
@@ -113,10 +113,6 @@ async def export(
         await work.write(file)
     if rank == 0:
         await work.until_there(files if world_size > 1 else [])
-        if bundle.source is not None:
-            from ckpipe.foreign.source import check_unchanged
-
-            await check_unchanged(backend, bundle)
         await work.write(last)
     else:
         await work.until_there([last])
@@ -170,7 +166,7 @@ class _Writer:
         folder: str,
     ) -> None:
         self._settings, self._policy, self._target, self._folder = settings, policy, target, folder
-        self._step = bundle.step
+        self._backend, self._bundle = backend, bundle
         self._wrappers = {label for each in bundle.structures for label, _ in wrappers_in(each)}
         self._windows = [memoryview(b"")] * 2
         self._read = partial(
@@ -192,14 +188,16 @@ class _Writer:
             raise self._conflict("This file belongs to another export", others[0])
 
     def _conflict(self, text: str, name: str) -> CommitConflict:
-        return CommitConflict(text, step=self._step, key=self._folder + name, hint=_ELSEWHERE)
+        return CommitConflict(
+            text, step=self._bundle.step, key=self._folder + name, hint=_ELSEWHERE
+        )
 
     async def write(self, file: File) -> None:
         """Write a file, which becomes visible as a whole, or compare it with the one there.
 
         Raises:
             CommitConflict: If there is a file with other bytes.
-            CorruptCheckpoint: If the checkpoint is damaged.
+            CorruptCheckpoint: If the checkpoint is damaged, or another program has changed it.
             StoreError: If a store failed.
         """
         target, key, size = self._target, self._folder + file.name, sum(map(size_of, file.parts))
@@ -214,6 +212,10 @@ class _Writer:
 
             async with aborted_on_error(upload):
                 await self._each_block(file, block_bytes, send)
+                if self._bundle.source is not None:
+                    from ckpipe.foreign.source import check_unchanged
+
+                    await check_unchanged(self._backend, self._bundle)
                 try:
                     await retrying(self._policy, upload.complete)
                     return
@@ -300,7 +302,7 @@ class _Writer:
                     raise CheckpointIncomplete(
                         f"The export is not whole: another rank has not written this file, and "
                         f"none came within incomplete_after_seconds ({limit:g} s)",
-                        step=self._step,
+                        step=self._bundle.step,
                         key=key,
                         hint="Look at the errors of the other ranks, and export again with "
                         "`ckpipe export`, which continues it",

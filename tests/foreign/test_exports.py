@@ -7,9 +7,11 @@ import collections
 import datetime
 import enum
 import json
+import os
 import pathlib
 import warnings
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -374,3 +376,28 @@ def test_checkpoint_of_another_program_is_written_in_a_third_form(tmp_path: Path
     ckpipe.export(tmp_path / "torch/state.pt", tmp_path / "again")
     found = safetensors.torch.load_file(tmp_path / "again/model.safetensors")
     assert same(dict(sorted(found.items())), dict(sorted(weights.items())))
+
+
+@pytest.mark.parametrize(
+    ("form", "most", "nth"),
+    [("hf", "1GB", 1), ("hf", 1, 2), ("torch", "1GB", 1), ("dcp", "1GB", 1), ("dcp", 1, 2)],
+)
+def test_no_file_is_written_from_a_source_that_is_replaced_meanwhile(
+    tmp_path: Path, store: Stores, form: Any, most: int | str, nth: int
+) -> None:
+    source, other = tmp_path / "hub/model.safetensors", tmp_path / "other"
+    source.parent.mkdir()
+    for path, value in ((source, 1.0), (other, 2.0)):
+        safetensors.torch.save_file({n: torch.full((300,), value) for n in "ab"}, path)
+        os.utime(path, (value, value))
+    gate = store.faulty.pause("open_upload", nth=nth)
+    with ThreadPoolExecutor(1) as thread:
+        done = thread.submit(
+            ckpipe.export, source.parent, store.url, form=form, max_shard_bytes=most
+        )
+        gate.wait_until_held()
+        other.replace(source)
+        gate.release()
+        with pytest.raises(errors.CorruptCheckpoint, match="replaced or changed"):
+            done.result()
+    assert len(store.memory._store.objects) == nth - 1
