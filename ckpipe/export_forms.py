@@ -24,13 +24,15 @@ from ckpipe.catalog.inspect import check_expansion, leaf_labels
 from ckpipe.errors import UnsupportedState, UsageError
 from ckpipe.format.data_file import encode_header, stored_dtype
 from ckpipe.format.dtypes import DTYPES, NAMES
-from ckpipe.format.labels import LabelFilter, label_filter
+from ckpipe.format.labels import LabelFilter, join, key_of, label_filter
 from ckpipe.format.manifest import ManifestDocument, TensorRow
 from ckpipe.format.tree import Node, walk, wrappers_in
 from ckpipe.loading.load import LoadRequest, flattened, match_all
 from ckpipe.loading.stateful import InspectionMemo
 from ckpipe.loading.transforms import transformed, transforms_of
 from ckpipe.settings import Export
+from ckpipe.state.tensors import lazy_bits
+from ckpipe.types import first_of
 
 Form = Literal["torch", "hf", "dcp"]
 
@@ -198,10 +200,14 @@ class _Plan:
             _check_plain(structure.tree, structure.tensors, values, part)
         select = label_filter([glob.escape(part)] if part else None)
         state, made = self._without_values(self.bundle, select)
-        for key in part.split(".") if part else ():
-            if not isinstance(state, Mapping) or key not in state:
+        label = ""
+        while part and label != part:
+            inside = state if isinstance(state, Mapping) else {}
+            below = {join(label, key): key for key in inside}
+            label = max((each for each in below if f"{part}.".startswith(f"{each}.")), default="")
+            if not label:
                 raise _no_part(part)
-            state = state[key]
+            state = inside[below[label]]
         return _as_torch_has_it(state), made
 
     def _structures(self) -> Iterator[tuple[Any, Sequence[Any]]]:
@@ -242,11 +248,17 @@ class _Plan:
         for label, node in wrapped.items():
             rows[label] = TensorRow(label, self._asked.dtype or "", tuple(node[1]["size"]))
         beginning = _model_of(rows) if part is None else f"{part}." if part else ""
-        found = {
-            label.removeprefix(beginning): row
-            for label, row in rows.items()
-            if label.startswith(beginning)
-        }
+        found: dict[str, TensorRow] = {}
+        for label, row in rows.items():
+            if label.startswith(beginning):
+                name = key_of(label.removeprefix(beginning))
+                if name in found:
+                    raise UnsupportedState(
+                        f"Two tensors would have the name {name!r}",
+                        key=label,
+                        hint="Rename one of them with the transform ckpipe.Rename",
+                    )
+                found[name] = row
         if not found and needs_tensors:
             raise _no_part(part)
         for row in found.values():
@@ -345,11 +357,14 @@ def _model_of(labels: Iterable[str]) -> str:
         top, _, rest = label.partition(".")
         if top == "model" and rest:
             return "model."
-    for label in labels:
-        top, below, rest = (*label.split(".", 2), "", "")[:3]
-        if below == "model" and rest:
-            return f"{top}.model."
-    return ""
+    parts = [(*label.split(".", 2), "", "")[:3] for label in labels]
+    models = {f"{top}.model": None for top, below, rest in parts if below == "model" and rest}
+    if len(models) > 1:
+        raise UsageError(
+            f"The checkpoint has several models: {first_of(list(models), 4)}",
+            hint="Set export.part, or --part of the command, to one of them; each takes an export",
+        )
+    return f"{next(iter(models))}." if models else ""
 
 
 def _no_part(part: str | None) -> UsageError:
@@ -397,7 +412,7 @@ def _shard(name: str, tensors: Sequence[tuple[str, torch.Tensor, TensorRow]]) ->
 
 
 def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return tensor.data_ptr(), tensor.shape, tensor.stride()
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, lazy_bits(tensor)
 
 
 def _by_storage(made: Mapping[str, torch.Tensor]) -> dict[int, dict[str, torch.Tensor]]:

@@ -496,7 +496,7 @@ class Export(_Group):
     part: str | None = None
     """The label of the part of the state to export. None exports all of it as ``"torch"``. As
     ``"hf"``, None exports ``model``, at the top of the state or one level below, or all of the
-    state if there is no ``model``."""
+    state if there is no ``model``; of several models one must be named."""
 
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """The dtype of all floating-point tensors of the export. Tensors that wrap others, such as

@@ -24,7 +24,7 @@ from ckpipe.errors import ShapeMismatch, StructureMismatch
 from ckpipe.format.box_steps import Place, Step
 from ckpipe.format.boxes import box_shape, contiguous_stride, whole
 from ckpipe.format.data_file import item_bytes
-from ckpipe.format.labels import Json, canonical, encode_key, join
+from ckpipe.format.labels import Json, canonical, encode_key, join, key_of
 from ckpipe.format.manifest import (
     Chunk,
     Layout,
@@ -482,7 +482,7 @@ class _Mover:
             if not own and (inside or not new.startswith(f"{to}." if to else "")):
                 self._away.append((new, each))
                 continue
-            keys += own or [_key(new[len(to) + 1 if to else 0 :])]
+            keys += own or [key_of(new[len(to) + 1 if to else 0 :])]
             nodes.append(each)
             if canonical(keys[-1]) in taken:
                 raise two_with_one_name(new)
@@ -494,11 +494,6 @@ def _emptied(node: Node) -> Node:
     if node[0] in WRAPPERS:
         return [*node[:-1], _emptied(node[-1])]
     return [node[0], [], [], *node[3:]] if node[0] in MAPPINGS else with_nodes(node, [])
-
-
-def _key(rest: str) -> str:
-    """Return the key of which a part of a label was made."""
-    return rest.replace("~1", "@").replace("~0", "~")
 
 
 def _above(label: str) -> Iterator[str]:
@@ -517,7 +512,7 @@ def _insert(tree: Node, away: Sequence[tuple[str, Node]]) -> None:
         here = containers[at]
         if here[0] not in MAPPINGS:
             raise _fixed(label, f"inside a {here[0]}")
-        key = _key(label[len(at) + 1 if at else 0 :])
+        key = key_of(label[len(at) + 1 if at else 0 :])
         if at not in taken:
             taken[at] = {each for each in here[1] if isinstance(each, str)}
         if key in taken[at]:

@@ -118,6 +118,11 @@ def _escape(match: re.Match[str]) -> str:
     return {"~": "~0", "@": "~1"}.get(char) or f"~u{ord(char):04x}"
 
 
+def key_of(part: str) -> str:
+    """Return the text of which :func:`label_part` made a part; surrogates stay ``~u…``."""
+    return part.replace("~1", "@").replace("~0", "~")
+
+
 def join(prefix: str, key: object) -> str:
     """Return the label of the item under ``key`` in the container labelled ``prefix``."""
     return f"{prefix}.{label_part(key)}" if prefix else label_part(key)

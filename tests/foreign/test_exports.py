@@ -107,6 +107,50 @@ def test_views_that_are_not_the_same_tensor_are_all_written(tmp_path: Path) -> N
     assert same(dict(sorted(found.items())), dict(sorted(state.items())))
 
 
+def test_tensors_on_the_same_bytes_of_other_kinds_are_no_duplicates(tmp_path: Path) -> None:
+    bits, complex = torch.arange(2, dtype=torch.int32), torch.tensor([1 + 2j])
+    state = {
+        "bits": bits,
+        "floats": bits.view(torch.float32),
+        "plain": complex.imag,
+        "negative": complex.conj().imag,
+        "again": bits.view(torch.int32),
+    }
+    save(tmp_path / "run", state)
+    for form in ("hf", "dcp"):
+        ckpipe.export(tmp_path / "run", tmp_path / form, form=form)
+    found = safetensors.torch.load_file(tmp_path / "hf/model.safetensors")
+    by_dcp = dcp_loaded(tmp_path / "dcp", state)
+    assert all(torch.equal(by_dcp[name], each) for name, each in state.items())
+    del state["again"]
+    assert found.keys() == state.keys()
+    assert all(torch.equal(found[name], each) for name, each in state.items())
+
+
+def test_weights_have_the_names_that_the_state_has(tmp_path: Path) -> None:
+    names = ["a@b", "~", "~1", "x.y", "~0@"]
+    state = {"net@1": {name: torch.tensor([float(n)]) for n, name in enumerate(names)}}
+    save(tmp_path / "run", state)
+    expected = dict(sorted(state["net@1"].items()))
+    for part in ("net~11", None):
+        ckpipe.export(tmp_path / "run", tmp_path / str(part), part=part)
+        found = safetensors.torch.load_file(tmp_path / str(part) / "model.safetensors")
+        above = "" if part else "net@1."
+        assert same(dict(sorted(found.items())), {f"{above}{n}": t for n, t in expected.items()})
+    for part, value in {"net~11": state["net@1"], "net~11.x.y": state["net@1"]["x.y"]}.items():
+        ckpipe.export(tmp_path / "run", tmp_path / f"{part}-t", form="torch", part=part)
+        assert same(torch.load(tmp_path / f"{part}-t/state.pt"), value)
+
+
+def test_one_of_several_models_must_be_named(tmp_path: Path) -> None:
+    save(tmp_path / "run", {name: {"model": {"w": torch.ones(2)}} for name in ("gen", "critic")})
+    with pytest.raises(errors.UsageError, match=r"gen\.model, critic\.model") as refused:
+        ckpipe.export(tmp_path / "run", tmp_path / "out")
+    assert "export.part" in str(refused.value.hint)
+    done = ckpipe.export(tmp_path / "run", tmp_path / "out", part="critic.model")
+    assert done.files == ("model.safetensors",)
+
+
 def test_shards_have_an_index_as_transformers_writes_it(tmp_path: Path) -> None:
     model, _ = trained()
     save(tmp_path / "run", {"model": model})
