@@ -16,15 +16,15 @@ import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import torch
 
-from ckpipe.catalog.inspect import check_expansion, leaf_labels
+from ckpipe.catalog.inspect import batches, check_expansion, leaf_labels
 from ckpipe.errors import UnsupportedState, UsageError
 from ckpipe.format.data_file import encode_header, stored_dtype
 from ckpipe.format.dtypes import DTYPES, NAMES
-from ckpipe.format.labels import LabelFilter, join, key_of, label_filter
+from ckpipe.format.labels import Json, LabelFilter, join, key_of, label_filter
 from ckpipe.format.manifest import ManifestDocument, TensorRow
 from ckpipe.format.tree import Node, walk, wrappers_in
 from ckpipe.loading.load import LoadRequest, flattened, match_all
@@ -49,8 +49,6 @@ _PLAIN_NODES = ("tensor", "value", "absent", "set", "list", "tuple", "dict", "or
 _PLAIN_VALUES = ("int", "float", "complex", "bytes", "bytearray", "dtype", "device", "size",
                  "layout")  # fmt: skip
 """The nodes of a tree, and the kinds of values, that ``torch.load`` reads with ``weights_only``."""
-
-Item = TypeVar("Item")
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,14 +217,18 @@ class _Plan:
     def _without_values(
         self, bundle: ManifestDocument, select: LabelFilter
     ) -> tuple[Any, dict[str, torch.Tensor]]:
-        request = LoadRequest(
-            select=select, strict=False, per_rank="rank0", dequantized=self._asked.dtype,
-            form_only=True,
-        )  # fmt: skip
+        plain: dict[str, torch.Tensor] = {}
+
+        def unwrap(label: str, facts: Mapping[str, Json], _make: Callable[[], Any]) -> torch.Tensor:
+            dtype = DTYPES[self._asked.dtype or facts["dtype"]]
+            plain[label] = torch.empty(facts["size"], dtype=dtype, device="cpu")
+            return plain[label]
+
+        request = LoadRequest(select=select, strict=False, per_rank="rank0", unwrap=unwrap)
         load = match_all(bundle, request, 0, 1, InspectionMemo())
         state = load.make()
         load.matching.forget()
-        return state, load.targets.made
+        return state, load.targets.made | plain
 
     def _named(self, part: str | None, *, needs_tensors: bool = True) -> dict[str, TensorRow]:
         """Return the tensors of a part by their names in it, in the order of the state.
@@ -371,23 +373,6 @@ def _no_part(part: str | None) -> UsageError:
     what = f"nothing to export under {part!r}" if part else "no tensors"
     hint = "Set export.part, or --part of the command, to a label of the state"
     return UsageError(f"The checkpoint has {what}", hint=hint)
-
-
-def batches(
-    items: Iterable[Item], nbytes: Callable[[Item], int], most: int
-) -> Iterator[list[Item]]:
-    """Group items, in their order, so that a group has at most ``most`` bytes or one item."""
-    group: list[Item] = []
-    filled = 0
-    for each in items:
-        size = nbytes(each)
-        if group and filled + size > most:
-            yield group
-            group, filled = [], 0
-        group.append(each)
-        filled += size
-    if group:
-        yield group
 
 
 def _shard(name: str, tensors: Sequence[tuple[str, torch.Tensor, TensorRow]]) -> File:

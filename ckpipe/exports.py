@@ -29,7 +29,7 @@ from ckpipe import threads
 from ckpipe.backend import Backend, without_secrets
 from ckpipe.catalog.copy import CopySettings, aborted_on_error, block_bytes_for
 from ckpipe.catalog.find import stat_or_none
-from ckpipe.catalog.inspect import data_bytes
+from ckpipe.catalog.inspect import batches, data_bytes
 from ckpipe.catalog.leases import EXPORTING, under_lease
 from ckpipe.errors import (
     CheckpointIncomplete,
@@ -38,11 +38,12 @@ from ckpipe.errors import (
     UsageError,
 )
 from ckpipe.events import CheckpointExported
-from ckpipe.export_forms import ENDS, File, Form, Gap, Part, batches, plan_files, size_of
+from ckpipe.export_forms import ENDS, File, Form, Gap, Part, plan_files, size_of
 from ckpipe.format.manifest import ManifestDocument
 from ckpipe.format.tree import wrappers_in
 from ckpipe.loading.fill import with_lazy_bits
 from ckpipe.loading.load import read_tensors
+from ckpipe.loading.wrappers import dequantized
 from ckpipe.memory.arena import Arena
 from ckpipe.save.context import SaveContext
 from ckpipe.save.follow_up import until_complete
@@ -169,9 +170,10 @@ class _Writer:
         self._backend, self._bundle = backend, bundle
         self._wrappers = {label for each in bundle.structures for label, _ in wrappers_in(each)}
         self._windows = [memoryview(b"")] * 2
+        dtype = settings.export.dtype
         self._read = partial(
             read_tensors, backend, bundle, arena=arena, lanes=settings.load.lanes,
-            dequantized=settings.export.dtype,
+            unwrap=None if dtype is None else partial(dequantized, dtype),
         )  # fmt: skip
 
     async def check_alone(self, names: Sequence[str]) -> None:

@@ -8,8 +8,8 @@ from __future__ import annotations
 import json
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal, TypeVar
 
 from ckpipe.errors import UsageError
 from ckpipe.format.data_file import SCALARS, item_bytes
@@ -27,6 +27,8 @@ from ckpipe.types import (
 _Kind = Literal["tensor", "value", "wrapper_tensor"]
 _KINDS: tuple[_Kind, ...] = ("tensor", "value", "wrapper_tensor")
 _LONGEST_PREVIEW = 60
+
+Item = TypeVar("Item")
 
 
 def describe(bundle: ManifestDocument, select: LabelFilter | None = None) -> CheckpointDescription:
@@ -104,6 +106,23 @@ def check_expansion(
         key=label,
         hint="Leave the tensor out, or run the command with --expanded",
     )
+
+
+def batches(
+    items: Iterable[Item], nbytes: Callable[[Item], int], most: int
+) -> Iterator[list[Item]]:
+    """Group items, in their order, so that a group has at most ``most`` bytes or one item."""
+    group: list[Item] = []
+    filled = 0
+    for each in items:
+        size = nbytes(each)
+        if group and filled + size > most:
+            yield group
+            group, filled = [], 0
+        group.append(each)
+        filled += size
+    if group:
+        yield group
 
 
 def _tensors(bundle: ManifestDocument) -> Iterator[TensorDescription]:

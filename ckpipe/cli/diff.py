@@ -13,10 +13,9 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from ckpipe.backend import Backend
-from ckpipe.catalog.inspect import check_expansion, labels_per_rank, tensor_bytes
+from ckpipe.catalog.inspect import batches, check_expansion, labels_per_rank, tensor_bytes
 from ckpipe.cli.running import FOUND, OK
 from ckpipe.cli.screen import Meter, Screen, one_line, table
-from ckpipe.export_forms import batches
 from ckpipe.foreign.source import check_unchanged, open_place
 from ckpipe.format.labels import LabelFilter, label_filter, unique_label
 from ckpipe.format.manifest import ManifestDocument, TensorRow

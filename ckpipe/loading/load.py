@@ -28,7 +28,7 @@ from ckpipe.loading.chunks import NeedsFullIndex, StoredTensors
 from ckpipe.loading.factories import Factory
 from ckpipe.loading.foreign_target import fitted
 from ckpipe.loading.match import Matching
-from ckpipe.loading.match_record import MatchRecord
+from ckpipe.loading.match_record import MatchRecord, Unwrap
 from ckpipe.loading.reader import Reader, ReadTally, lane_buffers
 from ckpipe.loading.saved_state import (
     exclude_labels,
@@ -69,9 +69,7 @@ class LoadRequest:
         allow_missing: Selects labels of the target that the checkpoint may lack.
         allow_unexpected: Selects labels of the checkpoint that the target may lack.
         device: The device of the tensors of a fresh state.
-        dequantized: The name of the dtype to which wrapper tensors of a fresh state are
-            dequantised; None leaves them as they are.
-        form_only: Whether only the form of the state is wanted: tensors get no values.
+        unwrap: Makes plain tensors of the wrapper tensors of a fresh state; None leaves these.
     """
 
     into: Any | None = None
@@ -89,8 +87,7 @@ class LoadRequest:
     allow_missing: LabelFilter = field(default_factory=partial(LabelFilter, []))
     allow_unexpected: LabelFilter = field(default_factory=partial(LabelFilter, []))
     device: torch.device = field(default_factory=partial(torch.device, "cpu"))
-    dequantized: str | None = None
-    form_only: bool = False
+    unwrap: Unwrap | None = None
 
     def holding(self) -> AbstractContextManager[None]:
         """Let the calling thread work for the load, whose hold is taken."""
@@ -354,8 +351,7 @@ def match_all(
         skips_shapes=request.strict == "shapes",
         any_optimizer=request.any_optimizer,
         pickling=request.pickling,
-        dequantized=request.dequantized,
-        form_only=request.form_only,
+        unwrap=request.unwrap,
         distributed=world_size > 1,
         by_label=bool(request.transform),
         above=above,
@@ -410,7 +406,7 @@ async def read_tensors(
     *,
     lanes: int,
     rank: int | None = None,
-    dequantized: str | None = None,
+    unwrap: Unwrap | None = None,
     into: Mapping[str, torch.Tensor] | None = None,
 ) -> dict[str, torch.Tensor]:
     """Read tensors whole, every byte verified.
@@ -423,8 +419,7 @@ async def read_tensors(
         lanes: The number of concurrent reads.
         rank: The rank whose tensors to read, if ranks hold different ones; None assembles tensors
             of all ranks, and takes private ones from the lowest rank.
-        dequantized: The name of the dtype to which wrapper tensors are dequantised, if their own
-            labels are among those to read.
+        unwrap: Makes plain tensors of wrapper tensors whose own labels are among those to read.
         into: Tensors to fill, by label; None makes new ones.
 
     Returns:
@@ -437,7 +432,7 @@ async def read_tensors(
     """
     flat = flattened(bundle, labels)
     # Not strict: a strict load would need every saved label.
-    request = LoadRequest(into, strict=False, per_rank="rank0", dequantized=dequantized)
+    request = LoadRequest(into, strict=False, per_rank="rank0", unwrap=unwrap)
     place = (0, 1) if rank is None else (rank, bundle.world_size)
     ready = await read_all(
         backend, flat, request, arena, lanes=lanes, rank=place[0], world_size=place[1]

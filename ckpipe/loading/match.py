@@ -48,7 +48,7 @@ from ckpipe.loading.objects import OpenedObject, open_object
 from ckpipe.loading.saved_state import is_generators
 from ckpipe.loading.select import PerRankItems
 from ckpipe.loading.stateful import is_extra_state, mismatch, writable
-from ckpipe.loading.wrappers import dequantized, fitting_parts, planned_wrapper, put_together
+from ckpipe.loading.wrappers import fitting_parts, planned_wrapper, put_together
 from ckpipe.state.kinds import is_stateful, registered_as, registered_for
 from ckpipe.state.tensors import is_wrapper
 
@@ -212,17 +212,13 @@ class Matching:
     def _wrapper_tensor(self, node: Node, label: str, live: Any, use: Use | None) -> Factory:
         facts, inner, record = node[1], node[2], self.record
         if use in (None, Use.OFFERED):
-            if record.dequantized is not None and record.form_only:
-                blank = self._targets.blank(label, record.dequantized, facts["size"])
-                return partial(same, blank)
             cls, context = planned_wrapper(record, facts, label)
-            make, dtype = self.plan(inner, label), record.dequantized
+            make, unwrap = self.plan(inner, label), record.unwrap
 
             def wrap() -> Any:
-                made = put_together(cls, facts, context(), make(), label)
-                return made if dtype is None else dequantized(made, dtype, label)
+                return put_together(cls, facts, context(), make(), label)
 
-            return wrap
+            return wrap if unwrap is None else partial(unwrap, label, facts, wrap)
         if not is_wrapper(live):
             raise _wrong_kind(f"a wrapper tensor of {facts['class']}", live, label)
         ranks = {

@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from ckpipe.format.labels import LabelFilter
+import torch
+
+from ckpipe.format.labels import Json, LabelFilter
 from ckpipe.format.tree import Node, leaf_labels
 from ckpipe.loading.saved_state import SavedState
 from ckpipe.loading.select import any_selected
@@ -30,6 +32,9 @@ class Use(Enum):
     OFFERED = "offered"
 
 
+Unwrap = Callable[[str, Mapping[str, Json], Callable[[], Any]], torch.Tensor]
+"""Makes a plain tensor of a fresh wrapper tensor: of its label, its facts, and its factory."""
+
 NOTHING = object()
 """Marks a node without a live counterpart."""
 
@@ -47,8 +52,7 @@ class MatchRecord:
         strict: Whether plain containers must have exactly the saved keys.
         skips_shapes: Whether tensors that have another shape in the checkpoint stay as they are.
         any_optimizer: Whether an optimizer may get the state of one of another class.
-        dequantized: The dtype of fresh wrapper tensors once they are dequantised; None leaves them.
-        form_only: Whether tensors get no values, and so no wrapper can be dequantised.
+        unwrap: Makes plain tensors of fresh wrapper tensors; None leaves these.
         distributed: Whether other processes load other parts of the same tensors.
         by_label: Whether labels count and not containers: dotted keys and mappings are the same.
         above: The label below which the names of a foreign checkpoint were moved.
@@ -71,8 +75,7 @@ class MatchRecord:
     strict: bool = True
     skips_shapes: bool = False
     any_optimizer: bool = False
-    dequantized: str | None = None
-    form_only: bool = False
+    unwrap: Unwrap | None = None
     distributed: bool = False
     by_label: bool = False
     above: str = ""

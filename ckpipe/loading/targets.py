@@ -21,7 +21,6 @@ import torch
 
 from ckpipe.errors import InvalidExtent, SharingConflict, StructureMismatch
 from ckpipe.format.boxes import contiguous_stride
-from ckpipe.format.dtypes import DTYPES
 from ckpipe.loading.chunks import ChunkCopy, HeldElements, Regions, StoredTensor, StoredTensors
 from ckpipe.loading.fill import (
     Destination,
@@ -102,7 +101,6 @@ class Targets:
         self._noted: list[LiveTensor] = []
         self._disputed: list[list[LiveTensor]] = []
         self._fresh: dict[tuple[StoredTensor, Regions], torch.Tensor] = {}
-        self._blank: dict[str, torch.Tensor] = {}
         self._sharing: dict[Hashable, torch.Tensor] = {}
         self._buffers: dict[int, torch.Tensor] = {}
         self._finishers: list[Callable[[], object]] = []
@@ -222,16 +220,10 @@ class Targets:
         """
         return self._make(stored, None, stored.shape)
 
-    def blank(self, label: str, dtype: str, shape: Sequence[int]) -> torch.Tensor:
-        """Return a new tensor that nothing fills."""
-        self._blank[label] = torch.empty(tuple(shape), dtype=DTYPES[dtype], device="cpu")
-        return self._blank[label]
-
     @property
     def made(self) -> dict[str, torch.Tensor]:
         """All new tensors, by label."""
-        fresh = {stored.label: tensor for (stored, _), tensor in self._fresh.items()}
-        return {**fresh, **self._blank}
+        return {stored.label: tensor for (stored, _), tensor in self._fresh.items()}
 
     def _fresh_for(self, live: LiveTensor) -> torch.Tensor:
         shape = live.stored.shape if live.regions is None else tuple(live.tensor.shape)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -49,12 +49,15 @@ _SHARD = (
 )
 
 
-def dequantized(made: Any, dtype: str, label: str) -> torch.Tensor:
-    """Return the values of a wrapper as a plain tensor, as its class computes them.
+def dequantized(
+    dtype: str, label: str, _facts: Mapping[str, Json], make: Callable[[], Any]
+) -> torch.Tensor:
+    """Return the values of a new wrapper as a plain tensor, as its class computes them.
 
     Raises:
         UnsupportedState: If the class does not.
     """
+    made = make()
     try:
         # NF4Tensor has the latter only; its ``dequantize`` is another function.
         plain = getattr(made, "get_original_weight", made.dequantize)().to(DTYPES[dtype])
