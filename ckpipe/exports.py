@@ -21,6 +21,7 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, closing
 from functools import partial
+from typing import get_args
 
 import anyio
 import torch
@@ -76,7 +77,7 @@ async def export(
     expanded: bool = False,
     rank: int = 0,
     world_size: int = 1,
-) -> tuple[str, tuple[str, ...], int]:
+) -> tuple[tuple[str, ...], int]:
     """Write a checkpoint in another form; repeating it changes nothing.
 
     Args:
@@ -93,7 +94,7 @@ async def export(
         world_size: Their number.
 
     Returns:
-        The folder on the store, the names of its files, and their size together.
+        The names of its files, and their size together.
 
     Raises:
         UsageError: If the part to export is missing, or takes far more bytes than are stored.
@@ -104,22 +105,30 @@ async def export(
         CorruptCheckpoint: If the checkpoint is damaged, or another program has changed it.
         StoreError: If the store failed; repeating the export continues it.
     """
+    before = (await target.children(folder)).objects
+    there = {each.key.removeprefix(folder) for each in before}
     plan = partial(plan_files, bundle, form, settings.export, expanded=expanded)
-    bundle, (*files, last) = await threads.run_sync(plan)
+    bundle, files = await threads.run_sync(plan)
+    names, last = [each.name for each in files], files[-1]
     work = _Writer(backend, bundle, arena, settings, policy, target, folder)
+    # Weights of another export might be taken by a reader of this one.
+    if others := sorted(each for each in there.difference(names) if each.endswith(ENDS)):
+        raise work.conflict("This file belongs to another export", others[0])
     # Other ranks may be on machines without these files.
     extra = await threads.run_sync(_extra_files, settings.export.extra) if rank == 0 else []
-    await work.check_alone([each.name for each in (*files, last)])
-    for file in [*extra, *files[rank::world_size]]:
+    for file in [*extra, *files[rank:-1:world_size]]:
         await work.write(file)
     if rank == 0:
-        await work.until_there(files if world_size > 1 else [])
+        for file in [each for number, each in enumerate(files[:-1]) if number % world_size]:
+            # One that lay there before may have other bytes, which no reader would notice.
+            await (work.write(file) if file.name in there else work.until_there(file))
         await work.write(last)
     else:
-        await work.until_there([last])
-    everything = [*files, *extra, last]
-    size = sum(sum(map(size_of, each.parts)) for each in everything)
-    return folder, tuple(each.name for each in everything), size
+        await work.until_there(last)
+    beside = [os.path.basename(each) for each in settings.export.extra]
+    size = sum([(await target.stat(folder + each)).size for each in beside])
+    size += sum(size_of(part) for each in files for part in each.parts)
+    return (*names[:-1], *beside, last.name), size
 
 
 def _extra_files(paths: Sequence[str | os.PathLike[str]]) -> list[File]:
@@ -176,20 +185,8 @@ class _Writer:
             unwrap=None if dtype is None else partial(dequantized, dtype),
         )  # fmt: skip
 
-    async def check_alone(self, names: Sequence[str]) -> None:
-        """Check that the folder has no weights of another export, which a reader might take.
-
-        Raises:
-            CommitConflict: Names some.
-            StoreError: If the store failed.
-        """
-        there = (await self._target.children(self._folder)).objects
-        keys = [each.key.removeprefix(self._folder) for each in there]
-        others = [each for each in keys if each.endswith(ENDS) and each not in names]
-        if others:
-            raise self._conflict("This file belongs to another export", others[0])
-
-    def _conflict(self, text: str, name: str) -> CommitConflict:
+    def conflict(self, text: str, name: str) -> CommitConflict:
+        """Return the error for a file that is in the way."""
         return CommitConflict(
             text, step=self._bundle.step, key=self._folder + name, hint=_ELSEWHERE
         )
@@ -203,7 +200,7 @@ class _Writer:
             StoreError: If a store failed.
         """
         target, key, size = self._target, self._folder + file.name, sum(map(size_of, file.parts))
-        conflict = self._conflict("A file with other bytes has the name of this one", file.name)
+        conflict = self.conflict("A file with other bytes has the name of this one", file.name)
         block_bytes = block_bytes_for(size, self._settings.staging.block_bytes, target.limits)
         there = await stat_or_none(target, key)
         if there is None:
@@ -289,28 +286,27 @@ class _Writer:
                 if view is not found[label]:
                     view.copy_(found[label])
 
-    async def until_there(self, files: Sequence[File]) -> None:
-        """Wait until files are there, which other ranks write.
+    async def until_there(self, file: File) -> None:
+        """Wait until a file is there, which another rank may write.
 
         Raises:
-            CheckpointIncomplete: If none has come for ``incomplete_after_seconds``.
+            CheckpointIncomplete: If it has not come for ``incomplete_after_seconds``.
             StoreError: If the store failed.
         """
         limit, pause = self._settings.incomplete_after_seconds, _FIRST_PAUSE_SECONDS
-        for file in files:
-            until, key = time.monotonic() + limit, self._folder + file.name
-            while await stat_or_none(self._target, key) is None:
-                if time.monotonic() > until:
-                    raise CheckpointIncomplete(
-                        f"The export is not whole: another rank has not written this file, and "
-                        f"none came within incomplete_after_seconds ({limit:g} s)",
-                        step=self._bundle.step,
-                        key=key,
-                        hint="Look at the errors of the other ranks, and export again with "
-                        "`ckpipe export`, which continues it",
-                    )
-                await anyio.sleep(pause)
-                pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+        until, key = time.monotonic() + limit, self._folder + file.name
+        while await stat_or_none(self._target, key) is None:
+            if time.monotonic() > until:
+                raise CheckpointIncomplete(
+                    f"The export is not whole: another rank has not written this file, and "
+                    f"none came within incomplete_after_seconds ({limit:g} s)",
+                    step=self._bundle.step,
+                    key=key,
+                    hint="Look at the errors of the other ranks, and export again with "
+                    "`ckpipe export`, which continues it",
+                )
+            await anyio.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
 
 
 async def export_url(
@@ -338,10 +334,15 @@ async def export_url(
 
     Raises:
         CheckpointNotFound: If there is no such checkpoint.
+        UsageError: If there is no such form.
         CkpipeError: As :func:`export` does.
     """
     from ckpipe.foreign.source import open_place  # a run that saves does without it
 
+    if form not in get_args(Form):
+        raise UsageError(
+            f"There is no form {form!r:.100}", hint=f"Choose one of {', '.join(get_args(Form))}"
+        )
     access = Access.CHANGE if target is None else Access.CREATE
     async with (
         open_place(url, settings, on_read) as place,
@@ -355,9 +356,10 @@ async def export_url(
         expect(data_bytes(bundle))
         async with open_store(target or url, settings, access) as store:
             with closing(Arena(settings.staging.block_bytes)) as arena:
-                folder, files, size = await export(
+                folder = f"{bundle.id}.{form}/" if target is None else ""
+                files, size = await export(
                     place.store, bundle, arena, settings, form, CopySettings.of(settings).policy,
-                    store, f"{bundle.id}.{form}/" if target is None else "", expanded=expanded,
+                    store, folder, expanded=expanded,
                 )  # fmt: skip
     where = without_secrets(f"{(target or url).rstrip('/')}/{folder}").rstrip("/")
     id = None if bundle.source else str(bundle.id)
@@ -384,7 +386,7 @@ async def exported(context: SaveContext, save: Save) -> AsyncIterator[None]:
     if form == "ckpipe" or not save.request.final:
         yield
         return
-    catalog = context.store.catalog
+    catalog, folder = context.store.catalog, f"{save.name}.{form}/"
     catalog.loading[save.name] += 1  # protects it even if no lease can be written
     try:
         async with under_lease(context.store.retrying, save.name + EXPORTING):
@@ -398,8 +400,8 @@ async def exported(context: SaveContext, save: Save) -> AsyncIterator[None]:
                     store = context.store.retrying
                     done = await export(
                         store, bundle, context.arena, context.settings, form, policy, store,
-                        f"{save.name}.{form}/", rank=context.rank, world_size=context.world_size,
+                        folder, rank=context.rank, world_size=context.world_size,
                     )  # fmt: skip
     finally:
         catalog.loading[save.name] -= 1
-    context.events.emit(CheckpointExported(*save.where, *done))
+    context.events.emit(CheckpointExported(*save.where, folder, *done))

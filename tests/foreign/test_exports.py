@@ -24,7 +24,10 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_by_dcp
 import ckpipe
 from ckpipe import errors
 from ckpipe.distributed import training_state
+from ckpipe.events import CheckpointExported
 from tests.support.pipelines import Stores, same
+from tests.support.rank_pipelines import ranks
+from tests.support.settling import settle
 from tests.support.wrapper_tensors import scaled
 
 
@@ -370,6 +373,40 @@ def test_export_is_repeated_alike_and_never_replaces_another(
     assert {each.name: each.read_bytes() for each in (tmp_path / "out").iterdir()} == first
 
 
+def test_ranks_answer_for_the_files_of_each_other_and_tell_of_the_same(
+    tmp_path: Path, store: Stores
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    export = {"max_shard_bytes": 1, "extra": [tmp_path / "config.json"]}
+    state = {name: torch.ones(300) for name in "abc"}
+    told: list[CheckpointExported] = []
+    with ranks(store.url, 2, final_format="hf", export=export) as world:
+        for rank in world:
+            rank.events.add(
+                lambda event: told.append(event) if isinstance(event, CheckpointExported) else None
+            )
+        for damaged in (False, True):
+            first = world[0].save(state, step=1 + damaged, final=True)
+            folder = f"{first.wait().id}.hf/"  # rank 0 waits for the other one
+            if damaged:
+                store.memory._store.create(f"{folder}model-00002-of-00003.safetensors", b"other")
+            world[1].save(state, step=1 + damaged, final=True)
+            for rank in world:
+                settle(rank)
+            written = store.memory._store.objects.items()
+            sizes = {
+                key.removeprefix(folder): len(each.data) for key, each in written if folder in key
+            }
+            if not damaged:
+                assert [set(each.files) for each in told] == [sizes.keys()] * 2
+                assert [each.bytes for each in told] == [sum(sizes.values())] * 2
+        assert "model.safetensors.index.json" not in sizes
+        assert len(told) == 2
+        for rank in world:
+            with pytest.raises(errors.CommitConflict, match="other bytes"):
+                rank.save(state, step=9)
+
+
 def test_wrong_arguments_are_refused_and_nothing_is_written(tmp_path: Path) -> None:
     save(tmp_path / "run", {"model": {"w": torch.ones(2, dtype=torch.complex64)}})
     (tmp_path / "model.safetensors").write_bytes(b"")
@@ -384,6 +421,8 @@ def test_wrong_arguments_are_refused_and_nothing_is_written(tmp_path: Path) -> N
         "names of their own": {"form": "torch", "extra": [tmp_path / "model.safetensors"]},
         "export.dtype": {"dtype": "int8"},
         "no checkpoint 7": {"step": 7},
+        "no form 'safetensors'": {"form": "safetensors"},
+        r"no form \['hf'\]": {"form": ["hf"]},
     }.items():
         with pytest.raises(errors.CkpipeError, match=match):
             ckpipe.export(tmp_path / "run", out, **arguments)  # type: ignore[arg-type]
