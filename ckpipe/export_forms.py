@@ -159,6 +159,7 @@ class _Plan:
                 f"DCP holds a dict at the top, and this is of the type {type(state).__name__}",
                 hint='Export it as "torch"',
             )
+        _keeps_lists(state, "")
         planner = DefaultSavePlanner()
         try:
             planner.set_up_planner(dict(state), is_coordinator=True)
@@ -391,6 +392,25 @@ def _shard(name: str, tensors: Sequence[tuple[str, torch.Tensor, TensorRow]]) ->
         plain = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
         gaps.append(Gap(tensor.nbytes, {row.label: plain}))
     return File(name, [encode_header(entries), *gaps])
+
+
+def _keeps_lists(value: Any, label: str) -> bool:
+    """Check that DCP, which keeps no empty dict, keeps all of a list; tell if it keeps anything.
+
+    Raises:
+        UnsupportedState: Names the first element that a list would lack.
+    """
+    if not isinstance(value, Mapping | list) or value == []:
+        return True
+    items = list(enumerate(value) if isinstance(value, list) else value.items())
+    kept = [_keeps_lists(each, join(label, key)) for key, each in items]
+    if isinstance(value, list) and any(kept) and not all(kept):
+        raise UnsupportedState(
+            "DCP keeps no empty dict, and without this one its list would be another",
+            key=join(label, kept.index(False)),
+            hint="Leave the list out with the transform ckpipe.Drop, or choose a part",
+        )
+    return any(kept)
 
 
 # Files of torch.save

@@ -340,9 +340,7 @@ async def export_url(
     from ckpipe.foreign.source import open_place  # a run that saves does without it
 
     if form not in get_args(Form):
-        raise UsageError(
-            f"There is no form {form!r:.100}", hint=f"Choose one of {', '.join(get_args(Form))}"
-        )
+        raise UsageError(f"form is 'torch', 'hf' or 'dcp', not {form!r:.100}")
     access = Access.CHANGE if target is None else Access.CREATE
     async with (
         open_place(url, settings, on_read) as place,

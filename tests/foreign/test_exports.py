@@ -326,6 +326,27 @@ def test_dcp_loads_what_was_saved(tmp_path: Path) -> None:
     assert same(dict(ckpipe.load(tmp_path / "model").state), expected["model"])
 
 
+@pytest.mark.parametrize(
+    ("value", "lacks"),
+    [([{}, 1], "x.0"), ([{"a": 1}, {"b": {}}], "x.1"),
+     ([1, [{"b": 3, "a": [2, [{}]]}]], "x.1.0.a.1"),
+     ([{}], None), ([[], (), {"a": 1, "b": {}}], None), ({"y": {}}, None)],
+)  # fmt: skip
+def test_dcp_gets_no_list_that_lacks_an_element(tmp_path: Path, value: Any, lacks: Any) -> None:
+    optimizer = torch.optim.AdamW([nn.Parameter(torch.ones(1))]).state_dict()  # no step, no state
+    state = {"w": torch.ones(2), "x": value, "optimizer": optimizer}
+    save(tmp_path / "run", state)
+    if lacks:
+        with pytest.raises(errors.UnsupportedState, match="no empty dict") as refused:
+            ckpipe.export(tmp_path / "run", tmp_path / "out", form="dcp")
+        assert refused.value.key == lacks
+    else:
+        ckpipe.export(tmp_path / "run", tmp_path / "out", form="dcp")
+        found = dcp_loaded(tmp_path / "out", {**state, "x": {}})
+        assert same({**found, "x": value}, state)
+        assert ckpipe.load(tmp_path / "out").state["optimizer"] == optimizer
+
+
 def test_dcp_has_the_optimizer_of_a_training_state_as_torch_has_it(tmp_path: Path) -> None:
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
@@ -421,8 +442,8 @@ def test_wrong_arguments_are_refused_and_nothing_is_written(tmp_path: Path) -> N
         "names of their own": {"form": "torch", "extra": [tmp_path / "model.safetensors"]},
         "export.dtype": {"dtype": "int8"},
         "no checkpoint 7": {"step": 7},
-        "no form 'safetensors'": {"form": "safetensors"},
-        r"no form \['hf'\]": {"form": ["hf"]},
+        "or 'dcp', not 'safetensors'": {"form": "safetensors"},
+        r"or 'dcp', not \['hf'\]": {"form": ["hf"]},
     }.items():
         with pytest.raises(errors.CkpipeError, match=match):
             ckpipe.export(tmp_path / "run", out, **arguments)  # type: ignore[arg-type]
