@@ -454,6 +454,10 @@ class _Sink:
 def _saved(obj: Any, storages: Mapping[int, Mapping[str, torch.Tensor]]) -> list[Part]:
     """Return the file that ``torch.save`` makes of an object, with gaps for its storages.
 
+    Its records of storages have the checksum 0, since the directory of the archive is made before
+    their bytes are read. No reader of torch looks at it; torch leaves it out itself on
+    ``torch.serialization.set_crc32_options(False)``.
+
     Args:
         obj: The object.
         storages: The tensors without values by the addresses of their memory, and by label.
