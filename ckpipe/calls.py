@@ -15,7 +15,6 @@ from typing import Any, SupportsIndex, TypeVar, Unpack
 from ckpipe.backend import Backend
 from ckpipe.catalog.copy import CopySettings, copy_checkpoint
 from ckpipe.catalog.inspect import data_bytes, describe
-from ckpipe.export_forms import Form
 from ckpipe.exports import export_url
 from ckpipe.foreign.source import check_unchanged, open_place
 from ckpipe.format.labels import label_filter
@@ -34,6 +33,7 @@ from ckpipe.types import (
     CheckpointInfo,
     CopyResult,
     ExportResult,
+    Form,
     VerifyResult,
 )
 

@@ -264,7 +264,7 @@ class Pruned(Event):
 
 @dataclass(frozen=True, slots=True)
 class CheckpointExported(Event):
-    """A final checkpoint was also written in another form.
+    """A checkpoint was also written in another form.
 
     Args:
         folder: Its folder, relative to the root.

@@ -16,7 +16,7 @@ import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any, get_args
 
 import torch
 
@@ -32,9 +32,7 @@ from ckpipe.loading.stateful import InspectionMemo
 from ckpipe.loading.transforms import transformed, transforms_of
 from ckpipe.settings import Export
 from ckpipe.state.tensors import lazy_bits
-from ckpipe.types import first_of
-
-Form = Literal["torch", "hf", "dcp"]
+from ckpipe.types import Form, first_of
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 TORCH_FILE, DCP_METADATA = "state.pt", ".metadata"
@@ -78,6 +76,16 @@ class File:
 
     name: str
     parts: Sequence[Part]
+
+
+def check_form(name: str, form: object) -> None:
+    """Refuse an argument that is the name of no form.
+
+    Raises:
+        UsageError: If it is none.
+    """
+    if form not in get_args(Form):
+        raise UsageError(f"{name} is 'torch', 'hf' or 'dcp', not {form!r:.100}")
 
 
 def size_of(part: Part) -> int:

@@ -21,7 +21,6 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, closing
 from functools import partial
-from typing import get_args
 
 import anyio
 import torch
@@ -39,7 +38,7 @@ from ckpipe.errors import (
     UsageError,
 )
 from ckpipe.events import CheckpointExported
-from ckpipe.export_forms import ENDS, File, Form, Gap, Part, plan_files, size_of
+from ckpipe.export_forms import ENDS, File, Gap, Part, check_form, plan_files, size_of
 from ckpipe.format.manifest import ManifestDocument
 from ckpipe.format.tree import wrappers_in
 from ckpipe.loading.fill import with_lazy_bits
@@ -53,7 +52,7 @@ from ckpipe.settings import Settings
 from ckpipe.state.tensors import lazy_bits
 from ckpipe.store.registry import Access, open_store
 from ckpipe.store.retry import OnRead, RetryPolicy, logging_policy, retrying
-from ckpipe.types import ExportResult, first_of
+from ckpipe.types import ExportResult, Form, first_of
 
 _WINDOW_BYTES = 64 << 20
 """The bytes of a file that are read at a time, unless a single tensor is larger. While they are
@@ -339,8 +338,7 @@ async def export_url(
     """
     from ckpipe.foreign.source import open_place  # a run that saves does without it
 
-    if form not in get_args(Form):
-        raise UsageError(f"form is 'torch', 'hf' or 'dcp', not {form!r:.100}")
+    check_form("form", form)
     access = Access.CHANGE if target is None else Access.CREATE
     async with (
         open_place(url, settings, on_read) as place,
@@ -366,7 +364,7 @@ async def export_url(
 
 @asynccontextmanager
 async def exported(context: SaveContext, save: Save) -> AsyncIterator[None]:
-    """Export the save of the ``with`` block, if it is final and the settings request an export.
+    """Export the save of the ``with`` block, if it or, when it is final, the settings request it.
 
     All ranks export together. Meanwhile no retention removes the checkpoint: neither that of this
     process nor that of its worker or of another rank. For those there is a lease before the save
@@ -380,8 +378,9 @@ async def exported(context: SaveContext, save: Save) -> AsyncIterator[None]:
         TimeoutError: If the other ranks do not commit within ``incomplete_after_seconds``.
         CkpipeError: Any error of :func:`ckpipe.exports.export`.
     """
-    form, policy = context.settings.final_format, logging_policy(context.settings.upload)
-    if form == "ckpipe" or not save.request.final:
+    form = save.request.export or context.settings.final_format
+    policy = logging_policy(context.settings.upload)
+    if form == "ckpipe" or not (save.request.final or save.request.export):
         yield
         return
     catalog, folder = context.store.catalog, f"{save.name}.{form}/"

@@ -28,6 +28,9 @@ SaveStatus = Literal[
 ]
 """The state of a save, in this order; the last four are final."""
 
+Form = Literal["torch", "hf", "dcp"]
+"""The form of an export."""
+
 _DAY = r"[0-9]{4}(?:0[1-9]|1[0-2])(?:0[1-9]|[12][0-9]|3[01])"
 _TIME = r"(?:[01][0-9]|2[0-3])[0-5][0-9][0-5][0-9][0-9]{3}"
 _ATTEMPT = rf"{_DAY}T{_TIME}Z-[0-9A-Za-z_-]{{1,64}}"

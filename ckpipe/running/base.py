@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 from ckpipe.backend import without_secrets
 from ckpipe.errors import PipelineClosed, SettingsError, UnsupportedTopology, UsageError
 from ckpipe.events import Completed, Event, EventBus, RankCommitted, SaveFailed, Staged
+from ckpipe.export_forms import check_form
 from ckpipe.format import checksum
 from ckpipe.format.labels import globs_filter, label_filter
 from ckpipe.loading.load import LoadRequest
@@ -55,6 +56,7 @@ from ckpipe.running.validation import (
 )
 from ckpipe.save.save import Save, SaveCall, SaveRequest
 from ckpipe.settings import PipelineFields, Settings
+from ckpipe.types import Form
 from ckpipe.worker.crossing import refuse_to_train_as_worker
 
 logger = logging.getLogger("ckpipe")
@@ -563,13 +565,23 @@ class PipelineBase:
         metrics: Mapping[str, float] | None,
         metadata: Mapping[str, Any] | None,
         final: bool,
+        export: Form | None,
         include: Sequence[str] | None,
         exclude: Sequence[str] | None,
+        replicated: Sequence[str] | None,
         caller: Caller | None,
         call: SaveCall,
     ) -> SaveRequest:
         """Report earlier failures, then check the arguments of ``save``; on the caller's thread."""
         select = label_filter(include, exclude)
+        equal = None if replicated is None else globs_filter("replicated", replicated)
+        if replicated and self._settings.plan.replicated == "none":
+            raise UsageError(
+                "A save names replicated tensors, and plan.replicated is 'none'",
+                hint="Leave out one of them",
+            )
+        if export is not None:
+            check_form("export", export)
         step = None if step is None else plain_step(step)
         raise_or_warn(self._engine.saves.take_failures(), self._settings.on_error)
         if self._closing and not in_hook():  # closing waits for saves of hooks
@@ -593,6 +605,8 @@ class PipelineBase:
             caller,
             step,
             call,
+            export,
+            equal,
         )
 
     @contextmanager

@@ -192,8 +192,10 @@ class Pipeline(PipelineBase):
         metadata: Mapping[str, Any] | None = None,
         until: Literal["captured", "staged", "committed"] = "staged",
         final: bool = False,
+        export: Literal["torch", "hf", "dcp"] | None = None,
         include: Sequence[str] | None = None,
         exclude: Sequence[str] | None = None,
+        replicated: Sequence[str] | None = None,
     ) -> SaveHandle:
         """Save a state; return when it has been copied, so that training may go on.
 
@@ -230,9 +232,15 @@ class Pipeline(PipelineBase):
                 call returns. So are thousands of small tensors, since a copy takes less time than
                 to watch them.
             final: True for the run's final checkpoint.
+            export: The form of an export of this checkpoint, with the content of the settings
+                ``export``; None for that of ``final_format``, if it is final. All of several ranks
+                pass the same one.
             include: Globs of labels to save, such as ``"model.*"``; None saves all. With one rank
                 there is a warning of globs that match no label.
             exclude: Globs of labels to leave out.
+            replicated: Globs of labels of plain tensors that all ranks hold alike in this save,
+                beside those that the settings and the state declare: each byte is written once.
+                All ranks pass the same ones.
 
         Returns:
             A handle to wait for the commit; its status is ``skipped`` if the save was skipped.
@@ -248,12 +256,12 @@ class Pipeline(PipelineBase):
             PipelineBusy: If memory is short and ``on_busy`` is ``"fail"``.
             PipelineClosed: If the pipeline is not open.
             SaveCancelled: If the pipeline is left on an exception before the state is copied.
-            UsageError: If ``include`` and ``exclude`` leave nothing to save, with one rank, or a
-                part of an object of a registered type. With ``until="captured"``, if no optimizer
-                is guarded or the state does not fit the staging memory. After it returned, the
-                save fails with ``CaptureTooSlow`` if a step would wait longer than
-                ``lock.max_step_wait_seconds``, and with ``StateChanged`` if an optimizer's
-                tensor is changed outside of a guarded step.
+            UsageError: If an argument is wrong. If ``include`` and ``exclude`` leave nothing to
+                save, with one rank, or a part of an object of a registered type. With
+                ``until="captured"``, if no optimizer is guarded or the state does not fit the
+                staging memory. After it returned, the save fails with ``CaptureTooSlow`` if a step
+                would wait longer than ``lock.max_step_wait_seconds``, and with ``StateChanged`` if
+                an optimizer's tensor is changed outside of a guarded step.
             StoreError: If the first save cannot write, unless ``on_error`` is ``"warn"``.
             CkpipeError: With ``until="committed"``, the error of this save. Also the error of an
                 earlier save that no call waited for, unless ``on_error`` is ``"warn"``.
@@ -262,8 +270,9 @@ class Pipeline(PipelineBase):
         try:
             with errors_of_handlers_deferred(), self._calling_task() as caller:
                 request = self._save_request(
-                    state, step, until, metrics, metadata, final, include, exclude, caller, call
-                )
+                    state, step, until, metrics, metadata, final, export,
+                    include, exclude, replicated, caller, call,
+                )  # fmt: skip
                 with self._while_it_copies(request):
                     save = await self._run(self._engine.saves.begin, request)
                     handle = SaveHandle(self, save)
@@ -667,16 +676,19 @@ class SyncPipeline(PipelineBase):
         metadata: Mapping[str, Any] | None = None,
         until: Literal["captured", "staged", "committed"] = "staged",
         final: bool = False,
+        export: Literal["torch", "hf", "dcp"] | None = None,
         include: Sequence[str] | None = None,
         exclude: Sequence[str] | None = None,
+        replicated: Sequence[str] | None = None,
     ) -> SyncSaveHandle:
         """Save a state; return as ``until`` asks. See :meth:`ckpipe.Pipeline.save`."""
         call = SaveCall(until)
         try:
             with errors_of_handlers_deferred(), Caller() as caller:
                 request = self._save_request(
-                    state, step, until, metrics, metadata, final, include, exclude, caller, call
-                )
+                    state, step, until, metrics, metadata, final, export,
+                    include, exclude, replicated, caller, call,
+                )  # fmt: skip
                 with self._while_it_copies(request):
                     save = self._call(self._engine.saves.begin, request)
                     handle = SyncSaveHandle(self, save)

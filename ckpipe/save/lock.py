@@ -96,7 +96,7 @@ def _walk(save: Save, context: SaveContext, hold: LockHold) -> CapturedState | N
         return None
     state, select = save.request.state, save.request.select
     with hold.here(), torch.no_grad(), gc_paused():
-        opened = OpenedState(state)
+        opened = OpenedState(state, save.request.replicated)
         cache = context.capture_cache
         captured = None if cache is None else cache.capture(opened, select)
         if captured is None:

@@ -26,7 +26,7 @@ from ckpipe.memory.budget import BlockReservation
 from ckpipe.save.program import BlockPlan, CopyProgram
 from ckpipe.save.record import UNKNOWN, FilledBlock, SaveRecord, fail, resolve
 from ckpipe.state.flatten import Captured, structure_of
-from ckpipe.types import CheckpointId
+from ckpipe.types import CheckpointId, Form
 from ckpipe.version import __version__
 
 
@@ -69,6 +69,9 @@ class SaveRequest:
         caller: Runs user code on the calling thread; None if that is the pipeline's own.
         step: The step of the call; None for the one after the last.
         call: The call.
+        export: The form of an export, whatever the settings request; None leaves that to them.
+        replicated: Selects labels of tensors that all ranks hold alike; None for no more than the
+            state and the settings declare.
     """
 
     state: Any
@@ -82,6 +85,8 @@ class SaveRequest:
     caller: Caller | None = None
     step: int | None = None
     call: SaveCall = field(default_factory=SaveCall)
+    export: Form | None = None
+    replicated: LabelFilter | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -191,6 +191,7 @@ class OpenedState:
 
     Args:
         state: Any nesting of objects that ckpipe saves.
+        replicated: Selects labels of tensors that all ranks hold alike, whatever objects declare.
 
     Attributes:
         root: A container around the state, which is its only child.
@@ -202,7 +203,7 @@ class OpenedState:
         UnsupportedState: If a container cannot be saved, or they are nested too deeply.
     """
 
-    def __init__(self, state: Any) -> None:
+    def __init__(self, state: Any, replicated: LabelFilter | None = None) -> None:
         self.containers: list[Container] = []
         self.met: list[Any] = []
         self.repeated = False
@@ -211,6 +212,8 @@ class OpenedState:
         self._waiting: dict[int, Container] = {}
         self._dtensor = dtensor_type()
         self.root = Container(ROOT, None, children=[state])
+        if replicated is not None:
+            self.root.is_replicated = lambda label, _: replicated(label)
         with _depth_checked():
             self._open_inner(self.root)
             self._open_waiting()
@@ -333,6 +336,8 @@ def flatten(opened: OpenedState, select: LabelFilter, *, pickling: bool) -> Flat
         UnsupportedState: If an object cannot be saved; names the first one by its label.
     """
     making = Flattened(opened, select, pickling)
+    if (told := opened.root.is_replicated) is not None:
+        making._claims.append(("", told, making.asked.setdefault(id(opened.root), [])))
     with _depth_checked():
         tree = making.child(opened.root, 0, "")
     making.finish(tree or ["absent"])

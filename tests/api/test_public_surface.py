@@ -50,7 +50,9 @@ _SAVE = """(
     metrics: Mapping[str, float] | None = None,
     metadata: Mapping[str, Any] | None = None,
     until: Literal['captured', 'staged', 'committed'] = 'staged',
-    final: bool = False, include: Sequence[str] | None = None, exclude: Sequence[str] | None = None
+    final: bool = False, export: Literal['torch', 'hf', 'dcp'] | None = None,
+    include: Sequence[str] | None = None, exclude: Sequence[str] | None = None,
+    replicated: Sequence[str] | None = None
 ) -> """
 _PIPELINE = {
     "__init__": _OPEN,

@@ -132,6 +132,19 @@ def test_intermediate_ones_are_not_exported_and_retention_leaves_exports(tmp_pat
     assert load_shards(export(tmp_path, "hf"))["w"].tolist() == [1, 1, 1]
 
 
+def test_one_save_is_exported_whatever_the_settings_say(tmp_path: Path) -> None:
+    state = {"w": torch.ones(3)}
+    with ckpipe.SyncPipeline(tmp_path, final_format="torch", keep_last=1, **SMALL) as pipeline:
+        ids = [pipeline.save(state, n, export="hf" if n in (1, 3) else None, final=n == 3).wait().id
+               for n in range(4)]  # fmt: skip
+        for wrong in ("safetensors", "ckpipe", ["hf"]):
+            with pytest.raises(errors.UsageError, match="export is 'torch', 'hf' or 'dcp', not"):
+                pipeline.save(state, export=wrong)  # type: ignore[arg-type]
+    found = {each.name for each in tmp_path.glob("*.*") if each.suffix in (".hf", ".torch")}
+    assert found == {f"{ids[1]}.hf", f"{ids[3]}.hf"}
+    assert load_shards(tmp_path / f"{ids[1]}.hf")["w"].tolist() == [1, 1, 1]
+
+
 def test_no_other_process_prunes_what_is_about_to_be_exported(store: Stores) -> None:
     with SettlingPipeline(store.url, final_format="hf", **SMALL) as trainer:
         # Between the commit and the lease of the export's own reading.

@@ -9,8 +9,10 @@ import pytest
 import torch
 
 import ckpipe
+from ckpipe import errors
 from ckpipe.planning import Captured, LocalPlanner, RankPlan
-from tests.support.pipelines import Stores
+from tests.support.pipelines import Stores, loaded_state
+from tests.support.rank_pipelines import ranks
 
 
 class Recording(LocalPlanner):
@@ -59,6 +61,42 @@ def test_object_vouches_for_its_tensors(store: Stores) -> None:
     assert top == 0
     nested = captured_by(store, {"a": {"b": Vouching({"own": 1, "model": {"w": torch.ones(2)}})}})
     assert nested.replicated == {0: None}
+
+
+def test_one_save_names_what_all_ranks_hold_alike(store: Stores) -> None:
+    state = {"ema": {"w": torch.ones(300), "b": torch.ones(5)}, "own": torch.ones(3)}
+    planner = Recording()
+    with ckpipe.SyncPipeline(store.url, plan=planner) as pipeline:
+        for globs, marked in (
+            (["ema"], {0, 1}),
+            (["ema"], {0, 1}),
+            (None, set()),
+            (["*.b", "o*"], {1, 2}),
+            ([], set()),
+        ):
+            pipeline.save(state, replicated=globs).wait()
+            assert planner.captured.replicated == dict.fromkeys(marked)
+        with pytest.raises(errors.UsageError, match=r"Write replicated=\['ema'\]"):
+            pipeline.save(state, replicated="ema")
+    none: Any = {"plan": {"replicated": "none"}}
+    with (
+        ckpipe.SyncPipeline(store.url, **none) as pipeline,
+        pytest.raises(errors.UsageError, match=r"plan\.replicated is 'none'"),
+    ):
+        pipeline.save(state, replicated=["ema"])
+
+
+def test_what_a_save_names_is_written_once(store: Stores) -> None:
+    written = []
+    with ranks(store.url, 2) as world:
+        for globs in (None, ["ema"]):
+            for rank in world:
+                handle = rank.save({"ema": torch.ones(30_000)}, replicated=globs)
+            info = handle.wait_complete()
+            assert info.bytes is not None
+            written.append(info.bytes)
+        assert written[0] > 1.9 * written[1]
+        assert torch.equal(loaded_state(world[0])["ema"], torch.ones(30_000))
 
 
 def test_tensor_that_stands_elsewhere_first_is_vouched_for_too(store: Stores) -> None:
