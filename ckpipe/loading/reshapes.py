@@ -322,8 +322,7 @@ def _groups(
                 hint="Rename or Drop those that do not belong together before",
             )
         first = rows[olds[0]]
-        if dim is not None:
-            dim = _check_dimension(transform, dim, olds[0], first)
+        axis = None if dim is None else _check_dimension(transform, dim, olds[0], first)
         for old in olds:
             row = rows[old]
             if (row.dtype, row.cast) != (first.dtype, first.cast):
@@ -333,7 +332,7 @@ def _groups(
                     key=old,
                     hint="Load them apart and join them in the program; a Cast belongs behind",
                 )
-            if _with_size(row.shape, dim, -1) != _with_size(first.shape, dim, -1):
+            if _with_size(row.shape, axis, -1) != _with_size(first.shape, axis, -1):
                 raise ShapeMismatch(
                     f"{kind}: {olds[0]!r} has the shape {list(first.shape)} and {old!r} "
                     f"{list(row.shape)}",

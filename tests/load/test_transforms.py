@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -292,6 +292,11 @@ def factors(size: int) -> list[list[int]]:
     return found
 
 
+def resized(shape: Sequence[int], dim: int, size: int) -> tuple[int, ...]:
+    at = dim % len(shape)
+    return (*shape[:at], size, *shape[at + 1 :])
+
+
 @st.composite
 def rules(draw: st.DrawFn) -> list[Rule]:
     """Transforms of tensors called by one letter, each with the same in torch."""
@@ -303,7 +308,7 @@ def rules(draw: st.DrawFn) -> list[Rule]:
         new = [f"{chr(ord('c') + number)}{part}" for part in "xyz"]
         kind = draw(st.sampled_from(["split", "fuse", "stack", "unstack", "rearrange"]))
         if kind == "split":
-            dim = draw(st.integers(0, len(shape) - 1))
+            dim = draw(st.integers(-len(shape), len(shape) - 1))
             size = draw(st.integers(0, shape[dim]))
             sizes = [size, shape[dim] - size]
             rule: Any = Split(name, new[:2], dim, sizes=sizes)
@@ -315,7 +320,7 @@ def rules(draw: st.DrawFn) -> list[Rule]:
 
             del shapes[name]
             for part, count in zip(new[:2], sizes, strict=True):
-                shapes[part] = (*shape[:dim], count, *shape[dim + 1 :])
+                shapes[part] = resized(shape, dim, count)
         elif kind == "unstack" and shape[0] > 0 and len(shape) > 1:
             rule = Unstack(name, f"{new[0]}{{}}")
 
@@ -343,7 +348,7 @@ def rules(draw: st.DrawFn) -> list[Rule]:
         elif kind == "fuse":
             others = sorted(each for each in shapes if shapes[each] == shape and each != name)
             olds = [name, *others[:1]]
-            dim = draw(st.integers(0, len(shape) - 1))
+            dim = draw(st.integers(-len(shape), len(shape) - 1))
             rule = Fuse(olds, new[0], dim)
 
             def same(each: Any, olds: Any = olds, new: Any = new,  # type: ignore[misc]
@@ -352,7 +357,7 @@ def rules(draw: st.DrawFn) -> list[Rule]:
 
             for old in olds:
                 del shapes[old]
-            shapes[new[0]] = (*shape[:dim], len(olds) * shape[dim], *shape[dim + 1 :])
+            shapes[new[0]] = resized(shape, dim, len(olds) * shape[dim])
         else:
             rule = [Rename({name: f"{new[0]}.0"}), Stack(f"{new[0]}.{{}}", new[0])]
 
@@ -383,6 +388,52 @@ async def test_any_transforms_do_what_torch_does(chosen: list[Rule], turned: boo
     live = {name: torch.full(tensor.shape, -1.0) for name, tensor in expected.items()}
     await load(backend, live, transform=transform)
     assert all(torch.equal(live[name], expected[name]) for name in expected)
+
+
+@settings(max_examples=8, deadline=None)
+@example([[3], [2, 3]], -1, False)
+@given(
+    st.lists(st.lists(st.integers(1, 3), min_size=1, max_size=3), min_size=1, max_size=3),
+    st.integers(-4, 3),
+    st.booleans(),
+)
+async def test_each_group_is_joined_and_cut_in_its_own_dimension(
+    shapes: list[list[int]], dim: int, longer: bool
+) -> None:
+    """The names of one glob may belong to tensors of several ranks, such as weights and biases."""
+    names = ["*.a", "*.b"]
+    state: dict[str, torch.Tensor] = {}
+    expected: dict[str, torch.Tensor] = {}
+    for number, shape in enumerate(shapes):
+        other = resized(shape, dim, shape[dim % len(shape)] + longer)
+        state |= {f"{number}.a": numbered(*shape), f"{number}.b": numbered(*other, first=50)}
+    fuse = [Fuse(names, "*.ab", dim)]
+    try:
+        for number in range(len(shapes)):
+            expected[f"{number}.ab"] = torch.cat([state[f"{number}.{n}"] for n in "ab"], dim)
+    except IndexError:  # a tensor lacks the dimension
+        with pytest.raises(ShapeMismatch, match="no dimension"):
+            await load(await stored(state), transform=fuse)
+        return
+    joined = (await load(await stored(state), transform=fuse)).state
+    assert all(torch.equal(joined[name], each) for name, each in expected.items())
+    split = Split("*.ab", names, dim)
+    if not longer:
+        again = (await load(await stored(joined), transform=[split])).state
+        assert all(torch.equal(again[name], each) for name, each in state.items())
+        stack = [Rename({"*.a": "*.0", "*.b": "*.1"}), Stack("*.{}", "*"), Unstack("*", "*.{}")]
+        stacked = (await load(await stored(state), transform=stack)).state
+        assert all(torch.equal(stacked[f"{n[:-1]}{'ab'.index(n[-1])}"], state[n]) for n in state)
+
+
+@pytest.mark.parametrize("dim", [-1, 1])
+async def test_sizes_that_differ_elsewhere_are_refused_in_every_group(dim: int) -> None:
+    groups = {"0.a": numbered(3, 2), "0.b": numbered(3, 2)}
+    groups |= {"1.a": numbered(2, 3), "1.b": numbered(4, 3)}
+    vectors = {"n.a": numbered(3), "n.b": numbered(3)} if dim < 0 else {}
+    backend = await stored(vectors | groups)
+    with pytest.raises(ShapeMismatch, match=r"'1.a' has the shape \[2, 3\] and '1.b' \[4, 3\]"):
+        await load(backend, transform=[Fuse(["*.a", "*.b"], "*.ab", dim)])
 
 
 async def test_a_part_is_read_and_not_the_whole_and_nothing_is_read_twice() -> None:
