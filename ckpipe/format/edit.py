@@ -221,19 +221,23 @@ class ManifestEdit:
                 old = self.document.layouts[part.layout]
                 layouts.append(_layout(self.drafts[part.structure], old, numbers[part.structure]))
             parts.append(replace(part, layout=places[where]))
+        private = self._private()
         known = range(len(self.document.per_rank))
         return replace(
             self.document,
             structures=structures,
             layouts=tuple(layouts),
             parts=tuple(parts),
-            per_rank=tuple(self._per_rank(number, numbers) for number in known),
+            per_rank=tuple(self._per_rank(number, numbers, private) for number in known),
         )
 
-    def _per_rank(self, structure: int, numbers: Sequence[Sequence[int]]) -> PerRank:
+    def _per_rank(
+        self, structure: int, numbers: Sequence[Sequence[int]], private: set[str]
+    ) -> PerRank:
         """Return what differs between the ranks of a structure, under the new numbers."""
         old, draft = self.document.per_rank[structure], self.drafts[structure]
-        differing = set(old.tensors) | self._private(structure)
+        rows = draft.structure.tensors
+        differing = {*old.tensors, *(n for n, row in enumerate(rows) if row.label in private)}
         tensors = tuple(
             new
             for new, number in enumerate(numbers[structure])
@@ -241,22 +245,27 @@ class ManifestEdit:
         )
         return replace(old, tensors=tensors)
 
-    def _private(self, structure: int) -> set[int]:
-        """Return the sources with steps of which ranks of other structures have other values.
+    def _private(self) -> set[str]:
+        """Return the saved labels with steps of which structures have other private values.
 
         Unedited private tensors are compared when the structures are merged.
         """
         document = self.document
-        if len(document.structures) < 2:
+        cut = {
+            draft.structure.tensors[n].label
+            for draft in self.drafts
+            for each in draft.sources
+            for n, steps in each
+            if steps
+        }
+        if len(document.structures) < 2 or not cut:
             return set()
-        rows = document.structures[structure].tensors
-        cut = {n for each in self.drafts[structure].sources for n, steps in each if steps}
         holders: defaultdict[str, list[tuple[int, int]]] = defaultdict(list)
         first = {part.structure: number for number, part in reversed([*enumerate(document.parts)])}
         for number, part in sorted(first.items()):
             for tensor, row in enumerate(document.structures[number].tensors):
                 holders[row.label].append((part, tensor))
-        return {n for n in cut if differ_privately(document, holders[rows[n].label])}
+        return {label for label in cut if differ_privately(document, holders[label])}
 
 
 def _numbers_in_use(draft: Draft) -> list[int]:
