@@ -299,7 +299,8 @@ class _Plan:
 
     def _check_size(self, sizes: Mapping[str, int]) -> None:
         if not self._expanded:
-            check_expansion("An export", [self.bundle], sum(sizes.values()), sizes)
+            hint = "Leave the tensor out, or pass expanded=True (--expanded in the command)"
+            check_expansion("An export", [self.bundle], sum(sizes.values()), sizes, hint)
 
 
 def _check_plain(

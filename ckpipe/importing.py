@@ -190,7 +190,8 @@ def _planned(
         _add(drafts, number, row, stored)
     found = sorted(drafts.values(), key=lambda draft: -draft.item)  # so that all are aligned
     sizes = {draft.entry.name: draft.entry.nbytes for draft in found}
-    check_expansion("An import", [document], sum(sizes.values()), sizes)
+    hint = "Leave the tensor out with the transform Drop, or do not convert it"
+    check_expansion("An import", [document], sum(sizes.values()), sizes, hint)
     files, entries = lay_out([draft.entry for draft in found], 0, max_file_bytes)
     chunks = [each._replace(entry=n) for n, draft in enumerate(found) for each in draft.chunks]
     layout = Layout(entries, sorted(chunks, key=lambda chunk: chunk.tensor))

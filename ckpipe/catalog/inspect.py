@@ -79,7 +79,7 @@ _EXPANSION, _ALWAYS_BYTES = 4, 1 << 30
 
 
 def check_expansion(
-    work: str, bundles: Sequence[ManifestDocument], nbytes: int, sizes: Mapping[str, int]
+    work: str, bundles: Sequence[ManifestDocument], nbytes: int, sizes: Mapping[str, int], hint: str
 ) -> None:
     """Refuse work on far more bytes than checkpoints store.
 
@@ -91,6 +91,7 @@ def check_expansion(
         bundles: The indexes of the checkpoints.
         nbytes: The bytes that the work takes.
         sizes: The bytes of its tensors, by their labels.
+        hint: What to do, for the error.
 
     Raises:
         UsageError: If these are far more bytes than the checkpoints store.
@@ -104,7 +105,7 @@ def check_expansion(
         f"where {size_text(stored)} are stored",
         step=bundles[0].id.step,
         key=label,
-        hint="Leave the tensor out, or run the command with --expanded",
+        hint=hint,
     )
 
 

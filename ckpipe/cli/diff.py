@@ -126,7 +126,9 @@ async def _compare(
         work += [(rank, mine) for rank in range(one.world_size)]
     nbytes = sum(sizes[label] for _, group in work for label in group)
     if not expanded:
-        check_expansion("A comparison", (one, two), nbytes, {each: sizes[each] for each in labels})
+        chosen = {label: sizes[label] for label in labels}
+        hint = "Leave the tensor out with --match, or run the command with --expanded"
+        check_expansion("A comparison", (one, two), nbytes, chosen, hint)
     meter.expect(4 * nbytes)
     differing = []
     arena = Arena(settings.staging.block_bytes)

@@ -126,6 +126,9 @@ def test_memory_that_tensors_share_is_stored_once(tmp_path: Path) -> None:
             tmp_path / "state.pt", tmp_path / "other", transform=[ckpipe.Cast({"far": "float16"})]
         )
     assert raised.value.key == "far"
+    hint = raised.value.hint or ""
+    assert "Drop" in hint
+    assert "expanded" not in hint, "an import has no such argument"
     with pytest.raises(StructureMismatch, match="shares memory"):
         ckpipe.import_checkpoint(
             tmp_path / "state.pt", tmp_path / "other", transform=[ckpipe.Split("far", ["a", "b"])]
