@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate, chain, pairwise
 
@@ -13,7 +13,7 @@ from ckpipe.format.box_steps import Lift, Regroup, Shift, Step, Take
 from ckpipe.format.edit import ManifestEdit, two_with_one_name
 from ckpipe.format.manifest import TensorRow
 from ckpipe.format.tree import Node
-from ckpipe.loading.transforms import Pattern, Transform, check_numbered, texts
+from ckpipe.loading.transforms import Pattern, Transform, check_numbered, texts, whole_numbers
 from ckpipe.types import first_of
 
 
@@ -34,9 +34,10 @@ class Split(Transform):
     def __init__(
         self, name: str, into: Sequence[str], dim: int = 0, *, sizes: Sequence[int] | None = None
     ) -> None:
-        self._into, self._dim = texts(self, into), dim
+        self._into = texts(self, into)
+        (self._dim,) = whole_numbers(self, "dim", [dim])
         self._pattern = Pattern(self, name, self._into)
-        self._sizes = None if sizes is None else list(sizes)
+        self._sizes = None if sizes is None else whole_numbers(self, "sizes", sizes)
         if self._sizes is not None and len(self._sizes) != len(self._into):
             raise UsageError(f"Split: {len(self._into)} names and {len(self._sizes)} sizes")
         if self._sizes is not None and min(self._sizes) < 0:
@@ -62,11 +63,11 @@ class Split(Transform):
                 key=label,
                 hint="Pass sizes=[...], one for each name",
             )
-        sizes = self._sizes or [size // count] * count
+        sizes = self._sizes or (size // count,) * count
         if sum(sizes) != size:
             raise ShapeMismatch(
-                f"Split: the sizes {sizes} are {sum(sizes)} together, and dimension {dim} has "
-                f"{size}",
+                f"Split: the sizes {list(sizes)} are {sum(sizes)} together, and dimension {dim} "
+                f"has {size}",
                 key=label,
                 hint=f"The shape in the checkpoint is {list(row.shape)}",
             )
@@ -88,7 +89,7 @@ class Fuse(Transform):
 
     def __init__(self, names: Sequence[str], into: str, dim: int = 0) -> None:
         self._patterns = [Pattern(self, name, [into]) for name in texts(self, names)]
-        self._into, self._dim = into, dim
+        self._into, (self._dim,) = into, whole_numbers(self, "dim", [dim])
 
     def _apply(self, edit: ManifestEdit) -> None:
         made: list[_Made] = []
@@ -185,12 +186,15 @@ class Rearrange(Transform):
         self._pattern = Pattern(self, name)
         try:
             self._sizes, self._order = (
-                tuple((each,) if isinstance(each, int) else tuple(each) for each in given)
-                for given in (shape, order)
+                tuple(
+                    whole_numbers(self, name, each if isinstance(each, Iterable) else [each])
+                    for each in given
+                )
+                for name, given in (("shape", shape), ("order", order))
             )
             sizes, numbers = list(chain(*self._sizes)), list(chain(*self._order))
             fits = sorted(numbers) == list(range(len(sizes))) and bool(sizes)
-            wrong = not fits or any(type(n) is not int or n < -1 or n == 0 for n in sizes)
+            wrong = not fits or any(n < -1 or n == 0 for n in sizes)
         except TypeError:
             wrong = True
         if wrong or any(each.count(-1) > 1 for each in self._sizes):

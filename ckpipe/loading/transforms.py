@@ -5,7 +5,7 @@ before it is compared with the target. No tensor is copied for it: each byte goe
 its place in the target. All errors are raised before the first write.
 
 Globs are those of ``include``: they begin at the start of a label as ``ckpipe info`` lists it, and
-``*`` also matches dots.
+``*`` also matches dots. Where their matches are filled into other names, ``[`` is refused.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
+from operator import index
+from typing import Any
 
 import torch
 
@@ -99,14 +101,15 @@ def transformed(
 class Rename(Transform):
     """Give labels other names.
 
-    A glob also matches the labels below those that it matches, so ``{"model": "net"}`` renames a
-    whole object. The first glob that matches a label counts, and a label that none matches keeps
-    its name. A regular expression replaces every match in every label, as ``re.sub`` does.
+    Globs have ``*`` and ``?``, and no ``[``: a regular expression has more. A glob also matches the
+    labels below those that it matches, so ``{"model": "net"}`` renames a whole object. The first
+    glob that matches a label counts, and a label that none matches keeps its name. A regular
+    expression replaces every match in every label, as ``re.sub`` does.
 
     Args:
-        names: Globs with the new names, such as ``{"0.*": "up.*"}``: each ``*`` of a new name is
-            replaced by the match of the ``*`` in the same place. Or a regular expression, or a
-            function that gets a label and returns the new one.
+        names: Globs with the new names, such as ``{"0.*": "up.*"}``: each ``*`` or ``?`` of a
+            new name is replaced by the match of the ``*`` or ``?`` in the same place. Or a regular
+            expression, or a function that gets a label and returns the new one.
         replacement: The replacement for the regular expression.
         strict: False to let globs match nothing, as long as one of them matches something.
 
@@ -135,7 +138,7 @@ class Rename(Transform):
             try:
                 compiled = re.compile(names)
                 compiled.sub(replacement or "", "")
-            except (re.error, IndexError) as error:
+            except (re.error, IndexError, TypeError) as error:
                 raise UsageError(f"Rename: {names!r:.200} cannot be used: {error}") from None
             self._shown = names
             self._function = lambda label: compiled.sub(replacement or "", label)
@@ -297,11 +300,30 @@ def _is_floating(row: TensorRow) -> bool:
 
 
 def texts(transform: Transform, globs: Iterable[str]) -> list[str]:
-    found = [globs] if isinstance(globs, str) else list(globs)
-    if isinstance(globs, str) or not found or not all(isinstance(each, str) for each in found):
+    listed = isinstance(globs, Iterable) and not isinstance(globs, str)
+    found = list(globs) if listed else []
+    if not found or not all(isinstance(each, str) for each in found):
         raise UsageError(
-            f"{type(transform).__name__} takes names as texts, not {found!r:.100}",
+            f"{type(transform).__name__} takes names as texts, not {globs!r:.100}",
             hint="Names and globs are texts, several of them a list",
+        )
+    return found
+
+
+def whole_numbers(transform: Transform, name: str, given: Any) -> tuple[int, ...]:
+    """Return dimensions or sizes as ints, also from integers of numpy.
+
+    Raises:
+        UsageError: If it is no list of integers.
+    """
+    try:
+        found = tuple(map(index, given))
+    except TypeError:
+        found = None
+    if found is None or any(isinstance(each, bool) for each in given):
+        raise UsageError(
+            f"{type(transform).__name__}: {name} takes integers, not {given!r:.100}",
+            hint="Write dim=1, sizes=[8, 4, 4]",
         )
     return found
 
@@ -338,6 +360,12 @@ class Pattern:
                     f"{kind}: {name!r:.200} has more wildcards than {glob!r:.200}",
                     hint="Each * of the new name stands for the * in the same place of the glob",
                 )
+        if "[" in glob:
+            raise UsageError(
+                f"{kind}: {glob!r:.200} has a bracket, which globs of new names do not take",
+                hint="Write a glob for each letter, ? for any one, or Rename(regular expression, "
+                "replacement)",
+            )
         if numbered:
             check_numbered(transform, glob)
         self.glob, self.numbered, self._below = glob, numbered, below

@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import example, given, settings
@@ -558,6 +560,9 @@ async def test_groups_must_be_complete() -> None:
         await load(backend, transform=[Stack("e.{}.w", "e.w")])
 
 
+UNTYPED: list[Any] = [Split, Fuse, Rearrange, Rename]
+SPLIT, FUSE, REARRANGE, RENAME = UNTYPED
+
 MISUSED: list[Callable[[], object]] = [
     lambda: Rename({"a.*": "*.*"}),
     lambda: Rename("a"),
@@ -580,6 +585,33 @@ MISUSED: list[Callable[[], object]] = [
     lambda: Rearrange("a", [], []),
     lambda: Stack("a.*", "b"),
     lambda: Unstack("a", "b"),
+    *(
+        partial(kind, dim=dim)
+        for kind in (partial(SPLIT, "a", ["b"]), partial(FUSE, ["a"], "b"))
+        for dim in (None, 1.0, "1", True)
+    ),
+    *(partial(SPLIT, "a", ["b"], sizes=sizes) for sizes in (3, [1.0], ["1"], "1", [True], [None])),
+    *(
+        partial(REARRANGE, "a", *wrong)
+        for wrong in (
+            ([2.0, 3], [0, 1]),
+            ([[2, 3.0]], [[0, 1]]),
+            ([2, 3], [[0.0, 1.0]]),
+            ([2, 3], [True, False]),
+            (["2"], [0]),
+            ([2], ["0"]),
+            (None, [0]),
+        )
+    ),
+    *(partial(RENAME, {glob: "b"}) for glob in ("[qk].*", "a[0]", "[")),
+    partial(RENAME, "a", 3),
+    partial(FUSE, 3, "b"),
+    partial(SPLIT, "a", None),
+    partial(SPLIT, "[qk]", ["b"]),
+    partial(FUSE, ["a", "[qk]"], "b"),
+    partial(Stack, "[ab].{}", "b"),
+    partial(Unstack, "[ab]", "b.{}"),
+    partial(REARRANGE, "[ab]", [-1], [0]),
 ]
 
 
@@ -587,6 +619,14 @@ MISUSED: list[Callable[[], object]] = [
 def test_wrong_arguments_are_refused_where_they_are_written(make: Callable[[], object]) -> None:
     with pytest.raises(UsageError):
         make()
+
+
+async def test_numbers_may_be_those_of_numpy() -> None:
+    one, two = cast(list[int], [np.int64(1), np.int32(2)])
+    backend = await stored({"a": numbered(2, 2)})
+    rules = [Rearrange("a", [two, [one, -one]], [2, [one, 0]]), Split("a", ["b", "c"], -one)]
+    state = (await load(backend, transform=[*rules, Fuse(["c", "b"], "a", one)])).state
+    assert torch.equal(state["a"], numbered(2, 2).t()[:, [1, 0]])
 
 
 def test_the_argument_is_a_list_of_transforms(tmp_path: Path) -> None:
