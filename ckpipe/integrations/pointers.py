@@ -13,6 +13,7 @@ relative to the folder of the pointer, so that both may move together.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import uuid
 from collections.abc import Mapping
@@ -21,6 +22,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckpipe.types import CheckpointInfo
+
+logger = logging.getLogger("ckpipe")
+
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".distcp")
 
 POINTER_FILE = "ckpipe.json"
 """The name of the pointer in a folder that :func:`write_pointer_folder` makes."""
@@ -54,7 +59,7 @@ def write_pointer(file: str | os.PathLike[str], root: str, info: CheckpointInfo)
     """
     folder = os.path.dirname(os.path.abspath(file))
     if "://" not in root:
-        root = os.path.relpath(os.path.abspath(root), folder)
+        root = os.path.relpath(os.path.abspath(os.path.expanduser(root)), folder)
     content = {"format": "ckpipe-pointer", "version": 1, "root": root}
     os.makedirs(folder, exist_ok=True)
     made = os.path.join(folder, f".{uuid.uuid4().hex}")
@@ -71,7 +76,8 @@ def write_pointer_folder(
 ) -> None:
     """Make a folder with a pointer and other small files, which appears with all of them.
 
-    In a folder that exists, each file is replaced by itself, the pointer last.
+    In a folder that exists, each file is replaced by itself, the pointer last; see also
+    :func:`set_aside`.
 
     Args:
         folder: Its path.
@@ -101,6 +107,35 @@ def write_pointer_folder(
         with suppress(OSError):
             made.rmdir()
         raise
+
+
+def set_aside(folder: str | os.PathLike[str]) -> Path | None:
+    """Rename a folder that has weights and no pointer, and warn; otherwise do nothing.
+
+    Call it before a save whose pointer will take this name, on one process: beside the pointer,
+    other tools would load the weights of another run. ``checkpoint-4`` becomes
+    ``before-ckpipe.checkpoint-4``, or ``before-ckpipe.checkpoint-4.2`` if that is there.
+
+    Args:
+        folder: The path that the pointer will have.
+
+    Returns:
+        The new path; None if nothing was renamed.
+
+    Raises:
+        OSError: If the folder cannot be read or renamed.
+    """
+    folder = Path(os.path.abspath(folder))
+    has_weights = any(each.suffix in _WEIGHTS for each in folder.rglob("*"))
+    if not has_weights or read_pointer(folder) is not None:
+        return None
+    number, other = 1, folder.with_name(f"before-ckpipe.{folder.name}")
+    while other.exists():
+        number += 1
+        other = folder.with_name(f"before-ckpipe.{folder.name}.{number}")
+    folder.rename(other)
+    logger.warning("%s has weights that ckpipe did not save: it is now called %s", folder, other)
+    return other
 
 
 def read_pointer(path: str | os.PathLike[str]) -> Pointer | None:
