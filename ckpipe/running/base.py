@@ -41,6 +41,7 @@ from ckpipe.running.engine import Engine, serve
 from ckpipe.running.last_save import LastSave, LastState
 from ckpipe.running.listeners import Hooks, Statistics, StatisticsRecorder, in_hook
 from ckpipe.running.validation import (
+    absolute,
     check_choices,
     check_savable,
     fresh_device,
@@ -98,6 +99,7 @@ class PipelineBase:
             raise SettingsError(
                 "No url is set", hint="Say where checkpoints go: Pipeline('/ckpts')"
             )
+        self._url = without_secrets(self._settings.url)
         transforms_of(self._settings.export.transform)
         self._events = EventBus()
         self._hooks = Hooks(self._events)
@@ -278,11 +280,11 @@ class PipelineBase:
 
     @property
     def url(self) -> str:
-        """The root of the checkpoints as its setting says it, without credentials.
+        """The root of the checkpoints: a URL without credentials, or, once opened, a whole path.
 
         ``f"{pipeline.url}/{info.id}"`` is the address of a checkpoint, for trackers and notes.
         """
-        return without_secrets(str(self._settings.url))
+        return self._url
 
     @property
     def settings(self) -> Settings:
@@ -409,6 +411,7 @@ class PipelineBase:
                 raise PipelineClosed(
                     "A pipeline is opened once", hint="Make a new one to go on saving"
                 )
+            self._url = absolute(self._url)
             refuse_to_train_as_worker()
             checksum.prepare()
             world = World(self._settings, given=self._ranks)

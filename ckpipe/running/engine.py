@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import time
 import warnings
 from collections import Counter
@@ -33,6 +32,7 @@ from ckpipe.running.coordinated_saves import CoordinatedSaves
 from ckpipe.running.listeners import Hooks
 from ckpipe.running.loads import Loads
 from ckpipe.running.saves import Saves
+from ckpipe.running.validation import absolute
 from ckpipe.save import retention
 from ckpipe.save.context import PruneState, SaveContext, StoreContext
 from ckpipe.save.follow_up import until_complete
@@ -286,7 +286,7 @@ async def serve(
         if init is not None:
             worker = WorkerUploader(settings.worker, init, context.store)
             context.uploader, context.arena.on_drop = worker, worker.drop
-        place = await anyio.to_thread.run_sync(_place_of, settings.url or "")
+        place = await anyio.to_thread.run_sync(absolute, without_secrets(settings.url or ""))
         events.place = place.partition("?")[0].rstrip("/")
         lease = Lease(retrying, launch.id)
 
@@ -370,9 +370,3 @@ def _block_bytes(settings: Settings, backend: Backend) -> int:
     """Return the size of blocks: whole pages, and at least the minimum of the backend."""
     pages = -(-backend.limits.min_block_bytes // _PAGE)
     return max(settings.staging.block_bytes, pages * _PAGE)
-
-
-def _place_of(url: str) -> str:
-    """Return a root for messages: a plain path is made absolute. Blocking."""
-    plain = "://" not in url
-    return os.path.abspath(os.path.expanduser(url)) if plain else without_secrets(url)

@@ -53,6 +53,17 @@ def location(url: str | os.PathLike[str] | None) -> str | None:
         ) from error
 
 
+def absolute(root: str) -> str:
+    """Return a root as a URL, or as a path that stays right if the folder of the process changes.
+
+    If that folder was deleted, a relative path stays as it is, and opening it fails.
+    """
+    if "://" not in root:
+        with contextlib.suppress(FileNotFoundError):
+            return os.path.abspath(os.path.expanduser(root))
+    return root
+
+
 def which(checkpoint: Which) -> int | str:
     """Return the step or id of a checkpoint.
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import ckpipe
+from ckpipe.errors import CheckpointNotFound
 from ckpipe.integrations.pointers import (
     Pointer,
     read_pointer,
@@ -15,6 +16,7 @@ from ckpipe.integrations.pointers import (
     write_pointer,
     write_pointer_folder,
 )
+from ckpipe.integrations.shared import choose_path
 
 
 def saved(root: Path | str, step: int) -> ckpipe.CheckpointInfo:
@@ -57,10 +59,41 @@ def test_weights_of_another_run_are_set_aside(
     assert set_aside(name) is None
 
 
-def test_a_pointer_to_a_folder_at_home_leads_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("root", ["~/root", "root"])
+def test_a_pointer_leads_to_its_root_from_another_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, root: str
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
-    info = saved("~/root", 4)
-    write_pointer(tmp_path / "last", "~/root", info)
+    monkeypatch.chdir(tmp_path)
+    with ckpipe.SyncPipeline(root) as pipeline:
+        info = pipeline.save({"w": 4}, step=4).wait()
+        monkeypatch.chdir("/")
+        write_pointer(tmp_path / "last", pipeline.url, info)
     assert read_pointer(tmp_path / "last") == Pointer(str(tmp_path / "root"), info.id, 4)
+
+
+def test_a_path_leads_to_its_own_checkpoint_or_to_none(tmp_path: Path) -> None:
+    out, named = tmp_path / "out", {}
+    with ckpipe.SyncPipeline(tmp_path / "other") as other:
+        stranger = other.save({"w": 0}, step=9).wait()
+        write_pointer(tmp_path / "stranger" / "last.ckpt", other.url, stranger)
+    with ckpipe.SyncPipeline(tmp_path / "root") as pipeline:
+        for step, name in enumerate(("first.ckpt", "last.ckpt", "last.ckpt")):
+            about = {"name": name, "path": str(out / name)}
+            named[step] = pipeline.save({"w": step}, step=step, metadata=about).wait()
+        write_pointer(tmp_path / "moved" / "best.ckpt", pipeline.url, named[1])
+        for path, step in {
+            named[0].id: 0,
+            "last.ckpt": 2,
+            f"{out}/last.ckpt": 2,
+            f"{out}/../out/first.ckpt/": 0,
+            f"{tmp_path}/moved/best.ckpt": 1,
+        }.items():
+            assert choose_path(pipeline, path).step == step, path
+        for path, said in {
+            "next.ckpt": "no complete checkpoint 'next.ckpt' at",
+            f"{tmp_path}/typo/last.ckpt": f"was saved as {out}/last.ckpt",
+            f"{tmp_path}/stranger/last.ckpt": f"leads to a checkpoint at {tmp_path}/other",
+        }.items():
+            with pytest.raises(CheckpointNotFound, match=said):
+                choose_path(pipeline, path)

@@ -1,0 +1,88 @@
+"""Do once for all adaptors: check settings, find what a path names, and tell of a resume."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from ckpipe.errors import CheckpointNotFound, UsageError
+from ckpipe.integrations.pointers import read_pointer
+from ckpipe.running.pipeline import SyncPipeline
+from ckpipe.settings import Settings
+from ckpipe.types import CheckpointId, CheckpointInfo
+
+logger = logging.getLogger("ckpipe")
+
+
+def checked(trainer: str, given: Mapping[str, Any], *refused: str, hint: str) -> Settings:
+    """Make settings of the user's keywords and environment.
+
+    ``settings.retention.rule`` is None if the user has set no rule, so that the trainer's own
+    limit may decide.
+
+    Args:
+        trainer: The name of the trainer, for the error.
+        given: The keywords.
+        refused: Names of settings that have no effect with this trainer.
+        hint: What to do in their place.
+
+    Raises:
+        UsageError: If one of ``refused`` is not as by default.
+        SettingsError: If a setting is unknown or out of range.
+    """
+    settings = Settings(**given)
+    for name in refused:
+        if getattr(settings, name) != Settings.model_fields[name].get_default():
+            source = "" if name in given else f" (from CKPIPE_{name.upper()})"
+            raise UsageError(f"The setting {name}{source} has no effect with {trainer}", hint=hint)
+    return settings
+
+
+def choose_path(pipeline: SyncPipeline, path: str | os.PathLike[str]) -> CheckpointInfo:
+    """Choose the checkpoint that a path of the trainer leads to.
+
+    That is the one of the pointer there; or, without one, the one whose id it is; or else the
+    newest that was saved under this name: with the metadata ``name``, the last part of the path,
+    and ``path``, all of it. So a name is found without its pointer, as on another machine. A path
+    of another folder is refused, since it means another checkpoint; a name alone is not.
+
+    Args:
+        pipeline: The pipeline; all its ranks call alike.
+        path: The path, a name alone, or an id.
+
+    Raises:
+        CheckpointNotFound: If there is none at this root.
+        CkpipeError: Any error of :meth:`ckpipe.SyncPipeline.choose`.
+    """
+    given, pointer = os.fspath(path), read_pointer(path)
+    name = os.path.basename(os.path.normpath(given))
+    which = pointer.id if pointer else given if CheckpointId.parse(given) else None
+    try:
+        chosen = pipeline.choose(which, name=None if which else name)
+    except CheckpointNotFound as error:
+        if pointer is not None:
+            error.hint = f"{given} leads to a checkpoint at {pointer.root}"
+        raise
+    saved = chosen and (chosen.metadata or {}).get("path")
+    if chosen is None or not (which or given == name or saved == os.path.abspath(given)):
+        raise CheckpointNotFound(
+            f"There is no complete checkpoint {given!r} at {pipeline.url}"
+            + (f": the newest of this name was saved as {saved}" if saved else ""),
+            hint=f"Without a folder, {name!r} names the newest that was saved under this name",
+        )
+    return chosen
+
+
+def tell_resumed(step: int, place: str, rank: int, data: str = "") -> None:
+    """Log where a run resumes; on rank 0 only.
+
+    Args:
+        step: The step of the checkpoint.
+        place: The address of the checkpoint, ``f"{pipeline.url}/{info.id}"``.
+        rank: The rank of this process.
+        data: Where the data go on, if that is certain: ``"the data go on …"``.
+    """
+    if rank == 0:
+        logger.info("resumed step %d from %s%s", step, place, data and f": {data}")
