@@ -22,14 +22,16 @@ import torch.distributed as dist
 from lightning.fabric.plugins.io import TorchCheckpointIO
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch import Callback, LightningDataModule, LightningModule
-from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 
 from ckpipe.distributed import training_state
-from ckpipe.errors import CheckpointNotFound, UsageError
+from ckpipe.errors import UsageError
 from ckpipe.events import Completed
 from ckpipe.integrations.pointers import read_pointer, write_pointer
+from ckpipe.integrations.shared import checked, choose_path, tell_resumed
 from ckpipe.retention import KeepIf
 from ckpipe.running.pipeline import SyncPipeline, load
+from ckpipe.running.validation import absolute
 from ckpipe.state_helpers import RngState
 from ckpipe.types import CheckpointId
 
@@ -63,29 +65,25 @@ class CkpipeCheckpointIO(TorchCheckpointIO):
     """True if each rank saves its part, as :class:`CkpipeModelParallelStrategy` lets it."""
 
     def __init__(self, root: str | os.PathLike[str], **settings: Any) -> None:
-        for name in ("initial", "preemption", "save_every_seconds", "save_every_steps"):
-            if settings.get(name):
-                raise UsageError(
-                    f"The setting {name} has no effect with Lightning",
-                    hint="ModelCheckpoint decides when to save; your module loads first weights",
-                )
-        self.root = os.fspath(root)
-        if "://" not in self.root:
-            self.root = os.path.abspath(self.root)
-        self._settings = settings
+        self.settings = checked(
+            "Lightning", settings, "initial", "preemption", "save_every_seconds",
+            "save_every_steps",
+            hint="ModelCheckpoint decides when to save; your module loads first weights",
+        )  # fmt: skip
+        self.root = absolute(os.fspath(root))
         self._pipeline: SyncPipeline | None = None
         self._calls, self._removed, self._dropped = 0, dict[str, int](), set[str]()
 
     def _new(self, **fields: Any) -> SyncPipeline:
-        fields = {"solo": not self.sharded, "preemption": False, **self._settings, **fields}
-        if not {"retention", "keep_last"} & fields.keys():
+        if self.settings.retention.rule is None:
             fields["retention"] = KeepIf(lambda each: each.id not in self._dropped, "Lightning")
-        return SyncPipeline(self.root, **fields)
+        fields = {"solo": not self.sharded, **fields}
+        return SyncPipeline(self.root, settings=self.settings, **fields)
 
     def _open(self) -> SyncPipeline:
         if self._pipeline is None:
             names = self.sharded or rank_zero_only.rank == 0
-            self._pipeline = self._new(read_only=not names).open()
+            self._pipeline = self._new(read_only=self.settings.read_only or not names).open()
             self._pipeline.on_complete(self._on_complete)
         return self._pipeline
 
@@ -113,7 +111,8 @@ class CkpipeCheckpointIO(TorchCheckpointIO):
         """Save what Lightning has put together; return when it is copied.
 
         Raises:
-            UsageError: If the name is not one of this machine, or there are ``storage_options``.
+            UsageError: If the name is not one of this machine, or there are ``storage_options``; or
+                if ``resume`` is ``"must"`` and no :class:`CkpipeCallback` has seen to it.
             CkpipeError: Any error of a save, also of an earlier one.
         """
         if storage_options is not None or "://" in os.fspath(path):
@@ -124,6 +123,12 @@ class CkpipeCheckpointIO(TorchCheckpointIO):
         if "global_step" not in checkpoint:  # weights that a spawned process gives back
             super().save_checkpoint(checkpoint, path)
             return
+        whole = "callbacks" in checkpoint
+        if whole and GENERATORS not in checkpoint and self.settings.resume == "must":
+            raise UsageError(
+                'The setting resume="must" has no effect without CkpipeCallback',
+                hint="Put CkpipeCallback() among the callbacks of the trainer",
+            )
         path = os.path.abspath(path)
         os.makedirs(os.path.dirname(path), exist_ok=True)  # Lightning puts its links there
         self._calls += 1
@@ -135,12 +140,14 @@ class CkpipeCheckpointIO(TorchCheckpointIO):
         path = metadata["path"]
         with _locked(path):
             old = None if os.path.islink(path) else read_pointer(path)
+            if old is not None and (old.root != self.root or old.id == event.info.id):
+                old = None  # of another run, or written by another rank
             key = old and CheckpointId.parse(old.id)
             if metadata["call"] <= self._removed.get(path, 0) or (key and key > event.info.key):
                 self._dropped.add(event.info.id)
                 return
             write_pointer(path, self.root, event.info)
-            if old is not None and old.root == self.root:
+            if old is not None:
                 self._dropped.add(old.id)
 
     def load_checkpoint(
@@ -154,10 +161,10 @@ class CkpipeCheckpointIO(TorchCheckpointIO):
         """Load a checkpoint by its name or id, the same on all ranks, onto the CPU.
 
         Without a file of this name, as on another machine, the newest checkpoint that was saved
-        under its last part is taken.
+        under it is taken; see :func:`ckpipe.integrations.shared.choose_path`.
 
         Args:
-            path: The name, or an id.
+            path: The name, its last part, or an id.
             map_location: For files that Lightning wrote.
             weights_only: For files that Lightning wrote.
             training: A training state to load into, if each rank has saved its part.
@@ -166,20 +173,13 @@ class CkpipeCheckpointIO(TorchCheckpointIO):
             CheckpointNotFound: If it is absent or incomplete.
             CkpipeError: Any error of a load.
         """
-        name, pointer = os.fspath(path), read_pointer(path)
-        if pointer is None and os.path.isfile(name):
-            found: dict[str, Any] = super().load_checkpoint(name, map_location, weights_only)
+        if os.path.isfile(path) and read_pointer(path) is None:
+            found: dict[str, Any] = super().load_checkpoint(path, map_location, weights_only)
             return found
-        which = pointer.id if pointer else name if CheckpointId.parse(name) else None
         pipeline = self._open()
-        box = [pipeline.choose(which, name=None if which else os.path.basename(name))]
+        box = [choose_path(pipeline, path)]
         if dist.is_initialized():
             dist.broadcast_object_list(box)
-        if box[0] is None:
-            raise CheckpointNotFound(
-                f"There is no complete checkpoint {os.path.basename(name)!r} in {pipeline.url}",
-                hint="newest() of the plugin returns the newest, or None if the run begins",
-            )
         if training is not None:
             pipeline.load({"training": training}, box[0], include=["training"])
         loaded = pipeline.load(None, box[0], exclude=None if training is None else ["training"])
@@ -190,8 +190,10 @@ class CkpipeCheckpointIO(TorchCheckpointIO):
     def remove_checkpoint(self, path: Any) -> None:
         """Remove a name; its checkpoint is deleted once a newer one is complete."""
         path = os.path.abspath(path)
+        self._removed[path] = self._calls
+        if not os.path.isdir(os.path.dirname(path)):
+            return
         with _locked(path):
-            self._removed[path] = self._calls
             if os.path.islink(path):
                 os.unlink(path)  # what it leads to has a name of its own
             elif (pointer := read_pointer(path)) is not None:
@@ -222,7 +224,22 @@ class CkpipeCallback(Callback):
     """
 
     def __init__(self) -> None:
-        self._rng = RngState(apply="later")
+        self._rng, self._positions = RngState(apply="later"), 0
+
+    def setup(self, trainer: Any, module: Any, stage: str) -> None:
+        """Check that the strategy saves and loads with the plugin.
+
+        Raises:
+            UsageError: If it goes past the plugin.
+        """
+        strategy = trainer.strategy
+        past = isinstance(strategy, FSDPStrategy | ModelParallelStrategy | DeepSpeedStrategy)
+        io = strategy.checkpoint_io
+        if past and isinstance(io, CkpipeCheckpointIO) and not io.sharded:
+            raise UsageError(
+                f"{type(strategy).__name__} saves and loads past CkpipeCheckpointIO",
+                hint="Give it to CkpipeModelParallelStrategy(io) in place of the trainer",
+            )
 
     def on_save_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
         """Put the generators of all ranks into the checkpoint of rank 0, or each into its own."""
@@ -239,7 +256,11 @@ class CkpipeCallback(Callback):
     def on_load_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
         """Keep the generators of this rank for the first batch."""
         states, io = checkpoint.get(GENERATORS), trainer.strategy.checkpoint_io
-        if trainer.state.fn != "fit" or states is None:
+        if trainer.state.fn != "fit" or "loops" not in checkpoint:
+            return
+        loop = checkpoint["loops"]["fit_loop"]
+        self._positions = len(loop["state_dict"].get("combined_loader", []))
+        if states is None:
             return
         sharded = getattr(io, "sharded", False)
         if len(states) != (1 if sharded else trainer.world_size):
@@ -249,24 +270,30 @@ class CkpipeCallback(Callback):
             )  # fmt: skip
             return
         self._rng.load_state_dict(states[0 if sharded else trainer.global_rank])
-        if checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]["is_last_batch"]:
+        if loop["epoch_loop.batch_progress"]["is_last_batch"]:
             self._rng.apply()
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
         """Tell where the run resumes, or that it begins."""
-        io, done = trainer.strategy.checkpoint_io, trainer.fit_loop.epoch_loop.batch_progress
+        io, loop = trainer.strategy.checkpoint_io, trainer.fit_loop
         if trainer.ckpt_path:
-            logger.info(
-                "resumed step %d from %s: the data goes on in epoch %d after batch %d",
-                trainer.global_step, trainer.ckpt_path, trainer.current_epoch, done.current.ready,
-            )  # fmt: skip
+            done, data = loop.epoch_loop.batch_progress, ""
+            if self._positions == len(loop._combined_loader.flattened):
+                if not done.is_last_batch:
+                    place = f"in epoch {trainer.current_epoch} after batch {done.current.ready}"
+                    data = f"the data go on {place}"
+            elif done.is_last_batch:
+                data = "the data go on with the next epoch"
+            else:
+                data = "a loader keeps no position, so its data begin anew"
+            tell_resumed(trainer.global_step, trainer.ckpt_path, trainer.global_rank, data)
             return
         if not isinstance(io, CkpipeCheckpointIO) or trainer.global_step:
             return
         if (newest := io.newest()) is not None:
             said = f"The run begins at step 0, though {io.root} has {newest}"
             hint = "Resume with trainer.fit(model, ckpt_path=io.newest())"
-            if io._new().settings.resume == "must":
+            if io.settings.resume == "must":
                 raise UsageError(said, hint=hint)
             logger.warning("%s. %s", said, hint)
 
@@ -359,7 +386,8 @@ def load_from_checkpoint(cls: type[M], path: Any, **arguments: Any) -> M:
 
 @contextmanager
 def _locked(path: str) -> Iterator[None]:
-    """Hold the folder of a name against other threads and ranks."""
+    """Make the folder of a name, and hold it against other threads and ranks."""
+    os.makedirs(os.path.dirname(path), exist_ok=True)
     folder = os.open(os.path.dirname(path), os.O_RDONLY)
     try:
         fcntl.flock(folder, fcntl.LOCK_EX)

@@ -25,14 +25,15 @@ import torch._dynamo  # the first optimizer imports it
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.environments import TorchElasticEnvironment
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.data import DistributedSampler, TensorDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import ckpipe
-from ckpipe.errors import CheckpointNotFound, UsageError
+from ckpipe.errors import CheckpointNotFound, UnsupportedState, UsageError
 from ckpipe.integrations.lightning import (
     CkpipeCallback,
     CkpipeCheckpointIO,
@@ -64,12 +65,16 @@ class Module(pl.LightningModule):
         if self.case["ranks"] == 1:
             return kind(samples, batch_size=2, shuffle=True)
         # The order of the sampler that Lightning would put in place is lost at a resume.
-        sampler: Any = DistributedSampler(samples)
+        shards: Any = {"num_replicas": 1, "rank": 0} if self.case.get("tensor") else {}
+        sampler: Any = DistributedSampler(samples, **shards)
         sampler.set_epoch(self.trainer.current_epoch)
         return kind(samples, batch_size=2, sampler=sampler)
 
     def configure_model(self) -> None:
-        if self.case.get("sharded"):
+        if self.case.get("tensor"):
+            cuts = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+            parallelize_module(self.net, self.device_mesh["tensor_parallel"], cuts)
+        elif self.case.get("sharded"):
             fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
 
     def configure_optimizers(self) -> Any:
@@ -88,8 +93,12 @@ class Module(pl.LightningModule):
     def test_step(self, batch: list[torch.Tensor], number: int) -> None:
         self.net(batch[0])
 
+    validation_step = predict_step = test_step
+
     def test_dataloader(self) -> Any:
         return self.train_dataloader()
+
+    predict_dataloader = test_dataloader
 
 
 class Dies(pl.Callback):
@@ -123,8 +132,10 @@ def new_trainer(case: Case, **more: Any) -> pl.Trainer:
     strategy: Any = "auto"
     if case.get("sharded"):
         strategy = CkpipeModelParallelStrategy(
-            new_io(case), data_parallel_size=2, tensor_parallel_size=1, process_group_backend="gloo"
-        )
+            new_io(case), process_group_backend="gloo",
+            data_parallel_size=1 if case.get("tensor") else 2,
+            tensor_parallel_size=2 if case.get("tensor") else 1,
+        )  # fmt: skip
     elif several:
         strategy = DDPStrategy(process_group_backend="gloo")
     plugins = [new_io(case)] if case.get("with", True) and not case.get("sharded") else []
@@ -134,7 +145,7 @@ def new_trainer(case: Case, **more: Any) -> pl.Trainer:
         accelerator="cpu", devices=case["ranks"], strategy=strategy, plugins=plugins,
         max_epochs=case.get("epochs", EPOCHS), default_root_dir=case["out"], logger=False,
         enable_progress_bar=False, enable_model_summary=False,
-        callbacks=[CkpipeCallback(), saves, Dies(case), *more.get("callbacks", [])],
+        callbacks=[*more.get("callbacks", [CkpipeCallback()]), saves, Dies(case)],
     )  # fmt: skip
 
 
@@ -233,10 +244,23 @@ def names_are_loaded(case: Case) -> None:
         ("last.ckpt", "last"),
         (os.path.basename(best.best_model_path), "best"),
         ("step=6.ckpt", f"{one['out']}/step=6.ckpt"),
-        ("step=6.ckpt", "/of/another/machine/step=6.ckpt"),
+        ("step=6.ckpt", "step=6.ckpt"),
     ):
-        trainer.test(trainer.lightning_module, ckpt_path=path, verbose=False)
-        assert difference(dict(trainer.lightning_module.state_dict()), saved[name]) is None
+        for number, does in enumerate((trainer.test, trainer.validate, trainer.predict)):
+            if name == "last.ckpt" or not number:
+                loader = trainer.lightning_module.train_dataloader()
+                does(trainer.lightning_module, loader, ckpt_path=path)
+                found = dict(trainer.lightning_module.state_dict())
+                assert difference(found, saved[name]) is None
+            with torch.no_grad():
+                trainer.lightning_module.net[0].weight.zero_()
+    with pytest.raises(CheckpointNotFound, match=f"was saved as {one['out']}/step=6.ckpt"):
+        trainer.test(trainer.lightning_module, ckpt_path="/of/another/run/step=6.ckpt")
+    trainer.strategy.checkpoint_io.remove_checkpoint("/of/another/run/step=6.ckpt")
+    shutil.copytree(one["out"], f"{one['out']}-copy")
+    shutil.rmtree(one["out"])  # as on another machine
+    trainer.test(trainer.lightning_module, ckpt_path=f"{one['out']}/step=6.ckpt", verbose=False)
+    os.rename(f"{one['out']}-copy", one["out"])
     again: Any = new_trainer({**one, "epochs": 3})
     again.fit(new_module(one), ckpt_path="last")
     assert again.global_step == 30
@@ -276,6 +300,17 @@ def whole_epochs_go_on(case: Case) -> None:
     assert difference(found[1][1], found[0][1]) is None
 
 
+def names_of_shards_stay(case: Case) -> None:
+    one = {**case, "names": {"save_top_k": -1, "save_last": None}, "epochs": 1}
+    losses = fit(one).lightning_module.losses
+    dist.barrier()
+    pointers = [read_pointer(Path(one["out"], name)) for name in names(one)]
+    assert {each.id for each in pointers if each is not None} == complete(one)
+    assert set(names(one)) == {f"step={step}.ckpt" for step in range(3, 20, 3)}
+    again = fit({**one, "path": f"{one['out']}/step=6.ckpt"}).lightning_module
+    assert again.losses == losses[6:]
+
+
 def signals_end_a_run_that_goes_on(case: Case) -> None:
     whole = fit(of(case, "whole")).lightning_module
     one = of(case, "one", names={"save_on_exception": True})
@@ -309,19 +344,56 @@ def no_run_begins_in_silence(case: Case) -> None:
     assert again.global_step == 20
     (line,) = [each for each in said if "resumed" in each]
     assert "resumed step 9 from step-" in line
-    assert line.endswith("the data goes on in epoch 0 after batch 9")
+    assert line.endswith("the data go on in epoch 0 after batch 9")
+    for plain, step, text in (
+        (True, 6, "a loader keeps no position, so its data begin anew"),
+        (True, 10, "the data go on with the next epoch"),
+        (False, 6, "the data go on in epoch 0 after batch 6"),
+        (False, 10, None),  # Lightning skips an epoch
+    ):
+        every = {"every_n_train_steps": step, "save_last": None, "save_top_k": -1}
+        two = of(case, f"{plain}-{step}", epochs=1, plain=plain, names=every)
+        fit(two)
+        said.clear()
+        fit({**two, "epochs": 2})
+        (line,) = [each for each in said if "resumed" in each]
+        assert line.partition(": ")[2] == (text or "")
+    os.environ["CKPIPE_RESUME"] = "must"
+    three = of(case, "three", epochs=1)
+    with pytest.raises(CheckpointNotFound, match="no complete checkpoint"):
+        fit(three)
+    with pytest.raises(UsageError, match="no effect without CkpipeCallback"):
+        new_trainer(three, callbacks=[]).fit(new_module(three))
+    del os.environ["CKPIPE_RESUME"]
 
 
 def wrong_uses_are_refused(case: Case) -> None:
     for setting in ({"preemption": True}, {"initial": "weights"}, {"save_every_steps": 3}):
         with pytest.raises(UsageError, match="has no effect with Lightning"):
             CkpipeCheckpointIO(case["root"], **setting)
+    os.environ["CKPIPE_SAVE_EVERY_STEPS"] = "3"
+    with pytest.raises(UsageError, match="from CKPIPE_SAVE_EVERY_STEPS"):
+        CkpipeCheckpointIO(case["root"])
+    del os.environ["CKPIPE_SAVE_EVERY_STEPS"]
     io = new_io(case)
     with pytest.raises(UsageError, match="that of a file"):
         io.save_checkpoint({"global_step": 1}, "s3://bucket/last.ckpt")
     with pytest.raises(UsageError, match="storage_options"):
         io.save_checkpoint({"global_step": 1}, "last.ckpt", {"a": 1})
     assert not Path(case["root"]).exists()
+    past = ModelParallelStrategy(process_group_backend="gloo")
+    trainer = pl.Trainer(accelerator="cpu", strategy=past, plugins=[io], logger=False)
+    with pytest.raises(UsageError, match="ModelParallelStrategy saves and loads past"):
+        CkpipeCallback().setup(trainer, new_module(case), "fit")
+    module = new_module(case)
+    module.hparams["own"] = trainer
+    with pytest.raises(UnsupportedState, match="hyper_parameters"):
+        new_trainer(case).fit(module)
+    # The environment keeps other checkpoints than names do.
+    os.environ["CKPIPE_KEEP_LAST"] = "1"
+    one = of(case, "one", epochs=1, names={"save_top_k": -1})
+    fit(one)
+    assert len(complete(one)) == 1
 
 
 def whole(state: Any) -> Any:

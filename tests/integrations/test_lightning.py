@@ -112,3 +112,8 @@ def test_a_run_killed_inside_a_save_goes_on_to_the_bit(
 )
 def test_a_feature_of_lightning_stays(server: Forks, tmp_path: Path, feature: str) -> None:
     assert server.run(new_case(tmp_path, do=feature)) == 0
+
+
+def test_names_of_tensor_parallel_ranks_stay(server: Forks, tmp_path: Path) -> None:
+    case = new_case(tmp_path, "fsdp2", do="names_of_shards_stay", tensor=True)
+    assert server.ranks(case, 2) == [0, 0]
