@@ -13,7 +13,6 @@ import shutil
 import signal
 import sys
 import warnings
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,6 @@ import numpy as np
 import pytest
 import torch
 import torch._dynamo  # the first optimizer imports it
-import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.environments import TorchElasticEnvironment
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
@@ -41,6 +39,7 @@ from ckpipe.integrations.lightning import (
     load_from_checkpoint,
 )
 from ckpipe.integrations.pointers import read_pointer
+from tests.integrations.trainer_ranks import begin_rank, whole
 from tests.support.differences import difference
 from tests.support.fork_server import Case, serve
 from tests.support.killed_runs import die, mortal_backend
@@ -396,31 +395,11 @@ def wrong_uses_are_refused(case: Case) -> None:
     assert len(complete(one)) == 1
 
 
-def whole(state: Any) -> Any:
-    """The same state with whole tensors in place of sharded ones."""
-    if isinstance(state, dict):
-        return {name: whole(value) for name, value in state.items()}
-    if isinstance(state, list):
-        return [whole(value) for value in state]
-    return state.full_tensor() if hasattr(state, "full_tensor") else state
-
-
 def _live(case: Case, rank: int, number: int) -> None:
-    warnings.simplefilter("error")
-    warnings.filterwarnings("ignore", "'set_vital' is deprecated")  # by torchdata
+    elastic = {"GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "run"}
+    begin_rank(case, rank, number, MASTER_ADDR="localhost", MASTER_PORT="0", **elastic)
     warnings.filterwarnings("ignore", category=UserWarning, module="lightning")
     warnings.filterwarnings("ignore", category=FutureWarning, module="lightning")
-    torch.set_num_threads(1)
-    size = case["ranks"]
-    if size > 1:
-        os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank))
-        os.environ.update(LOCAL_WORLD_SIZE=str(size), GROUP_RANK="0", OMP_NUM_THREADS="1")
-        os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="0", TORCHELASTIC_RUN_ID="run")
-        store = dist.FileStore(f"{case['out']}.store-{number}", size)  # type: ignore[attr-defined]
-        dist.init_process_group(
-            "gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=300)
-        )
-        dist.barrier()  # a rank that leaves earlier breaks the connecting of the others
     vars(sys.modules[__name__])[case["do"]](case)
 
 

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from tests.support.differences import difference
-from tests.support.fork_server import Forks, forks
+from tests.integrations.trainer_ranks import check_killed_inside_a_save, check_resumed, result
+from tests.support.fork_server import Forks
 from tests.support.sampling import EVERY, SEED
 
 pytestmark = pytest.mark.skipif(
@@ -22,13 +20,6 @@ pytestmark = pytest.mark.skipif(
 PROGRAM = str(Path(__file__).with_name("lightning_runs.py"))  # this process does without it
 STEPS, SAVE_STEPS = 30, 3
 RANKS = {"alone": 1, "ddp": 2, "fsdp2": 2}
-NO_LONG_WAIT = {"settings": {"meeting_timeout_seconds": 30}}  # for a rank that was killed
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Forks]:
-    with forks(PROGRAM) as made:
-        yield made
 
 
 @pytest.fixture(scope="module")
@@ -50,20 +41,6 @@ def new_case(folder: Path, strategy: str = "alone", **more: Any) -> dict[str, An
         "sharded": strategy == "fsdp2",
         **more,
     }
-
-
-def result(case: dict[str, Any], rank: int) -> Any:
-    return torch.load(f"{case['out']}.result-{rank}", weights_only=False)
-
-
-def check_resumed(case: dict[str, Any], expected: list[Any], *, from_step: int = 0) -> None:
-    """Compare what a run has come to, which resumed behind this step, with the undisturbed one."""
-    for rank, whole in enumerate(expected):
-        found = result(case, rank)
-        steps = len(found["seen"])
-        assert steps <= STEPS - from_step
-        tails = {name: whole[name][STEPS - steps :] for name in ("seen", "losses")}
-        assert difference(found, {**whole, **tails}) is None
 
 
 @pytest.mark.parametrize("strategy", RANKS)
@@ -91,12 +68,9 @@ def test_a_run_killed_inside_a_save_goes_on_to_the_bit(
         case = new_case(tmp_path / f"{number}", strategy, url="mortal://store")
         Path(case["root"]).parent.mkdir()
         victim = chance.randrange(ranks) if strategy == "fsdp2" else 0
-        death = {"at": chance.randrange(20, 90), "landing": chance.choice(["before", "after"])}
-        codes = server.ranks({**case, **death, "victim": victim, **NO_LONG_WAIT}, ranks)
-        if codes != [0] * ranks:  # a rank that makes fewer operations comes to its end
-            assert codes[victim] is None
-            assert server.ranks(case, ranks) == [0] * ranks
-        check_resumed(case, undisturbed[strategy])
+        check_killed_inside_a_save(
+            server, case, undisturbed[strategy], chance, range(20, 90), victim
+        )
 
 
 @pytest.mark.parametrize(

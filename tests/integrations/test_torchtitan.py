@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from tests.support.differences import difference
-from tests.support.fork_server import Forks, forks
+from tests.integrations.trainer_ranks import check_killed_inside_a_save, check_resumed, result
+from tests.support.fork_server import Forks
 from tests.support.sampling import EVERY, SEED
 
 pytestmark = pytest.mark.skipif(
@@ -21,13 +19,6 @@ pytestmark = pytest.mark.skipif(
 
 PROGRAM = str(Path(__file__).with_name("torchtitan_runs.py"))  # this process does without it
 STEPS, INTERVAL, RANKS = 20, 3, 2
-NO_LONG_WAIT = {"settings": {"meeting_timeout_seconds": 30}}  # for a rank that was killed
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Forks]:
-    with forks(PROGRAM) as made:
-        yield made
 
 
 @pytest.fixture(scope="module")
@@ -41,20 +32,6 @@ def undisturbed(server: Forks, tmp_path_factory: pytest.TempPathFactory) -> list
 def new_case(folder: Path, **more: Any) -> dict[str, Any]:
     out = folder / "out"
     return {"do": "train", "root": str(out / "ckpt"), "out": str(out), **more}
-
-
-def result(case: dict[str, Any], rank: int) -> Any:
-    return torch.load(f"{case['out']}.result-{rank}", weights_only=False)
-
-
-def check_resumed(case: dict[str, Any], expected: list[Any], *, from_step: int = 0) -> None:
-    """Compare what a run has come to, which resumed behind this step, with the undisturbed one."""
-    for rank, whole in enumerate(expected):
-        found = result(case, rank)
-        steps = len(found["seen"])
-        assert steps <= STEPS - from_step
-        tails = {name: whole[name][STEPS - steps :] for name in ("seen", "losses")}
-        assert difference(found, {**whole, **tails}) is None
 
 
 @pytest.mark.parametrize("mode", ["disabled", "async", "async_with_pinned_mem"])
@@ -81,12 +58,7 @@ def test_a_run_killed_inside_a_save_goes_on_to_the_bit(
         case = new_case(tmp_path / f"{number}", fields=fields)
         Path(case["out"]).mkdir(parents=True)
         victim = chance.randrange(RANKS)
-        death = {"at": chance.randrange(10, 50), "landing": chance.choice(["before", "after"])}
-        codes = server.ranks({**case, **death, "victim": victim, **NO_LONG_WAIT}, RANKS)
-        if codes != [0] * RANKS:  # a rank that makes fewer operations comes to its end
-            assert codes[victim] is None
-            assert server.ranks(case, RANKS) == [0] * RANKS
-        check_resumed(case, undisturbed)
+        check_killed_inside_a_save(server, case, undisturbed, chance, range(10, 50), victim)
 
 
 @pytest.mark.parametrize(

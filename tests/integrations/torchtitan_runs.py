@@ -6,11 +6,9 @@ and forks the ranks of each case.
 
 from __future__ import annotations
 
-import os
 import sys
 import warnings
 from collections.abc import Iterator
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -32,18 +30,11 @@ from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter
 import ckpipe
 from ckpipe.errors import CheckpointNotFound, UsageError
 from ckpipe.integrations.torchtitan import CkpipeCheckpointManager
+from tests.integrations.trainer_ranks import begin_rank, whole
 from tests.support.fork_server import Case, serve
 from tests.support.killed_runs import die, mortal_backend
 
 STEPS, INTERVAL = 20, 3
-
-
-def whole(state: Any) -> Any:
-    """The same state with whole tensors in place of sharded ones."""
-    return {
-        name: value.full_tensor() if hasattr(value, "full_tensor") else value
-        for name, value in state.items()
-    }
 
 
 class Samples(IterableDataset[Any]):
@@ -254,17 +245,8 @@ def weights_of_hugging_face_come_and_go(case: Case) -> None:
 
 
 def _live(case: Case, rank: int, number: int) -> None:
-    warnings.simplefilter("error")
-    warnings.filterwarnings("ignore", "'set_vital' is deprecated")  # by torchdata
+    begin_rank(case, rank, number)
     warnings.filterwarnings("ignore", category=UserWarning, module="torch")
-    torch.set_num_threads(1)
-    size = case["ranks"]
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank))
-    store = dist.FileStore(f"{case['out']}.store-{number}", size)  # type: ignore[attr-defined]
-    dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=300)
-    )
-    dist.barrier()  # a rank that leaves earlier breaks the connecting of the others
     vars(sys.modules[__name__])[case["do"]](case)
 
 
