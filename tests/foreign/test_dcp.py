@@ -191,6 +191,8 @@ LIES: dict[str, tuple[Callable[[Metadata], object], type[CkpipeError]]] = {
     "a path that is none": (lambda m: m.planner_data.__setitem__("w", ()), InvalidManifest),
     "a path through a tensor": (
         lambda m: m.planner_data.__setitem__("a", ("w", "a")), InvalidManifest),
+    "a path of another tensor": (
+        lambda m: m.planner_data.__setitem__("a", ("w",)), InvalidManifest),
     "no metadata of DCP": (lambda m: pickle.dumps([1, 2]), InvalidManifest),
     "truncated": (lambda m: pickle.dumps(m)[:-50], InvalidManifest),
     "20 MB": (lambda m: bytes(20 << 20), OversizedMetadata),

@@ -206,6 +206,12 @@ def overlapping(data: bytes) -> bytes:
     return data[: at + 20] + size + data[at + 28 :]
 
 
+def encrypted(data: bytes) -> bytes:
+    """Let the directory of a zip say that its last record is encrypted."""
+    at = data.rindex(b"PK\1\2") + 8
+    return data[:at] + bytes([data[at] | 1]) + data[at + 1 :]
+
+
 DATA = ("data/0", bytes(8))
 ZIPS: dict[str, tuple[Callable[[Path], bytes], type[CkpipeError]]] = {
     "empty": (lambda path: b"", InvalidManifest),
@@ -241,6 +247,7 @@ ZIPS: dict[str, tuple[Callable[[Path], bytes], type[CkpipeError]]] = {
     "compressed data": (
         lambda path: torch_zip(tensor(), DATA, compression=zipfile.ZIP_DEFLATED),
         UnsupportedState),
+    "encrypted data": (lambda path: encrypted(torch_zip(tensor(), DATA)), UnsupportedState),
     "a name twice": (lambda path: torch_zip(tensor(), DATA, DATA), DuplicateName),
     "a record elsewhere": (lambda path: moved(torch_zip(tensor(), DATA)), InvalidExtent),
     "records that overlap": (

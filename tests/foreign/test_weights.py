@@ -310,11 +310,14 @@ def test_a_name_in_two_files_is_refused_unless_the_index_decides(
 ) -> None:
     for name, value in (("a", 1.0), ("b", 2.0)):
         file = tmp_path / f"{name}.safetensors"
-        safetensors.torch.save_file({"w": torch.tensor([value])}, file)
+        tensors = {"w": torch.tensor([value]), f"own of {name}": torch.ones(1)}
+        safetensors.torch.save_file(tensors, file)
     with pytest.raises(DuplicateName, match=r"Both a\.safetensors and b\.safetensors"):
         pipeline.load(source=tmp_path)
     index = tmp_path / "model.safetensors.index.json"
-    index.write_text(json.dumps({"weight_map": {"w": "b.safetensors"}}))
+    index.write_text(
+        json.dumps({"weight_map": {"w": "b.safetensors", "own of a": "a.safetensors"}})
+    )
     assert load(pipeline, source=tmp_path).state["w"].item() == 2
     index.write_text(json.dumps({"weight_map": {"w": "c.safetensors"}}))
     with pytest.raises(MissingObject, match=r"c\.safetensors, which is not in the folder"):
