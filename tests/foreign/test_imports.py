@@ -33,6 +33,7 @@ from tests.foreign.test_torch_files import everything
 from tests.support.command_line import Commands, interrupted, script
 from tests.support.pipelines import Stores, same, small_state, stores
 from tests.support.rank_pipelines import ranks
+from tests.support.wrapper_tensors import scaled
 
 SMALL = ckpipe.Settings(staging={"block_bytes": "64 KiB", "bytes": "256 KiB"})
 
@@ -107,6 +108,26 @@ def test_an_imported_checkpoint_is_an_ordinary_one(write: Write, tmp_path: Path)
     target = {name: torch.zeros_like(each) for name, each in large().items() if name != "few"}
     ckpipe.load(root, target, exclude=["few"])
     assert all(same(target[name], each) for name, each in expected.items() if name != "few")
+
+
+def test_an_import_keeps_all_that_a_checkpoint_of_ckpipe_says(tmp_path: Path) -> None:
+    parameter = torch.nn.Parameter(torch.ones(3))
+    state = {"wrapped": scaled(), "optimizer": torch.optim.AdamW([parameter])}
+    said: dict[str, Any] = {"metrics": {"loss": 0.5}, "metadata": {"tokens": 4096}}
+    with ckpipe.SyncPipeline(tmp_path / "a") as pipeline:
+        pipeline.save(state, step=4, **said).wait()
+    info = ckpipe.import_checkpoint(tmp_path / "a", tmp_path / "b")
+    assert (info.step, {name: getattr(info, name) for name in said}) == (4, said)
+    for root in (tmp_path / "a", tmp_path / "b"):
+        target: dict[str, Any] = {
+            "wrapped": scaled(start=9),
+            "optimizer": torch.optim.SGD([parameter]),
+        }
+        with pytest.raises(StructureMismatch, match="AdamW"):
+            ckpipe.load(root, target)
+        target["optimizer"] = torch.optim.AdamW([parameter])
+        ckpipe.load(root, target)
+        assert torch.equal(target["wrapped"].dequantize(), scaled().dequantize())
 
 
 def test_memory_that_tensors_share_is_stored_once(tmp_path: Path) -> None:
@@ -378,11 +399,15 @@ def test_an_interrupted_import_leaves_no_checkpoint_and_begins_anew(
 
 _BOUNDED = """
 import resource, sys, ckpipe
+from ckpipe.testing import SlowBackend
+from ckpipe_local import LocalBackend
 source, target = sys.argv[1:]
+slow = SlowBackend(LocalBackend(target), bytes_per_second=600e6)  # slower than it is read
+ckpipe.register_backend("slow", lambda url: slow)
 small = ckpipe.Settings(staging={"bytes": "48 MiB"})
 ckpipe.inspect(source)
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-ckpipe.import_checkpoint(source, target, settings=small)
+ckpipe.import_checkpoint(source, "slow://run", settings=small)
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """
 
