@@ -214,6 +214,12 @@ class Color(enum.Enum):
 
 Point = collections.namedtuple("Point", "x y")
 
+
+def noted(tensor: Any, note: object) -> torch.Tensor:
+    tensor.note = note
+    return tensor  # type: ignore[no-any-return]
+
+
 SHARED = torch.arange(6.0)
 PLAIN: dict[str, Any] = {
     "scalars": [None, True, 3, 1 << 90, 0.5, float("inf"), 2j, "text"],
@@ -252,6 +258,7 @@ OTHERS: dict[str, Any] = {
     "numpy": torch.ones(2).numpy(),
     "number": torch.ones(2).numpy()[0],
     "format": torch.channels_last,
+    "attribute": noted(torch.ones(2), Color.RED),
 }
 
 
@@ -283,7 +290,7 @@ def test_what_is_not_plain_is_named_and_left_out_only_when_asked(tmp_path: Path,
             ckpipe.export(
                 tmp_path / "run", tmp_path / "out", form=form, transform=[ckpipe.Drop(*rest)]
             )
-        assert refused.value.key == name
+        assert refused.value.key == ("attribute.note" if name == "attribute" else name)
     assert not [*(tmp_path / "out").glob("*")]
     ckpipe.export(tmp_path / "run", tmp_path / "out", form=form, transform=[ckpipe.Drop(*OTHERS)])
     ckpipe.export(tmp_path / "run", tmp_path / "part", form=form, part="model")
