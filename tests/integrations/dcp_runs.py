@@ -216,7 +216,11 @@ def _fail_to_load(case: Case, reader: CkpipeStorageReader, state: Any) -> None:
             dcp.load(into, checkpoint_id=name, storage_reader=reader)
         assert len(caught.value.failures) == dist.get_world_size()
         assert {type(error) for error, _ in caught.value.failures.values()} == {kind}
-    assert all((whole(each) == -2).all() for each in found["model"].values())
+    other = f"{case['root']}-{dist.get_rank()}"  # as if a save were completed meanwhile
+    dcp.save({"w": torch.ones(1)}, no_dist=True, storage_writer=CkpipeStorageWriter(other))
+    with pytest.raises(CheckpointException, match="have chosen different checkpoints"):
+        dcp.load(unseen := {"w": torch.zeros(1)}, storage_reader=CkpipeStorageReader(other))
+    assert not unseen["w"]
     part: Any = {
         "model": {"second.weight": found["model"]["second.weight"]},
         "more": torch.zeros(2),
