@@ -62,7 +62,7 @@ from ckpipe.catalog.leases import (
     time_now,
     under_lease,
 )
-from ckpipe.catalog.summaries import Summaries, SummaryQuery, inspected
+from ckpipe.catalog.summaries import Summaries, SummaryQuery, filled, inspected
 from ckpipe.catalog.sweep import SweepReport, look_around, plan_sweep, uploads_before
 from ckpipe.errors import (
     CheckpointIncomplete,
@@ -114,7 +114,7 @@ class Catalog:
     resumed_from: str | None = None
     summaries: Summaries = field(default_factory=Summaries)
     loading: Counter[str] = field(default_factory=Counter)
-    _last_inspected: Summaries = field(default_factory=Summaries)
+    _last_inspected: CheckpointInfo | None = None
 
     # Find
 
@@ -135,12 +135,14 @@ class Catalog:
 
     async def inspected(self, info: CheckpointInfo) -> CheckpointInfo:
         """Add the summary of the index, which is cached for the last checkpoint asked for."""
-        if info.id in self.summaries.known:
-            return self.summaries.filled(info)
-        if info.id not in self._last_inspected:
-            self._last_inspected = Summaries()
-        (found,) = await inspected(self.backend, [info], self._last_inspected)
-        return found
+        known = self.summaries.known.get(info.id)
+        if known is not None and known.metadata is not None:
+            return filled(info, known)
+        last = self._last_inspected
+        if last is None or last.id != info.id or last.bytes is None:
+            (last,) = await inspected(self.backend, [info], Summaries())
+            self._last_inspected = last
+        return replace(last, pinned=info.pinned)
 
     async def best(self, metric: str, mode: Literal["min", "max"]) -> CheckpointInfo | None:
         """Find the complete checkpoint with the best value of a metric.
@@ -172,7 +174,8 @@ class Catalog:
                 break
         if complete and winner is None:
             raise _without_metric(metric, candidates)
-        return next((self.summaries.filled(each) for each in complete if each.id == winner), None)
+        found = next((each for each in complete if each.id == winner), None)
+        return None if found is None else await self.inspected(found)
 
     async def named(self, name: str) -> CheckpointInfo | None:
         """Find the newest complete checkpoint that has this text under ``name`` in its metadata.
@@ -192,7 +195,7 @@ class Catalog:
             deciding = winner or next((each.id for each in known), None)
             if deciding is None or await query.is_sure([deciding]):
                 break
-        return next((self.summaries.filled(each) for each in complete if each.id == winner), None)
+        return next((each for each in complete if each.id == winner), None)
 
     async def _listed(self) -> Listing:
         """List the names of the root; drop the summaries of those that others have removed."""

@@ -11,8 +11,10 @@ the loop ends.
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Collection, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
@@ -30,13 +32,16 @@ logger = logging.getLogger("ckpipe")
 _INDEXES_AT_ONCE, _SUMMARIES_AT_ONCE = 16, 32
 """Number of objects that are read at the same time; a bucket has 32 connections by default."""
 
+_KEPT_CHARS = 4096
+"""Longest metadata that are cached, as JSON: a trainer may put its log into each checkpoint."""
+
 
 @dataclass(slots=True)
 class Summaries:
     """The summaries that one process knows of the checkpoints of a root, by id.
 
     Args:
-        known: Those of indexes that were read or written.
+        known: Those of indexes that were read or written; without metadata that are long.
         stored: Stored ones of other checkpoints.
         trusting: Whether stored ones are trusted: none has contradicted its index yet.
         listed: The objects of stored ones, as last listed; None if they never were.
@@ -53,7 +58,8 @@ class Summaries:
 
     def learn(self, name: str, found: Summary) -> None:
         """Note the summary of an index; it replaces the stored one."""
-        self.known[name] = found
+        long = found.metadata and len(json.dumps(found.metadata)) > _KEPT_CHARS
+        self.known[name] = replace(found, metadata=None) if long else found
         told = self.stored.pop(name, None)
         if told is not None and not told.members.items() <= found.members.items():
             logger.warning("The summary of %s contradicts its index: no summary is used", name)
@@ -77,30 +83,43 @@ class Summaries:
 
     def filled(self, info: CheckpointInfo) -> CheckpointInfo:
         """Fill in the summary of a complete checkpoint, if it is known."""
-        if not info.complete or info.id not in self:
-            return info
-        found = self[info.id]
-        return replace(
-            info,
-            metrics=dict(found.metrics),
-            metadata=found.metadata,
-            bytes=found.bytes,
-            world_size=found.world_size,
-        )
+        return filled(info, self[info.id]) if info.complete and info.id in self else info
+
+
+def filled(info: CheckpointInfo, found: Summary) -> CheckpointInfo:
+    """Fill in a summary."""
+    return replace(
+        info,
+        metrics=dict(found.metrics),
+        metadata=found.metadata,
+        bytes=found.bytes,
+        world_size=found.world_size,
+    )
 
 
 async def inspected(
     backend: Backend, infos: Sequence[CheckpointInfo], summaries: Summaries
 ) -> list[CheckpointInfo]:
-    """Fill in the summaries of complete checkpoints from indexes; each index is read once.
+    """Fill in complete checkpoints, with metadata; each index is read if its own are not cached.
 
     Raises:
         StoreError: If the store failed.
     """
-    complete = [each for each in infos if each.complete]
-    query = SummaryQuery(backend, complete, summaries, few=0)
-    await query.is_sure({each.id for each in complete})
-    return [summaries.filled(each) for each in infos]
+    whole: dict[str, CheckpointInfo] = {}
+
+    async def read(info: CheckpointInfo) -> None:
+        with suppress(CorruptCheckpoint, UnsupportedVersion):
+            found = summary_of(await read_index(backend, info.key))
+            summaries.learn(info.id, found)
+            whole[info.id] = filled(info, found)
+
+    for info in infos:
+        known = summaries.known.get(info.id) if info.complete else None
+        if known is not None and known.metadata is not None:
+            whole[info.id] = filled(info, known)
+    unread = [each for each in infos if each.complete and each.id not in whole]
+    await all_of([partial(read, each) for each in unread], _INDEXES_AT_ONCE)
+    return [whole.get(each.id, each) for each in infos]
 
 
 class SummaryQuery:

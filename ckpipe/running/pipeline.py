@@ -434,9 +434,9 @@ class Pipeline(PipelineBase):
         its index is completed.
 
         Args:
-            metadata: True to read the index of each complete checkpoint, once in a process, for its
-                ``metadata``; and for ``metrics``, ``bytes`` and ``world_size`` if the lists do not
-                have these.
+            metadata: True to read the index of each complete checkpoint, once in a process, or each
+                time if its metadata are longer than 4 KiB, for its ``metadata``; and for
+                ``metrics``, ``bytes`` and ``world_size`` if the lists do not have these.
 
         Raises:
             StoreError: If the store failed.

@@ -12,7 +12,7 @@ from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStre
 from ckpipe import threads
 from ckpipe.backend import PutMode
 from ckpipe.catalog.complete import publish_up
-from ckpipe.catalog.summaries import inspected
+from ckpipe.catalog.summaries import filled, inspected
 from ckpipe.errors import (
     CkpipeError,
     CommitConflict,
@@ -74,8 +74,9 @@ async def run(
                 reason="" if alone else _OTHERS,
             )
             if alone:
-                context.catalog.summaries.learn(info.id, summary_of(bundle))
-                info = context.catalog.summaries.filled(replace(info, saved_at=datetime.now(UTC)))
+                known = summary_of(bundle)
+                context.catalog.summaries.learn(info.id, known)
+                info = filled(replace(info, saved_at=datetime.now(UTC)), known)
             else:
                 save.unsettled = info
             save.durable_seconds = save.elapsed
@@ -99,14 +100,15 @@ async def _completed(save: SaveRecord, context: StoreContext, info: CheckpointIn
     outcome = await publish_up(context.retrying, save.id, save.rank, context.world_size)
     if outcome.complete or outcome.deleted:
         save.unsettled = None
+    whole, summaries = replace(info, complete=True, reason=""), context.catalog.summaries
     if outcome.index is not None:
         known = summary_of(outcome.index)
-        context.catalog.summaries.learn(info.id, known)
+        summaries.learn(info.id, known)
         await _tell_copies(save, context, known)
+        whole = filled(whole, known)
     if outcome.complete:
-        whole = replace(info, complete=True, reason="")
-        # Another rank may have written the index at the same time: then it is read.
-        (whole,) = await inspected(context.retrying, [whole], context.catalog.summaries)
+        if outcome.index is None:  # another rank wrote it at the same time
+            (whole,) = await inspected(context.retrying, [whole], summaries)
         context.events.emit(Completed(*save.where, whole, save.elapsed))
     return outcome.complete
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,8 @@ import torch
 import ckpipe
 from tests.support.rank_pipelines import ranks
 
-GIVEN: dict[str, Any] = {"metrics": {"loss": 0.5}, "metadata": {"tokens": [1, 2]}}
+SHORT: dict[str, Any] = {"metrics": {"loss": 0.5}, "metadata": {"tokens": [1, 2]}}
+LONG: dict[str, Any] = {**SHORT, "metadata": {"log": "x" * 5_000}}
 
 
 def said(info: ckpipe.CheckpointInfo | None) -> tuple[Any, ...]:
@@ -24,36 +27,57 @@ def data_bytes(root: Path, step: int) -> int:
     return sum(file.stat().st_size for file in files)
 
 
-@pytest.mark.parametrize("worker", ["thread", "process"])
-def test_infos_say_what_was_saved(tmp_path: Path, worker: Any) -> None:
+@pytest.mark.parametrize(
+    ("worker", "given"), [("thread", SHORT), ("thread", LONG), ("process", LONG)]
+)
+def test_infos_say_what_was_saved(tmp_path: Path, worker: Any, given: Any) -> None:
     with ckpipe.SyncPipeline(tmp_path, worker=worker) as pipeline:
-        handle = pipeline.save({"w": torch.zeros(7)}, 1, **GIVEN)
+        told: list[Any] = []
+        pipeline.on_complete(lambda event: told.append(said(event.info)))
+        handle = pipeline.save({"w": torch.zeros(7)}, 1, **given)
         first, whole = handle.wait(), handle.wait_complete()
         assert first == whole
         assert len({first, whole}) == 1
-        expected = (GIVEN["metrics"], GIVEN["metadata"], data_bytes(tmp_path, 1), 1)
+        expected = (given["metrics"], given["metadata"], data_bytes(tmp_path, 1), 1)
         assert said(first) == said(whole) == said(pipeline.latest()) == expected
         plain = pipeline.save({"w": torch.zeros(7)}, 2).wait()
         assert first != plain
         assert said(plain) == ({}, {}, data_bytes(tmp_path, 2), 1)
+    assert told == [expected, said(plain)]
     with ckpipe.SyncPipeline(tmp_path, read_only=True) as pipeline:
         assert pipeline.steps() == [first, plain]
         assert said(pipeline.steps()[0]) == (expected[0], None, *expected[2:])
         assert said(pipeline.steps(metadata=True)[0]) == expected
         assert said(pipeline.latest()) == said(plain)
-        assert said(pipeline.best("loss")) == expected
+        assert said(pipeline.best("loss")) == said(pipeline.choose(1)) == expected
+        assert said(pipeline.steps(metadata=True)[0]) == expected
 
 
-def test_what_is_not_known_is_not_made_up(tmp_path: Path) -> None:
+def test_long_metadata_are_not_kept_in_memory(tmp_path: Path) -> None:
+    """A trainer may put its whole log into the metadata of each checkpoint."""
+    with ckpipe.SyncPipeline(tmp_path) as pipeline:
+        for step in range(25):
+            if step == 5:
+                tracemalloc.start()
+            pipeline.save({}, step, metadata={"log": f"{step:03}" * 50_000}).wait()
+        assert len(pipeline.prune().keep) == 25
+        gc.collect()
+        held = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    assert held < 1_500_000  # all of them have 3 MB
+
+
+@pytest.mark.parametrize("given", [SHORT, LONG])
+def test_what_is_not_known_is_not_made_up(tmp_path: Path, given: Any) -> None:
     with ranks(str(tmp_path), 2) as pipelines:
-        handle = pipelines[0].save({"w": torch.zeros(7)}, 1, **GIVEN)
+        handle = pipelines[0].save({"w": torch.zeros(7)}, 1, **given)
         first = handle.wait()
         assert said(first) == (None, None, None, None)
         assert said(pipelines[0].steps(metadata=True)[0]) == (None, None, None, None)
         pipelines[1].save({"w": torch.zeros(7)}, 1).wait()
         whole = handle.wait_complete(60)
         assert first == whole
-        expected = (GIVEN["metrics"], GIVEN["metadata"], data_bytes(tmp_path, 1), 2)
+        expected = (given["metrics"], given["metadata"], data_bytes(tmp_path, 1), 2)
         assert said(whole) == said(pipelines[1].latest()) == expected
     (index,) = tmp_path.glob("step-*.json")
     index.write_bytes(b"{}")
