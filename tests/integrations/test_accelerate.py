@@ -49,7 +49,7 @@ def result(case: dict[str, Any], rank: int) -> Any:
     return torch.load(f"{case['out']}.result-{rank}", weights_only=False)
 
 
-@pytest.mark.parametrize(("moment", "ranks", "stateful"), sample(KILLS, 8))
+@pytest.mark.parametrize(("moment", "ranks", "stateful"), sample(KILLS, 5))
 def test_a_killed_run_goes_on_to_the_bit(
     server: Forks,
     undisturbed: dict[int, Any],

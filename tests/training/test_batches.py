@@ -33,6 +33,7 @@ from ckpipe import Batches, RngState, SyncPipeline
 from ckpipe.errors import PerRankValue, TargetMismatch, UsageError
 from tests.support.random_numbers import seed
 from tests.support.rank_pipelines import ranks
+from tests.support.sampling import sample
 from tests.training.batches_runs import Cell, Samples, make_loader
 
 pytestmark = [
@@ -227,8 +228,7 @@ PREFETCHED: dict[str, Callable[[], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("sampler", PREFETCHED)
-@pytest.mark.parametrize("count", [2, 6, 8])
+@pytest.mark.parametrize(("sampler", "count"), sample(itertools.product(PREFETCHED, [2, 6, 8]), 4))
 def test_an_order_that_workers_had_prefetched_goes_on(sampler: str, count: int) -> None:
     def make() -> DataLoader[Any]:
         how = {"batch_size": 4} | PREFETCHED[sampler]()
@@ -651,7 +651,7 @@ def stateful_loader(**options: Any) -> DataLoader[Any]:
     return made
 
 
-@pytest.mark.parametrize("kind", STREAMS)
+@pytest.mark.parametrize("kind", sample(STREAMS, 3))
 def test_an_iterable_dataset_goes_on(tmp_path: Path, kind: str) -> None:
     make = STREAMS[kind]
 
@@ -688,7 +688,7 @@ def test_an_iterable_dataset_needs_its_number_of_workers() -> None:
         Batches(STREAMS["with a state"]()).load_state_dict(state)
 
 
-@pytest.mark.parametrize("count", [1, 6, 8])
+@pytest.mark.parametrize("count", sample([1, 6, 8], 1))
 def test_augmentations_in_workers_go_on_if_batches_are_loaded_again(count: int) -> None:
     def make() -> DataLoader[Any]:
         return DataLoader(Samples(draws=True), batch_size=4, shuffle=True, num_workers=2)

@@ -36,7 +36,7 @@ KILLED_STOPS = [epoch * 3 + batch for epoch in range(EPOCHS) for batch in range(
 """The same of two ranks, that have half the batches each."""
 
 
-@pytest.mark.parametrize(("cell", "stop"), sample(itertools.product(CELLS, STOPS), 6))
+@pytest.mark.parametrize(("cell", "stop"), sample(itertools.product(CELLS, STOPS), 4))
 def test_a_resumed_run_takes_the_batches_and_draws_the_numbers_of_the_whole_one(
     tmp_path: Path, cell: Cell, stop: int
 ) -> None:
