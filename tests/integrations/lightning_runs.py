@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 import torch
 import torch._dynamo  # the first optimizer imports it
+import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.environments import TorchElasticEnvironment
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
