@@ -52,7 +52,6 @@ from ckpipe.errors import (
 from ckpipe.format.dtypes import DTYPES
 from ckpipe.format.labels import join
 from ckpipe.handles import SyncSaveHandle
-from ckpipe.loading.boxes import TensorBox
 from ckpipe.ranks.world import Topology
 from ckpipe.running.pipeline import SyncPipeline
 from ckpipe.running.validation import location
@@ -415,9 +414,9 @@ class CkpipeStorageReader(_Storage, StorageReader):
                         key=item.dest_index.fqn,
                     )
             taken.append((item, taker))
-            boxes.append(TensorBox(label, lower, into))
+            boxes.append((label, lower, into))
         with self._opened() as pipeline:
-            pipeline._read_boxes(plan.storage_data, boxes)
+            pipeline.read_boxes(plan.storage_data, boxes)
         for item, taker in taken:
             if item.type == LoadItemType.BYTE_IO:
                 planner.load_bytes(item, io.BytesIO(taker.numpy().tobytes()))

@@ -1,10 +1,9 @@
-"""Fill tensors with boxes of saved ones, for integrations that plan a load by themselves."""
+"""Fill tensors with boxes of saved ones, for programs that plan a load by themselves."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from operator import add, itemgetter
-from typing import NamedTuple
 
 import anyio.to_thread
 import torch
@@ -20,19 +19,8 @@ from ckpipe.loading.targets import Targets
 from ckpipe.memory.arena import Arena
 from ckpipe.state.placements import HeldBox
 
-
-class TensorBox(NamedTuple):
-    """A box of a saved tensor, and the tensor that takes it.
-
-    Args:
-        label: The label of the saved tensor.
-        lower: The lower corner of the box.
-        into: The tensor, of the shape of the box; of another dtype, values are converted.
-    """
-
-    label: str
-    lower: Sequence[int]
-    into: torch.Tensor
+TensorBox = tuple[str, Sequence[int], torch.Tensor]
+"""The label of a saved tensor, the lower corner of a box in it, and the tensor that takes it."""
 
 
 async def read_boxes(
@@ -77,11 +65,15 @@ def _matched_boxes(bundle: ManifestDocument, boxes: Sequence[TensorBox]) -> Targ
     targets = Targets(stored, cast=True)
     for label, lower, into in boxes:
         if label not in numbers:
-            raise StructureMismatch("The checkpoint has no such tensor", key=label)
+            raise StructureMismatch(
+                "The checkpoint has no such tensor", key=label,
+                hint="ckpipe.inspect lists the labels of all",
+            )  # fmt: skip
         tensor = stored[numbers[label]]
         box = (tuple(lower), tuple(map(add, lower, into.shape)))
         ends = zip(*box, tensor.shape, strict=False)
-        if into.dim() != len(tensor.shape) or not all(0 <= a <= b <= n for a, b, n in ends):
+        fits = len(lower) == into.dim() == len(tensor.shape)
+        if not fits or not all(0 <= a <= b <= n for a, b, n in ends):
             raise ShapeMismatch(
                 f"The box from {list(lower)} of the shape {list(into.shape)} does not lie in the "
                 f"saved tensor of the shape {list(tensor.shape)}",

@@ -250,8 +250,9 @@ class Loads:
     async def read_boxes(self, which: int | str, boxes: Sequence[TensorBox]) -> None:
         """Fill tensors with boxes of saved ones; see :func:`ckpipe.loading.boxes.read_boxes`."""
         store, lanes = self._context.store, self._context.settings.load.lanes
-        info = await find_repaired(store.retrying, which)
-        with self._told(info):
+        with self._until_closed(None):
+            await self._saves.settled(which)
+            info = await find_repaired(store.retrying, which)
             async with store.catalog.reading(info.key) as bundle:
                 await read_boxes(store.retrying, bundle, boxes, self._context.arena, lanes=lanes)
 

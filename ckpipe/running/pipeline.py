@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext, suppress
 from types import TracebackType
@@ -17,7 +17,6 @@ from ckpipe.backend import without_secrets
 from ckpipe.catalog.sweep import SweepReport
 from ckpipe.errors import CheckpointNotFound, UsageError
 from ckpipe.handles import SaveHandle, SyncSaveHandle
-from ckpipe.loading.boxes import TensorBox
 from ckpipe.loading.select import PerRankPolicy
 from ckpipe.loading.transforms import Transform
 from ckpipe.loop_thread import Caller, this_loop
@@ -509,6 +508,35 @@ class Pipeline(PipelineBase):
         """
         return await self._run(self._engine.catalog.best, metric, mode)
 
+    async def read_boxes(
+        self, step: Which, boxes: Iterable[tuple[str, Sequence[int], torch.Tensor]]
+    ) -> None:
+        """Fill tensors with boxes of saved ones, whichever ranks have saved them.
+
+        For programs that plan a load by themselves. Each rank calls it for itself, and reads and
+        verifies only the chunks with its boxes. It takes no lock, and ``state_dict`` and the like
+        are not called. A tensor that each rank has saved as its own is that of the first such rank.
+
+        Args:
+            step: A step, the id of a checkpoint, or its info.
+            boxes: For each box the label of the saved tensor, as :func:`ckpipe.inspect` lists it;
+                the lower corner of the box, with an index for each dimension; and the tensor to
+                fill, whose shape is that of the box. Its device and dtype may differ: values are
+                converted.
+
+        Raises:
+            CheckpointNotFound: If the checkpoint is absent or incomplete.
+            StructureMismatch: If there is no tensor of a label, or one to fill has no memory of its
+                own that may be written; no tensor is changed then.
+            ShapeMismatch: If a box does not lie in its tensor; no tensor is changed then.
+            SharingConflict: If tensors to fill share memory and would get different values.
+            CorruptCheckpoint: If the checkpoint is damaged. Other boxes may be filled then, and no
+                unverified byte reaches a tensor.
+            PipelineClosed: If the pipeline is left meanwhile.
+            StoreError: If the store failed.
+        """
+        await self._run(self._engine.loads.read_boxes, which(step), list(boxes))
+
     async def verify(self, step: Which) -> VerifyResult:
         """Read a checkpoint whole and check every byte of it.
 
@@ -767,9 +795,11 @@ class SyncPipeline(PipelineBase):
         """Find the checkpoint with the best value of a metric. See :meth:`ckpipe.Pipeline.best`."""
         return self._call(self._engine.catalog.best, metric, mode)
 
-    def _read_boxes(self, step: Which, boxes: Sequence[TensorBox]) -> None:
-        """Fill tensors with boxes of saved ones; for integrations that plan loads themselves."""
-        self._call(self._engine.loads.read_boxes, which(step), boxes)
+    def read_boxes(
+        self, step: Which, boxes: Iterable[tuple[str, Sequence[int], torch.Tensor]]
+    ) -> None:
+        """Fill tensors with boxes of saved ones. See :meth:`ckpipe.Pipeline.read_boxes`."""
+        self._call(self._engine.loads.read_boxes, which(step), list(boxes))
 
     def verify(self, step: Which) -> VerifyResult:
         """Read a checkpoint whole and check every byte of it."""

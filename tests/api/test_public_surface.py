@@ -77,6 +77,9 @@ _PIPELINE = {
         self, step: Which | None = None, *, name: str | None = None
     ) -> CheckpointInfo | None""",
     "latest": "(self) -> CheckpointInfo | None",
+    "read_boxes": """(
+        self, step: Which, boxes: Iterable[tuple[str, Sequence[int], torch.Tensor]]
+    ) -> None""",
     "pin": "(self, step: Which) -> None",
     "preempt": "(self) -> None",
     "preempted": "property -> bool",
