@@ -41,7 +41,6 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from ckpipe.backend import without_secrets
 from ckpipe.errors import (
     CheckpointNotFound,
     InvalidManifest,
@@ -52,9 +51,10 @@ from ckpipe.errors import (
 from ckpipe.format.dtypes import DTYPES
 from ckpipe.format.labels import join
 from ckpipe.handles import SyncSaveHandle
+from ckpipe.integrations.shared import checked
 from ckpipe.ranks.world import Topology
 from ckpipe.running.pipeline import SyncPipeline
-from ckpipe.running.validation import location
+from ckpipe.running.validation import absolute, location
 from ckpipe.settings import PipelineFields, Settings
 from ckpipe.state.tensors import PLAIN_TYPES, box_tensor
 
@@ -86,12 +86,12 @@ class _Storage:
     """The root, the settings and the present name of a writer or reader."""
 
     def __init__(self, root: str | os.PathLike[str], **settings: Unpack[PipelineFields]) -> None:
-        self.root = location(root) or ""
+        self.root = absolute(location(root) or "")
         self.settings: dict[str, Any] = {**settings}
         self.checkpoint_id = ""
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Set the name of the checkpoint."""
+        """Set the name of the next checkpoint."""
         self.checkpoint_id = os.fspath(checkpoint_id or "")
 
     @classmethod
@@ -137,19 +137,22 @@ class CkpipeStorageWriter(_Storage, StorageWriter):
     Args:
         root: The root of the checkpoints, as for :class:`ckpipe.Pipeline`.
         settings: Fields of :class:`~ckpipe.Settings`, the same on all ranks, such as
-            ``keep_last=3``. DCP itself decides what the fields ``attempt_id``, ``solo``,
-            ``read_only`` and ``plan`` do elsewhere.
+            ``keep_last=3``.
 
     Raises:
-        UsageError: If one of these four is given.
+        UsageError: If a setting says when to save, what a run begins with, or what DCP decides:
+            ``attempt_id``, ``solo``, ``read_only`` and ``plan``.
+        SettingsError: If a setting is unknown or out of range.
     """
 
     def __init__(self, root: str | os.PathLike[str], **settings: Unpack[PipelineFields]) -> None:
-        given = {"attempt_id", "solo", "read_only", "plan"} & settings.keys()
-        if given:
-            raise UsageError(f"DCP plans the save, so these settings have no effect: {given}")
+        checked(
+            "DCP", settings, "attempt_id", "solo", "read_only", "plan", "initial", "preemption",
+            "save_every_seconds", "save_every_steps",
+            hint="DCP plans the save, and your program calls it and gives it the state",
+        )  # fmt: skip
         super().__init__(root, **settings)
-        self._part, self._number = _Part("", 0, 0), 0
+        self._part, self._number, self._name = _Part("", 0, 0), 0, ""
 
     @property
     def _key(self) -> _Key:
@@ -160,11 +163,12 @@ class CkpipeStorageWriter(_Storage, StorageWriter):
         return StorageMeta(checkpoint_id=self.checkpoint_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Begin a save.
+        """Begin a save; the next one needs a name of its own.
 
         Raises:
             UsageError: If DCP saves without collectives: then no rank can complete a checkpoint.
         """
+        self._name, self.checkpoint_id = self.checkpoint_id, ""
         if not kwargs.get("use_collectives", True):
             raise UsageError(
                 "ckpipe needs use_collectives=True: DCP's coordinator completes the checkpoint"
@@ -231,7 +235,7 @@ class CkpipeStorageWriter(_Storage, StorageWriter):
             CkpipeError: If the save failed, or the part of a rank is missing.
         """
         places = {each.index: each.storage_data for rank in results for each in rank}
-        whole = replace(metadata, storage_data=places, storage_meta=self.storage_meta())
+        whole = replace(metadata, storage_data=places, storage_meta=StorageMeta(self._name))
         data = pickle.dumps(whole)
         _unpickled(data)
         last = self._part._replace(rank=self._part.ranks)
@@ -245,9 +249,7 @@ class CkpipeStorageWriter(_Storage, StorageWriter):
             if pipeline is None:
                 settings = Settings(**{**self.settings, **changes})
                 pipeline = _pipelines[self._key, part] = _PartPipeline(self.root, part, settings)
-        handle = pipeline.save(
-            state, self._number, metadata={"name": self.checkpoint_id, "dcp": True}
-        )
+        handle = pipeline.save(state, self._number, metadata={"name": self._name, "dcp": True})
         handle.wait()
         return handle
 
@@ -340,19 +342,19 @@ class CkpipeStorageReader(_Storage, StorageReader):
         try:
             return self._read_metadata()
         except Exception as error:
-            self._failure = error
+            self._failure, self.checkpoint_id = error, ""
             return Metadata({})
 
     def _read_metadata(self) -> Metadata:
+        name = self.checkpoint_id
+        named = f" named {name!r:.200}" if name else ""
         with self._opened() as pipeline:
-            name = self.checkpoint_id
             found = pipeline.choose(name=name or None)
             if found is None or "dcp" not in (found.metadata or {}):
-                root, named = without_secrets(self.root), f" named {name!r:.200}" if name else ""
                 raise CheckpointNotFound(
-                    f"There is no complete checkpoint of DCP{named} at {root}"
+                    f"There is no complete checkpoint of DCP{named} at {pipeline.url}"
                     if found is None
-                    else f"{found.id} at {root} was not saved by DCP",
+                    else f"{found.id} at {pipeline.url} was not saved by DCP",
                     hint="checkpoint_id is the name that dcp.save got; `ckpipe ls` lists the root",
                 )
             self._chosen = found.id
@@ -368,6 +370,7 @@ class CkpipeStorageReader(_Storage, StorageReader):
             CheckpointNotFound: If there is no complete checkpoint of this name.
             CkpipeError: If it cannot be read.
         """
+        self.checkpoint_id = ""  # of this load only
         if self._failure is not None:
             raise self._failure
         self._places = metadata.storage_data
@@ -427,4 +430,5 @@ class CkpipeStorageReader(_Storage, StorageReader):
         return done
 
     def _opened(self) -> SyncPipeline:
-        return SyncPipeline(self.root, **{**self.settings, "read_only": True, "solo": True})
+        fixed = {"read_only": True, "solo": True, "resume": "auto", "preemption": False}
+        return SyncPipeline(self.root, **{**self.settings, **fixed})

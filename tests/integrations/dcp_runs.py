@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import warnings
 from concurrent.futures import Future
+from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -32,6 +33,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 
+import ckpipe
 from ckpipe.errors import CheckpointNotFound, CorruptCheckpoint
 from ckpipe.integrations.dcp import CkpipeStorageReader, CkpipeStorageWriter
 from tests.foreign.dcp_runs import facts, made
@@ -258,6 +260,7 @@ def follow_recipes(case: Case) -> None:
     dcp.load({"app": other}, storage_reader=reader)
     for name, each in facts(other.model, other.optimizer).items():
         assert torch.equal(each, expected[name]), name
+    _name_each_save(case)
     keys = state_dict_loader._load_state_dict_from_keys("app.model", storage_reader=reader)
     everything: Any = {}  # as torch's dcp_to_torch_save reads it
     planner = _EmptyStateDictLoadPlanner()  # type: ignore[no-untyped-call]
@@ -267,6 +270,30 @@ def follow_recipes(case: Case) -> None:
     for found in (keys, everything):
         for name, each in found["app"]["model"].items():
             assert torch.equal(each, expected[name]), name
+
+
+class Odd(torch.Tensor):
+    """A tensor of another class."""
+
+
+def _name_each_save(case: Case) -> None:
+    """Save and load by one writer and one reader; a name is that of its own call only."""
+    root = Path(f"{case['root']}.names")
+    writer, reader = CkpipeStorageWriter(root, **SMALL), CkpipeStorageReader(root, **SMALL)
+    for number, name in enumerate((None, "a", None, "b", "a", None)):
+        dcp.save({"n": torch.tensor(number)}, checkpoint_id=name, storage_writer=writer)
+    for name, expected in (("a", 4), (None, 5), ("b", 3), ("absent", -1), (None, 5)):
+        found = {"n": torch.tensor(-1)}
+        with nullcontext() if expected >= 0 else pytest.raises(CheckpointException):
+            dcp.load(found, checkpoint_id=name, storage_reader=reader)
+        assert found["n"] == expected, name
+    odd = {"odd": torch.zeros(2).as_subclass(Odd)}
+    with pytest.raises(CheckpointException, match="DCP would save an object of type Odd"):
+        dcp.save(odd, checkpoint_id="odd", storage_writer=writer)
+    with ckpipe.SyncPipeline(root, read_only=True, solo=True) as pipeline:
+        infos = [info for info in pipeline.steps(metadata=True) if info.complete]
+    names = [(info.metadata or {})["name"] for info in infos]
+    assert names == ["", "a", "", "b", "a", ""]
 
 
 class CuttingPlanner(DefaultSavePlanner):

@@ -9,6 +9,8 @@ import pytest
 import torch
 
 import ckpipe
+from ckpipe.errors import UsageError
+from ckpipe.integrations.dcp import CkpipeStorageWriter
 from tests.support.rank_processes import Gang, told
 from tests.support.s3_servers import S3Server
 from tests.support.sampling import EVERY, sample
@@ -124,6 +126,23 @@ def test_process_mode_resumes_to_the_bit(
     with ckpipe.SyncPipeline(root, read_only=True) as pipeline:
         pipeline.verify(2)
     check_resumed(world, root, undisturbed[ranks], at_least=3, ranks=ranks, mode="sync")
+
+
+@pytest.mark.parametrize(
+    ("given", "variable"),
+    [({"solo": True}, None), ({"plan": "global"}, None), ({"preemption": True}, None)]
+    + [({}, name) for name in ("SOLO=1", "READ_ONLY=1", "ATTEMPT_ID=a", "SAVE_EVERY_STEPS=3")],
+)
+def test_settings_without_effect_are_refused(
+    monkeypatch: pytest.MonkeyPatch, given: Any, variable: str | None
+) -> None:
+    name, _, value = (variable or "").partition("=")
+    if variable is not None:
+        monkeypatch.setenv(f"CKPIPE_{name}", value)
+    name = name or next(iter(given))
+    where = f" \\(from CKPIPE_{name}\\)" if variable else ""
+    with pytest.raises(UsageError, match=f"setting {name.lower()}{where} has no effect with DCP"):
+        CkpipeStorageWriter("root", **given)
 
 
 def test_damage_is_found(world: Gang, tmp_path: Path) -> None:
