@@ -49,16 +49,13 @@ _RECORDS = (
 
 
 def _record(name: str) -> Any:
-    def make(*args: Any) -> Record:
-        return Record(name, args)
-
-    return make
+    return lambda *_: Record(name)
 
 
 _KNOWN: dict[str, Any] = {
     **PLAIN,
     **{name: _record(name.rpartition(".")[2]) for name in _RECORDS},
-    "torch.Size": lambda numbers: tuple(numbers),
+    "torch.Size": lambda numbers: torch.Size(numbers),
     "torch.serialization._get_layout": str,
     **{f"torch.{name}": dtype for name, dtype in DTYPES.items()},
 }

@@ -3,26 +3,29 @@
 Theory. A pickle is a program for a small stack machine, which may call whatever it names. Here a
 name leads to a function of ours that makes plain data, or is refused. So a pickle can call these
 functions only, and cannot reach any other object. Python's own unpickler in Python is used: the one
-in C makes room for sizes and numbers that a file only claims.
+in C makes room for sizes and numbers that a file only claims. What an instruction of one byte makes
+may take hundreds, so their memory is bounded by the size of the pickle. Keys are small, since the
+hash of a tuple is made anew of those of its items, which can be the same tuple many times.
 """
 
 from __future__ import annotations
 
 import io
 import pickle
-import struct
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar
 
 from ckpipe.errors import CkpipeError, InvalidManifest, UnsupportedState
 
 Make = Callable[..., Any]
+_Load = Callable[["_Unpickler"], None]
 
-_MALFORMED = (
-    AttributeError, EOFError, IndexError, KeyError, MemoryError, OverflowError, RecursionError,
-    TypeError, ValueError, NotImplementedError, pickle.UnpicklingError, struct.error,
-)  # fmt: skip
+_BASE_BYTES, _BYTES_PER_BYTE = 4 << 20, 24
+"""Bytes of memory for the objects of any pickle, and for each byte of it; real ones take 21."""
+
+_MOST_KEY_PARTS, _MOST_KEY_BITS = 100, 1000
+"""Most items of a tuple that is a key, with those inside, and most bits of a number."""
 
 
 class Record:
@@ -33,11 +36,12 @@ class Record:
 
     Args:
         name: The name of the class, without its module.
-        args: The arguments with which it is made.
     """
 
-    def __init__(self, name: str, args: tuple[Any, ...] = ()) -> None:
-        self.name, self.args = name, args
+    __slots__ = ("name", "state")
+
+    def __init__(self, name: str) -> None:
+        self.name = name
         self.state: dict[str, Any] = {}
 
 
@@ -58,21 +62,51 @@ def read_pickle(
 
     Raises:
         UnsupportedState: If it names anything else.
-        InvalidManifest: If it is malformed.
+        InvalidManifest: If it is malformed, or makes far more than its bytes.
     """
     unpickler = _Unpickler(io.BytesIO(data))
     unpickler.key, unpickler.known, unpickler.persistent = key, known, persistent
+    unpickler.left = _BASE_BYTES + _BYTES_PER_BYTE * len(data)
     try:
         return unpickler.load()
     except CkpipeError as error:
         error.key = error.key or key
         raise
-    except _MALFORMED as error:
+    except Exception as error:  # any may come of any bytes
         raise InvalidManifest(
             f"The pickle is malformed: {error!r:.200}",
             key=key,
             hint="The file is truncated or damaged; copy or download it again",
         ) from None
+
+
+def _costly(load: _Load, nbytes: int) -> _Load:
+    def checked(self: _Unpickler) -> None:
+        self.left -= nbytes
+        if self.left < 0:
+            raise pickle.UnpicklingError("its objects take far more memory than a real file's")
+        load(self)
+
+    return checked
+
+
+def _keyed(load: _Load, keys: slice) -> _Load:
+    def checked(self: _Unpickler) -> None:
+        _check_keys(self.stack[keys])
+        load(self)
+
+    return checked
+
+
+def _check_keys(keys: Iterable[Any]) -> None:
+    for key in keys:
+        parts = [key]
+        for each in parts:
+            if isinstance(each, tuple | frozenset):
+                parts += each
+            huge = isinstance(each, int) and each.bit_length() > _MOST_KEY_BITS
+            if huge or len(parts) > _MOST_KEY_PARTS:
+                raise ValueError("a key of a dict, or an item of a set, is huge")
 
 
 class _Unpickler(pickle._Unpickler):
@@ -81,6 +115,7 @@ class _Unpickler(pickle._Unpickler):
     key: str
     known: Mapping[str, Any]
     persistent: Callable[[Any], Any] | None
+    left: int
     stack: list[Any]
     dispatch: ClassVar[dict[int, Any]] = dict(pickle._Unpickler.dispatch)
 
@@ -107,8 +142,8 @@ class _Unpickler(pickle._Unpickler):
     def load_build(self) -> None:
         state, made = self.stack.pop(), self.stack[-1]
         if isinstance(made, Record):
-            made.state |= state if type(state) is dict else {"": state}
-        elif type(made) is OrderedDict and set(state) <= {"_metadata"}:
+            made.state = state if type(state) is dict else {"": state}
+        elif type(made) is OrderedDict and type(state) is dict and state.keys() <= {"_metadata"}:
             vars(made).update(state)
         else:
             raise pickle.UnpicklingError(f"a {type(made).__name__} has attributes")
@@ -122,26 +157,52 @@ class _Unpickler(pickle._Unpickler):
 
     dispatch[pickle.BUILD[0]] = load_build
     dispatch[pickle.NEWOBJ[0]] = load_newobj
-    for code in (pickle.NEWOBJ_EX, pickle.INST, pickle.OBJ, pickle.EXT1, pickle.EXT2, pickle.EXT4,
-                 pickle.NEXT_BUFFER, pickle.READONLY_BUFFER):  # fmt: skip
-        dispatch[code[0]] = refuse
+    for code in pickle.EMPTY_SET + pickle.FROZENSET + pickle.REDUCE + pickle.NEWOBJ:
+        dispatch[code] = _costly(dispatch[code], 200)
+    for code in (pickle.EMPTY_LIST + pickle.EMPTY_DICT + pickle.MARK + pickle.TUPLE + pickle.TUPLE1
+                 + pickle.TUPLE2 + pickle.TUPLE3 + pickle.LIST + pickle.DICT + pickle.BINPERSID
+                 + pickle.PUT + pickle.BINPUT + pickle.LONG_BINPUT + pickle.MEMOIZE):  # fmt: skip
+        dispatch[code] = _costly(dispatch[code], 64)
+    for code in pickle.SETITEMS + pickle.DICT:
+        dispatch[code] = _keyed(dispatch[code], slice(None, None, 2))
+    for code in pickle.ADDITEMS + pickle.FROZENSET:
+        dispatch[code] = _keyed(dispatch[code], slice(None))
+    dispatch[pickle.SETITEM[0]] = _keyed(dispatch[pickle.SETITEM[0]], slice(-2, -1))
+    for code in (pickle.NEWOBJ_EX + pickle.INST + pickle.OBJ + pickle.EXT1 + pickle.EXT2
+                 + pickle.EXT4 + pickle.NEXT_BUFFER + pickle.READONLY_BUFFER):  # fmt: skip
+        dispatch[code] = refuse
 
 
 def encoded(text: str, encoding: str = "latin1") -> bytes:
     """Return bytes that an old pickle has as text."""
     if encoding not in ("latin1", "latin-1"):
-        raise ValueError(f"bytes are written as latin1, not as {encoding!r:.50}")
+        raise ValueError("bytes are written as latin1")
     return text.encode("latin1")
 
 
+def _set(items: Iterable[Any] = ()) -> set[Any]:
+    _check_keys(items)
+    return set(items)
+
+
+def _counter(counts: dict[Any, Any]) -> Counter[Any]:
+    if type(counts) is not dict:
+        raise ValueError("a Counter is made of a dict")
+    return Counter(counts)
+
+
 PLAIN: dict[str, Any] = {
-    "collections.OrderedDict": lambda *items: OrderedDict(*items),
-    "collections.Counter": lambda *counts: Counter(*counts),
+    "collections.OrderedDict": lambda: OrderedDict(),
+    "collections.Counter": _counter,
     "_codecs.encode": encoded,
     **{
-        f"{module}.{make.__name__}": make
+        f"{module}.{name}": make
         for module in ("builtins", "__builtin__")
-        for make in (set, frozenset, complex)
+        for name, make in (
+            ("set", _set),
+            ("frozenset", lambda items=(): frozenset(_set(items))),
+            ("complex", complex),
+        )
     },
 }
 """Functions and built-in classes that make plain containers and values."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from math import prod
 from operator import add
 from typing import Any
 
@@ -21,7 +22,7 @@ from ckpipe.errors import (
     InvalidManifest,
 )
 from ckpipe.foreign.source import AT_ONCE, check_named, read_metadata, read_range
-from ckpipe.foreign.virtual import Extent, ForeignTensor, tensor_bytes, virtual_manifest
+from ckpipe.foreign.virtual import Extent, ForeignTensor, virtual_manifest
 from ckpipe.format.data_file import LENGTH_BYTES, stored_dtype
 from ckpipe.format.dtypes import DTYPES
 from ckpipe.format.manifest import MAX_DIMENSIONS, MAX_NUMBER, ManifestDocument
@@ -33,6 +34,7 @@ _TORCH_NAMES = {stored: name for name in DTYPES if (stored := stored_dtype(name)
 _TORCH_NAMES |= {"C64": "complex64", "F8_E8M0": "float8_e8m0fnu"}
 _SHARDING = "DCP_SHARDING_INFO"
 _FIRST_BYTES = 64 << 10
+_BASE_CONTAINERS, _BYTES_PER_CONTAINER = 10_000, 12  # the shortest row has 54 bytes and three
 _AGAIN = "The file is damaged or no safetensors file; copy or download it again"
 
 Header = tuple[dict[str, ForeignTensor], Mapping[str, str]]
@@ -220,6 +222,12 @@ async def read_header(store: Backend, info: ObjectInfo, base: int = 0) -> Header
 
 
 def _parsed(data: bytes, key: str) -> Any:
+    if data.count(b"{") + data.count(b"[") > _BASE_CONTAINERS + len(data) // _BYTES_PER_CONTAINER:
+        raise InvalidManifest(
+            "This JSON has more objects and arrays than real files, which would take much memory",
+            key=key,
+            hint=_AGAIN,
+        )
     try:
         return json.loads(data, object_pairs_hook=_unique, parse_constant=_no_number)
     except (ValueError, RecursionError) as error:
@@ -262,7 +270,7 @@ def _tensor(name: str, row: Any, info: ObjectInfo, start: int) -> ForeignTensor:
             f"The tensor {name!r:.200} has the dtype {stored!r:.50}, which torch has not",
             key=info.key,
         )
-    if tensor_bytes(dtype, shape) != end - begin:
+    if prod(shape) * DTYPES[dtype].itemsize != end - begin:
         raise InvalidExtent(
             f"The tensor {name!r:.200} of shape {list(shape)!s:.100} and dtype {dtype} does not "
             f"fill the bytes {begin} to {end}",

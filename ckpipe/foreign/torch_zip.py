@@ -11,7 +11,7 @@ from __future__ import annotations
 import io
 import struct
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -30,7 +30,8 @@ from ckpipe.foreign.pickles import PLAIN, read_pickle
 from ckpipe.foreign.safetensors import together, weight_map
 from ckpipe.foreign.source import AT_ONCE, TORCH_FILES, read_metadata, read_range
 from ckpipe.foreign.virtual import Extent, ForeignTensor, virtual_manifest
-from ckpipe.format.dtypes import DTYPES
+from ckpipe.format.boxes import contiguous_stride
+from ckpipe.format.dtypes import DTYPES, NAMES
 from ckpipe.format.manifest import MAX_DIMENSIONS, MAX_NUMBER, ManifestDocument
 
 INDEX = "pytorch_model.bin.index.json"
@@ -41,7 +42,6 @@ _NEAR_BYTES = 64 << 10
 _SPAN_BYTES = 1 << 20
 _LOCAL = struct.Struct("<4s22xHH")
 _AGAIN = "The file is truncated or damaged; copy or download it again"
-_NO_ZIP = (zipfile.BadZipFile, OSError, ValueError, NotImplementedError, struct.error)
 _LEGACY = b"\x80\x02\x8a\x0a"
 
 _STORAGES = {
@@ -147,18 +147,17 @@ async def read_object(
     """
     size = info.size - base if size is None else size
     records, end = await _directory(store, info, base, size, tail_bytes)
-    starts, known = await _data_starts(store, info, base, records, end)
     folder = next((name for name in records if name.endswith("/data.pkl")), None)
     if folder is None:
         raise InvalidManifest("The zip has no data.pkl: it is no file of torch.save", key=info.key)
     prefix = folder.removesuffix("data.pkl")
+    read = (folder, f"{prefix}byteorder")
+    starts, known = await _data_starts(store, info, base, records, end, read)
 
     async def content(name: str) -> bytes:
-        start, size = starts[name], records[name].file_size
-        for begin, data in known:  # most lie between the headers
-            if begin <= start and start + size <= begin + len(data):
-                return data[start - begin : start - begin + size]
-        return await read_metadata(store, info, base + start, size)
+        if name in known:
+            return known[name]
+        return await read_metadata(store, info, base + starts[name], records[name].file_size)
 
     if f"{prefix}byteorder" in records and await content(f"{prefix}byteorder") != b"little":
         raise UnsupportedState(
@@ -224,13 +223,7 @@ async def _directory(
             break
         except _Ahead as ahead:
             known = size - int(ahead.args[0])
-        except (
-            zipfile.BadZipFile,
-            OSError,
-            ValueError,
-            NotImplementedError,
-            struct.error,
-        ) as error:
+        except Exception as error:  # any may come of any bytes
             head = await read_range(store, info, base, min(size, 4))
             raise _no_zip(info.key, head, error) from None
     records = {each.filename: each for each in found}
@@ -263,53 +256,58 @@ async def _data_starts(
     base: int,
     records: Mapping[str, zipfile.ZipInfo],
     end: int,
-) -> tuple[dict[str, int], list[tuple[int, bytes]]]:
+    read: Container[str],
+) -> tuple[dict[str, int], dict[str, bytes]]:
     """Return the start of the data of each record, by their local headers.
 
     Headers that are near each other are read together.
 
     Returns:
-        The starts by name; and the ranges that were read, by their starts.
+        The starts by name; and the data of those records to read that lie between headers.
 
     Raises:
         InvalidExtent: If a record is not where the directory says, or overlaps the next one.
     """
     ordered = sorted(records.values(), key=lambda each: each.header_offset)
-    spans: list[list[int]] = []
+    spans: list[tuple[int, int, list[zipfile.ZipInfo]]] = []
     for each in ordered:
         begin, stop = each.header_offset, each.header_offset + _LOCAL.size + len(each.filename) * 4
         if spans and begin - spans[-1][1] < _NEAR_BYTES and stop - spans[-1][0] < _SPAN_BYTES:
-            spans[-1][1] = max(spans[-1][1], stop)
+            first, last, inside = spans[-1]
+            inside.append(each)
+            spans[-1] = first, max(last, stop), inside
         else:
-            spans.append([begin, stop])
-    for span in spans:
-        span[1] = min(span[1], end)
-        if not 0 <= span[0] < span[1]:
-            raise _misplaced(info.key)
-    read = await for_each(
-        spans, lambda span: read_range(store, info, base + span[0], span[1] - span[0]),
-        at_once=AT_ONCE,
-    )  # fmt: skip
+            spans.append((begin, stop, [each]))
     starts: dict[str, int] = {}
-    number = 0
-    for each in ordered:
-        while each.header_offset >= spans[number][1]:
-            number += 1
-        at = each.header_offset - spans[number][0]
-        head = read[number][at : at + _LOCAL.size]
-        if len(head) < _LOCAL.size:
+    known: dict[str, bytes] = {}
+
+    async def look(span: tuple[int, int, list[zipfile.ZipInfo]]) -> None:
+        first, last, inside = span
+        if not 0 <= first < end:
             raise _misplaced(info.key)
-        magic, names, extra = _LOCAL.unpack(head)
-        name = read[number][at + _LOCAL.size : at + _LOCAL.size + names]
-        if magic != b"PK\3\4" or name.decode("utf-8", "replace") != each.orig_filename:
-            raise _misplaced(info.key)
-        starts[each.filename] = each.header_offset + _LOCAL.size + names + extra
+        data = await read_range(store, info, base + first, min(last, end) - first)
+        for each in inside:
+            at = each.header_offset - first
+            head = data[at : at + _LOCAL.size]
+            if len(head) < _LOCAL.size:
+                raise _misplaced(info.key)
+            magic, names, extra = _LOCAL.unpack(head)
+            at += _LOCAL.size
+            name = data[at : at + names].decode("utf-8", "replace")
+            if magic != b"PK\3\4" or name != each.orig_filename:
+                raise _misplaced(info.key)
+            at += names + extra
+            starts[each.filename] = first + at
+            if each.filename in read and at + each.file_size <= len(data):
+                known[each.filename] = data[at : at + each.file_size]
+
+    await for_each(spans, look, at_once=AT_ONCE)
     for here, behind in pairwise([*ordered, None]):
         limit = end if behind is None else behind.header_offset
         assert here is not None
         if starts[here.filename] + here.file_size > limit:
             raise _misplaced(info.key)
-    return starts, [(span[0], data) for span, data in zip(spans, read, strict=True)]
+    return starts, known
 
 
 def _misplaced(key: str) -> InvalidExtent:
@@ -353,18 +351,19 @@ def _known(extent: Any) -> dict[str, Any]:
             raise ValueError("a size of a tensor is out of range")
         if len(shape) != len(stride) or len(shape) > MAX_DIMENSIONS:
             raise ValueError("a tensor has a wrong number of dimensions")
-        if hooks or not set(metadata or ()) <= {"conj", "neg"}:
+        if hooks or not dict(metadata or {}).keys() <= {"conj", "neg"}:
             raise UnsupportedState("A tensor has hooks or metadata that ckpipe does not keep")
         lazy = "".join(name[0] for name in ("conj", "neg") if (metadata or {}).get(name))
         place = extent(storage)._replace(offset=offset * DTYPES[dtype].itemsize)
-        if lazy or not _is_contiguous(shape, stride):
+        if lazy or not (0 in shape or _is_contiguous(shape, stride)):
             place = place._replace(stride=tuple(stride))
         return ForeignTensor(dtype, tuple(shape), (place,), lazy=lazy, requires_grad=requires_grad)
 
     def of_dtype(storage: Any, offset: Any, shape: Any, stride: Any, grad: Any, hooks: Any,
                  dtype: Any, metadata: Any = None) -> ForeignTensor:  # fmt: skip
-        name = next(name for name, each in DTYPES.items() if each is dtype)
-        return tensor(storage, offset, shape, stride, grad, hooks, metadata, dtype=name)
+        if not isinstance(dtype, torch.dtype):
+            raise ValueError("a tensor has no dtype")
+        return tensor(storage, offset, shape, stride, grad, hooks, metadata, dtype=NAMES[dtype])
 
     def parameter(data: ForeignTensor, requires_grad: bool, hooks: Any = None) -> ForeignTensor:
         if type(requires_grad) is not bool:
@@ -402,9 +401,5 @@ def _unread(kind: str) -> UnsupportedState:
 
 
 def _is_contiguous(shape: Sequence[int], stride: Sequence[int]) -> bool:
-    expected = 1
-    for size, step in zip(reversed(shape), reversed(stride), strict=True):
-        if size != 1 and step != expected:
-            return 0 in shape
-        expected *= size
-    return True
+    steps = zip(shape, stride, contiguous_stride(shape), strict=True)
+    return all(size == 1 or step == dense for size, step, dense in steps)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter, OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -12,7 +11,6 @@ from ckpipe.backend import ObjectInfo
 from ckpipe.errors import CorruptCheckpoint, InvalidExtent, InvalidManifest, UnsupportedState
 from ckpipe.format.boxes import Box
 from ckpipe.format.check import check_virtual
-from ckpipe.format.data_file import item_bytes
 from ckpipe.format.labels import Json, encode_key, join, unique_label
 from ckpipe.format.manifest import (
     Chunk,
@@ -29,8 +27,8 @@ from ckpipe.format.tree import Node
 from ckpipe.state.values import NotInline, encode_value
 from ckpipe.types import CheckpointId
 
-MOST_NODES = 8_000_000
-"""Most tensors, values and containers of a foreign state."""
+MOST_NODES = 3_000_000
+"""Most tensors, values and containers of a foreign state; each takes 200 bytes."""
 
 _MOST_DEPTH = 200
 """Most containers around a value: other programs nest a few, hostile files many."""
@@ -102,7 +100,7 @@ def virtual_manifest(
             tensor.
         files: The files that hold the tensors.
         source: The place of the checkpoint, without secrets.
-        most_nodes: The most nodes of the state; more are refused.
+        most_nodes: The most nodes of the state, if fewer than 3 million; more are refused.
 
     Raises:
         InvalidExtent: If bytes lie outside their file, or a box outside its tensor.
@@ -111,7 +109,7 @@ def virtual_manifest(
     """
     listed = list(files)
     made = _Tables({each.key: (number, each.size) for number, each in enumerate(listed)})
-    made.most_nodes = most_nodes
+    made.most_nodes = min(most_nodes, MOST_NODES)
     tree = made.node(state, "", 0)
     document = ManifestDocument(
         kind="index",
@@ -231,8 +229,3 @@ class _Tables:
             shape = (extent.nbytes,)
             self.entries.append(Entry(name, "U8", shape, file, extent.begin, extent.nbytes))
         return known
-
-
-def tensor_bytes(dtype: str, shape: tuple[int, ...]) -> int:
-    """Return the bytes of a tensor that lies row by row; 0 for an unknown dtype."""
-    return math.prod(shape) * (item_bytes(dtype) or 0)

@@ -56,7 +56,9 @@ SAFETENSORS: dict[str, tuple[bytes, type[CkpipeError]]] = {
     "no JSON": (header("{'w': 1}"), InvalidManifest),
     "no text": (header(b"{\xff\xfe}"), InvalidManifest),
     "no object": (header("[1, 2]"), InvalidManifest),
-    "deep": (header("[" * 100_000), InvalidManifest),
+    "deep": (header("[" * 9_000), InvalidManifest),
+    "arrays of 3 MB": (header("[" * 3_000_000), InvalidManifest),
+    "objects of 3 MB": (header("[" + "{}," * 1_000_000 + "0]"), InvalidManifest),
     "a number of many digits": (header('{"w":' + "9" * 10_000 + "}"), InvalidManifest),
     "not a number": (header('{"w":NaN}'), InvalidManifest),
     "a row that is none": (header('{"w": 7}'), InvalidManifest),
@@ -161,7 +163,15 @@ def torch_zip(pickled: bytes, *records: tuple[str, bytes], **options: Any) -> by
     return made.getvalue()
 
 
-def tensor(*, numel: int = 2, offset: int = 0, shape: Any = (2,), stride: Any = (1,)) -> bytes:
+def tensor(
+    *,
+    numel: int = 2,
+    offset: int = 0,
+    shape: Any = (2,),
+    stride: Any = (1,),
+    rebuild: bytes = b"_rebuild_tensor_v2",
+    more: bytes = b"",
+) -> bytes:
     """Write the pickle of ``{"w": tensor}`` with facts of one's own."""
 
     def number(n: int) -> bytes:
@@ -178,8 +188,8 @@ def tensor(*, numel: int = 2, offset: int = 0, shape: Any = (2,), stride: Any = 
         + number(numel) + pickle.TUPLE + pickle.BINPERSID
     )  # fmt: skip
     made = (
-        b"ctorch._utils\n_rebuild_tensor_v2\n" + pickle.MARK + storage + number(offset)
-        + numbers(shape) + numbers(stride) + pickle.NEWFALSE + pickle.NONE + pickle.TUPLE
+        b"ctorch._utils\n" + rebuild + b"\n" + pickle.MARK + storage + number(offset)
+        + numbers(shape) + numbers(stride) + pickle.NEWFALSE + pickle.NONE + more + pickle.TUPLE
         + pickle.REDUCE
     )  # fmt: skip
     return b"\x80\x02}" + text("w") + made + b"s."
@@ -193,10 +203,21 @@ def laughs() -> bytes:
     return made + b"."
 
 
+def nested(times: int = 60) -> bytes:
+    """Tuples of tuples, each twice in the next one: the hash of the last one is of 2^60."""
+    return b")q\0" + b"h\0h\0\x86q\0" * times + b"h\0"
+
+
 def moved(data: bytes) -> bytes:
     """Let the directory of a zip name another place for its last record."""
     at = data.rindex(b"PK\1\2") + 42
     return data[:at] + struct.pack("<I", 5) + data[at + 4 :]
+
+
+def behind(data: bytes) -> bytes:
+    """Let the directory of a zip name the place of its last record too near the directory."""
+    at = data.rindex(b"PK\1\2") + 42
+    return data[:at] + struct.pack("<I", data.index(b"PK\1\2")) + data[at + 4 :]
 
 
 def overlapping(data: bytes) -> bytes:
@@ -237,6 +258,34 @@ ZIPS: dict[str, tuple[Callable[[Path], bytes], type[CkpipeError]]] = {
         lambda path: torch_zip(b"\x80\x04\x8e" + struct.pack("<Q", 1 << 40) + b"."),
         InvalidManifest),
     "2^60 values": (lambda path: torch_zip(laughs()), InvalidManifest),
+    "a key of 2^60": (lambda path: torch_zip(b"\x80\2}" + nested() + b"Ns."), InvalidManifest),
+    "keys of 2^60": (
+        lambda path: torch_zip(b"\x80\2}(" + nested() + b"Nu."), InvalidManifest),
+    "a dict of 2^60": (lambda path: torch_zip(b"\x80\2(" + nested() + b"Nd."), InvalidManifest),
+    "a set of 2^60": (
+        lambda path: torch_zip(b"\x80\4\x8f(" + nested() + b"\x90."), InvalidManifest),
+    "a frozen set of 2^60": (
+        lambda path: torch_zip(b"\x80\4(" + nested() + b"\x91."), InvalidManifest),
+    "a set by a call of 2^60": (
+        lambda path: torch_zip(b"\x80\2cbuiltins\nset\n](" + nested() + b"e\x85R."),
+        InvalidManifest),
+    "attributes of 2^60": (
+        lambda path: torch_zip(b"\x80\2ccollections\nOrderedDict\n)R" + nested() + b"b."),
+        InvalidManifest),
+    "a dtype of 2^60": (
+        lambda path: torch_zip(tensor(rebuild=b"_rebuild_tensor_v3", more=nested()), DATA),
+        InvalidManifest),
+    "a dtype that is none": (
+        lambda path: torch_zip(tensor(rebuild=b"_rebuild_tensor_v3", more=b"N"), DATA),
+        InvalidManifest),
+    "metadata of 2^60": (
+        lambda path: torch_zip(tensor(more=b"](" + nested() + b"e"), DATA), InvalidManifest),
+    "a key of 2^27 bits, often": (
+        lambda path: torch_zip(b"\x80\2}\x8b" + struct.pack("<I", 2 << 20) + b"\1" * (2 << 20)
+                               + b"q\0" + b"h\0Ns" * 100_000 + b"."), InvalidManifest),
+    "a device that is none": (
+        lambda path: torch_zip(b"\x80\2ctorch\ndevice\nX\3\0\0\0foo\x85R."), InvalidManifest),
+    "400 KB of sets": (lambda path: torch_zip(b"\x80\4" + b"\x8f" * 400_000), InvalidManifest),
     "deep": (lambda path: torch_zip(b"\x80\x02" + b"]" * 5000 + b"a" * 4999 + b"."),
              InvalidManifest),
     "a list in itself": (lambda path: torch_zip(b"\x80\x02]q\x00h\x00a."), InvalidManifest),
@@ -250,6 +299,8 @@ ZIPS: dict[str, tuple[Callable[[Path], bytes], type[CkpipeError]]] = {
     "encrypted data": (lambda path: encrypted(torch_zip(tensor(), DATA)), UnsupportedState),
     "a name twice": (lambda path: torch_zip(tensor(), DATA, DATA), DuplicateName),
     "a record elsewhere": (lambda path: moved(torch_zip(tensor(), DATA)), InvalidExtent),
+    "a record in the directory": (
+        lambda path: behind(torch_zip(tensor(), DATA)), InvalidExtent),
     "records that overlap": (
         lambda path: overlapping(torch_zip(tensor(), DATA)), InvalidExtent),
     "a storage that is missing": (lambda path: torch_zip(tensor()), InvalidExtent),
