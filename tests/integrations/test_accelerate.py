@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import pytest
 import torch
 
 from tests.support.differences import difference
-from tests.support.fork_server import Forks, forks
+from tests.support.fork_server import Forks
 from tests.support.sampling import SEED, sample
 
 PROGRAM = str(Path(__file__).with_name("accelerate_runs.py"))  # this process does without it
@@ -22,12 +21,6 @@ STEPS = {1: 60, 2: 30}
 
 MOMENTS = ["inside an epoch", "inside a save", "after a save", "after an epoch"]
 KILLS = list(itertools.product(MOMENTS, [1, 2], [True, False]))
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Forks]:
-    with forks(PROGRAM) as made:
-        yield made
 
 
 @pytest.fixture(scope="module")

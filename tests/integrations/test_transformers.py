@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,19 +11,13 @@ import pytest
 import torch
 
 from tests.support.differences import difference
-from tests.support.fork_server import Forks, forks
+from tests.support.fork_server import Forks
 from tests.support.sampling import EVERY, SEED, sample
 
 PROGRAM = str(Path(__file__).with_name("trainer_runs.py"))  # this process does without its imports
 SAVE_STEPS = 3
 STEPS = {1: 20, 2: 12}
 """The steps of a run, by the number of ranks."""
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Forks]:
-    with forks(PROGRAM) as made:
-        yield made
 
 
 @pytest.fixture(scope="module")

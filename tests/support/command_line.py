@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,8 +18,10 @@ import torch
 
 import ckpipe
 from ckpipe.cli.app import run
+from ckpipe.errors import StoreUnavailable
+from ckpipe.testing import Landing
 from tests.support.fork_server import ForkedProgram
-from tests.support.pipelines import small_state
+from tests.support.pipelines import small_state, stores
 from tests.support.signals import HEARING
 from tests.support.stored_files import data_file_key, flip
 
@@ -128,6 +131,32 @@ def interrupted(
         out, err = process.communicate()
     assert process.returncode is not None
     return Done(process.returncode, out, err)
+
+
+def ends_by_failed_request(
+    landing: Landing, command: Callable[[str], int]
+) -> Iterator[tuple[str, int]]:
+    """Run a command on a store of its own for each of its requests, which fails once.
+
+    Args:
+        landing: Whether the request fails before or after it had its effect.
+        command: Runs it with the URL of the store; returns its exit code.
+
+    Yields:
+        The URL and the exit code.
+    """
+    for number in itertools.count(1):
+        with stores() as made:
+            made.faulty.fail(StoreUnavailable("It broke"), number, landing)
+            code = command(made.url)
+            operations = made.faulty.operations
+            if number > len(operations):
+                break
+            # Opening and closing a store are not tried again.
+            expected = 3 if operations[number - 1].verb in ("enter", "exit") else 0
+            assert code == expected, operations[number - 1]
+            yield made.url, code
+    assert number > 8
 
 
 def damage(root: Path, id: str, at: int = -3) -> None:
