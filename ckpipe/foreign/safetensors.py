@@ -21,7 +21,7 @@ from ckpipe.errors import (
     InvalidExtent,
     InvalidManifest,
 )
-from ckpipe.foreign.source import AT_ONCE, check_named, read_metadata, read_range
+from ckpipe.foreign.source import AT_ONCE, check_named, check_shards, read_metadata, read_range
 from ckpipe.foreign.virtual import Extent, ForeignTensor, virtual_manifest
 from ckpipe.format.data_file import LENGTH_BYTES, stored_dtype
 from ckpipe.format.dtypes import DTYPES
@@ -66,6 +66,8 @@ class SafetensorsSource:
             files = [there[name] for name in dict.fromkeys(weights.values())]
         else:
             weights, files = {}, _loose(there)
+            if not place.endswith(files[0].key):  # one of several may be loaded by its name
+                check_shards([each.key for each in files])
         files = await for_each(files, lambda each: store.stat(each.key), at_once=AT_ONCE)
         headers = await for_each(files, lambda each: read_header(store, each), at_once=AT_ONCE)
         if any(_SHARDING in metadata for _, metadata in headers):
@@ -77,10 +79,10 @@ class SafetensorsSource:
 
 def _index_of(there: Mapping[str, ObjectInfo]) -> str | None:
     """Return the name of the index that tells which files count; None if there is none."""
+    if f"model{SUFFIX}" in there:  # as transformers decides
+        return None
     if f"model{INDEX}" in there:
         return f"model{INDEX}"
-    if f"model{SUFFIX}" in there:
-        return None
     found = [name for name in there if name.endswith(INDEX)]
     return found[0] if len(found) == 1 else None
 

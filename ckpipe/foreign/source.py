@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import AsyncIterator, Container, Sequence
+from collections import defaultdict
+from collections.abc import AsyncIterator, Container, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from importlib import metadata
+from itertools import islice
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from anyio import to_thread
@@ -355,6 +357,42 @@ def check_named(name: object, there: Container[str], by: str) -> None:
             key=by,
             hint="Copy or download the missing file",
         )
+
+
+_SHARD = re.compile(r"(?:shard-(\d{1,9})-)?(.*)-(\d{1,9})-of-(\d{1,9})(\..*)")
+
+
+def check_shards(names: Iterable[str]) -> None:
+    """Check that none is missing of files that are numbered, as ``model-00001-of-00003`` is.
+
+    Files of ranks, as ``shard-00001-model-00001-of-00001``, do not tell how many there were: the
+    last ones may be missing.
+
+    Args:
+        names: The names of the files of a folder.
+
+    Raises:
+        MissingObject: If some are missing.
+    """
+    numbers: defaultdict[tuple[str, int | None], set[int]] = defaultdict(set)
+    for name in names:
+        found = _SHARD.fullmatch(name)
+        if found is None:
+            continue
+        shard, before, number, count, after = found.groups()
+        numbers[f"{before}-…-of-{count}{after}", int(count)].add(int(number))
+        if shard is not None:
+            numbers["shard-…", None].add(int(shard))
+    for (kind, count), there in numbers.items():
+        first = min(*there, 1)
+        stop = max(there) + 1 if count is None else first + count
+        missing = list(islice((n for n in range(first, stop) if n not in there), 9))
+        if missing:
+            raise MissingObject(
+                f"The number {first_of(missing, 8)} of these files is not there",
+                key=kind,
+                hint="Copy or download the missing files; to load one file alone, name it",
+            )
 
 
 async def read_metadata(

@@ -28,14 +28,14 @@ from ckpipe.errors import (
 )
 from ckpipe.foreign.pickles import PLAIN, read_pickle
 from ckpipe.foreign.safetensors import together, weight_map
-from ckpipe.foreign.source import AT_ONCE, TORCH_FILES, read_metadata, read_range
+from ckpipe.foreign.source import AT_ONCE, TORCH_FILES, check_shards, read_metadata, read_range
 from ckpipe.foreign.virtual import Extent, ForeignTensor, virtual_manifest
 from ckpipe.format.boxes import contiguous_stride
 from ckpipe.format.dtypes import DTYPES, NAMES
 from ckpipe.format.manifest import MAX_DIMENSIONS, MAX_NUMBER, ManifestDocument
 
 INDEX = "pytorch_model.bin.index.json"
-_WHOLE = ("pytorch_model.bin", "adapter_model.bin")
+_FIRST = ("pytorch_model.bin", INDEX, "adapter_model.bin")  # as transformers decides
 
 _TAIL_BYTES = 256 << 10
 _NEAR_BYTES = 64 << 10
@@ -72,7 +72,7 @@ class TorchSource:
         """Tell whether the place is a file of torch, or has weights in such files."""
         names = {each.key for each in listing}
         alone = len(names) == 1 and min(names).endswith(TORCH_FILES)
-        return alone or INDEX in names or not names.isdisjoint(_WHOLE)
+        return alone or not names.isdisjoint(_FIRST)
 
     async def describe(
         self, store: Backend, listing: Sequence[ObjectInfo], place: str
@@ -86,8 +86,10 @@ class TorchSource:
         """
         there = {each.key: each for each in listing}
         weights: Mapping[str, str] = {}
-        names = [next((name for name in _WHOLE if name in there), listing[0].key)]
-        if INDEX in there and names[0] not in _WHOLE:
+        names = [next((name for name in _FIRST if name in there), listing[0].key)]
+        if not place.endswith(names[0]):  # one of several files may be loaded by its name
+            check_shards(names)
+        if names == [INDEX]:
             weights = weight_map(await read_metadata(store, there[INDEX]), INDEX, there)
             names = list(dict.fromkeys(weights.values()))
         files = await for_each(names, store.stat, at_once=AT_ONCE)

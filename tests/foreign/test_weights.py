@@ -328,6 +328,46 @@ def test_a_name_in_two_files_is_refused_unless_the_index_decides(
     assert raised.value.key == "x"
 
 
+def test_one_whole_file_counts_before_an_index(
+    tmp_path: Path, pipeline: ckpipe.SyncPipeline
+) -> None:
+    in_shards(tmp_path, weights(seed=1))
+    one_file(tmp_path, weights())  # as when a model of shards was saved again, with a larger limit
+    assert_loaded(load(pipeline, source=tmp_path), weights(), tmp_path)
+    bins = tmp_path / "bins"
+    bins.mkdir()
+    for name, value in (("pytorch_model.bin", 1), ("adapter_model.bin", 2), ("other.bin", 3)):
+        torch.save({"w": torch.tensor(value)}, bins / name)
+    index = bins / "pytorch_model.bin.index.json"
+    index.write_text(json.dumps({"weight_map": {"w": "other.bin"}}))
+    for expected in (1, 3, 2):
+        assert load(pipeline, source=bins).state["w"].item() == expected
+        (bins / "pytorch_model.bin" if expected == 1 else index).unlink(missing_ok=True)
+
+
+@pytest.mark.parametrize(
+    ("there", "missing"),
+    [
+        (["model-00001-of-00003.safetensors", "model-00003-of-00003.safetensors"], "number 2 of"),
+        (["model-00002-of-00004.safetensors"], "number 1, 3, 4 of"),
+        (["model-00000-of-00002.safetensors"], "number 1 of"),
+        (["a-1-of-1.safetensors", "b-1-of-999999999.safetensors"], "number 2, 3, .* and 1 more of"),
+        (["pytorch_model-00001-of-00002.bin"], "number 2 of"),
+        (["shard-00002-model-00001-of-00001.safetensors"], "number 1 of"),
+        (["shard-00001-model-00002-of-00002.safetensors"], "number 1 of"),
+    ],
+)
+def test_shards_that_are_missing_are_named(
+    there: list[str], missing: str, tmp_path: Path, pipeline: ckpipe.SyncPipeline
+) -> None:
+    for number, name in enumerate(there):
+        save = torch.save if name.endswith(".bin") else safetensors.torch.save_file
+        save({f"w{number}": torch.ones(2)}, tmp_path / name)
+    with pytest.raises(MissingObject, match=missing):
+        load(pipeline, source=tmp_path)
+    assert list(load(pipeline, source=tmp_path / there[0]).state) == ["w0"]
+
+
 OTHERS = {
     "Orbax": ["_METADATA", "manifest.ocdbt"],
     "Megatron": [".metadata", "common.pt", "metadata.json", "__0_0.distcp"],
