@@ -23,7 +23,7 @@ from ckpipe.catalog.inspect import data_bytes, describe, key_paths
 from ckpipe.cli.running import OK, MaybeStep, Url, serve, wanted
 from ckpipe.cli.screen import Screen, of_things, one_line, table
 from ckpipe.errors import CheckpointNotFound, CorruptCheckpoint, UnsupportedVersion
-from ckpipe.foreign.source import Place, open_place, recognized
+from ckpipe.foreign.source import Place, open_place
 from ckpipe.format.labels import label_filter
 from ckpipe.format.summary import REMEDY, Summary, summary_of
 from ckpipe.threads import run_lanes
@@ -91,13 +91,14 @@ def list_(
 
 async def _foreign(place: Place) -> dict[str, Any] | None:
     """Describe the checkpoint of another program; None if there is none."""
+    listing = await place.listing()
     try:
-        document = await place.described()
+        source = await place.source(listing)
     except CheckpointNotFound:
         return None
-    source = await recognized(await place.listing())
+    document = await source.describe(place.store, listing, place.name)
     return {
-        "format": source.name if source else "",
+        "format": source.name,
         "files": len(document.parts[0].files),
         "bytes": data_bytes(document),
         "tensors": len(document.structures[0].tensors),

@@ -8,8 +8,6 @@ from typing import Annotated
 import anyio
 import typer
 
-from ckpipe.backend import Backend
-from ckpipe.catalog.find import discover, pick
 from ckpipe.cli.screen import Screen
 from ckpipe.errors import (
     CheckpointNotFound,
@@ -18,7 +16,6 @@ from ckpipe.errors import (
     UnsupportedVersion,
     UsageError,
 )
-from ckpipe.types import CheckpointInfo
 
 OK, FOUND, WRONG_USE, STORE_FAILED = 0, 1, 2, 3
 """The exit codes of commands that end by themselves."""
@@ -73,19 +70,3 @@ def wanted(text: str | None) -> int | str | None:
 def which(text: str) -> int | str:
     """Read the step or id that an argument names."""
     return int(text) if text.isascii() and text.isdecimal() else text
-
-
-async def chosen(backend: Backend, step: str | None) -> CheckpointInfo:
-    """Find the checkpoint that an argument names; without one the newest complete checkpoint.
-
-    Raises:
-        CheckpointNotFound: If there is none.
-        StoreError: If the store failed.
-    """
-    infos = await discover(backend)
-    if step is not None:
-        return pick(infos, which(step))
-    for info in infos:
-        if info.complete:
-            return info
-    raise CheckpointNotFound("There is no complete checkpoint here")

@@ -23,11 +23,11 @@ from rich.text import Text
 from ckpipe.backend import Backend
 from ckpipe.catalog.complete import read_members
 from ckpipe.catalog.find import read_index
-from ckpipe.cli.running import OK, MaybeStep, Url, chosen, serve
+from ckpipe.cli.running import OK, MaybeStep, Url, serve, wanted
 from ckpipe.cli.screen import Screen, table, visible
 from ckpipe.errors import CkpipeError, UsageError
+from ckpipe.foreign.source import open_place
 from ckpipe.format.manifest import ManifestDocument
-from ckpipe.store.registry import Access, open_store
 from ckpipe.types import (
     BlockReport,
     CheckpointId,
@@ -56,9 +56,9 @@ def timeline(
     """Show when each stage of a checkpoint's save ran, and which took longest."""
 
     async def work(screen: Screen) -> int:
-        async with open_store(url, screen.settings, Access.READ) as backend:
-            info = await chosen(backend, step)
-            ranks, world_size = await _read_reports(backend, info.key, rank or ())
+        async with open_place(url, screen.settings) as place:
+            info = await place.own(wanted(step))
+            ranks, world_size = await _read_reports(place.store, info.key, rank or ())
         if html is not None:
             page = _page(info.id, ranks, world_size)
             await anyio.to_thread.run_sync(_write, html, page)

@@ -8,9 +8,11 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Container, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from importlib import metadata
 from itertools import islice
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from pathlib import PurePosixPath
+from typing import TYPE_CHECKING, Protocol
 
 from anyio import to_thread
 
@@ -49,15 +51,14 @@ TORCH_FILES = (".pt", ".pth", ".bin", ".ckpt", ".pth.tar")
 """The ends of the names of files of ``torch.save``."""
 
 FILES = (".safetensors", ".gguf", *TORCH_FILES)
-"""The ends of the names of files that are a checkpoint by themselves; GGUF is refused by name."""
+"""The ends of the names of files that are a checkpoint by themselves, also of the refused GGUF."""
 
 
-@runtime_checkable
 class Source(Protocol):
     """A format of another program, which ckpipe opens.
 
     A package offers one through an entry point of the group ``ckpipe.sources``: a class without
-    arguments. It is asked after ckpipe's own sources.
+    arguments. It is asked after ckpipe's own sources, and before ckpipe refuses a format.
     """
 
     name: str
@@ -67,7 +68,9 @@ class Source(Protocol):
         """Tell whether a place has this format, by the files directly in it; nothing is read.
 
         Args:
-            listing: The files of the folder; of a file only that one.
+            listing: The files of the folder; of a file only that one. If the place has an ending
+                that ckpipe does not know, it is asked first with a file of this name and no size,
+                to know whether the place may be a file.
         """
         ...
 
@@ -151,7 +154,35 @@ class Place:
         Raises:
             As :func:`open_source` does.
         """
-        return await _described(self.store, await self.listing(), self.name)
+        listing = await self.listing()
+        source = await self.source(listing)
+        return await source.describe(self.store, listing, self.name)
+
+    async def source(self, listing: Sequence[ObjectInfo]) -> Source:
+        """Find the source of the place, by its files.
+
+        Raises:
+            UsageError: If the format is known and not opened.
+            CheckpointNotFound: If no source recognizes the place.
+            StoreError: If the store failed.
+        """
+        source = await recognized(listing)
+        if source is not None:
+            return source
+        if refused := _refused(listing):
+            what, hint = refused
+            raise UsageError(f"{self.name} is {what}; ckpipe does not open it", hint=hint)
+        if await discover(self.store):
+            raise CheckpointNotFound(
+                f"{self.name} is the root of ckpipe's own checkpoints, and no source",
+                hint="Load it with ckpipe.load(url, state), or copy a checkpoint with `ckpipe cp`",
+            )
+        names = first_of(sorted(each.key for each in listing), 8)
+        raise CheckpointNotFound(
+            f"There is no checkpoint in {self.name} that ckpipe opens; the files there are: "
+            f"{names or 'none'}",
+            hint="Name the folder with the files of weights, or one file",
+        )
 
     @asynccontextmanager
     async def opened(
@@ -189,7 +220,7 @@ async def open_place(
         StoreError: If the store cannot be used, or has no such file.
     """
     await to_thread.run_sync(refuse_hub_id, url)
-    if url.endswith(FILES):
+    if await to_thread.run_sync(names_file, url):
         root, name = split_file(url)
         async with open_store(root, settings, Access.READ, on_read) as store:
             info = await stat_or_none(store, name)
@@ -226,35 +257,35 @@ async def open_source(
         yield place.store, await place.described()
 
 
+def names_file(url: str) -> bool:
+    """Tell whether a place may be a file that is a checkpoint by itself; blocking.
+
+    A source of another package is asked if the name has an ending that ckpipe does not know.
+    """
+    if url.endswith(FILES):
+        return True
+    name = split_file(url)[1]
+    file = ObjectInfo(name, 0, datetime.now(UTC))
+    return bool(PurePosixPath(name).suffix) and any(
+        each.recognizes([file]) for each in _installed_sources()
+    )
+
+
 def split_file(url: str) -> tuple[str, str]:
     """Return the root in which a file lies, and its name."""
     root, slash, name = url.rpartition("/")
     return root or slash or ".", name
 
 
-async def _described(store: Backend, listing: Sequence[ObjectInfo], place: str) -> ManifestDocument:
-    _refuse_known(listing, place)
-    source = await recognized(listing)
-    if source is not None:
-        return await source.describe(store, listing, place)
-    if await discover(store):
-        raise CheckpointNotFound(
-            f"{place} is the root of ckpipe's own checkpoints, and no source",
-            hint="Load it with ckpipe.load(url, state), or copy a checkpoint with `ckpipe cp`",
-        )
-    names = first_of(sorted(each.key for each in listing), 8)
-    raise CheckpointNotFound(
-        f"There is no checkpoint in {place} that ckpipe opens; the files there are: "
-        f"{names or 'none'}",
-        hint="Name the folder with the files of weights, or one file",
-    )
-
-
 async def recognized(listing: Sequence[ObjectInfo]) -> Source | None:
-    """Return the first source that recognizes the files of a place; None if none does."""
-    own = next((each for each in _own_sources() if each.recognizes(listing)), None)
-    if own is not None:
-        return own
+    """Return the first source that recognizes the files of a place; None if none does.
+
+    Only sources of other packages are asked for a format that ckpipe refuses.
+    """
+    if _refused(listing) is None:
+        own = next((each for each in _own_sources() if each.recognizes(listing)), None)
+        if own is not None:
+            return own
     installed = await to_thread.run_sync(_installed_sources)
     return next((each for each in installed if each.recognizes(listing)), None)
 
@@ -287,12 +318,8 @@ def refuse_hub_id(url: str) -> None:
         )
 
 
-def _refuse_known(listing: Sequence[ObjectInfo], place: str) -> None:
-    """Refuse formats that are known and not opened, with the way round.
-
-    Raises:
-        UsageError: Names the format.
-    """
+def _refused(listing: Sequence[ObjectInfo]) -> tuple[str, str] | None:
+    """Return the format of a place that is known and not opened, and the way round."""
     names = {each.key for each in listing}
     for is_there, what, hint in (
         (
@@ -334,7 +361,8 @@ def _refuse_known(listing: Sequence[ObjectInfo], place: str) -> None:
         ),
     ):
         if is_there:
-            raise UsageError(f"{place} is {what}; ckpipe does not open it", hint=hint)
+            return what, hint
+    return None
 
 
 def check_named(name: object, there: Container[str], by: str) -> None:
@@ -396,7 +424,12 @@ def check_shards(names: Iterable[str]) -> None:
 
 
 async def read_metadata(
-    store: Backend, info: ObjectInfo, offset: int = 0, size: int | None = None
+    store: Backend,
+    info: ObjectInfo,
+    offset: int = 0,
+    size: int | None = None,
+    *,
+    most: int = MAX_METADATA_BYTES,
 ) -> bytes:
     """Read a header, index, directory or pickle whole.
 
@@ -405,16 +438,17 @@ async def read_metadata(
         info: The file.
         offset: Its start in the file, in bytes.
         size: Its size in bytes; None for the rest of the file.
+        most: The most bytes that are read; 16 MiB if not given.
 
     Raises:
-        OversizedMetadata: If it is larger than 16 MiB.
+        OversizedMetadata: If it is larger.
         CorruptCheckpoint: If the file is gone or shorter by now.
         StoreError: If the store failed.
     """
     size = info.size - offset if size is None else size
-    if size > MAX_METADATA_BYTES:
+    if size > most:
         raise OversizedMetadata(
-            f"Its metadata have {size} bytes, more than the {MAX_METADATA_BYTES} that are read",
+            f"Its metadata have {size} bytes, more than the {most} that are read",
             key=info.key,
         )
     return await read_range(store, info, offset, size)

@@ -899,7 +899,7 @@ def load(
         UsageError: If the place is the id of a model on the Hugging Face hub.
         CkpipeError: Any error of opening a pipeline, or of :meth:`ckpipe.Pipeline.load`.
     """
-    from ckpipe.foreign.source import FILES, refuse_hub_id, split_file  # only these loads need it
+    from ckpipe.foreign.source import names_file, refuse_hub_id, split_file  # needed here alone
 
     fields["read_only"] = True
     place = location(url)
@@ -917,7 +917,7 @@ def load(
         "device": device,
     }
     refuse_hub_id(place or "")
-    if place is not None and place.endswith(FILES) and step is None:
+    if place is not None and step is None and names_file(place):
         root, _ = split_file(place)
         with (
             suppress(CheckpointNotFound),  # it is a folder of such a name

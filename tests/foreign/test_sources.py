@@ -10,7 +10,8 @@ import torch
 
 import ckpipe
 from ckpipe import errors
-from tests.foreign.places import assert_loaded, counted
+from tests.foreign.places import assert_loaded, counted, load
+from tests.support.command_line import Commands
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "sources.md"
 
@@ -40,6 +41,23 @@ def test_a_package_adds_a_format_by_its_entry_point(tmp_path: Path) -> None:
     assert_loaded(ckpipe.load(folder), expected, folder)
     with counted(folder) as (url, _):
         assert_loaded(ckpipe.load(url), expected, url)
+
+
+def test_a_package_opens_files_and_what_ckpipe_refuses(tmp_path: Path, call: Commands) -> None:
+    folder, expected = tmp_path / "theirs", {"a": torch.ones(2, 3)}
+    folder.mkdir()
+    file = folder / "a.rows"
+    file.write_bytes((2).to_bytes(8, "little") + expected["a"].numpy().tobytes())
+    for refused in ("_METADATA", "common.pt", "metadata.json", "model.gguf"):
+        (folder / refused).write_bytes(b"")
+    for place in (folder, file):
+        assert_loaded(ckpipe.load(place), expected, place)
+        with ckpipe.SyncPipeline(tmp_path / "run") as pipeline:
+            assert_loaded(load(pipeline, source=place), expected, place)
+        assert call("ls", place, "--json").data["foreign"]["format"] == "rows"
+    with ckpipe.SyncPipeline(tmp_path / "run.rows") as pipeline:
+        pipeline.save({"a": 1}, step=4)
+    assert ckpipe.load(tmp_path / "run.rows").step == 4
 
 
 @pytest.mark.parametrize("content", [b"short", bytes(12), b"\x03" + bytes(11)])
