@@ -113,15 +113,19 @@ def plan_files(
         TargetMismatch: If a transform does not fit the checkpoint.
         UnsupportedState: If the form cannot hold something; names it.
     """
-    plan = _Plan(bundle, asked, expanded=expanded)
+    globs: list[str] | None = [] if form == "hf" else None  # weights have no optimizer
+    select = LabelFilter([asked.part] if asked.part else globs)
+    plan = _Plan(bundle, asked, select, expanded=expanded)
     files = {"torch": plan.torch_file, "hf": plan.weights, "dcp": plan.dcp_folder}[form]()
     return plan.bundle, files
 
 
 class _Plan:
-    def __init__(self, bundle: ManifestDocument, asked: Export, *, expanded: bool) -> None:
+    def __init__(
+        self, bundle: ManifestDocument, asked: Export, select: LabelFilter, *, expanded: bool
+    ) -> None:
         if transforms := transforms_of(asked.transform):
-            bundle, _ = transformed(bundle, transforms)
+            bundle, _ = transformed(bundle, transforms, select)
         self.bundle, self._asked, self._expanded = bundle, asked, expanded
 
     def torch_file(self) -> list[File]:

@@ -43,6 +43,7 @@ from ckpipe.format.data_file import (
     stored_dtype,
 )
 from ckpipe.format.edit import placed
+from ckpipe.format.labels import LabelFilter
 from ckpipe.format.manifest import (
     Chunk,
     Entry,
@@ -174,7 +175,7 @@ def _planned(
     max_file_bytes: int | None,
 ) -> _Plan:
     if transform:
-        document, _ = transformed(document, transform)
+        document, _ = transformed(document, transform, LabelFilter())
     saved = state_for(document, 0, 1, "raise")
     saved = keep_generators_apart(saved, document, 0, 1, "raise")
     if own := sorted(labels_of(saved)):

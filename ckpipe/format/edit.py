@@ -432,7 +432,7 @@ class _Mover:
         if not after:
             return default
         renamed = label if self._rename is None or not label else self._rename(label)
-        for head in (label, renamed) if label else ():
+        for head in (renamed, label) if label else ():
             if all(new.startswith(f"{head}.") for _, new in after):
                 return head
         old, new = after[0]

@@ -319,7 +319,7 @@ def match_all(
     if request.transform:
         if not bundle.whole:
             raise NeedsFullIndex
-        bundle, told = transformed(bundle, request.transform)
+        bundle, told = transformed(bundle, request.transform, request.select)
     fresh, above = request.into is None, ""
     kept: list[str] = []
     if bundle.source is not None and not fresh:

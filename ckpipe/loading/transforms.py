@@ -23,9 +23,9 @@ import torch
 from ckpipe.errors import StructureMismatch, UsageError
 from ckpipe.format.dtypes import DTYPES, NAMES
 from ckpipe.format.edit import ManifestEdit, two_with_one_name
-from ckpipe.format.labels import LabelFilter
+from ckpipe.format.labels import LabelFilter, join, label_part
 from ckpipe.format.manifest import ManifestDocument, TensorRow
-from ckpipe.format.tree import shared_containers
+from ckpipe.format.tree import MAPPINGS, WRAPPERS, Node, children_of, shared_containers, walk
 from ckpipe.loading.select import pruned
 from ckpipe.types import first_of
 
@@ -74,25 +74,60 @@ def transforms_of(transform: Iterable[Transform]) -> tuple[Transform, ...]:
 
 
 def transformed(
-    document: ManifestDocument, transforms: Sequence[Transform]
+    document: ManifestDocument, transforms: Sequence[Transform], select: LabelFilter
 ) -> tuple[ManifestDocument, dict[str, tuple[str, ...]]]:
     """Apply transforms to the manifest of a checkpoint.
 
     Args:
         document: The manifest of all ranks.
         transforms: The transforms, in their order.
+        select: Selects the labels of the transformed checkpoint that are of use.
 
     Returns:
         The manifest of the transformed checkpoint; and for each saved label that was changed the
         labels that it is loaded under.
 
     Raises:
-        TargetMismatch: If a transform does not fit the checkpoint.
+        TargetMismatch: If a transform does not fit the checkpoint, or state of an optimizer, which
+            is of use, does not fit the parameters any more.
     """
     edit = ManifestEdit(document)
     for each in transforms:
         each._apply(edit)
+    _check_state(edit, select)
     return edit.finished(), edit.told()
+
+
+def _check_state(edit: ManifestEdit, select: LabelFilter) -> None:
+    """Check that parameters have the shapes and order that their state in an optimizer has.
+
+    Raises:
+        StructureMismatch: If one has been cut, joined or rearranged without its state.
+    """
+    moved, kept = set[str](), dict[str, str]()  # by the labels that were saved
+    for draft in edit.drafts:
+        for label, number in draft.tensors().items():
+            olds = edit.origins[label]
+            if any(steps for _, steps in draft.sources[number]):
+                moved.update(olds)
+            elif "optimizer.state." in olds[0] and draft.rows[number].shape and select(label):
+                kept[olds[0]] = label
+    saved = {old for olds in edit.origins.values() for old in olds} if moved and kept else set()
+    named = {old.partition("optimizer.groups.")[0] for old in saved}
+    for old, label in kept.items() if saved else ():
+        head, _, rest = old.partition("optimizer.state.")
+        dots = [dot.start() for dot in re.finditer(r"\.", rest)]
+        names = {f"{head}{at}{rest[:dot]}" for at in ("model.", "") for dot in dots}
+        if rest[0].isdigit() and head not in named:  # the number of any parameter of the model
+            names |= {each for each in moved if each.startswith(f"{head}model.")}
+        if stale := sorted(names & moved):
+            raise StructureMismatch(
+                "The transforms give this parameter another shape or order, and leave the state of "
+                f"its optimizer, such as {label!r}, as it was",
+                key=stale[0],
+                hint="Transform that alike, or leave it out with "
+                f"ckpipe.Drop({label.partition('.state.')[0]!r})",
+            )
 
 
 # Names
@@ -104,7 +139,8 @@ class Rename(Transform):
     Globs have ``*`` and ``?``, and no ``[``: a regular expression has more. A glob also matches the
     labels below those that it matches, so ``{"model": "net"}`` renames a whole object. The first
     glob that matches a label counts, and a label that none matches keeps its name. A regular
-    expression replaces every match in every label, as ``re.sub`` does.
+    expression replaces every match in every label, as ``re.sub`` does. The optimizers of a
+    ``training_state`` follow the names of its model.
 
     Args:
         names: Globs with the new names, such as ``{"0.*": "up.*"}``: each ``*`` or ``?`` of a
@@ -172,7 +208,12 @@ class Rename(Transform):
         for pattern, _ in self._patterns:
             if self._strict and not any(map(pattern.match, edit.origins)):
                 raise self._matches_nothing(pattern.glob, edit)
-        news = {label: self._name(label) for label in edit.origins}
+        followers = _followers(edit, self._name)
+
+        def name(label: str) -> str:
+            return followers.get(label) or self._name(label)
+
+        news = {label: name(label) for label in edit.origins}
         news = {old: new for old, new in news.items() if old != new}
         if not news and (self._function is not None or not self._strict):
             raise self._matches_nothing(self._shown, edit)
@@ -190,7 +231,57 @@ class Rename(Transform):
         for draft in edit.drafts:
             leaves = draft.leaves()
             moves = {old: [(new, leaves[old])] for old, new in news.items() if old in leaves}
-            draft.move(moves, self._name)
+            draft.move(moves, name)
+
+
+def _followers(edit: ManifestEdit, name: Callable[[str], str]) -> dict[str, str]:
+    """Return the new labels of all that a ``training_state`` keeps under names of its model.
+
+    That is the state of optimizers, in the form of :mod:`ckpipe.training.optimizers`, and the
+    versions of modules.
+
+    Args:
+        edit: The edit.
+        name: Returns the new name of a label.
+    """
+    found: dict[str, str] = {}
+    for node, at in (each for draft in edit.drafts for each in walk(draft.tree)):
+        if node[0] not in MAPPINGS or "model" not in node[1]:
+            continue
+        model, optimizer, versions = (join(at, key) for key in ("model", "optimizer", "versions"))
+        members = _members(node)
+        held, known = _members(members.get("optimizer")), _members(members.get("versions"))
+        names: dict[str, str] = {}
+        for key in _members(members["model"]) if held or known else ():
+            new = name(join(model, key))
+            if isinstance(key, str) and new.startswith(f"{name(model)}."):
+                names[key] = new[len(name(model)) + 1 :]
+        changed = {key: new for key, new in names.items() if new != label_part(key)}
+        for kind, group in held.items() if changed and "groups" in held else ():
+            for first, inner in _members(group).items():
+                old = join(f"{optimizer}.{kind}", first)
+                new = f"{name(optimizer)}.{kind}.{changed.get(first) or label_part(first)}"
+                if first in changed:
+                    found |= {label: new + label[len(old) :] for _, label in walk(inner, old)}
+                for key in _members(_members(inner).get("params") if kind == "groups" else None):
+                    if key in changed:
+                        found[join(f"{old}.params", key)] = f"{new}.params.{changed[key]}"
+        for module in known if changed else ():
+            inside = [key for key in names if key.startswith(f"{module}.")]
+            ends = [(names[key], key[len(module) :]) for key in inside]
+            heads = {new.removesuffix(end) if new.endswith(end) else None for new, end in ends}
+            if len(heads) == 1 and (head := heads.pop()):
+                found[join(versions, module)] = f"{name(versions)}.{head}"
+    return found
+
+
+def _members(node: Node | None) -> dict[Any, Node]:
+    """Return the items of a mapping, also of one in wrappers; none for any other node."""
+    while node and node[0] in WRAPPERS:
+        node = node[-1]
+    if not node or node[0] not in MAPPINGS:
+        return {}
+    return {key: child for key, child, _ in children_of(node, "")}
 
 
 class Only(Transform):

@@ -84,6 +84,7 @@ class OptimizerMatch:
         for each in optimizers:
             for parameter, names in zip(each.parameters, each.names, strict=True):
                 refuse_meta(parameter, saved.at("optimizer", "state", names[0]))
+        self._check_form()
         groups = self._saved_groups()
         ours = frozenset(name for names in model.parameters.values() for name in names)
         self._match_groups(groups)
@@ -111,6 +112,28 @@ class OptimizerMatch:
                 together = _moved(together, each.parameters[0].device)
             other = number in self._of_another_class
             attach(each, states, self._options[number], together, of_another_class=other)
+
+    def _check_form(self) -> None:
+        """Check that all that is called by it is of the form of a state by names.
+
+        Raises:
+            StructureMismatch: If it is not; transforms may have put its parts elsewhere.
+        """
+        depths = {"groups": 2, "state": 1, "empty": 2, "joint": 1}  # of dicts in each
+        pending: list[tuple[tuple[Any, ...], Any, int]] = [
+            (("optimizer", kind), self._there.get(kind, {}), depth)
+            for kind, depth in depths.items()
+        ]
+        for path, held, depth in pending:
+            if not isinstance(held, Mapping):
+                raise StructureMismatch(
+                    "This is no part of the state of an optimizer by names of parameters",
+                    key=self._saved.at(*path),
+                    hint="Rename the model and its optimizer in one transform. To load the model "
+                    f"alone, pass include=[{self._saved.at('model')!r}]",
+                )
+            items = held.items() if depth else ()
+            pending += [((*path, k), each, depth - 1) for k, each in items if k != "optimizer"]
 
     # Groups
 

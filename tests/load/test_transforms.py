@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import re
 from collections.abc import Callable, Sequence
@@ -18,7 +19,18 @@ from hypothesis import strategies as st
 from torch import nn
 
 import ckpipe
-from ckpipe import Cast, Drop, Fuse, Only, Rearrange, Rename, Split, Stack, Unstack
+from ckpipe import (
+    Cast,
+    Drop,
+    Fuse,
+    Only,
+    Rearrange,
+    Rename,
+    Split,
+    Stack,
+    Unstack,
+    name_table,
+)
 from ckpipe.distributed import training_state
 from ckpipe.errors import (
     CkpipeError,
@@ -134,24 +146,122 @@ async def test_an_optimizer_under_another_label_keeps_its_class() -> None:
     await load(backend, right, transform=[Rename({"opt": "optimizer"})])
 
 
-async def test_a_training_state_is_renamed_with_its_optimizer() -> None:
-    saved, target = net(["0", "1"]), net(["up", "down"])
-    old, new = (torch.optim.AdamW(each.parameters(), lr=0.1) for each in (saved, target))
-    for parameter in saved.parameters():
-        parameter.grad = torch.randn_like(parameter)
-    old.step()
-    backend = await stored({"train": training_state(saved, old)})
-    names = {"0": "up", "1": "down"}
-    into = {"train": training_state(target, new)}
-    rename = Rename(
-        lambda label: re.sub(
-            r"(?<=\.)[01](?=\.(weight|bias)(\.|$))", lambda found: names[found[0]], label
-        )
-    )
-    await load(backend, into, transform=[rename])
-    for mine, theirs in zip(saved.parameters(), target.parameters(), strict=True):
+def trained(names: str, rate: float, steps: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Three layers and a parameter under given names, with an optimizer of two groups."""
+    model = nn.Module()
+    parts = nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2), nn.Parameter(torch.ones(3))
+    for path, part in zip(names.split(), parts, strict=True):
+        home, (*above, name) = model, path.split(".")
+        for each in above:
+            if each not in home._modules:
+                home.add_module(each, nn.Module())
+            home = home.get_submodule(each)
+        setattr(home, name, part)
+    first, last = ([*part.parameters()] for part in parts[1:3])
+    groups: list[dict[str, Any]]
+    groups = [{"params": [*parts[0].parameters(), *first, parts[3]], "lr": rate}, {"params": last}]
+    optimizer = torch.optim.AdamW(groups, lr=2 * rate)
+    for _ in range(steps):
+        for parameter in model.parameters():
+            parameter.grad = torch.randn_like(parameter)
+        optimizer.step()
+    return model, optimizer
+
+
+FOLLOWED = [
+    (Rename({"train.model.0.*": "train.model.up.*", "train.model.1": "train.model.norm"}),
+     "0 1 2 w", "up norm 2 w"),
+    (Rename({"*model.0": "*model.2", "*model.2": "*model.0"}), "0 1 2 w", "2 1 0 w"),
+    (Rename(r"\b0\.", "10."), "0 1 2 w", "10 1 2 w"),
+    (Rename(lambda label: label.replace("model.", "model.in.")), "a b c d", "in.a in.b in.c in.d"),
+    (Rename(lambda label: re.sub(r"(?<=\.)[ac](?=\.(weight|bias)(\.|$))", r"new_\g<0>", label)),
+     "a b c d", "new_a b new_c d"),
+    (Rename({"*.w": "*.w.weight", "*model.1": "*model.z.n"}), "0 1 2 w", "0 z.n 2 w.weight"),
+    (Rename({"*.w.weight": "*.w"}), "0 1 2 w.weight", "0 1 2 w"),
+    (name_table("qwen-to-hf"), "tok_embeddings layers.3.ffn_norm output norm.weight",
+     "model.embed_tokens model.layers.3.post_attention_layernorm lm_head model.norm.weight"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("rules", "old", "new"), FOLLOWED)
+async def test_a_training_state_is_renamed_with_its_optimizer(
+    rules: Any, old: str, new: str
+) -> None:
+    saved, optimizer = trained(old, 0.1, steps=2)
+    backend = await stored({"train": training_state(saved, optimizer)})
+    target, other = trained(new, 0.7)
+    rules = rules if isinstance(rules, list) else [rules]
+    await load(backend, {"train": training_state(target, other)}, transform=rules)
+    for mine, theirs in zip(
+        *([each for group in opt.param_groups for each in group["params"]]
+          for opt in (optimizer, other)), strict=True,
+    ):  # fmt: skip
         assert torch.equal(mine, theirs)
-        assert torch.equal(old.state[mine]["exp_avg"], new.state[theirs]["exp_avg"])
+        for key, value in optimizer.state[mine].items():
+            assert torch.equal(value, other.state[theirs][key])
+    assert [group["lr"] for group in other.param_groups] == [0.1, 0.2]
+    moved = [*rules, Rename({"train.*": "net.*"})]
+    fresh = (await load(backend, transform=moved)).state["net"]
+    assert fresh["versions"] == {new.split()[1]: 2}
+    assert fresh["optimizer"]["groups"].keys() <= fresh["optimizer"]["state"].keys()
+
+
+UNFOLLOWED = [
+    Rearrange("*model.a.weight", [[2, 2], -1], [[1, 0], 2]),
+    Split("*model.a.weight", ["*model.x", "*model.y"]),
+    Unstack("*model.d", "*model.d{}"),
+    Fuse(["*model.c.weight"], "*model.c.weight"),
+]
+TORN = [
+    Rename({"*groups.a.weight.params": "*groups.params"}),
+    Rename({"*groups.a.weight.options.lr": "*groups.lr"}),
+    Rename({"*state.d.exp_avg": "*state.exp"}),
+    Rename({"*state.d.exp_avg": "*joint"}),
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "rule"),
+    [
+        *(("numbered", rule) for rule in UNFOLLOWED),
+        *((kind, rule) for rule in UNFOLLOWED + TORN for kind in ("named", "root")),
+    ],
+)
+async def test_state_that_would_not_follow_its_parameter_is_refused_untouched(
+    kind: str, rule: Any
+) -> None:
+    def held(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+        state: Any = {"model": model, "optimizer": optimizer}
+        state = state if kind == "numbered" else training_state(model, optimizer)
+        return state if kind == "root" else {"train": state}
+
+    backend = await stored(held(*trained("a b c d", 0.1, steps=1)))
+    model, optimizer = trained("a b c d", 0.7, steps=1)
+    before = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    text = "no part of the state" if rule in TORN else "give this parameter another"
+    with pytest.raises(StructureMismatch, match=text) as caught:
+        await load(backend, held(model, optimizer), transform=[rule])
+    assert str((model.state_dict(), optimizer.state_dict())) == str(before)
+    hint = re.search(r"ckpipe\.(Drop\('.*'\))", caught.value.hint or "")
+    assert rule in TORN or hint
+    if hint:
+        await load(backend, transform=[eval(hint[1]), rule])
+
+
+async def test_state_that_is_rearranged_with_its_parameter_is_loaded() -> None:
+    (saved, optimizer), (target, other) = trained("a b c d", 0.1, steps=1), trained("a b c d", 0.7)
+    backend = await stored(training_state(saved, optimizer))
+    globs = "model.a.weight", "optimizer.state.a.weight.exp_avg*"
+    rules = [Rearrange(glob, [[2, 2], -1], [[1, 0], 2]) for glob in globs]
+    await load(backend, training_state(target, other), transform=rules)
+    mine, theirs = saved.get_parameter("a.weight"), target.get_parameter("a.weight")
+    turned = mine[[0, 2, 1, 3]]
+    assert torch.equal(theirs, turned)
+    for key in ("exp_avg", "exp_avg_sq"):
+        assert torch.equal(other.state[theirs][key], optimizer.state[mine][key][[0, 2, 1, 3]])
+    alone, _ = trained("a b c d", 0.7)
+    await load(backend, {"model": alone}, transform=rules[:1], include=["model"])
+    assert torch.equal(alone.get_parameter("a.weight"), turned)
 
 
 async def test_only_and_drop_leave_labels_out() -> None:
