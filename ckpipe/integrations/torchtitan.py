@@ -7,11 +7,11 @@ of torchtitan keep their meaning. Made for torchtitan 0.3.
 from __future__ import annotations
 
 import logging
-import os
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict_loader import load as load_dcp
 from torchtitan.components.checkpointer.base import BaseCheckpointManager, ModelWrapper
 from torchtitan.config import TORCH_DTYPE_MAP
@@ -19,7 +19,9 @@ from torchtitan.tools import filesystem
 
 from ckpipe.distributed import training_state
 from ckpipe.errors import UsageError
+from ckpipe.integrations.shared import checked, tell_resumed
 from ckpipe.running.pipeline import SyncPipeline
+from ckpipe.running.validation import absolute
 from ckpipe.state_helpers import RngState
 
 logger = logging.getLogger("ckpipe")
@@ -54,7 +56,8 @@ class CkpipeCheckpointManager(BaseCheckpointManager):
         base_folder: The dump folder.
 
     Raises:
-        UsageError: If ``last_save_in_hf`` lacks an adapter.
+        UsageError: If ``last_save_in_hf`` lacks an adapter, or a setting of ckpipe says when to
+            save, or what a run begins with.
         CkpipeError: Any error of opening a pipeline.
     """
 
@@ -67,7 +70,8 @@ class CkpipeCheckpointManager(BaseCheckpointManager):
         or at once (``async_with_pinned_mem``); the optimizers' step then waits for the copy."""
 
         settings: dict[str, Any] = field(default_factory=dict)
-        """Fields of ``ckpipe.Settings``."""
+        """Fields of ``ckpipe.Settings``. With ``keep_last`` or ``retention`` these rules decide in
+        place of ``keep_latest_k``."""
 
     def __init__(
         self,
@@ -101,10 +105,16 @@ class CkpipeCheckpointManager(BaseCheckpointManager):
         }
         if dataloader is not None:
             self._state["dataloader"] = dataloader
-        folder = filesystem.join(base_folder, config.folder)
-        self._root = folder if filesystem.is_remote(folder) else os.path.abspath(folder)
-        settings = {"keep_last": config.keep_latest_k or None, **config.settings}
-        self._pipeline = SyncPipeline(self._root, guard=tuple(optimizers), **settings).open()
+        self._settings = settings = checked(
+            "torchtitan", config.settings, "initial", "preemption", "save_every_seconds",
+            "save_every_steps",
+            hint="Set interval and initial_load_path of the checkpoint's Config",
+        )  # fmt: skip
+        if settings.retention.rule is None:
+            settings = settings.override(keep_last=config.keep_latest_k or None)
+        self._root = absolute(filesystem.join(base_folder, config.folder))
+        guard = tuple(optimizers)
+        self._pipeline = SyncPipeline(self._root, guard=guard, settings=settings).open()
 
     def _load(self, step: int = -1) -> bool:
         config = self._config
@@ -122,10 +132,11 @@ class CkpipeCheckpointManager(BaseCheckpointManager):
         self._pipeline.load(
             self._state, chosen, include=["training.model"] if seed else None, exclude=exclude
         )
-        logger.info(
-            "resumed step %d from %s/%s: the data goes on where it was",
-            chosen.step, self._pipeline.url, chosen.id,
-        )  # fmt: skip
+        data = "the loader has its saved state"
+        if seed or self._loader is None or "dataloader" in exclude:
+            data = ""
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        tell_resumed(chosen.step, f"{self._pipeline.url}/{chosen.id}", rank, data)
         get_iterator = getattr(self._loader, "_get_iterator", None)
         if get_iterator is None:
             self._rng.apply()
@@ -165,8 +176,8 @@ class CkpipeCheckpointManager(BaseCheckpointManager):
             load_dcp(weights, checkpoint_id=path)
             self._model.load_state_dict(weights)
         elif path:
-            settings = {**config.settings, "read_only": True, "resume": "must"}
-            with SyncPipeline(path, **settings) as other:
+            fixed: Any = {"settings": self._settings, "read_only": True, "resume": "must"}
+            with SyncPipeline(path, **fixed) as other:
                 only = ["training.model"] if config.initial_load_model_only else None
                 other.load(self._state, other.choose(), include=only)
                 self._rng.apply()
@@ -195,8 +206,8 @@ class CkpipeCheckpointManager(BaseCheckpointManager):
             for name, value in self._model.state_dict().items()
         }
         hf = self._config.last_save_in_hf
-        settings = {**self._config.settings, "final_format": "hf" if hf else "ckpipe"}
-        with SyncPipeline(f"{self._root}-last", **settings) as pipeline:
+        fixed: Any = {"settings": self._settings, "final_format": "hf" if hf else "ckpipe"}
+        with SyncPipeline(f"{self._root}-last", **fixed) as pipeline:
             pipeline.save(
                 {"model": self._adapter.to_hf(weights) if hf else weights}, step, final=True
             )

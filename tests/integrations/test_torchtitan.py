@@ -66,6 +66,7 @@ def test_a_run_killed_inside_a_save_goes_on_to_the_bit(
     [
         "first_weights_are_loaded",
         "settings_keep_their_meaning",
+        "settings_of_ckpipe_hold",
         "weights_of_hugging_face_come_and_go",
     ],
 )

@@ -6,6 +6,8 @@ and forks the ranks of each case.
 
 from __future__ import annotations
 
+import logging
+import os
 import sys
 import warnings
 from collections.abc import Iterator
@@ -68,6 +70,7 @@ class Adapter(BaseStateDictAdapter):
         return {name.removeprefix("hf."): value for name, value in hf_state_dict.items()}
 
     def get_hf_storage_reader(self, path: str, from_quantized: bool = False) -> Any:
+        self.from_quantized = from_quantized
         return HuggingFaceStorageReader(path)
 
 
@@ -76,7 +79,7 @@ class Run:
 
     def __init__(self, case: Case, kind: Any = CkpipeCheckpointManager) -> None:
         self.case, self.rank = case, dist.get_rank()
-        self.step, self.ntokens_seen = 0, 0
+        self.step, self.ntokens_seen, self.adapter = 0, 0, Adapter()
         torch.manual_seed(7)
         self.model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.3), nn.Linear(8, 1))
         fully_shard(self.model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
@@ -100,7 +103,7 @@ class Run:
             optimizers=self.optimizers,
             lr_schedulers=self.schedulers,
             states={"train_state": self},
-            sd_adapter=Adapter() if case.get("adapter", True) else None,
+            sd_adapter=self.adapter if case.get("adapter", True) else None,
             base_folder=case["out"],
         )
         self.losses: list[float] = []
@@ -203,6 +206,32 @@ def settings_keep_their_meaning(case: Case) -> None:
     run.checkpointer.close()
 
 
+def settings_of_ckpipe_hold(case: Case) -> None:
+    said: list[str] = []
+    handler = logging.Handler(logging.INFO)
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("ckpipe").addHandler(handler)
+    logging.getLogger("ckpipe").setLevel(logging.INFO)
+    one = of(case, "one", settings={"keep_last": 1})
+    Run(one).train(8)
+    dist.barrier()
+    # Its rules decide in place of keep_latest_k.
+    with ckpipe.SyncPipeline(one["root"], read_only=True, solo=True) as pipeline:
+        assert [info.step for info in pipeline.steps() if info.complete] == [6]
+    for excluded, data in (([], "the loader has its saved state"), (["dataloader"], "")):
+        said.clear()
+        run = Run({**one, "fields": {"exclude_from_loading": excluded, "load_only": True}})
+        assert run.checkpointer.load()
+        run.checkpointer.close()
+        lines = [each for each in said if "resumed step 6 from" in each]
+        assert [each.partition(": ")[2] for each in lines] == [data] * (run.rank == 0)
+    with pytest.raises(UsageError, match="The setting initial has no effect with torchtitan"):
+        Run({**one, "settings": {"initial": "weights"}})
+    os.environ["CKPIPE_PREEMPTION"] = "1"
+    with pytest.raises(UsageError, match=r"\(from CKPIPE_PREEMPTION\) has no effect"):
+        Run(one)
+
+
 def first_weights_are_loaded(case: Case) -> None:
     source = of(case, "source", fields={"last_save_model_only": False})
     run = Run(source)
@@ -235,8 +264,9 @@ def weights_of_hugging_face_come_and_go(case: Case) -> None:
     dist.barrier()
     (file,) = Path(f"{one['root']}-last").rglob("model*.safetensors")
     path = {"initial_load_path": str(file.parent), "initial_load_in_hf": True}
-    again = Run(of(case, "again", fields=path))
+    again = Run(of(case, "again", fields={**path, "initial_load_in_hf_quantized": True}))
     assert again.checkpointer.load()
+    assert again.adapter.from_quantized  # it dequantises, if it has the code
     expected = [each.bfloat16().float() for each in weights(run).values()]
     assert all(map(torch.equal, weights(again).values(), expected))
     again.checkpointer.close()
