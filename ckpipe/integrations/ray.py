@@ -8,7 +8,6 @@ Ray 2.60.
 from __future__ import annotations
 
 import logging
-import os
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from ray.train import report as report_to_ray
 
 from ckpipe import LoadResult, SyncPipeline, SyncSaveHandle
 from ckpipe.integrations.pointers import POINTER_FILE, read_pointer, write_pointer
+from ckpipe.integrations.shared import tell_resumed
 from ckpipe.types import CheckpointId
 
 logger = logging.getLogger("ckpipe")
@@ -41,7 +41,7 @@ def report(handle: SyncSaveHandle, metrics: dict[str, Any]) -> None:
     """
     root = handle._pipeline.url
     if "://" not in root:  # the pointer moves to Ray's storage, where a relative path leads astray
-        root = Path(os.path.abspath(root)).as_uri()
+        root = Path(root).as_uri()
 
     def upload(_: Checkpoint, name: str) -> Checkpoint:
         info = handle.wait()
@@ -66,7 +66,7 @@ def load(pipeline: SyncPipeline, state: Any, **options: Any) -> LoadResult | Non
 
     One that was complete when a worker died may not be registered yet; it counts. If Ray has
     registered a newer one than there is at this root, as after a change of the root, a warning says
-    so. A start without a checkpoint is as the setting ``resume`` says.
+    so. A start without a checkpoint is as the settings ``resume`` and ``initial`` say.
 
     Args:
         pipeline: The pipeline, open on all workers.
@@ -74,7 +74,7 @@ def load(pipeline: SyncPipeline, state: Any, **options: Any) -> LoadResult | Non
         **options: Further arguments of it, such as ``per_rank``.
 
     Returns:
-        The result of the load; None if the run begins.
+        The result of the load; None if the run begins without ``initial``.
 
     Raises:
         CheckpointNotFound: If there is no complete checkpoint and ``resume`` is ``"must"``.
@@ -93,11 +93,7 @@ def load(pipeline: SyncPipeline, state: Any, **options: Any) -> LoadResult | Non
                 pipeline.url, "the run begins anew" if chosen is None else "an older one is loaded",
             )  # fmt: skip
     if chosen is None:
-        return None
+        return None if pipeline.settings.initial is None else pipeline.load(state, **options)
     result = pipeline.load(state, chosen, **options)
-    if rank == 0:
-        logger.info(
-            "resumed step %d from %s/%s: the data goes on where the state has it",
-            chosen.step, pipeline.url, chosen.id,
-        )  # fmt: skip
+    tell_resumed(chosen.step, f"{pipeline.url}/{chosen.id}", rank)
     return result

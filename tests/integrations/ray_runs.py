@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import ray
+import torch
 from ray.train import (
     CheckpointConsistencyMode,
     FailureConfig,
@@ -76,9 +77,7 @@ def second_attempt(root: Path, lines: Lines) -> None:
         result = load(pipeline, state)
         assert result is not None
         assert (result.step, state) == (2, {"w": 2})
-        assert lines.taken() == f"resumed step 2 from {root}/{result.id}: " + (
-            "the data goes on where the state has it"
-        )
+        assert lines.taken() == f"resumed step 2 from {root}/{result.id}"
         pipeline.delete(2, force=True)
     with ckpipe.SyncPipeline(root) as pipeline:
         assert load(pipeline, state) is not None
@@ -99,6 +98,11 @@ def second_attempt(root: Path, lines: Lines) -> None:
         assert load(pipeline, state) is None
         assert lines.taken() == ""
     assert state == {"w": 1}
+    # A run that begins takes the weights of another program.
+    torch.save({"w": 9}, initial := root.with_name("weights.pt"))
+    with ckpipe.SyncPipeline(other, initial=initial) as pipeline:
+        assert load(pipeline, state) is not None
+        assert state == {"w": 9}
     # Of a skipped save Ray gets the metrics, and no checkpoint.
     count = len(get_all_reported_checkpoints())
     with ckpipe.SyncPipeline(other, keep_last=0) as pipeline:
