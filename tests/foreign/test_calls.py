@@ -13,6 +13,7 @@ from ckpipe.errors import CheckpointNotFound, CorruptCheckpoint, StoreError, Usa
 from tests.foreign.places import counted, weights
 from tests.foreign.test_imports import WRITERS, Write, objects, of_hugging_face, of_torch
 from tests.support.command_line import Commands, damage, save_steps
+from tests.support.rank_pipelines import ranks
 
 
 @pytest.mark.parametrize("write", WRITERS)
@@ -106,6 +107,16 @@ def test_calls_take_checkpoints_of_ours(tmp_path: Path) -> None:
         return ckpipe.inspect(tmp_path / "a").id
 
     assert asyncio.run(inside()) == two
+
+
+def test_calls_take_the_newest_complete_checkpoint(tmp_path: Path) -> None:
+    (id,) = save_steps(tmp_path / "a", 1)
+    with ranks(str(tmp_path / "a"), 2) as world:
+        world[0].save({"w": torch.ones(2)}, step=2).wait()  # the other rank saves nothing
+    assert ckpipe.inspect(tmp_path / "a").id == id
+    assert ckpipe.verify(tmp_path / "a").id == id
+    assert ckpipe.export(tmp_path / "a", tmp_path / "b", part="model").id == id
+    assert ckpipe.import_checkpoint(tmp_path / "a", tmp_path / "c").step == 1
 
 
 def test_a_place_without_a_checkpoint_is_told_by_every_call(tmp_path: Path) -> None:
