@@ -9,6 +9,7 @@ of ``torch.save``. With ``SerializationFormat.SAFETENSORS`` the tensors of a ``.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from math import prod
 from operator import add
@@ -25,15 +26,21 @@ from ckpipe.errors import (
 )
 from ckpipe.foreign.pickles import PLAIN, Record, read_pickle
 from ckpipe.foreign.safetensors import read_header
-from ckpipe.foreign.source import AT_ONCE, check_named, read_metadata
+from ckpipe.foreign.source import AT_ONCE, check_named, read_metadata, read_range
 from ckpipe.foreign.torch_zip import read_object
 from ckpipe.foreign.virtual import Extent, ForeignTensor, virtual_manifest
 from ckpipe.format.dtypes import DTYPES, NAMES
-from ckpipe.format.manifest import MAX_NUMBER, ManifestDocument
+from ckpipe.format.manifest import MAX_DIMENSIONS, MAX_NUMBER, ManifestDocument
 
 METADATA = ".metadata"
 
-_ITEM_TAIL_BYTES = 4 << 10
+MAX_BYTES = 64 << 20
+"""Bytes of the longest metadata that are read: a checkpoint of 70B on 64 ranks has 20 to 40 MB."""
+
+_MOST_DEPTH = 200
+_ITEM_HEAD_BYTES, _ITEM_TAIL_BYTES = 2 << 10, 4 << 10
+_ITEMS_TOGETHER = 256
+_NEAR_BYTES, _SPAN_BYTES = 64 << 10, 1 << 20
 _HOME = "torch.distributed.checkpoint.metadata."
 _RECORDS = (
     *(_HOME + name for name in (
@@ -91,7 +98,7 @@ class DcpSource:
             StoreError: If the store failed.
         """
         there = {each.key: each for each in listing}
-        data = await read_metadata(store, there[METADATA])
+        data = await read_metadata(store, there[METADATA], most=MAX_BYTES)
         try:
             metadata = read_pickle(data, METADATA, _KNOWN).state
             items = [
@@ -102,8 +109,8 @@ class DcpSource:
             names = sorted({each.file for each in items})
             files = await for_each(names, store.stat, at_once=AT_ONCE)
             infos = dict(zip(names, files, strict=True))
-            found = await _read(store, infos, items, _chunk_bytes(described))
-            state: dict[Any, Any] = {}
+            found, pickled = await _read(store, infos, items, _chunk_bytes(described))
+            state: Any = _Branch()
             for name, about in described.items():
                 path = paths.get(name, (name,)) if isinstance(paths, dict) else (name,)
                 _put(state, path, _value(name, about, found), name)
@@ -114,7 +121,7 @@ class DcpSource:
             raise InvalidManifest(
                 f"The metadata is not as DCP writes it: {error!r:.200}", key=METADATA
             ) from None
-        most = 4 * (len(data) + sum(each.nbytes for each in items)) + 1000
+        most = 4 * (len(data) + pickled) + 1000
         return virtual_manifest(state, files, place, most_nodes=most)
 
 
@@ -123,6 +130,8 @@ def _item(index: Record, info: Record, there: Mapping[str, ObjectInfo]) -> _Item
     file, begin, nbytes = (info.state[each] for each in ("relative_path", "offset", "length"))
     name, offsets = index.state["fqn"], index.state.get("offset")
     check_named(file, there, METADATA)
+    if type(name) is not str:
+        raise ValueError("a name is no text")
     if info.state.get("transform_descriptors"):
         raise UnsupportedState(
             f"The data of {name!r:.200} are transformed, such as compressed", key=METADATA
@@ -136,7 +145,17 @@ def _item(index: Record, info: Record, there: Mapping[str, ObjectInfo]) -> _Item
             key=file,
             hint="The file is truncated or damaged; copy it again",
         )
-    return _Item(name, None if offsets is None else tuple(offsets), file, begin, nbytes)
+    return _Item(name, None if offsets is None else _numbers(offsets), file, begin, nbytes)
+
+
+def _numbers(found: Any) -> tuple[int, ...]:
+    """Check the numbers of a shape or of offsets."""
+    numbers = tuple(found)
+    if len(numbers) > MAX_DIMENSIONS or not all(
+        type(n) is int and 0 <= n <= MAX_NUMBER for n in numbers
+    ):
+        raise ValueError("a size or an offset is out of range")
+    return numbers
 
 
 async def _read(
@@ -144,31 +163,81 @@ async def _read(
     infos: Mapping[str, ObjectInfo],
     items: Sequence[_Item],
     chunk_bytes: Mapping[Any, int],
-) -> dict[Any, Any]:
-    """Return the object of each item, by its name and offsets, with tensors that are not read."""
+) -> tuple[dict[Any, Any], int]:
+    """Return the object of each item, by its name and offsets, with tensors that are not read.
+
+    Returns:
+        The objects, and the size of all their pickles in bytes.
+    """
     places = {each[2:4] for each in items if each.nbytes == chunk_bytes.get(each[:2])}
     headers: dict[tuple[str, int], Mapping[str, Any]] = {place: {} for place in places}
 
     async def header(place: tuple[str, int]) -> None:
         headers[place], _ = await read_header(store, infos[place[0]], place[1])
 
-    async def read(item: _Item) -> Any:
-        if item[2:4] in headers:
-            return headers[item[2:4]][item.name]
-        found, _ = await read_object(
-            store, infos[item.file], item.begin, item.nbytes, tail_bytes=_ITEM_TAIL_BYTES
-        )
-        return found
-
     await for_each(sorted(places), header, at_once=AT_ONCE)
-    found = await for_each(items, read, at_once=AT_ONCE)
-    return dict(zip([each[:2] for each in items], found, strict=True))
+    found = {each[:2]: headers[each[2:4]][each.name] for each in items if each[2:4] in headers}
+    pickled = 0
+    others = sorted((each for each in items if each[2:4] not in headers), key=lambda each: each[2:])
+    for number in range(0, len(others), _ITEMS_TOGETHER):
+        together = others[number : number + _ITEMS_TOGETHER]
+        ahead = await _read_ahead(store, infos, together)
+        for item in together:
+            found[item[:2]], nbytes = await read_object(
+                ahead, infos[item.file], item.begin, item.nbytes, tail_bytes=_ITEM_TAIL_BYTES
+            )
+            pickled += nbytes
+    return found, pickled
+
+
+class _Ahead:
+    """A store of which some ranges have been read, by their file and first byte."""
+
+    def __init__(self, store: Backend, ranges: Mapping[tuple[str, int], bytes]) -> None:
+        self._store, self._ranges = store, ranges
+        self._begins = sorted(ranges)
+
+    async def read_into(self, key: str, offset: int, buffer: memoryview) -> None:
+        number = bisect_right(self._begins, (key, offset)) - 1
+        if number >= 0 and self._begins[number][0] == key:
+            at = offset - self._begins[number][1]
+            data = self._ranges[self._begins[number]][at : at + len(buffer)]
+            if len(data) == len(buffer):
+                buffer[:] = data
+                return
+        await self._store.read_into(key, offset, buffer)
+
+
+async def _read_ahead(
+    store: Backend, infos: Mapping[str, ObjectInfo], items: Sequence[_Item]
+) -> _Ahead:
+    """Read the ends of items, where their structure is; those near each other are read together."""
+    spans: list[tuple[str, int, int]] = []
+    for _, _, file, begin, nbytes in items:
+        end = begin + nbytes
+        for first, last in (
+            (begin, min(begin + _ITEM_HEAD_BYTES, end)),
+            (max(begin, end - _ITEM_TAIL_BYTES), end),
+        ):
+            known, start, stop = spans[-1] if spans else ("", 0, 0)
+            near = known == file and first - stop < _NEAR_BYTES
+            if near and start <= first and last - start < _SPAN_BYTES:
+                spans[-1] = file, start, max(stop, last)
+            else:
+                spans.append((file, first, last))
+    read = await for_each(
+        spans, lambda span: read_range(store, infos[span[0]], span[1], span[2] - span[1]),
+        at_once=AT_ONCE,
+    )  # fmt: skip
+    return _Ahead(store, {span[:2]: data for span, data in zip(spans, read, strict=True)})
 
 
 def _chunk_bytes(described: Mapping[str, Record]) -> dict[tuple[str, tuple[int, ...]], int]:
     """Return the bytes of each chunk of a tensor without those of a file around it."""
     return {
-        (name, tuple(chunk.state["offsets"])): prod(chunk.state["sizes"]) * _dtype(about).itemsize
+        (name, _numbers(chunk.state["offsets"])): (
+            prod(_numbers(chunk.state["sizes"])) * _dtype(about).itemsize
+        )
         for name, about in described.items()
         if about.name != "BytesStorageMetadata"
         for chunk in about.state["chunks"]
@@ -187,14 +256,11 @@ def _value(name: str, about: Record, found: Mapping[Any, Any]) -> Any:
     """Return the value of a name: a tensor of all its chunks, or an object."""
     if about.name == "BytesStorageMetadata":
         return found[name, None]
-    shape, dtype = tuple(about.state["size"]), NAMES[_dtype(about)]
+    shape, dtype = _numbers(about.state["size"]), NAMES[_dtype(about)]
     extents: list[Extent] = []
     lazy: str | None = None
     for chunk in about.state["chunks"]:
-        lower, sizes = (tuple(chunk.state[each]) for each in ("offsets", "sizes"))
-        numbers = (*shape, *lower, *sizes)
-        if not all(type(n) is int and 0 <= n <= MAX_NUMBER for n in numbers):
-            raise ValueError("a size of a chunk is out of range")
+        lower, sizes = (_numbers(chunk.state[each]) for each in ("offsets", "sizes"))
         if 0 in sizes:
             continue
         part = found[name, lower]
@@ -211,15 +277,21 @@ def _value(name: str, about: Record, found: Mapping[Any, Any]) -> Any:
     return ForeignTensor(dtype, shape, tuple(extents), lazy=lazy or "")
 
 
-def _put(state: dict[Any, Any], path: Sequence[Any], value: Any, name: str) -> None:
+class _Branch(dict[Any, Any]):
+    """A dict or list of the state, unlike a dict that is one value."""
+
+
+def _put(state: _Branch, path: Sequence[Any], value: Any, name: str) -> None:
     """Put a value at its path, with lists as dicts of their places."""
-    here = state
-    for key in path[:-1]:
-        here = here.setdefault(_Place(key) if type(key) is int else key, {})
-        if type(here) is not dict:
+    if len(path) > _MOST_DEPTH or any(type(key) not in (str, int) for key in path):
+        raise ValueError("a path is too long, or no texts and numbers")
+    *above, last = (_Place(key) if type(key) is int else key for key in path)
+    here: Any = state
+    for key in above:
+        here = here.setdefault(key, _Branch())
+        if type(here) is not _Branch:
             break
-    last = _Place(path[-1]) if type(path[-1]) is int else path[-1]
-    if type(here) is not dict or last in here:
+    if type(here) is not _Branch or last in here:
         raise ValueError(f"the path of {name!r:.200} leads to another value")
     here[last] = value
 
@@ -233,7 +305,7 @@ def _restored(item: Any) -> Any:
 
     These are the numbers of its parameters, of which DCP makes text, and a state that is empty.
     """
-    if type(item) is not dict:
+    if type(item) is not _Branch:
         return item
     if any(type(key) is _Place for key in item):
         if sorted(item) != list(range(len(item))):
@@ -242,7 +314,8 @@ def _restored(item: Any) -> Any:
     found = {key: _restored(each) for key, each in item.items()}
     groups = found.get("param_groups")
     if type(groups) is list and all(type(each) is dict and "params" in each for each in groups):
-        numbers = {str(number): number for group in groups for number in group["params"]}
+        listed = [number for group in groups for number in group["params"]]
+        numbers = {str(number): number for number in listed if type(number) is int}
         state = found.get("state", {})
         found["state"] = {numbers.get(key, key): each for key, each in state.items()}
     return found

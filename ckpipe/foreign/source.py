@@ -423,8 +423,14 @@ def check_shards(names: Iterable[str]) -> None:
             )
 
 
+class Reads(Protocol):
+    """A store, or a part of one, that is read by ranges."""
+
+    async def read_into(self, key: str, offset: int, buffer: memoryview) -> None: ...
+
+
 async def read_metadata(
-    store: Backend,
+    store: Reads,
     info: ObjectInfo,
     offset: int = 0,
     size: int | None = None,
@@ -454,7 +460,7 @@ async def read_metadata(
     return await read_range(store, info, offset, size)
 
 
-async def read_range(store: Backend, info: ObjectInfo, offset: int, size: int) -> bytes:
+async def read_range(store: Reads, info: ObjectInfo, offset: int, size: int) -> bytes:
     """Read a range of a foreign file that was found to have these bytes.
 
     Raises:

@@ -28,7 +28,14 @@ from ckpipe.errors import (
 )
 from ckpipe.foreign.pickles import PLAIN, read_pickle
 from ckpipe.foreign.safetensors import together, weight_map
-from ckpipe.foreign.source import AT_ONCE, TORCH_FILES, check_shards, read_metadata, read_range
+from ckpipe.foreign.source import (
+    AT_ONCE,
+    TORCH_FILES,
+    Reads,
+    check_shards,
+    read_metadata,
+    read_range,
+)
 from ckpipe.foreign.virtual import Extent, ForeignTensor, virtual_manifest
 from ckpipe.format.boxes import contiguous_stride
 from ckpipe.format.dtypes import DTYPES, NAMES
@@ -121,7 +128,7 @@ class _Kind(NamedTuple):
 
 
 async def read_object(
-    store: Backend,
+    store: Reads,
     info: ObjectInfo,
     base: int = 0,
     size: int | None = None,
@@ -213,7 +220,7 @@ class _Tail(io.RawIOBase):
 
 
 async def _directory(
-    store: Backend, info: ObjectInfo, base: int, size: int, tail_bytes: int
+    store: Reads, info: ObjectInfo, base: int, size: int, tail_bytes: int
 ) -> tuple[dict[str, zipfile.ZipInfo], int]:
     """Return the records of a zip by name, and the start of its central directory."""
     known = min(size, tail_bytes)
@@ -253,7 +260,7 @@ def _no_zip(key: str, head: bytes, error: Exception) -> InvalidManifest | Unsupp
 
 
 async def _data_starts(
-    store: Backend,
+    store: Reads,
     info: ObjectInfo,
     base: int,
     records: Mapping[str, zipfile.ZipInfo],

@@ -21,20 +21,22 @@ Tensors = Mapping[str, torch.Tensor]
 
 
 class Counted(LocalBackend):
-    """A directory that is read by ranged requests, as a bucket is; it counts their bytes.
+    """A directory that is read by ranged requests, as a bucket is; it counts them and their bytes.
 
     Attributes:
+        reads: The number of requests.
         bytes: The bytes read.
         before_stat: Called before each look at an object.
     """
 
-    bytes = 0
+    reads = bytes = 0
 
     def __init__(self, url: str, before_stat: Callable[[str], object]) -> None:
         super().__init__(url.partition("://")[2])
         self.before_stat = before_stat
 
     async def read_into(self, key: str, offset: int, buffer: memoryview) -> None:
+        self.reads += 1
         self.bytes += len(buffer)
         await super().read_into(key, offset, buffer)
 

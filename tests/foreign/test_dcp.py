@@ -78,7 +78,13 @@ def in_form_of_torch_2_1(metadata: Metadata) -> None:
             about.properties = older
 
 
-@pytest.mark.parametrize("change", [in_form_of_torch_2_6, in_form_of_torch_2_1])
+def of_many_ranks(metadata: Metadata) -> None:
+    """Make the metadata larger than those of any file."""
+    in_form_of_torch_2_6(metadata)
+    metadata.storage_meta = "x" * (20 << 20)  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("change", [in_form_of_torch_2_6, in_form_of_torch_2_1, of_many_ranks])
 def test_metadata_of_older_torch(change: Callable[[Metadata], object], tmp_path: Path) -> None:
     state = {"w": torch.randn(4, 5), "nested": {"list": [torch.ones(2), 5]}, "step": 3}
     save(state, tmp_path / "dcp")
@@ -111,6 +117,15 @@ def test_only_what_is_wanted_is_read(tmp_path: Path) -> None:
         result = load(pipeline, source=url, include=["w3"])
         assert torch.equal(result.state["w3"], state["w3"])
         assert sum(each.bytes for each in opened) <= 1.1 * (4 << 20) + (256 << 10)
+
+
+def test_the_structure_of_items_is_read_together(tmp_path: Path) -> None:
+    state = {f"w{n}": torch.ones(1 << 16) for n in range(10)}
+    state |= {f"small{n}": torch.ones(100) for n in range(100)}
+    save(state, tmp_path / "dcp")
+    with counted(tmp_path / "dcp") as (url, opened):
+        assert len(ckpipe.inspect(url).tensors) == len(state)
+        assert sum(each.reads for each in opened) <= 1 + 11
 
 
 @pytest.mark.parametrize(
@@ -175,6 +190,20 @@ def shape(metadata: Metadata, size: list[int]) -> None:
     about.chunks[0].sizes = torch.Size(size)
 
 
+def name_of(metadata: Metadata, name: Any) -> None:
+    for index in metadata.storage_data:
+        object.__setattr__(index, "fqn", name)
+
+
+def chunk(metadata: Metadata, **facts: Any) -> None:
+    about: Any = metadata.state_dict_metadata["w"]
+    vars(about.chunks[0]).update(facts)
+
+
+TWICE: tuple[Any, ...] = ()
+for _ in range(60):
+    TWICE = (TWICE, TWICE)
+
 LIES: dict[str, tuple[Callable[[Metadata], object], type[CkpipeError]]] = {
     "a file above": (lambda m: storage(m, relative_path="../__0_0.distcp"), UnsafePath),
     "a file that is missing": (lambda m: storage(m, relative_path="x.distcp"), MissingObject),
@@ -195,7 +224,11 @@ LIES: dict[str, tuple[Callable[[Metadata], object], type[CkpipeError]]] = {
         lambda m: m.planner_data.__setitem__("a", ("w",)), InvalidManifest),
     "no metadata of DCP": (lambda m: pickle.dumps([1, 2]), InvalidManifest),
     "truncated": (lambda m: pickle.dumps(m)[:-50], InvalidManifest),
-    "20 MB": (lambda m: bytes(20 << 20), OversizedMetadata),
+    "70 MB": (lambda m: bytes(70 << 20), OversizedMetadata),
+    "a name of 2^60": (lambda m: name_of(m, TWICE), InvalidManifest),
+    "a path of 2^60": (lambda m: m.planner_data.__setitem__("w", (TWICE,)), InvalidManifest),
+    "a long path": (lambda m: m.planner_data.__setitem__("w", ("w",) * 3000), InvalidManifest),
+    "offsets of 2^60": (lambda m: chunk(m, offsets=(TWICE,)), InvalidManifest),
     "a global": (lambda m: b"cos\nsystem\n.", UnsupportedState),
 }  # fmt: skip
 
