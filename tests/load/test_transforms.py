@@ -264,6 +264,22 @@ async def test_state_that_is_rearranged_with_its_parameter_is_loaded() -> None:
     assert torch.equal(alone.get_parameter("a.weight"), turned)
 
 
+def test_only_what_would_hold_the_old_state_is_refused(tmp_path: Path) -> None:
+    model, optimizer = trained("a b c d", 0.1, steps=1)
+    with ckpipe.SyncPipeline(tmp_path / "run") as pipeline:
+        pipeline.save(training_state(model, optimizer), 1).wait()
+    rule = [Rearrange("model.a.weight", [[2, 2], -1], [[1, 0], 2])]
+    done = ckpipe.export(tmp_path / "run", form="hf", transform=rule)
+    weights = ckpipe.load(done.url).state
+    assert torch.equal(weights["a.weight"], model.get_parameter("a.weight")[[0, 2, 1, 3]])
+    ckpipe.export(tmp_path / "run", tmp_path / "m", form="torch", part="model", transform=rule)
+    with pytest.raises(StructureMismatch, match="leave the state"):
+        ckpipe.export(tmp_path / "run", tmp_path / "all", form="torch", transform=rule)
+    with pytest.raises(StructureMismatch, match="leave the state"):
+        ckpipe.import_checkpoint(tmp_path / "run", tmp_path / "other", transform=rule)
+    assert not (tmp_path / "all").exists()
+
+
 async def test_only_and_drop_leave_labels_out() -> None:
     model = nn.Linear(2, 2)
     backend = await stored({"model": model, "head": torch.ones(5), "step": 1})
