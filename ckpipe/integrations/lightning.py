@@ -140,15 +140,14 @@ class CkpipeCheckpointIO(TorchCheckpointIO):
         path = metadata["path"]
         with _locked(path):
             old = None if os.path.islink(path) else read_pointer(path)
-            if old is not None and (old.root != self.root or old.id == event.info.id):
-                old = None  # of another run, or written by another rank
-            key = old and CheckpointId.parse(old.id)
+            own = old if old is not None and old.root == self.root else None
+            key = own and CheckpointId.parse(own.id)
             if metadata["call"] <= self._removed.get(path, 0) or (key and key > event.info.key):
                 self._dropped.add(event.info.id)
                 return
             write_pointer(path, self.root, event.info)
-            if old is not None:
-                self._dropped.add(old.id)
+            if key and key != event.info.key:  # another rank may have written it already
+                self._dropped.add(str(key))
 
     def load_checkpoint(
         self,

@@ -132,11 +132,9 @@ class CkpipeCheckpointManager(BaseCheckpointManager):
         self._pipeline.load(
             self._state, chosen, include=["training.model"] if seed else None, exclude=exclude
         )
-        data = "the loader has its saved state"
-        if seed or self._loader is None or "dataloader" in exclude:
-            data = ""
-        rank = dist.get_rank() if dist.is_initialized() else 0
-        tell_resumed(chosen.step, f"{self._pipeline.url}/{chosen.id}", rank, data)
+        has_position = not seed and "dataloader" in self._state.keys() - exclude
+        data = "the loader has its saved state" if has_position else ""
+        tell_resumed(chosen.step, f"{self._pipeline.url}/{chosen.id}", dist.get_rank(), data)
         get_iterator = getattr(self._loader, "_get_iterator", None)
         if get_iterator is None:
             self._rng.apply()
