@@ -29,6 +29,7 @@ RUN_ONCE = {"docs/tutorials/resume.md"}  # it kills its run only where there is 
 NEEDS = {
     "docs/tutorials/lightning.md": "lightning",
     "docs/tutorials/torchtitan.md": "torchtitan",
+    "docs/tutorials/verl.md": "verl",
 }
 SECONDS = 300
 
