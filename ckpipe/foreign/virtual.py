@@ -30,6 +30,9 @@ from ckpipe.types import CheckpointId
 MOST_NODES = 3_000_000
 """Most tensors, values and containers of a foreign state; each takes 200 bytes."""
 
+_NODE_BYTES = 128
+"""Bytes of a name or value that count as one node more; a pickle can name a long one many times."""
+
 _MOST_DEPTH = 200
 """Most containers around a value: other programs nest a few, hostile files many."""
 
@@ -156,7 +159,11 @@ class _Tables:
         self._tensors: dict[int, int] = {}
 
     def node(self, item: Any, label: str, depth: int) -> Node:
-        self._nodes += 1
+        self._nodes += 1 + len(label) // _NODE_BYTES
+        if type(item) in (set, frozenset):
+            self._nodes += len(item)
+        if type(item) in (str, bytes):
+            self._nodes += len(item) // _NODE_BYTES
         if self._nodes > self.most_nodes or depth > _MOST_DEPTH:
             raise InvalidManifest(
                 f"The state has more than {self.most_nodes} items, or is nested more than "

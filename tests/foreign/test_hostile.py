@@ -258,6 +258,14 @@ ZIPS: dict[str, tuple[Callable[[Path], bytes], type[CkpipeError]]] = {
         lambda path: torch_zip(b"\x80\x04\x8e" + struct.pack("<Q", 1 << 40) + b"."),
         InvalidManifest),
     "2^60 values": (lambda path: torch_zip(laughs()), InvalidManifest),
+    "a long key in itself": (
+        lambda path: torch_zip(
+            b"\x80\2}X" + struct.pack("<I", 20_000) + b"k" * 20_000 + b"q\0" + b"}h\0" * 99
+            + b"N" + b"s" * 100 + b"."), InvalidManifest),
+    "a set in many places": (
+        lambda path: torch_zip(
+            b"\x80\4\x8f\x94(" + b"".join(b"M" + struct.pack("<H", n) for n in range(2000))
+            + b"\x90](" + b"h\0" * 2000 + b"e."), InvalidManifest),
     "a key of 2^60": (lambda path: torch_zip(b"\x80\2}" + nested() + b"Ns."), InvalidManifest),
     "keys of 2^60": (
         lambda path: torch_zip(b"\x80\2}(" + nested() + b"Nu."), InvalidManifest),
