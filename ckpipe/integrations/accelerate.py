@@ -2,7 +2,7 @@
 
 ``attach(accelerator, url)`` replaces ``save_state`` and ``load_state`` of one ``Accelerator``. Its
 hooks, its registered objects, its automatic names and ``total_limit`` stay. Tried with accelerate
-1.15, of which it uses some private names.
+1.15, of which it uses some private names: another version without them is refused.
 """
 
 from __future__ import annotations
@@ -15,17 +15,38 @@ from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
-from accelerate.data_loader import SeedableRandomSampler
-from accelerate.utils import DistributedType
+from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard, SeedableRandomSampler
+from accelerate.state import GradientState
+from accelerate.utils import DistributedType, broadcast_object_list
 
 from ckpipe import CheckpointInfo, Progress, RngState, SyncPipeline
 from ckpipe.distributed import training_state
-from ckpipe.errors import CheckpointNotFound, UsageError
+from ckpipe.errors import UsageError
 from ckpipe.events import Completed
-from ckpipe.integrations.pointers import read_pointer, write_pointer_folder
+from ckpipe.integrations.pointers import read_pointer, set_aside, write_pointer_folder
+from ckpipe.integrations.shared import (
+    check_names,
+    checked,
+    choose_path,
+    pointer_folders,
+    tell_resumed,
+)
 from ckpipe.types import CheckpointId
 
 logger = logging.getLogger("ckpipe")
+
+check_names(
+    "accelerate",
+    "1.15.0",
+    {
+        Accelerator.__init__: "_models _optimizers _schedulers _dataloaders _custom_objects "
+        "_save_model_state_pre_hook _load_model_state_pre_hook project_configuration scaler step",
+        Accelerator: "sync_gradients save_iteration get_state_dict",
+        GradientState: "active_dataloader in_dataloader end_of_dataloader",
+        DataLoaderShard: "_update_state_dict get_sampler set_epoch",
+        DataLoaderDispatcher: "_update_state_dict get_sampler set_epoch",
+    },
+)
 
 
 def attach(accelerator: Accelerator, url: str | os.PathLike[str], **settings: Any) -> SyncPipeline:
@@ -40,19 +61,23 @@ def attach(accelerator: Accelerator, url: str | os.PathLike[str], **settings: An
       it may be absent without automatic names too. ``step`` is by default one more than the last.
     * ``load_state()`` resumes from the newest complete checkpoint, the same on all ranks, and
       returns its :class:`~ckpipe.CheckpointInfo`; or None if the run begins, as the setting
-      ``resume`` says. ``load_state(output_dir)`` takes the newest that was saved under the last
-      part of this name. A folder that accelerate wrote without ckpipe is loaded as ever.
-    * Inside an epoch the generators go back when the first batch after a load has been fetched, or
-      else before the first forward pass: a restore in ``load_state``, as accelerate's own, is
-      changed again by the loader. To the bit resumes a loop with ``use_seedable_sampler=True``
-      whose loaders are stateful, or which skips the consumed batches with ``skip_first_batches``.
+      ``resume`` says. ``load_state(output_dir)`` takes the checkpoint that the pointer in this
+      folder leads to. Without a pointer it takes the newest that was saved under this path, or
+      under a name without a folder. Files that accelerate wrote there without ckpipe are loaded as
+      ever; then the result is None.
+    * Inside an epoch the generators go back when the loader in which the checkpoint was saved has
+      fetched its first batch after a load, or else before the first forward pass in training: a
+      restore in ``load_state``, as accelerate's own, is changed again by the loader. To the bit
+      resumes a loop with ``use_seedable_sampler=True`` whose loaders are stateful, or which skips
+      the consumed batches with ``skip_first_batches``.
     * ``end_training()`` waits until all saves are durable and closes the pipeline.
 
     Gradients are not saved: with accumulation save after a step of the optimizer; any other save
     warns.
     Hooks are called as ever. A hook that takes the weights of a model out of the list keeps the
     model out of the checkpoint; other changes of weights have no effect. With ``total_limit`` the
-    newest checkpoints stay, unless the settings have ``keep_last`` or ``retention``.
+    newest checkpoints stay, unless the settings have ``keep_last`` or ``retention``; folders
+    without a pointer stay in any case.
 
     Args:
         accelerator: The accelerator.
@@ -69,22 +94,23 @@ def attach(accelerator: Accelerator, url: str | os.PathLike[str], **settings: An
     if accelerator.distributed_type in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
         raise UsageError(
             f"{accelerator.distributed_type} keeps model and optimizer in a form of its own",
-            hint="Save with its own functions; FSDP and DDP are supported",
+            hint="Save with its own functions, without attach",
         )
+    chosen = checked("accelerate", settings, "initial", hint="Load the weights yourself")
     limit = accelerator.project_configuration.total_limit
-    if limit is not None and not {"retention", "keep_last"} & settings.keys():
-        settings["keep_last"] = limit
-    pipeline = SyncPipeline(url, **settings)
-    if pipeline.settings.initial is not None:
-        raise UsageError("An accelerator takes no initial", hint="Load the weights yourself")
-    attached = _Attached(accelerator, pipeline.open(), limit)
+    if limit is not None and chosen.retention.rule is None:
+        chosen = chosen.override(keep_last=limit)
+    pipeline = SyncPipeline(url, settings=chosen).open()
+    attached = _Attached(accelerator, pipeline, limit)
     pipeline.on_complete(attached.on_complete)
     accelerator.save_state, accelerator.load_state = attached.save_state, attached.load_state
     end_training = accelerator.end_training
 
     def end() -> None:
-        pipeline.close()
-        end_training()
+        try:
+            pipeline.close()
+        finally:
+            end_training()
 
     accelerator.end_training = end
     return pipeline
@@ -96,7 +122,6 @@ class _Attached:
     def __init__(self, accelerator: Any, pipeline: SyncPipeline, limit: int | None) -> None:
         self._accelerator, self._pipeline, self._limit = accelerator, pipeline, limit
         self._load_own, self._rng = accelerator.load_state, RngState(apply="later")
-        self._folders: dict[str, str] = {}
 
     def save_state(
         self,
@@ -104,7 +129,6 @@ class _Attached:
         safe_serialization: bool = True,
         *,
         step: int | None = None,
-        **kwargs: Any,
     ) -> Any:
         accelerator = self._accelerator
         configuration = accelerator.project_configuration
@@ -114,8 +138,9 @@ class _Attached:
         metadata = None
         if output_dir is not None:
             output_dir = os.path.abspath(os.path.expanduser(output_dir))
-            metadata = {"name": os.path.basename(output_dir)}
-            self._folders[os.path.basename(output_dir)] = output_dir
+            metadata = {"name": os.path.basename(output_dir), "path": output_dir}
+            if accelerator.is_main_process:
+                set_aside(output_dir)
         left_out: list[int] = []
         if hooks := accelerator._save_model_state_pre_hook.values():
             if output_dir is None:
@@ -144,70 +169,106 @@ class _Attached:
         return handle
 
     def load_state(
-        self, input_dir: str | os.PathLike[str] | None = None, *args: Any, **kwargs: Any
+        self,
+        input_dir: str | os.PathLike[str] | None = None,
+        load_kwargs: dict[str, Any] | None = None,
+        **load_model_func_kwargs: Any,
     ) -> CheckpointInfo | None:
-        accelerator, chosen = self._accelerator, None
+        accelerator = self._accelerator
+        if input_dir is not None:
+            input_dir = os.path.expanduser(input_dir)
+            if broadcast_object_list([_is_own(input_dir)])[0]:
+                self._load_own(input_dir, load_kwargs, **load_model_func_kwargs)
+                return None
+        if given := [*(load_kwargs or {}), *load_model_func_kwargs]:
+            raise UsageError(
+                f"{', '.join(given)} has no effect on a checkpoint of ckpipe",
+                hint="Call load_state without it",
+            )
         if input_dir is None:
             chosen = self._pipeline.choose()
             if chosen is None:
+                self._tell_of_own()
                 return None
         else:
-            input_dir = os.path.abspath(os.path.expanduser(input_dir))
-            chosen = self._pipeline.choose(name=os.path.basename(input_dir))
-            if chosen is None and os.path.isdir(input_dir) and read_pointer(input_dir) is None:
-                self._load_own(input_dir, *args, **kwargs)
-                return None
-            if chosen is None:
-                raise CheckpointNotFound(
-                    f"There is no complete checkpoint {os.path.basename(input_dir)!r} here",
-                    hint="load_state() without a name takes the newest",
-                )
+            chosen = choose_path(self._pipeline, input_dir)
         models = list(accelerator._models)
-        for hook in accelerator._load_model_state_pre_hook.values():
-            hook(models, input_dir)
+        if hooks := accelerator._load_model_state_pre_hook.values():
+            folder = input_dir
+            if folder is None or not os.path.isdir(folder):
+                folder = (chosen.metadata or {}).get("path")
+            if folder is None or not os.path.isdir(folder):
+                raise UsageError(
+                    f"Hooks of load_state read from the folder of a checkpoint, and {chosen.id} "
+                    f"has none here: {folder}",
+                    step=chosen.step,
+                    hint="Save with save_state(output_dir), and load with load_state(output_dir)",
+                )
+            for hook in hooks:
+                hook(models, folder)
         kept = [id(each) for each in models]
         left_out = [n for n, each in enumerate(accelerator._models) if id(each) not in kept]
         state = self._state(0)
         self._pipeline.load(state, chosen, exclude=self._globs(left_out))
-        counters = state["counters"]
+        counters, loaders = state["counters"], state["loaders"]
         accelerator.step = counters.step
         accelerator.project_configuration.iteration = counters.iteration
         if counters.inside:
-            self._restore_generators()
+            self._restore_generators(counters.loader)
         else:  # the next epoch begins with them
             self._rng.apply()
-        logger.info(
-            "resumed step %d from %s/%s: the data goes on in epochs %s, in them where stateful "
-            "loaders were, or behind the batches that your loop skips",
-            chosen.step, self._pipeline.url, chosen.id,
-            ", ".join(str(each.loader.iteration) for each in state["loaders"]),
+        goes_on = loaders and all(each.goes_on for each in loaders)
+        epochs = ", ".join(str(each.loader.iteration) for each in loaders)
+        tell_resumed(
+            chosen.step, f"{self._pipeline.url}/{chosen.id}", accelerator.process_index,
+            f"the data go on in epoch {epochs}, where the loader was" if goes_on else "",
         )  # fmt: skip
         return chosen
 
+    def _tell_of_own(self) -> None:
+        """Warn if a run begins beside checkpoints that accelerate saved without ckpipe."""
+        accelerator = self._accelerator
+        if (
+            self._pipeline.settings.resume == "never"
+            or not accelerator.is_main_process
+            or not accelerator.project_configuration.automatic_checkpoint_naming
+        ):
+            return
+        folder = Path(accelerator.project_dir, "checkpoints")
+        own = sorted(str(each) for each in folder.glob("checkpoint_*") if _is_own(each))
+        if own:
+            logger.warning(
+                "training starts fresh beside checkpoints that accelerate saved without ckpipe: "
+                "%s. load_state(folder) loads one of them",
+                ", ".join(own),
+            )
+
     def on_complete(self, event: Completed) -> None:
-        folder = self._folders.pop((event.info.metadata or {}).get("name", ""), None)
+        folder = (event.info.metadata or {}).get("path")
         if folder is None:
             return
-        write_pointer_folder(folder, self._pipeline.url, event.info, {})
+        old = read_pointer(folder)
+        id = CheckpointId.parse(old.id) if old and old.root == self._pipeline.url else None
+        if id is None or id < event.info.key:  # saves may become complete in another order
+            write_pointer_folder(folder, self._pipeline.url, event.info, {})
         if self._limit and self._accelerator.project_configuration.automatic_checkpoint_naming:
-            named = {each: read_pointer(each) for each in Path(folder).parent.iterdir()}
-            keys = {
-                each: id
-                for each, pointer in named.items()
-                if pointer is not None and (id := CheckpointId.parse(pointer.id)) is not None
-            }
-            for each in sorted(keys, key=keys.__getitem__)[: -self._limit]:
+            names = pointer_folders(Path(folder).parent, self._pipeline.url)
+            for each in names[: -self._limit]:
                 shutil.rmtree(each, ignore_errors=True)
 
     def _state(self, iteration: int) -> dict[str, Any]:
         accelerator, models = self._accelerator, self._accelerator._models
         gradients = accelerator.gradient_state
         inside = gradients.in_dataloader and not gradients.end_of_dataloader
+        active = gradients.active_dataloader
+        loader = next((n for n, each in enumerate(accelerator._dataloaders) if each is active), -1)
         state: dict[str, Any] = {
             "schedulers": list(accelerator._schedulers),
             "loaders": [_Loader(each, gradients) for each in accelerator._dataloaders],
             "objects": list(accelerator._custom_objects),
-            "counters": Progress(step=accelerator.step, iteration=iteration, inside=inside),
+            "counters": Progress(
+                step=accelerator.step, iteration=iteration, inside=inside, loader=loader
+            ),
             "rng": self._rng,
         }
         if models:
@@ -224,8 +285,11 @@ class _Attached:
             return ["training.model"]
         return [f"training.model.model{n}.*" for n in models] or None
 
-    def _restore_generators(self) -> None:
-        """Put the generators back once a first batch is there, or before the first forward pass."""
+    def _restore_generators(self, loader: int) -> None:
+        """Put them back once this loader has a first batch, or before the first forward pass.
+
+        Other loaders, such as those of an evaluation before it, draw numbers that do not count.
+        """
         handles: list[Any] = []
 
         def restore(module: Any = None, *_: Any) -> None:
@@ -234,10 +298,15 @@ class _Attached:
                 while handles:
                     handles.pop().remove()
 
-        for loader in self._accelerator._dataloaders:
-            _before_once(loader, "_update_state_dict", restore)
+        if 0 <= loader < len(self._accelerator._dataloaders):
+            _before_once(self._accelerator._dataloaders[loader], "_update_state_dict", restore)
         # Such as for a loader of skip_first_batches, which is a new one.
         handles += [each.register_forward_pre_hook(restore) for each in self._accelerator._models]
+
+
+def _is_own(folder: str | os.PathLike[str]) -> bool:
+    """Tell whether accelerate saved into a folder without ckpipe."""
+    return any(Path(folder).glob("random_states_*.pkl")) and read_pointer(folder) is None
 
 
 def _before_once(obj: Any, name: str, function: Callable[[], None]) -> None:
@@ -260,6 +329,7 @@ class _Loader:
         sampler = loader.get_sampler() if hasattr(loader, "get_sampler") else None
         self._sampler = sampler if isinstance(sampler, SeedableRandomSampler) else None
         self._stateful = getattr(loader, "use_stateful_dataloader", False)
+        self.goes_on = False
 
     def state_dict(self) -> dict[str, Any]:
         # The last batch of an epoch is saved as the beginning of the next one.
@@ -279,4 +349,5 @@ class _Loader:
             # Without a state the next epoch begins with an iterator of its own, as in the run that
             # was saved: not with the one that the loader has made already.
             self.loader.load_state_dict({} if ended else state["position"])
+            self.goes_on = True
         self.loader.set_epoch(state["iteration"])

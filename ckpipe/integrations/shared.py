@@ -1,11 +1,16 @@
-"""Do once for all adaptors: check settings, find what a path names, and tell of a resume."""
+"""Do once for all adaptors: check names and settings, find what a path names, tell of a resume."""
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 from collections.abc import Mapping
+from importlib.metadata import version
+from pathlib import Path
 from typing import Any
+
+import torch.distributed as dist
 
 from ckpipe.errors import CheckpointNotFound, UsageError
 from ckpipe.integrations.pointers import read_pointer
@@ -14,6 +19,33 @@ from ckpipe.settings import Settings
 from ckpipe.types import CheckpointId, CheckpointInfo
 
 logger = logging.getLogger("ckpipe")
+
+
+def check_names(package: str, tried: str, names: Mapping[Any, str]) -> None:
+    """Check that a package has the names that its adaptor uses, some of which are private.
+
+    Args:
+        package: The name of the package.
+        tried: Its version that the adaptor was written for.
+        names: Names by their owner, with spaces between: attributes of a class; or variables of a
+            function, and attributes that it sets.
+
+    Raises:
+        UsageError: If a name is missing.
+    """
+    absent = []
+    for owner, wanted in names.items():
+        there = dir(owner)
+        if inspect.isfunction(owner):
+            code = inspect.unwrap(owner).__code__
+            there = [*code.co_names, *code.co_varnames]
+        absent += [f"{owner.__qualname__}: {each}" for each in wanted.split() if each not in there]
+    if absent:
+        raise UsageError(
+            f"{package} {version(package)} is here and lacks names that {tried} has: "
+            + ", ".join(absent),
+            hint=f"Install {package}=={tried}, with which this adaptor was tried",
+        )
 
 
 def checked(trainer: str, given: Mapping[str, Any], *refused: str, hint: str) -> Settings:
@@ -56,7 +88,10 @@ def choose_path(pipeline: SyncPipeline, path: str | os.PathLike[str]) -> Checkpo
         CheckpointNotFound: If there is none at this root.
         CkpipeError: Any error of :meth:`ckpipe.SyncPipeline.choose`.
     """
-    given, pointer = os.fspath(path), read_pointer(path)
+    found = [read_pointer(path)]
+    if dist.is_initialized():  # only one of several machines may have the pointer
+        dist.broadcast_object_list(found)
+    given, pointer = os.fspath(path), found[0]
     name = os.path.basename(os.path.normpath(given))
     which = pointer.id if pointer else given if CheckpointId.parse(given) else None
     try:
@@ -86,3 +121,19 @@ def tell_resumed(step: int, place: str, rank: int, data: str = "") -> None:
     """
     if rank == 0:
         logger.info("resumed step %d from %s%s", step, place, data and f": {data}")
+
+
+def pointer_folders(folder: str | os.PathLike[str], root: str) -> list[Path]:
+    """List the folders in a folder that have a pointer to a root, the oldest checkpoint first.
+
+    Args:
+        folder: The folder.
+        root: The root, ``pipeline.url``.
+    """
+    ids: dict[Path, CheckpointId] = {}
+    for each in Path(folder).iterdir():
+        pointer = read_pointer(each) if each.is_dir() else None
+        id = CheckpointId.parse(pointer.id) if pointer and pointer.root == root else None
+        if id is not None:
+            ids[each] = id
+    return sorted(ids, key=ids.__getitem__)

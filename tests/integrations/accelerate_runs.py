@@ -7,12 +7,8 @@ from __future__ import annotations
 
 import logging
 import os
-import pkgutil
 import random
 import shutil
-import sys
-import warnings
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +18,19 @@ import torch
 import torch._dynamo  # the first optimizer imports it
 import torch.distributed as dist
 from accelerate import Accelerator
-from accelerate.utils import DataLoaderConfiguration, ProjectConfiguration
+from accelerate.utils import DataLoaderConfiguration, DistributedType, ProjectConfiguration
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import ckpipe
-from ckpipe.errors import CheckpointNotFound, UsageError
+from ckpipe.errors import CheckpointNotFound, CkpipeError, SettingsError, StoreError, UsageError
 from ckpipe.integrations.accelerate import attach
 from ckpipe.integrations.pointers import read_pointer
-from tests.support.fork_server import Case, serve
+from ckpipe.integrations.shared import check_names
+from ckpipe.testing import FaultyBackend
+from ckpipe_local import LocalBackend
+from tests.integrations.killed import of, serve_runs
+from tests.support.fork_server import Case
 from tests.support.killed_runs import die, mortal_backend
 
 EPOCHS, SAVE_STEPS = 3, 4
@@ -68,6 +68,8 @@ class Run:
                 project_dir=self.out, automatic_checkpoint_naming=naming, **case.get("project", {})
             ),
         )
+        if case.get("scaler"):  # as with mixed precision on a GPU
+            self.accelerator.scaler = torch.amp.GradScaler("cpu", growth_interval=3)
         model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.3), nn.Linear(8, 1))
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2)
@@ -75,6 +77,7 @@ class Run:
         loader = DataLoader(samples, batch_size=2, shuffle=True)
         prepared = self.accelerator.prepare(model, optimizer, schedule, loader)
         self.model, self.optimizer, self.schedule, self.loader = prepared
+        self.others = self.accelerator.prepare(DataLoader(samples, batch_size=4, shuffle=True))
         self.average = Average()
         self.seen: list[list[float]] = []
         self.losses: list[float] = []
@@ -104,6 +107,14 @@ class Run:
                 self.end_here(step)
                 if step == last:
                     return
+
+    def evaluate(self) -> None:
+        """Draw numbers, as an evaluation does."""
+        self.model.eval()
+        with torch.no_grad():
+            for (inputs,) in self.others:
+                self.model(inputs + torch.rand(1))
+        self.model.train()
 
     def step(self, inputs: torch.Tensor) -> None:
         with self.accelerator.accumulate(self.model):
@@ -144,19 +155,16 @@ class Run:
 def train(case: Case) -> None:
     """Go on from the newest checkpoint to the end, and note all that it has come to."""
     if "url" in case:
-        mortal_backend(case if case.get("at") else {"root": case["root"]})
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        mortal_backend(case if case.get("victim") == rank else {"root": case["root"]})
     run = Run(case)
     chosen = run.accelerator.load_state()
+    if chosen is not None and case.get("evaluates"):
+        run.evaluate()
     run.train(0 if chosen is None else chosen.step)
     rank = run.accelerator.process_index
     torch.save(run.outcome(), f"{case['out']}.result-{rank}")
     run.accelerator.end_training()
-
-
-def of(case: Case, name: str, **more: Any) -> Case:
-    folder = Path(case["out"]) / name
-    folder.mkdir(parents=True)
-    return {**case, "out": str(folder), "root": str(folder / "root"), **more}
 
 
 def names(case: Case) -> list[str]:
@@ -187,30 +195,149 @@ def names_are_those_of_accelerate(case: Case) -> None:
 
 def names_are_loaded(case: Case) -> None:
     one = of(case, "one", naming=False)
-    run = Run(one)
-    weights = []
-    for name in ("a", "b", "a"):
+    run, weights = Run(one), {}
+    folders = [Path(one["out"], name) for name in ("a", "b", "a", "of/a")]
+    for folder in folders:
         run.train(0, 2)
-        run.accelerator.save_state(str(Path(one["out"], name)))
-        weights.append([each.clone() for each in run.model.parameters()])
+        run.accelerator.save_state(str(folder))
+        weights[folder] = [each.clone() for each in run.model.parameters()]
     run.accelerator.save_state()  # without a name
     run.accelerator.end_training()
     again = Run(one)
-    for name, expected in (("b", weights[1]), ("a", weights[2])):
-        for where in (Path(one["out"]), Path("/of/another/machine")):
-            assert again.accelerator.load_state(str(where / name)) is not None
-            assert all(map(torch.equal, again.model.parameters(), expected))
-    with pytest.raises(CheckpointNotFound, match="'c'"):
-        again.accelerator.load_state("c")
+    for gone in (False, True):
+        for folder in folders[1:]:
+            if gone:
+                shutil.rmtree(folder)
+            # The path of another run is refused, and so is an older one of the same name.
+            if gone and folder == folders[2]:
+                with pytest.raises(CheckpointNotFound, match="of/a"):
+                    again.accelerator.load_state(str(folder))
+                continue
+            assert again.accelerator.load_state(str(folder)) is not None
+            assert all(map(torch.equal, again.model.parameters(), weights[folder]))
+    assert again.accelerator.load_state("a") is not None
+    assert all(map(torch.equal, again.model.parameters(), weights[folders[-1]]))
+    for absent in ("c", "/of/another/run/b"):
+        with pytest.raises(CheckpointNotFound, match=absent):
+            again.accelerator.load_state(absent)
     again.accelerator.end_training()
-    # A folder that accelerate wrote by itself is loaded as ever.
+    other = Run(of(case, "other", naming=False))
+    other.accelerator.save_state(str(Path(case["out"], "other", "b")))
+    other.accelerator.end_training()
+    with pytest.raises(CheckpointNotFound, match="other/root"):
+        Run(one).accelerator.load_state(str(Path(case["out"], "other", "b")))
+    # What accelerate wrote by itself is loaded as ever, also under a name that ckpipe has saved.
     plain = Run(one, attached=False)
-    plain.train(0, 2)
-    plain.accelerator.save_state(str(Path(one["out"], "plain")))
+    plain.train(0, 3)
+    plain.accelerator.save_state(str(folders[1]))
     mixed = Run(one)
-    mixed.accelerator.load_state(str(Path(one["out"], "plain")))
-    assert all(map(torch.equal, mixed.model.parameters(), plain.model.parameters()))
+    for more in ({}, {"map_location": "cpu"}):
+        assert mixed.accelerator.load_state(str(folders[1]), **more) is None
+        assert all(map(torch.equal, mixed.model.parameters(), plain.model.parameters()))
     mixed.accelerator.end_training()
+
+
+def saves_of_accelerate_stay(case: Case) -> None:
+    one = of(case, "one", project={"total_limit": 1})
+    plain = Run({**one, "project": {}}, attached=False)
+    for _ in range(3):
+        plain.accelerator.save_state()
+    before = names(one)
+    told = messages()
+    run = Run(one)
+    assert run.accelerator.load_state() is None
+    assert "fresh beside checkpoints" in told[0]
+    assert "checkpoint_2" in told[0]
+    run.train(0, 2)
+    run.accelerator.save_state()
+    run.accelerator.save_state()
+    run.accelerator.end_training()
+    # The newest with ckpipe has taken the name of one of them.
+    moved = ["before-ckpipe.checkpoint_0", "before-ckpipe.checkpoint_1"]
+    assert names(one) == [*moved, "checkpoint_1", *before[2:]]
+    again = Run({**one, "settings": {"resume": "never"}})
+    assert again.accelerator.load_state() is None
+    assert again.accelerator.load_state(str(Path(one["out"], "checkpoints", moved[0]))) is None
+    assert not any("fresh" in each for each in told[1:])
+    again.accelerator.end_training()
+
+
+def settings_come_from_the_environment(case: Case) -> None:
+    one = of(case, "one", project={"total_limit": 1})
+    for value, left in (("2", 2), ("", 1)):
+        os.environ["CKPIPE_KEEP_LAST"] = value
+        run = Run({**one, "root": f"{one['root']}-{left}"})
+        for _ in range(4):
+            run.accelerator.save_state()
+        run.accelerator.end_training()
+        with ckpipe.SyncPipeline(f"{one['root']}-{left}", read_only=True) as pipeline:
+            assert sum(info.complete for info in pipeline.steps()) == left
+    os.environ["CKPIPE_INITIAL"] = "/weights"
+    with pytest.raises(UsageError, match="CKPIPE_INITIAL"):
+        Run(one)
+
+
+def scalers_go_on(case: Case) -> None:
+    one = of(case, "one", scaler=True)
+    run = Run(one)
+    run.train(0, 14)
+    run.accelerator.end_training()
+    again = Run(one)
+    chosen = again.accelerator.load_state()
+    assert chosen is not None
+    assert chosen.step == 12
+    again.train(12, 14)
+    scalers = [each.accelerator.scaler.state_dict() for each in (run, again)]
+    assert scalers[0] == scalers[1]
+    assert scalers[0]["scale"] > 65536
+    assert all(map(torch.equal, run.model.parameters(), again.model.parameters()))
+    again.accelerator.end_training()
+
+
+def other_ranks_go_on(case: Case) -> None:
+    """Resume with one rank what two have saved."""
+    run = Run(case)
+    with pytest.raises(CkpipeError, match="per_rank"):
+        run.accelerator.load_state()
+    run.accelerator.end_training()
+    run = Run({**case, "settings": {"per_rank": "drop"}})
+    chosen = run.accelerator.load_state()
+    assert chosen is not None
+    assert chosen.step == 8
+    run.train(0, run.batches)
+    assert len(run.seen) == 20
+    run.accelerator.end_training()
+
+
+def wrong_uses_are_refused(case: Case) -> None:
+    run = Run(of(case, "one"))
+    run.accelerator.save_state()
+    with pytest.raises(UsageError, match="strict, map_location"):
+        run.accelerator.load_state(load_kwargs={"strict": False}, map_location="cpu")
+    with pytest.raises(TypeError, match="steps"):
+        run.accelerator.save_state(steps=3)
+    run.accelerator.end_training()
+    with pytest.raises(SettingsError, match="keep_lst"):
+        Run(of(case, "unknown", settings={"keep_lst": 1}))
+    with pytest.raises(UsageError, match=r"accelerate 1\.\S+ is here.* no_such"):
+        check_names("accelerate", "0.1", {Accelerator: "prepare no_such"})
+    with pytest.raises(UsageError, match="no_such"):
+        check_names("accelerate", "0.1", {Accelerator.__init__: "_models no_such"})
+    # The end of training is reached, also if a save fails.
+    faulty, ended = FaultyBackend(LocalBackend(case["root"])), []
+    faulty.fail(StoreError("broken"), lambda each: each.key.endswith(".json"), times=None)
+    ckpipe.register_backend("faulty", lambda url: faulty)
+    run = Run(of(case, "failing", url="faulty://store"), attached=False)
+    run.accelerator.end_training = lambda: ended.append(True)
+    attach(run.accelerator, "faulty://store", upload={"retries": 0})
+    run.accelerator.save_state()
+    with pytest.raises(CkpipeError):
+        run.accelerator.end_training()
+    assert ended == [True]
+    for kind in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
+        run.accelerator.state.distributed_type = kind
+        with pytest.raises(UsageError, match="a form of its own"):
+            attach(run.accelerator, case["root"])
 
 
 def hooks_are_called(case: Case) -> None:
@@ -235,6 +362,7 @@ def hooks_are_called(case: Case) -> None:
     assert all(map(torch.equal, run.model.parameters(), after))
     assert not all(map(torch.equal, after, before))
     assert run.average.count == 4
+    assert run.accelerator.load_state() is not None  # the hook gets its folder
     run.accelerator.end_training()
     assert "model" not in ckpipe.load(one["root"]).state["training"]
     unnamed = Run(of(case, "unnamed", naming=False))
@@ -244,12 +372,18 @@ def hooks_are_called(case: Case) -> None:
     unnamed.accelerator.end_training()
 
 
-def lost_gradients_are_told(case: Case) -> None:
-    one, said = of(case, "one"), []
-    run = Run(one)
-    handler = logging.Handler(logging.WARNING)
+def messages(level: int = logging.WARNING) -> list[str]:
+    """A list that grows with what ckpipe logs."""
+    said: list[str] = []
+    handler = logging.Handler(level)
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("ckpipe").addHandler(handler)
+    return said
+
+
+def lost_gradients_are_told(case: Case) -> None:
+    one, said = of(case, "one"), messages()
+    run = Run(one)
     run.train(0, 2)
     run.accelerator.save_state()
     assert said == []
@@ -306,26 +440,9 @@ def resume_obeys_its_setting(case: Case) -> None:
     assert chosen is not None
     assert chosen.step == 4
     again.accelerator.end_training()
-    with pytest.raises(UsageError, match="no initial"):
+    with pytest.raises(UsageError, match="initial has no effect"):
         Run({**one, "settings": {"initial": "/weights"}})
 
 
-def _live(case: Case, rank: int, number: int) -> None:
-    warnings.simplefilter("error")
-    warnings.filterwarnings("ignore", "'set_vital' is deprecated")  # by torchdata
-    torch.set_num_threads(1)
-    size = case["ranks"]
-    if size > 1:
-        os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank))
-        os.environ.update(LOCAL_WORLD_SIZE=str(size), OMP_NUM_THREADS="1")
-        store = dist.FileStore(f"{case['out']}.store-{number}", size)  # type: ignore[attr-defined]
-        dist.init_process_group(
-            "gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=300)
-        )
-        dist.barrier()  # a rank that leaves earlier breaks the connecting of the others
-    found = vars(sys.modules[__name__]).get(case["do"])
-    (found or pkgutil.resolve_name(case["do"]))(case)
-
-
 if __name__ == "__main__":
-    serve(_live)
+    serve_runs()

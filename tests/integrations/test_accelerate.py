@@ -4,48 +4,49 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from tests.support.differences import difference
+from tests.integrations.killed import (
+    check_killed,
+    check_killed_inside_a_save,
+    new_case,
+    undisturbed_run,
+)
 from tests.support.fork_server import Forks
-from tests.support.sampling import SEED, sample
+from tests.support.sampling import EVERY, SEED, sample
 
 PROGRAM = str(Path(__file__).with_name("accelerate_runs.py"))  # this process does without it
 SAVE_STEPS = 4
 STEPS = {1: 60, 2: 30}
 """The steps of a run, by the number of ranks."""
 
-MOMENTS = ["inside an epoch", "inside a save", "after a save", "after an epoch"]
+MOMENTS = ["inside an epoch", "while it saves", "after a save", "after an epoch"]
 KILLS = list(itertools.product(MOMENTS, [1, 2], [True, False]))
 
 
 @pytest.fixture(scope="module")
-def undisturbed(server: Forks, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Any]:
-    """What runs of one and two ranks come to that nothing disturbs."""
-    found = {}
-    for ranks in (1, 2):
-        case = new_case(tmp_path_factory.mktemp("undisturbed"))
-        assert server.ranks(case, ranks) == [0] * ranks
-        found[ranks] = [result(case, rank) for rank in range(ranks)]
-    return found
+def undisturbed(
+    server: Forks, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[int, bool], list[Any]]:
+    """What runs of one and two ranks come to that nothing disturbs; stateful loaders draw more."""
 
+    @cache
+    def run(ranks: int, stateful: bool) -> list[Any]:
+        case = new_case(tmp_path_factory.mktemp("undisturbed"), stateful=stateful)
+        return undisturbed_run(server, case, ranks)
 
-def new_case(folder: Path, **more: Any) -> dict[str, Any]:
-    return {"do": "train", "root": str(folder / "root"), "out": str(folder / "out"), **more}
-
-
-def result(case: dict[str, Any], rank: int) -> Any:
-    return torch.load(f"{case['out']}.result-{rank}", weights_only=False)
+    return run
 
 
 @pytest.mark.parametrize(("moment", "ranks", "stateful"), sample(KILLS, 5))
 def test_a_killed_run_goes_on_to_the_bit(
     server: Forks,
-    undisturbed: dict[int, Any],
+    undisturbed: Callable[[int, bool], list[Any]],
     tmp_path: Path,
     moment: str,
     ranks: int,
@@ -57,19 +58,26 @@ def test_a_killed_run_goes_on_to_the_bit(
         step = SAVE_STEPS * chance.randrange(1, STEPS[ranks] // SAVE_STEPS)
     if moment == "after an epoch":
         step = 20
-    case = new_case(tmp_path, stateful=stateful)
-    dies = {"dies": step, "just_saved": moment == "inside a save"}
-    assert server.ranks({**case, **dies}, ranks) == [None] * ranks
-    assert server.ranks(case, ranks) == [0] * ranks
-    for rank, whole in enumerate(undisturbed[ranks]):
-        found = result(case, rank)
-        if moment != "inside a save":
-            assert len(found["seen"]) == STEPS[ranks] - (step - step % SAVE_STEPS)
-        expected = {
-            name: value[-len(found[name]) :] if name in ("seen", "losses") else value
-            for name, value in whole.items()
-        }
-        assert difference(found, expected) is None
+    saving, saved = moment == "while it saves", step - step % SAVE_STEPS
+    # At the end of an epoch the generators are back before an evaluation.
+    evaluates = bool(saved % (STEPS[ranks] // 3))
+    check_killed(
+        server,
+        new_case(tmp_path, stateful=stateful, evaluates=evaluates),
+        {"dies": step, "just_saved": saving},
+        undisturbed(ranks, stateful),
+        done=0 if saving else saved,
+    )
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_run_killed_inside_a_save_goes_on_to_the_bit(
+    server: Forks, undisturbed: Callable[[int, bool], list[Any]], tmp_path: Path, ranks: int
+) -> None:
+    chance = random.Random(SEED)
+    for number in range(8 if EVERY else 1):
+        case = new_case(tmp_path / f"{number}")
+        check_killed_inside_a_save(server, case, undisturbed(ranks, True), chance)
 
 
 @pytest.mark.parametrize(
@@ -80,8 +88,18 @@ def test_a_killed_run_goes_on_to_the_bit(
         "names_are_loaded",
         "names_are_those_of_accelerate",
         "resume_obeys_its_setting",
+        "saves_of_accelerate_stay",
+        "scalers_go_on",
         "several_models_go_on",
+        "settings_come_from_the_environment",
+        "wrong_uses_are_refused",
     ],
 )
 def test_a_feature_of_accelerate_stays(server: Forks, tmp_path: Path, feature: str) -> None:
     assert server.run(new_case(tmp_path, do=feature)) == 0
+
+
+def test_other_ranks_go_on_with_new_loaders(server: Forks, tmp_path: Path) -> None:
+    case = new_case(tmp_path)
+    assert server.ranks({**case, "dies": 9}, 2) == [None] * 2
+    assert server.run({**case, "do": "other_ranks_go_on"}) == 0
