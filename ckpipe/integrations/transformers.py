@@ -2,7 +2,8 @@
 
 Write ``CkpipeTrainer`` for ``Trainer``, or put the mixin before another trainer, such as that of
 trl: ``class MyTrainer(CkpipeTrainerMixin, SFTTrainer): ...``. The methods that the mixin overrides
-are those of transformers 5.24; most of them are private there.
+are those of transformers 5.24; most of them are private there, and another version without them is
+refused.
 
 Checkpoints lie below the root, and ``output_dir/checkpoint-N`` is a small folder with a pointer
 (:mod:`ckpipe.integrations.pointers`) and ``trainer_state.json``. It appears when its checkpoint is
@@ -16,28 +17,48 @@ import json
 import logging
 import os
 import re
+import shutil
 from collections.abc import Mapping
 from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from accelerate.utils import broadcast_object_list
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import ExportableState, TrainerState
 from transformers.trainer_pt_utils import nested_gather
-from transformers.trainer_utils import get_last_checkpoint, rotate_checkpoints
+from transformers.trainer_utils import get_last_checkpoint
 
 from ckpipe import CheckpointInfo, KeepLast, Progress, RngState, SyncPipeline
 from ckpipe.distributed import training_state
 from ckpipe.errors import CheckpointNotFound, CorruptCheckpoint, StructureMismatch, UsageError
 from ckpipe.events import Completed
-from ckpipe.integrations.pointers import read_pointer, write_pointer_folder
+from ckpipe.integrations.pointers import read_pointer, set_aside, write_pointer_folder
+from ckpipe.integrations.shared import (
+    check_names,
+    checked,
+    choose_path,
+    pointer_folders,
+    tell_resumed,
+)
 
 logger = logging.getLogger("ckpipe")
+
+check_names(
+    "transformers",
+    "5.24.0",
+    {
+        Trainer: "_load_from_checkpoint _load_optimizer_and_scheduler _load_scaler _load_rng_state "
+        "_save_checkpoint _finalize_training _load_best_model _get_output_dir init_hf_repo",
+        Trainer._inner_training_loop: "_tr_loss _total_loss_scalar _globalstep_last_logged",
+        Trainer._run_epoch: "epoch epochs_trained steps_trained_in_current_epoch",
+        TrainerState: "load_from_json best_metric best_global_step best_model_checkpoint",
+    },
+)
 
 STATE_NAME = "trainer_state.json"
 BEST = "best_metric"
 """The metric that only those checkpoints have that were better than all before them."""
-
-_NAME = re.compile(r"checkpoint-(\d+)")
 
 
 class CkpipeTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[misc]
@@ -45,8 +66,10 @@ class CkpipeTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[
 
     ``train()`` resumes from the newest complete checkpoint, if there is one, and begins a run
     otherwise, as the setting ``resume`` says. ``train(resume_from_checkpoint=True)`` raises without
-    a checkpoint, ``False`` begins anew, and a path ``checkpoint-500`` or an id takes that one. A
-    folder that the trainer wrote without ckpipe is taken as ever.
+    a checkpoint, ``False`` begins anew. A path takes the checkpoint that the pointer there leads
+    to, and a name ``checkpoint-500`` or an id that one. A folder that the trainer wrote without
+    ckpipe is taken as ever if it is named, or if there is no checkpoint of ckpipe and it is the
+    newest in ``output_dir``. Such folders are never removed.
 
     A save returns when the state is copied; leaving ``train()`` waits until all saves are durable.
     Each rank saves its own part, and ranks that resume agree on a checkpoint. Saved are model,
@@ -67,12 +90,14 @@ class CkpipeTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[
         ckpipe_settings: Fields of :class:`~ckpipe.Settings`. ``save_every_seconds``,
             ``save_every_steps`` and ``preemption`` save besides ``save_steps``; a signal also ends
             the training. Without ``retention`` or ``keep_last`` here, ``save_total_limit`` decides
-            which checkpoints stay; the best counts among them.
+            which checkpoints stay; the best counts among them. With these and
+            ``load_best_model_at_end`` the best stays besides.
         kwargs: Arguments of the trainer.
 
     Raises:
         UsageError: If checkpoints are to be pushed to the Hub, which takes the trainer's own files;
-            or if ``initial`` is set, since ``from_pretrained`` gives a model its first weights.
+            or if ``initial`` is set, since ``from_pretrained`` gives a model its first weights; or
+            if DeepSpeed holds the state.
         SettingsError: If a setting is unknown or out of range.
     """
 
@@ -86,10 +111,22 @@ class CkpipeTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[
         super().__init__(*args, **kwargs)
         root = os.fspath(checkpoints or os.path.join(self.args.output_dir, "ckpipe"))
         self._ckpipe_root = root if "://" in root else os.path.abspath(root)
-        self._ckpipe_settings = dict(ckpipe_settings or {})
-        limit = self.args.save_total_limit or 0
-        if limit > 0 and not {"retention", "keep_last"} & self._ckpipe_settings.keys():
-            self._ckpipe_settings["retention"] = KeepLast(limit, including=BEST)
+        if self.is_deepspeed_enabled:
+            raise UsageError(
+                "DeepSpeed keeps model and optimizer in a form of its own",
+                hint="Use the trainer without ckpipe, or without DeepSpeed",
+            )
+        settings = checked(
+            "a Trainer", ckpipe_settings or {}, "initial", hint="Call from_pretrained instead"
+        )
+        limit, best = self.args.save_total_limit or 0, self.args.load_best_model_at_end
+        self._ckpipe_limit, self._ckpipe_over = limit, False
+        if settings.retention.rule is None and limit > 0:
+            settings = settings.override(retention=KeepLast(limit, including=BEST))
+        elif settings.retention.rule is not None and best and settings.keep_last != 0:
+            rules, kept = settings.retention.rules, KeepLast(1, including=BEST)
+            settings = settings.override(retention=kept if rules is None else rules | kept)
+        self._ckpipe_settings = settings
         self._ckpipe_pipeline: Any = None
         self._ckpipe_chosen: CheckpointInfo | None = None
         self._ckpipe_rng = RngState(apply="later")
@@ -114,7 +151,7 @@ class CkpipeTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[
 
         Args:
             resume_from_checkpoint: None resumes as the setting ``resume`` says; True must resume,
-                False begins anew. A path or name ``checkpoint-N``, or an id, takes that checkpoint.
+                False begins anew. A path, a name ``checkpoint-N`` or an id takes that checkpoint.
             trial: The trial of a search, which begins anew.
             ignore_keys_for_eval: As for the trainer.
 
@@ -123,18 +160,27 @@ class CkpipeTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[
             StructureMismatch: If the checkpoint was not saved by such a trainer.
             CkpipeError: Any error of a save or load.
         """
-        root, settings = self._ckpipe_root, dict(self._ckpipe_settings)
+        root, settings = self._ckpipe_root, self._ckpipe_settings
+        self._ckpipe_run_dir = run = os.path.abspath(self._get_output_dir(trial))
         if trial is not None:
-            root = f"{root}/{os.path.basename(self._get_output_dir(trial))}"
+            root = f"{root}/{os.path.basename(run)}"
         if isinstance(resume_from_checkpoint, bool) or trial is not None:
-            settings["resume"] = "must" if resume_from_checkpoint else "never"
-        with SyncPipeline(root, **settings) as pipeline:
-            if pipeline.settings.initial is not None:
-                raise UsageError("A trainer takes no initial", hint="Call from_pretrained instead")
-            self._ckpipe_pipeline, self._ckpipe_run_dir = pipeline, self._get_output_dir(trial)
+            settings = settings.override(resume="must" if resume_from_checkpoint else "never")
+        last = get_last_checkpoint(run) if os.path.isdir(run) else None
+        (last,) = broadcast_object_list([last and (last, read_pointer(last) is None)])
+        own = last[0] if last and last[1] and settings.resume != "never" else None
+        if own is not None:  # so there is one to resume from in any case
+            settings = settings.override(resume="must")
+        with SyncPipeline(root, settings=settings) as pipeline:
+            self._ckpipe_pipeline, self._ckpipe_over = pipeline, False
             pipeline.on_complete(self._ckpipe_on_complete)
             try:
-                folder = self._ckpipe_choose(resume_from_checkpoint)
+                folder = self._ckpipe_choose(resume_from_checkpoint, own)
+                if folder is None and last and settings.resume != "never" and self.args.should_save:
+                    logger.warning(
+                        "training starts fresh beside %s, whose checkpoint is not at this root",
+                        last[0],
+                    )
                 return super().train(folder, trial, ignore_keys_for_eval)
             finally:
                 self._ckpipe_chosen = None
@@ -151,32 +197,44 @@ class CkpipeTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[
 
     def _ckpipe_on_complete(self, event: Completed) -> None:
         self._ckpipe_write_name(event.info)
-        best = json.loads((event.info.metadata or {})["trainer_state"])["best_model_checkpoint"]
-        best = best and os.path.join(self._ckpipe_run_dir, os.path.basename(best))
-        rotate_checkpoints(self._ckpipe_run_dir, self.args.save_total_limit, best, use_mtime=True)
+        self._ckpipe_limit_names()
+
+    def _ckpipe_limit_names(self) -> None:
+        """Remove the names that the trainer would; saves may become complete in any order."""
+        limit, best = self._ckpipe_limit, self.state.best_model_checkpoint
+        names = pointer_folders(self._ckpipe_run_dir, self._ckpipe_pipeline.url)
+        if limit <= 0 or not names:
+            return
+        stay = {names[-1], Path(best or "")} & {*names}
+        if self._ckpipe_over and limit == 1 and best is not None:
+            stay &= {Path(best)}
+        old = [each for each in names if each not in stay]
+        for each in old[: max(0, len(names) - max(limit, len(stay)))]:
+            shutil.rmtree(each, ignore_errors=True)
 
     # Resume
 
-    def _ckpipe_choose(self, resume: str | bool | None) -> str | None:
-        """Choose the checkpoint, and return the folder that the trainer reads its state from."""
-        pipeline, pointer = self._ckpipe_pipeline, None
+    def _ckpipe_choose(self, resume: str | bool | None, own: str | None) -> str | None:
+        """Choose the checkpoint, and return the folder that the trainer reads its state from.
+
+        Args:
+            resume: As for :meth:`train`.
+            own: The folder without a pointer to take if there is no checkpoint.
+        """
+        pipeline = self._ckpipe_pipeline
         if isinstance(resume, str):
-            pointer = read_pointer(resume)
-            if pointer is None and os.path.isdir(resume):
+            if os.path.isdir(resume) and read_pointer(resume) is None:
                 return resume
-            named = _NAME.fullmatch(os.path.basename(os.path.normpath(resume)))
-            which = pointer.id if pointer else int(named[1]) if named else resume
-            chosen = pipeline.choose(which)
+            chosen = choose_path(pipeline, resume)
         else:
             try:
                 chosen = pipeline.choose()
             except CheckpointNotFound:
-                folder = self._ckpipe_run_dir
-                last = get_last_checkpoint(folder) if os.path.isdir(folder) else None
-                if last is None or read_pointer(last) is not None:
+                if own is None:
                     raise
-                logger.info("resuming from %s, which was saved without ckpipe", last)
-                return str(last)
+                if self.args.should_save:
+                    logger.info("resuming from %s, which was saved without ckpipe", own)
+                return own
         if chosen is None:
             return None
         if chosen.metadata is None:
@@ -198,7 +256,9 @@ class CkpipeTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[
             if not os.path.isdir(path):
                 with suppress(CheckpointNotFound):
                     self._ckpipe_write_name(pipeline.choose(_step_of(best)))
-        self._ckpipe_write_name(chosen, json.dumps(state, indent=2, sort_keys=True) + "\n")
+        with self.args.main_process_first():
+            set_aside(self._ckpipe_folder(chosen.step))
+            self._ckpipe_write_name(chosen, json.dumps(state, indent=2, sort_keys=True) + "\n")
         return self._ckpipe_folder(chosen.step)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
@@ -213,7 +273,14 @@ class CkpipeTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[
         # The loss and the generators of an epoch's beginning belong to a rank of the same world.
         other = self._ckpipe_chosen.world_size != self.args.world_size
         exclude = ["progress"] if other and "progress" in state else None
-        self._ckpipe_pipeline.load(state, self._ckpipe_chosen, include=include, exclude=exclude)
+        chosen, pipeline = self._ckpipe_chosen, self._ckpipe_pipeline
+        pipeline.load(state, chosen, include=include, exclude=exclude)
+        over = self.state.global_step >= self.state.max_steps
+        exact = "generators" in vars(self._ckpipe_progress) and not self.args.ignore_data_skip
+        tell_resumed(
+            chosen.step, f"{pipeline.url}/{chosen.id}", self.args.process_index,
+            f"the data go on with those of step {chosen.step + 1}" if exact and not over else "",
+        )  # fmt: skip
 
     def _load_scaler(self, checkpoint: str | None) -> None:
         if self._ckpipe_chosen is None:
@@ -234,10 +301,6 @@ class CkpipeTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[
         chosen, progress = self._ckpipe_chosen, self._ckpipe_progress
         epoch, skipped = kwargs["epoch"], kwargs["steps_trained_in_current_epoch"]
         if chosen is not None and epoch == kwargs["epochs_trained"]:
-            logger.info(
-                "resumed step %d from %s/%s: the data goes on in epoch %d after batch %d",
-                chosen.step, self._ckpipe_pipeline.url, chosen.id, epoch, skipped,
-            )  # fmt: skip
             if not skipped:
                 self._ckpipe_rng.apply()
             elif "generators" in vars(progress):  # the order may be drawn when the epoch begins
@@ -290,7 +353,10 @@ class CkpipeTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[
         progress.loss, progress.logged = self._tr_loss, self._globalstep_last_logged
         # One rank's is enough, and a run with many logs has megabytes.
         text = json.dumps(dataclasses.asdict(state), indent=2, sort_keys=True) + "\n"
-        first = {"name": f"checkpoint-{step}", "trainer_state": text}
+        path = self._ckpipe_folder(step)
+        if self.args.should_save:
+            set_aside(path)
+        first = {"name": os.path.basename(path), "path": path, "trainer_state": text}
         self._ckpipe_pipeline.save(
             self._ckpipe_state(),
             step,
@@ -302,10 +368,17 @@ class CkpipeTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[
     # End
 
     def _finalize_training(self, *args: Any) -> Any:
-        best = self.state.best_model_checkpoint
+        best, limit = self.state.best_model_checkpoint, self.args.save_total_limit
         if self.args.should_save and best is not None and not os.path.isdir(best):
-            self._ckpipe_write_name(self._ckpipe_pipeline.choose(_step_of(best)))
-        return super()._finalize_training(*args)
+            with suppress(CheckpointNotFound):
+                self._ckpipe_write_name(self._ckpipe_pipeline.choose(_step_of(best)))
+        self.args.save_total_limit = None  # the trainer would remove folders without a pointer too
+        try:
+            return super()._finalize_training(*args)
+        finally:
+            self.args.save_total_limit, self._ckpipe_over = limit, True
+            if self.args.should_save:
+                self._ckpipe_limit_names()
 
     def _load_best_model(self) -> None:
         best = self.state.best_model_checkpoint
@@ -314,9 +387,16 @@ class CkpipeTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[
             return
         adapters = self._ckpipe_include() or ["training.model"]
         include = [each for each in adapters if each.startswith("training.model")]
-        state = {"training": training_state(self.model_wrapped)}
-        self._ckpipe_pipeline.load(state, _step_of(best), include=include)
-        logger.info("loaded the best model, of step %d", _step_of(best))
+        state, step = {"training": training_state(self.model_wrapped)}, _step_of(best)
+        try:
+            self._ckpipe_pipeline.load(state, step, include=include)
+        except CheckpointNotFound:  # the trainer warns too
+            logger.warning(
+                "The best model, of step %d, is gone: the model stays the last one", step
+            )
+            return
+        if self.args.process_index == 0:
+            logger.info("loaded the best model, of step %d", step)
 
 
 def _step_of(folder: str) -> int:

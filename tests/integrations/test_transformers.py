@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from tests.support.differences import difference
+from tests.integrations.killed import (
+    check_killed,
+    check_killed_inside_a_save,
+    new_case,
+    undisturbed_run,
+)
 from tests.support.fork_server import Forks
 from tests.support.sampling import EVERY, SEED, sample
 
@@ -23,41 +26,14 @@ STEPS = {1: 20, 2: 12}
 @pytest.fixture(scope="module")
 def undisturbed(server: Forks, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Any]:
     """What runs of one and two ranks come to that nothing disturbs."""
-    found = {}
-    for ranks in (1, 2):
-        case = new_case(tmp_path_factory.mktemp("undisturbed"), ranks)
-        assert server.ranks(case, ranks) == [0] * ranks
-        found[ranks] = [result(case, rank) for rank in range(ranks)]
-    return found
+    folder = tmp_path_factory.mktemp("undisturbed")
+    return {n: undisturbed_run(server, run_case(folder / str(n), n), n) for n in (1, 2)}
 
 
-def new_case(folder: Path, ranks: int = 1, **more: Any) -> dict[str, Any]:
+def run_case(folder: Path, ranks: int = 1, **more: Any) -> dict[str, Any]:
     # Two ranks take half as many steps for an epoch, and accumulate gradients over two batches.
     arguments = {"num_train_epochs": 4, "gradient_accumulation_steps": 2} if ranks > 1 else {}
-    return {
-        "do": "train",
-        "root": str(folder / "root"),
-        "out": str(folder / "out"),
-        "arguments": arguments,
-        **more,
-    }
-
-
-def result(case: Mapping[str, Any], rank: int = 0) -> Any:
-    """What a rank of a run has come to."""
-    return torch.load(f"{case['out']}.result-{rank}", weights_only=False)
-
-
-def check_resumed(case: dict[str, Any], expected: list[Any], *, from_step: int = 0) -> None:
-    """Compare what a run has come to, which resumed behind this step, with the undisturbed one."""
-    for rank, whole in enumerate(expected):
-        found = result(case, rank)
-        seen = found.pop("seen")
-        assert whole["seen"][-len(seen) :] == seen
-        each = len(whole["seen"]) // whole["optimizer"]["state"][0]["step"].int().item()
-        assert len(seen) <= len(whole["seen"]) - each * from_step
-        rest = {name: value for name, value in whole.items() if name != "seen"}
-        assert difference(found, rest) is None
+    return new_case(folder, arguments=arguments, **more)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -69,12 +45,14 @@ def test_a_killed_run_goes_on_to_the_bit(
     step = chance.randrange(SAVE_STEPS + 1, STEPS[ranks])
     if moment == "after a save":
         step = SAVE_STEPS * chance.randrange(1, STEPS[ranks] // SAVE_STEPS)
-    case = new_case(tmp_path, ranks)
-    saved = step - step % SAVE_STEPS
-    dies = {"dies": step, "named": f"checkpoint-{saved}"}
-    assert server.ranks({**case, **dies}, ranks) == [None] * ranks
-    assert server.ranks(case, ranks) == [0] * ranks
-    check_resumed(case, undisturbed[ranks], from_step=saved)
+    saved, batches = step - step % SAVE_STEPS, len(undisturbed[ranks][0]["seen"])
+    check_killed(
+        server,
+        run_case(tmp_path, ranks),
+        {"dies": step, "named": f"checkpoint-{saved}"},
+        undisturbed[ranks],
+        done=saved * batches // STEPS[ranks],
+    )
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -83,18 +61,12 @@ def test_a_run_killed_inside_a_save_goes_on_to_the_bit(
 ) -> None:
     chance = random.Random(SEED)
     for number in range(8 if EVERY else 1):
-        case = new_case(tmp_path / f"{number}", ranks, url="mortal://store")
-        Path(case["out"]).mkdir(parents=True)
-        victim, at = chance.randrange(ranks), chance.randrange(8, 40)
-        landing = chance.choice(["before", "after"])
-        codes = server.ranks({**case, "victim": victim, "at": at, "landing": landing}, ranks)
-        if codes != [0] * ranks:  # a rank that makes fewer operations comes to its end
-            assert codes[victim] is None
-            assert server.ranks(case, ranks) == [0] * ranks
-        check_resumed(case, undisturbed[ranks])
+        case = run_case(tmp_path / f"{number}", ranks)
+        check_killed_inside_a_save(server, case, undisturbed[ranks], chance)
 
 
 FEATURES = [
+    "best_stays_with_rules_of_the_user",
     "callbacks_go_on",
     "data_is_skipped_or_not",
     "names_and_best_are_those_of_the_trainer",
@@ -102,6 +74,9 @@ FEATURES = [
     "order_by_length_goes_on",
     "resume_takes_what_it_is_given",
     "runs_move_to_another_folder",
+    "saves_of_the_trainer_stay",
+    "scalers_go_on",
+    "settings_come_from_the_environment",
     "signals_and_settings_save",
     "tools_read_the_state_and_the_model",
     "weights_alone_are_saved",
@@ -111,7 +86,7 @@ FEATURES = [
 
 @pytest.mark.parametrize("feature", sample(FEATURES, 6))
 def test_a_feature_of_the_trainer_stays(server: Forks, tmp_path: Path, feature: str) -> None:
-    case = new_case(tmp_path, do=f"tests.integrations.trainer_features:{feature}")
+    case = run_case(tmp_path, do=f"tests.integrations.trainer_features:{feature}")
     assert server.run(case) == 0
 
 
@@ -119,12 +94,12 @@ def test_a_feature_of_the_trainer_stays(server: Forks, tmp_path: Path, feature: 
 @pytest.mark.skipif(not EVERY, reason="the extra integrations is for make test-all")
 def test_a_trainer_of_trl_goes_on_to_the_bit(server: Forks, tmp_path: Path) -> None:
     pytest.importorskip("trl", reason="pip install '.[integrations]'")
-    case = new_case(tmp_path, do="tests.integrations.trainer_features:trainers_of_trl_go_on")
+    case = run_case(tmp_path, do="tests.integrations.trainer_features:trainers_of_trl_go_on")
     assert server.run(case) == 0
 
 
 def test_one_rank_goes_on_where_two_were(server: Forks, tmp_path: Path) -> None:
-    case = new_case(tmp_path, 2)
+    case = run_case(tmp_path, 2)
     dies = {"dies": 7, "named": "checkpoint-6"}
     assert server.ranks({**case, **dies}, 2) == [None] * 2
     again = {"do": "tests.integrations.trainer_features:other_ranks_go_on", "saved": 6}

@@ -6,8 +6,10 @@ Where it can be, the expectation is what the Trainer does by itself.
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 import random
+import re
 import shutil
 import signal
 import warnings
@@ -25,6 +27,7 @@ import ckpipe
 from ckpipe.errors import CheckpointNotFound, SettingsError, StructureMismatch, UsageError
 from ckpipe.integrations.pointers import read_pointer
 from ckpipe.integrations.transformers import CkpipeTrainer, CkpipeTrainerMixin
+from tests.integrations import killed
 from tests.integrations.trainer_runs import (
     Samples,
     new_model,
@@ -54,14 +57,18 @@ def scripted(scores: Sequence[float]) -> Any:
 
 def of(case: Case, name: str, **arguments: Any) -> Case:
     """The case of a run of its own."""
-    folder = Path(case["out"]) / name
-    folder.mkdir(parents=True, exist_ok=True)
-    return {
-        **case,
-        "out": str(folder),
-        "root": str(folder / "root"),
-        "arguments": case["arguments"] | arguments,
-    }
+    return killed.of(case, name, arguments=case["arguments"] | arguments)
+
+
+def messages(level: int) -> list[str]:
+    """A list that grows with what ckpipe logs."""
+    said: list[str] = []
+    handler = logging.Handler(level)
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("ckpipe")
+    logger.addHandler(handler)
+    logger.setLevel(level)
+    return said
 
 
 def check_same(found: Any, expected: Any) -> None:
@@ -144,17 +151,97 @@ def resume_takes_what_it_is_given(case: Case) -> None:
         trainer.train(resume_from_checkpoint=given)
         assert len(trainer.model.seen) == 10 - step
         check_same(trainer.model.state_dict(), whole.model.state_dict())
-    with pytest.raises(CheckpointNotFound, match="no checkpoint 4"):
-        new_trainer(one).train(resume_from_checkpoint=str(folder / "checkpoint-4"))
-    # What the trainer wrote by itself is resumed as ever, once ckpipe has nothing.
-    plain = of(case, "plain", num_train_epochs=1)
-    new_trainer(plain, Trainer, callbacks=[Stops(6)]).train()
-    for given in (True, str(Path(plain["out"], "checkpoint-6"))):
-        shutil.rmtree(plain["root"], ignore_errors=True)
+    other = of(case, "other", num_train_epochs=1)
+    new_trainer(other).train()
+    for given, said in [
+        (str(folder / "checkpoint-4"), "no complete checkpoint"),
+        ("/of/another/run/checkpoint-6", f"was saved as {folder / 'checkpoint-6'}"),
+        (str(Path(other["out"], "checkpoint-6")), f"leads to a checkpoint at {other['root']}"),
+    ]:
+        with pytest.raises(CheckpointNotFound, match=re.escape(said)):
+            new_trainer(one).train(resume_from_checkpoint=given)
+
+
+def saves_of_the_trainer_stay(case: Case) -> None:
+    """Checkpoints without ckpipe are resumed from as ever, and no limit removes them."""
+    whole = new_trainer(of(case, "whole", num_train_epochs=1))
+    whole.train()
+    said = messages(logging.INFO)
+    for number, given in enumerate([None, True, "checkpoint-6"]):
+        plain = of(case, f"{number}", num_train_epochs=1)
+        new_trainer(plain, Trainer, callbacks=[Stops(6)]).train()
+        if isinstance(given, str):
+            given = str(Path(plain["out"], given))
+        plain["arguments"] |= {"save_total_limit": 1}
+        said.clear()
         trainer = new_trainer(plain)
         trainer.train(resume_from_checkpoint=given)
         assert len(trainer.model.seen) == 4
         check_same(trainer.model.state_dict(), whole.model.state_dict())
+        assert [
+            name for name in names(plain) if Path(plain["out"], name, "optimizer.pt").exists()
+        ] == ["checkpoint-3", "checkpoint-6"]
+        assert any("saved without ckpipe" in each for each in said) == (number < 2)
+        assert not any("fresh" in each for each in said)
+    # A run that is told to begin anew puts those aside whose names it needs.
+    trainer = new_trainer({**plain, "root": f"{plain['root']}-2", "settings": {"resume": "never"}})
+    trainer.train()
+    assert len(trainer.model.seen) == 10
+    aside = sorted(each.name for each in Path(plain["out"]).glob("before-*"))
+    assert aside == ["before-ckpipe.checkpoint-3", "before-ckpipe.checkpoint-6"]
+    # Names of another root are told.
+    said.clear()
+    new_trainer({**plain, "root": f"{plain['root']}-3"}, callbacks=[Stops(1)]).train()
+    assert any("whose checkpoint is not at this root" in each for each in said)
+
+
+def best_stays_with_rules_of_the_user(case: Case) -> None:
+    warnings.filterwarnings("ignore", "keep_last=0 keeps only final checkpoints")
+    scores = [9.0, 1.0, 2.0, 3.0, 1.0, 2.0, 3.0]
+    for keep_last, left in ((1, [3, 20]), (0, [])):
+        one = of(case, f"{keep_last}", num_train_epochs=2)
+        one["settings"] = {"keep_last": keep_last}
+        said = messages(logging.WARNING)
+        weights = []
+        for _ in range(2):
+            trainer = new_trainer(one, compute_metrics=scripted(scores))
+            trainer.train()
+            weights.append(trainer.model.state_dict())
+        with ckpipe.SyncPipeline(one["root"], read_only=True) as pipeline:
+            found = [info.step for info in pipeline.steps() if info.complete]
+        assert found == left, found
+        if keep_last:
+            saved = ckpipe.load(one["root"], step=3).state["training"]["model"]
+            for each in weights:
+                check_same({name: each[name] for name in saved}, saved)
+        assert any("best model" in each for each in said) == (keep_last == 0)
+
+
+def scalers_go_on(case: Case) -> None:
+    def scaled(one: Case, **more: Any) -> Any:
+        trainer = new_trainer(one, **more)  # as with mixed precision on a GPU
+        trainer.accelerator.scaler = torch.amp.GradScaler("cpu", growth_interval=3)
+        trainer.train()
+        return trainer
+
+    whole, one = scaled(of(case, "whole")), of(case, "one")
+    scaled(one, callbacks=[Stops(13)])
+    found = scaled(one)
+    scalers = [each.accelerator.scaler.state_dict() for each in (whole, found)]
+    assert scalers[0] == scalers[1]
+    assert scalers[0]["scale"] > 65536
+    check_same(found.model.state_dict(), whole.model.state_dict())
+
+
+def settings_come_from_the_environment(case: Case) -> None:
+    one = of(case, "one", save_total_limit=1, load_best_model_at_end=False, num_train_epochs=1)
+    os.environ["CKPIPE_KEEP_LAST"] = "2"
+    new_trainer(one).train()
+    with ckpipe.SyncPipeline(one["root"], read_only=True) as pipeline:
+        assert [info.step for info in pipeline.steps() if info.complete] == [9, 10]
+    os.environ["CKPIPE_INITIAL"] = "/weights"
+    with pytest.raises(UsageError, match="CKPIPE_INITIAL"):
+        new_trainer(one)
 
 
 def runs_move_to_another_folder(case: Case) -> None:
@@ -212,9 +299,15 @@ def callbacks_go_on(case: Case) -> None:
 def data_is_skipped_or_not(case: Case) -> None:
     whole = new_trainer(of(case, "whole", num_train_epochs=1))
     whole.train()
+    said = messages(logging.INFO)
     for ignore in (False, True):
         one = of(case, f"{ignore}", ignore_data_skip=ignore, num_train_epochs=1)
+        said.clear()
         trainer = resumed(one, 6)
+        new_trainer(one).train()  # which is over
+        told = [each.rpartition(": ")[2] for each in said if "resumed step" in each]
+        assert len(told) == 2
+        assert ("the data go on with those of step 7" in told) == (not ignore)
         assert trainer.model.seen == (whole.model.seen[:4] if ignore else whole.model.seen[6:])
 
 
@@ -324,6 +417,14 @@ def wrong_uses_are_refused(case: Case) -> None:
     hub = {"push_to_hub": True, "hub_model_id": "a/b", "hub_strategy": "every_save"}
     with pytest.raises(UsageError, match="not pushed to the Hub"):
         new_trainer(of(case, "hub", **hub))
+
+    class Deep(CkpipeTrainerMixin, Trainer):
+        def create_accelerator_and_postprocess(self) -> None:
+            super().create_accelerator_and_postprocess()
+            self.is_deepspeed_enabled = True  # as a plugin of accelerate says
+
+    with pytest.raises(UsageError, match="DeepSpeed keeps"):
+        new_trainer(of(case, "deep"), Deep)
     with pytest.raises(UsageError, match="from_pretrained"):
         new_trainer({**of(case, "initial"), "settings": {"initial": "/weights"}}).train()
     with pytest.raises(SettingsError, match="keep_lst"):

@@ -6,10 +6,7 @@ As a script this is a process that has imported transformers and forks the ranks
 from __future__ import annotations
 
 import os
-import pkgutil
 import random
-import warnings
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +17,9 @@ import torch.distributed as dist
 import transformers
 from transformers import GPT2Config, GPT2LMHeadModel, TrainerCallback, TrainingArguments
 
-from ckpipe.integrations.transformers import CkpipeTrainer
-from tests.support.fork_server import Case, serve
+from ckpipe.integrations.transformers import CkpipeTrainer, CkpipeTrainerMixin
+from tests.integrations.killed import serve_runs
+from tests.support.fork_server import Case
 from tests.support.killed_runs import die, mortal_backend
 
 SAMPLES = 20
@@ -103,7 +101,7 @@ def new_trainer(case: Case, kind: Any = CkpipeTrainer, **more: Any) -> Any:
         "log_level": "error",
         **case.get("arguments", {}),
     }
-    if issubclass(kind, CkpipeTrainer):
+    if issubclass(kind, CkpipeTrainerMixin):
         more["checkpoints"] = case.get("url") or case.get("root")
         more["ckpipe_settings"] = {"staging": {"block_bytes": 65536}, **case.get("settings", {})}
     callbacks = [Dies(case["dies"], case.get("named"))] if "dies" in case else []
@@ -160,22 +158,6 @@ def train(case: Case) -> None:
     torch.save(outcome(trainer), f"{case['out']}.result-{rank}")
 
 
-def _live(case: Case, rank: int, number: int) -> None:
-    warnings.simplefilter("error")
-    warnings.filterwarnings("ignore", "'pin_memory' argument is set as true")
-    warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated")  # by peft
-    torch.set_num_threads(1)
-    size = case["ranks"]
-    if size > 1:
-        os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank))
-        os.environ.update(LOCAL_WORLD_SIZE=str(size), OMP_NUM_THREADS="1")
-        store = dist.FileStore(f"{case['out']}.store-{number}", size)  # type: ignore[attr-defined]
-        dist.init_process_group(
-            "gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=300)
-        )
-        dist.barrier()  # a rank that leaves earlier breaks the connecting of the others
-    (globals().get(case["do"]) or pkgutil.resolve_name(case["do"]))(case)
-
-
 if __name__ == "__main__":
-    serve(_live)
+    # By peft, the second.
+    serve_runs("'pin_memory' argument is set as true", "`is_gradient_checkpointing` is deprecated")
