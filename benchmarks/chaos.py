@@ -15,7 +15,7 @@ import sys
 import tempfile
 from collections import Counter
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 MODES = {"before": "killed before an event", "torn": "killed in a write", "term": "told to end"}
 ENDS = {
@@ -69,27 +69,34 @@ def judge(run: str, work: Path, points: int, jobs: int) -> Judged:
         *("--", sys.executable, str(RUN), run, "{out}"),
     ]
     done = subprocess.run(command, capture_output=True, text=True)
-    tried = [json.loads(file.read_text()) for file in sorted(work.glob("pt_*/result.json"))]
+    folders = [file.parent for file in sorted(work.glob("pt_*/result.json"))]
+    tried = [json.loads((folder / "result.json").read_text()) for folder in folders]
     controls = [each for each in tried if "point" not in each]
     if not controls or controls[0]["rc"] or controls[0]["outcome"]["weights_diff"]:
         said = done.stdout + done.stderr
         raise SystemExit(f"{run}: the undisturbed runs differ or failed\n{said}")
-    events = (work / "reference/events.log.rank0").read_text().splitlines()
+    events = events_of(work / "reference")
     tornable = sum(event.endswith("\t1") for event in events)
     moments = [
         Moment(
-            each["point"][1], each["label"], _end(each),
+            each["point"][1], each["label"], _end(each, events_of(folder)),
             (each["resume_tail"].strip().splitlines() or [""])[-1],
         )
-        for each in tried if "point" in each
+        for each, folder in zip(tried, folders, strict=True) if "point" in each
     ]  # fmt: skip
     return Judged(moments, 2 * len(events) + tornable)
 
 
-def _end(tried: dict[str, object]) -> str:
-    outcome = tried["outcome"]
-    assert isinstance(outcome, dict)
-    if not tried["crashed"] and tried["point"][1] != "term":  # type: ignore[index]
+def events_of(folder: Path) -> list[str]:
+    """Return the lines in which the judge has noted the file events of a run."""
+    file = folder / "events.log.rank0"
+    return file.read_text().splitlines() if file.exists() else []
+
+
+def _end(tried: dict[str, Any], events: list[str]) -> str:
+    outcome, (number, mode) = tried["outcome"], tried["point"]
+    # A run that is told to end may end well, so that only its events tell whether it was told.
+    if len(events) < number or (mode != "term" and not tried["crashed"]):
         return "not reached"
     if outcome["raised"]:
         return "lost" if "lost work: " in str(tried["resume_tail"]) else "failed"
