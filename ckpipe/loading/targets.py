@@ -317,12 +317,13 @@ class Targets:
 
 
 def _distinct(lives: Sequence[LiveTensor]) -> list[LiveTensor]:
-    """Drop duplicates: live tensors that fill the same memory with the same stored tensor."""
-    found = {
-        (id(live.stored), live.tensor.data_ptr(), live.tensor.stride(), live.tensor.device): live
-        for live in reversed(lives)
-    }
-    return list(reversed(found.values()))
+    """Drop duplicates: live tensors that fill the same memory with the same stored elements."""
+    found: dict[Hashable, LiveTensor] = {}
+    for live in lives:
+        each = live.tensor
+        memory = each.data_ptr(), each.shape, each.stride(), each.dtype, each.device
+        found.setdefault((id(live.stored), live.regions, memory, lazy_bits(each)), live)
+    return list(found.values())
 
 
 def _refuse_read_only(lives: Sequence[LiveTensor]) -> None:
@@ -401,7 +402,7 @@ def _place(live: LiveTensor) -> Hashable:
 
     If the tensor has the same layout in its entry as in memory, the key is the address of the
     entry's first byte. If it is assembled from several chunks, the key is these chunks with its
-    address and strides. None if neither is the case.
+    address and strides, unless its own elements overlap. None if neither is the case.
     """
     stored, tensor = live.stored, live.tensor
     if tensor.dtype != stored.dtype or not live.copies:
@@ -410,7 +411,8 @@ def _place(live: LiveTensor) -> Hashable:
     if lazy_bits(tensor) != (stored.row.lazy if first.shared else ""):
         return None
     if len(live.copies) > 1 or first.target is not None:
-        return (live.copies, tensor.data_ptr(), tensor.stride())
+        alone = not memory_overlaps(tensor)
+        return (live.copies, tensor.data_ptr(), tensor.stride()) if alone else None
     stride = first.stride or contiguous_stride(stored.shape)
     same = all(
         n == 1 or ours == theirs

@@ -18,6 +18,7 @@ from ckpipe.errors import (
 )
 
 SMALL = {"block_bytes": 65536}
+Box = tuple[str, tuple[int, ...], torch.Tensor]
 
 
 def test_boxes_of_any_place_and_dtype(tmp_path: Path) -> None:
@@ -48,6 +49,24 @@ def test_boxes_of_any_place_and_dtype(tmp_path: Path) -> None:
         return into
 
     assert torch.equal(asyncio.run(read()), cube[1, 2, 3:5].float())
+
+
+def test_targets_that_share_memory_agree_or_are_refused(tmp_path: Path) -> None:
+    saved = torch.arange(12.0).view(3, 4)
+    whole, part, one = torch.full((3, 4), -1.0), torch.full((2, 2), -1.0), torch.full((1,), -1.0)
+    wrong: list[list[Box]] = [
+        [("w", (0, 0), part), ("w", (1, 2), part)],
+        [("w", (0, 0), part), ("w", (0, 0), part.view(torch.int32))],
+        [("w", (0, 0), one.expand(2, 2))],
+    ]
+    with ckpipe.SyncPipeline(tmp_path) as pipeline:
+        pipeline.save({"w": saved}, step=1).wait()
+        for number, boxes in enumerate(wrong):
+            with pytest.raises(SharingConflict):
+                pipeline.read_boxes(1, boxes)
+            assert {*part.flatten().tolist(), *one.tolist()} == {-1.0}, number
+        pipeline.read_boxes(1, [("w", (0, 0), whole[:1]), ("w", (0, 0), whole)])
+    assert torch.equal(whole, saved)
 
 
 def test_a_box_that_does_not_fit_leaves_all_as_it_was(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import ckpipe
 from ckpipe.errors import SharingConflict
 from tests.load.stored_states import round_trip, run_round_trip
 
@@ -36,6 +38,19 @@ async def test_overlapping_views_agree_or_not_byte_by_byte() -> None:
     with pytest.raises(SharingConflict, match="shares bytes within 'row', but"):
         await round_trip(saved, target)
     assert base.tolist() == [0, 1, 2, 3, 4, 5]
+
+
+def test_pieces_of_a_tensor_agree_where_its_own_elements_overlap(tmp_path: Path) -> None:
+    one = torch.full((1,), -1.0)
+    with ckpipe.SyncPipeline(tmp_path) as pipeline:
+        pipeline.save({"x0": torch.ones(2), "x1": torch.ones(2)}, step=0)
+        pipeline.save({"x0": torch.ones(2), "x1": torch.zeros(2)}, step=1)
+        stack = [ckpipe.Stack("x{}", "x")]
+        with pytest.raises(SharingConflict, match="shares bytes within 'x', but"):
+            pipeline.load({"x": one.expand(2, 2)}, step=1, transform=stack)
+        assert one.item() == -1
+        pipeline.load({"x": one.expand(2, 2)}, step=0, transform=stack)
+        assert one.item() == 1
 
 
 @given(
