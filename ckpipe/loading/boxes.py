@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from operator import add, itemgetter
 
 import anyio.to_thread
 import torch
 
 from ckpipe.backend import Backend
-from ckpipe.errors import ShapeMismatch, StructureMismatch
+from ckpipe.errors import ShapeMismatch, StructureMismatch, UsageError
 from ckpipe.format.boxes import whole
 from ckpipe.format.manifest import ManifestDocument, TensorRow
 from ckpipe.loading.chunks import StoredTensors
@@ -50,6 +50,24 @@ async def read_boxes(
         targets = await anyio.to_thread.run_sync(_matched_boxes, bundle, boxes)
         await read_rounds(backend, bundle, targets, arena, lanes, ReadTally())
         await anyio.to_thread.run_sync(targets.finish)
+
+
+def boxes_of(boxes: Iterable[TensorBox]) -> list[TensorBox]:
+    """Check the argument ``boxes``.
+
+    Raises:
+        UsageError: If it is no list of labels, lower corners and tensors.
+    """
+    found = list(boxes) if isinstance(boxes, Iterable) else [boxes]
+    for each in found:
+        fits = isinstance(each, tuple | list) and len(each) == 3
+        fits = fits and isinstance(each[0], str) and isinstance(each[1], Iterable)
+        if not fits or not isinstance(each[2], torch.Tensor):
+            raise UsageError(
+                f"boxes is a list of labels, lower corners and tensors, and {each!r:.100} is none",
+                hint="Write [('model.w', (0, 0), tensor)]",
+            )
+    return found
 
 
 def _matched_boxes(bundle: ManifestDocument, boxes: Sequence[TensorBox]) -> Targets:

@@ -17,6 +17,7 @@ from ckpipe.backend import without_secrets
 from ckpipe.catalog.sweep import SweepReport
 from ckpipe.errors import CheckpointNotFound, UsageError
 from ckpipe.handles import SaveHandle, SyncSaveHandle
+from ckpipe.loading.boxes import boxes_of
 from ckpipe.loading.select import PerRankPolicy
 from ckpipe.loading.transforms import Transform
 from ckpipe.loop_thread import Caller, this_loop
@@ -525,6 +526,7 @@ class Pipeline(PipelineBase):
                 converted.
 
         Raises:
+            UsageError: If an argument is wrong.
             CheckpointNotFound: If the checkpoint is absent or incomplete.
             StructureMismatch: If there is no tensor of a label, or one to fill has no memory of its
                 own that may be written; no tensor is changed then.
@@ -535,7 +537,7 @@ class Pipeline(PipelineBase):
             PipelineClosed: If the pipeline is left meanwhile.
             StoreError: If the store failed.
         """
-        await self._run(self._engine.loads.read_boxes, which(step), list(boxes))
+        await self._run(self._engine.loads.read_boxes, which(step), boxes_of(boxes))
 
     async def verify(self, step: Which) -> VerifyResult:
         """Read a checkpoint whole and check every byte of it.
@@ -799,7 +801,7 @@ class SyncPipeline(PipelineBase):
         self, step: Which, boxes: Iterable[tuple[str, Sequence[int], torch.Tensor]]
     ) -> None:
         """Fill tensors with boxes of saved ones. See :meth:`ckpipe.Pipeline.read_boxes`."""
-        self._call(self._engine.loads.read_boxes, which(step), list(boxes))
+        self._call(self._engine.loads.read_boxes, which(step), boxes_of(boxes))
 
     def verify(self, step: Which) -> VerifyResult:
         """Read a checkpoint whole and check every byte of it."""

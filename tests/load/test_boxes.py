@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from ckpipe.errors import (
     ShapeMismatch,
     SharingConflict,
     StructureMismatch,
+    UsageError,
 )
 
 SMALL = {"block_bytes": 65536}
@@ -81,8 +83,13 @@ def test_a_box_that_does_not_fit_leaves_all_as_it_was(tmp_path: Path) -> None:
         (StructureMismatch, "w", (0,), torch.empty(3, device="meta")),
         (SharingConflict, "w", (0,), torch.empty(1).expand(3)),
     ]
+    none: list[Any] = [7, {"w": good}, [("w", good)], [(0, (0,), good)], [("w", 0, good)],
+                       [("w", (0,), good.numpy())]]  # fmt: skip
     with ckpipe.SyncPipeline(tmp_path) as pipeline:
         pipeline.save({"w": torch.arange(3.0)}, step=1).wait()
+        for boxes in none:
+            with pytest.raises(UsageError, match="boxes is a list of labels, lower corners and"):
+                pipeline.read_boxes(1, boxes)
         for error, label, lower, into in wrong:
             with pytest.raises(error) as caught:
                 pipeline.read_boxes(1, [("w", (0,), good), (label, lower, into)])
