@@ -21,8 +21,9 @@ from ckpipe.errors import CkpipeError, InvalidManifest, UnsupportedState
 Make = Callable[..., Any]
 _Load = Callable[["_Unpickler"], None]
 
-_BASE_BYTES, _BYTES_PER_BYTE = 4 << 20, 24
-"""Bytes of memory for the objects of any pickle, and for each byte of it; real ones take 21."""
+_BASE_BYTES, _BYTES_PER_BYTE = 4 << 20, 36
+"""Bytes of memory for the objects of any pickle, and for each byte of it. Real ones take at most
+33: small parameters with short names, in protocol 4 or 5."""
 
 _MOST_KEY_PARTS, _MOST_KEY_BITS = 100, 1000
 """Most items of a tuple that is a key, with those inside, and most bits of a number."""

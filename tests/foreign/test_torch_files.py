@@ -161,6 +161,13 @@ def _with_attribute(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+def test_many_small_parameters_in_a_short_pickle_are_no_lie(tmp_path: Path) -> None:
+    one = torch.ones(1)
+    state = {str(number): torch.nn.Parameter(one[:]) for number in range(9000)}
+    torch.save(state, tmp_path / "small.pt", pickle_protocol=5)
+    assert len(ckpipe.load(tmp_path / "small.pt").state) == 9000
+
+
 @pytest.mark.filterwarnings("ignore")  # torch warns of prototypes and deprecations
 def test_tensors_that_have_no_bytes_of_their_own_are_refused_by_kind(tmp_path: Path) -> None:
     kinds: dict[str, Callable[[], torch.Tensor]] = {
