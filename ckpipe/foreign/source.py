@@ -419,7 +419,8 @@ def check_shards(names: Iterable[str]) -> None:
             raise MissingObject(
                 f"The number {first_of(missing, 8)} of these files is not there",
                 key=kind,
-                hint="Copy or download the missing files; to load one file alone, name it",
+                hint="Copy or download the missing files; to load one file alone, name it"
+                + ("" if count else ". If a rank had nothing to save, give later files its number"),
             )
 
 
