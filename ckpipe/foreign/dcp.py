@@ -183,9 +183,13 @@ async def _read(
         together = others[number : number + _ITEMS_TOGETHER]
         ahead = await _read_ahead(store, infos, together)
         for item in together:
-            found[item[:2]], nbytes = await read_object(
-                ahead, infos[item.file], item.begin, item.nbytes, tail_bytes=_ITEM_TAIL_BYTES
-            )
+            try:
+                found[item[:2]], nbytes = await read_object(
+                    ahead, infos[item.file], item.begin, item.nbytes, tail_bytes=_ITEM_TAIL_BYTES
+                )
+            except UnsupportedState as error:
+                error.key = item.name if error.key == item.file else f"{item.name}.{error.key}"
+                raise
             pickled += nbytes
     return found, pickled
 

@@ -14,9 +14,12 @@ import io
 import pickle
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from functools import reduce
 from typing import Any, ClassVar
 
 from ckpipe.errors import CkpipeError, InvalidManifest, UnsupportedState
+from ckpipe.format.labels import join
 
 Make = Callable[..., Any]
 _Load = Callable[["_Unpickler"], None]
@@ -24,6 +27,9 @@ _Load = Callable[["_Unpickler"], None]
 _BASE_BYTES, _BYTES_PER_BYTE = 4 << 20, 36
 """Bytes of memory for the objects of any pickle, and for each byte of it. Real ones take at most
 33: small parameters with short names, in protocol 4 or 5."""
+
+_MOST_DEPTH = 200
+"""Most containers around an object whose place is looked for."""
 
 _MOST_KEY_PARTS, _MOST_KEY_BITS = 100, 1000
 """Most items of a tuple that is a key, with those inside, and most bits of a number."""
@@ -65,11 +71,20 @@ def read_pickle(
         UnsupportedState: If it names anything else.
         InvalidManifest: If it is malformed, or makes far more than its bytes.
     """
-    unpickler = _Unpickler(io.BytesIO(data))
-    unpickler.key, unpickler.known, unpickler.persistent = key, known, persistent
-    unpickler.left = _BASE_BYTES + _BYTES_PER_BYTE * len(data)
-    try:
+
+    def unpickled(*, placing: bool = False) -> Any:
+        unpickler = _Unpickler(io.BytesIO(data))
+        unpickler.known, unpickler.persistent = known, persistent
+        unpickler.left, unpickler.placing = _BASE_BYTES + _BYTES_PER_BYTE * len(data), placing
         return unpickler.load()
+
+    try:
+        return unpickled()
+    except UnsupportedState as error:
+        error.message, error.key = f"{key}: {error.message}", key
+        with suppress(Exception):  # the objects behind it may be malformed
+            error.key = _place_of_refused(unpickled(placing=True)) or key
+        raise
     except CkpipeError as error:
         error.key = error.key or key
         raise
@@ -79,6 +94,29 @@ def read_pickle(
             key=key,
             hint="The file is truncated or damaged; copy or download it again",
         ) from None
+
+
+class _Refused:
+    """An object that is refused, while its place is looked for."""
+
+    def __call__(self, *_: Any) -> _Refused:
+        return self
+
+
+def _place_of_refused(state: Any) -> str | None:
+    """Return the label of the first object in dicts, lists and tuples that is refused."""
+    pending: list[tuple[Any, tuple[Any, ...]]] = [(state, ())]
+    seen: set[int] = set()
+    while pending:
+        each, path = pending.pop()
+        if isinstance(each, _Refused):
+            return reduce(lambda label, key: join(label, key)[:200], path, "")
+        if id(each) not in seen and len(path) < _MOST_DEPTH:
+            seen.add(id(each))
+            inside: Iterable[Any] = each.items() if isinstance(each, dict) else ()
+            inside = enumerate(each) if type(each) in (list, tuple) else inside
+            pending += reversed([(child, (*path, key)) for key, child in inside])
+    return None
 
 
 def _costly(load: _Load, nbytes: int) -> _Load:
@@ -113,35 +151,45 @@ def _check_keys(keys: Iterable[Any]) -> None:
 class _Unpickler(pickle._Unpickler):
     """Calls known functions only; attributes are given to records and ordered dicts only."""
 
-    key: str
     known: Mapping[str, Any]
     persistent: Callable[[Any], Any] | None
     left: int
+    placing: bool
     stack: list[Any]
     dispatch: ClassVar[dict[int, Any]] = dict(pickle._Unpickler.dispatch)
 
     def find_class(self, module: str, name: str) -> Any:
-        try:
-            found = self.known[f"{module}.{name}"]
-        except KeyError:
-            raise UnsupportedState(
+        found = self.known.get(f"{module}.{name}")
+        if found is None:
+            found = UnsupportedState(
                 f"The file holds an object of {module}.{name}, which ckpipe does not know, and "
                 "ckpipe runs nothing that a file names",
-                key=self.key,
                 hint="If you trust the file's writer, load it with the program that wrote it, and "
                 "save its tensors and plain values alone",
-            ) from None
+            )
         if isinstance(found, CkpipeError):
+            if self.placing:
+                return _Refused()
             raise found
         return found
 
     def persistent_load(self, pid: Any) -> Any:
         if self.persistent is None:
             raise pickle.UnpicklingError("it has a persistent id")
-        return self.persistent(pid)
+        return self._made(self.persistent, pid)
+
+    def _made(self, make: Make, *args: Any) -> Any:
+        try:
+            return make(*args)
+        except Exception:
+            if self.placing:
+                return _Refused()
+            raise
 
     def load_build(self) -> None:
         state, made = self.stack.pop(), self.stack[-1]
+        if isinstance(made, _Refused):
+            return
         if isinstance(made, Record):
             made.state = state if type(state) is dict else {"": state}
         elif type(made) is OrderedDict and type(state) is dict and state.keys() <= {"_metadata"}:
@@ -151,13 +199,13 @@ class _Unpickler(pickle._Unpickler):
 
     def load_newobj(self) -> None:
         args, make = self.stack.pop(), self.stack.pop()
-        self.stack.append(make(*args))
+        self.stack.append(self._made(make, *args))
 
     def refuse(self) -> None:
         raise pickle.UnpicklingError("it has an instruction that no such file needs")
 
     dispatch[pickle.BUILD[0]] = load_build
-    dispatch[pickle.NEWOBJ[0]] = load_newobj
+    dispatch[pickle.NEWOBJ[0]] = dispatch[pickle.REDUCE[0]] = load_newobj
     for code in pickle.EMPTY_SET + pickle.FROZENSET + pickle.REDUCE + pickle.NEWOBJ:
         dispatch[code] = _costly(dispatch[code], 200)
     for code in (pickle.EMPTY_LIST + pickle.EMPTY_DICT + pickle.MARK + pickle.TUPLE + pickle.TUPLE1

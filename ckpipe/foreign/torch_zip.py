@@ -70,6 +70,10 @@ _NOT_READ = {
 }
 
 
+_LAYOUTS = {str(each): each for each in (torch.strided, torch.sparse_coo, torch.sparse_csr,
+            torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)}  # fmt: skip
+
+
 class TorchSource:
     """A file of ``torch.save``, or a folder of Hugging Face's ``pytorch_model*.bin``."""
 
@@ -396,6 +400,7 @@ def _known(extent: Any) -> dict[str, Any]:
         "torch.UntypedStorage": _Kind(None),
         "torch.device": device,
         "torch.Size": sizes,
+        "torch.serialization._get_layout": lambda name: _LAYOUTS[name],
         **{f"torch.{name}Storage": _Kind(dtype) for name, dtype in _STORAGES.items()},
         **{f"torch.{name}": dtype for name, dtype in DTYPES.items()},
     }

@@ -248,5 +248,5 @@ def test_metadata_and_values_run_nothing(tmp_path: Path) -> None:
     (folder / ".metadata").write_bytes(pickle.dumps(mark))
     assert refused(folder, UnsupportedState).key == ".metadata"
     save({"w": torch.ones(1), "value": mark}, tmp_path / "other")
-    assert refused(tmp_path / "other", UnsupportedState).key == "__0_0.distcp"
+    assert refused(tmp_path / "other", UnsupportedState).key == "value"
     assert not (tmp_path / MARK).exists()
