@@ -35,6 +35,7 @@ from collections.abc import (
     Sequence,
 )
 from contextlib import asynccontextmanager, nullcontext
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from functools import partial
@@ -142,7 +143,8 @@ class Catalog:
         if last is None or last.id != info.id or last.bytes is None:
             (last,) = await inspected(self.backend, [info], Summaries())
             self._last_inspected = last
-        return replace(last, pinned=info.pinned)
+        metrics, metadata = dict(last.metrics), deepcopy(last.metadata)
+        return replace(last, pinned=info.pinned, metrics=metrics, metadata=metadata)
 
     async def best(self, metric: str, mode: Literal["min", "max"]) -> CheckpointInfo | None:
         """Find the complete checkpoint with the best value of a metric.

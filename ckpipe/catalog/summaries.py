@@ -15,6 +15,7 @@ import json
 import logging
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
@@ -87,11 +88,11 @@ class Summaries:
 
 
 def filled(info: CheckpointInfo, found: Summary) -> CheckpointInfo:
-    """Fill in a summary."""
+    """Fill in a copy of a summary, which the caller may change."""
     return replace(
         info,
         metrics=dict(found.metrics),
-        metadata=found.metadata,
+        metadata=deepcopy(found.metadata),
         bytes=found.bytes,
         world_size=found.world_size,
     )

@@ -93,3 +93,20 @@ async def test_a_handle_gives_equal_infos_however_it_is_awaited(tmp_path: Path) 
         result = await pipeline.load(None, 3)
         assert result is not None
         assert result.step == 3
+
+
+@pytest.mark.parametrize("length", [1, 5000])
+def test_a_changed_info_changes_no_later_one(length: int, tmp_path: Path) -> None:
+    kept = {"log": ["x" * length]}
+    with ckpipe.SyncPipeline(tmp_path) as pipeline:
+        pipeline.save({"w": torch.ones(1)}, metrics={"loss": 1.0}, metadata=kept).wait()
+        for _ in range(2):
+            for info in (
+                pipeline.best("loss", mode="min"), pipeline.latest(),
+                *pipeline.steps(metadata=True),
+            ):  # fmt: skip
+                assert info is not None
+                assert (info.metadata, info.metrics) == (kept, {"loss": 1.0})
+                assert info.metadata is not None
+                info.metadata["log"].clear()
+                info.metrics["loss"] = 2.0
