@@ -7,7 +7,8 @@ part holds DCP's metadata, and the coordinator commits it in ``finish``. So a ch
 complete by DCP's own last step, and not at all if a rank has failed before.
 
 The coordinator names the launch, each rank's part and the number of the save, and they travel in
-DCP's plan. A planner may cache the plan of an earlier save; then the ranks count on.
+DCP's plan. So the parts of two saves at once never mix. A planner may cache the plan of an earlier
+save; then the ranks count on, and the coordinator checks that they agree.
 
 Source: ``storage.py``, ``planner.py``, ``state_dict_saver.py`` and ``filesystem.py`` of that
 package in torch 2.6 and 2.13.
@@ -20,7 +21,7 @@ import os
 import pickle
 import secrets
 import threading
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from operator import add
@@ -116,8 +117,10 @@ _Key = tuple[str, str]
 
 _attempts: dict[tuple[_Key, int], str] = {}
 """On coordinators, the launches by the number of ranks."""
-_numbers: Counter[tuple[_Key, str]] = Counter()
-"""The number of the next save of each launch."""
+_given: Counter[tuple[_Key, str]] = Counter()
+"""On coordinators, how many numbers they have given to saves of each launch."""
+_written: defaultdict[tuple[_Key, str], set[int]] = defaultdict(set)
+"""The numbers of the saves of each launch that this rank has begun to write."""
 _pipelines: dict[tuple[_Key, _Part], _PartPipeline] = {}
 _lock = threading.Lock()
 
@@ -131,6 +134,7 @@ class CkpipeStorageWriter(_Storage, StorageWriter):
     ranks, and no reader sees the checkpoint.
 
     The writers of a process share the pipelines of a root, which stay open until the process ends.
+    Saves at the same time need a writer and a process group each.
     If ``staging_bytes`` is not set, a save takes at most 256 MiB of host memory on each rank,
     beside the copy that DCP's stager makes for ``async_save``.
 
@@ -152,7 +156,7 @@ class CkpipeStorageWriter(_Storage, StorageWriter):
             hint="DCP plans the save, and your program calls it and gives it the state",
         )  # fmt: skip
         super().__init__(root, **settings)
-        self._part, self._number, self._name = _Part("", 0, 0), 0, ""
+        self._part, self._number, self._name, self._thread = _Part("", 0, 0), 0, "", 0
 
     @property
     def _key(self) -> _Key:
@@ -169,6 +173,7 @@ class CkpipeStorageWriter(_Storage, StorageWriter):
             UsageError: If DCP saves without collectives: then no rank can complete a checkpoint.
         """
         self._name, self.checkpoint_id = self.checkpoint_id, ""
+        self._thread = threading.get_ident()
         if not kwargs.get("use_collectives", True):
             raise UsageError(
                 "ckpipe needs use_collectives=True: DCP's coordinator completes the checkpoint"
@@ -183,7 +188,8 @@ class CkpipeStorageWriter(_Storage, StorageWriter):
         count = len(plans)
         with _lock:
             attempt = _attempts.setdefault((self._key, count), secrets.token_hex(8))
-            number = _numbers[self._key, attempt]
+            number = _given[self._key, attempt]
+            _given[self._key, attempt] += 1
         return [
             replace(plan, storage_data=(_Part(attempt, n, count), number))
             for n, plan in enumerate(plans)
@@ -202,11 +208,13 @@ class CkpipeStorageWriter(_Storage, StorageWriter):
                 "The plan was made for another storage, and DCP's planner has cached it",
                 hint="Pass a planner of a class of its own, or enable_plan_caching=False",
             )
+        self._check_alone()
         self._part, number = plan.storage_data
         launch = (self._key, self._part.attempt)
         with _lock:  # before anything can fail on this rank alone
-            self._number = max(number, _numbers[launch])
-            _numbers[launch] = self._number + 1
+            written = _written[launch]
+            self._number = max(written) + 1 if number in written else number  # of a cached plan
+            written.add(self._number)
         state: dict[Any, Any] = {}
         results = []
         counts = Counter(item.index.fqn for item in plan.items)
@@ -221,7 +229,7 @@ class CkpipeStorageWriter(_Storage, StorageWriter):
             label = _put(state, path, tensor)
             nbytes = tensor.nbytes if item.type == WriteItemType.BYTE_IO else 0
             place: _Place = (label, nbytes, counts[name] > 1)
-            results.append(WriteResult(item.index, tensor.nbytes, place))
+            results.append(WriteResult(item.index, tensor.nbytes, (self._number, place)))
         self._save(self._part, state)
         done: Future[list[WriteResult]] = Future()
         done.set_result(results)
@@ -234,13 +242,27 @@ class CkpipeStorageWriter(_Storage, StorageWriter):
             UnsupportedState: If a planner has put objects of other classes into the metadata.
             CkpipeError: If the save failed, or the part of a rank is missing.
         """
-        places = {each.index: each.storage_data for rank in results for each in rank}
+        self._check_alone()
+        found = [(each.index, *each.storage_data) for rank in results for each in rank]
+        if any(number != self._number for _, number, _ in found):
+            raise UsageError(
+                "Ranks have counted the saves with a cached plan differently",
+                hint="Wait for each save before the next, or pass enable_plan_caching=False",
+            )
+        places = {index: place for index, _, place in found}
         whole = replace(metadata, storage_data=places, storage_meta=StorageMeta(self._name))
         data = pickle.dumps(whole)
         _unpickled(data)
         last = self._part._replace(rank=self._part.ranks)
         state = {_METADATA: torch.frombuffer(bytearray(data), dtype=torch.uint8)}
         self._save(last, state, worker="thread").wait_complete(_COMPLETE_SECONDS)
+
+    def _check_alone(self) -> None:
+        if self._thread != threading.get_ident():
+            raise UsageError(
+                "Two saves use one CkpipeStorageWriter at once",
+                hint="Give each its own writer, or wait for the first before the second",
+            )
 
     def _save(self, part: _Part, state: dict[Any, Any], **changes: Any) -> SyncSaveHandle:
         """Save a part, and wait until it is durable."""

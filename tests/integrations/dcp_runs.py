@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import io
+import threading
 import warnings
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
@@ -366,6 +367,56 @@ def cache_plans(case: Case) -> None:
         dcp.load(found, storage_reader=CkpipeStorageReader(case["root"], **SMALL))
         for name, each in state.items():
             assert torch.equal(whole(found[name]), whole(each)), name
+
+
+class MeetingPlanner(DefaultSavePlanner):
+    """Lets two saves of a rank write in an order, once both have their plans."""
+
+    def __init__(self, planned: threading.Event, writes: threading.Event, *, first: bool) -> None:
+        super().__init__()
+        self._planned, self._writes, self._first = planned, writes, first
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        if not self._first:
+            self._planned.set()
+        assert (self._planned if self._first else self._writes).wait(60)
+        return super().finish_plan(new_plan)
+
+    def resolve_data(self, write_item: WriteItem) -> Any:
+        self._writes.set()
+        return super().resolve_data(write_item)
+
+
+def save_at_once(case: Case) -> None:
+    """Save two states at once, which each rank writes in another order; then with one writer."""
+    warnings.simplefilter("ignore")
+    rank, root = dist.get_rank(), case["root"]
+    groups: Any = [dist.new_group(backend="gloo") for _ in range(2)]
+    one = CkpipeStorageWriter(root, **SMALL)
+    for writers in ([CkpipeStorageWriter(root, **SMALL) for _ in range(2)], [one, one]):
+        events = threading.Event(), threading.Event()
+        if writers[0] is one:
+            events[1].set()  # one of the saves fails before it writes
+
+        def save(number: int, writers: Any = writers, events: Any = events) -> None:
+            dcp.save(
+                {f"w{rank}": torch.tensor(number)}, checkpoint_id=f"n{number}",
+                storage_writer=writers[number], process_group=groups[number],
+                planner=MeetingPlanner(*events, first=number == rank),
+            )  # fmt: skip
+
+        with ThreadPoolExecutor(2) as pool:
+            saves = [pool.submit(save, number) for number in range(2)]
+            failures = [each.exception() for each in saves]
+        if writers[0] is one:
+            assert any("use one CkpipeStorageWriter at once" in str(each) for each in failures)
+            return
+        assert failures == [None, None]
+        for number in range(2):
+            found = {f"w{rank}": torch.tensor(-1)}
+            reader = CkpipeStorageReader(root, **SMALL)
+            dcp.load(found, checkpoint_id=f"n{number}", storage_reader=reader)
+            assert found[f"w{rank}"] == number
 
 
 def on_s3(case: Case) -> None:

@@ -58,6 +58,10 @@ def test_cached_plans(world: Gang, tmp_path: Path) -> None:
     assert world.run(f"{RUNS}cache_plans", tmp_path / "run", 2) == [0, 0]
 
 
+def test_two_saves_at_once_do_not_mix(world: Gang, tmp_path: Path) -> None:
+    assert world.run(f"{RUNS}save_at_once", tmp_path / "run", 2) == [0, 0]
+
+
 def test_s3(world: Gang, tmp_path: Path, moto_server: S3Server) -> None:
     moto_server.make_bucket("dcp")
     case = {"endpoint": moto_server.url, "bucket": "s3://dcp/run"}
