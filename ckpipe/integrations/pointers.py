@@ -25,7 +25,9 @@ from ckpipe.types import CheckpointInfo
 
 logger = logging.getLogger("ckpipe")
 
-_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".distcp")
+_WEIGHTS = ("*model*.safetensors", "*model*.bin", "optimizer.*", "*/*.distcp")
+_STATES = ("trainer_state.json", "random_states_*.pkl")
+_PARTS = ("*/*.safetensors", "*/*.bin", "*/*.pt", "*/*.pth")  # weights if there is a state too
 
 POINTER_FILE = "ckpipe.json"
 """The name of the pointer in a folder that :func:`write_pointer_folder` makes."""
@@ -110,11 +112,13 @@ def write_pointer_folder(
 
 
 def set_aside(folder: str | os.PathLike[str]) -> Path | None:
-    """Rename a folder that has weights and no pointer, and warn; otherwise do nothing.
+    """Rename a trainer's checkpoint without a pointer, and warn; otherwise do nothing.
 
     Call it before a save whose pointer will take this name, on one process: beside the pointer,
     other tools would load the weights of another run. ``checkpoint-4`` becomes
-    ``before-ckpipe.checkpoint-4``, or ``before-ckpipe.checkpoint-4.2`` if that is there.
+    ``before-ckpipe.checkpoint-4``, or ``before-ckpipe.checkpoint-4.2`` if that is there. A folder
+    that the process works in, or that holds a root of checkpoints, is never renamed, only warned
+    of.
 
     Args:
         folder: The path that the pointer will have.
@@ -126,8 +130,11 @@ def set_aside(folder: str | os.PathLike[str]) -> Path | None:
         OSError: If the folder cannot be read or renamed.
     """
     folder = Path(os.path.abspath(folder))
-    has_weights = any(each.suffix in _WEIGHTS for each in folder.rglob("*"))
-    if not has_weights or read_pointer(folder) is not None:
+    found = [any(any(folder.glob(each)) for each in kind) for kind in (_WEIGHTS, _STATES, _PARTS)]
+    if not (found[0] or (found[1] and found[2])) or read_pointer(folder) is not None:
+        return None
+    if folder in Path("_").absolute().parents or any(folder.rglob(".ckpipe")):
+        logger.warning("%s has weights that ckpipe did not save, beside its pointer", folder)
         return None
     number, other = 1, folder.with_name(f"before-ckpipe.{folder.name}")
     while other.exists():

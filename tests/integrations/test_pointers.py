@@ -32,6 +32,8 @@ def saved(root: Path | str, step: int) -> ckpipe.CheckpointInfo:
         (["pytorch_model_fsdp_0/__0_0.distcp"], True),
         (["optimizer.pt", "ckpipe.json"], True),  # one that is no pointer
         (["trainer_state.json"], False),
+        (["data/model.safetensors", "weights.pt", "train.py"], False),  # somebody's own folder
+        (["run/rank-00000.safetensors"], False),
         ([], False),
     ],
 )
@@ -57,6 +59,21 @@ def test_weights_of_another_run_are_set_aside(
         write_pointer_folder(name, str(tmp_path / "root"), info, {})
     (name / "model.safetensors").touch()  # such as a hook of accelerate writes beside it
     assert set_aside(name) is None
+
+
+def test_a_folder_in_use_is_not_renamed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    saved(tmp_path / "run" / "deep" / "root", 4)
+    work = tmp_path / "project" / "src"
+    work.mkdir(parents=True)
+    monkeypatch.chdir(work)
+    for folder in (tmp_path / "run", work, work.parent):
+        (folder / "model.safetensors").touch()
+        assert set_aside(folder) is None
+        assert f"{folder} has weights that ckpipe did not save" in caplog.text
+    assert set_aside(".") is None
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["project", "run"]
 
 
 @pytest.mark.parametrize("root", ["~/root", "root"])
