@@ -91,7 +91,7 @@ class CkpipeCheckpointIO(TorchCheckpointIO):
         """Choose the checkpoint to resume from: ``trainer.fit(model, ckpt_path=io.newest())``.
 
         Unlike ``"last"`` it needs no file under a name of Lightning, and obeys the setting
-        ``resume``.
+        ``resume``. Checkpoints with ``save_weights_only`` do not count beside others.
 
         Returns:
             The id of the newest complete checkpoint, which ``ckpt_path`` takes; None if the run
@@ -103,6 +103,10 @@ class CkpipeCheckpointIO(TorchCheckpointIO):
         """
         with self._new(solo=True) as pipeline:
             chosen = pipeline.choose()
+            if chosen is not None and (chosen.metadata or {}).get("weights_only"):
+                for each in pipeline.steps(metadata=True):  # from the oldest
+                    if each.complete and not (each.metadata or {}).get("weights_only", True):
+                        chosen = each
         return None if chosen is None else chosen.id
 
     def save_checkpoint(
@@ -132,8 +136,9 @@ class CkpipeCheckpointIO(TorchCheckpointIO):
         path = os.path.abspath(path)
         os.makedirs(os.path.dirname(path), exist_ok=True)  # Lightning puts its links there
         self._calls += 1
-        name = {"name": os.path.basename(path), "path": path, "call": self._calls}
-        self._open().save(checkpoint, checkpoint["global_step"], metadata=name)
+        about = {"path": path, "call": self._calls, "weights_only": not whole}
+        about["name"] = os.path.basename(path)
+        self._open().save(checkpoint, checkpoint["global_step"], metadata=about)
 
     def _on_complete(self, event: Completed) -> None:
         metadata: Any = event.info.metadata

@@ -358,6 +358,13 @@ def no_run_begins_in_silence(case: Case) -> None:
         fit({**two, "epochs": 2})
         (line,) = [each for each in said if "resumed" in each]
         assert line.partition(": ")[2] == (text or "")
+    # A checkpoint of weights alone cannot be resumed from; the last one is of step 20.
+    weights = ModelCheckpoint(two["out"], "w{step}", every_n_train_steps=5, save_weights_only=True)
+    four = of(case, "four", epochs=2, names={"every_n_train_steps": 6, "save_top_k": -1})
+    new_trainer(four, callbacks=[CkpipeCallback(), weights]).fit(new_module(four))
+    said.clear()
+    assert fit({**four, "epochs": 3}).global_step == 30
+    assert any("resumed step 18" in each for each in said)
     os.environ["CKPIPE_RESUME"] = "must"
     three = of(case, "three", epochs=1)
     with pytest.raises(CheckpointNotFound, match="no complete checkpoint"):
