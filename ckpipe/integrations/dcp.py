@@ -89,7 +89,7 @@ class _Storage:
     def __init__(self, root: str | os.PathLike[str], **settings: Unpack[PipelineFields]) -> None:
         self.root = absolute(location(root) or "")
         self.settings: dict[str, Any] = {**settings}
-        self.checkpoint_id = ""
+        self.checkpoint_id, self._thread = "", 0
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Set the name of the next checkpoint."""
@@ -99,6 +99,14 @@ class _Storage:
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Accept any name."""
         return True
+
+    def _check_alone(self) -> None:
+        """Check that no other thread has begun a call of DCP with this object."""
+        if self._thread != threading.get_ident():
+            raise UsageError(
+                f"Two calls of DCP use one {type(self).__name__} at once",
+                hint="Give each its own, or wait for the first before the second",
+            )
 
 
 class _PartPipeline(SyncPipeline):
@@ -156,7 +164,7 @@ class CkpipeStorageWriter(_Storage, StorageWriter):
             hint="DCP plans the save, and your program calls it and gives it the state",
         )  # fmt: skip
         super().__init__(root, **settings)
-        self._part, self._number, self._name, self._thread = _Part("", 0, 0), 0, "", 0
+        self._part, self._number, self._name = _Part("", 0, 0), 0, ""
 
     @property
     def _key(self) -> _Key:
@@ -199,7 +207,8 @@ class CkpipeStorageWriter(_Storage, StorageWriter):
         """Save this rank's items; return when they are durable.
 
         Raises:
-            UsageError: If DCP has cached the plan of another storage.
+            UsageError: If DCP has cached the plan of another storage, or another thread saves with
+                this writer meanwhile.
             UnsupportedState: If an item is not a plain tensor or bytes.
             CkpipeError: If the save failed.
         """
@@ -256,13 +265,6 @@ class CkpipeStorageWriter(_Storage, StorageWriter):
         last = self._part._replace(rank=self._part.ranks)
         state = {_METADATA: torch.frombuffer(bytearray(data), dtype=torch.uint8)}
         self._save(last, state, worker="thread").wait_complete(_COMPLETE_SECONDS)
-
-    def _check_alone(self) -> None:
-        if self._thread != threading.get_ident():
-            raise UsageError(
-                "Two saves use one CkpipeStorageWriter at once",
-                hint="Give each its own writer, or wait for the first before the second",
-            )
 
     def _save(self, part: _Part, state: dict[Any, Any], **changes: Any) -> SyncSaveHandle:
         """Save a part, and wait until it is durable."""
@@ -341,7 +343,8 @@ class CkpipeStorageReader(_Storage, StorageReader):
 
     Under a ``checkpoint_id`` it takes the newest complete checkpoint of that name, and without one
     the newest of all. It loads into any number of ranks, and verifies every byte before it reaches
-    a tensor; other values DCP unpickles itself. Errors are raised by DCP, on all ranks.
+    a tensor; other values DCP unpickles itself. Errors are raised by DCP, on all ranks. Loads at
+    the same time need a reader and a process group each.
 
     Args:
         root: The root of the checkpoints, as for :class:`ckpipe.Pipeline`.
@@ -360,7 +363,7 @@ class CkpipeStorageReader(_Storage, StorageReader):
         DCP takes an error here for a checkpoint of another form, and torch 2.10 drops it. So
         :meth:`set_up_storage_reader` raises it.
         """
-        self._failure = None
+        self._failure, self._thread = None, threading.get_ident()
         try:
             return self._read_metadata()
         except Exception as error:
@@ -398,7 +401,12 @@ class CkpipeStorageReader(_Storage, StorageReader):
         self._places = metadata.storage_data
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Tell the coordinator which checkpoint this rank has chosen."""
+        """Tell the coordinator which checkpoint this rank has chosen.
+
+        Raises:
+            UsageError: If another thread loads with this reader meanwhile.
+        """
+        self._check_alone()
         return replace(plan, storage_data=self._chosen)
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
@@ -421,6 +429,7 @@ class CkpipeStorageReader(_Storage, StorageReader):
         Raises:
             CkpipeError: If the checkpoint is damaged, was deleted, or does not fit.
         """
+        self._check_alone()
         boxes, taken = [], []
         for item in plan.items:
             label, nbytes, apart = self._places[item.storage_index]

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.planner import LoadPlan
 
 import ckpipe
 from ckpipe.errors import UsageError
-from ckpipe.integrations.dcp import CkpipeStorageWriter
+from ckpipe.integrations.dcp import CkpipeStorageReader, CkpipeStorageWriter
 from tests.support.rank_processes import Gang, told
 from tests.support.s3_servers import S3Server
 from tests.support.sampling import EVERY, sample
 
+dcp: Any = torch.distributed.checkpoint  # it does not export what it has
 RUNS = "tests.integrations.dcp_runs:"
 
 
@@ -60,6 +66,38 @@ def test_cached_plans(world: Gang, tmp_path: Path) -> None:
 
 def test_two_saves_at_once_do_not_mix(world: Gang, tmp_path: Path) -> None:
     assert world.run(f"{RUNS}save_at_once", tmp_path / "run", 2) == [0, 0]
+
+
+class PlannerWithAnotherLoad(DefaultLoadPlanner):
+    """Loads the checkpoint b in another thread, while a load has begun."""
+
+    def __init__(self, reader: CkpipeStorageReader) -> None:
+        super().__init__()
+        self._reader = reader
+
+    def create_local_plan(self) -> LoadPlan:
+        with ThreadPoolExecutor() as pool:
+            pool.submit(load, "b", self._reader).result()
+        return super().create_local_plan()
+
+
+def load(name: str, reader: CkpipeStorageReader, planner: Any = None) -> int:
+    state = {"n": torch.tensor(-1)}
+    dcp.load(state, checkpoint_id=name, storage_reader=reader, planner=planner, no_dist=True)
+    return int(state["n"])
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_two_loads_at_once_do_not_mix(tmp_path: Path) -> None:
+    for number, name in enumerate("ab"):
+        writer = CkpipeStorageWriter(tmp_path)
+        state = {"n": torch.tensor(number)}
+        dcp.save(state, checkpoint_id=name, storage_writer=writer, no_dist=True)
+    reader, other = CkpipeStorageReader(tmp_path), CkpipeStorageReader(tmp_path)
+    with pytest.raises(CheckpointException, match="use one CkpipeStorageReader at once"):
+        load("a", reader, PlannerWithAnotherLoad(reader))
+    assert load("a", reader, PlannerWithAnotherLoad(other)) == 0
+    assert load("b", reader) == 1
 
 
 def test_s3(world: Gang, tmp_path: Path, moto_server: S3Server) -> None:
