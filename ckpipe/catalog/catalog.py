@@ -143,7 +143,7 @@ class Catalog:
         if last is None or last.id != info.id or last.bytes is None:
             (last,) = await inspected(self.backend, [info], Summaries())
             self._last_inspected = last
-        metrics, metadata = dict(last.metrics), deepcopy(last.metadata)
+        metrics, metadata = deepcopy((last.metrics, last.metadata))
         return replace(last, pinned=info.pinned, metrics=metrics, metadata=metadata)
 
     async def best(self, metric: str, mode: Literal["min", "max"]) -> CheckpointInfo | None:

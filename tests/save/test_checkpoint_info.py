@@ -107,6 +107,7 @@ def test_a_changed_info_changes_no_later_one(length: int, tmp_path: Path) -> Non
             ):  # fmt: skip
                 assert info is not None
                 assert (info.metadata, info.metrics) == (kept, {"loss": 1.0})
+                assert isinstance(info.metrics, dict)
                 assert info.metadata is not None
-                info.metadata["log"].clear()
                 info.metrics["loss"] = 2.0
+                info.metadata["log"].clear()
