@@ -13,6 +13,7 @@ from __future__ import annotations
 import glob
 import json
 import pickle
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -266,8 +267,10 @@ class _Plan:
         found: dict[str, TensorRow] = {}
         for label, row in rows.items():
             if label.startswith(beginning):
-                name = key_of(label.removeprefix(beginning))
-                if name in found:
+                # A label that ends so is the second of its name, see unique_label.
+                first = re.sub("~[2-9]$", "", label)
+                name = key_of(first.removeprefix(beginning))
+                if name in found or first != label:
                     raise UnsupportedState(
                         f"Two tensors would have the name {name!r}",
                         key=label,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from collections import defaultdict
@@ -37,6 +38,8 @@ from ckpipe.types import CheckpointInfo, first_of
 if TYPE_CHECKING:
     from ckpipe.foreign.virtual import ForeignFile
     from ckpipe.settings import Settings
+
+logger = logging.getLogger("ckpipe")
 
 ENTRY_POINT_GROUP = "ckpipe.sources"
 """The group of entry points in which installed packages offer sources; each names a class."""
@@ -300,8 +303,19 @@ def _own_sources() -> list[Source]:
 
 
 def _installed_sources() -> list[Source]:
-    """Return the sources of other packages; blocking, since it imports them."""
-    return [each.load()() for each in metadata.entry_points(group=ENTRY_POINT_GROUP)]
+    """Return the sources of other packages; blocking, since it imports them.
+
+    One that cannot be imported keeps nobody from checkpoints of other formats.
+    """
+    found: list[Source] = []
+    for each in metadata.entry_points(group=ENTRY_POINT_GROUP):
+        try:
+            found.append(each.load()())
+        except Exception:
+            logger.warning(
+                "The source %s = %s cannot be used", each.name, each.value, exc_info=True
+            )
+    return found
 
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")

@@ -145,6 +145,19 @@ def test_weights_have_the_names_that_the_state_has(tmp_path: Path) -> None:
         assert same(torch.load(tmp_path / f"{part}-t/state.pt"), value)
 
 
+@pytest.mark.parametrize("state", [
+    {"a.b": torch.ones(2), "a": {"b": torch.zeros(2)}},
+    {0: torch.ones(2), "0": torch.zeros(2)},
+    {"m": {"x": {1: torch.ones(2), "1": torch.zeros(2)}}},
+])  # fmt: skip
+@pytest.mark.parametrize("form", ["hf", "dcp"])
+def test_two_tensors_of_one_name_are_refused(tmp_path: Path, state: Any, form: Any) -> None:
+    save(tmp_path / "run", state)
+    with pytest.raises(errors.UnsupportedState, match=r"(?i)two|same|twice"):
+        ckpipe.export(tmp_path / "run", tmp_path / "out", form=form)
+    assert not (tmp_path / "out").exists()
+
+
 def test_one_of_several_models_must_be_named(tmp_path: Path) -> None:
     save(tmp_path / "run", {name: {"model": {"w": torch.ones(2)}} for name in ("gen", "critic")})
     with pytest.raises(errors.UsageError, match=r"gen\.model, critic\.model") as refused:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -58,6 +59,18 @@ def test_a_package_opens_files_and_what_ckpipe_refuses(tmp_path: Path, call: Com
     with ckpipe.SyncPipeline(tmp_path / "run.rows") as pipeline:
         pipeline.save({"a": 1}, step=4)
     assert ckpipe.load(tmp_path / "run.rows").step == 4
+
+
+def test_a_package_that_cannot_be_imported_keeps_nobody_from_other_formats(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(sys.modules, "my_package", raising=False)
+    (tmp_path / "site" / "my_package.py").write_text("raise OSError('a library is absent')")
+    with ckpipe.SyncPipeline(tmp_path / "run.5") as pipeline:
+        pipeline.save({"a": torch.ones(2)})
+    assert torch.equal(ckpipe.load(tmp_path / "run.5").state["a"], torch.ones(2))
+    assert "my_package" in caplog.text
+    assert "a library is absent" in caplog.text
 
 
 @pytest.mark.parametrize("content", [b"short", bytes(12), b"\x03" + bytes(11)])
