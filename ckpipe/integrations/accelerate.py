@@ -64,7 +64,8 @@ def attach(accelerator: Accelerator, url: str | os.PathLike[str], **settings: An
       ``resume`` says. ``load_state(output_dir)`` takes the checkpoint that the pointer in this
       folder leads to. Without a pointer it takes the newest that was saved under this path, or
       under a name without a folder. Files that accelerate wrote there without ckpipe are loaded as
-      ever; then the result is None.
+      ever; then the result is None. A run that saves without a load, though there is a complete
+      checkpoint, warns; with ``resume="must"`` it raises.
     * Inside an epoch the generators go back when the loader in which the checkpoint was saved has
       fetched its first batch after a load, or else before the first forward pass in training: a
       restore in ``load_state``, as accelerate's own, is changed again by the loader. To the bit
@@ -122,6 +123,7 @@ class _Attached:
     def __init__(self, accelerator: Any, pipeline: SyncPipeline, limit: int | None) -> None:
         self._accelerator, self._pipeline, self._limit = accelerator, pipeline, limit
         self._load_own, self._rng = accelerator.load_state, RngState(apply="later")
+        self._begun = False
 
     def save_state(
         self,
@@ -130,6 +132,8 @@ class _Attached:
         *,
         step: int | None = None,
     ) -> Any:
+        if not self._begun:
+            self._check_begin()
         accelerator = self._accelerator
         configuration = accelerator.project_configuration
         if configuration.automatic_checkpoint_naming:
@@ -179,6 +183,7 @@ class _Attached:
             input_dir = os.path.expanduser(input_dir)
             if broadcast_object_list([_is_own(input_dir)])[0]:
                 self._load_own(input_dir, load_kwargs, **load_model_func_kwargs)
+                self._begun = True
                 return None
         if given := [*(load_kwargs or {}), *load_model_func_kwargs]:
             raise UsageError(
@@ -189,6 +194,7 @@ class _Attached:
             chosen = self._pipeline.choose()
             if chosen is None:
                 self._tell_of_own()
+                self._begun = True
                 return None
         else:
             chosen = choose_path(self._pipeline, input_dir)
@@ -210,6 +216,7 @@ class _Attached:
         left_out = [n for n, each in enumerate(accelerator._models) if id(each) not in kept]
         state = self._state(0)
         self._pipeline.load(state, chosen, exclude=self._globs(left_out))
+        self._begun = True
         counters, loaders = state["counters"], state["loaders"]
         accelerator.step = counters.step
         accelerator.project_configuration.iteration = counters.iteration
@@ -224,6 +231,18 @@ class _Attached:
             f"the data go on in epoch {epochs}, where the loader was" if goes_on else "",
         )  # fmt: skip
         return chosen
+
+    def _check_begin(self) -> None:
+        """Warn if a run saves that has loaded nothing, though there is a checkpoint."""
+        chosen, pipeline = self._pipeline.choose(), self._pipeline
+        if chosen is not None:
+            said = f"The run begins anew, though {pipeline.url} has {chosen.id}"
+            hint = "Call load_state() before training"
+            if pipeline.settings.resume == "must":
+                raise UsageError(said, hint=hint)
+            if self._accelerator.is_main_process:
+                logger.warning("%s. %s", said, hint)
+        self._begun = True
 
     def _tell_of_own(self) -> None:
         """Warn if a run begins beside checkpoints that accelerate saved without ckpipe."""

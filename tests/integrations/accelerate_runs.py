@@ -8,7 +8,9 @@ from __future__ import annotations
 import logging
 import os
 import random
+import re
 import shutil
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -440,6 +442,20 @@ def resume_obeys_its_setting(case: Case) -> None:
     assert chosen is not None
     assert chosen.step == 4
     again.accelerator.end_training()
+    said, choices = messages(), ({"resume": "auto"}, {"resume": "never"}, {"resume": "must"})
+    for settings in choices:
+        begins = Run({**one, "settings": settings})
+        with suppress(CkpipeError):
+            begins.accelerator.load_state("absent")
+        must = settings["resume"] == "must"
+        text = "The run begins anew, though .* has step-"
+        for _ in range(2):
+            with pytest.raises(UsageError, match=text) if must else nullcontext():
+                begins.accelerator.save_state()
+        begins.accelerator.end_training()
+        told = [each for each in said if re.search(text, each)]
+        assert len(told) == (settings["resume"] == "auto")
+        said.clear()
     with pytest.raises(UsageError, match="initial has no effect"):
         Run({**one, "settings": {"initial": "/weights"}})
 
