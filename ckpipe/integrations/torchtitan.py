@@ -192,7 +192,7 @@ class CkpipeCheckpointManager(BaseCheckpointManager):
         if last_step and config.last_save_model_only and curr_step:
             self._save_model(curr_step)
         else:
-            until = "committed" if last_step else _UNTIL[config.async_mode]
+            until = "committed" if last_step else _UNTIL[config.async_mode.lower()]
             self.save_future = self._pipeline.save(self._state, curr_step, until=until)
         return True
 
