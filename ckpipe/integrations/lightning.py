@@ -25,7 +25,7 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 
 from ckpipe.distributed import training_state
-from ckpipe.errors import UsageError
+from ckpipe.errors import CkpipeError, UsageError
 from ckpipe.events import Completed
 from ckpipe.integrations.pointers import read_pointer, write_pointer
 from ckpipe.integrations.shared import checked, choose_path, tell_resumed
@@ -181,12 +181,19 @@ class CkpipeCheckpointIO(TorchCheckpointIO):
             found: dict[str, Any] = super().load_checkpoint(path, map_location, weights_only)
             return found
         pipeline = self._open()
-        box = [choose_path(pipeline, path)]
-        if dist.is_initialized():
+        box: list[Any] = []
+        try:
+            box.append(choose_path(pipeline, path))
+        except CkpipeError as error:
+            box.append(error)
+        if dist.is_initialized():  # without shards each rank has chosen for itself
             dist.broadcast_object_list(box)
+        (chosen,) = box
+        if isinstance(chosen, CkpipeError):
+            raise chosen
         if training is not None:
-            pipeline.load({"training": training}, box[0], include=["training"])
-        loaded = pipeline.load(None, box[0], exclude=None if training is None else ["training"])
+            pipeline.load({"training": training}, chosen, include=["training"])
+        loaded = pipeline.load(None, chosen, exclude=None if training is None else ["training"])
         assert loaded is not None
         state: dict[str, Any] = loaded.state
         return state

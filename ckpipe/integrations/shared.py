@@ -5,10 +5,10 @@ from __future__ import annotations
 import inspect
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
@@ -17,6 +17,8 @@ from ckpipe.integrations.pointers import read_pointer
 from ckpipe.running.pipeline import SyncPipeline
 from ckpipe.settings import Settings
 from ckpipe.types import CheckpointId, CheckpointInfo
+
+T = TypeVar("T")
 
 logger = logging.getLogger("ckpipe")
 
@@ -88,10 +90,7 @@ def choose_path(pipeline: SyncPipeline, path: str | os.PathLike[str]) -> Checkpo
         CheckpointNotFound: If there is none at this root.
         CkpipeError: Any error of :meth:`ckpipe.SyncPipeline.choose`.
     """
-    found = [read_pointer(path)]
-    if dist.is_initialized():  # only one of several machines may have the pointer
-        dist.broadcast_object_list(found)
-    given, pointer = os.fspath(path), found[0]
+    given, pointer = os.fspath(path), by_first(lambda: read_pointer(path))
     name = os.path.basename(os.path.normpath(given))
     which = pointer.id if pointer else given if CheckpointId.parse(given) else None
     try:
@@ -108,6 +107,33 @@ def choose_path(pipeline: SyncPipeline, path: str | os.PathLike[str]) -> Checkpo
             hint=f"Without a folder, {name!r} names the newest that was saved under this name",
         )
     return chosen
+
+
+def by_first(function: Callable[[], T]) -> T:
+    """Call a function on rank 0, and return its result or raise its error on all ranks.
+
+    Such as for a file that only one of several machines may have. Without a process group each
+    process calls it for itself.
+
+    Args:
+        function: The function; its result can be pickled.
+
+    Raises:
+        Exception: The error of the function.
+    """
+    if not dist.is_initialized():
+        return function()
+    outcome: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            outcome[0] = function()
+        except Exception as error:
+            outcome[1] = error
+    dist.broadcast_object_list(outcome)
+    if outcome[1] is not None:
+        raise outcome[1]
+    found: T = outcome[0]
+    return found
 
 
 def tell_resumed(step: int, place: str, rank: int, data: str = "") -> None:

@@ -12,11 +12,11 @@ import logging
 import os
 import re
 import shutil
+import sys
 import uuid
 from pathlib import Path
 from typing import Any, cast
 
-import torch.distributed as dist
 from verl.utils.checkpoint.checkpoint_manager import get_checkpoint_tracker_filename
 from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
 from verl.utils.device import get_device_name, get_vendor
@@ -27,10 +27,10 @@ from verl.workers.engine.fsdp.transformer_impl import (
 )
 
 from ckpipe.distributed import training_state
-from ckpipe.errors import CkpipeError, UsageError
+from ckpipe.errors import UsageError
 from ckpipe.events import Completed
 from ckpipe.integrations.pointers import POINTER_FILE, read_pointer, write_pointer
-from ckpipe.integrations.shared import checked, tell_resumed
+from ckpipe.integrations.shared import by_first, checked, tell_resumed
 from ckpipe.retention import KeepIf, KeepLast
 from ckpipe.running.pipeline import SyncPipeline
 from ckpipe.running.validation import absolute
@@ -143,15 +143,7 @@ class CkpipeCheckpointManager(FSDPCheckpointManager):
         self.rng = RngState(apply="later")
         training = training_state(self.model, self.optimizer)
         self._state = {"training": training, "lr_scheduler": self.lr_scheduler, "rng": self.rng}
-        failed: list[Any] = [None]
-        if self.rank == 0:
-            try:
-                self._mend_tracker()
-            except CkpipeError as error:
-                failed = [error]
-        dist.broadcast_object_list(failed)
-        if failed[0] is not None:
-            raise failed[0]
+        by_first(self._mend_tracker)
 
     def _mend_tracker(self) -> None:
         """Let the trainer resume a complete checkpoint, or say that it begins."""
@@ -162,7 +154,8 @@ class CkpipeCheckpointManager(FSDPCheckpointManager):
             steps = {each.step for each in pipeline.steps() if each.complete}
             if not steps:
                 pipeline.choose()  # warns of remains, or raises
-        where = f"{self._tracker} names step {told}, and {pipeline.url} has steps {sorted(steps)}"
+        named = "no step" if told == sys.maxsize else f"step {told}"
+        where = f"{self._tracker} names {named}, and {pipeline.url} has steps {sorted(steps)}"
         before = {each for each in steps if told is not None and each < told}
         if told in steps or not (steps or told):
             return
@@ -179,7 +172,11 @@ class CkpipeCheckpointManager(FSDPCheckpointManager):
             self._tracker.unlink(missing_ok=True)
 
     def _told(self) -> int | None:
-        return int(self._tracker.read_text()) if self._tracker.exists() else None
+        if not self._tracker.exists():
+            return None
+        text = self._tracker.read_text().strip()
+        # verl's driver writes over the file, so a kill can leave it empty: behind every step then.
+        return int(text) if text.isdigit() else sys.maxsize
 
     def _tell(self, step: int) -> None:
         made = self._tracker.with_name(f".{uuid.uuid4().hex}")
@@ -272,9 +269,7 @@ class CkpipeCheckpointManager(FSDPCheckpointManager):
         """
         if local_path is None:
             return
-        pointers = [read_pointer(local_path)]
-        dist.broadcast_object_list(pointers)
-        (pointer,) = pointers
+        pointer = by_first(lambda: read_pointer(local_path))
         if pointer is None and any(Path(local_path).glob("model_world_size_*.pt")):
             super().load_checkpoint(local_path, hdfs_path, del_local_after_load)
             return
