@@ -13,8 +13,8 @@ MORE   := $(VENV)/.integrations
 DEMO   := .demo
 # What the checks build of the documentation, for the tests to look at.
 SITE   := $(VENV)/site
-# Tests run in two processes; one that is free takes tests over from the other.
-PARALLEL ?= -n 2 --dist worksteal
+# Tests run in three processes on two cores, since many wait; one that is free takes tests over.
+PARALLEL ?= -n 3 --dist worksteal
 
 # Each test that starts a Python would compile the library anew; setup leaves that to the first.
 unexport PYTHONDONTWRITEBYTECODE

@@ -103,6 +103,8 @@ def loops_never_blocked() -> Iterator[None]:
         function.can_block_in("ckpipe_s3/access.py", "search")
         # For a role the client's library reads its models and the token of an identity on the loop.
         function.can_block_in("aiobotocore/credentials.py", "_protected_refresh")
+    for name in ("os.path.abspath", "os.getcwd"):  # the system knows the working folder
+        guard.functions[name].can_block_in("ckpipe/running/validation.py", "absolute")
     # The file has no pages yet, and lies in memory.
     guard.functions["os.ftruncate"].can_block_in("ckpipe/memory/arena.py", "_map_shared")
     guard.activate()

@@ -60,7 +60,8 @@ def test_a_killed_run_goes_on_to_the_bit(
         step = 20
     saving, saved = moment == "while it saves", step - step % SAVE_STEPS
     # At the end of an epoch the generators are back before an evaluation.
-    evaluates = bool(saved % (STEPS[ranks] // 3))
+    ends = [saved, saved - SAVE_STEPS] if saving else [saved]
+    evaluates = all(each % (STEPS[ranks] // 3) for each in ends)
     check_killed(
         server,
         new_case(tmp_path, stateful=stateful, evaluates=evaluates),
