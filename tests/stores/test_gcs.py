@@ -28,6 +28,7 @@ from tests.support.fault_proxy import Fault
 from tests.support.gcs_emulator import Api
 from tests.support.gcs_servers import GcsServer
 from tests.support.gcs_store import Store, Stored
+from tests.support.sampling import sample
 
 BLOCK = 1 << 19
 
@@ -496,8 +497,9 @@ UNUSABLE: dict[str, Callable[[Path], object]] = {
 }
 
 
-@pytest.mark.parametrize("named", ["option", "variable", "gcloud"])
-@pytest.mark.parametrize("what", UNUSABLE)
+@pytest.mark.parametrize(
+    ("what", "named"), sample(itertools.product(UNUSABLE, ["option", "variable", "gcloud"]), 13)
+)
 async def test_no_other_identity_is_taken_for_a_file_that_cannot_be_used(
     guarded: GcsServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: str, what: str
 ) -> None:
