@@ -305,7 +305,7 @@ def _own_sources() -> list[Source]:
 def _installed_sources() -> list[Source]:
     """Return the sources of other packages; blocking, since it imports them.
 
-    One that cannot be imported keeps nobody from checkpoints of other formats.
+    One that cannot be imported is left out with a warning: other formats can be opened without it.
     """
     found: list[Source] = []
     for each in metadata.entry_points(group=ENTRY_POINT_GROUP):
