@@ -6,6 +6,7 @@ each way is not counted.
 
 from __future__ import annotations
 
+import json
 import os
 import statistics
 import sys
@@ -41,6 +42,12 @@ def wait_for(name: Path) -> None:
     """Wait until a name points to a complete checkpoint."""
     while read_pointer(name) is None:
         time.sleep(0.01)
+
+
+def group_of_one() -> None:
+    """Make the process group that DCP needs; trainers before it would take it for their own."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
 
 
 def loop(root: Path, seconds: Seconds) -> None:
@@ -135,8 +142,7 @@ def dcp(root: Path, seconds: Seconds, *, beside: bool) -> None:
 
     state = gpt2_with_adamw()
     whole = dict(zip(state, get_state_dict(*state.values()), strict=True))
-    if not dist.is_initialized():  # last: a trainer would take it for its own
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    group_of_one()
     own, ours = FileSystemWriter(root / "own"), CkpipeStorageWriter(root / "ckpipe", keep_last=1)
     for way, writer in [("own", own), ("ckpipe", ours)] * (1 + SAVES):
         call: Any = partial(async_save if beside else save, dict(whole), storage_writer=writer)
@@ -145,13 +151,97 @@ def dcp(root: Path, seconds: Seconds, *, beside: bool) -> None:
             done.result()
 
 
+def torchtitan(root: Path, seconds: Seconds, *, mode: Any) -> None:
+    """``save`` of torchtitan's checkpoint manager."""
+    from torchtitan.components.checkpointer import CheckpointManager
+    from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
+
+    from ckpipe.integrations.torchtitan import CkpipeCheckpointManager
+
+    group_of_one()
+    model = gpt2_with_adamw()["model"]
+    config: Any = default_adamw(lr=1e-4)
+    config.implementation = "for-loop"
+    optimizers = config.build(model_parts=[model])
+    schedulers = LRSchedulersContainer.Config(warmup_steps=1).build(
+        optimizers=optimizers, training_steps=100
+    )
+    kinds: dict[str, Any] = {"own": CheckpointManager, "ckpipe": CkpipeCheckpointManager}
+    managers = {
+        way: kind.Config(
+            enable=True, interval=1, folder=way, async_mode=mode, keep_latest_k=2
+        ).build(
+            dataloader=None, model_parts=[model], optimizers=optimizers, lr_schedulers=schedulers,
+            states={}, sd_adapter=None, base_folder=str(root),
+        )
+        for way, kind in kinds.items()
+    }  # fmt: skip
+    for step in range(1, 2 + SAVES):
+        for way, manager in managers.items():
+            timed(seconds, way, partial(manager.save, step))
+            manager.maybe_wait_for_saving()
+    for manager in managers.values():
+        manager.close()
+
+
+def ray_train(root: Path, seconds: Seconds) -> None:
+    """``report`` of Ray Train with a folder that ``torch.save`` fills."""
+    import ray
+    from ray.train import CheckpointConfig, RunConfig, ScalingConfig
+    from ray.train.torch import TorchTrainer
+
+    here = {"PYTHONPATH": str(Path(__file__).parent)}
+    ray.init(num_cpus=2, include_dashboard=False, runtime_env={"env_vars": here})
+    TorchTrainer(
+        ray_worker,
+        train_loop_config={"root": str(root)},
+        scaling_config=ScalingConfig(num_workers=1),
+        run_config=RunConfig(
+            name="run", storage_path=str(root), checkpoint_config=CheckpointConfig(num_to_keep=1)
+        ),
+    ).fit()
+    ray.shutdown()
+    seconds.update(json.loads((root / "seconds.json").read_text()))
+
+
+def ray_worker(config: dict[str, str]) -> None:
+    """Save in both ways in a worker of Ray, and write the seconds into the root."""
+    from ray.train import Checkpoint
+    from ray.train import report as report_to_ray
+
+    from ckpipe.integrations.ray import report
+
+    root, seconds, state = Path(config["root"]), Seconds(own=[], ckpipe=[]), gpt2_with_adamw()
+    metrics = {"loss": 1.0}
+
+    def own() -> None:
+        plain = {name: each.state_dict() for name, each in state.items()}
+        with tempfile.TemporaryDirectory(dir=root) as folder:
+            torch.save(plain, Path(folder, "state.pt"))
+            report_to_ray(metrics, checkpoint=Checkpoint.from_directory(folder))
+
+    def ours(pipeline: ckpipe.SyncPipeline, number: int) -> ckpipe.SyncSaveHandle:
+        handle = pipeline.save(state, number)
+        report(handle, metrics)
+        return handle
+
+    with ckpipe.SyncPipeline(root / "ckpipe", keep_last=1) as pipeline:
+        for number in range(1 + SAVES):
+            timed(seconds, "own", own)
+            timed(seconds, "ckpipe", partial(ours, pipeline, number)).wait()
+    (root / "seconds.json").write_text(json.dumps(seconds))
+
+
 CASES: dict[str, Callable[[Path, Seconds], None]] = {
     "torch.save": loop,
     "Trainer": trainer,
     "accelerate": accelerate,
     "Lightning": lightning,
+    "Ray Train": ray_train,
     "dcp.save": partial(dcp, beside=False),
     "dcp.async_save": partial(dcp, beside=True),
+    "torchtitan, disabled": partial(torchtitan, mode="disabled"),
+    "torchtitan, async": partial(torchtitan, mode="async"),
 }
 
 
