@@ -160,6 +160,13 @@ class WorkerProcess:
             return "exit code unknown, since this program ignores SIGCHLD or has waited for it"
         return f"exit code {code}"
 
+    def log_bytes(self) -> int:
+        """Return the size of its log; 0 if it is gone."""
+        try:
+            return self.log.stat().st_size
+        except OSError:
+            return 0
+
     def last_lines(self) -> str:
         """Return the end of its log."""
         try:

@@ -56,8 +56,8 @@ ANNOUNCE_SECONDS = 0.002
 """Seconds that the announcement of a filled block waits for others, to be sent together: much less
 than the store needs to write the blocks before it."""
 
-STACKS_SECONDS = 0.5
-"""Seconds that a hanging worker has to write the stacks of its threads to its log."""
+STACKS_SECONDS = 10.0
+"""Most seconds that a hanging worker has to write the stacks of its threads to its log."""
 
 REAP_SECONDS = 5.0
 """Seconds to wait for the end of a killed process."""
@@ -342,8 +342,12 @@ class WorkerConnection:
             f"it hung: in {LOOKS * self._heartbeat:g} s (worker.hang_seconds) it said nothing, and "
             f"{LOOKS} looks found all its threads asleep (S) or killed. It was killed"
         )
+        first = last = await threads.run_sync(self.process.log_bytes)
         self.process.tell_stacks()
-        await anyio.sleep(STACKS_SECONDS)
+        with anyio.move_on_after(STACKS_SECONDS):
+            while last == first or last != await threads.run_sync(self.process.log_bytes):
+                last = await threads.run_sync(self.process.log_bytes)
+                await anyio.sleep(0.2)
         self.kill()
 
     def kill(self) -> None:
