@@ -31,7 +31,7 @@ from ckpipe.integrations.pointers import read_pointer
 from ckpipe.integrations.shared import check_names
 from ckpipe.testing import FaultyBackend
 from ckpipe_local import LocalBackend
-from tests.integrations.killed import of, serve_runs
+from tests.integrations.trainer_ranks import of, serve_runs
 from tests.support.fork_server import Case
 from tests.support.killed_runs import die, mortal_backend
 

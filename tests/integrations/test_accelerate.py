@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.integrations.killed import (
+from tests.integrations.trainer_ranks import (
     check_killed,
     check_killed_inside_a_save,
     new_case,
@@ -77,8 +77,10 @@ def test_a_run_killed_inside_a_save_goes_on_to_the_bit(
 ) -> None:
     chance = random.Random(SEED)
     for number in range(8 if EVERY else 1):
-        case = new_case(tmp_path / f"{number}")
-        check_killed_inside_a_save(server, case, undisturbed(ranks, True), chance)
+        case = new_case(tmp_path / f"{number}", url="mortal://store")
+        check_killed_inside_a_save(
+            server, case, undisturbed(ranks, True), chance, range(8, 40), chance.randrange(ranks)
+        )
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,7 @@ def test_a_killed_run_goes_on_to_the_bit(
     saved = step - step % SAVE_STEPS
     assert server.ranks({**case, "dies": step, "saved": saved}, ranks) == [None] * ranks
     assert server.ranks(case, ranks) == [0] * ranks
-    check_resumed(case, undisturbed[strategy], from_step=saved)
+    check_resumed(case, undisturbed[strategy], done=saved)
 
 
 @pytest.mark.parametrize("strategy", RANKS)

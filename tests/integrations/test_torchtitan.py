@@ -46,7 +46,7 @@ def test_a_killed_run_goes_on_to_the_bit(
     case = new_case(tmp_path, fields={"async_mode": mode})
     assert server.ranks({**case, "dies": step}, RANKS) == [None] * RANKS
     assert server.ranks(case, RANKS) == [0] * RANKS
-    check_resumed(case, undisturbed, from_step=step - step % INTERVAL)
+    check_resumed(case, undisturbed, done=step - step % INTERVAL)
 
 
 def test_a_run_killed_inside_a_save_goes_on_to_the_bit(

@@ -27,7 +27,7 @@ import ckpipe
 from ckpipe.errors import CheckpointNotFound, SettingsError, StructureMismatch, UsageError
 from ckpipe.integrations.pointers import read_pointer
 from ckpipe.integrations.transformers import CkpipeTrainer, CkpipeTrainerMixin
-from tests.integrations import killed
+from tests.integrations import trainer_ranks
 from tests.integrations.trainer_runs import (
     Samples,
     new_model,
@@ -57,7 +57,7 @@ def scripted(scores: Sequence[float]) -> Any:
 
 def of(case: Case, name: str, **arguments: Any) -> Case:
     """The case of a run of its own."""
-    return killed.of(case, name, arguments=case["arguments"] | arguments)
+    return trainer_ranks.of(case, name, arguments=case["arguments"] | arguments)
 
 
 def messages(level: int) -> list[str]:

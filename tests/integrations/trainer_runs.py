@@ -18,7 +18,7 @@ import transformers
 from transformers import GPT2Config, GPT2LMHeadModel, TrainerCallback, TrainingArguments
 
 from ckpipe.integrations.transformers import CkpipeTrainer, CkpipeTrainerMixin
-from tests.integrations.killed import serve_runs
+from tests.integrations.trainer_ranks import serve_runs
 from tests.support.fork_server import Case
 from tests.support.killed_runs import die, mortal_backend
 
