@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch.distributed as dist
 
 import ckpipe
 from ckpipe.errors import CheckpointNotFound
@@ -17,6 +19,21 @@ from ckpipe.integrations.pointers import (
     write_pointer_folder,
 )
 from ckpipe.integrations.shared import choose_path
+
+if TYPE_CHECKING:
+    from tests.support.rank_processes import Gang
+
+
+def lead_to_none(case: dict[str, Any]) -> None:
+    """Look for a name that cannot be read on rank 0, and is absent on the others' machines."""
+    name = Path(case["root"], "name" if dist.get_rank() == 0 else "absent")
+    with ckpipe.SyncPipeline(case["root"]) as pipeline, pytest.raises(IsADirectoryError):
+        choose_path(pipeline, name)
+
+
+def test_all_ranks_are_told_what_rank_0_cannot_read(world: Gang, tmp_path: Path) -> None:
+    (tmp_path / "name" / "ckpipe.json").mkdir(parents=True)
+    assert world.run("tests.integrations.test_pointers:lead_to_none", tmp_path, 2) == [0, 0]
 
 
 def saved(root: Path | str, step: int) -> ckpipe.CheckpointInfo:
