@@ -88,7 +88,7 @@ def _engine(base: Any, folder: str, root: str, settings: Settings) -> Any:
             super().initialize()
             if not self.engine_config.forward_only:
                 steps = self.optimizer_config.total_training_steps
-                self.checkpoint_manager = CkpipeCheckpointManager(
+                self.checkpoint_manager = CkpipeFSDPCheckpointManager(
                     self.checkpoint_manager, folder, root, settings, steps
                 )
 
@@ -99,7 +99,7 @@ def _engine(base: Any, folder: str, root: str, settings: Settings) -> Any:
     return CkpipeEngine
 
 
-class CkpipeCheckpointManager(FSDPCheckpointManager):
+class CkpipeFSDPCheckpointManager(FSDPCheckpointManager):
     """The checkpoint manager of an engine of verl, which saves with ckpipe; made by the engine.
 
     The files beside the weights are verl's own: configuration, tokenizer, with ``hf_model`` the

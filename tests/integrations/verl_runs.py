@@ -244,10 +244,11 @@ def runs_that_begin_say_so(case: Case) -> None:
     again(None)
     assert Run(case).first == 0
     assert dist.get_rank() or any("begins at step 0, but" in each for each in said)
-    again("12")  # of a save that did not complete
-    assert Run(case).first == 8
-    assert dist.get_rank() or any("now it names step 8" in each for each in said)
-    assert any("resumed step 8" in each for each in said) == (dist.get_rank() == 0)
+    for text in ("12", ""):  # of a save that did not complete; and of a kill while it was written
+        again(text)
+        assert Run(case).first == 8
+        assert dist.get_rank() or any("now it names step 8" in each for each in said)
+        assert any("resumed step 8" in each for each in said) == (dist.get_rank() == 0)
 
 
 def checkpoints_of_verl_go_on(case: Case) -> None:
