@@ -91,7 +91,7 @@ def check_expansion(
         bundles: The indexes of the checkpoints.
         nbytes: The bytes that the work takes.
         sizes: The bytes of its tensors, by their labels.
-        hint: What to do, for the error.
+        hint: The remedy, for the error.
 
     Raises:
         UsageError: If these are far more bytes than the checkpoints store.

@@ -3,9 +3,9 @@
 Theory. A pickle is a program for a small stack machine, which may call whatever it names. Here a
 name leads to a function of ours that makes plain data, or is refused. So a pickle can call these
 functions only, and cannot reach any other object. Python's own unpickler in Python is used: the one
-in C makes room for sizes and numbers that a file only claims. What an instruction of one byte makes
-may take hundreds, so their memory is bounded by the size of the pickle. Keys are small, since the
-hash of a tuple is made anew of those of its items, which can be the same tuple many times.
+in C makes room for sizes and numbers that a file only claims. An instruction of one byte may make
+an object of hundreds, so their memory is bounded by the size of the pickle. Keys are small, since
+the hash of a tuple is made anew of those of its items, which can be the same tuple many times.
 """
 
 from __future__ import annotations

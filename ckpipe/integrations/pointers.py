@@ -133,7 +133,7 @@ def set_aside(folder: str | os.PathLike[str]) -> Path | None:
     found = [any(any(folder.glob(each)) for each in kind) for kind in (_WEIGHTS, _STATES, _PARTS)]
     if not (found[0] or (found[1] and found[2])) or read_pointer(folder) is not None:
         return None
-    if folder in Path("_").absolute().parents or any(folder.rglob(".ckpipe")):
+    if Path.cwd().is_relative_to(folder) or any(folder.rglob(".ckpipe")):
         logger.warning("%s has weights that ckpipe did not save, beside its pointer", folder)
         return None
     number, other = 1, folder.with_name(f"before-ckpipe.{folder.name}")

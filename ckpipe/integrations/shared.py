@@ -60,7 +60,7 @@ def checked(trainer: str, given: Mapping[str, Any], *refused: str, hint: str) ->
         trainer: The name of the trainer, for the error.
         given: The keywords.
         refused: Names of settings that have no effect with this trainer.
-        hint: What to do in their place.
+        hint: The remedy, for the error.
 
     Raises:
         UsageError: If one of ``refused`` is not as by default.

@@ -41,6 +41,7 @@ from ckpipe.integrations.shared import (
     pointer_folders,
     tell_resumed,
 )
+from ckpipe.running.validation import absolute
 
 logger = logging.getLogger("ckpipe")
 
@@ -110,7 +111,7 @@ class CkpipeTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[
     ) -> None:
         super().__init__(*args, **kwargs)
         root = os.fspath(checkpoints or os.path.join(self.args.output_dir, "ckpipe"))
-        self._ckpipe_root = root if "://" in root else os.path.abspath(root)
+        self._ckpipe_root = absolute(root)
         if self.is_deepspeed_enabled:
             raise UsageError(
                 "DeepSpeed keeps model and optimizer in a form of its own",
