@@ -34,7 +34,7 @@ from ckpipe.planning import Captured, fingerprint
 from ckpipe.state.capture_cache import CaptureCache, capture_cache_of
 from ckpipe.state.flatten import OpenedState, flatten
 from ckpipe.state.tensors import TensorLeaf
-from tests.inner.stored_ranks import capture
+from tests.inner.made_up_ranks import capture
 from tests.support.pipelines import Stateful
 
 ALL = LabelFilter()

@@ -44,7 +44,7 @@ from ckpipe.retention import KeepBest, KeepEvery, KeepIf, KeepLast, Rule
 from ckpipe.testing import FaultyBackend, Landing, MemoryBackend
 from ckpipe.testing.wrappers import Operation
 from ckpipe.types import CheckpointId, CheckpointInfo
-from tests.inner.stored_ranks import manifest_of
+from tests.inner.made_up_ranks import manifest_of
 from tests.support.pipelines import Stores
 from tests.support.sampling import EVERY
 from tests.support.stored_files import SUMMARIES, sealed, summary_key

@@ -47,7 +47,7 @@ from ckpipe.store import registry
 from ckpipe.testing import FaultyBackend, MemoryBackend
 from ckpipe.testing.wrappers import Operation, Result, WrappedBackend
 from ckpipe.types import CheckpointId
-from tests.inner.stored_ranks import ID, Foreign, manifest_of, store
+from tests.inner.made_up_ranks import ID, Foreign, manifest_of, store
 from tests.support.placed_tensors import placed, rank_of
 from tests.support.rank_pipelines import one_rank
 

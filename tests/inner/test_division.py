@@ -23,8 +23,9 @@ from ckpipe.plan.division import MIN_PIECE_BYTES
 from ckpipe.planning import Captured, LocalPlanner, RankPlan, fingerprint
 from ckpipe.state.placements import Mesh, Placement, Sharding, sharding
 from ckpipe.state.tensors import TensorLeaf
-from tests.inner.planning_ranks import (
+from tests.inner.made_up_ranks import (
     Tensor,
+    capture,
     captured_by,
     check_balance,
     gpt2,
@@ -38,7 +39,6 @@ from tests.inner.planning_ranks import (
     unwritten,
     written_bytes,
 )
-from tests.inner.stored_ranks import capture
 
 WORLD = 12
 

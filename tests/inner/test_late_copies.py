@@ -39,7 +39,7 @@ from ckpipe.save.save import Save, SaveRequest, StagedBlock
 from ckpipe.save.stage import BlockCopiers, CopyPiece
 from ckpipe.state.tensors import is_dense, tensor_leaf
 from ckpipe.types import CheckpointId
-from tests.inner.stored_ranks import capture
+from tests.inner.made_up_ranks import capture
 from tests.support.actors import PATIENCE, DaemonThreads, is_free, noted
 
 SIZE = 24

@@ -32,7 +32,7 @@ from ckpipe.retention import KeepBest, KeepEvery, KeepLast, Rule
 from ckpipe.testing import FaultyBackend, Landing, MemoryBackend
 from ckpipe.testing.wrappers import Operation, WrappedBackend
 from ckpipe.types import CheckpointId
-from tests.inner.stored_ranks import manifest_of
+from tests.inner.made_up_ranks import manifest_of
 from tests.support.sampling import EVERY, sample
 
 DAY = timedelta(days=1)

@@ -42,7 +42,7 @@ from ckpipe.format.labels import (
 from ckpipe.planning import LocalPlanner, RankPlan, fingerprint
 from ckpipe.state.tensors import alias_groups, overlaps_itself, tensor_leaf
 from ckpipe.state.values import NotInline, class_path, decode_value, encode_value, resolve_class
-from tests.inner.stored_ranks import capture
+from tests.inner.made_up_ranks import capture
 from tests.support.tensor_states import SPECS, Spec, build
 
 

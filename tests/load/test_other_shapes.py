@@ -12,7 +12,7 @@ from torch.distributed.tensor import Shard
 from ckpipe.distributed import training_state
 from ckpipe.errors import DtypeMismatch, ShapeMismatch, StructureMismatch, UsageError
 from ckpipe.testing import MemoryBackend
-from tests.inner.stored_ranks import load_as, request, store_ranks
+from tests.inner.made_up_ranks import load_as, request, store_ranks
 from tests.load.stored_states import load, store
 from tests.support.placed_tensors import placed, rank_of
 

@@ -21,7 +21,7 @@ from ckpipe.errors import (
     StructureMismatch,
 )
 from ckpipe.testing import MemoryBackend
-from tests.inner.stored_ranks import load_as, request, store_ranks
+from tests.inner.made_up_ranks import load_as, request, store_ranks
 from tests.load.stored_states import BLOCK_BYTES, load, opened, store
 from tests.support.pipelines import Stores, stores
 from tests.support.stored_files import data_file_key, tombstone_key

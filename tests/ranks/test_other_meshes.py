@@ -23,7 +23,7 @@ from ckpipe.errors import (
     StructureMismatch,
 )
 from ckpipe.testing import MemoryBackend
-from tests.inner.stored_ranks import Held, load_as, request, store_ranks
+from tests.inner.made_up_ranks import Held, load_as, request, store_ranks
 from tests.support.placed_tensors import placed, rank_of
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from ckpipe.errors import PerRankValue, StructureMismatch
 from ckpipe.testing import MemoryBackend
-from tests.inner.stored_ranks import load_as, request, store_ranks
+from tests.inner.made_up_ranks import load_as, request, store_ranks
 from tests.support.rank_pipelines import ranks
 
 

@@ -21,7 +21,7 @@ import ckpipe
 from ckpipe.distributed import training_state
 from ckpipe.errors import ShapeMismatch
 from ckpipe.testing import MemoryBackend
-from tests.inner.stored_ranks import load_as, request, store_planned
+from tests.inner.made_up_ranks import load_as, request, store_planned
 from tests.support.fork_server import FRESH
 from tests.support.pipelines import same
 from tests.support.placed_tensors import placed, rank_of

@@ -15,7 +15,7 @@ import ckpipe
 from ckpipe import Cast, Fuse, Rearrange, Rename, Split, Stack, Unstack
 from ckpipe.errors import PerRankValue, StructureMismatch
 from ckpipe.testing import MemoryBackend
-from tests.inner.stored_ranks import Held, load_as, request, store_ranks
+from tests.inner.made_up_ranks import Held, load_as, request, store_ranks
 from tests.support.pipelines import stores
 from tests.support.placed_tensors import placed, rank_of
 from tests.support.rank_pipelines import ranks

@@ -39,7 +39,7 @@ from ckpipe.planning import (
     shares,
 )
 from ckpipe.types import JointPlanner
-from tests.inner.planning_ranks import (
+from tests.inner.made_up_ranks import (
     Ranks,
     Tensor,
     captured_by,

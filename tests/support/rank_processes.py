@@ -36,7 +36,7 @@ from ckpipe.testing.wrappers import Operation
 from ckpipe_gcs import GcsBackend
 from ckpipe_local import LocalBackend
 from ckpipe_s3 import S3Backend
-from tests.inner.planning_ranks import hurried
+from tests.inner.made_up_ranks import hurried
 from tests.support.fork_server import Case, Forks, forks, serve
 from tests.support.joint_plans import check_layouts, check_shared, joint_planner, shared
 from tests.support.killed_runs import die, note, notes
