@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 pytest.register_assert_rewrite("ckpipe.testing.conformance")
 
 settings.register_profile(
-    "ckpipe", deadline=None, print_blob=True, max_examples=100 if EVERY else 30
+    "ckpipe", deadline=None, print_blob=True, max_examples=100 if EVERY else 20
 )
 settings.load_profile("ckpipe")
 
@@ -59,15 +59,21 @@ _NOT_BLOCKING = ("threading.Lock.acquire", "threading.Lock.acquire_lock")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave of a class with a ``sample``, of names or a number of tests, only that."""
+    """Leave of a test with the mark ``sample`` so many cases, and of a class only its ``sample``.
+
+    That of a class is a number of tests or their names.
+    """
     if EVERY:
         return
-    of_class: dict[Any, list[pytest.Item]] = defaultdict(list)
+    groups: dict[Any, list[pytest.Item]] = defaultdict(list)
     for item in items:
-        of_class[getattr(item, "cls", None)].append(item)
+        if (mark := item.get_closest_marker("sample")) is not None:
+            groups[item.parent, getattr(item, "originalname", None), *mark.args].append(item)
+        else:
+            cls = getattr(item, "cls", None)
+            groups[cls, None, getattr(cls, "sample", len(items))].append(item)
     taken = set[pytest.Item]()
-    for each, own in of_class.items():
-        wanted = getattr(each, "sample", len(own))
+    for (_, _, wanted), own in groups.items():
         if isinstance(wanted, int):
             taken.update(sample(own, wanted))
         else:

@@ -17,6 +17,7 @@ from pydantic import BaseModel
 
 import ckpipe
 from ckpipe import backend, errors, sources
+from tests.support.sampling import sample
 
 NAMES = """
     Backend Batches Cast CheckpointDescription CheckpointInfo Children CkpipeError CopyResult Drop
@@ -374,7 +375,7 @@ def test_modules_are_there_without_being_imported_by_name() -> None:
         f"import sys, ckpipe; {light}; print([n for n in ('torch', 'anyio') if n in sys.modules])"
     )
     assert run(code) == "[]\n"
-    for name in MODULES:
+    for name in sample(MODULES, 2):
         assert run(f"import ckpipe; print(ckpipe.{name}.__name__)") == f"ckpipe.{name}\n"
     assert run("import ckpipe; print(ckpipe.distributed.training_state.__name__)")
 

@@ -93,6 +93,7 @@ def test_a_pipeline_that_was_never_left_does_not_show_them() -> None:
     check(run.out, run.err)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("more", [[], ["--json"]])
 def test_commands_do_not_show_them(
     url: str, more: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path

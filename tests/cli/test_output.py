@@ -20,7 +20,6 @@ import ckpipe
 from ckpipe.cli import screen
 from ckpipe.cli.screen import Meter, Screen, table
 from tests.support.command_line import PROGRAM, Commands, damage, program, save_steps
-from tests.support.sampling import sample
 
 
 def test_names_from_a_store_cannot_steer_the_terminal(call: Commands, tmp_path: Path) -> None:
@@ -107,26 +106,24 @@ FULL, CLOSED = (
 )
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("arguments", "where", "code", "err"),
-    sample(
-        [
-            ("--help", ">/dev/full", 3, FULL),
-            ("--version", ">/dev/full", 3, FULL),
-            ("ls none --json", ">/dev/full", 3, "There is no directory"),
-            ("--json foo", ">/dev/full", 3, "No such command"),
-            ("--help", ">&gone", 141, ""),
-            ("ls none --json", ">&gone", 141, ""),
-            ("ls --json", ">&gone", 141, ""),
-            ("ls good", ">&-", 3, CLOSED),
-            ("--help", ">&-", 3, CLOSED),
-            ("ls none", "2>/dev/full", 3, ""),
-            ("ls none", "2>&-", 3, ""),
-            ("ls", "2>/dev/full", 2, ""),
-            ("ls none", "2>&gone", 3, ""),
-        ],
-        5,
-    ),
+    [
+        ("--help", ">/dev/full", 3, FULL),
+        ("--version", ">/dev/full", 3, FULL),
+        ("ls none --json", ">/dev/full", 3, "There is no directory"),
+        ("--json foo", ">/dev/full", 3, "No such command"),
+        ("--help", ">&gone", 141, ""),
+        ("ls none --json", ">&gone", 141, ""),
+        ("ls --json", ">&gone", 141, ""),
+        ("ls good", ">&-", 3, CLOSED),
+        ("--help", ">&-", 3, CLOSED),
+        ("ls none", "2>/dev/full", 3, ""),
+        ("ls none", "2>&-", 3, ""),
+        ("ls", "2>/dev/full", 2, ""),
+        ("ls none", "2>&gone", 3, ""),
+    ],
 )
 def test_no_exit_code_says_what_is_not_so_where_output_fails(
     tmp_path: Path, arguments: str, where: str, code: int, err: str

@@ -122,9 +122,8 @@ MOMENTS = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("verb", "landing", "nth"), MOMENTS if EVERY else random.Random(SEED).sample(MOMENTS, 2)
-)
+@pytest.mark.sample(2)
+@pytest.mark.parametrize(("verb", "landing", "nth"), MOMENTS)
 def test_training_goes_on_to_the_last_bit(
     mortal: Forks, undisturbed: Path, tmp_path: Path, verb: str, landing: str, nth: int
 ) -> None:

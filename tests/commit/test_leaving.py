@@ -29,7 +29,6 @@ from ckpipe.backend import Upload
 from ckpipe.testing import MemoryBackend, SlowBackend
 from tests.support.command_line import forked, script
 from tests.support.pipelines import Stores, loaded_state
-from tests.support.sampling import sample
 from tests.support.signals import signals_heard
 
 STATE = {"w": torch.ones(10)}
@@ -296,6 +295,7 @@ class WatchedBackend(MemoryBackend):
         return WatchedUpload(made, self.memory)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("how", ["another takes its name", "the collector finds it"])
 @pytest.mark.parametrize("awaits", [False, True])
 async def test_a_pipeline_that_is_dropped_says_so_and_gives_its_memory_back(
@@ -491,8 +491,9 @@ PYTHONS = [sys.executable, *filter(None, os.environ.get("CKPIPE_TEST_PYTHONS", "
 """Interpreters to try; others than this one have to be named."""
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
-    ("worker", "ending"), sample(itertools.product(["thread", "process"], ENDINGS), 2)
+    ("worker", "ending"), list(itertools.product(["thread", "process"], ENDINGS))
 )
 @pytest.mark.parametrize("python", PYTHONS)
 def test_no_save_is_lost_when_a_program_ends_with_its_pipeline_open(

@@ -23,7 +23,6 @@ from ckpipe_gcs import GcsBackend
 from ckpipe_s3 import S3Backend
 from tests.support.bucket_stores import Store, behind_proxy
 from tests.support.fault_proxy import Fault, Request
-from tests.support.sampling import sample
 
 BUCKET = "lost-answers"
 MIB = 1 << 20
@@ -105,6 +104,7 @@ def store(request: pytest.FixtureRequest) -> Iterator[LossyStore]:
         yield LossyStore(server, proxy, BUCKET)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("times", [1, 2])
 @STATES
 def test_the_connection_is_reset_after_the_write(
@@ -119,11 +119,10 @@ def test_the_connection_is_reset_after_the_write(
     store.check(state)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("fault", "worker"),
-    sample(
-        [(Fault.UNANSWERED, "thread"), (Fault.UNANSWERED, "process"), (Fault.LATE, "thread")], 1
-    ),
+    [(Fault.UNANSWERED, "thread"), (Fault.UNANSWERED, "process"), (Fault.LATE, "thread")],
 )
 @STATES
 def test_the_answer_comes_after_the_try_was_given_up(
@@ -136,6 +135,7 @@ def test_the_answer_comes_after_the_try_was_given_up(
     store.check(state)
 
 
+@pytest.mark.sample(2)
 @STATES
 def test_the_answer_to_the_last_try_is_lost(store: LossyStore, state: dict[str, Any]) -> None:
     store.disturb(Fault.LOST, times=2)
@@ -143,6 +143,7 @@ def test_the_answer_to_the_last_try_is_lost(store: LossyStore, state: dict[str, 
     store.check(state)
 
 
+@pytest.mark.sample(2)
 @STATES
 def test_an_object_of_the_same_size_that_another_has_made_is_not_ours(
     store: LossyStore, state: dict[str, Any]

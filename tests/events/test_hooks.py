@@ -26,7 +26,6 @@ from ckpipe.events import CheckpointDamaged, Completed, Event, RankCommitted, Sa
 from ckpipe.testing.wrappers import Operation
 from tests.support.pipelines import Stores
 from tests.support.rank_pipelines import ranks
-from tests.support.sampling import sample
 from tests.support.settling import settle
 
 STATE: dict[str, Any] = {"a": torch.ones(100)}
@@ -249,13 +248,13 @@ KINDS: dict[str, type[Event]] = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("form", "until", "awaits", "kind"),
-    sample(
+    list(
         itertools.product(
             ["blocks", "awaits"], ["captured", "staged", "committed"], [False, True], KINDS
-        ),
-        6,
+        )
     ),
 )
 async def test_a_hook_is_called_after_the_call_in_the_order_of_events(

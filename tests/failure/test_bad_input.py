@@ -122,6 +122,7 @@ ODD_KEYS: list[dict[Any, Any]] = [
 ]
 
 
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("values", ["tensors", "numbers"])
 @pytest.mark.parametrize("keys", ODD_KEYS, ids=range(len(ODD_KEYS)))
 def test_odd_keys_survive_exactly(tmp_path: Path, keys: dict[Any, Any], values: str) -> None:
@@ -320,6 +321,7 @@ def flipped(path: Path, number: int) -> bytes:
     return good
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("which", ["index", "data"])
 def test_any_flipped_bit_is_found(saved: Path, which: str) -> None:
     path = index_of(saved) if which == "index" else data_of(saved)
@@ -399,6 +401,7 @@ def first_step_lasts(root: Path, into: Any) -> None:
         assert load_one(root, into, fallback=True).step == 1
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("dtype", HOSTILE_DTYPES)
 @pytest.mark.parametrize("fresh", [True, False])
 def test_text_that_is_no_numpy_dtype_is_refused(tmp_path: Path, dtype: str, fresh: bool) -> None:

@@ -16,7 +16,6 @@ import ckpipe
 from ckpipe import errors
 from tests.support.command_line import program
 from tests.support.pipelines import loaded_state, same, small_state
-from tests.support.sampling import sample
 from tests.support.stored_files import crc32c, text_of
 
 MIB = 1 << 20
@@ -79,7 +78,8 @@ def memory_bounded() -> Iterator[None]:
     assert peak < 64 * MIB
 
 
-@pytest.mark.parametrize("bomb", sample(BOMBS, 4))
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("bomb", BOMBS)
 def test_bomb_is_refused_before_it_is_unpacked(saved: Path, bomb: str) -> None:
     plant(saved, bomb, FAR)
     target = small_state(0)
@@ -96,7 +96,8 @@ def test_bomb_is_refused_before_it_is_unpacked(saved: Path, bomb: str) -> None:
         assert result.step == 1
 
 
-@pytest.mark.parametrize("bomb", sample(BOMBS, 4))
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("bomb", BOMBS)
 def test_what_an_object_of_any_size_may_unpack_to_takes_little_memory(
     saved: Path, bomb: str
 ) -> None:

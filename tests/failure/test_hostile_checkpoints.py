@@ -197,6 +197,7 @@ HOSTILE: list[tuple[str, str, Any, type[CkpipeError]]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.sample(50)
 @pytest.mark.parametrize(
     ("path", "value", "error"), [pytest.param(*case[1:], id=case[0]) for case in HOSTILE]
 )

@@ -128,6 +128,7 @@ def test_the_structure_of_items_is_read_together(tmp_path: Path) -> None:
         assert sum(each.reads for each in opened) <= 1 + 11
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("saved", "loaded"),
     [((1, "bare"), (2, "fsdp")), ((4, "hsdp"), (1, "bare")), ((4, "2d"), (2, "tp"))],

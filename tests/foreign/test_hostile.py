@@ -329,6 +329,7 @@ ZIPS: dict[str, tuple[Callable[[Path], bytes], type[CkpipeError]]] = {
 }  # fmt: skip
 
 
+@pytest.mark.sample(24)
 @pytest.mark.parametrize("lie", ZIPS)
 def test_torch_files_that_lie(lie: str, tmp_path: Path) -> None:
     folder = tmp_path / "theirs"

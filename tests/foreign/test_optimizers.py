@@ -17,7 +17,6 @@ from ckpipe.errors import ShapeMismatch, StructureMismatch
 from tests.foreign.dcp_folders import save
 from tests.foreign.places import load
 from tests.support.pipelines import same
-from tests.support.sampling import sample
 
 FORMS: dict[str, Callable[[Any, Any], Any]] = {
     "torch": lambda model, optimizer: (model.state_dict(), optimizer.state_dict()),
@@ -67,7 +66,8 @@ def saved(kind: str, form: str, folder: Path) -> tuple[Path, Any, Any]:
 KINDS = ["adamw", "without state", "two groups", "not all", "a rate that is a tensor"]
 
 
-@pytest.mark.parametrize("kind", sample(KINDS, 2))
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("kind", KINDS)
 def test_every_form_goes_on_where_it_was(kind: str, tmp_path: Path) -> None:
     with ckpipe.SyncPipeline(tmp_path / "run") as pipeline:
         for form in FORMS:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import re
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ import torch
 import ckpipe
 from tests.foreign.dcp_folders import save
 from tests.support.rank_processes import Gang, told
-from tests.support.sampling import EVERY, SEED
+from tests.support.sampling import sample
 from tests.support.wrapped_models import Net
 
 _UNNORMALIZED = ("tp", "plain", "2d")
@@ -31,6 +30,7 @@ def files_of(folder: Path, kinds: list[str]) -> dict[str, str]:
     return files
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("count", "kinds"),
     [(2, ["plain", "ddp", "fsdp", "tp"]), (4, ["fsdp", "hsdp", "tp", "2d"])],
@@ -76,7 +76,7 @@ def test_ranks_export_together_and_dcp_loads_it_on_any_number(world: Gang, tmp_p
     for name in alone.files:
         assert (tmp_path / "alone" / name).read_bytes() == (folder / name).read_bytes()
     given = {"folder": str(folder), "expected": str(tmp_path / "torch/state.pt")}
-    for count in (1, 2, 4) if EVERY else random.Random(SEED).sample([1, 2, 4], 1):
+    for count in sample((1, 2, 4), 1):
         codes = world.run(
             "tests.foreign.rank_runs:load_by_dcp", tmp_path / str(count), count, **given
         )

@@ -60,6 +60,7 @@ def written(form: str, folder: Path, tensors: Tensors) -> str:
     return ""
 
 
+@pytest.mark.sample(1)
 def test_all_formats_are_read_from_a_bucket(seen: Seen, tmp_path: Path) -> None:
     tensors = {"large": torch.randn(1 << 18), **weights()}
     del tensors["empty"]  # DCP does not keep it on one rank

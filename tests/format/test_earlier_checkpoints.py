@@ -220,6 +220,7 @@ async def saved(name: str) -> dict[str, bytes]:
     return {each.key: await store.get(each.key, max_bytes=each.size) for each in found}
 
 
+@pytest.mark.sample(8)
 @each_feature
 def test_what_is_written_now_is_what_was_written_then(
     old: Callable[[str], Path], name: str

@@ -222,6 +222,7 @@ MODELS = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("model", MODELS)
 def test_bytes_are_balanced_within_five_percent(model: str) -> None:
     world_size, tensors = MODELS[model]

@@ -11,6 +11,7 @@ from tests.support.command_line import forked
 PROGRAM = Path(__file__).with_name("late_device_runs.py")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", ["fenced", "not fenced"])
 def test_what_is_saved_is_what_the_device_computes_before_and_in_the_walk(
     tmp_path: Path, kind: str

@@ -192,6 +192,7 @@ def test_a_library_for_another_machine_is_not_used(tmp_path: Path) -> None:
         native.open_library(tmp_path / "_native.so")
 
 
+@pytest.mark.sample(1)
 @needs_compiler
 @pytest.mark.parametrize("flags", [["-fsanitize=address,undefined"], ["-O3"]])
 def test_every_kernel_under_sanitizers(flags: list[str], tmp_path: Path) -> None:

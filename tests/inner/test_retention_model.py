@@ -200,6 +200,7 @@ LASTING = [KeepLast(1), KeepEvery(steps=2) | KeepBest("loss"), KeepLast(2) | Kee
 """Rules that keep the same of what is left when some of the others are gone."""
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("landing", list(Landing))
 @hypothesis_settings(max_examples=4)
 @given(st.data())

@@ -91,6 +91,7 @@ def test_a_forked_child_has_what_was_before() -> None:
         assert sys.getswitchinterval() == about(SWITCH_SECONDS)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("worker", ["thread", "process"])
 @pytest.mark.parametrize(
     ("setting", "during"),

@@ -18,7 +18,7 @@ from tests.integrations.trainer_ranks import (
     undisturbed_run,
 )
 from tests.support.fork_server import Forks
-from tests.support.sampling import EVERY, SEED, sample
+from tests.support.sampling import EVERY, SEED
 
 PROGRAM = str(Path(__file__).with_name("accelerate_runs.py"))  # this process does without it
 SAVE_STEPS = 4
@@ -43,7 +43,8 @@ def undisturbed(
     return run
 
 
-@pytest.mark.parametrize(("moment", "ranks", "stateful"), sample(KILLS, 5))
+@pytest.mark.sample(3)
+@pytest.mark.parametrize(("moment", "ranks", "stateful"), KILLS)
 def test_a_killed_run_goes_on_to_the_bit(
     server: Forks,
     undisturbed: Callable[[int, bool], list[Any]],
@@ -71,6 +72,7 @@ def test_a_killed_run_goes_on_to_the_bit(
     )
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_run_killed_inside_a_save_goes_on_to_the_bit(
     server: Forks, undisturbed: Callable[[int, bool], list[Any]], tmp_path: Path, ranks: int
@@ -83,6 +85,7 @@ def test_a_run_killed_inside_a_save_goes_on_to_the_bit(
         )
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize(
     "feature",
     [

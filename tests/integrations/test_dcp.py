@@ -148,6 +148,7 @@ def check_resumed(
     assert sums == undisturbed["sums"]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("mode", ["sync", "thread"])
 def test_killed_in_a_save_it_resumes_to_the_bit(
     world: Gang, tmp_path: Path, undisturbed: dict[int, Told], mode: str

@@ -15,7 +15,7 @@ from tests.integrations.trainer_ranks import (
     undisturbed_run,
 )
 from tests.support.fork_server import Forks
-from tests.support.sampling import EVERY, SEED, sample
+from tests.support.sampling import EVERY, SEED
 
 PROGRAM = str(Path(__file__).with_name("trainer_runs.py"))  # this process does without its imports
 SAVE_STEPS = 3
@@ -36,6 +36,7 @@ def run_case(folder: Path, ranks: int = 1, **more: Any) -> dict[str, Any]:
     return new_case(folder, arguments=arguments, **more)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("moment", ["inside an epoch", "after a save"])
 def test_a_killed_run_goes_on_to_the_bit(
@@ -55,6 +56,7 @@ def test_a_killed_run_goes_on_to_the_bit(
     )
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_run_killed_inside_a_save_goes_on_to_the_bit(
     server: Forks, undisturbed: dict[int, Any], tmp_path: Path, ranks: int
@@ -86,7 +88,8 @@ FEATURES = [
 ]
 
 
-@pytest.mark.parametrize("feature", sample(FEATURES, 6))
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("feature", FEATURES)
 def test_a_feature_of_the_trainer_stays(server: Forks, tmp_path: Path, feature: str) -> None:
     case = run_case(tmp_path, do=f"tests.integrations.trainer_features:{feature}")
     assert server.run(case) == 0

@@ -23,7 +23,6 @@ from ckpipe import Progress, RngState, SyncPipeline
 from ckpipe.distributed import training_state
 from ckpipe.errors import CkpipeError, ShapeMismatch, StructureMismatch
 from tests.support.placed_tensors import rank_of
-from tests.support.sampling import sample
 
 # torch's functions that register hooks have no types.
 PRE, POST = "register_load_state_dict_pre_hook", "register_load_state_dict_post_hook"
@@ -143,8 +142,9 @@ def pipeline(tmp_path: Path) -> Iterator[SyncPipeline]:
         yield pipeline
 
 
+@pytest.mark.sample(8)
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # that of torch.compile
-@pytest.mark.parametrize(("kind", "layers", "form"), sample(CELLS, 8))
+@pytest.mark.parametrize(("kind", "layers", "form"), CELLS)
 def test_another_number_of_layers_is_refused_untouched(
     tmp_path: Path, kind: str, layers: tuple[int, int], form: str
 ) -> None:

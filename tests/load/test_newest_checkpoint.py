@@ -17,7 +17,7 @@ from ckpipe.events import Completed, RankCommitted, Staged
 from tests.support.pipelines import Stateful, Stores, loaded_state
 from tests.support.rank_pipelines import one_rank, ranks
 from tests.support.rank_processes import Gang, told
-from tests.support.sampling import EVERY, sample
+from tests.support.sampling import EVERY
 from tests.support.settling import SettlingPipeline, settle
 
 SECONDS = 0.03
@@ -38,13 +38,13 @@ def trained(step: int) -> tuple[dict[str, Any], torch.optim.Optimizer]:
     return {"model": model, "optimizer": optimizer}, optimizer
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(
     ("until", "fallback", "fresh", "worker"),
-    sample(
+    list(
         itertools.product(
             ["captured", "staged", "committed"], [False, True], [False, True], ["thread", "process"]
-        ),
-        5,
+        )
     ),
 )
 def test_what_was_just_saved_is_the_newest(

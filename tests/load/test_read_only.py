@@ -167,6 +167,7 @@ LAUNCHES: dict[str, tuple[bool, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("launch", LAUNCHES)
 def test_ranks_that_save_nothing_leave_nothing(

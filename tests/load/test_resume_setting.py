@@ -18,7 +18,6 @@ from ckpipe.testing import FaultyBackend
 from ckpipe_local import LocalBackend
 from tests.support.dead_runs import crash
 from tests.support.rank_pipelines import ranks
-from tests.support.sampling import sample
 
 REMAINS = {
     "nothing": "",
@@ -45,7 +44,8 @@ def leave(root: Path, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
             pipeline.delete(5, force=True)
 
 
-@pytest.mark.parametrize(("what", "world"), sample(itertools.product(REMAINS, [1, 2]), 6))
+@pytest.mark.sample(4)
+@pytest.mark.parametrize(("what", "world"), list(itertools.product(REMAINS, [1, 2])))
 def test_a_start_without_a_checkpoint_says_why_or_is_refused(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

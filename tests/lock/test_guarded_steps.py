@@ -292,6 +292,7 @@ def test_a_scheduler_that_wraps_the_step_changes_nothing(guard: Guards, lock: St
     assert is_free(lock)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 @pytest.mark.parametrize("what", ["training step", "optimizer step"])
 @pytest.mark.parametrize("first", ["guarded", "compiled"])

@@ -23,7 +23,7 @@ from ckpipe import errors
 from tests.preemption.preempted_runs import STEP_SECONDS, Run
 from tests.support.fork_server import Case, Forks, forks
 from tests.support.killed_runs import notes
-from tests.support.sampling import EVERY, SEED, sample
+from tests.support.sampling import EVERY, SEED
 
 PROGRAM = str(Path(__file__).with_name("preempted_runs.py"))
 CELLS = list(itertools.product(["fork", "spawn", "forkserver"], [False, True], ["data", "step"]))
@@ -88,8 +88,9 @@ def check(root: Path, case: Case) -> None:
     assert (run.weight.item(), run.position) == (loaded.step, loaded.step)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("number", range(RUNS))
-@pytest.mark.parametrize(("method", "persistent", "bound"), sample(CELLS, 2))
+@pytest.mark.parametrize(("method", "persistent", "bound"), CELLS)
 def test_the_last_step_is_saved_whenever_the_job_is_told_to_stop(
     trainers: Forks, tmp_path: Path, method: str, persistent: bool, bound: str, number: int
 ) -> None:

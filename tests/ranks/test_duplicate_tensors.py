@@ -42,6 +42,7 @@ def said(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [each for each in caplog.messages if "copies" in each]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("worker", ["thread", "process"])
 def test_copies_are_told_once(
     tmp_path: Path,

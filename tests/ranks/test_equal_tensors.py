@@ -15,7 +15,8 @@ from tests.support.rank_processes import Gang, told
 from tests.support.sampling import sample
 
 
-@pytest.mark.parametrize("plan", sample(["local", "global"], 1))
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("plan", ["local", "global"])
 def test_each_rank_gets_back_what_it_saved(world: Gang, tmp_path: Path, plan: str) -> None:
     root = tmp_path / "run"
     rows = sample(ROWS, 8)

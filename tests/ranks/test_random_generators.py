@@ -94,6 +94,7 @@ def test_generators_of_another_number_of_ranks_are_refused(
             assert drawn() == expected, "nothing was touched"
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("seeds", [[1], [1, 1], [1, 2], [1, 2, 3, 4, 5]])
 def test_derived_generators_are_different_on_each_rank(tmp_path: Path, seeds: list[int]) -> None:
     saved_by(tmp_path, seeds)

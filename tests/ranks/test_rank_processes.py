@@ -16,7 +16,7 @@ import ckpipe
 from ckpipe.errors import CheckpointIncomplete
 from tests.support.joint_plans import LAYOUTS
 from tests.support.rank_processes import Gang, private, told
-from tests.support.sampling import EVERY, SEED, sample
+from tests.support.sampling import EVERY, SEED
 from tests.support.worker_runs import await_end
 
 
@@ -83,7 +83,8 @@ def test_sharded_states_are_captured_at_one_instant_each(world: Gang, tmp_path: 
 STORES = ["default", "file", "tcp"]
 
 
-@pytest.mark.parametrize("store", STORES if EVERY else random.Random(SEED).sample(STORES, 1))
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("store", STORES)
 def test_ranks_plan_together_without_a_collective(world: Gang, tmp_path: Path, store: str) -> None:
     root = tmp_path / "run"
     saves = ["same", "same", "more", "more", "alone1", "alone1", "unlike", "same", "same"]
@@ -139,7 +140,8 @@ KILLS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("when", sample(KILLS, 2))
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("when", KILLS)
 def test_killed_rank_is_healed_or_left_out(world: Gang, tmp_path: Path, when: str) -> None:
     root = tmp_path / "run"
     case = {"victim": 1, "verb": "never", "key": "", "landing": "before"} | KILLS[when]
@@ -159,7 +161,8 @@ HOW = {"SIGTERM": 2, "SIGUSR1": 1, "event": 0}
 """How one rank of several learns of its end, and how many signals it gets."""
 
 
-@pytest.mark.parametrize("how", HOW if EVERY else random.Random(SEED).sample(list(HOW), 1))
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("how", HOW)
 def test_a_rank_that_is_told_to_end_takes_all_others_along(
     world: Gang, tmp_path: Path, how: str
 ) -> None:
@@ -210,7 +213,8 @@ DEATHS = [
 ]
 
 
-@pytest.mark.parametrize("death", DEATHS if EVERY else random.Random(SEED).sample(DEATHS, 1))
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("death", DEATHS)
 def test_ranks_that_die_lag_and_prune_at_once_lose_nothing(
     world: Gang, tmp_path: Path, death: dict[str, str]
 ) -> None:

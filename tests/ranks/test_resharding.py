@@ -58,6 +58,7 @@ def local_parts(state: dict[str, Any]) -> list[torch.Tensor]:
     return [each.to_local() if hasattr(each, "to_local") else each for each in state.values()]
 
 
+@pytest.mark.sample(7)
 @pytest.mark.parametrize("width", [20_001, 1], ids=["cut", "whole"])
 @pytest.mark.parametrize("saved", range(len(LAYOUTS)))
 async def test_what_ranks_save_loads_into_any_mesh(saved: int, width: int) -> None:

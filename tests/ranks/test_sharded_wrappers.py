@@ -142,6 +142,7 @@ def test_a_shard_is_not_made_without_a_target(tmp_path: Path) -> None:
     assert caught.value.key == "w"
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("loading", [1, 2, 4])
 @pytest.mark.parametrize("saving", [1, 2, 4])
 def test_a_class_that_tells_how_it_is_cut_loads_into_any_mesh(

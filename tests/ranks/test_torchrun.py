@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import random
 import socket
 from pathlib import Path
 
@@ -14,7 +13,6 @@ import ckpipe
 from tests.ranks.torchrun_rank import SAVES
 from tests.support.command_line import TORCHRUN, forked
 from tests.support.rank_processes import told
-from tests.support.sampling import EVERY, SEED
 
 SCRIPT = Path(__file__).with_name("torchrun_rank.py")
 
@@ -33,7 +31,8 @@ def rendezvous(kind: str) -> list[str]:
     return ["--rdzv-backend=static", "--nnodes=1", "--node-rank=0", *where]
 
 
-@pytest.mark.parametrize(("plan", "kind"), CASES if EVERY else random.Random(SEED).sample(CASES, 1))
+@pytest.mark.sample(1)
+@pytest.mark.parametrize(("plan", "kind"), CASES)
 def test_restarted_ranks_are_a_new_attempt_and_go_on(plan: str, kind: str, tmp_path: Path) -> None:
     """With a static rendezvous the ranks of all launches share one store, ckpipe's keys in it.
 

@@ -113,6 +113,7 @@ def cases(
     return pytest.mark.parametrize(f"store, {names}", chosen, indirect=["store"])
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("worker", ["thread", "process"])
 def test_a_save_and_a_load_through_nothing_but_a_proxy(store: Faulty, worker: Any) -> None:
     assert store.save(worker=worker) is None
@@ -147,6 +148,7 @@ GCS_PASSING = (Fault.UNAVAILABLE, Fault.THROTTLED, Fault.RESET_BEFORE, Fault.LOS
 S3_SAVE, S3_LOAD, GCS_SAVE, GCS_LOAD = map(range, (18, 16, 24, 14))
 
 
+@pytest.mark.sample(5)
 @cases(
     "turn, fault",
     itertools.product(S3_SAVE, S3_PASSING),
@@ -162,6 +164,7 @@ def test_each_request_of_a_save_in_turn(store: Faulty, turn: int, fault: Fault) 
     store.look(complete=True)
 
 
+@pytest.mark.sample(4)
 @cases(
     "turn, fault",
     itertools.product(S3_LOAD, S3_PASSING),
@@ -175,6 +178,7 @@ def test_each_request_of_a_load_in_turn(store: Faulty, turn: int, fault: Fault) 
     assert store.proxy.faults() == (turn < len(store.proxy.log))
 
 
+@pytest.mark.sample(4)
 @cases(
     "operation, fault, times",
     itertools.product((*S3_WRITES, "Head", "List"), S3_PASSING[:-1], (4,)),
@@ -197,6 +201,7 @@ def test_a_save_survives_a_storm(store: Faulty, operation: str, fault: Fault, ti
     store.look(complete=True)
 
 
+@pytest.mark.sample(1)
 @cases(
     "operation, fault",
     itertools.product(("UploadPart", "Complete"), S3_PASSING),
@@ -248,6 +253,7 @@ def test_a_save_gives_up_clearly(store: Faulty, operation: str, fault: Fault) ->
     return store.look(complete=False)
 
 
+@pytest.mark.sample(1)
 @cases("fault", zip(FOR_EVER, strict=True), zip(GCS_PASSING, strict=True), 1, 1)
 def test_a_load_gives_up_clearly(store: Faulty, fault: Fault) -> None:
     assert store.save(store.server.url) is None
@@ -397,6 +403,7 @@ def every_get(store: Faulty, look: Callable[[int], None]) -> None:
     assert turn > 2
 
 
+@pytest.mark.sample(1)
 def test_a_bit_flipped_once_on_the_way_back_is_read_again(
     store: Faulty, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -450,6 +457,7 @@ def test_bits_flipped_on_the_way_back_each_time_are_told_from_damage_on_the_stor
         opened.load(step=1)
 
 
+@pytest.mark.sample(1)
 @ON_S3
 @pytest.mark.parametrize("suffix", [".safetensors", ".json"])
 def test_damage_on_the_store_is_told_as_that(store: Faulty, suffix: str) -> None:
@@ -472,6 +480,7 @@ def test_a_bit_flipped_in_any_answer_of_a_load_is_found(store: Faulty, turn: int
         store.load()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("operation", ["UploadPart", "Put"])
 def test_a_bit_flipped_on_the_way_is_found_by_seaweedfs(
     weed_server: S3Server, operation: str

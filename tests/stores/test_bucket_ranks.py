@@ -130,7 +130,8 @@ def newest_whole(names: list[str]) -> int:
     return max(step for step, count in counts.items() if count == RANKS)
 
 
-@pytest.mark.parametrize("death", DEATHS if EVERY else random.Random(SEED).sample(DEATHS, 1))
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("death", DEATHS)
 def test_ranks_that_die_lag_and_prune_at_once_lose_nothing(
     world: Gang, server: Server, case: dict[str, Any], tmp_path: Path, death: dict[str, str]
 ) -> None:

@@ -17,7 +17,6 @@ from tests.support.bucket_stores import BLOCK, Root, Seen, behind_proxy, written
 from tests.support.fault_proxy import Fault, FaultProxy, Request, refuse_checksums
 from tests.support.pipelines import same
 from tests.support.s3_servers import S3Server
-from tests.support.sampling import sample
 
 BUCKET = "refusals"
 
@@ -145,7 +144,8 @@ async def _call(backend: Backend, operation: str, key: str) -> Callable[[], Awai
     return calls[operation]
 
 
-@pytest.mark.parametrize("number", sample(range(8), 3))
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("number", range(8))
 async def test_permanent_refusals_are_told_at_once(seen: Seen, number: int) -> None:
     operation = OPERATIONS[seen.scheme][number]
     for answer in PERMANENT[seen.scheme]:
@@ -164,7 +164,8 @@ async def test_permanent_refusals_are_told_at_once(seen: Seen, number: int) -> N
             assert "set the option 'checksum' to 'md5' or 'none'" in str(error)
 
 
-@pytest.mark.parametrize("number", sample(range(8), 3))
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("number", range(8))
 async def test_passing_refusals_are_retried(seen: Seen, number: int) -> None:
     operation = OPERATIONS[seen.scheme][number]
     for answer in PASSING[seen.scheme]:
@@ -204,6 +205,7 @@ def test_a_store_that_refuses_checksums_is_told_at_once(moto_server: S3Server) -
         assert proxy.faults() == 1
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("checksum", ["md5", "none"])
 def test_a_run_on_a_store_that_refuses_checksums(moto_server: S3Server, checksum: str) -> None:
     seen: list[Request] = []
@@ -231,9 +233,10 @@ def test_a_run_on_a_store_that_refuses_checksums(moto_server: S3Server, checksum
         assert ("content-md5" in request.headers) == told, request
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("checksum", "operation"),
-    sample(itertools.product(["crc32c", "md5", "none"], ["UploadPart", "Put"]), 2),
+    list(itertools.product(["crc32c", "md5", "none"], ["UploadPart", "Put"])),
 )
 def test_a_bit_that_flips_on_the_way_is_found_by_the_store_or_by_the_load(
     weed_server: S3Server, checksum: str, operation: str

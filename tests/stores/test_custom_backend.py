@@ -86,6 +86,8 @@ def used(fresh: Fresh, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class TestSqlite(BackendConformance):
+    sample = 40
+
     @pytest.fixture
     async def backend(self, tmp_path: Path) -> AsyncIterator[SqliteBackend]:
         async with SqliteBackend(f"sqlite://{tmp_path}/run.db") as backend:

@@ -28,7 +28,6 @@ from tests.support.fault_proxy import Fault
 from tests.support.gcs_emulator import Api
 from tests.support.gcs_servers import GcsServer
 from tests.support.gcs_store import Store, Stored
-from tests.support.sampling import sample
 
 BLOCK = 1 << 19
 
@@ -497,8 +496,9 @@ UNUSABLE: dict[str, Callable[[Path], object]] = {
 }
 
 
+@pytest.mark.sample(7)
 @pytest.mark.parametrize(
-    ("what", "named"), sample(itertools.product(UNUSABLE, ["option", "variable", "gcloud"]), 13)
+    ("what", "named"), list(itertools.product(UNUSABLE, ["option", "variable", "gcloud"]))
 )
 async def test_no_other_identity_is_taken_for_a_file_that_cannot_be_used(
     guarded: GcsServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: str, what: str

@@ -36,7 +36,7 @@ class GcsConformance(BackendConformance):
 
 
 class TestEmulator(GcsConformance):
-    sample = 60
+    sample = 40
 
     @pytest.fixture
     async def backend(self, gcs_server: GcsServer) -> AsyncIterator[Backend]:

@@ -160,21 +160,19 @@ def each_call(
         yield found
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("call", "code", "besides"),
-    sample(
-        [
-            ("link", errno.EEXIST, ""),
-            ("link", errno.EIO, ""),
-            ("link", errno.ESTALE, ""),
-            ("noreplace", errno.EEXIST, NO_LINKS),
-            ("noreplace", errno.ENOENT, NO_LINKS),
-            ("unlink", errno.ENOENT, ""),
-            ("rmdir", errno.ENOENT, ""),
-            ("mkdir", errno.EEXIST, ""),
-        ],
-        5,
-    ),
+    [
+        ("link", errno.EEXIST, ""),
+        ("link", errno.EIO, ""),
+        ("link", errno.ESTALE, ""),
+        ("noreplace", errno.EEXIST, NO_LINKS),
+        ("noreplace", errno.ENOENT, NO_LINKS),
+        ("unlink", errno.ENOENT, ""),
+        ("rmdir", errno.ENOENT, ""),
+        ("mkdir", errno.EEXIST, ""),
+    ],
 )
 def test_a_call_that_took_effect_and_says_otherwise_does_no_harm(
     other: OtherFileSystem, call: str, code: int, besides: str
@@ -183,9 +181,10 @@ def test_a_call_that_took_effect_and_says_otherwise_does_no_harm(
         found.check_unnoticed()
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     "call",
-    sample(["link", "unlink", "rmdir", "mkdir", "open", "write", "syncdir", "preallocate"], 3),
+    ["link", "unlink", "rmdir", "mkdir", "open", "write", "syncdir", "preallocate"],
 )
 def test_a_call_that_fails_for_a_moment_is_made_again(other: OtherFileSystem, call: str) -> None:
     for found in each_call(other, call, errno.ESTALE, "before"):
@@ -211,9 +210,8 @@ def test_a_call_that_the_file_system_lacks_is_made_up_for(
     found.check_unnoticed()
 
 
-@pytest.mark.parametrize(
-    "call", sample(["link", "sync", "write", "preallocate", "mkdir", "create"], 3)
-)
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("call", ["link", "sync", "write", "preallocate", "mkdir", "create"])
 def test_a_quota_that_ends_anywhere_fails_one_save(other: OtherFileSystem, call: str) -> None:
     for found in each_call(other, call, errno.EDQUOT, "before"):
         assert len(found.errors) <= 1
@@ -274,16 +272,14 @@ def ended(command: list[str], environment: dict[str, str]) -> subprocess.Complet
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "rules",
-    sample(
-        [
-            NO_LINKS,
-            f"link 1 {ALL} {errno.EEXIST} after",
-            f"{NO_LINKS}; noreplace 1 {ALL} {errno.EEXIST} after",
-        ],
-        1,
-    ),
+    [
+        NO_LINKS,
+        f"link 1 {ALL} {errno.EEXIST} after",
+        f"{NO_LINKS}; noreplace 1 {ALL} {errno.EEXIST} after",
+    ],
 )
 def test_one_of_racing_processes_wins(
     library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rules: str

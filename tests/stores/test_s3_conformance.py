@@ -32,7 +32,7 @@ _with_bucket: set[S3Server] = set()
 
 
 class TestMoto(BackendConformance):
-    sample = 45
+    sample = 30
     many_objects = 1100 if EVERY else 300  # a page has 1000
     refused_reads = (StoreUnavailable,)  # it answers 500 to a read that meets a write
 
@@ -45,7 +45,7 @@ class TestMoto(BackendConformance):
 class TestWithoutChecksums(TestMoto):
     """A store that refuses a request with a checksum in a header of S3's."""
 
-    sample = 25
+    sample = 15
 
     @pytest.fixture(params=["md5", "none"])
     async def backend(

@@ -33,7 +33,6 @@ from ckpipe import Batches, RngState, SyncPipeline
 from ckpipe.errors import PerRankValue, TargetMismatch, UsageError
 from tests.support.random_numbers import seed
 from tests.support.rank_pipelines import ranks
-from tests.support.sampling import sample
 from tests.training.batches_runs import Cell, Samples, make_loader
 
 pytestmark = [
@@ -180,6 +179,7 @@ def test_each_sampler_goes_on_in_the_same_order(loader: str, sampler: str) -> No
     check_goes_on(make, [1, batches, batches + 2, 2 * batches, 3 * batches])
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("loader", ["DataLoader", "StatefulDataLoader"])
 @pytest.mark.parametrize("count", [1, 6, 8])
 def test_persistent_workers_go_on_between_and_inside_epochs(loader: str, count: int) -> None:
@@ -228,7 +228,8 @@ PREFETCHED: dict[str, Callable[[], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize(("sampler", "count"), sample(itertools.product(PREFETCHED, [2, 6, 8]), 4))
+@pytest.mark.sample(2)
+@pytest.mark.parametrize(("sampler", "count"), list(itertools.product(PREFETCHED, [2, 6, 8])))
 def test_an_order_that_workers_had_prefetched_goes_on(sampler: str, count: int) -> None:
     def make() -> DataLoader[Any]:
         how = {"batch_size": 4} | PREFETCHED[sampler]()
@@ -548,9 +549,10 @@ def distributed(rank: int, world_size: int, batch_size: int, shuffle: bool = Tru
     return Batches(DataLoader(dataset, batch_size=batch_size, sampler=sampler))
 
 
+@pytest.mark.sample(9)
 @pytest.mark.parametrize(
     ("consumed", "after", "before"),
-    sample(itertools.product([0, 16, 48], [1, 2, 4], [1, 2, 4]), 9),
+    list(itertools.product([0, 16, 48], [1, 2, 4], [1, 2, 4])),
 )
 def test_another_number_of_ranks_takes_each_sample_once(
     tmp_path: Path, before: int, after: int, consumed: int
@@ -652,7 +654,8 @@ def stateful_loader(**options: Any) -> DataLoader[Any]:
     return made
 
 
-@pytest.mark.parametrize("kind", sample(STREAMS, 3))
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("kind", STREAMS)
 def test_an_iterable_dataset_goes_on(tmp_path: Path, kind: str) -> None:
     make = STREAMS[kind]
 
@@ -689,7 +692,8 @@ def test_an_iterable_dataset_needs_its_number_of_workers() -> None:
         Batches(STREAMS["with a state"]()).load_state_dict(state)
 
 
-@pytest.mark.parametrize("count", sample([1, 6, 8], 1))
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("count", [1, 6, 8])
 def test_augmentations_in_workers_go_on_if_batches_are_loaded_again(count: int) -> None:
     def make() -> DataLoader[Any]:
         return DataLoader(Samples(draws=True), batch_size=4, shuffle=True, num_workers=2)

@@ -9,7 +9,6 @@ import pytest
 
 from tests.support.killed_runs import notes
 from tests.support.rank_processes import Gang
-from tests.support.sampling import sample
 from tests.training.batches_runs import EPOCHS, Cell, losses_of
 
 pytestmark = [
@@ -36,7 +35,8 @@ KILLED_STOPS = [epoch * 3 + batch for epoch in range(EPOCHS) for batch in range(
 """The same of two ranks, that have half the batches each."""
 
 
-@pytest.mark.parametrize(("cell", "stop"), sample(itertools.product(CELLS, STOPS), 4))
+@pytest.mark.sample(3)
+@pytest.mark.parametrize(("cell", "stop"), list(itertools.product(CELLS, STOPS)))
 def test_a_resumed_run_takes_the_batches_and_draws_the_numbers_of_the_whole_one(
     tmp_path: Path, cell: Cell, stop: int
 ) -> None:
@@ -47,8 +47,9 @@ def test_a_resumed_run_takes_the_batches_and_draws_the_numbers_of_the_whole_one(
     assert list(losses_of(cell, tmp_path, with_rng=stop % 2 == 0)) == whole[stop + 1 :]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
-    ("cell", "ranks", "stop"), sample(itertools.product(CELLS, [1, 2], KILLED_STOPS), 2)
+    ("cell", "ranks", "stop"), list(itertools.product(CELLS, [1, 2], KILLED_STOPS))
 )
 def test_a_killed_run_takes_the_batches_and_draws_the_numbers_of_the_whole_one(
     world: Gang, tmp_path: Path, cell: Cell, ranks: int, stop: int

@@ -177,6 +177,7 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: range
         optimizer.zero_grad()
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("kind", ["AdamW8bit", "AdamW4bit", "AdamWFp8"])
 @pytest.mark.parametrize("named", [False, True])
 @pytest.mark.parametrize("steps", [range(0), range(7, 8)])

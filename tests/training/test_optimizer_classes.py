@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import itertools
 import logging
-import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -22,7 +21,7 @@ from ckpipe import SyncPipeline
 from ckpipe.distributed import training_state
 from ckpipe.errors import CkpipeError, ShapeMismatch, StructureMismatch, UsageError
 from tests.support.differences import difference
-from tests.support.sampling import EVERY, SEED
+from tests.support.sampling import sample
 
 Form = Literal["plain", "training"]
 FORMS: tuple[Form, ...] = ("plain", "training")
@@ -34,7 +33,7 @@ KINDS: dict[str, Callable[..., Optimizer]] = {
     if isinstance(kind, type) and issubclass(kind, Optimizer) and kind is not Optimizer
 }
 PAIRS = [pair for pair in itertools.product(KINDS, KINDS) if pair[0] != pair[1]]
-SAMPLE = PAIRS if EVERY else random.Random(SEED).sample(PAIRS, 12)
+SAMPLE = sample(PAIRS, 12)
 
 
 class Net(nn.Module):
@@ -150,6 +149,7 @@ def _assert_as_torch(optimizer: Optimizer, twin: Optimizer, case: str) -> None:
         assert {key: here[key] for key in wanted} == wanted, case
 
 
+@pytest.mark.sample(12)
 @each_form
 @pytest.mark.parametrize("name", KINDS)
 def test_the_same_class_gets_its_state(pipeline: SyncPipeline, form: Form, name: str) -> None:
@@ -249,6 +249,7 @@ class Blocks(Optimizer):
             self.state[each] = {"block": torch.full((7,), float(each.numel()))}
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("kind", [*KINDS.values(), Blocks])
 @pytest.mark.parametrize("steps", [0, 1])
 def test_parameters_in_another_order_are_refused_by_their_shapes(

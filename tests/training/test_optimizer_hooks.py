@@ -78,6 +78,7 @@ CASES: dict[str, tuple[Any, Any]] = {
 }
 
 
+@pytest.mark.sample(14)
 @each_form
 @pytest.mark.parametrize("steps", [0, 1])
 @pytest.mark.parametrize("case", CASES)

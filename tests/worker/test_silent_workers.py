@@ -19,7 +19,7 @@ import torch
 
 import ckpipe
 from tests.support.actors import PATIENCE
-from tests.support.sampling import EVERY, sample
+from tests.support.sampling import EVERY
 from tests.support.settling import SettlingPipeline, settle
 from tests.support.worker_runs import SETTINGS, state_of, worker_of
 from tests.worker.test_environment import customize, traced
@@ -87,8 +87,9 @@ def be_silent() -> None:
     threading.Event().wait(SILENT_SECONDS)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.slow
-@pytest.mark.parametrize("how", sample(["stopped", "traced", "runs", "waits for a disk"], 2))
+@pytest.mark.parametrize("how", ["stopped", "traced", "runs", "waits for a disk"])
 def test_a_worker_that_the_system_keeps_from_speaking_is_never_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
@@ -179,6 +180,7 @@ def hold_the_gil() -> None:
     ctypes.PyDLL(None).usleep(int(SILENT_SECONDS * 1e6))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("trainer", ["holds the GIL", "shares its processors"])
 def test_a_worker_outlasts_a_trainer_that_gives_it_or_the_loop_no_time(

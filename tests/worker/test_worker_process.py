@@ -308,6 +308,7 @@ def test_a_worker_that_cannot_start_says_why_and_a_thread_saves(
     assert re.search(r"by a thread of this process.*could be started", caplog.text)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("spare", [None, 1 << 20])
 def test_a_worker_without_memory_is_replaced(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, spare: int | None
