@@ -161,8 +161,8 @@ def train(case: Case) -> None:
         mortal_backend(case if case.get("victim") == rank else {"root": case["root"]})
     run = Run(case)
     chosen = run.accelerator.load_state()
-    if chosen is not None and case.get("evaluates"):
-        run.evaluate()
+    if chosen is not None and chosen.step % run.batches:
+        run.evaluate()  # at the end of an epoch the generators are back before
     run.train(0 if chosen is None else chosen.step)
     rank = run.accelerator.process_index
     torch.save(run.outcome(), f"{case['out']}.result-{rank}")
