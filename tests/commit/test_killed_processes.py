@@ -122,7 +122,7 @@ MOMENTS = [
 ]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("verb", "landing", "nth"), MOMENTS)
 def test_training_goes_on_to_the_last_bit(
     mortal: Forks, undisturbed: Path, tmp_path: Path, verb: str, landing: str, nth: int

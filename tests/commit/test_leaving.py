@@ -491,7 +491,7 @@ PYTHONS = [sys.executable, *filter(None, os.environ.get("CKPIPE_TEST_PYTHONS", "
 """Interpreters to try; others than this one have to be named."""
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("worker", "ending"), list(itertools.product(["thread", "process"], ENDINGS))
 )

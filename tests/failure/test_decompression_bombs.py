@@ -78,7 +78,7 @@ def memory_bounded() -> Iterator[None]:
     assert peak < 64 * MIB
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("bomb", BOMBS)
 def test_bomb_is_refused_before_it_is_unpacked(saved: Path, bomb: str) -> None:
     plant(saved, bomb, FAR)
@@ -96,7 +96,7 @@ def test_bomb_is_refused_before_it_is_unpacked(saved: Path, bomb: str) -> None:
         assert result.step == 1
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("bomb", BOMBS)
 def test_what_an_object_of_any_size_may_unpack_to_takes_little_memory(
     saved: Path, bomb: str

@@ -43,7 +43,7 @@ def undisturbed(
     return run
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("moment", "ranks", "stateful"), KILLS)
 def test_a_killed_run_goes_on_to_the_bit(
     server: Forks,
@@ -82,7 +82,7 @@ def test_a_run_killed_inside_a_save_goes_on_to_the_bit(
         )
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     "feature",
     [

@@ -88,7 +88,7 @@ FEATURES = [
 ]
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("feature", FEATURES)
 def test_a_feature_of_the_trainer_stays(server: Forks, tmp_path: Path, feature: str) -> None:
     case = run_case(tmp_path, do=f"tests.integrations.trainer_features:{feature}")

@@ -142,7 +142,7 @@ def pipeline(tmp_path: Path) -> Iterator[SyncPipeline]:
         yield pipeline
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(4)
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # that of torch.compile
 @pytest.mark.parametrize(("kind", "layers", "form"), CELLS)
 def test_another_number_of_layers_is_refused_untouched(

@@ -38,7 +38,7 @@ def trained(step: int) -> tuple[dict[str, Any], torch.optim.Optimizer]:
     return {"model": model, "optimizer": optimizer}, optimizer
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("until", "fallback", "fresh", "worker"),
     list(

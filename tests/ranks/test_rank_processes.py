@@ -140,7 +140,7 @@ KILLS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("when", KILLS)
 def test_killed_rank_is_healed_or_left_out(world: Gang, tmp_path: Path, when: str) -> None:
     root = tmp_path / "run"

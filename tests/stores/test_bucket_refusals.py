@@ -233,7 +233,7 @@ def test_a_run_on_a_store_that_refuses_checksums(moto_server: S3Server, checksum
         assert ("content-md5" in request.headers) == told, request
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("checksum", "operation"),
     list(itertools.product(["crc32c", "md5", "none"], ["UploadPart", "Put"])),

@@ -181,7 +181,7 @@ def test_a_call_that_took_effect_and_says_otherwise_does_no_harm(
         found.check_unnoticed()
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "call",
     ["link", "unlink", "rmdir", "mkdir", "open", "write", "syncdir", "preallocate"],
@@ -210,7 +210,7 @@ def test_a_call_that_the_file_system_lacks_is_made_up_for(
     found.check_unnoticed()
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("call", ["link", "sync", "write", "preallocate", "mkdir", "create"])
 def test_a_quota_that_ends_anywhere_fails_one_save(other: OtherFileSystem, call: str) -> None:
     for found in each_call(other, call, errno.EDQUOT, "before"):

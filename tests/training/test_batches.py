@@ -166,6 +166,7 @@ SAMPLERS: dict[str, Callable[[], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("loader", ["DataLoader", "StatefulDataLoader"])
 @pytest.mark.parametrize("sampler", SAMPLERS)
 def test_each_sampler_goes_on_in_the_same_order(loader: str, sampler: str) -> None:
@@ -549,7 +550,7 @@ def distributed(rank: int, world_size: int, batch_size: int, shuffle: bool = Tru
     return Batches(DataLoader(dataset, batch_size=batch_size, sampler=sampler))
 
 
-@pytest.mark.sample(9)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(
     ("consumed", "after", "before"),
     list(itertools.product([0, 16, 48], [1, 2, 4], [1, 2, 4])),
@@ -654,7 +655,7 @@ def stateful_loader(**options: Any) -> DataLoader[Any]:
     return made
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", STREAMS)
 def test_an_iterable_dataset_goes_on(tmp_path: Path, kind: str) -> None:
     make = STREAMS[kind]

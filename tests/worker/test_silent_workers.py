@@ -87,7 +87,7 @@ def be_silent() -> None:
     threading.Event().wait(SILENT_SECONDS)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["stopped", "traced", "runs", "waits for a disk"])
 def test_a_worker_that_the_system_keeps_from_speaking_is_never_killed(
