@@ -43,6 +43,7 @@ class Candidate:
         created: Time of the write, as an aware datetime.
         metrics: The metrics that ``save`` was given.
         final: True if it was saved with ``final=True``.
+        line: Its line of launches; empty if it was saved by a version that knew none.
     """
 
     id: str
@@ -52,6 +53,7 @@ class Candidate:
     created: datetime
     metrics: Mapping[str, float] = field(default_factory=dict)
     final: bool = False
+    line: str = ""
 
     @property
     def order(self) -> tuple[str, int, int]:

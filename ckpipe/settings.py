@@ -465,6 +465,12 @@ class Retention(_Group):
     """A rule for more checkpoints to keep: ``KeepEvery(steps=1000) | KeepBest("loss")``, or its
     plain form, ``[{keep = "every", steps = 1000}, {keep = "best", metric = "loss"}]``."""
 
+    lines: Literal["own", "all"] = "own"
+    """Which checkpoints the rules count. A line is a launch with all launches that resumed from its
+    checkpoints, and with those that resumed from theirs. ``"own"`` counts and deletes those of this
+    launch's line only. ``"all"`` counts those of the whole root together, for programs that never
+    load and would fill the store."""
+
     sweep_after_seconds: float = Field(86_400.0, ge=0)
     """Age, in seconds by the store's clock, at which ``sweep`` removes the remains of runs. The
     tombstone of a deleted checkpoint stays as long, so that a late writer cannot make the

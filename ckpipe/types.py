@@ -112,6 +112,8 @@ class CheckpointInfo:
         metadata: The metadata that ``save`` was given.
         bytes: The size of its data files, of all ranks together.
         world_size: Number of ranks that saved it.
+        line: The launch that began its line, which retention counts by; empty if it was saved by a
+            version that knew no lines.
     """
 
     id: str
@@ -126,6 +128,7 @@ class CheckpointInfo:
     metadata: Mapping[str, Any] | None = field(default=None, compare=False, repr=False)
     bytes: int | None = field(default=None, compare=False)
     world_size: int | None = field(default=None, compare=False)
+    line: str | None = field(default=None, compare=False)
 
     @property
     def key(self) -> CheckpointId:
@@ -265,6 +268,7 @@ class CheckpointDescription:
         started: The start time of its save on the lowest rank, ISO 8601 in UTC; empty if unknown.
         final: Whether it was saved with ``final=True``.
         resumed_from: The checkpoint that its run had loaded, if any.
+        line: The launch that began its line; empty if it was saved by a version that knew no lines.
         writer: Versions of ckpipe, torch and Python.
         metadata: The metadata that was passed to ``save``.
         metrics: The metrics that were passed to ``save``; non-finite numbers as text.
@@ -282,6 +286,7 @@ class CheckpointDescription:
     started: str
     final: bool
     resumed_from: str | None
+    line: str
     writer: Mapping[str, str]
     metadata: Mapping[str, Any]
     metrics: Mapping[str, Any]

@@ -82,12 +82,14 @@ from ckpipe.types import CheckpointId, CheckpointInfo
 
 PINNED = "it is pinned"
 RESUMED = "the newest checkpoint's run resumed from it"
+RUNNING_RESUMED = "a launch that is running resumed from it"
 RUNNING_NEWEST = "it is the newest of a launch that is running"
 BEHIND_LINK = "it can only be deleted by hand"
 UNREAD = "its index cannot be read, so nothing is known of it"
 IN_USE = "a process holds a lease on it: it is being loaded or written"
 RUNNING = "its launch is running and may still write it"
 NEWEST = "it is the newest complete checkpoint"
+OTHER_LINE = "it is of another line of launches"
 
 _FEW = 4
 """Number of unknown checkpoints up to which indexes are read, not stored summaries. So a running
@@ -103,7 +105,11 @@ class Catalog:
         rule: The rule for checkpoints to keep; None keeps all.
         sweep_after: Age at which remains of runs and tombstones are removed, by the store's clock.
         read_only: True if no lease may be written, so that reads are not protected.
+        all_lines: True if the rule counts the checkpoints of all lines of launches together.
         resumed_from: The checkpoint from which this run has resumed, which is kept.
+        loaded: The number of the last load in this process, and the line of its checkpoint.
+        line: The line that this launch has taken over; None for one of its own.
+        greatest: The newest of the complete checkpoints of the greatest step, as last listed.
         summaries: The known summaries of checkpoints; those of deleted ones are dropped.
         loading: Number of loads and copies that read each checkpoint now.
     """
@@ -112,7 +118,11 @@ class Catalog:
     rule: Rule | None = None
     sweep_after: timedelta = timedelta(days=1)
     read_only: bool = False
+    all_lines: bool = False
     resumed_from: str | None = None
+    loaded: tuple[int, str] | None = None
+    line: str | None = None
+    greatest: CheckpointId | None = None
     summaries: Summaries = field(default_factory=Summaries)
     loading: Counter[str] = field(default_factory=Counter)
     _last_inspected: CheckpointInfo | None = None
@@ -351,19 +361,26 @@ class Catalog:
         return RESUMED if info.id == origin else ""
 
     async def prune(
-        self, attempt: str | None = None, *, now: datetime | None = None, dry_run: bool = False
+        self,
+        attempt: str | None = None,
+        *,
+        now: datetime | None = None,
+        line: str | None = None,
+        dry_run: bool = False,
     ) -> Decision:
-        """Delete the checkpoints that the rule does not keep, or only decide; idempotent.
+        """Delete the checkpoints of one line that the rule does not keep; idempotent.
 
         Args:
             attempt: The name of this process's launch, whose newest checkpoint stays.
             now: The time by the store's own clock; None asks for it.
+            line: The line; None for that of this launch, or, without one, of the newest checkpoint.
             dry_run: True to only return the decision with its reasons.
 
         Returns:
             The decision as it was carried out.
 
         Raises:
+            UsageError: If no complete checkpoint is of the given line.
             StoreError: If the store failed; another prune goes on where this one stopped.
         """
         if now is None:
@@ -373,14 +390,16 @@ class Catalog:
             leased.add(launch_id(attempt))
         protected = dict.fromkeys(leased, IN_USE) | self._protected()
         listing = await self._listed()
+        own = None if attempt is None else launch_id(attempt)
+        decide_now = partial(self._decide, protected, listing, now, own, line)
         if dry_run:
-            return await self._decide(protected, listing, now)
+            return await decide_now()
         summaries = self.summaries
         await finish_deletions(
             self.backend, summaries.deleted, forget_before=now - self.sweep_after, listing=listing,
             retired=summaries.retired, now=now,
         )  # fmt: skip
-        decision = await self._decide(protected, listing, now)
+        decision = await decide_now()
         ids = {info.id: info.key for info in listing.infos()}
         ended = [name for name in decision.remove if launch_id(ids[name].attempt) not in protected]
         if ended and summaries.listed is None:
@@ -413,15 +432,22 @@ class Catalog:
         )
 
     async def _decide(
-        self, protected: Mapping[str, str], listing: Listing, now: datetime
+        self,
+        protected: Mapping[str, str],
+        listing: Listing,
+        now: datetime,
+        own: str | None,
+        line: str | None,
     ) -> Decision:
         """Decide which checkpoints stay, and change nothing.
 
-        Besides the protected ones, pinned checkpoints stay, and so does the checkpoint from which
-        the newest one's run resumed, for every caller. If several launches run on one root, rules
-        count the checkpoints of all of them together. So the newest checkpoint of each launch that
-        is known to be running stays too. Checkpoints whose index cannot be read stay as well, and
-        take no other's place: rules, and the newest that always stays, apply to the others.
+        Rules count the checkpoints of one line, and those of other lines stay. Besides the
+        protected ones, pinned checkpoints stay, and so does the checkpoint from which the newest
+        one's run resumed, for every caller. If several launches of one line run, rules count the
+        checkpoints of all of them together. So the newest checkpoint of each launch that is known
+        to be running stays too, and the one that it resumed from. Checkpoints whose index cannot be
+        read stay as well, and take no other's place: rules, and the newest that always stays, apply
+        to the others.
 
         Unknown checkpoints cost a list of summaries, a read of each summary, the indexes of those
         without one, the indexes of checkpoints to remove, and of those that stay in their place.
@@ -430,6 +456,8 @@ class Catalog:
             protected: Ids that must stay, each with its reason, and ids of running launches.
             listing: The names of the root.
             now: The time by the store's own clock, which also dates the checkpoints.
+            own: The id of this process's launch; None for a process that saves nothing.
+            line: The line, as for :meth:`prune`.
 
         Raises:
             StoreError: If the store failed.
@@ -440,28 +468,50 @@ class Catalog:
         inquiry = SummaryQuery(self.backend, complete, summaries, few=_FEW)
         while True:
             candidates = await inquiry.candidates()
-            kept = dict.fromkeys(newest_of_launches(candidates, keep), RUNNING_NEWEST)
-            newest = summaries.known.get(candidates[0].id) if candidates else None
-            if newest is not None and newest.resumed_from:
-                kept[newest.resumed_from] = RESUMED
-            decision = decide(candidates, rule, now=now, protected=kept | keep)
+            mine = self._witness(candidates, own)
+            wanted = line if line is not None or mine is None else mine.line
+            counted = [each for each in candidates if self.all_lines or each.line == wanted]
+            running = newest_of_launches(candidates, keep)
+            firsts = {each.id for each in (*candidates[:1], *counted[:1])}
+            kept = dict.fromkeys(running, RUNNING_NEWEST)
+            for name in (*running, *firsts):
+                known = summaries.known.get(name)
+                if known is not None and known.resumed_from:
+                    kept[known.resumed_from] = RESUMED if name in firsts else RUNNING_RESUMED
+            decision = decide(counted, rule, now=now, protected=kept | keep)
             # The indexes of these must be read before a checkpoint is deleted or reported.
-            deciding = {each.id for each in candidates[:1]}
-            deciding.update(newest_of_launches(candidates, protected))
+            deciding = {*firsts, *newest_of_launches(candidates, protected)}
+            deciding |= set() if mine is None else {mine.id}
             if rule is not None and decision.remove:
                 losers = set(decision.remove)
-                deciding |= losers | rule.rivals(candidates, losers, now)
+                deciding |= losers | rule.rivals(counted, losers, now)
             if await inquiry.is_sure(deciding):
                 break
+        if line is not None and not counted:
+            raise UsageError(f"No complete checkpoint is of line {line!r}", hint="ls shows lines")
+        others = {each.id for each in candidates} - decision.reasons.keys()
         unknown = [each.id for each in complete if each.id not in summaries]
-        unread = {name: keep.get(name, UNREAD) for name in unknown}
-        stays = {*decision.keep, *unread}
+        stay = {name: keep.get(name, UNREAD) for name in unknown}
+        stay |= {name: keep.get(name, OTHER_LINE) for name in others}
+        stays = {*decision.keep, *stay}
         return Decision(
             keep=tuple(each.id for each in complete if each.id in stays),
             remove=decision.remove,
-            reasons={**decision.reasons, **unread},
+            reasons={**decision.reasons, **stay},
             missing_metrics=decision.missing_metrics,
         )
+
+    def _witness(self, candidates: Sequence[Candidate], own: str | None) -> Candidate | None:
+        """Return the newest checkpoint of the line to prune, if none is named.
+
+        That is the newest of this launch or the one that it has resumed from, else the newest.
+        """
+        mine = (
+            each
+            for each in candidates
+            if launch_id(each.attempt) == own or each.id == self.resumed_from
+        )
+        return next(mine, next(iter(candidates), None))
 
     def missing_text(self, metric: str) -> str:
         """Return the message that the rule lacks a metric and removes nothing."""

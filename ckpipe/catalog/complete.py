@@ -326,17 +326,22 @@ def _left(info: CheckpointInfo, error: CkpipeError, sure: bool) -> CheckpointInf
     return info
 
 
-async def newest_likely(backend: Backend) -> CheckpointInfo | None:
+async def newest_likely(
+    backend: Backend,
+) -> tuple[CheckpointInfo | None, CheckpointId | None]:
     """Find the checkpoint of :func:`newest_repaired` without the request for its tombstone.
 
     So it may be in deletion. The caller takes a lease on it and then looks for its tombstone
-    anyway. Its pin is not looked up either.
+    anyway. Its pin is not looked up either. The second result is the newest with an index of those
+    with the greatest step.
 
     Raises:
         StoreError: If the store failed.
     """
-    info = await top(backend)
-    return info if info is None or info.complete else await newest_repaired(backend)
+    info, greatest = await top(backend)
+    if info is not None and not info.complete:
+        info = await newest_repaired(backend)
+    return info, greatest
 
 
 async def newest_repaired(backend: Backend) -> CheckpointInfo | None:

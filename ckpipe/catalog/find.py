@@ -132,15 +132,18 @@ async def discover(backend: Backend) -> list[CheckpointInfo]:
     return (await list_root(backend)).infos()
 
 
-async def top(backend: Backend) -> CheckpointInfo | None:
-    """Find the newest checkpoint by one delimited list, whether or not it has a tombstone or a pin.
+async def top(backend: Backend) -> tuple[CheckpointInfo | None, CheckpointId | None]:
+    """Find the newest checkpoint, and the newest with an index of the greatest step.
+
+    Costs one delimited list, and does not look whether they have a tombstone or a pin.
 
     Raises:
         StoreError: If the store failed.
     """
     found = _found(await backend.children(""))
-    id = max(found, default=None)
-    return None if id is None else _info(id, found[id])
+    id, indexed = max(found, default=None), (id for id, saved in found.items() if saved)
+    greatest = max(indexed, key=lambda id: (id.step, id), default=None)
+    return None if id is None else _info(id, found[id]), greatest
 
 
 async def newest_first(backend: Backend) -> AsyncGenerator[CheckpointInfo, None]:

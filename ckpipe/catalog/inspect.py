@@ -49,6 +49,7 @@ def describe(bundle: ManifestDocument, select: LabelFilter | None = None) -> Che
         started=first.started,
         final=any(part.final for part in bundle.parts),
         resumed_from=first.resumed_from,
+        line="" if bundle.source else bundle.line,
         writer=first.writer,
         metadata=first.metadata,
         metrics=first.metrics,

@@ -95,6 +95,7 @@ def filled(info: CheckpointInfo, found: Summary) -> CheckpointInfo:
         metadata=deepcopy(found.metadata),
         bytes=found.bytes,
         world_size=found.world_size,
+        line=found.line,
     )
 
 
@@ -218,5 +219,6 @@ class SummaryQuery:
 def _candidate(info: CheckpointInfo, summary: Summary) -> Candidate:
     created = info.saved_at or datetime.now(UTC)
     return Candidate(
-        info.id, info.step, info.attempt, info.count, created, summary.metrics, summary.final
-    )
+        info.id, info.step, info.attempt, info.count, created, summary.metrics, summary.final,
+        summary.line,
+    )  # fmt: skip

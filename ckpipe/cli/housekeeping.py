@@ -16,7 +16,7 @@ from rich.text import Text
 
 from ckpipe.catalog.catalog import Catalog
 from ckpipe.catalog.sweep import SweepReport
-from ckpipe.cli.running import OK, Step, Url, serve, which
+from ckpipe.cli.running import NO_LINE, OK, Step, Url, serve, which
 from ckpipe.cli.screen import Screen, table
 from ckpipe.errors import SettingsError, UsageError
 from ckpipe.retention import Rule, from_data
@@ -76,23 +76,35 @@ def prune_(
         list[str] | None,
         typer.Option(help='A rule as JSON, {"keep": "every", "steps": 1000}; repeatable.'),
     ] = None,
+    line: Annotated[
+        str | None,
+        typer.Option(help="Of this line, as ls shows it; by default that of the newest."),
+    ] = None,
+    all_lines: Annotated[
+        bool, typer.Option("--all-lines", help="Of all lines, counted together.")
+    ] = False,
     dry_run: DryRun = False,
 ) -> None:
-    """Delete the complete checkpoints that the rules do not keep.
+    """Delete the complete checkpoints of a line that the rules do not keep.
 
-    One rule is enough to keep a checkpoint. Without rules here, those of the settings file and the
-    environment hold. The newest, pinned ones, those in use and the one that the newest run resumed
-    from always stay.
+    A line is a launch with all launches that resumed from its checkpoints. One rule is enough to
+    keep a checkpoint. Without rules here, those of the settings file and the environment hold. The
+    newest of the line, pinned ones, those in use and the one that its newest run resumed from
+    always stay.
     """
 
     async def work(screen: Screen) -> int:
         settings = screen.settings
         chosen = _rule(settings, keep_last, rule or [])
+        if line is not None and all_lines:
+            raise UsageError("--line and --all-lines are given, and only one of them can be")
         async with open_store(url, settings, Access.READ if dry_run else Access.CHANGE) as backend:
-            catalog = Catalog(backend, chosen, settings.retention.sweep_after)
+            every = all_lines or (line is None and settings.retention.lines == "all")
+            catalog = Catalog(backend, chosen, settings.retention.sweep_after, all_lines=every)
             # A dry run may not write, so the clock is this machine's.
             now = datetime.now(UTC) if dry_run else None
-            decision = await catalog.prune(now=now, dry_run=dry_run)
+            wanted = "" if line == NO_LINE else line
+            decision = await catalog.prune(now=now, line=wanted, dry_run=dry_run)
         keep = {name: decision.reasons[name] for name in decision.keep}
         remove = {name: decision.reasons[name] for name in decision.remove}
         data = {

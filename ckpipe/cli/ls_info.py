@@ -20,7 +20,7 @@ from ckpipe.catalog.find import (
     recheck,
 )
 from ckpipe.catalog.inspect import data_bytes, describe, key_paths
-from ckpipe.cli.running import OK, MaybeStep, Url, serve, wanted
+from ckpipe.cli.running import NO_LINE, OK, MaybeStep, Url, serve, wanted
 from ckpipe.cli.screen import Screen, of_things, one_line, table
 from ckpipe.errors import CheckpointNotFound, CorruptCheckpoint, UnsupportedVersion
 from ckpipe.foreign.source import Place, open_place
@@ -76,8 +76,10 @@ def list_(
                 f"a checkpoint of another program ({foreign['format']}): {foreign['files']} files, "
                 f"{foreign['tensors']} tensors, {size_text(foreign['bytes'])}"
             )
-        headings = ("step", "saved at", "size", "ranks", "state", "metrics", "id")
-        rows = [_row(each) for each in found.values()]
+        many = len({each["line"] for each in found.values()} - {None}) > 1
+        line = ("line",) if many else ()  # one line needs no column
+        headings = ("step", "saved at", "size", "ranks", "state", "metrics", *line, "id")
+        rows = [_row(each, lines=many) for each in found.values()]
         screen.result(
             {"url": url, "checkpoints": [*found.values()], "foreign": foreign},
             table(headings, rows, "step", "size", "ranks") if rows else Text(nothing),
@@ -111,7 +113,7 @@ def _checkpoint_data(
     """Join what the list of the root says with the summary of a checkpoint, if known."""
     data = asdict(info) | {"metrics": {}, "final": False, "copied_bytes": 0, "problem": problem}
     if summary is not None:
-        data |= summary.members | {"metrics": dict(summary.metrics)}
+        data |= summary.members | {"metrics": dict(summary.metrics), "line": summary.line}
         data["copied_bytes"] = summary.copied_bytes if summary.is_wasteful else 0
     del data["metadata"]
     return data
@@ -138,7 +140,7 @@ async def _inspected(
         return _checkpoint_data(info, problem=str(error))
 
 
-def _row(each: dict[str, Any]) -> tuple[object, ...]:
+def _row(each: dict[str, Any], *, lines: bool) -> tuple[object, ...]:
     state = "complete" if each["complete"] else "incomplete: " + each["reason"].partition(":")[0]
     notes = [f"damaged: {each['problem']}" if each["problem"] else state]
     notes += [mark for mark in ("pinned", "final") if each[mark]]
@@ -148,7 +150,8 @@ def _row(each: dict[str, Any]) -> tuple[object, ...]:
     saved = "" if each["saved_at"] is None else f"{each['saved_at']:%Y-%m-%d %H:%M:%S}Z"
     size = "" if each["bytes"] is None else size_text(each["bytes"])
     ranks = each["world_size"] or ""
-    return (each["step"], saved, size, ranks, ", ".join(notes), metrics, each["id"])
+    line = (("" if each["line"] is None else each["line"] or NO_LINE),) if lines else ()
+    return (each["step"], saved, size, ranks, ", ".join(notes), metrics, *line, each["id"])
 
 
 def info(
@@ -233,6 +236,7 @@ def _facts(about: CheckpointDescription, pinned: bool) -> Iterator[tuple[str, ob
     yield "began", about.started
     yield "size", size
     yield "ranks", about.world_size
+    yield "line", about.line or NO_LINE
     if about.resumed_from:
         yield "resumed from", about.resumed_from
     marks = [word for word, set_ in (("pinned", pinned), ("final", about.final)) if set_]

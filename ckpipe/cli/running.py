@@ -20,6 +20,9 @@ from ckpipe.errors import (
 OK, FOUND, WRONG_USE, STORE_FAILED = 0, 1, 2, 3
 """The exit codes of commands that end by themselves."""
 
+NO_LINE = "-"
+"""The name of the line of checkpoints that were saved by a version that knew no lines."""
+
 Url = Annotated[
     str, typer.Argument(metavar="URL", help="The root of the checkpoints.", show_default=False)
 ]

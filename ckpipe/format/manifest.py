@@ -25,7 +25,7 @@ from ckpipe.errors import InvalidManifest
 from ckpipe.format.boxes import Box
 from ckpipe.format.checksum import chunk_count
 from ckpipe.format.labels import Json
-from ckpipe.format.names import prefix
+from ckpipe.format.names import launch_id, prefix
 from ckpipe.types import CheckpointId
 
 FORMAT_VERSION = 2
@@ -359,6 +359,8 @@ class RankManifest:
         metrics: The metrics that the user passed to ``save``; non-finite floats encoded.
         resumed_from: Id of the checkpoint that the run had loaded.
         final: Whether it was saved with ``final=True``.
+        line: The line of launches that its writer belongs to; empty in checkpoints of writers that
+            knew no lines, which are one line.
     """
 
     rank: int
@@ -374,6 +376,7 @@ class RankManifest:
     metrics: Mapping[str, Json] = field(default_factory=dict)
     resumed_from: str | None = None
     final: bool = False
+    line: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -428,6 +431,12 @@ class ManifestDocument:
     def step(self) -> int | None:
         """The step of the checkpoint; None for a foreign one."""
         return None if self.source else self.id.step
+
+    @property
+    def line(self) -> str:
+        """The line of launches: that of the first rank that had loaded, else its own launch's."""
+        own = launch_id(self.id.attempt)
+        return next((part.line for part in self.parts if part.line != own), own)
 
     @property
     def whole(self) -> bool:
@@ -676,6 +685,7 @@ PARTS = Table(
         Column("metrics", numbers, 0),
         Column("resumed_from", optional(texts), None),
         Column("final", flags, False),
+        Column("line", texts, ""),
     ),
     RankManifest,
 )

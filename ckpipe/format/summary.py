@@ -46,6 +46,7 @@ class Summary:
         resumed_from: Id of the checkpoint that its run had loaded; only the index has it.
         metadata: The metadata that was passed to ``save``; only the index has it.
         name: The text under ``name`` in the metadata; None without one.
+        line: Its line of launches; empty for that of checkpoints without one.
     """
 
     bytes: int
@@ -56,6 +57,7 @@ class Summary:
     resumed_from: str | None = None
     metadata: Mapping[str, Json] | None = None
     name: str | None = None
+    line: str = ""
 
     @property
     def is_wasteful(self) -> bool:
@@ -72,6 +74,7 @@ class Summary:
             "metrics": {name: encode_float(value) for name, value in self.metrics.items()},
             "copied_bytes": self.copied_bytes,
             **({} if self.name is None else {"name": self.name}),
+            **({"line": self.line} if self.line else {}),
         }
 
 
@@ -92,6 +95,7 @@ def summary_of(index: ManifestDocument) -> Summary:
         first.resumed_from,
         first.metadata,
         name if isinstance(name, str) else None,
+        index.line,
     )
 
 
@@ -113,7 +117,7 @@ def decode_summary(id: CheckpointId, data: bytes) -> Summary:
     document, head = decode_json(data, MOST_BYTES), _head(id)
     numbers: list[Any] = [document.get(name) for name in _NUMBERS]
     final, metrics = document.get("final"), document.get("metrics")
-    name = document.pop("name", None)
+    name, line = document.pop("name", None), document.pop("line", "")
     if (
         document.keys() != {*head, *_NUMBERS, "final", "metrics"}
         or any(document[name] != value for name, value in head.items())
@@ -121,11 +125,12 @@ def decode_summary(id: CheckpointId, data: bytes) -> Summary:
         or type(final) is not bool
         or type(metrics) is not dict
         or not isinstance(name, str | None)
+        or not isinstance(line, str)
     ):
         raise InvalidManifest("This is no summary of this checkpoint, or one of another version")
     told = {name: decode_float(value) for name, value in metrics.items()}
     size, world_size, copied = numbers
-    return Summary(size, world_size, final, told, copied, name=name)
+    return Summary(size, world_size, final, told, copied, name=name, line=line)
 
 
 def _head(id: CheckpointId) -> dict[str, Json]:

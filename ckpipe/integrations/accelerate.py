@@ -28,6 +28,7 @@ from ckpipe.integrations.shared import (
     check_names,
     checked,
     choose_path,
+    keep_names,
     pointer_folders,
     tell_resumed,
 )
@@ -103,7 +104,7 @@ def attach(accelerator: Accelerator, url: str | os.PathLike[str], **settings: An
         chosen = chosen.override(keep_last=limit)
     pipeline = SyncPipeline(url, settings=chosen).open()
     attached = _Attached(accelerator, pipeline, limit)
-    pipeline.on_complete(attached.on_complete)
+    keep_names(pipeline, attached.on_complete, attached.names)
     accelerator.save_state, accelerator.load_state = attached.save_state, attached.load_state
     end_training = accelerator.end_training
 
@@ -123,7 +124,10 @@ class _Attached:
     def __init__(self, accelerator: Any, pipeline: SyncPipeline, limit: int | None) -> None:
         self._accelerator, self._pipeline, self._limit = accelerator, pipeline, limit
         self._load_own, self._rng = accelerator.load_state, RngState(apply="later")
-        self._begun = False
+        self._begun, self._folders = False, set[Path]()
+
+    def names(self) -> list[Path]:
+        return [n for each in self._folders for n in pointer_folders(each, self._pipeline.url)]
 
     def save_state(
         self,
@@ -266,12 +270,13 @@ class _Attached:
         folder = (event.info.metadata or {}).get("path")
         if folder is None:
             return
+        self._folders.add(Path(folder).parent)
         old = read_pointer(folder)
         id = CheckpointId.parse(old.id) if old and old.root == self._pipeline.url else None
         if id is None or id < event.info.key:  # saves may become complete in another order
             write_pointer_folder(folder, self._pipeline.url, event.info, {})
         if self._limit and self._accelerator.project_configuration.automatic_checkpoint_naming:
-            names = pointer_folders(Path(folder).parent, self._pipeline.url)
+            names = pointer_folders(Path(folder).parent, self._pipeline.url, event.info.line or "")
             for each in names[: -self._limit]:
                 shutil.rmtree(each, ignore_errors=True)
 

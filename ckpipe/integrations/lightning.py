@@ -15,6 +15,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from io import BytesIO
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -28,7 +29,7 @@ from ckpipe.distributed import training_state
 from ckpipe.errors import CkpipeError, UsageError
 from ckpipe.events import Completed
 from ckpipe.integrations.pointers import read_pointer, write_pointer
-from ckpipe.integrations.shared import checked, choose_path, tell_resumed
+from ckpipe.integrations.shared import checked, choose_path, keep_names, tell_resumed
 from ckpipe.retention import KeepIf
 from ckpipe.running.pipeline import SyncPipeline, load
 from ckpipe.running.validation import absolute
@@ -73,6 +74,7 @@ class CkpipeCheckpointIO(TorchCheckpointIO):
         self.root = absolute(os.fspath(root))
         self._pipeline: SyncPipeline | None = None
         self._calls, self._removed, self._dropped = 0, dict[str, int](), set[str]()
+        self._folders = set[str]()
 
     def _new(self, **fields: Any) -> SyncPipeline:
         if self.settings.retention.rule is None:
@@ -84,8 +86,11 @@ class CkpipeCheckpointIO(TorchCheckpointIO):
         if self._pipeline is None:
             names = self.sharded or rank_zero_only.rank == 0
             self._pipeline = self._new(read_only=self.settings.read_only or not names).open()
-            self._pipeline.on_complete(self._on_complete)
+            keep_names(self._pipeline, self._on_complete, self._names)
         return self._pipeline
+
+    def _names(self) -> list[Path]:
+        return [each for folder in self._folders for each in Path(folder).iterdir()]
 
     def newest(self) -> str | None:
         """Choose the checkpoint to resume from: ``trainer.fit(model, ckpt_path=io.newest())``.
@@ -143,6 +148,7 @@ class CkpipeCheckpointIO(TorchCheckpointIO):
     def _on_complete(self, event: Completed) -> None:
         metadata: Any = event.info.metadata
         path = metadata["path"]
+        self._folders.add(os.path.dirname(path))
         with _locked(path):
             old = None if os.path.islink(path) else read_pointer(path)
             own = old if old is not None and old.root == self.root else None

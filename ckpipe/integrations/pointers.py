@@ -5,9 +5,9 @@ holds the id of a checkpoint, not its data. It is written once the checkpoint is
 rename, so a tool never sees half of it. A resume does not look for the newest pointer but calls
 :meth:`ckpipe.Pipeline.choose`: a pointer may be missing, or be there without its checkpoint.
 
-A pointer is a JSON object: ``format`` is ``"ckpipe-pointer"``, ``version`` 1, ``id`` and ``step``
-are those of the checkpoint, and ``root`` is the root of the checkpoints, as a URL or as a path
-relative to the folder of the pointer, so that both may move together.
+A pointer is a JSON object: ``format`` is ``"ckpipe-pointer"``, ``version`` 1, ``id``, ``step`` and
+``line`` are those of the checkpoint, and ``root`` is the root of the checkpoints, as a URL or as a
+path relative to the folder of the pointer, so that both may move together.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import os
 import uuid
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from ckpipe.types import CheckpointInfo
@@ -28,6 +28,8 @@ logger = logging.getLogger("ckpipe")
 _WEIGHTS = ("*model*.safetensors", "*model*.bin", "optimizer.*", "*/*.distcp")
 _STATES = ("trainer_state.json", "random_states_*.pkl")
 _PARTS = ("*/*.safetensors", "*/*.bin", "*/*.pt", "*/*.pth")  # weights if there is a state too
+
+_MOST_BYTES = 64 << 10
 
 POINTER_FILE = "ckpipe.json"
 """The name of the pointer in a folder that :func:`write_pointer_folder` makes."""
@@ -41,11 +43,13 @@ class Pointer:
         root: The root of the checkpoints: a URL, or an absolute path.
         id: The id of the checkpoint; accepted wherever a step is.
         step: Its step.
+        line: Its line of launches; empty if it is unknown.
     """
 
     root: str
     id: str
     step: int
+    line: str = field(default="", compare=False)
 
 
 def write_pointer(file: str | os.PathLike[str], root: str, info: CheckpointInfo) -> None:
@@ -62,11 +66,12 @@ def write_pointer(file: str | os.PathLike[str], root: str, info: CheckpointInfo)
     folder = os.path.dirname(os.path.abspath(file))
     if "://" not in root:
         root = os.path.relpath(os.path.abspath(os.path.expanduser(root)), folder)
-    content = {"format": "ckpipe-pointer", "version": 1, "root": root}
+    content: dict[str, object] = {"format": "ckpipe-pointer", "version": 1, "root": root}
     os.makedirs(folder, exist_ok=True)
     made = os.path.join(folder, f".{uuid.uuid4().hex}")
     try:
-        Path(made).write_text(json.dumps({**content, "id": info.id, "step": info.step}) + "\n")
+        content |= {"id": info.id, "step": info.step, "line": info.line or ""}
+        Path(made).write_text(json.dumps(content) + "\n")
         os.replace(made, file)
     finally:
         with suppress(FileNotFoundError):
@@ -155,12 +160,15 @@ def read_pointer(path: str | os.PathLike[str]) -> Pointer | None:
     if file.is_dir():
         file = file / POINTER_FILE
     try:
+        if file.stat().st_size > _MOST_BYTES:  # a trainer's own checkpoint
+            return None
         found = json.loads(file.read_text(encoding="utf-8"))
         if found["format"] != "ckpipe-pointer" or found["version"] != 1:
             return None
         root, id, step = str(found["root"]), str(found["id"]), int(found["step"])
+        line = str(found.get("line", ""))
     except (FileNotFoundError, ValueError, KeyError, TypeError):
         return None
     if "://" not in root:
         root = os.path.normpath(os.path.join(os.path.dirname(os.path.abspath(file)), root))
-    return Pointer(root, id, step)
+    return Pointer(root, id, step, line)

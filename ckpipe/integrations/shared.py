@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 import logging
 import os
-from collections.abc import Callable, Mapping
+import shutil
+from collections.abc import Callable, Iterable, Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,6 +14,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from ckpipe.errors import CheckpointNotFound, UsageError
+from ckpipe.events import Completed, Pruned
 from ckpipe.integrations.pointers import read_pointer
 from ckpipe.running.pipeline import SyncPipeline
 from ckpipe.settings import Settings
@@ -149,17 +151,49 @@ def tell_resumed(step: int, place: str, rank: int, data: str = "") -> None:
         logger.info("resumed step %d from %s%s", step, place, data and f": {data}")
 
 
-def pointer_folders(folder: str | os.PathLike[str], root: str) -> list[Path]:
+def pointer_folders(
+    folder: str | os.PathLike[str], root: str, line: str | None = None
+) -> list[Path]:
     """List the folders in a folder that have a pointer to a root, the oldest checkpoint first.
 
     Args:
         folder: The folder.
         root: The root, ``pipeline.url``.
+        line: The line of their checkpoints; None for any.
     """
     ids: dict[Path, CheckpointId] = {}
     for each in Path(folder).iterdir():
         pointer = read_pointer(each) if each.is_dir() else None
         id = CheckpointId.parse(pointer.id) if pointer and pointer.root == root else None
-        if id is not None:
+        if pointer is not None and id is not None and line in (None, pointer.line):
             ids[each] = id
     return sorted(ids, key=ids.__getitem__)
+
+
+def keep_names(
+    pipeline: SyncPipeline,
+    write: Callable[[Completed], None],
+    names: Callable[[], Iterable[Path]],
+) -> None:
+    """Keep the names of a trainer: each is there as long as the checkpoint that it leads to.
+
+    Args:
+        pipeline: The pipeline.
+        write: Writes the name of a checkpoint that is complete.
+        names: Lists the names: files and folders with a pointer among others.
+    """
+
+    def follow(event: Completed | Pruned) -> None:
+        if isinstance(event, Completed):
+            write(event)
+            return
+        for each in names():
+            pointer = read_pointer(each)
+            if pointer is None or (pointer.root, pointer.id) != (pipeline.url, event.removed):
+                continue
+            if each.is_dir():
+                shutil.rmtree(each, ignore_errors=True)
+            else:
+                each.unlink(missing_ok=True)
+
+    pipeline._hooks.add(follow, Completed, Pruned)

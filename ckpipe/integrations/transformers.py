@@ -38,6 +38,7 @@ from ckpipe.integrations.shared import (
     check_names,
     checked,
     choose_path,
+    keep_names,
     pointer_folders,
     tell_resumed,
 )
@@ -130,6 +131,7 @@ class CkpipeTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[
         self._ckpipe_settings = settings
         self._ckpipe_pipeline: Any = None
         self._ckpipe_chosen: CheckpointInfo | None = None
+        self._ckpipe_line = ""
         self._ckpipe_rng = RngState(apply="later")
         self._ckpipe_progress = Progress()
         self.add_callback(_Schedule(self))
@@ -174,7 +176,7 @@ class CkpipeTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[
             settings = settings.override(resume="must")
         with SyncPipeline(root, settings=settings) as pipeline:
             self._ckpipe_pipeline, self._ckpipe_over = pipeline, False
-            pipeline.on_complete(self._ckpipe_on_complete)
+            keep_names(pipeline, self._ckpipe_on_complete, self._ckpipe_names)
             try:
                 folder = self._ckpipe_choose(resume_from_checkpoint, own)
                 if folder is None and last and settings.resume != "never" and self.args.should_save:
@@ -196,14 +198,18 @@ class CkpipeTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[
         files = {} if text is None else {STATE_NAME: text}
         write_pointer_folder(self._ckpipe_folder(info.step), self._ckpipe_pipeline.url, info, files)
 
+    def _ckpipe_names(self, line: str | None = None) -> list[Path]:
+        return pointer_folders(self._ckpipe_run_dir, self._ckpipe_pipeline.url, line)
+
     def _ckpipe_on_complete(self, event: Completed) -> None:
+        self._ckpipe_line = event.info.line or ""
         self._ckpipe_write_name(event.info)
         self._ckpipe_limit_names()
 
     def _ckpipe_limit_names(self) -> None:
         """Remove the names that the trainer would; saves may become complete in any order."""
         limit, best = self._ckpipe_limit, self.state.best_model_checkpoint
-        names = pointer_folders(self._ckpipe_run_dir, self._ckpipe_pipeline.url)
+        names = self._ckpipe_names(self._ckpipe_line)
         if limit <= 0 or not names:
             return
         stay = {names[-1], Path(best or "")} & {*names}
@@ -250,6 +256,7 @@ class CkpipeTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[
                 step=chosen.step,
                 hint="Load it into the model before: ckpipe.load(root, {'training': …})",
             )
+        self._ckpipe_line = chosen.line or ""
         self._ckpipe_chosen, state = chosen, json.loads(chosen.metadata["trainer_state"])
         if best := state["best_model_checkpoint"]:
             # It may be of another machine. Without the folder the trainer would forget the best.

@@ -34,7 +34,8 @@ import contextlib
 import json
 import secrets
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
+from dataclasses import astuple, dataclass
 from datetime import UTC, datetime, timedelta
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any
@@ -55,7 +56,7 @@ from ckpipe.format.names import ATTEMPTS, attempt_start_key, claim_key, launch_i
 from ckpipe.ranks.agree import Vote, create_decision, read_decision
 from ckpipe.ranks.world import Topology, group_topology
 from ckpipe.store.retry import create_once
-from ckpipe.types import CheckpointId, attempt_name, attempt_parts, first_of
+from ckpipe.types import CheckpointId, CheckpointInfo, attempt_name, attempt_parts, first_of
 
 if TYPE_CHECKING:
     from ckpipe.settings import Settings
@@ -251,6 +252,30 @@ _MAX_BYTES = 4096
 _REMOVE_SECONDS = 5.0
 
 
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """The complete checkpoints of a root when a launch was opened, the same on all its ranks.
+
+    Args:
+        count: Their number.
+        newest: Id of the newest; empty without one.
+        greatest: Id of the newest of those with the greatest step; empty without one.
+    """
+
+    count: int = 0
+    newest: str = ""
+    greatest: str = ""
+
+    @property
+    def next_step(self) -> int:
+        """The step after the greatest; 0 without one."""
+        greatest = CheckpointId.parse(self.greatest)
+        return 0 if greatest is None else greatest.step + 1
+
+
+_NOTHING = Beside()
+
+
 class Launch:
     """The name of a launch, and the claim of one of its ranks.
 
@@ -258,13 +283,22 @@ class Launch:
         backend: The store.
         attempt: The name; its start may change with the claim.
         topology: This rank and the world size.
+        beside: The complete checkpoints at opening; they may change with the claim.
+        names: The ids of these, as far as this rank has listed them.
         shares_start: True if the ranks agree on the start by an object.
     """
 
     def __init__(
-        self, backend: Backend, attempt: str, topology: Topology, *, shares_start: bool = False
+        self,
+        backend: Backend,
+        attempt: str,
+        topology: Topology,
+        beside: Beside = _NOTHING,
+        names: Collection[str] = (),
+        *,
+        shares_start: bool = False,
     ) -> None:
-        self.attempt = attempt
+        self.attempt, self.beside, self.names = attempt, beside, frozenset(names)
         self.id = launch_id(attempt)
         self.claimed = anyio.Event()
         self._backend, self._topology, self._shares_start = backend, topology, shares_start
@@ -286,7 +320,9 @@ class Launch:
             if self.claimed.is_set():
                 return self.attempt
             if self._shares_start:
-                self.attempt = await _agree_on_start(self._backend, self.attempt)
+                self.attempt, self.beside = await _agree_on_start(
+                    self._backend, self.attempt, self.beside
+                )
             key = claim_key(self.id, self._topology.rank)
             created = await create_once(self._backend, key, self._claim)
             # An existing one may be our own claim, if an answer was lost.
@@ -340,18 +376,26 @@ async def draft_launch(
         StoreError: If the store failed.
     """
     if attempt_id is None and meeting is not None and topology.rank:
-        name = await anyio.to_thread.run_sync(meeting.join, abandon_on_cancel=True)
-        return Launch(backend, name, topology)
+        published = await anyio.to_thread.run_sync(meeting.join, abandon_on_cancel=True)
+        name, beside = json.loads(published)
+        return Launch(backend, name, topology, Beside(*beside))
     chosen = attempt_id or secrets.token_hex(4)
     try:
         attempt_name(datetime.now(UTC), chosen)
     except ValueError as error:
         raise SettingsError(f"attempt_id is no name: {error}") from error
-    name = attempt_name(await _after_all_others(backend), chosen)
+    known = await discover(backend)
+    name = attempt_name(_after_all_others(known), chosen)
+    complete = {each.id: each.key for each in known if each.complete}
+    beside = _NOTHING
+    if complete:
+        greatest = max(complete.values(), key=lambda id: (id.step, id))
+        beside = Beside(len(complete), next(iter(complete)), str(greatest))
     if attempt_id is None and meeting is not None:
-        await anyio.to_thread.run_sync(meeting.host, name, abandon_on_cancel=True)
+        published = json.dumps([name, astuple(beside)])
+        await anyio.to_thread.run_sync(meeting.host, published, abandon_on_cancel=True)
     shares_start = attempt_id is not None and topology.world_size > 1
-    return Launch(backend, name, topology, shares_start=shares_start)
+    return Launch(backend, name, topology, beside, complete, shares_start=shares_start)
 
 
 def unclaimed_attempt() -> str:
@@ -359,23 +403,26 @@ def unclaimed_attempt() -> str:
     return attempt_name(datetime.now(UTC), secrets.token_hex(4))
 
 
-async def _agree_on_start(backend: Backend, attempt: str) -> str:
-    """Return the name with the start that the first rank has written."""
+async def _agree_on_start(backend: Backend, attempt: str, beside: Beside) -> tuple[str, Beside]:
+    """Return the name with the start that the first rank has written, and what it found."""
     started, chosen = attempt_parts(attempt)
     key, what = attempt_start_key(chosen), "The start of the attempt"
 
-    def parse(document: Any) -> datetime:
-        return datetime.strptime(document["started"], _FORMAT).replace(tzinfo=UTC)
+    def parse(document: Any) -> tuple[datetime, Beside]:
+        start = datetime.strptime(document["started"], _FORMAT).replace(tzinfo=UTC)
+        return start, Beside(*document["beside"])
 
     found = await read_decision(backend, key, what, parse)
-    document = {"started": started.strftime(_FORMAT)}
-    start = found[0] if found else await create_decision(backend, key, what, document, parse)
-    return attempt_name(start, chosen)
+    document: Any = {"started": started.strftime(_FORMAT), "beside": astuple(beside)}
+    start, beside = (
+        found[0] if found else await create_decision(backend, key, what, document, parse)
+    )
+    return attempt_name(start, chosen), beside
 
 
-async def _after_all_others(backend: Backend) -> datetime:
+def _after_all_others(known: Iterable[CheckpointInfo]) -> datetime:
     now = datetime.now(UTC)
-    for attempt in sorted({info.attempt for info in await discover(backend)}, reverse=True):
+    for attempt in sorted({info.attempt for info in known}, reverse=True):
         # A name without a date is not ckpipe's, and neither is one with the last possible date.
         with contextlib.suppress(ValueError, OverflowError):
             return max(now, attempt_parts(attempt)[0] + timedelta(milliseconds=1))

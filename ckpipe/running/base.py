@@ -215,22 +215,22 @@ class PipelineBase:
         Returns:
             The hook, so that this works as a decorator.
         """
-        self._hooks.add(Staged, hook)
+        self._hooks.add(hook, Staged)
         return hook
 
     def on_committed(self, hook: Hook[RankCommitted]) -> Hook[RankCommitted]:
         """Call a function whenever this rank's files are durable; see :meth:`on_staged`."""
-        self._hooks.add(RankCommitted, hook)
+        self._hooks.add(hook, RankCommitted)
         return hook
 
     def on_complete(self, hook: Hook[Completed]) -> Hook[Completed]:
         """Call a function whenever a checkpoint is complete; see :meth:`on_staged`."""
-        self._hooks.add(Completed, hook)
+        self._hooks.add(hook, Completed)
         return hook
 
     def on_failed(self, hook: Hook[SaveFailed]) -> Hook[SaveFailed]:
         """Call a function whenever a save failed or was cancelled; see :meth:`on_staged`."""
-        self._hooks.add(SaveFailed, hook)
+        self._hooks.add(hook, SaveFailed)
         return hook
 
     def statistics(self) -> Statistics:

@@ -90,7 +90,7 @@ async def choose(
         elif find is not None:
             found = await find()
         elif agreements is None:  # Alone: its lease tells whether the newest is being deleted.
-            found = await newest_likely(context.store.retrying)
+            found, context.store.catalog.greatest = await newest_likely(context.store.retrying)
         else:
             found = await newest_repaired(context.store.retrying)
         if agreements is None:

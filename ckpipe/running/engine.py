@@ -83,7 +83,7 @@ class Engine:
         settings = context.settings
         self.context, self.world, self.loop = context, world, loop
         self.catalog = context.store.catalog
-        self.saves = Saves(context, launch, tasks, hooks)
+        self.saves = Saves(context, launch, tasks, hooks, place)
         self.loads = Loads(context, launch, self.saves, place)
         self.stopped = anyio.Event()
         self._settings, self._tasks = settings, tasks
@@ -330,13 +330,17 @@ async def _context_of(
 ) -> SaveContext:
     """Make the context of the saves; with shared memory if a worker process uploads it."""
     backend, rules = retrying.inner, settings.retention
+    catalog = Catalog(
+        retrying, rules.rule, rules.sweep_after, settings.read_only, rules.lines == "all"
+    )
+    catalog.greatest = CheckpointId.parse(launch.beside.greatest)
     most = backend.limits.max_blocks
     largest_file = None if most is None else most * block
     return SaveContext(
         store=StoreContext(
             backend=backend,
             retrying=retrying,
-            catalog=Catalog(retrying, rules.rule, rules.sweep_after, settings.read_only),
+            catalog=catalog,
             events=events,
             rank=topology.rank,
             world_size=topology.world_size,

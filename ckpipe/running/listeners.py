@@ -99,8 +99,8 @@ class Hooks:
         self._idle = anyio.Event()
         events.add(self._heard)
 
-    def add(self, kind: type[E], function: Callable[[E], object]) -> None:
-        """Call a function with every event of a kind from now on; in any thread.
+    def add(self, function: Callable[[Any], object], *kinds: type[Event]) -> None:
+        """Call a function with every event of some kinds from now on; in any thread.
 
         Raises:
             UsageError: If it cannot be called with one argument.
@@ -114,7 +114,9 @@ class Hooks:
             ) from None
         except ValueError:
             pass  # a C function without a signature
-        self._hooks.setdefault(kind, []).append(_Hook(function))
+        hook = _Hook(function)  # one for all kinds, which keeps their order
+        for kind in kinds:
+            self._hooks.setdefault(kind, []).append(hook)
 
     def start(self, tasks: TaskGroup, failed: Callable[[Exception], None]) -> None:
         """Call hooks from now on.

@@ -53,6 +53,7 @@ from ckpipe.loop_thread import on_caller
 from ckpipe.ranks.agree import Agreements, ObjectAgreements, TorchAgreements
 from ckpipe.ranks.launch import Launch, agreeing_store
 from ckpipe.ranks.world import Topology
+from ckpipe.running import lines
 from ckpipe.running.choose import begin_anew, choose
 from ckpipe.running.saves import Saves
 from ckpipe.save.context import SaveContext
@@ -224,6 +225,8 @@ class Loads:
                         self._context, self._saves, which, agreements, asked, find=find
                     )
         if info is not None:
+            if which is None and name is None:
+                await self._tell_greater(info.key)
             return await catalog.inspected(info)
         if name is None:
             await begin_anew(self._context, self._place)
@@ -255,6 +258,7 @@ class Loads:
             info = await find_repaired(store.retrying, which)
             async with store.catalog.reading(info.key) as bundle:
                 await read_boxes(store.retrying, bundle, boxes, self._context.arena, lanes=lanes)
+            lines.record(store.catalog, bundle)
 
     async def _first_whole(
         self,
@@ -287,6 +291,8 @@ class Loads:
                 continue
             if isinstance(outcome, LoadResult):
                 self._saves.loaded(outcome.step)
+                if which is None:
+                    await self._tell_greater(info.key)
                 assert outcome.report is not None
                 return replace(outcome, report=replace(outcome.report, damaged=damaged))
             first = first or outcome.error
@@ -303,6 +309,12 @@ class Loads:
         await begin_anew(self._context, self._place)
         initial = self._context.settings.initial
         return None if initial is None else await self._from_source(initial, request, joint)
+
+    async def _tell_greater(self, loaded: CheckpointId) -> None:
+        """Tell, once and on the first rank, of a greater step of another line."""
+        store = self._context.store
+        if self._context.rank == 0 and store.is_first("a greater step"):
+            await lines.tell_greater(store.catalog, loaded, self._place)
 
     async def _attempt(
         self,
@@ -445,7 +457,7 @@ class Loads:
                 error.target_touched = load.tally.delivered
                 raise
         result = await load.apply()
-        self._context.store.catalog.resumed_from = result.id
+        lines.record(self._context.store.catalog, load.bundle)
         assert result.report is not None
         seconds, nbytes = result.report.seconds, result.report.bytes
         self._context.events.emit(Loaded(*self._where(info), seconds, nbytes))

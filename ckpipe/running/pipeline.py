@@ -213,7 +213,8 @@ class Pipeline(PipelineBase):
         Args:
             state: Any nesting of containers, tensors, arrays, plain values and objects that have
                 ``state_dict`` and ``load_state_dict``.
-            step: The training step; by default one more than that of the last save or load.
+            step: The training step; by default one more than that of the last save or load, or,
+                without any, than the greatest that was at the root when the pipeline was opened.
             metrics: Numbers by name, kept in the checkpoint; NaN is allowed.
             metadata: Plain JSON, kept in the checkpoint.
             until: ``"staged"`` returns when the state is copied, ``"committed"`` when the
@@ -580,7 +581,10 @@ class Pipeline(PipelineBase):
         await self._run(self._engine.catalog.unpin, which(step))
 
     async def prune(self, *, dry_run: bool = False) -> Decision:
-        """Apply the retention rules now.
+        """Apply the retention rules now, to the line of this launch.
+
+        A launch that has neither saved nor loaded applies them to the line of the newest
+        checkpoint. ``retention.lines`` tells about lines.
 
         Args:
             dry_run: True to only return the decision with its reasons.

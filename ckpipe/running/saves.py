@@ -20,13 +20,14 @@ from ckpipe.errors import (
     StoreError,
     first_error,
 )
-from ckpipe.events import SaveEnded, SaveFailed, SaveStarted
+from ckpipe.events import Completed, Event, SaveEnded, SaveFailed, SaveStarted
 from ckpipe.events import SaveSkipped as SkippedEvent
 from ckpipe.exports import exported
 from ckpipe.loop_thread import wait_for
 from ckpipe.ranks.agree import agree
 from ckpipe.ranks.launch import CheckpointNames, Launch
 from ckpipe.ranks.schedule import SaveSchedule, SaveStepAgreement
+from ckpipe.running import lines
 from ckpipe.running.coordinated_saves import PATIENCE_SECONDS
 from ckpipe.running.listeners import Hooks
 from ckpipe.save.context import SaveContext
@@ -58,12 +59,14 @@ class Saves:
         launch: The launch, which the first save claims.
         tasks: The task group that runs them.
         hooks: The functions that are called on their events.
+        place: The root, for messages.
     """
 
     def __init__(
-        self, context: SaveContext, launch: Launch, tasks: TaskGroup, hooks: Hooks
+        self, context: SaveContext, launch: Launch, tasks: TaskGroup, hooks: Hooks, place: str
     ) -> None:
         self._context, self._launch, self._tasks, self._hooks = context, launch, tasks, hooks
+        self._place = place
         settings = context.settings
         self.schedule = SaveSchedule(settings.save_every_steps, settings.save_every_seconds)
         self.agreement = SaveStepAgreement(2 * PATIENCE_SECONDS)
@@ -73,7 +76,9 @@ class Saves:
         self._accepting: dict[anyio.CancelScope, anyio.Event] = {}
         """Saves that have no name yet: the first waits until the launch is claimed."""
         self._closed = False
-        self._next_step = 0
+        self._next_step: int | None = None
+        self._first_complete: CheckpointInfo | None = None
+        context.events.add(self._note_complete)
         self.have_begun = False
         self.saved_final = False
         self._warming, self._beginning = anyio.Lock(), anyio.Lock()
@@ -91,8 +96,8 @@ class Saves:
         """
         context, retention = self._context, self._context.settings.retention
         async with self._accepted(request.step):
-            step = self._next_step if request.step is None else request.step
-            failure = None if self.have_begun else await self._claim(step)
+            failure = None if self.have_begun else await self._claim(request.step)
+            step = self._follow_up() if request.step is None else request.step
             # A failed save counts too, since the same save counts on the other ranks.
             id = self._names.name(step) if failure else await self._next_name(step)
             save = Save(id, context.rank, request)
@@ -145,6 +150,7 @@ class Saves:
                     self._tasks.start_soon(self._look_back, name=f"look back from {save.name}")
                 async with exported(self._context, save):
                     await run_save(save, self._context)
+                await self._tell_line()
         except Exception as group:
             error = first_error(group)
             if isinstance(error, CkpipeError):
@@ -171,11 +177,42 @@ class Saves:
         async with self._warming:
             await self._context.warm()
 
-    async def _claim(self, step: int) -> StoreError | None:
+    def _follow_up(self) -> int:
+        """Return the step of a save that was given none."""
+        if self._next_step is not None:
+            return self._next_step
+        step = self._launch.beside.next_step
+        if step:
+            told = "save() was given no step, and nothing was loaded: it goes on with step %d at %s"
+            logger.info(told, step, self._place)
+        return step
+
+    def _note_complete(self, event: Event) -> None:
+        if isinstance(event, Completed) and self._first_complete is None:
+            self._first_complete = event.info
+
+    async def _tell_line(self) -> None:
+        """Warn, once in a launch, that it begins a line beside the checkpoints of others."""
+        context, launch, info = self._context, self._launch, self._first_complete
+        if info is None or not context.store.is_first("a line begins"):
+            return
+        if not launch.beside.count or info.line != launch.id:
+            return
+        if context.settings.retention.lines == "all":
+            return
+        if context.world_size > 1:
+            question, backend = "tells-line", context.store.retrying
+            with contextlib.suppress(CkpipeError):
+                if await agree(backend, context.attempt, question, context.rank) != context.rank:
+                    return
+        lines.tell_begun(launch, self._place)
+
+    async def _claim(self, step: int | None) -> StoreError | None:
         """Claim the launch; return the error of the store if ``on_error`` is ``"warn"``."""
         try:
             self._context.attempt = self._names.attempt = await self._launch.claim()
             self.have_begun = True
+            lines.settle(self._context.store.catalog, self._launch)
         except CkpipeError as error:
             error.located(step=step, rank=self._context.rank)
             if self._context.settings.on_error == "raise" or not isinstance(error, StoreError):

@@ -26,7 +26,7 @@ from ckpipe.events import Completed, RankCommitted
 from ckpipe.format.codec import MAX_STORED_BYTES, decode_bundle, encode_bundle
 from ckpipe.format.data_file import DataFiles
 from ckpipe.format.manifest import BundleKind, ManifestDocument
-from ckpipe.format.names import index_key, manifest_key
+from ckpipe.format.names import index_key, launch_id, manifest_key
 from ckpipe.format.summary import REMEDY, Summary, summary_of
 from ckpipe.interpreter import gc_paused
 from ckpipe.ranks.agree import agree
@@ -137,6 +137,7 @@ def _drawn_up(
         files=files.rows,
         checksums=tuple(save.checksums),
         resumed_from=context.catalog.resumed_from,
+        line=launch_id(save.id.attempt) if context.catalog.line is None else context.catalog.line,
     )
     report = save.report().to_data() if context.keep_reports else None
     bundle = ManifestDocument(

@@ -8,7 +8,7 @@ import logging
 import anyio
 from anyio.streams.memory import MemoryObjectReceiveStream
 
-from ckpipe.catalog.catalog import BEHIND_LINK
+from ckpipe.catalog.catalog import BEHIND_LINK, OTHER_LINE
 from ckpipe.catalog.find import write_summary
 from ckpipe.errors import ObjectNotFound
 from ckpipe.events import Pruned
@@ -77,12 +77,13 @@ async def prune(context: StoreContext, attempt: str, after: CheckpointId | None 
         with contextlib.suppress(ObjectNotFound):  # another process has deleted it already
             now = (await context.retrying.stat(index_key(after))).modified
     decision = await catalog.prune(attempt, now=now)
-    prunes.kept, prunes.unpruned = len(decision.keep), max(0, prunes.unpruned - waiting)
+    counted = sum(decision.reasons[name] != OTHER_LINE for name in decision.keep)
+    prunes.kept, prunes.unpruned = counted, max(0, prunes.unpruned - waiting)
     for name in decision.keep:  # also those that cannot be deleted through a link
         reason = decision.reasons[name]
         if reason.startswith(BEHIND_LINK) and context.is_first(f"link of {name}"):
             logger.warning("Retention leaves %s: %s", name, reason)
-    for metric in decision.missing_metrics if len(decision.keep) > 1 else ():
+    for metric in decision.missing_metrics if counted > 1 else ():
         if context.is_first(f"no metric {metric}"):
             logger.warning("%s", catalog.missing_text(metric))
     return decision

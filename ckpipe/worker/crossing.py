@@ -118,6 +118,7 @@ def make_init(settings: Settings, rank: int, world_size: int, block_bytes: int) 
         retry=logging_policy(upload),
         sweep_after=retention.sweep_after,
         rule=None if retention.rule is None else retention.rule.to_data(),
+        all_lines=retention.lines == "all",
         keep_reports=settings.keep_reports,
         survive=settings.worker.survive,
         heartbeat=settings.worker.hang_seconds / LOOKS,

@@ -72,6 +72,7 @@ class Init:
         retry: The policy of retries of requests.
         sweep_after: Time that tombstones stay.
         rule: The retention rule in its plain form; None keeps all.
+        all_lines: True if it counts the checkpoints of all lines.
         keep_reports: True if manifests keep the reports of their saves.
         survive: True to finish staged saves after the end of the trainer.
         heartbeat: Seconds between two ``Alive`` messages.
@@ -91,6 +92,7 @@ class Init:
     retry: RetryPolicy
     sweep_after: timedelta
     rule: Mapping[str, Any] | None
+    all_lines: bool
     keep_reports: bool
     survive: bool
     heartbeat: float
@@ -125,6 +127,7 @@ class Begin:
         redelivered: True if another worker died with it.
         files: Its data files; None for the same as those of the save before.
         resumed_from: Id of the checkpoint that the run has loaded.
+        line: The line of launches that the run has taken over; None for one of its own.
         waits: True if the copy waits for released blocks.
     """
 
@@ -135,6 +138,7 @@ class Begin:
     redelivered: bool
     files: DataFiles | None
     resumed_from: str | None
+    line: str | None
     waits: bool
 
 

@@ -181,7 +181,7 @@ class Service:
             self._context = StoreContext(
                 backend=backend,
                 retrying=retrying,
-                catalog=Catalog(retrying, rule, init.sweep_after),
+                catalog=Catalog(retrying, rule, init.sweep_after, all_lines=init.all_lines),
                 events=events,
                 rank=init.rank,
                 world_size=init.world_size,
@@ -240,7 +240,8 @@ class Service:
                 self._end = message
 
     def _begin(self, begin: protocol.Begin, tasks: TaskGroup) -> None:
-        self._context.catalog.resumed_from = begin.resumed_from
+        catalog = self._context.catalog
+        catalog.resumed_from, catalog.line = begin.resumed_from, begin.line
         self._files = begin.files or self._files
         assert self._files is not None
         save = RemoteSave(begin, self._files, self._init.rank, self._channel)

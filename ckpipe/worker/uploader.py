@@ -213,7 +213,7 @@ class WorkerConnection:
         self._channel.post(
             protocol.Begin(
                 self._begun, save.id, save.began, save.token, save.redelivered, files,
-                self._context.catalog.resumed_from, waits,
+                self._context.catalog.resumed_from, self._context.catalog.line, waits,
             )
         )  # fmt: skip
         self._files = save.files  # only now: if the post raises, the worker does not have them

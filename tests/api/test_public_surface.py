@@ -208,7 +208,7 @@ SETTINGS = """
     upload.attempt_timeout_seconds upload.deadline_seconds
     load.lanes load.agreement_timeout_seconds lock.timeout_seconds lock.max_step_wait_seconds
     plan.planner plan.timeout_seconds plan.replicated
-    retention.keep_last retention.rules retention.sweep_after_seconds
+    retention.keep_last retention.lines retention.rules retention.sweep_after_seconds
     preemption.enabled preemption.signals preemption.grace_seconds backends
     worker.mode worker.survive worker.niceness worker.hang_seconds
     worker.stop_seconds worker.resume_wait_seconds worker.log_dir

@@ -377,6 +377,29 @@ def test_prune_does_what_the_dry_run_says(call: Commands, tmp_path: Path) -> Non
     assert [each["id"] for each in left] == [ids[4], ids[2], ids[0]]
 
 
+def test_prune_takes_the_line_of_the_newest_unless_another_is_named(
+    call: Commands, tmp_path: Path
+) -> None:
+    old, new = save_steps(tmp_path, 100, 200, 300), save_steps(tmp_path, 1, 2, 3)
+    first, second = (ids[0].split(".")[1].partition("Z-")[2] for ids in (old, new))
+    listed = call("ls", tmp_path).out
+    assert "line" in listed.splitlines()[0]
+    assert first in listed
+    rule = (tmp_path, "--keep-last", 1, "--json")
+
+    def pruned(*words: object) -> list[str]:
+        return [each["id"] for each in call("prune", *rule, *words).data["remove"]]
+
+    assert pruned("--all-lines", "--dry-run") == [*old, *new[:2]]
+    assert pruned() == new[:2]
+    assert pruned("--line", first, "--dry-run") == old[:2]
+    refused = call("prune", *rule, "--line", "none")
+    assert (refused.code, "ls shows lines" in refused.err) == (2, True)
+    assert call("prune", *rule, "--line", second, "--all-lines").code == 2
+    assert pruned("--all-lines") == old
+    assert call("info", tmp_path, "--json").data["line"] == second
+
+
 def test_prune_takes_rules_from_the_settings(
     call: Commands, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

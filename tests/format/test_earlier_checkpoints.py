@@ -194,6 +194,7 @@ def normalised(data: bytes) -> str:
     assert len({*parts["token"]}) == len(parts["token"])
     assert all(STARTED.fullmatch(each) for each in parts["started"])
     parts["token"], parts["started"] = len(parts["token"]), len(parts["started"])
+    assert {*parts.pop("line", ["old"])} == {"old"}, "the launch, where old checkpoints have none"
     for structure in document["structures"]:
         structure.pop("optimizers", None)  # which no old checkpoint has
     for writer in document["writer"]:

@@ -195,6 +195,24 @@ def names_are_those_of_accelerate(case: Case) -> None:
         again.accelerator.end_training()
 
 
+def another_run_deletes_nothing(case: Case) -> None:
+    for number, more in enumerate(
+        ({"project": {"total_limit": 1}}, {"settings": {"keep_last": 1}})
+    ):
+        one = of(case, f"{number}", **more)
+        for saves in (3, 2):
+            run = Run(one)
+            run.accelerator.project_configuration.iteration = 10 * saves
+            for _ in range(saves):
+                run.accelerator.save_state()
+            run.accelerator.end_training()
+        assert names(one) == ["checkpoint_21", "checkpoint_32"], names(one)
+        with ckpipe.SyncPipeline(one["root"], read_only=True) as pipeline:
+            complete = {info.id for info in pipeline.steps() if info.complete}
+        pointers = [read_pointer(Path(one["out"], "checkpoints", name)) for name in names(one)]
+        assert complete == {each.id for each in pointers if each is not None}
+
+
 def names_are_loaded(case: Case) -> None:
     one = of(case, "one", naming=False)
     run, weights = Run(one), {}

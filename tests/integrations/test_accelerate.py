@@ -86,6 +86,7 @@ def test_a_run_killed_inside_a_save_goes_on_to_the_bit(
 @pytest.mark.parametrize(
     "feature",
     [
+        "another_run_deletes_nothing",
         "hooks_are_called",
         "lost_gradients_are_told",
         "names_are_loaded",

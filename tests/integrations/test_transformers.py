@@ -70,6 +70,7 @@ def test_a_run_killed_inside_a_save_goes_on_to_the_bit(
 
 
 FEATURES = [
+    "another_run_deletes_nothing",
     "best_stays_with_rules_of_the_user",
     "callbacks_go_on",
     "data_is_skipped_or_not",

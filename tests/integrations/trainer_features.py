@@ -195,6 +195,27 @@ def saves_of_the_trainer_stay(case: Case) -> None:
     assert any("whose checkpoint is not at this root" in each for each in said)
 
 
+def another_run_deletes_nothing(case: Case) -> None:
+    limits: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        ({"save_total_limit": 1}, {}),
+        ({}, {"keep_last": 1}),
+    ]
+    for number, (limit, settings) in enumerate(limits):
+        once = {"load_best_model_at_end": False, "num_train_epochs": 1, **limit}
+        one = of(case, f"{number}", **once)
+        one["settings"] = settings
+        new_trainer(one).train()
+        (last,) = names(one)
+        another = {**one, "arguments": one["arguments"] | {"max_steps": 8, "save_steps": 4}}
+        new_trainer(another).train(resume_from_checkpoint=False)
+        assert names(one) == sorted([last, "checkpoint-8"]), names(one)
+        with ckpipe.SyncPipeline(one["root"], read_only=True) as pipeline:
+            complete = {info.id: info.line for info in pipeline.steps() if info.complete}
+        pointers = [read_pointer(Path(one["out"], name)) for name in names(one)]
+        assert complete.keys() >= {each.id for each in pointers if each is not None}
+        assert len(set(complete.values())) == 2
+
+
 def best_stays_with_rules_of_the_user(case: Case) -> None:
     warnings.filterwarnings("ignore", "keep_last=0 keeps only final checkpoints")
     scores = [9.0, 1.0, 2.0, 3.0, 1.0, 2.0, 3.0]

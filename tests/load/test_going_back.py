@@ -35,6 +35,7 @@ def test_a_restart_finds_what_was_saved_after_going_back(tmp_path: Path) -> None
     with ckpipe.SyncPipeline(tmp_path, keep_last=1) as pipeline:
         (_, good, abandoned) = saved(pipeline, 0, 5, 10)
     with ckpipe.SyncPipeline(tmp_path) as pipeline:
+        pipeline.load()
         saved(pipeline, 3, 5, 10)
         loaded_state(pipeline, 5)
         (six,) = saved(pipeline, 6)

@@ -69,11 +69,14 @@ def test_a_rule_that_raises_deletes_nothing_and_is_heard_of(tmp_path: Path, on_e
 
 
 def test_two_runs_with_rules_of_their_own_leave_the_newest_of_each(tmp_path: Path) -> None:
+    (base,) = saved(tmp_path, 0)
     with (
         ckpipe.SyncPipeline(tmp_path, keep_last=1) as strict,
         ckpipe.SyncPipeline(tmp_path, keep_last=5) as lax,
     ):
-        for step in range(4):
+        strict.load()
+        lax.load()
+        for step in range(1, 4):
             strict.save(STATE, step=step).wait()
             lax.save(STATE, step=100 + step).wait()
             newest = strict.latest()
@@ -81,7 +84,8 @@ def test_two_runs_with_rules_of_their_own_leave_the_newest_of_each(tmp_path: Pat
             assert newest.step == 100 + step, "that of the run that was started last"
         strict.prune()
         lax.prune()
-    assert complete(tmp_path) == [3, 103], "a run removes its own newest for nobody"
+    assert complete(tmp_path) == [0, 3, 103], "a run removes its own newest for nobody"
+    assert base in {each.name for each in tmp_path.iterdir()}, "both have resumed from it"
 
 
 FOREIGN = [
@@ -109,7 +113,8 @@ def test_a_root_that_others_use_too_stays_as_it_is(tmp_path: Path) -> None:
         (root / name).write_text("theirs")
         os.utime(root / name, (0, 0))
     (tmp_path / "link").symlink_to(root)
-    settings: dict[str, Any] = {"retention": {"keep_last": 2, "sweep_after_seconds": 0}}
+    retention = {"keep_last": 2, "lines": "all", "sweep_after_seconds": 0}
+    settings: dict[str, Any] = {"retention": retention}
     (first, *_) = saved(tmp_path / "link", 0, 1, **settings)
     (root / "loop").symlink_to(root)
     (root / "step-000000000008.20260101T000000000Z-dead.0").symlink_to(elsewhere)
