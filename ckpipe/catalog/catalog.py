@@ -107,7 +107,7 @@ class Catalog:
         read_only: True if no lease may be written, so that reads are not protected.
         all_lines: True if the rule counts the checkpoints of all lines of launches together.
         resumed_from: The checkpoint from which this run has resumed, which is kept.
-        loaded: The number of the last load in this process, and the line of its checkpoint.
+        loaded: The number of the last load in this process, and id and line of its checkpoint.
         line: The line that this launch has taken over; None for one of its own.
         greatest: The newest of the complete checkpoints of the greatest step, as last listed.
         summaries: The known summaries of checkpoints; those of deleted ones are dropped.
@@ -120,7 +120,7 @@ class Catalog:
     read_only: bool = False
     all_lines: bool = False
     resumed_from: str | None = None
-    loaded: tuple[int, str] | None = None
+    loaded: tuple[int, str, str] | None = None
     line: str | None = None
     greatest: CheckpointId | None = None
     summaries: Summaries = field(default_factory=Summaries)
@@ -380,7 +380,6 @@ class Catalog:
             The decision as it was carried out.
 
         Raises:
-            UsageError: If no complete checkpoint is of the given line.
             StoreError: If the store failed; another prune goes on where this one stopped.
         """
         if now is None:
@@ -487,8 +486,6 @@ class Catalog:
                 deciding |= losers | rule.rivals(counted, losers, now)
             if await inquiry.is_sure(deciding):
                 break
-        if line is not None and not counted:
-            raise UsageError(f"No complete checkpoint is of line {line!r}", hint="ls shows lines")
         others = {each.id for each in candidates} - decision.reasons.keys()
         unknown = [each.id for each in complete if each.id not in summaries]
         stay = {name: keep.get(name, UNREAD) for name in unknown}

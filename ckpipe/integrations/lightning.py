@@ -78,7 +78,9 @@ class CkpipeCheckpointIO(TorchCheckpointIO):
 
     def _new(self, **fields: Any) -> SyncPipeline:
         if self.settings.retention.rule is None:
-            fields["retention"] = KeepIf(lambda each: each.id not in self._dropped, "Lightning")
+            rule = KeepIf(lambda each: each.id not in self._dropped, "Lightning")
+            # It names the checkpoints to delete, of whatever line.
+            fields["retention"] = {"rules": rule, "lines": "all"}
         fields = {"solo": not self.sharded, **fields}
         return SyncPipeline(self.root, settings=self.settings, **fields)
 
@@ -224,7 +226,7 @@ class CkpipeCheckpointIO(TorchCheckpointIO):
         pipeline, self._pipeline = self._pipeline, None
         if pipeline is not None:
             pipeline.close()
-            if self._dropped:
+            if self._dropped and self.settings.retention.rule is None:
                 with self._new(solo=True) as again:
                     again.prune()
 

@@ -28,18 +28,18 @@ from ckpipe.types import CheckpointId
 logger = logging.getLogger("ckpipe")
 
 _numbers = itertools.count()
-_read: dict[str, tuple[int, str]] = {}
-"""For each checkpoint that this process only read: the number of its last load, and its line."""
+_read: dict[str, tuple[int, str, str]] = {}
+"""Loads that only read, by the id of the checkpoint: as :attr:`Catalog.loaded`."""
 
 
 def record(catalog: Catalog, document: ManifestDocument) -> None:
     """Record that a checkpoint of ckpipe was loaded."""
     if document.source is not None:
         return
-    catalog.resumed_from = str(document.id)
-    catalog.loaded = next(_numbers), document.line
+    catalog.resumed_from = name = str(document.id)
+    catalog.loaded = next(_numbers), name, document.line
     if catalog.read_only:
-        _read[str(document.id)] = catalog.loaded
+        _read[name] = catalog.loaded
 
 
 def settle(catalog: Catalog, launch: Launch) -> None:
@@ -48,7 +48,7 @@ def settle(catalog: Catalog, launch: Launch) -> None:
     if catalog.loaded is not None:
         loads.append(catalog.loaded)
     if loads:
-        catalog.line = max(loads)[1]
+        _, catalog.resumed_from, catalog.line = max(loads)
 
 
 def tell_begun(launch: Launch, place: str) -> None:

@@ -40,7 +40,7 @@ async def run(
             summaries = context.catalog.summaries
             if info.id in summaries:
                 await write_summary(context.backend, info.key, summaries[info.id])
-            if context.catalog.rule is None:
+            if context.catalog.rule is None or info.id not in summaries:  # its line is unknown
                 continue
             prunes = context.prunes
             prunes.unpruned += 1
@@ -65,8 +65,9 @@ async def prune(context: StoreContext, attempt: str, after: CheckpointId | None 
 
     Args:
         attempt: The name of this launch, whose newest checkpoint stays.
-        after: A checkpoint whose index this process has just written. Its time is the store's time,
-            which otherwise costs several writes. It may be early: then retention keeps more.
+        after: A checkpoint whose index this process has just written; its line is pruned. Its time
+            is the store's time, which otherwise costs several writes. It may be early: then
+            retention keeps more.
 
     Raises:
         StoreError: If the store failed; another prune continues where this one stopped.
@@ -76,7 +77,10 @@ async def prune(context: StoreContext, attempt: str, after: CheckpointId | None 
     if after is not None:
         with contextlib.suppress(ObjectNotFound):  # another process has deleted it already
             now = (await context.retrying.stat(index_key(after))).modified
-    decision = await catalog.prune(attempt, now=now)
+    line = None
+    if after is not None and str(after) in catalog.summaries:
+        line = catalog.summaries[str(after)].line
+    decision = await catalog.prune(attempt, now=now, line=line)
     counted = sum(decision.reasons[name] != OTHER_LINE for name in decision.keep)
     prunes.kept, prunes.unpruned = counted, max(0, prunes.unpruned - waiting)
     for name in decision.keep:  # also those that cannot be deleted through a link
