@@ -273,6 +273,9 @@ class CommitUnknown(SaveError):
 class StoreError(CkpipeError):
     """The store refused or failed an operation; ``key`` is the object's key."""
 
+    unreadable = False
+    """True if the device failed to read this object, as at a bad sector, and may read others."""
+
 
 class ObjectNotFound(StoreError):
     """No object has this key."""
