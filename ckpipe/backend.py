@@ -347,7 +347,8 @@ class Backend(abc.ABC):
         Raises:
             ObjectNotFound: If no object has the key.
             TruncatedObject: If the object ends before the buffer is full.
-            StoreError: If the store failed.
+            StoreError: If the store failed; with ``unreadable`` and ``transient`` set to True if
+                the device cannot read this object, as at a bad sector.
         """
 
     def open_object(self, key: str) -> ObjectReader | None:

@@ -74,6 +74,9 @@ class CkpipeError(Exception):
     transient = False
     """True if the same operation may succeed when it is tried again."""
 
+    target_touched = False
+    """True if a load had put values into its target before it failed."""
+
     def __init__(
         self,
         message: str,
@@ -168,9 +171,6 @@ class PerRankValue(TargetMismatch):
 
 class CorruptCheckpoint(CkpipeError):
     """The store has other bytes than were saved. Nothing unverified reached the target."""
-
-    target_touched = False
-    """True if verified data had reached the target before the fault was found."""
 
 
 class ChecksumMismatch(CorruptCheckpoint):
@@ -272,6 +272,9 @@ class CommitUnknown(SaveError):
 
 class StoreError(CkpipeError):
     """The store refused or failed an operation; ``key`` is the object's key."""
+
+    unreadable = False
+    """True if the device failed to read this object, as at a bad sector, and may read others."""
 
 
 class ObjectNotFound(StoreError):

@@ -393,7 +393,7 @@ async def exported(context: SaveContext, save: Save) -> AsyncIterator[None]:
                 if not info.complete:
                     seconds = context.settings.incomplete_after_seconds
                     info = await until_complete(context.store, info, seconds)
-                async with catalog.reading(info.key) as bundle:
+                async with catalog.checking(info.key) as bundle:
                     store = context.store.retrying
                     done = await export(
                         store, bundle, context.arena, context.settings, form, policy, store,

@@ -68,9 +68,14 @@ WRITING: Table = {
 """The class and hint of each error of a write or deletion. A missing directory during a write is a
 fault of the store."""
 
+_BAD_SECTOR = (errno.EIO, errno.ENODATA, errno.EBADMSG, errno.EILSEQ, errno.EUCLEAN)
+"""The errors of a read of damaged blocks. ENODATA is a bad sector in direct I/O, EILSEQ a wrong
+block of dm-integrity; EBADMSG and EUCLEAN are wrong checksums in file systems."""
+
 # A key below a file names no object when it is read, and is an invalid key when it is written.
 READING: Table = {
     **WRITING,
+    **dict.fromkeys(_BAD_SECTOR, WRITING[errno.EIO]),
     errno.EINVAL: (StoreError, None),
     errno.ENOENT: (ObjectNotFound, None),
     errno.ENOTDIR: (ObjectNotFound, WRITING[errno.ENOTDIR][1]),
@@ -89,7 +94,10 @@ def translating(
         yield
     except OSError as error:
         kind, hint = table.get(error.errno or 0, (StoreError, None))
-        raise kind(f"Could not {action}: {error_text(error)}", key=key, hint=hint) from error
+        found = kind(f"Could not {action}: {error_text(error)}", key=key, hint=hint)
+        if table is READING and error.errno in _BAD_SECTOR:
+            found.unreadable = found.transient = True
+        raise found from error
 
 
 def error_text(error: OSError) -> str:

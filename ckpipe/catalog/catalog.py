@@ -250,7 +250,9 @@ class Catalog:
             self.loading[str(id)] -= 1
 
     @asynccontextmanager
-    async def checking(self, id: CheckpointId) -> AsyncIterator[ManifestDocument]:
+    async def checking(
+        self, id: CheckpointId, look: Callable[[], Awaitable[ManifestDocument]] | None = None
+    ) -> AsyncIterator[ManifestDocument]:
         """Hold a lease as :meth:`reading` does, and tell a deleted checkpoint from a damaged one.
 
         Raises:
@@ -258,7 +260,7 @@ class Catalog:
             CorruptCheckpoint: If it is damaged.
         """
         try:
-            async with self.reading(id) as bundle:
+            async with self.reading(id, look) as bundle:
                 yield bundle
         except CorruptCheckpoint:
             await check_still_there(self.backend, id)

@@ -320,6 +320,8 @@ async def repair(backend: Backend, info: CheckpointInfo, *, sure: bool = False) 
 
 def _left(info: CheckpointInfo, error: CkpipeError, sure: bool) -> CheckpointInfo:
     """Log why a checkpoint stays incomplete; with ``sure``, raise an error that may pass."""
+    if isinstance(error.__cause__, StoreError) and error.__cause__.unreadable:
+        error = error.__cause__  # the device may read it another time
     if sure and not isinstance(error, CorruptCheckpoint):
         raise error
     logger.warning("%s cannot be completed: %s", info.id, error)

@@ -46,7 +46,7 @@ from ckpipe.format.summary import (
     summary_of,
 )
 from ckpipe.interpreter import gc_paused
-from ckpipe.store.retry import create_once, read_decoded
+from ckpipe.store.retry import create_once, naming_unreadable, read_decoded
 from ckpipe.threads import all_of
 from ckpipe.types import CheckpointId, CheckpointInfo
 
@@ -310,7 +310,8 @@ async def read_document(
             return decode_bundle(data, key=key, id=id, kind=kind, most_rows=most_rows), data
 
     try:
-        return await read_decoded(backend, key, MAX_STORED_BYTES, decode)
+        async with naming_unreadable(backend, id.step):
+            return await read_decoded(backend, key, MAX_STORED_BYTES, decode)
     except ObjectNotFound as error:
         gone = "The index is gone" if kind == "index" else f"A {kind} of the checkpoint is gone"
         raise MissingObject(gone, step=id.step, key=key) from error

@@ -13,7 +13,7 @@ from ckpipe.errors import ShapeMismatch, StructureMismatch, UsageError
 from ckpipe.format.boxes import whole
 from ckpipe.format.manifest import ManifestDocument, TensorRow
 from ckpipe.loading.chunks import StoredTensors
-from ckpipe.loading.load import located, read_rounds
+from ckpipe.loading.load import LoadRequest, located, read_rounds, telling_touched
 from ckpipe.loading.reader import ReadTally
 from ckpipe.loading.targets import Targets
 from ckpipe.memory.arena import Arena
@@ -48,8 +48,10 @@ async def read_boxes(
     """
     with located(bundle.step, None):
         targets = await anyio.to_thread.run_sync(_matched_boxes, bundle, boxes)
-        await read_rounds(backend, bundle, targets, arena, lanes, ReadTally())
-        await anyio.to_thread.run_sync(targets.finish)
+        tally = ReadTally()
+        with telling_touched(LoadRequest(begun=[(tally, targets.noted)])):
+            await read_rounds(backend, bundle, targets, arena, lanes, tally)
+            await anyio.to_thread.run_sync(targets.finish)
 
 
 def boxes_of(boxes: Iterable[TensorBox]) -> list[TensorBox]:

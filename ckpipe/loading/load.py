@@ -19,7 +19,13 @@ import torch
 
 from ckpipe.backend import Backend
 from ckpipe.catalog.find import read_index
-from ckpipe.errors import CkpipeError, CorruptCheckpoint, StructureMismatch, UsageError
+from ckpipe.errors import (
+    CkpipeError,
+    CorruptCheckpoint,
+    StructureMismatch,
+    TargetMismatch,
+    UsageError,
+)
 from ckpipe.format.labels import LabelFilter, decode_float
 from ckpipe.format.manifest import ManifestDocument, Structure
 from ckpipe.format.tree import Node, children_of, shared_containers, wrappers_in
@@ -38,12 +44,16 @@ from ckpipe.loading.saved_state import (
 )
 from ckpipe.loading.select import LenientFilter, PerRankPolicy, pruned, unmatched
 from ckpipe.loading.stateful import InspectionMemo
-from ckpipe.loading.targets import Targets
+from ckpipe.loading.targets import LiveTensor, Targets
 from ckpipe.loading.transforms import Transform, transformed
 from ckpipe.lock.state_lock import LoadHold
 from ckpipe.loop_thread import Caller, on_caller
 from ckpipe.memory.arena import Arena
 from ckpipe.types import LoadReport, LoadResult, StageReport, first_of
+
+
+class LeavesUnfilled(CorruptCheckpoint):
+    """Raised if a checkpoint would leave values of a damaged one, read before it, in the target."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +80,7 @@ class LoadRequest:
         allow_unexpected: Selects labels of the checkpoint that the target may lack.
         device: The device of the tensors of a fresh state.
         unwrap: Makes plain tensors of the wrapper tensors of a fresh state; None leaves these.
+        begun: For each checkpoint that was begun, its count of reads and the tensors to fill.
     """
 
     into: Any | None = None
@@ -88,6 +99,12 @@ class LoadRequest:
     allow_unexpected: LabelFilter = field(default_factory=partial(LabelFilter, []))
     device: torch.device = field(default_factory=partial(torch.device, "cpu"))
     unwrap: Unwrap | None = None
+    begun: list[tuple[ReadTally, Sequence[LiveTensor]]] = field(default_factory=list)
+
+    @property
+    def filled(self) -> list[LiveTensor]:
+        """The tensors of the target that may have got values so far."""
+        return [each for tally, tensors in self.begun if tally.delivered for each in tensors]
 
     def holding(self) -> AbstractContextManager[None]:
         """Let the calling thread work for the load, whose hold is taken."""
@@ -165,6 +182,8 @@ class MatchedLoad:
             except Exception as error:
                 touched = self._touched()
                 if self.request.into is not None and touched:
+                    if isinstance(error, CkpipeError):
+                        error.target_touched = True
                     error.add_note(
                         f"The target is half loaded from {self.bundle.name}: {touched}. "
                         "Mend the object that raised, or leave it out with exclude, and load again"
@@ -175,7 +194,8 @@ class MatchedLoad:
 
     def _touched(self) -> str:
         """Tell what has new values, in words; empty if nothing has."""
-        filled, loaded = self.targets.filled, list(map(repr, self.matching.record.loaded))
+        filled = [repr(live.label) for live in self.targets.noted]
+        loaded = list(map(repr, self.matching.record.loaded))
         parts = []
         if filled:
             parts.append(f"{len(filled)} tensors are filled, such as {first_of(filled, 3)}")
@@ -220,14 +240,15 @@ async def read_all(
         PerRankValue: If the target has a value that each rank had for itself, and the number of
             ranks has changed.
         UnsupportedState: If the checkpoint holds pickled objects and these are refused.
-        CorruptCheckpoint: If the checkpoint is damaged; ``target_touched`` tells whether parts of
-            the target were filled by then.
+        CorruptCheckpoint: If the checkpoint is damaged, or does not fill all that one which was
+            begun before it may have filled.
         SharingConflict: If tensors of the target share memory, and the checkpoint has different
             values for them.
         StoreError: If the store failed.
     """
     found = time.perf_counter()
-    with located(bundle.step, rank), short_switch_interval(request.switch_interval):
+    quick = short_switch_interval(request.switch_interval)
+    with located(bundle.step, rank), _refusing_to_mix(request), quick:
         if request.hold is not None:
             await request.hold.take()
         began = time.perf_counter()
@@ -239,13 +260,11 @@ async def read_all(
             bundle = await read_index(backend, bundle.id)
             load = await on_caller(request.caller, _match, bundle, request, *place, memo)
             assert load is not None, "the index has the parts of all ranks"
+        _check_fills(load.targets, request.filled)
         matched = time.perf_counter()
         load.tally = done = load.tally if tally is None else tally
-        try:
-            await read_rounds(backend, bundle, load.targets, arena, lanes, done)
-        except CorruptCheckpoint as error:
-            error.target_touched = request.into is not None and done.delivered
-            raise
+        request.begun.append((done, load.targets.noted))
+        await read_rounds(backend, bundle, load.targets, arena, lanes, done)
     asked, ended = request.began, time.perf_counter()
     load.stages = {
         "find": StageReport(found - asked),
@@ -253,6 +272,30 @@ async def read_all(
         "read": StageReport(ended - done.began, done.bytes, done.began - asked),
     }
     return load
+
+
+@contextmanager
+def _refusing_to_mix(request: LoadRequest) -> Iterator[None]:
+    """Raise :class:`LeavesUnfilled` if a target that is partly filled does not fit."""
+    filled = bool(request.filled)
+    try:
+        yield
+    except TargetMismatch as error:
+        if not filled:
+            raise
+        raise LeavesUnfilled(f"It does not fit: {error}") from error
+
+
+def _check_fills(targets: Targets, filled: Sequence[LiveTensor]) -> None:
+    """Refuse a load that would leave values of another checkpoint in the target.
+
+    Raises:
+        LeavesUnfilled: If it does not fill all tensors, or regions, that are filled already.
+    """
+    fills = {(each.label, each.regions) for each in targets.noted} if filled else set()
+    left = [each.label for each in filled if (each.label, each.regions) not in fills]
+    if left:
+        raise LeavesUnfilled(f"It does not fill {first_of(sorted(set(map(repr, left))), 3)}")
 
 
 async def read_rounds(
@@ -270,10 +313,26 @@ async def read_rounds(
             await anyio.to_thread.run_sync(event.synchronize)
         *first, last = targets.rounds
         for each in first:
-            await reader.read(each.needs, each.destinations)
+            try:
+                await reader.read(each.needs, each.destinations)
+            finally:
+                done.delivered = False  # but to fresh tensors
             await anyio.to_thread.run_sync(targets.check_disputed)
-            done.delivered = False
         await reader.read(last.needs, last.destinations)
+
+
+@contextmanager
+def telling_touched(request: LoadRequest) -> Iterator[None]:
+    """Tell in the errors of a block whether the target is partly filled."""
+    try:
+        yield
+    except CkpipeError as error:
+        error.target_touched = error.target_touched or bool(request.filled)
+        raise
+    except Exception as error:
+        if request.filled and not hasattr(error, "__notes__"):
+            error.add_note("The target is partly filled: load again before you use it")
+        raise
 
 
 @contextmanager

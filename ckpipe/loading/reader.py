@@ -33,7 +33,7 @@ import torch
 
 from ckpipe.backend import Backend, ObjectReader, truncated
 from ckpipe.catalog.find import locate_errors
-from ckpipe.errors import ChecksumMismatch, StoreError, TruncatedObject
+from ckpipe.errors import ChecksumMismatch, CorruptCheckpoint, StoreError, TruncatedObject
 from ckpipe.format.checksum import CHUNK_BYTES, crc32c
 from ckpipe.format.entry_table import EntryTable
 from ckpipe.format.manifest import ManifestDocument
@@ -42,9 +42,9 @@ from ckpipe.loading.fill import Destination, RawBytes
 from ckpipe.loading.read_plan import Need, Read, ReadChunks, least_read_bytes, plan_reads
 from ckpipe.memory.arena import Arena
 from ckpipe.memory.native import address_of, copy_bytes, copy_each, verify_copy_each
-from ckpipe.store.retry import locate_damage, warn_of_damaged_transfer
+from ckpipe.store.retry import locate_damage, naming_unreadable, warn_of_damaged_transfer
 from ckpipe.threads import in_threads, on_loop
-from ckpipe.types import VerifyResult
+from ckpipe.types import VerifyResult, first_of
 
 Destinations = Mapping[int, Sequence[Destination]]
 """For each needed entry, by number, the destinations of its bytes."""
@@ -173,8 +173,13 @@ class Reader:
             ChecksumMismatch: If bytes differ from the saved ones.
             TruncatedObject: If a data file is too short.
             MissingObject: If one is gone.
+            CorruptCheckpoint: If the device cannot read one, and reads others.
             StoreError: If the store failed.
         """
+        async with naming_unreadable(self._backend, self._step):
+            await self._read(needs, destinations)
+
+    async def _read(self, needs: Sequence[Need], destinations: Destinations) -> None:
         self.tally.began = self.tally.began or time.perf_counter()
         lanes = len(self._buffers)
         planned, reads = await anyio.to_thread.run_sync(self._plan, needs, destinations)
@@ -375,6 +380,10 @@ class Reader:
         Raises:
             As :meth:`read` does.
         """
+        async with naming_unreadable(self._backend, self._step):
+            await self._check_file(file)
+
+    async def _check_file(self, file: int) -> None:
         row = self._data.files[file]
         rank, key = self._file(file)
         with locate_errors(self._step, rank, key):
@@ -446,18 +455,32 @@ async def verify(
         ChecksumMismatch: If bytes differ from the saved ones, or a file is too long.
         TruncatedObject: If a data file is too short.
         MissingObject: If one is gone.
+        CorruptCheckpoint: If the device cannot read one, and reads others. The error of the first
+            damaged file names all others.
         StoreError: If the store failed.
     """
-    files = 0
+    files, damaged = 0, list[CorruptCheckpoint]()
     with lane_buffers(arena, backend, lanes) as buffers:
         for number in range(len(bundle.parts)):
             data = EntryTable(bundle)
             await anyio.to_thread.run_sync(data.join, number)
-            reader = Reader(backend, bundle.step, data, buffers)
-            for file in range(len(data.files) if data.verified else 0):
-                await reader.check_file(file)
-            await reader.read([Need(n, 0, size) for n, size in enumerate(data.sizes)], {})
+            needs: list[list[Need]] = [[] for _ in data.files]
+            for n, size in enumerate(data.sizes):
+                needs[data.entry_files[n]].append(Need(n, 0, size))
+            for file, wanted in enumerate(needs):
+                reader = Reader(backend, bundle.step, data, buffers)
+                try:
+                    if data.verified:
+                        await reader.check_file(file)
+                    await reader.read(wanted, {})
+                except CorruptCheckpoint as error:
+                    damaged.append(error)
             files += len(data.files)
+    if damaged:
+        first, *others = damaged
+        if others:
+            first.message += f"; damaged are also {first_of([each.key for each in others])}"
+        raise first
     return VerifyResult(
         None if bundle.source else str(bundle.id),
         files,

@@ -86,6 +86,7 @@ class Targets:
         rounds: The rounds of reads: mostly one. There are two if overlapping live tensors may get
             different bytes. The first then fills only fresh tensors, which are compared; the
             second fills live ones.
+        noted: The live tensors to fill.
         queued_before: Events behind the kernels that the caller has queued on devices. They may
             still read the target or write to it, and other threads are about to fill it.
     """
@@ -98,7 +99,7 @@ class Targets:
         self.queued_before: list[Any] = []
         self._into_fresh, self._into_live = Round(), Round()
         self._shardings = Shardings()
-        self._noted: list[LiveTensor] = []
+        self.noted: list[LiveTensor] = []
         self._disputed: list[list[LiveTensor]] = []
         self._fresh: dict[tuple[StoredTensor, Regions], torch.Tensor] = {}
         self._sharing: dict[Hashable, torch.Tensor] = {}
@@ -137,13 +138,8 @@ class Targets:
         if regions is None and is_placed(live):
             regions = regions_of(live, self._shardings, label)
         copies = self.stored.copies(stored, regions)
-        self._noted.append(LiveTensor(stored, label, view, live, regions, copies))
+        self.noted.append(LiveTensor(stored, label, view, live, regions, copies))
         return True
-
-    @property
-    def filled(self) -> list[str]:
-        """The labels of the live tensors that are filled, quoted."""
-        return [repr(live.label) for live in self._noted]
 
     def held(self, stored: StoredTensor, live: torch.Tensor) -> HeldElements:
         """Tell how much of a live tensor's elements the checkpoint has.
@@ -160,7 +156,7 @@ class Targets:
         Raises:
             StructureMismatch: If the memory of one is mapped read-only.
         """
-        lives = _distinct(self._noted)
+        lives = _distinct(self.noted)
         devices = {str(live.tensor.device) for live in lives if not live.tensor.is_cpu}
         self.queued_before = events_behind(devices)
         _refuse_read_only(lives)
@@ -197,7 +193,7 @@ class Targets:
             copies, self._copies = self._copies, []
             for target, value in copies:
                 write(target, value)
-        owners = [each.owner for each in self._noted]
+        owners = [each.owner for each in self.noted]
         changed = [each for each in owners if isinstance(each, torch.Tensor)]
         if any(map(torch.Tensor.is_inference, changed)):
             changed = [each for each in changed if not each.is_inference()]

@@ -18,7 +18,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Collection, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -45,7 +45,13 @@ from ckpipe.format.labels import Json
 from ckpipe.format.manifest import ManifestDocument
 from ckpipe.loading.boxes import TensorBox, read_boxes
 from ckpipe.loading.collectives import CollectiveObjects, collective_objects
-from ckpipe.loading.load import LoadRequest, MatchedLoad, read_all
+from ckpipe.loading.load import (
+    LeavesUnfilled,
+    LoadRequest,
+    MatchedLoad,
+    read_all,
+    telling_touched,
+)
 from ckpipe.loading.reader import ReadTally
 from ckpipe.loading.stateful import InspectionMemo
 from ckpipe.lock.state_lock import LoadHold
@@ -65,17 +71,28 @@ _PROGRESS_SECONDS = 0.2
 _LAST_WORDS_SECONDS = 5.0
 
 _ABSENT = "absent"
-_WHOLE: Json = {"damage": None, "next": None}
+_WHOLE: Json = {"fault": None, "how": "", "next": None}
 _FALL_BACK = "Load another checkpoint, or let fallback=True do so"
+_MOST_TRIED = 8
+"""Number of checkpoints after which a load gives up if one more is deleted meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Verdict:
-    """The ranks' decision on a checkpoint: its fault, and the next candidate; this rank's error."""
+    """The ranks' decision on a checkpoint.
 
-    damage: str | None = None
+    Args:
+        fault: ``"damaged"``; ``"deleted"``; ``"unfit"`` if it would leave values of one that was
+            begun before it in the target; None if it is whole.
+        how: The error of the rank that decided, in words.
+        next: The next candidate.
+        error: The error of this rank.
+    """
+
+    fault: str | None = None
+    how: str = ""
     next: str | None = None
-    error: CorruptCheckpoint | None = None
+    error: CkpipeError | None = None
 
 
 _Vote = tuple[Agreements, str]
@@ -181,18 +198,22 @@ class Loads:
         if source is not None:
             if which is not None or fallback:
                 raise UsageError("source is given alone, without step and fallback")
-            with self._until_closed(request.hold):
+            with telling_touched(request), self._until_closed(request.hold):
                 async with self._jointly(request) as joint:
                     return await self._from_source(source, request, joint)
         alone, named = self._context.world_size == 1, which is not None and not fallback
-        with self._until_closed(request.hold), self._numbered(named) as asked:
+        left = self._until_closed(request.hold)
+        with telling_touched(request), left, self._numbered(named) as asked:
             async with self._jointly(request) as joint:
                 if which is not None:
                     await self._saves.settled(which)
                 agreements = None if alone or named else await self._agreeing()
-                return await self._first_whole(
+                result = await self._first_whole(
                     which, request, agreements, asked, joint, fallback=fallback
                 )
+        if which is None and result is not None and result.id is not None:
+            await self._tell_greater(_info(result.id).key)
+        return result
 
     async def choose(self, which: int | str | None, name: str | None) -> CheckpointInfo | None:
         """Choose the checkpoint that a load would take, the same on all ranks, with its summary.
@@ -243,11 +264,7 @@ class Loads:
         with self._told(info):
             async with open_source(url, self._context.settings) as (store, document):
                 load = await self._read_all(store, document, info, request, joint)
-                try:
-                    await check_unchanged(store, document)
-                except CorruptCheckpoint as error:
-                    error.target_touched = request.into is not None and load.tally.delivered
-                    raise
+                await check_unchanged(store, document)
                 return await self._finish(info, load, joint)
 
     async def read_boxes(self, which: int | str, boxes: Sequence[TensorBox]) -> None:
@@ -256,7 +273,7 @@ class Loads:
         with self._until_closed(None):
             await self._saves.settled(which)
             info = await find_repaired(store.retrying, which)
-            async with store.catalog.reading(info.key) as bundle:
+            async with store.catalog.checking(info.key) as bundle:
                 await read_boxes(store.retrying, bundle, boxes, self._context.arena, lanes=lanes)
             lines.record(store.catalog, bundle)
 
@@ -276,35 +293,39 @@ class Loads:
             with self._waiting():
                 info = await choose(self._context, self._saves, which, agreements, asked)
         damaged: dict[str, str] = {}
-        first: CorruptCheckpoint | None = None
+        first: CkpipeError | None = None
+        tried = 0
         while info is not None:
             vote = None
             if agreements is not None and fallback:
-                vote = agreements, f"{asked}.ranks.{len(damaged)}"
+                vote = agreements, f"{asked}.ranks.{tried}"
+            tried += 1
             try:
-                outcome = await self._attempt(info, request, vote, joint, fallback=fallback)
-            except CheckpointIncomplete:
-                if which is not None or self._context.world_size > 1:
+                verdict = await self._attempt(
+                    info, request, vote, joint, damaged, fallback=fallback
+                )
+            except CheckpointIncomplete as error:
+                if self._context.world_size > 1 or (which is not None and not damaged):
+                    error.hint = "Load another, or the newest, on all ranks alike"
                     raise
-                # It was the newest, and is being deleted.
-                info = await newest_repaired(self._context.store.retrying)
-                continue
-            if isinstance(outcome, LoadResult):
-                self._saves.loaded(outcome.step)
-                if which is None:
-                    await self._tell_greater(info.key)
-                assert outcome.report is not None
-                return replace(outcome, report=replace(outcome.report, damaged=damaged))
-            first = first or outcome.error
-            how = damaged[info.id] = outcome.damage or ""
-            self._context.events.emit(CheckpointDamaged(*self._where(info), how))
-            warnings.warn(f"{info.id} is damaged: {how}", RuntimeWarning, stacklevel=1)
-            info = None if outcome.next is None else _info(outcome.next)
-        if damaged:
-            if first is None:
-                name, how = next(iter(damaged.items()))
-                first = CorruptCheckpoint(f"{name} is damaged: {how}", step=_info(name).step)
+                verdict = await self._refuse(info, error, None, damaged)
+            if isinstance(verdict, LoadResult):
+                self._saves.loaded(verdict.step)
+                assert verdict.report is not None
+                return replace(verdict, report=replace(verdict.report, damaged=damaged))
+            first = first or verdict.error or _error_elsewhere(info, verdict)
+            if verdict.fault == "unfit":
+                raise _unreplaced(first, info, verdict)
+            if verdict.fault == "damaged":
+                damaged[info.id] = verdict.how
+                self._context.events.emit(CheckpointDamaged(*self._where(info), verdict.how))
+                warnings.warn(f"{info.id} is damaged: {verdict.how}", RuntimeWarning, stacklevel=1)
+            elif tried > _MOST_TRIED or (tried == 1 and which is not None):
+                raise first
+            info = None if verdict.next is None else _info(verdict.next)
+        if damaged and first is not None:
             first.add_note(f"None of the {len(damaged)} checkpoints that could serve is whole")
+        if first is not None and (damaged or request.filled or agreements is not None):
             raise first
         await begin_anew(self._context, self._place)
         initial = self._context.settings.initial
@@ -322,6 +343,7 @@ class Loads:
         request: LoadRequest,
         vote: _Vote | None,
         joint: _Joint | None,
+        damaged: Collection[str],
         *,
         fallback: bool,
     ) -> LoadResult | _Verdict:
@@ -334,7 +356,7 @@ class Loads:
                     return await self._finish(info, load, joint)
             except CorruptCheckpoint as error:
                 error.located(step=info.step)
-                if not fallback:
+                if not fallback and not isinstance(error, LeavesUnfilled):
                     error.hint = error.hint or _FALL_BACK
                     raise
                 fault = error
@@ -348,21 +370,21 @@ class Loads:
                     await vote[0].accept(vote[1], _WHOLE)
                 raise
             if fault is not None:
-                verdict = await self._refuse(info, fault, vote)
+                verdict = await self._refuse(info, fault, vote, damaged)
                 if joint is not None:
                     await joint.give_up(fault, self._context.rank)
-                if verdict.damage is None:
+                if verdict.fault is None:
                     raise InvalidManifest(
                         f"The ranks agreed that {info.id} is whole, and it is not"
                     )
             else:
                 assert vote is not None
                 verdict = await self._accept(info, vote)
-                if verdict.damage is None:
+                if verdict.fault is None:
                     return await self._finish(info, load, joint)
             if joint is not None:
                 joint.attempts += 1
-            self._context.events.emit(LoadFailed(*self._where(info), verdict.damage))
+            self._context.events.emit(LoadFailed(*self._where(info), verdict.how))
         return verdict
 
     async def _read(
@@ -376,7 +398,7 @@ class Loads:
             near = await read_near(retrying, info.key, rank, world_size)
             return near or await read_index(retrying, info.key)
 
-        async with context.store.catalog.reading(info.key, look) as bundle:
+        async with context.store.catalog.checking(info.key, look) as bundle:
             return await self._read_all(retrying, bundle, info, request, joint)
 
     async def _read_all(
@@ -409,20 +431,31 @@ class Loads:
             )
 
     async def _refuse(
-        self, info: CheckpointInfo, error: CkpipeError, vote: _Vote | None
+        self,
+        info: CheckpointInfo,
+        error: CorruptCheckpoint | CheckpointIncomplete,
+        vote: _Vote | None,
+        damaged: Collection[str],
     ) -> _Verdict:
-        """Propose that a checkpoint is damaged, and the next candidate; return the decision."""
-        known = await discover(self._context.store.retrying)
-        older = (each.id for each in known if each.complete and each.key < info.key)
-        following = next(older, None)  # the newest of the older ones
-        how = f"{type(error).__name__}: {error}"
-        if vote is None:
-            verdict = _Verdict(how, following)
+        """Propose the fault of a checkpoint and the next candidate; return the decision."""
+        backend, fault = self._context.store.retrying, "damaged"
+        if isinstance(error, CheckpointIncomplete):
+            fault = "deleted"
+        elif isinstance(error, LeavesUnfilled):
+            fault = "unfit"
+        if fault == "deleted" and not damaged:
+            following = await newest_repaired(backend)
         else:
-            agreements, question = vote
-            proposal = {"damage": f"rank {self._context.rank} found {how}", "next": following}
-            verdict = _read_verdict(await agreements.decide(question, proposal))
-        return replace(verdict, error=error if isinstance(error, CorruptCheckpoint) else None)
+            older = (each for each in await discover(backend) if each.key < info.key)
+            following = next((each for each in older if each.complete), None)
+        kind = "" if fault == "unfit" else f"{type(error).__name__}: "
+        how, name = f"{kind}{error}", None if following is None else following.id
+        if vote is None:
+            return _Verdict(fault, how, name, error)
+        agreements, question = vote
+        how = f"rank {self._context.rank} found {how}"
+        decision = await agreements.decide(question, {"fault": fault, "how": how, "next": name})
+        return replace(_read_verdict(decision), error=error)
 
     async def _accept(self, info: CheckpointInfo, vote: _Vote) -> _Verdict:
         """Accept a checkpoint for this rank, and wait for the decision for a bounded time."""
@@ -451,11 +484,7 @@ class Loads:
         self, info: CheckpointInfo, load: MatchedLoad, joint: _Joint | None
     ) -> LoadResult:
         if joint is not None:
-            try:
-                await self._all_at("applying", joint, info)
-            except CorruptCheckpoint as error:
-                error.target_touched = load.tally.delivered
-                raise
+            await self._all_at("applying", joint, info)
         result = await load.apply()
         lines.record(self._context.store.catalog, load.bundle)
         assert result.report is not None
@@ -663,9 +692,23 @@ def _failed_elsewhere(failed: Json, step: int) -> CkpipeError:
     return UnsupportedTopology(said, step=step, rank=rank, key=key, hint=hint)
 
 
+def _error_elsewhere(info: CheckpointInfo, verdict: _Verdict) -> CkpipeError:
+    if verdict.fault == "deleted":
+        return CheckpointIncomplete(f"{info.id} was deleted: {verdict.how}", step=info.step)
+    return CorruptCheckpoint(f"{info.id} is damaged: {verdict.how}", step=info.step)
+
+
+def _unreplaced(error: CkpipeError, info: CheckpointInfo, verdict: _Verdict) -> CkpipeError:
+    """Return the error of a target that is partly filled, and that the next candidate would mix."""
+    error.add_note(f"The checkpoint {info.id} does not replace it: {verdict.how}")
+    error.hint = "Build the target anew, and load a step into it that is whole"
+    error.target_touched = True
+    return error
+
+
 def _read_verdict(data: Json) -> _Verdict:
     try:
-        return _Verdict(data["damage"], data["next"])
+        return _Verdict(data["fault"], data["how"], data["next"])
     except (KeyError, TypeError) as error:
         raise InvalidManifest(f"The decision of the ranks is unreadable: {data!r:.100}") from error
 

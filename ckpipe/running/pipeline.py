@@ -386,8 +386,9 @@ class Pipeline(PipelineBase):
             UsageError: If ``include`` and ``exclude`` leave a part of an object of a registered
                 type, a source is given beside a step or ``fallback``, or its format is known and
                 not opened.
-            CorruptCheckpoint: If the checkpoint is damaged; ``target_touched`` is True if some of
-                its data had been loaded by then.
+            CorruptCheckpoint: If it is damaged; with ``fallback``, if all are, or if it has filled
+                a part of the target that the next older one would not fill. As in all errors of a
+                load, ``target_touched`` is True if the target has new values.
             LockMisuse: If ``into`` is given and this thread is capturing the state, as a
                 ``state_dict`` that a save calls does.
             PipelineClosed: If the pipeline is left before the load has a checkpoint and the lock.

@@ -14,7 +14,7 @@ import math
 import random
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager, nullcontext
+from contextlib import asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
@@ -52,6 +52,8 @@ _CHANGES = ("put", "open_upload", "delete", "remove_stale_uploads")
 
 # A separate generator: the random numbers of training must not depend on answers of a store.
 _jitter = random.Random()
+
+_PROBES, _PROBE_BYTES = 3, 4096
 
 _LOOK = "Look at the network, at the disk's connection and at this machine's memory"
 
@@ -375,6 +377,49 @@ class _CountedReader:
     def read_into(self, offset: int, buffer: memoryview, *, cached: bool) -> None:
         self._inner.read_into(offset, buffer, cached=cached)
         self._on_read(len(buffer))
+
+
+@asynccontextmanager
+async def naming_unreadable(backend: Backend, step: int | None) -> AsyncIterator[None]:
+    """Raise damage in place of an unreadable object in a block, if others can be read.
+
+    A mount that has failed reads no object; its error is raised as it is.
+
+    Args:
+        backend: The store, with retries.
+        step: The step of the checkpoint.
+
+    Raises:
+        CorruptCheckpoint: If one object cannot be read, and another one can.
+    """
+    try:
+        yield
+    except StoreError as error:
+        key = error.key if error.unreadable else None
+        if key is None or not await _reads_another(backend, key):
+            raise
+        raise CorruptCheckpoint(
+            f"An object cannot be read while others can: {error.message}",
+            step=step,
+            rank=error.rank,
+            key=key,
+        ) from error
+
+
+async def _reads_another(backend: Backend, key: str) -> bool:
+    """Tell whether an index can be read; the one that was just read, perhaps from memory, last."""
+    own = key.partition("/")[0]
+    try:
+        objects = (await backend.children("")).objects
+    except StoreError:
+        return False
+    found = [each for each in objects if each.size and each.key != key]
+    for each in sorted(found, key=lambda each: each.key.startswith(own))[:_PROBES]:
+        with suppress(StoreError):
+            size = min(each.size, _PROBE_BYTES)
+            await backend.read_into(each.key, 0, memoryview(bytearray(size)))
+            return True
+    return False
 
 
 async def read_decoded(

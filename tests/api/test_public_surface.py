@@ -332,7 +332,7 @@ def every_error(cls: type[Any] = ckpipe.CkpipeError) -> Iterator[type[errors.Ckp
 @pytest.mark.parametrize("cls", list(every_error()), ids=lambda cls: cls.__name__)
 def test_errors_cross_processes_whole(cls: type[errors.CkpipeError]) -> None:
     error = cls("It broke", step=3, rank=2, key="model.weight", hint="Mend it")
-    error.target_touched = True  # type: ignore[attr-defined]
+    error.target_touched = True
     again = pickle.loads(pickle.dumps(error))
     assert type(again) is cls
     assert vars(again) == vars(error)

@@ -21,12 +21,14 @@ from ckpipe.errors import (
     ChecksumMismatch,
     CorruptCheckpoint,
     MissingObject,
+    PermissionDenied,
     StoreError,
     StoreUnavailable,
     TruncatedObject,
+    UsageError,
 )
 from ckpipe.testing import MemoryBackend
-from tests.load.stored_states import load, store, verified
+from tests.load.stored_states import load, opened, store, verified
 from tests.support.stored_files import data_file_key, document_of, entries_of, index_key, sealed
 
 MIB = 1 << 20
@@ -293,32 +295,76 @@ async def test_a_missing_file_is_found(kind: type[MemoryBackend]) -> None:
 class FailingBackend(BufferedBackend):
     """Serves a number of reads, then no more."""
 
-    def __init__(self, reads: int) -> None:
+    def __init__(self, reads: int, error: Exception) -> None:
         super().__init__()
-        self.left = reads
+        self.left, self.error = reads, error
 
     async def read_into(self, key: str, offset: int, buffer: memoryview) -> None:
         if self.left == 0:
-            raise StoreUnavailable("The store is gone", key=key)
+            raise self.error
         self.left -= 1
         await super().read_into(key, offset, buffer)
 
 
-async def test_a_store_that_fails_at_any_read_fails_the_load_with_its_own_error() -> None:
+@pytest.mark.parametrize("kind", [StoreUnavailable, StoreError, PermissionDenied])
+async def test_a_store_that_fails_at_any_read_fails_the_load_with_its_own_error(
+    kind: type[StoreError],
+) -> None:
     for reads in range(100):
-        backend = FailingBackend(reads)
+        backend = FailingBackend(reads, kind("The store is gone"))
         await store(state(), backend)
         target = blank()
         try:
             await load(backend, target, settings={"upload": {"retries": 0}})
-        except StoreUnavailable as error:
+        except kind as error:
             found = error
         else:
             assert reads >= 3
             return
         assert (found.step, found.rank) == (7, 0)
+        assert found.target_touched is not is_blank(target)
         assert partly_loaded(target)
     raise AssertionError("the load never got through")
+
+
+async def test_an_error_of_another_kind_has_a_note_on_a_target_that_is_partly_filled() -> None:
+    noted = []
+    for reads in (0, 2):
+        backend, target = FailingBackend(reads, BufferError("broken")), blank()
+        await store(state(), backend)
+        with pytest.raises(BufferError, match="broken") as caught:
+            await load(backend, target)
+        noted.append("partly filled" in str(getattr(caught.value, "__notes__", "")))
+        assert noted[-1] is not is_blank(target)
+    assert noted == [False, True]
+
+
+class Refusing:
+    """An object that refuses its state by an error of ckpipe."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"n": 1}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise UsageError("not this one")
+
+
+async def test_an_object_that_refuses_its_state_leaves_a_target_that_is_touched() -> None:
+    backend, target = MemoryBackend(), {"x": torch.zeros(3), "object": Refusing()}
+    await store({"x": torch.ones(3), "object": Refusing()}, backend)
+    with pytest.raises(UsageError, match="not this one") as caught:
+        await load(backend, target)
+    assert caught.value.target_touched
+
+
+async def test_boxes_that_fail_say_whether_a_tensor_is_touched() -> None:
+    for reads in (0, 2):
+        backend, box = FailingBackend(reads, StoreError("gone")), torch.zeros(3 * MIB // 4 + 77, 2)
+        await store(state(), backend)
+        async with opened(backend) as pipeline:
+            with pytest.raises(StoreError, match="gone") as caught:
+                await pipeline.read_boxes(7, [("big", (0, 0), box)])
+        assert caught.value.target_touched is bool(box.any()) is (reads > 0)
 
 
 class Unsteady(ReadInThreads):

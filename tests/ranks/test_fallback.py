@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import itertools
 import threading
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import ckpipe
 from ckpipe import errors, events
 from ckpipe.testing import Landing
 from ckpipe.testing.wrappers import Operation
-from tests.support.pipelines import Stores, same
+from tests.support.pipelines import Stores, same, values
 from tests.support.rank_pipelines import ranks
 from tests.support.settling import settle
 
@@ -41,7 +42,7 @@ def save_steps(store: Stores, size: int, steps: list[int]) -> list[str]:
     return found[::size]
 
 
-def damage(store: Stores, name: str, rank: int) -> None:
+def damage(store: Stores, name: str, rank: int, at: int = -5) -> None:
     """Flip a bit of what a rank wrote."""
     (key,) = [
         key
@@ -50,16 +51,18 @@ def damage(store: Stores, name: str, rank: int) -> None:
     ]
     found = store.memory._store.objects[key]
     flipped = bytearray(found.data)
-    flipped[-5] ^= 4
+    flipped[at] ^= 4
     store.memory._store.objects[key] = type(found)(bytes(flipped), found.modified)
 
 
-def load_all(world: list[ckpipe.SyncPipeline], *targets: Any) -> list[Result]:
+def load_all(
+    world: list[ckpipe.SyncPipeline], *targets: Any, fallback: bool = True
+) -> list[Result]:
     """Load on all ranks at once; what each got, or what it raised."""
 
     def load(pipeline: ckpipe.SyncPipeline, target: Any) -> Result:
         try:
-            return pipeline.load(target, fallback=True)
+            return pipeline.load(target, fallback=fallback)
         except errors.CkpipeError as error:
             return error
 
@@ -140,6 +143,81 @@ def test_all_damaged_raises_on_all_ranks(store: Stores) -> None:
         for result in results:
             assert isinstance(result, errors.CorruptCheckpoint)
             assert "None of the 2" in result.__notes__[0]
+
+
+def load_with_b(pipeline: ckpipe.SyncPipeline, target: Any) -> Result:
+    try:
+        return pipeline.load(target, fallback=True, strict=False)
+    except errors.CkpipeError as error:
+        return error
+
+
+@pytest.mark.parametrize("old_has_b", [False, True])
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_no_rank_keeps_values_of_a_damaged_one(
+    store: Stores, rank: int, late: bool, old_has_b: bool
+) -> None:
+    """The older one lacks ``b``, of which the damaged one has filled a part on some ranks."""
+    with ranks(store.url, 2, attempt_id="before", **FAST) as world:
+        for step in (1, 2):
+            for number, pipeline in enumerate(world):
+                mine: dict[str, Any] = {"a": torch.full((100,), 10.0 * number + step)}
+                if step == 2 or old_has_b:
+                    mine["b"] = torch.full((100,), 10.0 * number + step, dtype=torch.float64)
+                name = pipeline.save(mine, step=step).wait().id
+                settle(pipeline)
+    damage(store, name, rank, -5 if late else -1200)  # the end of a, or of b, which is before it
+    targets = [{"a": torch.zeros(100), "b": torch.zeros(100).double()} for _ in range(2)]
+    with (
+        ranks(store.url, 2, **FAST) as world,
+        pytest.warns(RuntimeWarning, match="is damaged"),
+        concurrent.futures.ThreadPoolExecutor(2) as pool,
+    ):
+        results = list(pool.map(load_with_b, world, targets))
+    for number, (result, target) in enumerate(zip(results, targets, strict=True)):
+        if old_has_b:
+            assert getattr(result, "step", result) == 1
+            for tensor in target.values():
+                assert values(tensor) == [10 * number + 1]
+        else:
+            assert isinstance(result, errors.CorruptCheckpoint)
+            assert result.target_touched
+            assert "does not fill 'b'" in result.__notes__[0]
+
+
+@pytest.mark.parametrize("fallback", [False, True])
+def test_one_that_is_deleted_meanwhile_is_not_damaged(store: Stores, fallback: bool) -> None:
+    """All ranks that may fall back take the newest; the others say that it was deleted."""
+    names = save_steps(store, 2, [1, 2, 3])
+    objects = store.memory._store.objects
+    newest = {key: objects.pop(key) for key in list(objects) if key.startswith(names[2])}
+    both = threading.Barrier(2)
+
+    def delete(_: Operation) -> None:
+        if both.wait(60) == 0:
+            objects.update(newest)
+            for key in [key for key in objects if key.startswith(names[1])]:
+                del objects[key]
+        both.wait(60)
+
+    def reads(operation: Operation) -> bool:
+        return operation.verb == "read_into" and operation.key.startswith(names[1])
+
+    store.faulty.call(delete, reads, times=2)
+    with ranks(store.url, 2, **FAST) as world, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        results = load_all(world, fallback=fallback)
+    for rank, result in enumerate(results):
+        if fallback:
+            assert isinstance(result, ckpipe.types.LoadResult)
+            assert result.report is not None
+            assert (result.step, result.report.damaged) == (3, {})
+            assert same(result.state, state(rank, 3))
+        else:
+            assert isinstance(result, errors.CheckpointIncomplete)
+            assert "deleted just now" in str(result)
+            assert "on all ranks alike" in str(result)
 
 
 def is_vote(operation: Operation) -> bool:

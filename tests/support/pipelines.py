@@ -68,6 +68,11 @@ class Stateful:
         self._load(state)
 
 
+def values(tensor: Any) -> list[float]:
+    """The values in a tensor or of a number, each once."""
+    return sorted(set(torch.as_tensor(tensor).flatten().tolist()))
+
+
 class Stores:
     """Hands one store out to every pipeline that opens its URL."""
 
