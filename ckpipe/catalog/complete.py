@@ -18,7 +18,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import takewhile
 
@@ -53,6 +53,7 @@ from ckpipe.format.merge import merge
 from ckpipe.format.names import (
     GROUP_SIZE,
     absent_members,
+    all_members,
     directory,
     group_key,
     index_key,
@@ -72,6 +73,8 @@ Member = tuple[int, int]
 
 _READS = 8
 """Number of members that are read at the same time."""
+
+_NOT_REBUILT = "A load needs only the index: load the checkpoint, and save it again"
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,11 +244,11 @@ async def read_members(
 
 async def read_member(
     backend: Backend, id: CheckpointId, level: int, number: int, world_size: int
-) -> tuple[ManifestDocument, int]:
+) -> tuple[ManifestDocument, bytes]:
     """Read and validate a manifest, which is a member of level 0, or a group object.
 
     Returns:
-        The bundle, and its size on the store in bytes.
+        The bundle, and its bytes on the store.
 
     Raises:
         MissingObject: If it is not there.
@@ -267,7 +270,44 @@ async def read_member(
         )
     if place != (level, number):
         raise InvalidManifest(f"This {kind} is not the one of its key", step=id.step, key=key)
-    return bundle, len(data)
+    return bundle, data
+
+
+async def read_matching(backend: Backend, index: ManifestDocument, member: Member) -> bytes:
+    """Read a manifest or group object of a complete checkpoint, and compare it with the index.
+
+    The index cannot replace it, since a manifest also has the report of its save.
+
+    Returns:
+        Its bytes on the store.
+
+    Raises:
+        CorruptCheckpoint: If it is missing or damaged, or the index was not made of it.
+        UnsupportedVersion: If it is of a newer format.
+        StoreError: If the store failed.
+    """
+    level, number = member
+    try:
+        bundle, data = await read_member(backend, index.id, level, number, index.world_size)
+        for part in bundle.parts:
+            known = index.parts[part.rank]
+            if replace(part, structure=known.structure, layout=known.layout) != known:
+                key = member_key(index.id, level, number)
+                raise InvalidManifest("The index was not made of this object", key=key)
+    except CorruptCheckpoint as error:
+        error.hint = error.hint or _NOT_REBUILT
+        raise error.located(step=index.step, rank=None if level else number) from error.__cause__
+    return data
+
+
+async def check_members(backend: Backend, index: ManifestDocument) -> None:
+    """Check all manifests and group objects of a complete checkpoint, and write nothing.
+
+    Raises:
+        As :func:`read_matching` does.
+    """
+    for level in all_members(index.world_size):
+        await all_of([partial(read_matching, backend, index, each) for each in level], _READS)
 
 
 logger = logging.getLogger("ckpipe")
