@@ -63,7 +63,7 @@ from ckpipe.catalog.leases import (
     time_now,
     under_lease,
 )
-from ckpipe.catalog.summaries import Summaries, SummaryQuery, filled, inspected
+from ckpipe.catalog.summaries import Summaries, SummaryQuery, candidate_of, filled, inspected
 from ckpipe.catalog.sweep import SweepReport, look_around, plan_sweep, uploads_before
 from ckpipe.errors import (
     CheckpointIncomplete,
@@ -76,6 +76,7 @@ from ckpipe.errors import (
 )
 from ckpipe.format.manifest import ManifestDocument
 from ckpipe.format.names import launch_id, pin_key, summary_key
+from ckpipe.format.summary import Summary
 from ckpipe.retention import Candidate, Decision, KeepBest, Rule, decide
 from ckpipe.threads import BackgroundTask
 from ckpipe.types import CheckpointId, CheckpointInfo
@@ -84,7 +85,7 @@ PINNED = "it is pinned"
 RESUMED = "the newest checkpoint's run resumed from it"
 RUNNING_NEWEST = "it is the newest of a launch that is running"
 BEHIND_LINK = "it can only be deleted by hand"
-UNREAD = "its index cannot be read, so nothing is known of it"
+UNREAD = "its index cannot be read: it stays, and takes no place among those that the rules keep"
 IN_USE = "a process holds a lease on it: it is being loaded or written"
 RUNNING = "its launch is running and may still write it"
 NEWEST = "it is the newest complete checkpoint"
@@ -163,17 +164,31 @@ class Catalog:
         Raises:
             CheckpointNotFound: If there are complete checkpoints, and none has a number for the
                 metric.
+            CorruptCheckpoint: If the index of one that might be the best is damaged.
+            UnsupportedVersion: If it is of a newer format.
             StoreError: If the store failed.
         """
         complete = [each for each in (await self._listed()).infos() if each.complete]
-        inquiry = SummaryQuery(self.backend, complete, self.summaries, few=1)
+        inquiry, rule = (
+            SummaryQuery(self.backend, complete, self.summaries, few=1),
+            KeepBest(metric, mode),
+        )
         while True:
             candidates = await inquiry.candidates()
-            winner = next(iter(KeepBest(metric, mode, 1).winners(candidates)), None)
+            winner = next(iter(rule.winners(candidates)), None)
             # One index must confirm even that no checkpoint has the metric.
             deciding = winner or next((each.id for each in candidates), None)
             if deciding is None or await inquiry.is_sure([deciding]):
                 break
+
+        def might_win(info: CheckpointInfo, told: Summary | None) -> bool:
+            if told is None:
+                return True
+            rivals = [candidate_of(info, told), *candidates]
+            rivals.sort(key=lambda each: (each.order, each.id), reverse=True)
+            return rule.winners(rivals) == [info.id]
+
+        await inquiry.check_unread(might_win)
         if complete and winner is None:
             raise _without_metric(metric, candidates)
         found = next((each for each in complete if each.id == winner), None)
@@ -185,6 +200,8 @@ class Catalog:
         Costs as much as :meth:`best`.
 
         Raises:
+            CorruptCheckpoint: If the index of a newer one that might have the name is damaged.
+            UnsupportedVersion: If it is of a newer format.
             StoreError: If the store failed.
         """
         complete = [each for each in (await self._listed()).infos() if each.complete]
@@ -197,7 +214,14 @@ class Catalog:
             deciding = winner or next((each.id for each in known), None)
             if deciding is None or await query.is_sure([deciding]):
                 break
-        return next((each for each in complete if each.id == winner), None)
+        found = next((each for each in complete if each.id == winner), None)
+
+        def might_be(info: CheckpointInfo, told: Summary | None) -> bool:
+            is_newer = found is None or info.key > found.key
+            return is_newer and (told is None or told.name == name)
+
+        await query.check_unread(might_be)
+        return found
 
     async def _listed(self) -> Listing:
         """List the names of the root; drop the summaries of those that others have removed."""

@@ -473,10 +473,13 @@ class Pipeline(PipelineBase):
 
         Returns:
             The checkpoint, with the metadata and metrics of rank 0, which are None if its index is
-            damaged; None if there is none.
+            damaged, with ``reason`` and a warning; None if there is none.
 
         Raises:
             UsageError: If step and name are given.
+            CorruptCheckpoint: If the index of a newer checkpoint that might have the name is
+                damaged.
+            UnsupportedVersion: If it is of a newer format.
             CheckpointNotFound: If the step given is absent or incomplete; or if nothing is given,
                 there is no complete checkpoint, and the setting ``resume`` is ``"must"``.
             PipelineClosed: If the pipeline is left meanwhile.
@@ -504,6 +507,8 @@ class Pipeline(PipelineBase):
         Raises:
             CheckpointNotFound: If no complete checkpoint has a number for the metric, as when its
                 name is mistyped; names the existing metrics.
+            CorruptCheckpoint: If the index of a checkpoint that might be the best is damaged.
+            UnsupportedVersion: If it is of a newer format.
             SettingsError: If there is no such mode.
             StoreError: If the store failed.
         """
