@@ -45,6 +45,7 @@ from ckpipe.backend import Backend
 from ckpipe.catalog.complete import find_repaired, newest_repaired, repair, repaired
 from ckpipe.catalog.delete import Removal, delete, finish_deletions, pin
 from ckpipe.catalog.find import (
+    DELETING,
     NO_INDEX,
     Listing,
     check_not_deleted,
@@ -53,6 +54,7 @@ from ckpipe.catalog.find import (
     list_root,
     list_summaries,
     pick,
+    present,
     read_index,
 )
 from ckpipe.catalog.leases import (
@@ -121,9 +123,12 @@ class Catalog:
     # Find
 
     async def steps(self, *, metadata: bool) -> list[CheckpointInfo]:
-        """List all checkpoints, the oldest first; complete those that lack only their index."""
-        listing = await self._listed()
-        infos = list(reversed(await repaired(self.backend, listing.infos())))
+        """List all checkpoints, the oldest first; complete those that lack only their index.
+
+        Those that are being deleted are left out.
+        """
+        known = await repaired(self.backend, (await self._listed()).infos())
+        infos = [each for each in reversed(known) if each.reason != DELETING]
         if metadata:
             return await inspected(self.backend, infos, self.summaries)
         complete = [each for each in infos if each.complete]
@@ -329,7 +334,7 @@ class Catalog:
         If a load begins at this very moment, the checkpoint is deleted for all others, and the next
         prune or sweep removes its data.
         """
-        infos = await discover(self.backend)
+        infos = await present(self.backend, await discover(self.backend))
         info = next((each for each in infos if each.id == which), None)
         if info is None:
             try:
@@ -535,7 +540,7 @@ class Catalog:
                 await delete(self.backend, info.key, force=True)
         await finish_deletions(self.backend, set(), forget_before=now - after)
         await self.backend.delete(
-            [*report.leases, *report.scratch, *report.agreements, *report.summaries]
+            [*report.leases, *report.scratch, *report.agreements, *report.summaries, *found.hollow]
         )
         before = uploads_before(found, now, after, running)
         uploads = await self.backend.remove_stale_uploads("", before=before)

@@ -30,6 +30,7 @@ from ckpipe.catalog.find import (
     look_up,
     newest_first,
     pick,
+    present,
     read_document,
     recheck,
     stat_or_none,
@@ -319,13 +320,14 @@ _AT_ONCE = 8
 async def repaired(backend: Backend, infos: Iterable[CheckpointInfo]) -> list[CheckpointInfo]:
     """Complete the checkpoints that can be, several at a time; return all in the same order.
 
-    Costs one list for each incomplete one that has no manifests, and a few requests more for one
-    that has some.
+    Those of which there is no object are left out. Costs two lists for each incomplete one that has
+    no manifests, and a few requests more for one that has some.
 
     Raises:
         StoreError: If the store failed to list.
     """
-    return await all_of([partial(repair, backend, info) for info in infos], _AT_ONCE)
+    known = await all_of([partial(repair, backend, info) for info in infos], _AT_ONCE)
+    return await present(backend, known)
 
 
 async def repair(backend: Backend, info: CheckpointInfo, *, sure: bool = False) -> CheckpointInfo:
@@ -363,7 +365,10 @@ def _left(info: CheckpointInfo, error: CkpipeError, sure: bool) -> CheckpointInf
     if sure and not isinstance(error, CorruptCheckpoint):
         raise error
     logger.warning("%s cannot be completed: %s", info.id, error)
-    return info
+    if isinstance(error, StoreError):
+        return info
+    state = "damaged" if isinstance(error, CorruptCheckpoint) else "of a newer format"
+    return replace(info, reason=f"it has no index, and a manifest is {state}: {error}")
 
 
 async def newest_likely(backend: Backend) -> CheckpointInfo | None:
@@ -425,7 +430,8 @@ async def discover_repaired(backend: Backend, which: int | str) -> list[Checkpoi
     named = [info for info in everything if which in (info.id, info.step)]
     newer = list(takewhile(lambda info: not info.complete, named))
     known = {info.key: info for info in await repaired(backend, newer)}
-    return [known.get(info.key, info) for info in everything]
+    gone = {info.key for info in newer} - known.keys()
+    return [known.get(info.key, info) for info in everything if info.key not in gone]
 
 
 async def _world_size(backend: Backend, id: CheckpointId) -> int | None:

@@ -77,7 +77,10 @@ def list_(
                 f"{foreign['tensors']} tensors, {size_text(foreign['bytes'])}"
             )
         headings = ("step", "saved at", "size", "ranks", "state", "metrics", "id")
-        rows = [_row(each) for each in found.values()]
+        rows = [_row(each) for each in found.values() if each["reason"] != DELETING]
+        if deleting := [each for each in found.values() if each["reason"] == DELETING]:
+            state = f"{len(deleting)} being deleted, the newest is this"
+            rows.append((deleting[0]["step"], "", "", "", state, "", deleting[0]["id"]))
         screen.result(
             {"url": url, "checkpoints": [*found.values()], "foreign": foreign},
             table(headings, rows, "step", "size", "ranks") if rows else Text(nothing),

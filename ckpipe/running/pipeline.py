@@ -428,10 +428,11 @@ class Pipeline(PipelineBase):
     async def steps(self, *, metadata: bool = False) -> list[CheckpointInfo]:
         """List all checkpoints of the root, complete or not, the oldest first.
 
-        Waits for no save: a checkpoint that is being stored is incomplete, or not yet there. Costs
-        four delimited lists for any number of checkpoints, one more for each without an index, and
-        once in a process a small read for each that it did not write. A checkpoint that lacks only
-        its index is completed.
+        Those that are being deleted are left out. Waits for no save: a checkpoint that is being
+        stored is incomplete, or not yet there. Costs four delimited lists for any number of
+        checkpoints, two more for each without an index, and once in a process a small read for
+        each that it did not write. A checkpoint that lacks only its index is completed; if it
+        cannot be, since a manifest is damaged, its ``reason`` says so.
 
         Args:
             metadata: True to read the index of each complete checkpoint, once in a process, or each

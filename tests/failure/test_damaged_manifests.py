@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ import ckpipe
 from ckpipe import errors
 from tests.support.command_line import Commands
 from tests.support.rank_pipelines import one_rank, ranks
-from tests.support.stored_files import flip, forge
+from tests.support.stored_files import Document, flip, forge
 
 MANY = 101
 
@@ -42,7 +43,7 @@ def of_many(tmp_path_factory: pytest.TempPathFactory) -> Path:
         path = root / id / f"m/0/{rank // 100:03d}/rank-{rank:05d}.json"
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(first.read_bytes())
-        forge(path, lambda document, rank=rank: document["parts"].update(rank=[rank]))
+        forge(path, partial(of_rank, rank))
     with ckpipe.SyncPipeline(root) as pipeline:
         assert [each.complete for each in pipeline.steps()] == [True]
     return root
@@ -56,6 +57,10 @@ def manifest(root: Path, rank: int = 1) -> Path:
 def group(root: Path, number: int = 1) -> Path:
     (path,) = root.glob(f"step-*/m/1/*/group-{number:05d}.json")
     return path
+
+
+def of_rank(rank: int, document: Document) -> None:
+    document["parts"]["rank"] = [rank]
 
 
 def of_another_save(path: Path) -> None:
