@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any, SupportsIndex, TypeVar, Unpack
 
 from ckpipe.backend import Backend
+from ckpipe.catalog.complete import check_members
 from ckpipe.catalog.copy import CopySettings, copy_checkpoint
 from ckpipe.catalog.inspect import data_bytes, describe
 from ckpipe.exports import export_url
@@ -85,7 +86,7 @@ def verify(
     settings: Settings | None = None,
     **fields: Unpack[PipelineFields],
 ) -> VerifyResult:
-    """Read a whole checkpoint and check every byte.
+    """Read a whole checkpoint and check every byte, also of manifests and group objects.
 
     The files of another program have no checksums. Their headers and sizes and the places of
     tensors are checked, all tensors are read, and ``source`` of the result says so.
@@ -138,7 +139,8 @@ def copy(
         CheckpointNotFound: If there is no such checkpoint.
         UsageError: If the target has a tombstone of the checkpoint.
         CommitConflict: If the target has other metadata under its name.
-        CorruptCheckpoint: If the source is damaged.
+        CorruptCheckpoint: If the source is damaged, also if that is a manifest or group object; the
+            target stays incomplete.
         StoreError: If a store failed.
     """
 
@@ -279,9 +281,11 @@ def export(
 
 
 async def verified(store: Backend, document: ManifestDocument, settings: Settings) -> VerifyResult:
-    """Read and check all bytes of a checkpoint."""
+    """Read and check all bytes of a checkpoint, and write nothing."""
     with closing(Arena(settings.staging.block_bytes)) as arena:
         done = await verify_document(store, document, arena, lanes=settings.load.lanes)
+    if document.source is None:
+        await check_members(store, document)
     await check_unchanged(store, document)
     return done
 

@@ -104,7 +104,7 @@ class CheckpointInfo:
         attempt: The launch that wrote it.
         count: Number of earlier saves of this step in that attempt.
         complete: True if it is whole and can be loaded.
-        reason: The reason why it is not complete; empty if it is.
+        reason: The reason why it is not complete, or why its content is unknown; else empty.
         pinned: True if it is protected from retention.
         saved_at: Time at which its index was written, by the store's clock, in UTC; None without
             an index.

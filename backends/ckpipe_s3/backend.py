@@ -358,8 +358,24 @@ class S3Backend(BucketBackend):
 
     async def delete(self, keys: Iterable[str]) -> None:
         names = [self.name(key) for key in keys]
+        names += self._folders(names)
         for start in range(0, len(names), DELETE_BATCH):
             await self._delete(names[start : start + DELETE_BATCH])
+
+    def _folders(self, names: Iterable[str]) -> list[str]:
+        """Return the folders in which objects of checkpoints lie, the deepest first.
+
+        Some servers keep and list a folder whose last object was deleted, until its own name is
+        deleted, which does nothing while it has objects. AWS has no folders, and would keep a mark
+        for each of these names in a bucket with versions.
+        """
+        if ".amazonaws.com" in self.client.meta.endpoint_url:
+            return []
+        keys = (name.removeprefix(self.prefix) for name in names)
+        parts = [key.split("/") for key in keys if key.startswith("step-") and _OWN.fullmatch(key)]
+        folders = {"/".join(each[:end]) for each in parts for end in range(1, len(each))}
+        deepest = sorted(folders, key=lambda each: each.count("/"), reverse=True)
+        return [f"{self.prefix}{each}/" for each in deepest]
 
     async def _delete(self, names: list[str]) -> None:
         try:
@@ -372,10 +388,13 @@ class S3Backend(BucketBackend):
                 raise
             # Some stores support no batches, or only another form of them.
             for name in names:
-                await self.ask("delete", "delete_object", key=self.key(name), Key=name)
+                if not name.endswith("/"):
+                    await self.ask("delete", "delete_object", key=self.key(name), Key=name)
             return
         for entry in answer.get("Errors", ()):
             key, code = self.key(entry.get("Key", "")), entry.get("Code", "")
+            if entry.get("Key", "").endswith("/"):
+                continue
             found = FOREIGN.get(code, Meaning(StoreError))
             text = Refused(0, code, entry.get("Message") or "").text
             message = f"Could not delete {self.root}{key}: {code}" + (f": {text}" if text else "")

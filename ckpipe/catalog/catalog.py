@@ -45,6 +45,7 @@ from ckpipe.backend import Backend
 from ckpipe.catalog.complete import find_repaired, newest_repaired, repair, repaired
 from ckpipe.catalog.delete import Removal, delete, finish_deletions, pin
 from ckpipe.catalog.find import (
+    DELETING,
     NO_INDEX,
     Listing,
     check_not_deleted,
@@ -53,6 +54,7 @@ from ckpipe.catalog.find import (
     list_root,
     list_summaries,
     pick,
+    present,
     read_index,
 )
 from ckpipe.catalog.leases import (
@@ -63,7 +65,7 @@ from ckpipe.catalog.leases import (
     time_now,
     under_lease,
 )
-from ckpipe.catalog.summaries import Summaries, SummaryQuery, filled, inspected
+from ckpipe.catalog.summaries import Summaries, SummaryQuery, candidate_of, filled, inspected
 from ckpipe.catalog.sweep import SweepReport, look_around, plan_sweep, uploads_before
 from ckpipe.errors import (
     CheckpointIncomplete,
@@ -76,6 +78,7 @@ from ckpipe.errors import (
 )
 from ckpipe.format.manifest import ManifestDocument
 from ckpipe.format.names import launch_id, pin_key, summary_key
+from ckpipe.format.summary import Summary
 from ckpipe.retention import Candidate, Decision, KeepBest, Rule, decide
 from ckpipe.threads import BackgroundTask
 from ckpipe.types import CheckpointId, CheckpointInfo
@@ -85,7 +88,7 @@ RESUMED = "the newest checkpoint's run resumed from it"
 RUNNING_RESUMED = "a launch that is running resumed from it"
 RUNNING_NEWEST = "it is the newest of a launch that is running"
 BEHIND_LINK = "it can only be deleted by hand"
-UNREAD = "its index cannot be read, so nothing is known of it"
+UNREAD = "its index cannot be read: it stays, and takes no place among those that the rules keep"
 IN_USE = "a process holds a lease on it: it is being loaded or written"
 RUNNING = "its launch is running and may still write it"
 NEWEST = "it is the newest complete checkpoint"
@@ -130,9 +133,12 @@ class Catalog:
     # Find
 
     async def steps(self, *, metadata: bool) -> list[CheckpointInfo]:
-        """List all checkpoints, the oldest first; complete those that lack only their index."""
-        listing = await self._listed()
-        infos = list(reversed(await repaired(self.backend, listing.infos())))
+        """List all checkpoints, the oldest first; complete those that lack only their index.
+
+        Those that are being deleted are left out.
+        """
+        known = await repaired(self.backend, (await self._listed()).infos())
+        infos = [each for each in reversed(known) if each.reason != DELETING]
         if metadata:
             return await inspected(self.backend, infos, self.summaries)
         complete = [each for each in infos if each.complete]
@@ -173,17 +179,31 @@ class Catalog:
         Raises:
             CheckpointNotFound: If there are complete checkpoints, and none has a number for the
                 metric.
+            CorruptCheckpoint: If the index of one that might be the best is damaged.
+            UnsupportedVersion: If it is of a newer format.
             StoreError: If the store failed.
         """
         complete = [each for each in (await self._listed()).infos() if each.complete]
-        inquiry = SummaryQuery(self.backend, complete, self.summaries, few=1)
+        inquiry, rule = (
+            SummaryQuery(self.backend, complete, self.summaries, few=1),
+            KeepBest(metric, mode),
+        )
         while True:
             candidates = await inquiry.candidates()
-            winner = next(iter(KeepBest(metric, mode, 1).winners(candidates)), None)
+            winner = next(iter(rule.winners(candidates)), None)
             # One index must confirm even that no checkpoint has the metric.
             deciding = winner or next((each.id for each in candidates), None)
             if deciding is None or await inquiry.is_sure([deciding]):
                 break
+
+        def might_win(info: CheckpointInfo, told: Summary | None) -> bool:
+            if told is None:
+                return True
+            rivals = [candidate_of(info, told), *candidates]
+            rivals.sort(key=lambda each: (each.order, each.id), reverse=True)
+            return rule.winners(rivals) == [info.id]
+
+        await inquiry.check_unread(might_win)
         if complete and winner is None:
             raise _without_metric(metric, candidates)
         found = next((each for each in complete if each.id == winner), None)
@@ -195,6 +215,8 @@ class Catalog:
         Costs as much as :meth:`best`.
 
         Raises:
+            CorruptCheckpoint: If the index of a newer one that might have the name is damaged.
+            UnsupportedVersion: If it is of a newer format.
             StoreError: If the store failed.
         """
         complete = [each for each in (await self._listed()).infos() if each.complete]
@@ -207,7 +229,14 @@ class Catalog:
             deciding = winner or next((each.id for each in known), None)
             if deciding is None or await query.is_sure([deciding]):
                 break
-        return next((each for each in complete if each.id == winner), None)
+        found = next((each for each in complete if each.id == winner), None)
+
+        def might_be(info: CheckpointInfo, told: Summary | None) -> bool:
+            is_newer = found is None or info.key > found.key
+            return is_newer and (told is None or told.name == name)
+
+        await query.check_unread(might_be)
+        return found
 
     async def _listed(self) -> Listing:
         """List the names of the root; drop the summaries of those that others have removed."""
@@ -317,7 +346,7 @@ class Catalog:
         If a load begins at this very moment, the checkpoint is deleted for all others, and the next
         prune or sweep removes its data.
         """
-        infos = await discover(self.backend)
+        infos = await present(self.backend, await discover(self.backend))
         info = next((each for each in infos if each.id == which), None)
         if info is None:
             try:
@@ -560,7 +589,7 @@ class Catalog:
                 await delete(self.backend, info.key, force=True)
         await finish_deletions(self.backend, set(), forget_before=now - after)
         await self.backend.delete(
-            [*report.leases, *report.scratch, *report.agreements, *report.summaries]
+            [*report.leases, *report.scratch, *report.agreements, *report.summaries, *found.hollow]
         )
         before = uploads_before(found, now, after, running)
         uploads = await self.backend.remove_stale_uploads("", before=before)

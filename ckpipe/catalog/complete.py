@@ -18,7 +18,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import takewhile
 
@@ -30,6 +30,7 @@ from ckpipe.catalog.find import (
     look_up,
     newest_first,
     pick,
+    present,
     read_document,
     recheck,
     stat_or_none,
@@ -53,6 +54,7 @@ from ckpipe.format.merge import merge
 from ckpipe.format.names import (
     GROUP_SIZE,
     absent_members,
+    all_members,
     directory,
     group_key,
     index_key,
@@ -72,6 +74,8 @@ Member = tuple[int, int]
 
 _READS = 8
 """Number of members that are read at the same time."""
+
+_NOT_REBUILT = "A load needs only the index: load the checkpoint, and save it again"
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,11 +245,11 @@ async def read_members(
 
 async def read_member(
     backend: Backend, id: CheckpointId, level: int, number: int, world_size: int
-) -> tuple[ManifestDocument, int]:
+) -> tuple[ManifestDocument, bytes]:
     """Read and validate a manifest, which is a member of level 0, or a group object.
 
     Returns:
-        The bundle, and its size on the store in bytes.
+        The bundle, and its bytes on the store.
 
     Raises:
         MissingObject: If it is not there.
@@ -267,7 +271,44 @@ async def read_member(
         )
     if place != (level, number):
         raise InvalidManifest(f"This {kind} is not the one of its key", step=id.step, key=key)
-    return bundle, len(data)
+    return bundle, data
+
+
+async def read_matching(backend: Backend, index: ManifestDocument, member: Member) -> bytes:
+    """Read a manifest or group object of a complete checkpoint, and compare it with the index.
+
+    The index cannot replace it, since a manifest also has the report of its save.
+
+    Returns:
+        Its bytes on the store.
+
+    Raises:
+        CorruptCheckpoint: If it is missing or damaged, or the index was not made of it.
+        UnsupportedVersion: If it is of a newer format.
+        StoreError: If the store failed.
+    """
+    level, number = member
+    try:
+        bundle, data = await read_member(backend, index.id, level, number, index.world_size)
+        for part in bundle.parts:
+            known = index.parts[part.rank]
+            if replace(part, structure=known.structure, layout=known.layout) != known:
+                key = member_key(index.id, level, number)
+                raise InvalidManifest("The index was not made of this object", key=key)
+    except CorruptCheckpoint as error:
+        error.hint = error.hint or _NOT_REBUILT
+        raise error.located(step=index.step, rank=None if level else number) from error.__cause__
+    return data
+
+
+async def check_members(backend: Backend, index: ManifestDocument) -> None:
+    """Check all manifests and group objects of a complete checkpoint, and write nothing.
+
+    Raises:
+        As :func:`read_matching` does.
+    """
+    for level in all_members(index.world_size):
+        await all_of([partial(read_matching, backend, index, each) for each in level], _READS)
 
 
 logger = logging.getLogger("ckpipe")
@@ -279,13 +320,14 @@ _AT_ONCE = 8
 async def repaired(backend: Backend, infos: Iterable[CheckpointInfo]) -> list[CheckpointInfo]:
     """Complete the checkpoints that can be, several at a time; return all in the same order.
 
-    Costs one list for each incomplete one that has no manifests, and a few requests more for one
-    that has some.
+    Those of which there is no object are left out. Costs two lists for each incomplete one that has
+    no manifests, and a few requests more for one that has some.
 
     Raises:
         StoreError: If the store failed to list.
     """
-    return await all_of([partial(repair, backend, info) for info in infos], _AT_ONCE)
+    known = await all_of([partial(repair, backend, info) for info in infos], _AT_ONCE)
+    return await present(backend, known)
 
 
 async def repair(backend: Backend, info: CheckpointInfo, *, sure: bool = False) -> CheckpointInfo:
@@ -325,7 +367,10 @@ def _left(info: CheckpointInfo, error: CkpipeError, sure: bool) -> CheckpointInf
     if sure and not isinstance(error, CorruptCheckpoint):
         raise error
     logger.warning("%s cannot be completed: %s", info.id, error)
-    return info
+    if isinstance(error, StoreError):
+        return info
+    state = "damaged" if isinstance(error, CorruptCheckpoint) else "of a newer format"
+    return replace(info, reason=f"it has no index, and a manifest is {state}: {error}")
 
 
 async def newest_likely(
@@ -392,7 +437,8 @@ async def discover_repaired(backend: Backend, which: int | str) -> list[Checkpoi
     named = [info for info in everything if which in (info.id, info.step)]
     newer = list(takewhile(lambda info: not info.complete, named))
     known = {info.key: info for info in await repaired(backend, newer)}
-    return [known.get(info.key, info) for info in everything]
+    gone = {info.key for info in newer} - known.keys()
+    return [known.get(info.key, info) for info in everything if info.key not in gone]
 
 
 async def _world_size(backend: Backend, id: CheckpointId) -> int | None:

@@ -25,6 +25,7 @@ import anyio
 import anyio.to_thread
 
 from ckpipe.backend import Backend, Upload, UploadLimits
+from ckpipe.catalog.complete import Member, read_matching
 from ckpipe.catalog.find import locate_errors, read_document, stat_or_none, write_summary_of
 from ckpipe.errors import (
     ChecksumMismatch,
@@ -46,8 +47,8 @@ from ckpipe.format.checksum import (
 )
 from ckpipe.format.codec import MAX_STORED_BYTES
 from ckpipe.format.entry_table import EntryTable
-from ckpipe.format.manifest import BundleKind
-from ckpipe.format.names import index_key, is_own, prefix, tombstone_key
+from ckpipe.format.manifest import ManifestDocument
+from ckpipe.format.names import all_members, index_key, member_key, tombstone_key
 from ckpipe.store.retry import (
     AimdLimiter,
     RetryPolicy,
@@ -108,7 +109,8 @@ async def copy_checkpoint(
     Raises:
         UsageError: If the target has a tombstone of this checkpoint.
         CommitConflict: If the target has other metadata under the checkpoint's name.
-        CorruptCheckpoint: If the source is damaged; the target stays incomplete.
+        CorruptCheckpoint: If the source is damaged, its manifests included; the target stays
+            incomplete.
         StoreError: If a store failed; the target stays incomplete.
     """
     bundle, index = await read_document(source, id, index_key(id), "index")
@@ -129,27 +131,23 @@ async def copy_checkpoint(
             file = _File(source, target, id, data, number, settings)
             sizes.append(file.size)
             copied += [file.size] if await file.bring() else []
-    await _copy_metadata(source, target, id, settings)
+    await _copy_metadata(source, target, bundle, settings)
     await _create(target, index_key(id), index)
     await write_summary_of(target, bundle)
     return CopyResult(str(id), len(sizes), sum(sizes), len(copied), sum(copied))
 
 
 async def _copy_metadata(
-    source: Backend, target: Backend, id: CheckpointId, settings: CopySettings
+    source: Backend, target: Backend, index: ManifestDocument, settings: CopySettings
 ) -> None:
     """Copy manifests, then group objects: the index could be rebuilt from either."""
-    below = f"{prefix(id)}m/"
-    keys = sorted([each.key async for each in source.list(below) if is_own(id, each.key)])
 
-    async def copy(key: str) -> None:
-        kind: BundleKind = "manifest" if key.startswith(f"{below}0/") else "group"
-        _, data = await read_document(source, id, key, kind)
-        await _create(target, key, data)
+    async def copy(member: Member) -> None:
+        data = await read_matching(source, index, member)
+        await _create(target, member_key(index.id, *member), data)
 
-    for level in sorted({key.removeprefix(below).partition("/")[0] for key in keys}):
-        of_level = [key for key in keys if key.startswith(f"{below}{level}/")]
-        await all_of([partial(copy, key) for key in of_level], settings.lanes)
+    for level in all_members(index.world_size):
+        await all_of([partial(copy, each) for each in level], settings.lanes)
 
 
 async def _create(target: Backend, key: str, data: bytes) -> None:

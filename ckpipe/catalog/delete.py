@@ -112,18 +112,6 @@ async def delete(
     return await remove(backend, id, summaries, there)
 
 
-async def has_own(backend: Backend, id: CheckpointId) -> bool:
-    """Tell whether a deletion of a checkpoint would remove objects below its prefix.
-
-    Raises:
-        StoreError: If the store failed.
-    """
-    try:
-        return any(is_own(id, key) for key in await _keys(backend, id))
-    except LinkRefused:
-        return False
-
-
 async def _keys(backend: Backend, id: CheckpointId) -> list[str]:
     return [each.key async for each in backend.list(prefix(id))]
 

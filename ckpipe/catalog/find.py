@@ -19,6 +19,7 @@ from ckpipe.errors import (
     CheckpointNotFound,
     CkpipeError,
     InvalidManifest,
+    LinkRefused,
     MissingObject,
     ObjectNotFound,
     StoreUnavailable,
@@ -31,8 +32,10 @@ from ckpipe.format.names import (
     SUMMARIES,
     index_id,
     index_key,
+    is_own,
     pin_id,
     pin_key,
+    prefix,
     summary_id,
     summary_key,
     tombstone_id,
@@ -56,6 +59,9 @@ NO_INDEX = "it has no index: its save did not finish, or is not finished yet"
 
 _LOOKS = 8
 """Number of checkpoints that are looked up one by one before tombstones and pins are listed."""
+
+_LISTS = 16
+"""Number of checkpoints whose objects are listed at the same time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +91,7 @@ class Listing:
 
 
 def _found(root: Children) -> dict[CheckpointId, datetime | None]:
-    names = (CheckpointId.parse(prefix.rstrip("/")) for prefix in root.prefixes)
+    names = (CheckpointId.parse(each.rstrip("/")) for each in root.prefixes)
     found: dict[CheckpointId, datetime | None] = {id: None for id in names if id is not None}
     for each in root.objects:
         if (id := index_id(each.key)) is not None:
@@ -130,6 +136,39 @@ async def discover(backend: Backend) -> list[CheckpointInfo]:
         StoreError: If the store failed.
     """
     return (await list_root(backend)).infos()
+
+
+async def has_own(backend: Backend, id: CheckpointId, *, behind_link: bool) -> bool:
+    """Tell whether there is a manifest, a group object or a data file of a checkpoint.
+
+    Args:
+        backend: The store.
+        id: The checkpoint.
+        behind_link: The result if its directory is a link.
+
+    Raises:
+        StoreError: If the store failed.
+    """
+    try:
+        return any([is_own(id, each.key) async for each in backend.list(prefix(id))])
+    except LinkRefused:
+        return behind_link
+
+
+async def present(backend: Backend, infos: Sequence[CheckpointInfo]) -> list[CheckpointInfo]:
+    """Leave out those without index, manifest and data: a store may keep folders of deleted ones.
+
+    Costs a list for each without an index and a tombstone.
+
+    Raises:
+        StoreError: If the store failed.
+    """
+
+    async def is_there(info: CheckpointInfo) -> bool:
+        return info.reason != NO_INDEX or await has_own(backend, info.key, behind_link=True)
+
+    there = await all_of([partial(is_there, each) for each in infos], _LISTS)
+    return [each for each, kept in zip(infos, there, strict=True) if kept]
 
 
 async def top(backend: Backend) -> tuple[CheckpointInfo | None, CheckpointId | None]:

@@ -102,8 +102,8 @@ async def read_near(
     if world_size < FEWEST_RANKS:
         return None
     try:
-        own, size = await read_member(backend, id, 0, rank, world_size)
-        members = await threads.run_sync(_others, own, rank, size)
+        own, data = await read_member(backend, id, 0, rank, world_size)
+        members = await threads.run_sync(_others, own, rank, len(data))
         if members is None:
             return None
         others = await read_members(backend, id, members, world_size)

@@ -6,23 +6,23 @@ this answer are read: for ``best`` the winner's; for a decision on deletions see
 :mod:`ckpipe.catalog.catalog`. If an index cannot be read, its checkpoint is left out. If
 an index contradicts its stored summary, no stored summary of this root is trusted any more, and all
 indexes are read. Then the decision is made again. Every round knows more than the one before, so
-the loop ends.
+the loop ends. ``best`` and a search for a name then raise the error of an unreadable index, unless
+its stored summary shows that its checkpoint is not the answer.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Collection, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
 
 from ckpipe.backend import Backend, ObjectInfo
-from ckpipe.catalog.find import list_summaries, read_index, read_summary
-from ckpipe.errors import CorruptCheckpoint, UnsupportedVersion
+from ckpipe.catalog.find import list_summaries, read_index, read_summary, recheck
+from ckpipe.errors import CorruptCheckpoint, MissingObject, UnsupportedVersion
 from ckpipe.format.summary import Summary, summary_of
 from ckpipe.retention import Candidate
 from ckpipe.threads import all_of
@@ -35,6 +35,12 @@ _INDEXES_AT_ONCE, _SUMMARIES_AT_ONCE = 16, 32
 
 _KEPT_CHARS = 4096
 """Longest metadata that are cached, as JSON: a trainer may put its log into each checkpoint."""
+
+_MIGHT_BE = (
+    "It might be the one that is asked for: delete it with `ckpipe rm`, or name another step"
+)
+
+_Unreadable = CorruptCheckpoint | UnsupportedVersion
 
 
 @dataclass(slots=True)
@@ -104,14 +110,22 @@ async def inspected(
 ) -> list[CheckpointInfo]:
     """Fill in complete checkpoints, with metadata; each index is read if its own are not cached.
 
+    If one cannot be read, ``reason`` says so, and a warning is logged.
+
     Raises:
         StoreError: If the store failed.
     """
     whole: dict[str, CheckpointInfo] = {}
 
     async def read(info: CheckpointInfo) -> None:
-        with suppress(CorruptCheckpoint, UnsupportedVersion):
+        try:
             found = summary_of(await read_index(backend, info.key))
+        except MissingObject:
+            whole[info.id] = await recheck(backend, info)
+        except (CorruptCheckpoint, UnsupportedVersion) as error:
+            logger.warning("The metrics and metadata of %s are unknown: %s", info.id, error)
+            whole[info.id] = replace(info, reason=f"its index cannot be read: {error}")
+        else:
             summaries.learn(info.id, found)
             whole[info.id] = filled(info, found)
 
@@ -144,7 +158,7 @@ class SummaryQuery:
     ) -> None:
         self._backend, self._summaries, self._few = backend, summaries, few
         self._complete = complete
-        self._unread: set[str] = set()
+        self._unread: dict[str, tuple[_Unreadable, Summary | None]] = {}
 
     async def candidates(self) -> list[Candidate]:
         """Return the checkpoints with a summary, in the same order.
@@ -156,7 +170,7 @@ class SummaryQuery:
             await self.read_stored()
         await self._read(self._open())
         return [
-            _candidate(each, self._summaries[each.id])
+            candidate_of(each, self._summaries[each.id])
             for each in self._complete
             if each.id in self._summaries
         ]
@@ -193,6 +207,29 @@ class SummaryQuery:
             await self._read(doubtful)
         return not doubtful
 
+    async def check_unread(
+        self, might_be: Callable[[CheckpointInfo, Summary | None], bool]
+    ) -> None:
+        """Raise the error of an index that could not be read if its checkpoint might be the answer.
+
+        Args:
+            might_be: Tells so, by the stored summary; None if none was read or is trusted.
+
+        Raises:
+            CorruptCheckpoint: If it is damaged.
+            UnsupportedVersion: If it is of a newer format.
+            StoreError: If the store failed.
+        """
+        for info in self._complete:
+            error, told = self._unread.get(info.id, (None, None))
+            if error is None or not might_be(info, told if self._summaries.trusting else None):
+                continue
+            is_gone = isinstance(error, MissingObject)
+            if is_gone and not (await recheck(self._backend, info)).complete:
+                continue  # it was deleted meanwhile
+            error.hint = error.hint or _MIGHT_BE
+            raise error
+
     def _open(self) -> list[CheckpointInfo]:
         """Return the checkpoints without a summary, except those with an unreadable index."""
         return [
@@ -207,16 +244,16 @@ class SummaryQuery:
         async def read(info: CheckpointInfo) -> None:
             try:
                 found = summary_of(await read_index(self._backend, info.key))
-            except (CorruptCheckpoint, UnsupportedVersion):
-                self._unread.add(info.id)
-                self._summaries.stored.pop(info.id, None)
+            except (CorruptCheckpoint, UnsupportedVersion) as error:
+                self._unread[info.id] = error, self._summaries.stored.pop(info.id, None)
             else:
                 self._summaries.learn(info.id, found)
 
         await all_of([partial(read, info) for info in infos], _INDEXES_AT_ONCE)
 
 
-def _candidate(info: CheckpointInfo, summary: Summary) -> Candidate:
+def candidate_of(info: CheckpointInfo, summary: Summary) -> Candidate:
+    """Return the facts of a checkpoint by which rules decide."""
     created = info.saved_at or datetime.now(UTC)
     return Candidate(
         info.id, info.step, info.attempt, info.count, created, summary.metrics, summary.final,

@@ -21,8 +21,7 @@ from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 
 from ckpipe.backend import Backend, ObjectInfo
-from ckpipe.catalog.delete import has_own
-from ckpipe.catalog.find import NO_INDEX, list_root, list_summaries
+from ckpipe.catalog.find import NO_INDEX, has_own, list_root, list_summaries
 from ckpipe.catalog.leases import (
     LEASE_LIFE,
     live_subjects,
@@ -35,6 +34,7 @@ from ckpipe.format.names import (
     LEASES,
     is_own,
     launch_id,
+    manifest_key,
     prefix,
 )
 from ckpipe.types import CheckpointId, CheckpointInfo
@@ -56,6 +56,7 @@ class Leftovers:
         agreed: For each launch by its id, the keys of its ranks' decisions.
         claims: For each launch by its id, the times of its ranks' first and last claim.
         summaries: Summaries of checkpoints without an index.
+        hollow: A key in each empty folder of a checkpoint; its deletion removes the folder.
     """
 
     incomplete: Sequence[CheckpointInfo]
@@ -67,6 +68,7 @@ class Leftovers:
     agreed: Mapping[str, Sequence[str]] = field(default_factory=dict)
     claims: Mapping[str, tuple[datetime, datetime]] = field(default_factory=dict)
     summaries: Sequence[ObjectInfo] = ()
+    hollow: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +192,7 @@ async def look_around(backend: Backend) -> Leftovers:
     """
     listing = await list_root(backend)
     infos = listing.infos()
-    incomplete = []
+    incomplete, hollow = [], []
     active: dict[str, datetime] = {}
     for info in infos:
         if info.saved_at is not None:
@@ -201,6 +203,8 @@ async def look_around(backend: Backend) -> Leftovers:
             _note(active, launch_id(info.attempt), own)
             if own:  # else other programs' files are in the place of a deleted checkpoint
                 incomplete.append(info)
+            elif not below:
+                hollow.append(manifest_key(info.key, 0))
     agreed: defaultdict[str, list[str]] = defaultdict(list)
     claims: dict[str, tuple[datetime, datetime]] = {}
     async for each in backend.list(ATTEMPTS):
@@ -212,7 +216,9 @@ async def look_around(backend: Backend) -> Leftovers:
             first, last = claims.get(launch, (each.modified, each.modified))
             claims[launch] = min(first, each.modified), max(last, each.modified)
     leases = await read_leases(backend)
-    unfinished = [str(id) for id in listing.tombstones if await has_own(backend, id)]
+    unfinished = [
+        str(id) for id in listing.tombstones if await has_own(backend, id, behind_link=False)
+    ]
     scratch = [each async for each in backend.list(BENCH)]
     there = {info.key for info in infos if info.saved_at is not None}
     owned = await list_summaries(backend)
@@ -220,7 +226,7 @@ async def look_around(backend: Backend) -> Leftovers:
     summaries = [each for id, keys in owned.items() if id not in there for each in keys]
     marks = list(listing.tombstones.values())
     return Leftovers(
-        incomplete, active, leases, marks, unfinished, scratch, agreed, claims, summaries
+        incomplete, active, leases, marks, unfinished, scratch, agreed, claims, summaries, hollow
     )
 
 

@@ -79,7 +79,12 @@ def list_(
         many = len({each["line"] for each in found.values()} - {None}) > 1
         line = ("line",) if many else ()  # one line needs no column
         headings = ("step", "saved at", "size", "ranks", "state", "metrics", *line, "id")
-        rows = [_row(each, lines=many) for each in found.values()]
+        rows = [_row(each, lines=many) for each in found.values() if each["reason"] != DELETING]
+        if deleting := [each for each in found.values() if each["reason"] == DELETING]:
+            state = f"{len(deleting)} being deleted, the newest is this"
+            rows.append(
+                (deleting[0]["step"], "", "", "", state, "", *("" for _ in line), deleting[0]["id"])
+            )
         screen.result(
             {"url": url, "checkpoints": [*found.values()], "foreign": foreign},
             table(headings, rows, "step", "size", "ranks") if rows else Text(nothing),

@@ -19,7 +19,7 @@ from anyio import to_thread
 
 from ckpipe.backend import Backend, ObjectInfo, for_each, without_secrets
 from ckpipe.catalog.catalog import Catalog
-from ckpipe.catalog.find import discover, pick, stat_or_none
+from ckpipe.catalog.find import discover, pick, present, stat_or_none
 from ckpipe.errors import (
     CheckpointNotFound,
     CorruptCheckpoint,
@@ -112,7 +112,7 @@ class Place:
 
     async def checkpoints(self) -> list[CheckpointInfo]:
         """List the checkpoints of ckpipe, the newest first."""
-        return [] if self.file else await discover(self.store)
+        return [] if self.file else await present(self.store, await discover(self.store))
 
     async def chosen(self, which: int | str | None) -> CheckpointInfo | None:
         """Find a checkpoint of ckpipe; None if another program may have written one here.

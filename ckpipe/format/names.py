@@ -176,6 +176,14 @@ def level_sizes(world_size: int) -> tuple[int, ...]:
     return tuple(sizes)
 
 
+def all_members(world_size: int) -> list[list[tuple[int, int]]]:
+    """Return the level and number of each manifest and group object, level by level."""
+    if world_size == 1:
+        return []  # the index takes the manifest's place
+    sizes = enumerate(level_sizes(world_size))
+    return [[(level, number) for number in range(size)] for level, size in sizes]
+
+
 def members(level: int, directory: int, world_size: int) -> range:
     """Return the numbers of the objects of a full directory; at level 0, the ranks."""
     size = level_sizes(world_size)[level]

@@ -112,7 +112,9 @@ class CkpipeCheckpointIO(TorchCheckpointIO):
             chosen = pipeline.choose()
             if chosen is not None and (chosen.metadata or {}).get("weights_only"):
                 for each in pipeline.steps(metadata=True):  # from the oldest
-                    if each.complete and not (each.metadata or {}).get("weights_only", True):
+                    # One that cannot be read may be it: its load raises.
+                    about = {"weights_only": False} if each.metadata is None else each.metadata
+                    if each.complete and not about.get("weights_only", True):
                         chosen = each
         return None if chosen is None else chosen.id
 

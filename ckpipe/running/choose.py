@@ -27,7 +27,7 @@ from ckpipe.catalog.complete import (
     newest_likely,
     newest_repaired,
 )
-from ckpipe.catalog.find import NO_INDEX, discover, list_root, pick
+from ckpipe.catalog.find import NO_INDEX, discover, list_root, pick, present
 from ckpipe.catalog.leases import leased
 from ckpipe.errors import (
     CheckpointIncomplete,
@@ -271,7 +271,8 @@ async def _remains(context: SaveContext) -> list[str]:
     # Another rank may have begun its first save meanwhile.
     known = [each for each in listing.infos() if launch_id(each.attempt) != own]
     found = []
-    if incomplete := [each for each in known if each.reason == NO_INDEX]:
+    without_index = [each for each in known if each.reason == NO_INDEX]
+    if incomplete := await present(retrying, without_index):
         count = len(incomplete)
         which = f"the newest of {count} incomplete checkpoints" if count > 1 else "the only one"
         found.append(f"{which} there, {incomplete[0].id}, is incomplete: {NO_INDEX}")
@@ -280,8 +281,9 @@ async def _remains(context: SaveContext) -> list[str]:
         found.append(f"{which} deleted there, the newest is {max(deleted)}")
     if context.settings.read_only:
         return found
-    claimed = (await retrying.children(ATTEMPTS)).prefixes
-    launches = {each.removeprefix(ATTEMPTS).rstrip("/") for each in claimed}
+    # Not by prefixes, since a store may keep empty ones.
+    claims = [each.key async for each in retrying.list(ATTEMPTS)]
+    launches = {each.removeprefix(ATTEMPTS).partition("/")[0] for each in claims}
     if not found and (earlier := sorted(launches - {own})):
         found.append(f"launch {earlier[-1]} has claimed it and left no checkpoint")
     counts = {name: os.environ.get(name, "") for name in _RESTARTS}

@@ -13,7 +13,7 @@ from anyio.abc import TaskGroup, TaskStatus
 
 from ckpipe.backend import Backend, without_secrets
 from ckpipe.catalog.catalog import Catalog
-from ckpipe.catalog.complete import find_repaired
+from ckpipe.catalog.complete import check_members, find_repaired
 from ckpipe.catalog.leases import Lease
 from ckpipe.catalog.sweep import SweepReport
 from ckpipe.errors import AttemptReused, CorruptCheckpoint, SaveCancelled, UsageError, first_error
@@ -211,7 +211,9 @@ class Engine:
         info = await find_repaired(backend, which)
         try:
             async with self.catalog.checking(info.key) as bundle:
-                return await verify(backend, bundle, arena, lanes=lanes)
+                done = await verify(backend, bundle, arena, lanes=lanes)
+                await check_members(backend, bundle)
+                return done
         except CorruptCheckpoint as error:
             error.hint = error.hint or _PASS_OVER
             raise error.located(step=info.step) from error.__cause__

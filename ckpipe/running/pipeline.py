@@ -430,10 +430,11 @@ class Pipeline(PipelineBase):
     async def steps(self, *, metadata: bool = False) -> list[CheckpointInfo]:
         """List all checkpoints of the root, complete or not, the oldest first.
 
-        Waits for no save: a checkpoint that is being stored is incomplete, or not yet there. Costs
-        four delimited lists for any number of checkpoints, one more for each without an index, and
-        once in a process a small read for each that it did not write. A checkpoint that lacks only
-        its index is completed.
+        Those that are being deleted are left out. Waits for no save: a checkpoint that is being
+        stored is incomplete, or not yet there. Costs four delimited lists for any number of
+        checkpoints, two more for each without an index, and once in a process a small read for
+        each that it did not write. A checkpoint that lacks only its index is completed; if it
+        cannot be, since a manifest is damaged, its ``reason`` says so.
 
         Args:
             metadata: True to read the index of each complete checkpoint, once in a process, or each
@@ -475,10 +476,13 @@ class Pipeline(PipelineBase):
 
         Returns:
             The checkpoint, with the metadata and metrics of rank 0, which are None if its index is
-            damaged; None if there is none.
+            damaged, with ``reason`` and a warning; None if there is none.
 
         Raises:
             UsageError: If step and name are given.
+            CorruptCheckpoint: If the index of a newer checkpoint that might have the name is
+                damaged.
+            UnsupportedVersion: If it is of a newer format.
             CheckpointNotFound: If the step given is absent or incomplete; or if nothing is given,
                 there is no complete checkpoint, and the setting ``resume`` is ``"must"``.
             PipelineClosed: If the pipeline is left meanwhile.
@@ -506,6 +510,8 @@ class Pipeline(PipelineBase):
         Raises:
             CheckpointNotFound: If no complete checkpoint has a number for the metric, as when its
                 name is mistyped; names the existing metrics.
+            CorruptCheckpoint: If the index of a checkpoint that might be the best is damaged.
+            UnsupportedVersion: If it is of a newer format.
             SettingsError: If there is no such mode.
             StoreError: If the store failed.
         """

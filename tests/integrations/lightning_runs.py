@@ -362,6 +362,12 @@ def no_run_begins_in_silence(case: Case) -> None:
     weights = ModelCheckpoint(two["out"], "w{step}", every_n_train_steps=5, save_weights_only=True)
     four = of(case, "four", epochs=2, names={"every_n_train_steps": 6, "save_top_k": -1})
     new_trainer(four, callbacks=[CkpipeCallback(), weights]).fit(new_module(four))
+    newest = new_io(four).newest()
+    index = Path(new_io(four).root, f"{newest}.json")
+    data = index.read_bytes()
+    index.write_bytes(data[:-9])
+    assert new_io(four).newest() == newest, "no older one in silence"
+    index.write_bytes(data)
     said.clear()
     assert fit({**four, "epochs": 3}).global_step == 30
     assert any("resumed step 18" in each for each in said)

@@ -207,7 +207,7 @@ async def test_the_best_of_indexes_that_cannot_be_read_raises(store: Stores) -> 
     await store.memory.delete([index_key(info.id)])
     await put(store, index_key(info.id), b"{}")
     async with ckpipe.Pipeline(store.url, read_only=True) as pipeline:
-        with pytest.raises(errors.CheckpointNotFound, match="No index can be read"):
+        with pytest.raises(errors.CorruptCheckpoint, match="delete it with `ckpipe rm`"):
             await pipeline.best("loss")
 
 
