@@ -411,6 +411,8 @@ class Catalog:
             The decision as it was carried out.
 
         Raises:
+            CorruptCheckpoint: If the line of the newest checkpoint is needed, and there are several
+                and its index cannot be read.
             StoreError: If the store failed; another prune goes on where this one stopped.
         """
         if now is None:
@@ -519,6 +521,8 @@ class Catalog:
                 break
         others = {each.id for each in candidates} - decision.reasons.keys()
         unknown = [each.id for each in complete if each.id not in summaries]
+        if line is None and mine is not None and not self.all_lines:
+            _check_line_known(complete[0], mine, own, self.resumed_from)
         stay = {name: keep.get(name, UNREAD) for name in unknown}
         stay |= {name: keep.get(name, OTHER_LINE) for name in others}
         stays = {*decision.keep, *stay}
@@ -594,6 +598,25 @@ class Catalog:
         before = uploads_before(found, now, after, running)
         uploads = await self.backend.remove_stale_uploads("", before=before)
         return replace(report, remove=remove, keep=keep, uploads=uploads)
+
+
+def _check_line_known(
+    newest: CheckpointInfo, witness: Candidate, own: str | None, resumed_from: str | None
+) -> None:
+    """Refuse to take the line of a checkpoint for that of a newer one with an unreadable index.
+
+    Raises:
+        CorruptCheckpoint: If the newest is of another launch, and neither is this process's own.
+    """
+    launch = launch_id(witness.attempt)
+    if witness.id == resumed_from or launch in (own, launch_id(newest.attempt)):
+        return
+    if newest.key > CheckpointId(witness.attempt, witness.step, witness.count):
+        raise CorruptCheckpoint(
+            f"The index of the newest, {newest.id}, cannot be read: the line to prune is unknown",
+            step=newest.step,
+            hint="ckpipe prune --line names one, --all-lines takes all",
+        )
 
 
 def newest_of_launches(

@@ -112,6 +112,7 @@ def steps(pipeline: ckpipe.SyncPipeline) -> list[int]:
 def test_a_full_store_is_pruned_and_takes_the_next_save(store: Stores, crammed: Crammed) -> None:
     ids = saved(crammed.url, 5)
     with ckpipe.SyncPipeline(crammed.url, retention={"keep_last": 2}, **ONCE) as pipeline:
+        pipeline.load()
         crammed.full = True
         with pytest.raises(errors.StoreFull):
             pipeline.save(STATE, step=9).wait()

@@ -209,7 +209,8 @@ def test_seaweedfs_keeps_no_folder_of_a_deleted_checkpoint(
 ) -> None:
     url = "s3://folders/run"
     save(url, 1, 2, retention=KeepLast(1), worker="thread")
-    with ranks(url, 2, retention=KeepLast(1), worker="thread") as world:
+    retention = {"rules": KeepLast(1), "lines": "all"}
+    with ranks(url, 2, retention=retention, worker="thread") as world:
         for step in (10, 11):
             saves = [each.save({"w": torch.ones(3) * step}, step=step) for each in world]
             for each in saves:

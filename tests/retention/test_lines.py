@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import ckpipe
-from ckpipe import KeepBest, KeepEvery, KeepLast
+from ckpipe import KeepBest, KeepEvery, KeepLast, errors
 from tests.support.rank_pipelines import ranks
 from tests.support.settling import SettlingPipeline, settle
 
@@ -265,3 +265,17 @@ def test_ranks_agree_on_a_step_that_they_are_not_given(tmp_path: Path) -> None:
             for one, two, step in ((first, second, 0), (third, fourth, 41)):
                 handles = [pipeline.save(state()) for pipeline in (two, one)]
                 assert [handle.wait().step for handle in handles] == [step, step]
+
+
+def test_no_line_is_pruned_if_that_of_the_newest_is_unknown(tmp_path: Path) -> None:
+    launch(tmp_path, 1, 2, 3)
+    launch(tmp_path, 10)
+    (index,) = tmp_path.glob("step-000000000010.*.json")
+    index.write_bytes(index.read_bytes()[:-9])
+    with ckpipe.SyncPipeline(tmp_path, keep_last=1) as pipeline:
+        with pytest.raises(errors.CorruptCheckpoint, match="the line to prune"):
+            pipeline.prune()
+        pipeline.load(step=3)
+        assert len(pipeline.prune(dry_run=True).remove) == 2, "the line that it has loaded"
+    launch(tmp_path, 4, load={"step": 3}, keep_last=1)
+    assert complete(tmp_path) == [3, 10, 4]
