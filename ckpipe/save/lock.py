@@ -104,6 +104,8 @@ def _walk(save: Save, context: SaveContext, hold: LockHold) -> CapturedState | N
             _check_selection(save, context, flattened)
             context.capture_cache = capture_cache_of(flattened)
             captured = flattened.captured
+    for watch in save.request.gradients:
+        watch.note_save(save.id.step)
     if not save.request.owners:
         captured.objects = []  # only copies beside training need them
     return CapturedState(hold, captured, events_behind(captured.derived(devices_of)))
