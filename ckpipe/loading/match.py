@@ -68,6 +68,8 @@ class Matching:
         # Objects that are known by their id must not die before the walk ends.
         self._alive: list[Any] = []
         self._objects: dict[int, OpenedObject] = {}
+        self._outer: list[Any] = []
+        """The objects inside of whose state the walk is, from the outermost on."""
         self._tree: Node = []
         self._homes: dict[int, str] | None = None
 
@@ -120,10 +122,12 @@ class Matching:
             live = NOTHING
         if live is NOTHING:
             use = None
-        if use is Use.IN_PLACE and (
-            tag == "stateful" or (tag in MAPPINGS and is_stateful(live) and _is_object(live))
+        if any(live is each for each in self._outer):
+            return partial(same, live)  # an object inside itself
+        if (use is Use.IN_PLACE or self._outer) and (
+            tag == "stateful" or (tag in MAPPINGS and _is_object(live))
         ):
-            return self._object(node, label, live)
+            return self._object(node, label, live, use)
         return _PLANS[tag](self, node, label, live, use)
 
     def _absent(self, node: Node, label: str, live: Any, use: Use | None) -> Factory:
@@ -427,7 +431,9 @@ class Matching:
                 key=label or None,
                 hint="Call ckpipe.register_type as the program that saved it did",
             )
+        outer, self._outer = self._outer, []  # it is made anew, with all that is in it
         inner = self.plan(node[2], label)
+        self._outer = outer
 
         def make() -> Any:
             return known.from_state(inner())
@@ -437,21 +443,25 @@ class Matching:
 
     # Objects with load_state_dict
 
-    def _object(self, node: Node, label: str, target: Any) -> Factory:
+    def _object(self, node: Node, label: str, target: Any, use: Use | None) -> Factory:
         inner = node[1] if node[0] == "stateful" else node
         if self.record.by_label and isinstance(target, torch.nn.Module):
             inner = flattened(inner)
-        if not is_stateful(target):
+        if not _is_object(target):
+            if self._outer and not (isinstance(target, dict) and target):
+                raise _without_counterpart(self._outer[-1], target, label)
             # It was saved as an object and is loaded into a plain dict, such as its state_dict.
-            return self.plan(inner, label, target, Use.IN_PLACE)
+            return self.plan(inner, label, target, use)
         if id(target) not in self._objects:
             self._alive.append(target)
             self._objects[id(target)] = open_object(self.record, target, inner, label)
         state, use, load = self._objects[id(target)]
         record = self.record
         noted = len(record.missing), len(record.unexpected)
+        self._outer.append(target)
         # If one object was saved as several, all are planned: their tensors must agree.
         make = self.plan(inner, label, state, use)
+        self._outer.pop()
         del record.missing[noted[0] :], record.unexpected[noted[1] :]  # it reports them itself
         key = None, id(target)
         planned = self._builder.planned
@@ -472,7 +482,7 @@ class Matching:
 
     def _shared(self, node: Node, label: str, live: Any, use: Use | None) -> Factory:
         number = node[1]
-        key = number, id(live) if use is Use.IN_PLACE else None
+        key = number, id(live) if use is Use.IN_PLACE or _is_object(live) else None
         planned = self._builder.planned
         if key not in planned:
             if node[0] == "ref":  # In the order of labels, it may come before the container.
@@ -540,7 +550,7 @@ def _exact(key: Any) -> Any:
 
 
 def _is_object(live: Any) -> bool:
-    return not isinstance(live, torch.Tensor | type)
+    return is_stateful(live) and not isinstance(live, torch.Tensor | type)
 
 
 def _is_value(live: Any) -> bool:
@@ -564,6 +574,17 @@ def _wrong_kind(saved: str, live: Any, label: str) -> StructureMismatch:
         f"The checkpoint has {saved} where the target has a {type(live).__qualname__}",
         key=label or None,
         hint="Load into a target of the same kinds, or leave it out with exclude",
+    )
+
+
+def _without_counterpart(outer: Any, live: Any, label: str) -> StructureMismatch:
+    there = "nothing" if live is NOTHING else f"a {type(live).__qualname__}"
+    kind = type(outer).__qualname__
+    return StructureMismatch(
+        f"The state of this {kind} held an object with load_state_dict here, and the {kind} of "
+        f"the target has {there}",
+        key=label or None,
+        hint="Make the target with the inner object as it was saved, or leave it out with exclude",
     )
 
 

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from ckpipe.errors import UsageError
+from ckpipe.lock.gradients import GradientWatch
 from ckpipe.lock.holds import FrameMark, callers
 from ckpipe.lock.state_lock import StateLock
 from ckpipe.memory import cuda
@@ -36,14 +37,19 @@ _at_hooks: set[tuple[int, int]] = set()
 
 
 class StepGuard:
-    """Optimizers whose steps hold the mutating side of a lock, until :meth:`remove` is called."""
+    """Optimizers whose steps hold the mutating side of a lock, until :meth:`remove` is called.
+
+    Attributes:
+        gradients: Their gradients at steps and saves.
+    """
 
     def __init__(self, lock: StateLock, optimizers: tuple[Optimizer, ...]) -> None:
         self._removing = threading.Lock()
         self._hooks: list[_StepHooks] = []
+        self.gradients = GradientWatch()
         try:
             for optimizer in dict.fromkeys(optimizers):
-                self._hooks.append(_StepHooks(lock, optimizer))
+                self._hooks.append(_StepHooks(lock, optimizer, self.gradients))
         except BaseException:
             self.remove()
             raise
@@ -183,8 +189,8 @@ def _check(optimizers: Iterable[object]) -> None:
 class _StepHooks:
     """The two hooks of one optimizer. The object is also the key of the optimizer's steps."""
 
-    def __init__(self, lock: StateLock, optimizer: Optimizer) -> None:
-        self.optimizer = optimizer
+    def __init__(self, lock: StateLock, optimizer: Optimizer, gradients: GradientWatch) -> None:
+        self.optimizer, self._gradients = optimizer, gradients
         self.steps = 0
         self._lock = lock
         self._active = True
@@ -218,12 +224,15 @@ class _StepHooks:
                 mark = FrameMark.of(_step_frame(sys._getframe(1)))
                 self._lock.enter_step(self, mark, self._purpose)
                 self._end_last()
+                self._gradients.begin_step(optimizer)
 
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if os.getpid() != self._process or cuda.recording():
             return
         with self._at_hook():
             if not self._lock.captures_here():
+                if self._active:
+                    self._gradients.end_step(optimizer)
                 self._lock.leave_step(self)
             if not self._active:
                 self._blank()

@@ -610,6 +610,7 @@ class PipelineBase:
             call,
             export,
             equal,
+            tuple(each.gradients for each in self._guards),
         )
 
     @contextmanager

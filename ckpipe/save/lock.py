@@ -20,6 +20,7 @@ from ckpipe.save.program import devices_of
 from ckpipe.save.save import CapturedState, Save
 from ckpipe.state.capture_cache import capture_cache_of
 from ckpipe.state.flatten import Flattened, OpenedState, flatten
+from ckpipe.state.parameters import parameters_not_held
 
 logger = logging.getLogger("ckpipe")
 
@@ -102,8 +103,12 @@ def _walk(save: Save, context: SaveContext, hold: LockHold) -> CapturedState | N
         if captured is None:
             flattened = flatten(opened, select, pickling=context.settings.pickle == "allow")
             _check_selection(save, context, flattened)
+            if context.rank == 0:  # others may leave to it what all have, such as whole weights
+                _tell_of_parameters(save, context, opened)
             context.capture_cache = capture_cache_of(flattened)
             captured = flattened.captured
+    for watch in save.request.gradients:
+        watch.note_save(save.id.step)
     if not save.request.owners:
         captured.objects = []  # only copies beside training need them
     return CapturedState(hold, captured, events_behind(captured.derived(devices_of)))
@@ -130,3 +135,18 @@ def _check_selection(save: Save, context: SaveContext, flattened: Flattened) -> 
         )
     if absent:
         warnings.warn(f"{said} [step {step}]", RuntimeWarning, stacklevel=2)
+
+
+def _tell_of_parameters(save: Save, context: SaveContext, opened: OpenedState) -> None:
+    """Warn of optimizers whose parameters are not in the state, at their first save."""
+    for label, optimizer, found in parameters_not_held(
+        opened, lambda label: context.store.is_first(f"parameters of {label!r}")
+    ):
+        kind, first = type(optimizer).__name__, found[0]
+        logger.warning(
+            "step %s: the %s at %r steps %d tensors that nothing in the state holds, the first of "
+            "them %s of shape %s: a load restores none of them, and the next step throws the "
+            "training away. Put them into the state too, or make the optimizer of "
+            "model.parameters() once the model has its dtype and device",
+            save.id.step, kind, label, len(found), first.dtype, list(first.shape),
+        )  # fmt: skip

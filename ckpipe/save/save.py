@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from ckpipe.format.labels import Json, LabelFilter
 from ckpipe.format.manifest import RankManifest, Structure
+from ckpipe.lock.gradients import GradientWatch
 from ckpipe.lock.state_lock import LockHold
 from ckpipe.loop_thread import Caller
 from ckpipe.memory.arena import Block
@@ -72,6 +73,7 @@ class SaveRequest:
         export: The form of an export, whatever the settings request; None leaves that to them.
         replicated: Selects labels of tensors that all ranks hold alike; None for no more than the
             state and the settings declare.
+        gradients: Those of guarded optimizers at their last steps.
     """
 
     state: Any
@@ -87,6 +89,7 @@ class SaveRequest:
     call: SaveCall = field(default_factory=SaveCall)
     export: Form | None = None
     replicated: LabelFilter | None = None
+    gradients: tuple[GradientWatch, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,4 +268,4 @@ class Save(SaveRecord):
 
     def forget_state(self) -> None:
         """Drop references to the caller's objects; no stage needs them once all is copied."""
-        self.request = replace(self.request, state=None, owners=(), caller=None)
+        self.request = replace(self.request, state=None, owners=(), caller=None, gradients=())
