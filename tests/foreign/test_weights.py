@@ -400,7 +400,7 @@ def test_other_formats_are_refused_by_name_with_the_way_round(
 def test_a_hub_id_and_a_root_of_ours_are_told_apart_from_folders(
     tmp_path: Path, pipeline: ckpipe.SyncPipeline
 ) -> None:
-    with pytest.raises(UsageError, match="snapshot_download"):
+    with pytest.raises(CheckpointNotFound, match="snapshot_download"):
         pipeline.load(source="meta-llama/Llama-3.1-8B")
     pipeline.save({"a": 1}, step=1).wait()
     with pytest.raises(CheckpointNotFound, match=r"root of ckpipe's own.*ckpipe\.load"):
