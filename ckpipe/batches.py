@@ -326,6 +326,11 @@ class Batches:
     def __ckpipe_targets__(self, saved: SavedObject) -> LoadTargets:
         self._position(saved.state, saved.label)
         if saved.select.selects_all:
+            # Whatever load_state_dict would raise for is raised here, before anything is read.
+            int(saved.state["epoch"])
+            for part in ("own", "epochs"):
+                dict(saved.state.get(part) or ())
+            dict((saved.state["begun"] or {}).get("epochs") or ())
             check_generators(saved.state.get("generators"), RngState().state_dict())
         made = dict.fromkeys(saved.state)
         return LoadTargets(made, lambda: self.load_state_dict(made))
@@ -337,17 +342,12 @@ class Batches:
             TargetMismatch: If that is impossible.
         """
         now = self._facts()
-        given = {"own": None, **state}
-        absent = sorted(
-            part for part, kinds in _PARTS.items() if not isinstance(given.get(part, _END), kinds)
-        )
+        absent = sorted(_PARTS - state.keys())
         if not absent:
             absent = [f"loader.{fact}" for fact in now if fact not in state["loader"]]
         if not absent and state["begun"] and state["loader"]["source"] == self._source:
             parts = self._order.record() if self._source == "sampler" else _LOADED_PARTS
             absent = [f"begun.{part}" for part in parts if part not in state["begun"]]
-            if not absent and not isinstance(state["begun"]["epochs"], _PARTS["epochs"]):
-                absent = ["begun.epochs"]
         if absent:
             raise TargetMismatch(
                 f"The saved position in the data lacks {', '.join(absent)}",
@@ -413,12 +413,7 @@ class Batches:
 
 
 _END = object()
-_PARTS: dict[str, Any] = {
-    **dict.fromkeys(("epoch", "batch"), int),
-    **dict.fromkeys(("begun", "epochs", "own"), dict | None),
-    "loader": dict,
-    "seeded": bool,
-}
+_PARTS = {"epoch", "batch", "begun", "epochs", "seeded", "loader"}
 _LOADED_PARTS = ("start", "source", "epochs")
 _UNSETTLED: WeakSet[Batches] = WeakSet()
 """Those that were loaded inside an epoch, and whose generators no iteration has set yet."""

@@ -104,21 +104,17 @@ def _targets_of(record: MatchRecord, target: Any, node: Node, label: str) -> Ope
     return found.tree, Use.IN_PLACE, lambda _: found.attach()
 
 
+_SLIPS = ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError
+
+
 @contextmanager
 def _same_form(target: Any, label: str) -> Iterator[None]:
     """Turn the errors of ckpipe's own objects about a saved state into a mismatch."""
     try:
         yield
-    except CkpipeError:
-        raise
-    except (
-        ArithmeticError,
-        AssertionError,
-        AttributeError,
-        LookupError,
-        TypeError,
-        ValueError,
-    ) as error:
+    except _SLIPS as error:
+        if isinstance(error, CkpipeError):
+            raise
         raise StructureMismatch(
             f"The saved state has another form than this {type(target).__name__} saves: "
             f"{type(error).__name__}: {error}",

@@ -390,14 +390,10 @@ class PipelineBase:
         except BaseException as error:
             if self._loop is None:
                 self._watch.end()
-            absent = isinstance(error, StoreError) and isinstance(
-                error.__cause__, FileNotFoundError
-            )
-            if absent and self._settings.read_only:  # as before the first save of a run
-                raise CheckpointNotFound(
-                    f"{error.message}, and so no checkpoint",
-                    hint="Look for a mistake in the path, unless the run has not saved yet",
-                ) from error
+            absent = isinstance(error.__cause__, FileNotFoundError)
+            if absent and isinstance(error, StoreError) and self._settings.read_only:
+                message = f"{error.message}, and so no checkpoint"
+                raise CheckpointNotFound(message, hint=error.hint) from error
             raise
 
     @contextmanager

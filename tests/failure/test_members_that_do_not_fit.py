@@ -113,7 +113,7 @@ def cases(document: Any, count: int) -> list[tuple[Path_, Any]]:
     for at in members(document):
         names = [key for key in at if isinstance(key, str)]
         kinds[*names[:3], len(at) if "tree" in names else 0] += [(at, new) for new in OTHERS]
-    draw, most = random.Random(SEED), 20 if EVERY else 1
+    draw, most = random.Random(SEED), 8 if EVERY else 1
     drawn = [*kinds.values()] if EVERY else draw.sample([*kinds.values()], count)
     return [each for group in drawn for each in draw.sample(group, min(most, len(group)))]
 

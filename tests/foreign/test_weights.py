@@ -100,7 +100,7 @@ def test_one_call_opens_a_folder_a_file_and_a_run(tmp_path: Path) -> None:
         pipeline.save({"a": 1}, step=4)
     assert ckpipe.load(tmp_path / "run.safetensors").step == 4
     (tmp_path / "empty").mkdir()
-    with pytest.raises(CheckpointNotFound, match="no complete checkpoint"):
+    with pytest.raises(CheckpointNotFound, match="There is no checkpoint in"):
         ckpipe.load(tmp_path / "empty")
 
 
