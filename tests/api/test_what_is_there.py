@@ -168,7 +168,7 @@ def test_a_save_as_of_torch_says_what_to_write(name: str) -> None:
 
 def test_the_line_that_the_error_of_save_gives_is_right(tmp_path: Path) -> None:
     with pytest.raises(AttributeError) as caught:
-        ckpipe.save({"w": 1}, tmp_path)  # type: ignore[attr-defined]
+        ckpipe.save({"w": 1}, tmp_path)  # type: ignore[operator]
     (line,) = re.findall("Write: (.*)", str(caught.value))
     names = {"ckpipe": ckpipe, "path": tmp_path / "run", "state": {"w": 1}, "step": 7}
     exec(line, names)  # as it stands in the message

@@ -211,9 +211,8 @@ FOUND: dict[str, tuple[Any, ...]] = {
     "generators of batches": ("batches.generators.python.version", "value", 9),
     "epochs of batches": ("batches.begun.epochs", "value", 1.5),
     "own generators of batches": ("batches.own", "value", "x"),
-    "batch that is a text": ("batches.batch", "value", "x"),
     "names that are numbers": ("training.model", "rename", "weight"),
-    "shape that is a number": ("training.optimizer.groups.0.shapes", "values", 3),
+    "shape that is a number": ("training.optimizer.groups.weight.params", "values", 3),
 }
 
 
