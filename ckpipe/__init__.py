@@ -5,6 +5,8 @@ Names are imported at first use, so that ``import ckpipe`` costs next to nothing
 
 from __future__ import annotations
 
+import sys
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from ckpipe.version import __version__ as __version__
@@ -112,12 +114,25 @@ _MODULES = ("distributed", "errors", "events", "planning", "preemption", "testin
 __all__ = sorted([*_HOMES, "__version__"])
 
 
+class _Package(ModuleType):
+    # Hide the subpackage, which is imported with a pipeline, so that __getattr__ is asked.
+    save = property(fset=lambda package, module: None)
+
+
+sys.modules[__name__].__class__ = _Package
+
+
 def __getattr__(name: str) -> Any:
     from importlib import import_module
 
     if name in _MODULES:
         return import_module(f"ckpipe.{name}")
     home = _HOMES.get(name)
+    if name in ("save", "async_save", "save_checkpoint"):
+        raise AttributeError(
+            f"ckpipe has no function {name}: each call would begin a run of its own. Write: with "
+            "ckpipe.SyncPipeline(path) as pipeline: pipeline.save(state, step=step)"
+        )
     if home is None:
         raise AttributeError(f"module 'ckpipe' has no attribute {name!r}")
     value = getattr(import_module(f"ckpipe.{home}"), name)

@@ -26,7 +26,7 @@ from ckpipe.loader_order import (
     sampler_of,
     too_short,
 )
-from ckpipe.loading.stateful import LoadTargets, SavedObject
+from ckpipe.loading.stateful import LoadTargets, SavedObject, check_generators
 from ckpipe.preemption import note_batch, note_loader_error, workers_protected
 from ckpipe.ranks.world import find_topology
 from ckpipe.state.kinds import is_stateful
@@ -325,6 +325,13 @@ class Batches:
 
     def __ckpipe_targets__(self, saved: SavedObject) -> LoadTargets:
         self._position(saved.state, saved.label)
+        if saved.select.selects_all:
+            # Whatever load_state_dict would raise for is raised here, before anything is read.
+            int(saved.state["epoch"])
+            for part in ("own", "epochs"):
+                dict(saved.state.get(part) or ())
+            dict((saved.state["begun"] or {}).get("epochs") or ())
+            check_generators(saved.state.get("generators"), RngState().state_dict())
         made = dict.fromkeys(saved.state)
         return LoadTargets(made, lambda: self.load_state_dict(made))
 

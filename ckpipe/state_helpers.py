@@ -120,7 +120,7 @@ def cpu_generators() -> dict[str, Any]:
 def set_cpu_generators(state: Mapping[str, Any]) -> None:
     """Set the generators to a result of :func:`cpu_generators`."""
     torch.set_rng_state(state["torch"])
-    np.random.set_state(_numpy_state(state["numpy"]))
+    np.random.set_state(numpy_state(state["numpy"]))
     random.setstate(python_state(state["python"]))
 
 
@@ -130,7 +130,7 @@ def _numpy_form(state: Any) -> dict[str, Any]:
     return {**state, "state": words}
 
 
-def _numpy_state(form: Mapping[str, Any]) -> dict[str, Any]:
+def numpy_state(form: Mapping[str, Any]) -> dict[str, Any]:
     """Convert a result of :func:`_numpy_form` back."""
     words = {name: _as_words(value) for name, value in form["state"].items()}
     return {**form, "state": words}

@@ -63,12 +63,15 @@ def _refuse_foreign_file(path: str) -> None:
                 head = file.read(1024)
     reader = None
     if head.startswith(b"PK\x03\x04") and b"/data.pkl" in head:
-        reader = "ckpipe.load or torch.load"
+        reader = "torch.load"
     elif head and path.endswith(".safetensors"):
-        reader = "ckpipe.load or safetensors.torch.load_file"
+        reader = "safetensors.torch.load_file"
     if reader is not None:
-        message = f"{path} is no directory of checkpoints but a file that {reader} reads"
-        raise StoreError(message, hint="Name the directory of a pipeline")
+        raise StoreError(
+            f"{path} is no directory of checkpoints but a file that {reader} reads",
+            hint="Name the directory of a pipeline; ckpipe.load opens such a file, and source= of "
+            "a pipeline's load, under a name that ends in .pt, .ckpt, .bin or .safetensors",
+        )
 
 
 def _check_path(path: str) -> None:

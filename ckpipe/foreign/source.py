@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib import metadata
-from itertools import islice
+from itertools import chain, islice
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Protocol
 
@@ -22,6 +22,7 @@ from ckpipe.catalog.catalog import Catalog
 from ckpipe.catalog.find import discover, pick, present, stat_or_none
 from ckpipe.errors import (
     CheckpointNotFound,
+    CkpipeError,
     CorruptCheckpoint,
     MissingObject,
     ObjectNotFound,
@@ -50,11 +51,20 @@ MAX_METADATA_BYTES = 16 << 20
 AT_ONCE = 16
 """Files of a foreign checkpoint whose metadata is read at the same time."""
 
-TORCH_FILES = (".pt", ".pth", ".bin", ".ckpt", ".pth.tar")
+TORCH_FILES = (".pt", ".pth", ".bin", ".ckpt", ".tar")
 """The ends of the names of files of ``torch.save``."""
 
-FILES = (".safetensors", ".gguf", *TORCH_FILES)
-"""The ends of the names of files that are a checkpoint by themselves, also of the refused GGUF."""
+_ARRAYS = {
+    "TensorFlow or Keras": (".h5", ".keras", ".pb", ".index"),
+    "Flax": (".msgpack",),
+    "numpy": (".npz", ".npy"),
+    "ONNX": (".onnx",),
+    "pickle": (".pkl", ".pickle"),
+}
+"""The ends of the names of files that ckpipe does not open, by the library that reads them."""
+
+FILES = (".safetensors", ".gguf", *TORCH_FILES, *chain.from_iterable(_ARRAYS.values()))
+"""The ends of the names of files that are a checkpoint by themselves, also of refused ones."""
 
 
 class Source(Protocol):
@@ -166,7 +176,7 @@ class Place:
 
         Raises:
             UsageError: If the format is known and not opened.
-            CheckpointNotFound: If no source recognizes the place.
+            CheckpointNotFound: If no source recognizes the place; tells the contents.
             StoreError: If the store failed.
         """
         source = await recognized(listing)
@@ -180,11 +190,21 @@ class Place:
                 f"{self.name} is the root of ckpipe's own checkpoints, and no source",
                 hint="Load it with ckpipe.load(url, state), or copy a checkpoint with `ckpipe cp`",
             )
-        names = first_of(sorted(each.key for each in listing), 8)
-        raise CheckpointNotFound(
-            f"There is no checkpoint in {self.name} that ckpipe opens; the files there are: "
-            f"{names or 'none'}",
-            hint="Name the folder with the files of weights, or one file",
+        raise await self._not_found(listing)
+
+    async def _not_found(self, listing: Sequence[ObjectInfo]) -> CkpipeError:
+        names = [each.key for each in listing]
+        if self.file is None:
+            names += (await self.store.children("")).prefixes
+        where = f"There is no checkpoint in {self.name} that ckpipe opens"
+        if found := contents(names, self.name):
+            what, hint = found
+            kind = CheckpointNotFound if self.file is None else UsageError
+            return kind(f"{where}: {what} is there", hint=hint)
+        return CheckpointNotFound(
+            f"{where}; there are: {first_of(sorted(names), 8) or 'no files'}",
+            hint="Name the root of a run (`ckpipe ls` lists its checkpoints), the folder with the "
+            "files of weights, or one file",
         )
 
     @asynccontextmanager
@@ -219,7 +239,7 @@ async def open_place(
         on_read: Called as bytes are read.
 
     Raises:
-        UsageError: If the place is a hub id.
+        CheckpointNotFound: If there is no such folder, and the place may be a hub id.
         StoreError: If the store cannot be used, or has no such file.
     """
     await to_thread.run_sync(refuse_hub_id, url)
@@ -251,8 +271,8 @@ async def open_source(
         settings: As for :func:`open_place`.
 
     Raises:
-        UsageError: If the format is known and not opened, or the place is a hub id.
-        CheckpointNotFound: If no source recognizes the place.
+        UsageError: If the format is known and not opened.
+        CheckpointNotFound: If no source recognizes the place, or it may be a hub id.
         CorruptCheckpoint: If the checkpoint contradicts itself.
         StoreError: If the store failed.
     """
@@ -324,12 +344,56 @@ _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 def refuse_hub_id(url: str) -> None:
     """Refuse the name of a model on the Hugging Face hub, a folder here; blocking."""
     if _HUB_ID.fullmatch(url) and not url.startswith(".") and not os.path.exists(url):
-        raise UsageError(
+        raise CheckpointNotFound(
             f"There is no folder {url!r}, and if this is the id of a model on the Hugging Face "
             "hub, ckpipe downloads nothing from there",
             hint="Look for a mistake in the path, or pass the folder that "
             f"huggingface_hub.snapshot_download({url!r}) returns",
         )
+
+
+_LINE = "Write ckpipe.load({path!r}, state), or pipeline.load(state, source={path!r})"
+_CONVERT = "Read it with {library} and write the arrays with safetensors.numpy.save_file"
+
+_CONTENTS = (
+    (r"checkpoint-\d+/", "the output_dir of a Trainer of transformers", _LINE),
+    (r"models--.+/|snapshots/", "a cache of the Hugging Face hub",
+     "Write pipeline.load(state, source=huggingface_hub.snapshot_download({hub!r}))"),
+    (r"(transformer|unet)/", "a pipeline of diffusers, with a folder for each model", _LINE),
+    (r"lightning_logs/|version_\d+/|checkpoints/", "a folder of Lightning's or another trainer",
+     "Name the file or folder of one checkpoint in {path!r} as source"),
+    (r"global_step\d+/", "a folder of DeepSpeed's checkpoints",
+     "Run zero_to_fp32.py with --safe_serialization, and load the result"),
+    (r"iter_\d+/", "a folder of Megatron's checkpoints",
+     "Convert one to Hugging Face's format with Megatron's own converter"),
+    (r"consolidated\.\d+\.pth", "a model in Meta's form", _LINE + ". Of several such files each "
+     "has slices of the tensors: convert these with convert_llama_weights_to_hf of transformers"),
+    (r"(\D*[\W_])?\d+/", "a folder for each step", _LINE),
+    *((f".+\\.({'|'.join(ends[1:] for ends in TORCH_FILES)})", "a file of torch.save", _LINE),),
+    *((f".+({'|'.join(map(re.escape, ends))})", f"a file for {library}",
+       _CONVERT.format(library=library)) for library, ends in _ARRAYS.items()),
+    (r"config\.json", "the configuration of a model without its weights",
+     "Download it again with huggingface_hub.snapshot_download; a link to an absent file is none"),
+)  # fmt: skip
+"""The contents of places that no source opens whole: a pattern of names of files and of folders,
+which end with a slash, their description, and a hint."""
+
+
+def contents(names: Sequence[str], place: str) -> tuple[str, str] | None:
+    """Recognize the contents of a place that no source opens; return them and a hint.
+
+    Args:
+        names: The names of its files, and of its folders with a slash at the end.
+        place: The place, for the hint.
+    """
+    for pattern, what, hint in _CONTENTS:
+        if there := [name for name in names if re.fullmatch(pattern, name)]:
+            numbers = {each: [int(n) for n in re.findall(r"\d+", each)] for each in there}
+            newest = max(sorted(there), key=numbers.__getitem__)
+            path = f"{place}/{newest}".rstrip("/")
+            hub = re.sub(r".*models--(.+?)--([^/]+).*", r"\1/\2", path)
+            return f"{what} ({newest})", hint.format(path=path, hub=hub)
+    return None
 
 
 def _refused(listing: Sequence[ObjectInfo]) -> tuple[str, str] | None:

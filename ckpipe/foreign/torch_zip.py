@@ -248,6 +248,7 @@ async def _directory(
                 f"The record {each.filename!r:.100} is compressed or encrypted, as torch.save "
                 "writes none",
                 key=info.key,
+                hint=f"If it is TorchScript, save torch.jit.load({info.key!r}).state_dict()",
             )
     return records, end
 

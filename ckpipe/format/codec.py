@@ -11,6 +11,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 from ckpipe.errors import (
@@ -21,9 +22,9 @@ from ckpipe.errors import (
     UnsupportedVersion,
 )
 from ckpipe.format.check import check_bundle, check_dtypes, facts_of
-from ckpipe.format.checksummed_json import Element, decode_json, encode_json
+from ckpipe.format.checksummed_json import Element, decode_json, encode_json, says_newer
 from ckpipe.format.data_file import STORED_ITEM_BYTES
-from ckpipe.format.labels import Json, Numbering, canonical
+from ckpipe.format.labels import Json, Numbering, canonical, decode_float
 from ckpipe.format.manifest import (
     CHUNKS,
     ENTRIES,
@@ -214,6 +215,8 @@ def decode_bundle(
         )
         check_bundle(bundle)
     except (CorruptCheckpoint, UnsupportedVersion) as error:
+        if isinstance(error, CorruptCheckpoint) and says_newer(data, FORMAT_VERSION):
+            error = _newer()
         error.key = error.key or key
         raise error.located(step=id.step) from None
     return bundle
@@ -362,11 +365,15 @@ def _check_version(document: Mapping[str, Json]) -> None:
     if document.get("format") != FORMAT_NAME or type(version) is not int or version < 1:
         raise InvalidManifest("The object was not written by ckpipe")
     if version > FORMAT_VERSION:
-        raise UnsupportedVersion(
-            f"The checkpoint has a newer format than version {FORMAT_VERSION}, the newest that "
-            "this ckpipe reads",
-            hint="Upgrade ckpipe",
-        )
+        raise _newer()
+
+
+def _newer() -> UnsupportedVersion:
+    return UnsupportedVersion(
+        f"The checkpoint has a newer format than version {FORMAT_VERSION}, the newest that this "
+        "ckpipe reads",
+        hint="Upgrade ckpipe",
+    )
 
 
 def _check_identity(document: Mapping[str, Json], id: CheckpointId, kind: BundleKind) -> None:
@@ -388,6 +395,9 @@ def _decode_parts(document: Mapping[str, Json]) -> tuple[RankManifest, ...]:
             items = list(map(tuple, items))
         elif not all(isinstance(item, dict) for item in items):
             raise InvalidManifest("A writer, metadata or metrics are not a JSON object")
+        elif name == "metrics":
+            for value in chain.from_iterable(item.values() for item in items):
+                decode_float(value)
         if cells and max(cells) >= len(items):
             raise InvalidManifest(f"A part points to {name} that are not there")
         columns[names.index(name)] = [items[number] for number in cells]

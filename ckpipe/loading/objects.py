@@ -6,12 +6,14 @@ which of them it needs, and which tensors of its own are filled. Nothing is chan
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 
+from ckpipe.errors import CkpipeError, StructureMismatch
 from ckpipe.format.dtypes import dtype_of
 from ckpipe.format.labels import decode_key, join
 from ckpipe.format.tree import MAPPINGS, WRAPPERS, Node, children_of
@@ -24,6 +26,7 @@ from ckpipe.loading.saved_state import is_generators
 from ckpipe.loading.stateful import (
     SavedObject,
     SavedTensor,
+    check_generators,
     check_known,
     check_module,
     live_state,
@@ -31,6 +34,7 @@ from ckpipe.loading.stateful import (
     saves_as_torch_does,
 )
 from ckpipe.loading.wrappers import empty_wrapper
+from ckpipe.state_helpers import RngState
 
 OpenedObject = tuple[Any, Use, Callable[[Any], object]]
 """The live state of an object, its use, and the function that loads it."""
@@ -62,17 +66,18 @@ def open_object(record: MatchRecord, target: Any, node: Node, label: str) -> Ope
     elif isinstance(target, torch.optim.Optimizer):
         recorded, lenient = record.saved.optimizers.get(label), record.any_optimizer
         use = Use.OFFERED if lenient or has_pre_hooks(target) else Use.FITTING
-        state_too = lenient or recorded is None
-        looked_at = ("param_groups", "state") if state_too else ("param_groups",)
         saved_state = {
             key: _described(record, child, where)
             for key, child, where in children_of(node, label)
-            if key in looked_at
+            if key in ("param_groups", "state")
         }
         whole = record.select.selects_all
         check_optimizer(target, saved_state, recorded, label, any_class=lenient, whole=whole)
     elif isinstance(live, dict):
         record.left += check_known(target, live, node, label, record.select)
+        if isinstance(target, RngState) and record.select.selects_all:
+            with _same_form(target, label):
+                check_generators(_described(record, node, label), live)
     if isinstance(live, dict) and node[0] in MAPPINGS:
         names = {key if type(key) is str else decode_key(key) for key in node[1]}
         own = ((join(label, key), live[key]) for key in live if key not in names)
@@ -92,11 +97,30 @@ def _targets_of(record: MatchRecord, target: Any, node: Node, label: str) -> Ope
         record.saved.foreign if record.saved.same_world else frozenset(),
         record.above,
     )
-    with user_code("__ckpipe_targets__", label):
+    with user_code("__ckpipe_targets__", label), _same_form(target, label):
         found = target.__ckpipe_targets__(saved)
     record.kept += found.missing
     record.left += found.unexpected
     return found.tree, Use.IN_PLACE, lambda _: found.attach()
+
+
+_SLIPS = ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError
+
+
+@contextmanager
+def _same_form(target: Any, label: str) -> Iterator[None]:
+    """Turn the errors of ckpipe's own objects about a saved state into a mismatch."""
+    try:
+        yield
+    except _SLIPS as error:
+        if isinstance(error, CkpipeError):
+            raise
+        raise StructureMismatch(
+            f"The saved state has another form than this {type(target).__name__} saves: "
+            f"{type(error).__name__}: {error}",
+            key=label or None,
+            hint="Leave it out with exclude",
+        ) from error
 
 
 def _rehearsed(

@@ -140,9 +140,10 @@ def check_optimizer(
     groups = groups_of(saved.get("param_groups"))
     adapted = has_pre_hooks(optimizer)
     own_form = adapted or type(optimizer).load_state_dict is not Optimizer.load_state_dict
-    if whole and not own_form and "param_groups" not in saved:
+    has_form = "state" in saved and groups and all("params" in each for each in groups)
+    if whole and not own_form and not has_form:
         raise StructureMismatch(
-            "The checkpoint has no param_groups here, as the state of an optimizer has",
+            "The checkpoint has no state and param_groups here, as an optimizer's state has",
             key=label or None,
             hint="Load the flat state that torch.distributed.checkpoint makes into "
             "ckpipe.distributed.training_state(model, optimizer)",
@@ -151,7 +152,8 @@ def check_optimizer(
         check_counts(optimizer, groups, label)
     if not any_class:
         _check_kind(optimizer, groups if whole else (), recorded, label, adapted=adapted)
-    elif recorded is None or recorded.kind != optimizer_kind(optimizer):
+    other_class = any_class and (recorded is None or recorded.kind != optimizer_kind(optimizer))
+    if other_class or (whole and not own_form):
         check_conversion(optimizer, groups, states_of(saved), label)
     if adapted:
         return
@@ -292,7 +294,7 @@ def check_conversion(
     states: Mapping[Any, Any],
     label: str,
 ) -> None:
-    """Try whether torch's own class takes the state of another one: some raise in the load.
+    """Try whether torch's own class takes a saved state: some raise in the load.
 
     Args:
         optimizer: The optimizer.
@@ -305,10 +307,10 @@ def check_conversion(
     """
     if not _is_torchs(optimizer):
         return
+    zero = torch.zeros(())
     tried = {
         torch.zeros(()): {
-            key: torch.zeros(()) if isinstance(value, SavedTensor) else value
-            for key, value in state.items()
+            key: zero if isinstance(value, SavedTensor) else value for key, value in state.items()
         }
         for state in states.values()
     }
@@ -320,7 +322,7 @@ def check_conversion(
         )
     except Exception as error:
         raise StructureMismatch(
-            f"torch cannot load this state of another class into a {type(optimizer).__name__}: "
+            f"torch cannot load this state into a {type(optimizer).__name__}: "
             f"{type(error).__name__}: {error}",
             key=label or None,
             hint="Leave the optimizer's state out with exclude",

@@ -17,6 +17,7 @@ fits, makes the tensors that it needs, and changes nothing. Once all bytes are r
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -24,6 +25,7 @@ from functools import reduce
 from itertools import chain, takewhile
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch.nn.parameter import is_lazy
 from torch.optim.lr_scheduler import LRScheduler
@@ -33,7 +35,7 @@ from ckpipe.format.labels import LabelFilter, join
 from ckpipe.format.tree import Node, children_of, leaf_labels
 from ckpipe.loading.chunks import HeldElements
 from ckpipe.loading.select import any_selected
-from ckpipe.state_helpers import RngState
+from ckpipe.state_helpers import RngState, numpy_state, python_state
 from ckpipe.types import first_of
 
 
@@ -289,6 +291,32 @@ def check_known(obj: Any, live: Any, node: Node, label: str, select: LabelFilter
                 nested = vars(obj)[key][number]
                 check_known(nested, live[key][number], each, place, select)
     return []
+
+
+def check_generators(saved: Any, live: Any) -> None:
+    """Set new generators to a saved state that is not read yet, with the tensors of a live one.
+
+    Args:
+        saved: The state of an ``RngState``, with a :class:`SavedTensor` for each tensor; None for a
+            state that the load makes.
+        live: The current one.
+
+    Raises:
+        Exception: The error of the generator that does not take it.
+    """
+    if saved is not None:
+        rehearsed = _with_tensors(saved, live)
+        torch.Generator().set_state(rehearsed["torch"])
+        np.random.RandomState().set_state(numpy_state(rehearsed["numpy"]))
+        random.Random().setstate(python_state(rehearsed["python"]))
+
+
+def _with_tensors(saved: Any, live: Any) -> Any:
+    if isinstance(saved, dict):
+        return {key: _with_tensors(each, live[key]) for key, each in saved.items() if key in live}
+    if isinstance(saved, SavedTensor) and saved.shape != live.shape:
+        raise ValueError(f"a generator has a state of shape {saved.shape}")
+    return live if isinstance(saved, SavedTensor) else saved
 
 
 _LISTS = {"_schedulers", "lr_lambdas"}

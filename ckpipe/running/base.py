@@ -23,7 +23,14 @@ import torch
 from torch.optim import Optimizer
 
 from ckpipe.backend import without_secrets
-from ckpipe.errors import PipelineClosed, SettingsError, UnsupportedTopology, UsageError
+from ckpipe.errors import (
+    CheckpointNotFound,
+    PipelineClosed,
+    SettingsError,
+    StoreError,
+    UnsupportedTopology,
+    UsageError,
+)
 from ckpipe.events import Completed, Event, EventBus, RankCommitted, SaveFailed, Staged
 from ckpipe.export_forms import check_form
 from ckpipe.format import checksum
@@ -369,6 +376,7 @@ class PipelineBase:
         """Watch signals while the pipeline is opened, and from then on if that succeeds.
 
         Raises:
+            CheckpointNotFound: If it only reads, and its folder is absent.
             UsageError: If there are signals to watch and this is not the main thread.
         """
         if self._opened is None:
@@ -379,9 +387,13 @@ class PipelineBase:
             self._watch.begin()
         try:
             yield
-        except BaseException:
+        except BaseException as error:
             if self._loop is None:
                 self._watch.end()
+            absent = isinstance(error.__cause__, FileNotFoundError)
+            if absent and isinstance(error, StoreError) and self._settings.read_only:
+                message = f"{error.message}, and so no checkpoint"
+                raise CheckpointNotFound(message, hint=error.hint) from error
             raise
 
     @contextmanager

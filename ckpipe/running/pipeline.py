@@ -68,6 +68,7 @@ class Pipeline(PipelineBase):
         Raises:
             PipelineClosed: If the pipeline was closed before.
             BackendNotFound: If no backend exists for the url.
+            CheckpointNotFound: With ``read_only``, if the folder is absent.
             UnsupportedTopology: If several ranks run and cannot agree on a name for the launch,
                 or some of them do not open the pipeline in time.
             UsageError: If ``preemption`` is set and this is not the main thread.
@@ -327,10 +328,11 @@ class Pipeline(PipelineBase):
                 checkpoint, unless ``strict`` is False; then globs without a match are ``missing``.
             exclude: Globs of labels to leave as they are.
             strict: True if the keys of plain containers must be the same in target and checkpoint;
-                ``"shapes"`` also leaves tensors as they are that have another shape in the
-                checkpoint, such as a new head, and lists them in ``missing``. Objects whose own
-                code looks at shapes may refuse them all the same: optimizers, and modules with
-                load hooks.
+                modules and other objects are always as strict as their own code, see
+                ``allow_missing``. ``"shapes"`` also leaves tensors as they are that have another
+                shape in the checkpoint, such as a new head, and lists them in ``missing``. Objects
+                whose own code looks at shapes may refuse them all the same: optimizers, and modules
+                with load hooks.
             cast: True to convert tensors to the dtype of the target.
             optimizer_class: ``"any"`` to give an optimizer the state of an optimizer of another
                 class, as torch's ``load_state_dict`` does; options and state that only one of the
@@ -893,7 +895,8 @@ def load(
         step: A step, the id of a checkpoint, or its info; None takes the newest complete one.
         include: As for :meth:`ckpipe.Pipeline.load`, and so are the arguments up to ``device``.
         exclude: Globs of labels to leave as they are.
-        strict: True if the keys of plain containers must be the same in target and checkpoint.
+        strict: True if the keys of plain containers must be the same in target and checkpoint;
+            objects are as strict as their own code.
         cast: True to convert tensors to the dtype of the target.
         optimizer_class: ``"any"`` to give an optimizer the state of one of another class.
         fallback: True to continue with the next older checkpoint if one is damaged.
@@ -908,8 +911,8 @@ def load(
 
     Raises:
         CheckpointNotFound: If the step is absent or incomplete, or there is no complete
-            checkpoint at all.
-        UsageError: If the place is the id of a model on the Hugging Face hub.
+            checkpoint at all: the folder is absent, or what it holds is no checkpoint. Then the
+            error tells what is there, and how to load it.
         CkpipeError: Any error of opening a pipeline, or of :meth:`ckpipe.Pipeline.load`.
     """
     from ckpipe.foreign.source import names_file, refuse_hub_id, split_file  # needed here alone
@@ -943,9 +946,9 @@ def load(
         try:
             result = pipeline.load(into, step, fallback=fallback, **options)
         except CheckpointNotFound:
-            if step is not None:
+            if step is not None or not pipeline.steps():
                 raise
-            result = None  # it is no foreign checkpoint either
+            result = None  # it is the root of a run
         if result is None:
             incomplete = len(pipeline.steps())
             raise CheckpointNotFound(

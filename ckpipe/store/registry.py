@@ -30,6 +30,21 @@ ENTRY_POINT_GROUP = "ckpipe.backends"
 """The group of entry points in which installed packages offer backends; names are schemes."""
 
 _EXTRAS = {"s3": "s3", "gs": "gcs"}
+_MOUNT = (
+    "Mount it, with {} or `rclone mount`, and name the folder; or save to a disk and copy later"
+)
+_S3 = "Write s3:// and give the store's URL as the option endpoint_url of the backend s3"
+_ELSEWHERE = {
+    **dict.fromkeys(("az", "azure", "abfs", "abfss", "wasb", "wasbs"), _MOUNT.format("blobfuse2")),
+    **dict.fromkeys(("hdfs", "dbfs", "sftp", "ssh", "webdav", "smb"), _MOUNT.format("FUSE")),
+    **dict.fromkeys(("r2", "b2", "minio", "oss", "cos"), _S3),
+    "hf": "To load, name the folder that huggingface_hub.snapshot_download returns; to publish, "
+    "upload the folder of ckpipe.export with huggingface_hub.upload_folder",
+    "http": "Download it, and name the folder",
+    "https": "Download it, and name the folder",
+    "gcs": "Write gs://",
+}
+"""The way round for schemes of stores that have no backend."""
 _SCHEME = re.compile(r"[a-z][a-z0-9+.-]*")
 
 _registered: dict[str, BackendFactory] = {}
@@ -152,6 +167,8 @@ def _factory(scheme: str) -> BackendFactory:
 def _install_hint(scheme: str) -> str:
     if scheme in _EXTRAS:
         return f"Install it with: pip install 'ckpipe[{_EXTRAS[scheme]}]'"
+    if scheme in _ELSEWHERE:
+        return f"{_ELSEWHERE[scheme]}, or call ckpipe.register_backend with one of your own"
     return "Install the package that offers it, or call ckpipe.register_backend"
 
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import ckpipe
-from ckpipe.errors import PipelineClosed, StoreError, UsageError
+from ckpipe.errors import CheckpointNotFound, PipelineClosed, UsageError
 from ckpipe.events import Completed
 
 
@@ -76,7 +76,7 @@ def test_a_pipeline_that_cannot_guard_leaves_nothing_open(tmp_path: Path) -> Non
 def test_a_pipeline_that_could_not_be_opened_is_opened_later(tmp_path: Path) -> None:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
     pipeline = ckpipe.SyncPipeline(tmp_path / "run", read_only=True, guard=optimizer)
-    with pytest.raises(StoreError):
+    with pytest.raises(CheckpointNotFound):
         pipeline.open()
     with pytest.raises(PipelineClosed, match="not open yet"):
         pipeline.latest()

@@ -238,3 +238,31 @@ def test_hostile_streams(forge: Forge) -> None:
     tailed = zlib.compress(sealed_text(b'{"a":1')) + b"more"
     assert type(forge(tailed + crc32c(tailed).to_bytes(4, "big"))) is TruncatedObject
     assert type(forge(packed(b"[" * (1 << 24)))) is OversizedMetadata
+
+
+NEWER = b'{"format":"ckpipe","version":%d,"kind":"index"'
+OF_NEWER_FORMATS = {
+    "another checksum": NEWER % 3 + b',"sha256":"00"}',
+    "another sum of the same name": NEWER % 12 + b',"crc32c":"00000000"}',
+    "members that are no JSON here": NEWER % 3 + b",~,",
+    "a stream with another checksum": zlib.compress(NEWER % 3 + b"," * 99_000) + b"hash of it",
+    "a stream without a checksum": zlib.compress(NEWER % 3),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", OF_NEWER_FORMATS)
+def test_a_newer_format_says_so_before_its_checksum(forge: Forge, kind: str) -> None:
+    error = forge(OF_NEWER_FORMATS[kind])
+    assert type(error) is UnsupportedVersion
+    assert "Upgrade ckpipe" in str(error)
+
+
+def test_a_damaged_version_is_damage(forge: Forge, whole: bytes) -> None:
+    at = whole.index(b'"version":1') + len(b'"version":')
+    for bit in range(8):
+        data = bytearray(whole)
+        data[at] ^= 1 << bit
+        assert isinstance(forge(bytes(data)), CorruptCheckpoint), bytes(data[at : at + 1])
+    stream = bytearray(packed(whole.replace(b'"version":1', b'"version":4')))
+    stream[len(stream) // 2] ^= 1
+    assert isinstance(forge(bytes(stream)), CorruptCheckpoint)

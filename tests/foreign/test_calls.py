@@ -135,6 +135,6 @@ def test_a_place_without_a_checkpoint_is_told_by_every_call(tmp_path: Path) -> N
             use(tmp_path / "absent.pt")
         with pytest.raises(UsageError, match=r"model\.gguf is a GGUF file"):
             use(tmp_path / "model.gguf")
-        with pytest.raises(UsageError, match=r"id of a model.*snapshot_download"):
+        with pytest.raises(CheckpointNotFound, match=r"id of a model.*snapshot_download"):
             use("meta-llama/Llama-3.1-8B")
     assert not (tmp_path / "new").exists()

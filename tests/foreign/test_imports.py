@@ -285,7 +285,7 @@ def test_bad_input_is_refused_with_the_way_round(tmp_path: Path, call: Commands)
     (tmp_path / "orbax/_METADATA").touch()
     (tmp_path / "empty").mkdir()
     bad: list[tuple[Any, dict[str, Any], type[CkpipeError], str]] = [
-        ("google/gemma", {}, UsageError, "snapshot_download"),
+        ("google/gemma", {}, CheckpointNotFound, "snapshot_download"),
         (tmp_path / "orbax", {}, UsageError, "Orbax"),
         (tmp_path / "empty", {}, CheckpointNotFound, "no checkpoint"),
         (tmp_path / "empty", {"which": 3}, CheckpointNotFound, "no checkpoint 3"),

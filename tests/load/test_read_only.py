@@ -14,7 +14,6 @@ from ckpipe.errors import (
     AttemptReused,
     CheckpointNotFound,
     PermissionDenied,
-    StoreError,
     UnsupportedTopology,
 )
 from tests.support.command_line import damage
@@ -149,7 +148,7 @@ def test_one_line_loads_and_changes_nothing(root: Path) -> None:
 
 
 def test_one_line_raises_where_there_is_nothing_to_load(root: Path, tmp_path: Path) -> None:
-    with pytest.raises(StoreError):
+    with pytest.raises(CheckpointNotFound):
         ckpipe.load(tmp_path / "none")
     assert not (tmp_path / "none").exists()
     for index in root.glob("*.json"):

@@ -1,0 +1,190 @@
+"""Places that are no root of checkpoints: the error tells their contents, and the line to write."""
+
+from __future__ import annotations
+
+import io
+import re
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save as safetensors
+
+import ckpipe
+from ckpipe.errors import BackendNotFound, CheckpointNotFound, CkpipeError, StoreError, UsageError
+
+SAFETENSORS = safetensors({"w": torch.ones(3)})
+HUB = r"source=huggingface_hub\.snapshot_download\('o/n'\)"
+
+
+def torch_file() -> bytes:
+    buffer = io.BytesIO()
+    torch.save({"w": torch.ones(3)}, buffer)
+    return buffer.getvalue()
+
+
+FOLDERS: dict[str, tuple[list[str], str, str]] = {
+    # files; what the error tells; the path below the folder that ckpipe.load then takes
+    "trainer": (["checkpoint-9/model.safetensors", "checkpoint-20/model.safetensors"],
+                r"Trainer of transformers \(checkpoint-20/\)", "checkpoint-20"),
+    "trainer with files": (["checkpoint-500/model.safetensors", "training_args.bin", "config.json"],
+                           "Trainer of transformers", "checkpoint-500"),
+    "meta": (["consolidated.00.pth", "params.json"], "Meta's form", "consolidated.00.pth"),
+    "diffusers": (["model_index.json", "unet/diffusion_pytorch_model.safetensors",
+                   "vae/diffusion_pytorch_model.safetensors"], "diffusers", "unet"),
+    "bin of diffusers": (["diffusion_pytorch_model.bin", "config.json"], r"torch\.save",
+                         "diffusion_pytorch_model.bin"),
+    "lightning": (["epoch=9.ckpt", "epoch=10.ckpt"], r"torch\.save", "epoch=10.ckpt"),
+    "lightning logs": (["version_0/checkpoints/epoch=0.ckpt"], "Lightning", ""),
+    "by step": (["step-9/model.safetensors", "step-10/model.safetensors"], "each step", "step-10"),
+    "hub": (["models--o--n/refs/main"], HUB, ""),
+    "models--o--n": (["refs/main", "snapshots/1/model.safetensors"], HUB, ""),
+    "without weights": (["config.json"], "without its weights", ""),
+    "orbax": (["10/_METADATA"], "each step", ""),
+    "deepspeed": (["latest", "global_step10/mp_rank_00_model_states.pt"], "zero_to_fp32", ""),
+    "megatron": (["iter_0000010/common.pt", "iter_0000010/metadata.json"], "Megatron", ""),
+    "tensorflow": (["ckpt-1.index", "ckpt-1.data-00000-of-00001"], "TensorFlow", ""),
+    "flax": (["flax_model.msgpack", "config.json"], "Flax", ""),
+    "unknown": (["notes.txt"], "there are: notes.txt", ""),
+    "empty": ([], "there are: no files", ""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_a_folder_that_is_no_root_tells_its_contents_and_the_line(
+    tmp_path: Path, name: str
+) -> None:
+    files, tells, below = FOLDERS[name]
+    place = tmp_path / name
+    place.mkdir()
+    for file in files:
+        (place / file).parent.mkdir(parents=True, exist_ok=True)
+        (place / file).write_bytes(SAFETENSORS if file.endswith("safetensors") else torch_file())
+    with pytest.raises(CheckpointNotFound, match=tells) as caught:
+        ckpipe.load(place)
+    assert str(place) in str(caught.value)
+    with (
+        ckpipe.SyncPipeline(tmp_path / "run") as pipeline,
+        pytest.raises(CheckpointNotFound, match=tells),
+    ):
+        pipeline.load({"w": torch.zeros(3)}, source=place)
+    if below:
+        assert f"pipeline.load(state, source={str(place / below)!r})" in str(caught.value)
+        state = {"w": torch.zeros(3)}
+        ckpipe.load(place / below, state)
+        assert state["w"].sum() == 3
+
+
+def test_a_link_of_the_hubs_cache_whose_file_is_gone(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").symlink_to("../../blobs/gone")
+    (tmp_path / "config.json").touch()
+    with pytest.raises(CheckpointNotFound, match="link to an absent file"):
+        ckpipe.load(tmp_path)
+
+
+FILES = {
+    "a.npz": "numpy", "a.npy": "numpy", "a.pkl": "pickle", "a.h5": "Keras", "a.keras": "Keras",
+    "a.msgpack": "Flax", "a.onnx": "ONNX",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_of_another_library_tells_what_to_do(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(b"x")
+    for use in (ckpipe.load, ckpipe.inspect):
+        with pytest.raises(UsageError, match=f"{FILES[name]}.*safetensors.numpy.save_file"):
+            use(tmp_path / name)
+    with ckpipe.SyncPipeline(tmp_path / "runs" / name) as pipeline:  # a root may have such a name
+        pipeline.save({"w": 1}, step=3)
+    assert ckpipe.load(tmp_path / "runs" / name).step == 3
+
+
+def test_files_of_torch_of_other_names(tmp_path: Path) -> None:
+    for name in ("a.tar", "a.model", "a"):
+        (tmp_path / name).write_bytes(torch_file())
+    assert ckpipe.load(tmp_path / "a.tar").state["w"].sum() == 3
+    for name in ("a.model", "a"):
+        with pytest.raises(StoreError, match=r"under a name that ends in \.pt"):
+            ckpipe.load(tmp_path / name)
+    with zipfile.ZipFile(tmp_path / "a.pt", "w", zipfile.ZIP_DEFLATED) as file:
+        file.writestr("a/code/__torch__/torch/nn/modules/linear.py", "class Linear: ...")
+    with pytest.raises(UsageError, match=r"TorchScript, save torch\.jit\.load"):
+        ckpipe.load(tmp_path / "a.pt")
+
+
+def _loaded(place: Any) -> object:
+    with ckpipe.SyncPipeline(place) as pipeline:
+        return pipeline.load()
+
+
+def _evaluated(place: Any) -> object:
+    with ckpipe.SyncPipeline(place, read_only=True) as pipeline:
+        return pipeline.load()
+
+
+@pytest.mark.parametrize("place", ["none", "runs/one", "runs/deep/one"])
+def test_an_absent_folder_is_no_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    """As at the first run of a script that tries to load."""
+    monkeypatch.chdir(tmp_path)
+    calls: list[Callable[[Any], object]] = [ckpipe.load, _evaluated]
+    for call in calls:
+        with pytest.raises(CheckpointNotFound, match=f"no (directory|folder).*{place}"):
+            call(place)
+    assert not (tmp_path / place).exists()
+    assert _loaded(place) is None
+
+
+@pytest.mark.parametrize(
+    ("url", "says"),
+    [
+        ("az://container/run", "blobfuse2"),
+        ("abfss://c@account/run", "blobfuse2"),
+        ("hf://org/model", "snapshot_download"),
+        ("hdfs://host/run", "Mount it"),
+        ("https://host/model.safetensors", "Download it"),
+        ("r2://bucket/run", "endpoint_url"),
+        ("gcs://bucket/run", "Write gs://"),
+    ],
+)
+def test_a_store_without_a_backend_says_what_to_do_today(url: str, says: str) -> None:
+    for use in (ckpipe.load, ckpipe.inspect, _loaded):
+        scheme = url.partition(":")[0]
+        with pytest.raises(BackendNotFound, match=f"no backend for '{scheme}'.*{says}") as caught:
+            use(url)
+        assert "register_backend" in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["save", "async_save", "save_checkpoint"])
+def test_a_save_as_of_torch_says_what_to_write(name: str) -> None:
+    with pytest.raises(AttributeError, match=r"with ckpipe\.SyncPipeline\(path\) as pipeline: pip"):
+        getattr(ckpipe, name)
+    assert name not in dir(ckpipe)
+
+
+def test_the_line_that_the_error_of_save_gives_is_right(tmp_path: Path) -> None:
+    with pytest.raises(AttributeError) as caught:
+        ckpipe.save({"w": 1}, tmp_path)  # type: ignore[operator]
+    (line,) = re.findall("Write: (.*)", str(caught.value))
+    names = {"ckpipe": ckpipe, "path": tmp_path / "run", "state": {"w": 1}, "step": 7}
+    exec(line, names)  # as it stands in the message
+    assert ckpipe.load(tmp_path / "run").step == 7
+
+
+def test_strict_false_is_about_dicts_only(tmp_path: Path) -> None:
+    """As the pages say: the keys of a module are named to be left out."""
+    torch.save({"a": 1, "model": {"weight": torch.ones(2, 2), "old": 1.0}}, tmp_path / "a.pt")
+    state: dict[str, Any] = {"model": torch.nn.Linear(2, 2), "b": 2}
+    with ckpipe.SyncPipeline(tmp_path / "run") as pipeline:
+
+        def load(**how: Any) -> None:
+            pipeline.load(state, source=tmp_path / "a.pt", strict=False, **how)
+
+        with pytest.raises(CkpipeError, match="allow_missing"):
+            load()
+        load(allow_missing=["model.bias"], allow_unexpected=["model.old"])
+    assert state["model"].weight.sum() == 4
