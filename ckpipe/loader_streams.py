@@ -29,6 +29,7 @@ class Stream:
 
     def __init__(self, loader: DataLoader[Any], randomness: Randomness) -> None:
         self._loader, self._randomness = loader, randomness
+        self._dataset: Any = loader.dataset
         # Attributes of the dataset and of what it holds, with their values before and after a load.
         self._before: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._after: list[dict[str, Any]] = []
@@ -41,7 +42,7 @@ class Stream:
     def begin_after(self, state: Any) -> Iterator[Any]:
         """Begin the iteration that follows the end of an epoch, which this state is of."""
         kept = self._randomness.snapshot()
-        return self._note(self._load(self._loader.dataset, state), kept)
+        return self._note(self._load(self._dataset, state), kept)
 
     def begin(self) -> Iterator[Any]:
         """Begin an iteration as if the dataset had loaded nothing."""
@@ -51,15 +52,15 @@ class Stream:
     def end_state(self, over: bool) -> Any:
         """Return the dataset's state if it has ended: with its last batch if that is smaller."""
         over = over or getattr(getattr(self._batches, "_dataset_fetcher", None), "ended", False)
-        return copy.deepcopy(self._loader.dataset.state_dict()) if over else None
+        return copy.deepcopy(self._dataset.state_dict()) if over else None
 
     def _iter(self) -> Iterator[Any]:
-        self._batches: Any = iter(self._loader)
-        return self._batches  # type: ignore[no-any-return]
+        self._batches = iter(self._loader)
+        return self._batches
 
     def _load(self, stateful: Any, state: Any) -> Iterator[Any]:
         if not self._before:  # else an earlier load holds still
-            self._before = [(own, dict(own)) for own in _attributes(self._loader.dataset)]
+            self._before = [(own, dict(own)) for own in _attributes(self._dataset)]
         stateful.load_state_dict(state)
         batches = self._iter()
         self._after = [dict(own) for own, _ in self._before]
@@ -87,7 +88,7 @@ class Stream:
             first = next(batches, _END)
             if not undone or self._is_loaded_place(first):
                 raise UsageError(
-                    f"The dataset {type(self._loader.dataset).__qualname__} begins each iteration "
+                    f"The dataset {type(self._dataset).__qualname__} begins each iteration "
                     "at the position that it has loaded, or its state holds no position",
                     hint="Let its state hold the position of each sample, and its "
                     "load_state_dict hold for the next iteration only",
@@ -97,7 +98,7 @@ class Stream:
 
     def _place(self, first: Any) -> Any:
         """Return the state after the first batch, if there was one."""
-        return None if first is _END else [self._loader.dataset.state_dict()]
+        return None if first is _END else [self._dataset.state_dict()]
 
     def _is_loaded_place(self, first: Any) -> bool:
         return not generators_differ(self._noted, self._place(first))

@@ -121,7 +121,7 @@ class ByEpoch(Stream):
     """Begins each iteration of one epoch at a loaded position; workers see its epoch too."""
 
     def __init__(self) -> None:
-        self.shared = torch.zeros((), dtype=torch.int64).share_memory_()
+        self.shared = torch.zeros((), dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
         self.started: dict[str, Any] = {"given": 0, "epoch": 0}
 
     @property
