@@ -304,7 +304,9 @@ class Batches:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position, the generators, and the facts that the position depends on."""
-        waiting = self._pending
+        waiting, facts = self._pending, self._facts()
+        # Between epochs another number of ranks may load it, and this may differ between ranks.
+        ended = self._ended if self._begun or facts["ranks"] == 1 else None
         if waiting is not None:
             begun: Any = waiting.begun
             generators, own = waiting.generators, waiting.own
@@ -318,10 +320,10 @@ class Batches:
             "generators": generators,
             # Empty dicts would be loaded even where exclude leaves out all that has a label.
             "own": own or None,
-            "ended": self._ended or None,
+            "ended": ended or None,
             "epochs": self._randomness.epochs() or None,
             "seeded": self._seeded or _has_persistent_workers(self._inner),
-            "loader": self._facts(),
+            "loader": facts,
         }
 
     def _record(self) -> dict[str, Any]:
@@ -346,7 +348,8 @@ class Batches:
         self._epoch, self._batch = state["epoch"], position.batch if position else 0
         self._pending, self._begun = position, position is not None
         self._seeded = state["seeded"]
-        self._ended = state.get("ended") if self._stream is not None else None
+        same = self._stream is not None and state["loader"]["ranks"] == self._facts()["ranks"]
+        self._ended = state.get("ended") if same else None
         self._follows = self._ended is not None
         self._number += 1
         self._loads += 1

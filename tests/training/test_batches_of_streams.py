@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,10 @@ from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from ckpipe import Batches, SyncPipeline
-from ckpipe.errors import UsageError
+from ckpipe.errors import CkpipeError, UsageError
 from tests.support.random_numbers import seed
-from tests.training.streams import KINDS, Hidden
+from tests.support.rank_pipelines import ranks
+from tests.training.streams import KINDS, Each, Hidden
 
 pytestmark = [
     pytest.mark.usefixtures("generators"),
@@ -143,6 +145,44 @@ def test_a_resumed_run_is_resumed_again(
         loaded = loaded if same else data()
         found += run(loaded, tmp_path, stop, step=step)
     assert found == expected
+
+
+class Uneven(Each):
+    """Gives each rank another number of samples."""
+
+    def __init__(self, samples: int) -> None:
+        self.samples = samples
+
+    def share(self) -> list[int]:
+        return list(range(self.samples))
+
+
+@pytest.mark.parametrize("stop", [(0, 3), (0, None)])
+@pytest.mark.parametrize("after", [1, 2])
+def test_other_ranks_begin_the_next_epoch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: int, stop: Moment
+) -> None:
+    def batches(world_size: int, rank: int) -> Batches:
+        monkeypatch.setenv("RANK", str(rank))
+        monkeypatch.setenv("WORLD_SIZE", str(world_size))
+        return Batches(DataLoader(Uneven(9 + 2 * rank), batch_size=4))
+
+    with ranks(str(tmp_path), 2) as pipelines:
+        for rank, pipeline in enumerate(pipelines):
+            data = batches(2, rank)
+            for _ in data:
+                if (0, data.batch) == stop:
+                    break
+            pipeline.save({"data": data}, step=0)
+    with ranks(str(tmp_path), after, attempt_id="other") as pipelines:
+        for rank, pipeline in enumerate(pipelines):
+            data = batches(after, rank)
+            refused = after == 1 and stop == (0, 3)
+            with pytest.raises(CkpipeError) if refused else nullcontext():
+                pipeline.load({"data": data}, per_rank="derive")
+            rest = [len(batch[0]) for _ in range(data.epoch, 2) for batch in data]
+            whole = [4, 4, 1 + 2 * rank]
+            assert rest == whole * (2 if refused else 1)
 
 
 @pytest.mark.parametrize("loader", LOADERS)
