@@ -26,6 +26,7 @@ from ckpipe.loader_order import (
     sampler_of,
     too_short,
 )
+from ckpipe.loader_streams import Stream
 from ckpipe.loading.stateful import LoadTargets, SavedObject, check_generators
 from ckpipe.preemption import note_batch, note_loader_error, workers_protected
 from ckpipe.ranks.world import find_topology
@@ -73,9 +74,13 @@ class Batches:
     a function of seed and epoch: that of a ``DistributedSampler`` or without shuffling. Else the
     load raises ``TargetMismatch`` and touches nothing.
 
-    Not exact are: a state that the dataset holds, ``in_order=False``, and, unless ``exact_workers``
-    is set, random augmentations in workers. A sampler that gives another order than in the saved
-    run, as one that draws from global generators as it goes, raises ``UsageError``.
+    An ``IterableDataset`` with a state of its own goes on by it. If a load holds for each of its
+    iterations, it is undone for the next epoch, or that raises ``UsageError``.
+
+    Not exact are: a state of a dataset with indices, a shuffle buffer that is in no state,
+    ``in_order=False``, and, unless ``exact_workers`` is set, random augmentations in workers. A
+    sampler that gives another order than in the saved run, as one that draws from global generators
+    as it goes, raises ``UsageError``.
 
     Args:
         loader: A ``torch.utils.data.DataLoader``, or a subclass such as torchdata's
@@ -86,12 +91,14 @@ class Batches:
 
     Raises:
         UsageError: If ``loader`` is no ``DataLoader``, or its workers are persistent and
-            ``exact_workers`` is set, or it has loaded a position itself.
+            ``exact_workers`` is set or a ``StatefulDataLoader`` has them over a dataset with a
+            state, or it has loaded a position itself.
     """
 
     __slots__ = (
-        "__weakref__", "_batch", "_begun", "_epoch", "_inner", "_loads", "_number", "_order",
-        "_pending", "_randomness", "_seeded", "_source", "_start", "loader",
+        "__weakref__", "_batch", "_begun", "_ended", "_epoch", "_follows", "_inner", "_loads",
+        "_number", "_order", "_origin", "_pending", "_randomness", "_seeded", "_source", "_stream",
+        "loader",
     )  # fmt: skip
 
     loader: DataLoader[Any]
@@ -116,6 +123,12 @@ class Batches:
             )
         self.loader = loader
         self._source = _source_of(loader, exact_workers)
+        if self._source == "state" and loader.persistent_workers:
+            raise UsageError(
+                "A StatefulDataLoader keeps no whole position of a dataset in persistent workers",
+                hint="Make the loader with persistent_workers=False, or use torch's DataLoader: a "
+                "load then loads the consumed batches again",
+            )
         self._randomness = Randomness(loader)
         self._order = SampleOrder(loader, self._randomness)
         self._epoch = self._batch = 0
@@ -124,7 +137,10 @@ class Batches:
         self._loads = 0
         self._pending: Position | None = None  # loaded, and not iterated since
         self._seeded = False  # whether the first iteration after a load draws no base seed
-        self._start: Snapshot | None = None  # before iter(), if consumed batches are loaded again
+        # The generators or the state that this iteration began with, and the batches before it.
+        self._origin: tuple[Snapshot | None, Any, int] = None, None, 0
+        self._ended: Any = None  # the dataset's state since it ended, if it has one here
+        self._follows = False  # whether that was loaded, for the next iteration to follow it
         # iter() of a copy with another sampler is that of the loader's own class.
         self._inner = copy.copy(loader)
         # Workers that an iteration over the bare loader left have the indices of its own sampler.
@@ -132,6 +148,8 @@ class Batches:
         if self._source == "sampler":
             name = "sampler" if loader.batch_sampler is None else "batch_sampler"
             vars(self._inner)[name] = self._order
+        remembers = self._source == "state" and not loader.num_workers
+        self._stream = Stream(self._inner, self._randomness) if remembers else None
 
     @property
     def epoch(self) -> int:
@@ -179,6 +197,8 @@ class Batches:
                     hint="Leave the loop and iterate over the Batches again",
                 )
             batch = self._next(batches)
+            if self._stream is not None and self._ended is None:
+                self._ended = self._stream.end_state(batch is _END)
             if batch is _END:
                 break
             note_batch()  # before anything that the state tells of it
@@ -233,19 +253,30 @@ class Batches:
             if isinstance(error, Exception):
                 self._note(error)
             raise
+        if position is None:
+            self._ended, self._follows = None, False
         return batches
 
     def _open_source(self, position: Position | None) -> Iterator[Any]:
         """Open a loader whose position is a state of its own or is reached by loading batches."""
-        if self._source == "state":
+        if self._stream is not None:
+            if position is not None and self._follows:
+                return iter(())
             if position is not None:
-                self._stateful().load_state_dict(position.begun["source"])
-            return iter(self._inner)
-        if position is not None:
-            self._randomness.restore(position.begun["start"])
-        self._start = self._randomness.snapshot()
+                return self._stream.begin_at(self._stateful(), position.begun["source"])
+            return self._stream.begin_after(self._ended) if self._follows else self._stream.begin()
+        start, source, reached = None, None, 0
+        if position is None:
+            start = self._randomness.snapshot()
+        elif (source := position.begun["source"]) is None:
+            start = position.begun["start"]
+            self._randomness.restore(start)
+        else:
+            reached = position.begun.get("reached", position.batch)
+            self._stateful().load_state_dict(source)
+        self._origin = start, source, reached
         batches = iter(self._inner)
-        for found in range(self._batch):
+        for found in range(reached, self._batch):
             if next(batches, _END) is _END:
                 raise too_short(found, self._batch)
         return batches
@@ -273,7 +304,9 @@ class Batches:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position, the generators, and the facts that the position depends on."""
-        waiting = self._pending
+        waiting, facts = self._pending, self._facts()
+        # Between epochs another number of ranks may load it, and this may differ between ranks.
+        ended = self._ended if self._begun or facts["ranks"] == 1 else None
         if waiting is not None:
             begun: Any = waiting.begun
             generators, own = waiting.generators, waiting.own
@@ -287,17 +320,23 @@ class Batches:
             "generators": generators,
             # Empty dicts would be loaded even where exclude leaves out all that has a label.
             "own": own or None,
+            "ended": ended or None,
             "epochs": self._randomness.epochs() or None,
             "seeded": self._seeded or _has_persistent_workers(self._inner),
-            "loader": self._facts(),
+            "loader": facts,
         }
 
     def _record(self) -> dict[str, Any]:
         if self._source == "sampler":
             return self._order.record()
-        source = self._stateful().state_dict() if self._source == "state" else None
+        start, source, reached = self._origin
+        every = getattr(self.loader, "snapshot_every_n_steps", 1) or self._batch + 1
+        # The loader knows the position of a worker's dataset once it has given a batch.
+        known = self._batch - reached > self.loader.num_workers + every - 2
+        if self._stream is not None or (known and self._source == "state"):
+            start, source, reached = None, self._stateful().state_dict(), self._batch
         epochs = self._randomness.epochs() or None
-        return dict(zip(_LOADED_PARTS, (self._start, source, epochs), strict=True))
+        return {"start": start, "source": source, "reached": reached, "epochs": epochs}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take a position for the next iteration, and set the generators.
@@ -309,6 +348,9 @@ class Batches:
         self._epoch, self._batch = state["epoch"], position.batch if position else 0
         self._pending, self._begun = position, position is not None
         self._seeded = state["seeded"]
+        same = self._stream is not None and state["loader"]["ranks"] == self._facts()["ranks"]
+        self._ended = state.get("ended") if same else None
+        self._follows = self._ended is not None
         self._number += 1
         self._loads += 1
         self._inner._iterator = None  # persistent workers of an earlier run would draw no seed

@@ -18,6 +18,7 @@ from accelerate import Accelerator
 from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard, SeedableRandomSampler
 from accelerate.state import GradientState
 from accelerate.utils import DistributedType, broadcast_object_list
+from torch.utils.data import IterableDataset
 
 from ckpipe import CheckpointInfo, Progress, RngState, SyncPipeline
 from ckpipe.distributed import training_state
@@ -32,6 +33,7 @@ from ckpipe.integrations.shared import (
     pointer_folders,
     tell_resumed,
 )
+from ckpipe.state.kinds import is_stateful
 from ckpipe.types import CheckpointId
 
 logger = logging.getLogger("ckpipe")
@@ -90,7 +92,9 @@ def attach(accelerator: Accelerator, url: str | os.PathLike[str], **settings: An
         The open pipeline.
 
     Raises:
-        UsageError: If DeepSpeed or Megatron holds the state, or ``initial`` is set.
+        UsageError: If DeepSpeed or Megatron holds the state, or ``initial`` is set. A save raises
+            it if a stateful loader has persistent workers over a dataset with a position of its
+            own and without ``set_epoch``.
         CkpipeError: Any error of opening a pipeline.
     """
     if accelerator.distributed_type in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
@@ -354,6 +358,15 @@ class _Loader:
         self._sampler = sampler if isinstance(sampler, SeedableRandomSampler) else None
         self._stateful = getattr(loader, "use_stateful_dataloader", False)
         self.goes_on = False
+        data = loader.dataset
+        remembers = isinstance(data, IterableDataset) and is_stateful(data)
+        told = hasattr(data, "set_epoch")  # accelerate tells it each epoch
+        if self._stateful and loader.persistent_workers and remembers and not told:
+            raise UsageError(
+                f"The dataset {type(data).__qualname__} in persistent workers would begin later "
+                "epochs at a loaded position",
+                hint="Make the loader with persistent_workers=False, or give the dataset set_epoch",
+            )
 
     def state_dict(self) -> dict[str, Any]:
         # The last batch of an epoch is saved as the beginning of the next one.

@@ -5,6 +5,7 @@ As a script this is a process that has imported accelerate and forks the ranks o
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import random
@@ -34,6 +35,7 @@ from ckpipe_local import LocalBackend
 from tests.integrations.trainer_ranks import of, serve_runs
 from tests.support.fork_server import Case
 from tests.support.killed_runs import die, mortal_backend
+from tests.training.streams import ByEpoch, Each, Once, Stream
 
 EPOCHS, SAVE_STEPS = 3, 4
 
@@ -327,6 +329,17 @@ def other_ranks_go_on(case: Case) -> None:
     run.train(0, run.batches)
     assert len(run.seen) == 20
     run.accelerator.end_training()
+
+
+def persistent_streams_are_refused(case: Case) -> None:
+    for kind, persistent in itertools.product((Stream, Once, Each, ByEpoch), (False, True)):
+        run = Run(of(case, f"{kind.__name__}-{persistent}"))
+        run.accelerator.prepare(DataLoader(kind(), num_workers=2, persistent_workers=persistent))
+        refused = persistent and kind in (Once, Each)
+        match = pytest.raises(UsageError, match="persistent_workers=False")
+        with match if refused else nullcontext():
+            run.accelerator.save_state()
+        run.accelerator.end_training()
 
 
 def wrong_uses_are_refused(case: Case) -> None:

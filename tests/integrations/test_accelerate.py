@@ -91,6 +91,7 @@ def test_a_run_killed_inside_a_save_goes_on_to_the_bit(
         "lost_gradients_are_told",
         "names_are_loaded",
         "names_are_those_of_accelerate",
+        "persistent_streams_are_refused",
         "resume_obeys_its_setting",
         "saves_of_accelerate_stay",
         "scalers_go_on",
