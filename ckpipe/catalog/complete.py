@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import takewhile
@@ -60,6 +60,7 @@ from ckpipe.format.names import (
     index_key,
     level_sizes,
     member_key,
+    member_of,
     members,
     merged_into,
     tombstone_key,
@@ -244,9 +245,22 @@ async def read_members(
 
 
 async def read_member(
-    backend: Backend, id: CheckpointId, level: int, number: int, world_size: int
+    backend: Backend,
+    id: CheckpointId,
+    level: int,
+    number: int,
+    world_size: int,
+    key: str | None = None,
 ) -> tuple[ManifestDocument, bytes]:
     """Read and validate a manifest, which is a member of level 0, or a group object.
+
+    Args:
+        backend: The store.
+        id: The checkpoint.
+        level: The level of the member.
+        number: Its number.
+        world_size: The number of ranks.
+        key: Its key, if it was listed.
 
     Returns:
         The bundle, and its bytes on the store.
@@ -257,7 +271,7 @@ async def read_member(
         UnsupportedVersion: If it is of a newer format.
         StoreError: If the store failed.
     """
-    key = member_key(id, level, number)
+    key = key or member_key(id, level, number)
     kind: BundleKind = "group" if level else "manifest"
     bundle, data = await read_document(backend, id, key, kind)
     place = bundle.group if level else (0, bundle.parts[0].rank)
@@ -274,7 +288,26 @@ async def read_member(
     return bundle, data
 
 
-async def read_matching(backend: Backend, index: ManifestDocument, member: Member) -> bytes:
+async def list_members(backend: Backend, index: ManifestDocument) -> dict[Member, str]:
+    """List the manifests and group objects that a complete checkpoint must have.
+
+    Returns:
+        Their keys as they are listed, also of those that are absent; manifests come first.
+
+    Raises:
+        StoreError: If the store failed.
+    """
+    wanted, keys = all_members(index.world_size), list[str]()
+    with suppress(LinkRefused):  # it may be read through a link by its name
+        below = f"{names.prefix(index.id)}m/"
+        keys = [each.key async for each in backend.list(below)] if wanted else []
+    listed = {member: key for key in keys if (member := member_of(index.id, key)) is not None}
+    return {each: listed.get(each) or member_key(index.id, *each) for each in wanted}
+
+
+async def read_matching(
+    backend: Backend, index: ManifestDocument, member: Member, key: str
+) -> bytes:
     """Read a manifest or group object of a complete checkpoint, and compare it with the index.
 
     The index cannot replace it, since a manifest also has the report of its save.
@@ -289,11 +322,10 @@ async def read_matching(backend: Backend, index: ManifestDocument, member: Membe
     """
     level, number = member
     try:
-        bundle, data = await read_member(backend, index.id, level, number, index.world_size)
+        bundle, data = await read_member(backend, index.id, level, number, index.world_size, key)
         for part in bundle.parts:
             known = index.parts[part.rank]
             if replace(part, structure=known.structure, layout=known.layout) != known:
-                key = member_key(index.id, level, number)
                 raise InvalidManifest("The index was not made of this object", key=key)
     except CorruptCheckpoint as error:
         error.hint = error.hint or _NOT_REBUILT
@@ -307,8 +339,8 @@ async def check_members(backend: Backend, index: ManifestDocument) -> None:
     Raises:
         As :func:`read_matching` does.
     """
-    for level in all_members(index.world_size):
-        await all_of([partial(read_matching, backend, index, each) for each in level], _READS)
+    listed = await list_members(backend, index)
+    await all_of([partial(read_matching, backend, index, *each) for each in listed.items()], _READS)
 
 
 logger = logging.getLogger("ckpipe")

@@ -25,7 +25,7 @@ import anyio
 import anyio.to_thread
 
 from ckpipe.backend import Backend, Upload, UploadLimits
-from ckpipe.catalog.complete import Member, read_matching
+from ckpipe.catalog.complete import Member, list_members, read_matching
 from ckpipe.catalog.find import locate_errors, read_document, stat_or_none, write_summary_of
 from ckpipe.errors import (
     ChecksumMismatch,
@@ -48,7 +48,7 @@ from ckpipe.format.checksum import (
 from ckpipe.format.codec import MAX_STORED_BYTES
 from ckpipe.format.entry_table import EntryTable
 from ckpipe.format.manifest import ManifestDocument
-from ckpipe.format.names import all_members, index_key, member_key, tombstone_key
+from ckpipe.format.names import index_key, tombstone_key
 from ckpipe.store.retry import (
     AimdLimiter,
     RetryPolicy,
@@ -142,12 +142,13 @@ async def _copy_metadata(
 ) -> None:
     """Copy manifests, then group objects: the index could be rebuilt from either."""
 
-    async def copy(member: Member) -> None:
-        data = await read_matching(source, index, member)
-        await _create(target, member_key(index.id, *member), data)
+    async def copy(member: Member, key: str) -> None:
+        await _create(target, key, await read_matching(source, index, member, key))
 
-    for level in all_members(index.world_size):
-        await all_of([partial(copy, each) for each in level], settings.lanes)
+    listed = await list_members(source, index)
+    for manifests in (True, False):
+        calls = [partial(copy, *each) for each in listed.items() if (not each[0][0]) is manifests]
+        await all_of(calls, settings.lanes)
 
 
 async def _create(target: Backend, key: str, data: bytes) -> None:

@@ -176,12 +176,21 @@ def level_sizes(world_size: int) -> tuple[int, ...]:
     return tuple(sizes)
 
 
-def all_members(world_size: int) -> list[list[tuple[int, int]]]:
-    """Return the level and number of each manifest and group object, level by level."""
+def all_members(world_size: int) -> list[tuple[int, int]]:
+    """Return the level and number of each manifest and group object."""
     if world_size == 1:
         return []  # the index takes the manifest's place
     sizes = enumerate(level_sizes(world_size))
-    return [[(level, number) for number in range(size)] for level, size in sizes]
+    return [(level, number) for level, size in sizes for number in range(size)]
+
+
+_MEMBER = re.compile(r"m/(\d+)/\d+/(?:rank|group)-(\d+)\.json", re.ASCII)
+
+
+def member_of(id: CheckpointId, key: str) -> tuple[int, int] | None:
+    """Return the level and number of the manifest or group object with this key, or None."""
+    match = _MEMBER.fullmatch(key.removeprefix(prefix(id))) if is_own(id, key) else None
+    return None if match is None else (int(match[1]), int(match[2]))
 
 
 def members(level: int, directory: int, world_size: int) -> range:

@@ -270,7 +270,12 @@ class Matching:
             node = regrouped(node, live, _is_value)
         if derive is not None and is_generators(node):
             return self._derived(derive, node, label)
-        children, held = _visited(node, label, use), live if isinstance(live, dict) else {}
+        children, held = children_of(node, label), live if isinstance(live, dict) else {}
+        saved: list[Any] = []
+        if use is Use.IN_PLACE:
+            children = _in_label_order(children)
+        elif self._may_hold_objects(children):
+            saved, children = [key for key, _, _ in children], _in_label_order(children)
         left = {_exact(key): key for key in held}
         items: list[tuple[Any, Factory]] = []
         for key, child, where in children:
@@ -305,6 +310,9 @@ class Matching:
             attributes = self.plan(node[3], join(label, "__dict__"))
 
         def fill(made: Any) -> None:
+            if saved:  # the order of its keys stays that of the save
+                there = dict(items)
+                made.update(dict.fromkeys(key for key in saved if key in there))
             for key, make in items:
                 self._builder.put_key(made, key, make)
             if attributes is not None:
@@ -314,6 +322,10 @@ class Matching:
         if use is Use.IN_PLACE and not items and attributes is None:
             return shell
         return MutableFactory(shell, fill)
+
+    def _may_hold_objects(self, children: Sequence[tuple[Any, Node, str]]) -> bool:
+        """Tell whether objects inside another one may be among children; tensors are none."""
+        return bool(self._outer) and any(child[0] != "tensor" for _, child, _ in children)
 
     def _derived(self, derive: Callable[[Any], Any], node: Node, label: str) -> Factory:
         """Plan random generators that are derived for this rank."""
@@ -392,7 +404,9 @@ class Matching:
         return make
 
     def _dataclass(self, node: Node, label: str, live: Any, use: Use | None) -> Factory:
-        children = _visited(node, label, use)
+        children = children_of(node, label)
+        if use is Use.IN_PLACE or self._may_hold_objects(children):
+            children = _in_label_order(children)
         if use is not Use.IN_PLACE:
             cls = dataclass_class(node, label)
             made = [
@@ -532,15 +546,11 @@ _PLANS: dict[str, _Plan] = {
 # Keys and kinds of the target
 
 
-def _visited(node: Node, label: str, use: Use | None) -> list[tuple[Any, Node, str]]:
-    """Return the children of a mapping or record in the order in which they are loaded.
+def _in_label_order(children: list[tuple[Any, Node, str]]) -> list[tuple[Any, Node, str]]:
+    """Order the children of a mapping or record by their labels, as for a save.
 
-    In place, that is the order of their labels, as for a save: objects there may call collectives,
-    and each rank may have the keys in another order. Others are made in the saved order.
+    Objects among them may call collectives, and each rank may have the keys in another order.
     """
-    children = children_of(node, label)
-    if use is not Use.IN_PLACE:
-        return children
     return [children[number] for number in label_order([key for key, _, _ in children])]
 
 

@@ -146,6 +146,7 @@ def test_one_save_is_exported_whatever_the_settings_say(tmp_path: Path) -> None:
 
 
 def test_no_other_process_prunes_what_is_about_to_be_exported(store: Stores) -> None:
+    rule: Any = {"keep_last": 1, "lines": "all"}
     with SettlingPipeline(store.url, final_format="hf", **SMALL) as trainer:
         # Between the commit and the lease of the export's own reading.
         gate = store.faulty.pause(
@@ -154,14 +155,14 @@ def test_no_other_process_prunes_what_is_about_to_be_exported(store: Stores) -> 
         )
         last = trainer.save({"w": torch.ones(3)}, step=1, final=True).wait()
         gate.wait_until_held()
-        with SettlingPipeline(store.url, keep_last=1, **SMALL) as other:
+        with SettlingPipeline(store.url, retention=rule, **SMALL) as other:
             other.save({"w": torch.zeros(3)}, step=2).wait()
             settle(other)  # else its own retention may remove it, once the export has ended
             reason = other.prune().reasons[last.id]
             assert reason == "a process holds a lease on it: it is being loaded or written"
             gate.release()
     assert any(key.endswith(WEIGHTS) for key in store.memory._store.objects)
-    with SettlingPipeline(store.url, keep_last=1) as other:
+    with SettlingPipeline(store.url, retention=rule) as other:
         assert other.prune().remove == (last.id,), "the lease has ended with the export"
 
 

@@ -167,6 +167,7 @@ def test_retries_of_a_save_are_one_warning_and_a_count(
     for step in (1, 2):
         log.clear()
         with ckpipe.SyncPipeline(store.url, upload=upload) as pipeline:
+            pipeline.load()
             store.faulty.fail(errors.StoreUnavailable("It broke"), "write", times=3)
             pipeline.save(STATE, step=step)
         (warned,) = lines(log, logging.WARNING)

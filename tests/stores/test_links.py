@@ -52,7 +52,8 @@ def test_retention_deletes_nothing_through_a_link_and_the_run_goes_on(
     with ckpipe.SyncPipeline(root) as pipeline:
         first = pipeline.save(STATE, step=1).wait()
     before = moved(root, first.id, place)
-    with ckpipe.SyncPipeline(root, keep_last=1, worker=worker) as pipeline:
+    retention: Any = {"keep_last": 1, "lines": "all"}
+    with ckpipe.SyncPipeline(root, retention=retention, worker=worker) as pipeline:
         for step in range(2, 6):
             pipeline.save(STATE, step=step).wait()
         decision = pipeline.prune()
@@ -87,7 +88,8 @@ def test_a_link_that_comes_after_the_tombstone_ends_the_deletion(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     root, place = tmp_path / "root", tmp_path / "place"
-    settings: dict[str, Any] = {"retention": {"keep_last": 1, "sweep_after_seconds": 0}}
+    retention = {"keep_last": 1, "lines": "all", "sweep_after_seconds": 0}
+    settings: dict[str, Any] = {"retention": retention}
     with ckpipe.SyncPipeline(root) as pipeline:
         first, _ = [pipeline.save(STATE, step=step).wait() for step in (1, 2)]
     before = moved(root, first.id, place)
@@ -110,7 +112,8 @@ def test_what_others_put_into_a_checkpoint_stays_and_is_told_once(
     elsewhere.mkdir()
     (elsewhere / "precious").write_text("mine")
     root = tmp_path / "root"
-    settings: dict[str, Any] = {"retention": {"keep_last": 1, "sweep_after_seconds": 0}}
+    retention = {"keep_last": 1, "lines": "all", "sweep_after_seconds": 0}
+    settings: dict[str, Any] = {"retention": retention}
     with ckpipe.SyncPipeline(root) as pipeline:
         first = pipeline.save(STATE, step=1).wait()
     below = root / first.id
