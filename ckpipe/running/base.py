@@ -23,7 +23,13 @@ import torch
 from torch.optim import Optimizer
 
 from ckpipe.backend import without_secrets
-from ckpipe.errors import PipelineClosed, SettingsError, UnsupportedTopology, UsageError
+from ckpipe.errors import (
+    PipelineClosed,
+    SettingsError,
+    UnsupportedTopology,
+    UsageError,
+    naming_refusals,
+)
 from ckpipe.events import Completed, Event, EventBus, RankCommitted, SaveFailed, Staged
 from ckpipe.export_forms import check_form
 from ckpipe.format import checksum
@@ -420,16 +426,17 @@ class PipelineBase:
             self._process = os.getpid()
             self._loop = loop = LoopThread("ckpipe")
             try:
-                self._served, self._opened = loop.portal.start_task(
-                    serve,
-                    self._settings,
-                    self._lock,
-                    self._events,
-                    world,
-                    self._hooks,
-                    self._preemption,
-                    loop,
-                )
+                with naming_refusals():
+                    self._served, self._opened = loop.portal.start_task(
+                        serve,
+                        self._settings,
+                        self._lock,
+                        self._events,
+                        world,
+                        self._hooks,
+                        self._preemption,
+                        loop,
+                    )
                 if self._guarded:
                     self.guard(*self._guarded)
             except BaseException:

@@ -39,6 +39,7 @@ from ckpipe.errors import (
     StoreUnavailable,
     UnsupportedTopology,
     UsageError,
+    naming_refusals,
 )
 from ckpipe.events import CheckpointDamaged, Loaded, LoadFailed, LoadProgress, LoadStarted
 from ckpipe.format.labels import Json
@@ -184,7 +185,8 @@ class Loads:
                 async with self._jointly(request) as joint:
                     return await self._from_source(source, request, joint)
         alone, named = self._context.world_size == 1, which is not None and not fallback
-        with self._until_closed(request.hold), self._numbered(named) as asked:
+        naming = naming_refusals(step=which if isinstance(which, int) else None)
+        with self._until_closed(request.hold), self._numbered(named) as asked, naming:
             async with self._jointly(request) as joint:
                 if which is not None:
                     await self._saves.settled(which)
@@ -314,7 +316,7 @@ class Loads:
         fallback: bool,
     ) -> LoadResult | _Verdict:
         """Load one checkpoint; return the verdict if it is damaged and a fallback is allowed."""
-        with self._told(info):
+        with self._told(info), naming_refusals(step=info.step):
             fault: CorruptCheckpoint | CheckpointIncomplete | None = None
             try:
                 load = await self._read(info, request, joint)

@@ -19,6 +19,8 @@ from ckpipe.errors import (
     SaveSkipped,
     StoreError,
     first_error,
+    naming_refusals,
+    refusal_of,
 )
 from ckpipe.events import SaveEnded, SaveFailed, SaveStarted
 from ckpipe.events import SaveSkipped as SkippedEvent
@@ -146,7 +148,7 @@ class Saves:
                 async with exported(self._context, save):
                     await run_save(save, self._context)
         except Exception as group:
-            error = first_error(group)
+            error = refusal_of(group, SaveError) or first_error(group)
             if isinstance(error, CkpipeError):
                 error.located(step=save.id.step, rank=save.rank)
             if isinstance(error, SkipSave):
@@ -210,7 +212,8 @@ class Saves:
     async def _look_back(self) -> None:
         """Check that earlier checkpoints are complete; if that fails, the next save repeats it."""
         try:
-            await self._completions.look()
+            with naming_refusals():
+                await self._completions.look()
         except SaveError as error:
             self.keep(error)
         except CkpipeError as error:
