@@ -279,6 +279,6 @@ def test_a_state_that_is_nested_too_deeply_is_refused(tmp_path: Path) -> None:
                 refused.append(error)
         assert pipeline.load(step=100) is not None
     assert refused
-    for error in refused:
-        assert error.step is not None
-        assert re.search(r"nested too deeply.*sys\.setrecursionlimit", str(error))
+    for each in refused:
+        assert each.step is not None
+        assert re.search(r"nested too deeply.*sys\.setrecursionlimit", str(each))
