@@ -12,7 +12,7 @@ from functools import partial
 from types import TracebackType
 from typing import ClassVar, Protocol, Self, TypeVar, TypeVarTuple
 
-from ckpipe.errors import InvalidKey, TruncatedObject
+from ckpipe.errors import InvalidKey, StoreError, TruncatedObject, naming_refusals
 from ckpipe.threads import all_of, in_thread
 
 Item = TypeVar("Item")
@@ -490,7 +490,8 @@ async def run_in_thread(function: Callable[[*Args], Result], *args: *Args) -> Re
         function: The work.
         args: Its arguments.
     """
-    return await in_thread(function, *args)
+    with naming_refusals(StoreError):
+        return await in_thread(function, *args)
 
 
 async def for_each(

@@ -57,6 +57,9 @@ Tests freeze this tree. Errors pickle, so that they cross process boundaries.
 
 from __future__ import annotations
 
+import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 
@@ -320,3 +323,50 @@ def first_error(error: Exception) -> Exception:
         return error
     leaves = [first_error(each) for each in error.exceptions]
     return next((each for each in leaves if isinstance(each, CkpipeError)), leaves[0])
+
+
+def refusal_of(error: Exception, kind: type[CkpipeError] = CkpipeError) -> CkpipeError | None:
+    """Return the error for memory, a thread or a depth that the system refused, or None."""
+    cause = first_error(error)
+    said = f"{type(cause).__name__}: {cause}"
+    by_torch = isinstance(cause, RuntimeError) and "CPUAllocator: can't allocate memory" in said
+    by_system = isinstance(cause, OSError) and cause.errno == errno.ENOMEM
+    if by_torch or by_system or isinstance(cause, MemoryError):
+        message = f"The system has no memory left ({said})"
+        hint = "Free memory, raise its limit (ulimit -v), or lower load.lanes if this is a load"
+    elif said == "RuntimeError: can't start new thread":
+        message = f"The system cannot start another thread ({said})"
+        hint = (
+            "Raise the limit of processes and threads (ulimit -u, or pids.max of the container), "
+            "or of memory for their stacks (ulimit -v)"
+        )
+    elif isinstance(cause, RecursionError):
+        message = f"Containers are nested too deeply ({said})"
+        hint = "Flatten them, or raise sys.setrecursionlimit"
+    else:
+        return None
+    refusal = kind(message, hint=hint)
+    refusal.__cause__ = cause
+    return refusal
+
+
+@contextmanager
+def naming_refusals(
+    kind: type[CkpipeError] = CkpipeError, *, step: int | None = None
+) -> Iterator[None]:
+    """Raise what the system refuses in the block, memory or a thread, as an error of ckpipe.
+
+    An error of the store gets the step.
+
+    Args:
+        kind: The class of the error.
+        step: The step concerned.
+    """
+    try:
+        yield
+    except Exception as error:
+        if (refusal := refusal_of(error, kind)) is None:
+            if isinstance(error, StoreError):
+                error.located(step=step)
+            raise
+        raise refusal.located(step=step) from error

@@ -127,10 +127,6 @@ def local_ranks(environment: Mapping[str, str] = os.environ) -> int:
     return max(1, int(told)) if told.isdecimal() else 1
 
 
-LEAVING = (SystemExit, KeyboardInterrupt)
-"""Exceptions that end a program; one that leaves a coroutine ends the event loop."""
-
-
 class _Thread(threading.local):
     calls = False
 
@@ -150,7 +146,7 @@ def on_calling_thread() -> Iterator[None]:
 
 @contextmanager
 def user_code(what: str, label: str) -> Iterator[None]:
-    """Pass ``SystemExit`` and ``KeyboardInterrupt`` only on threads where they reach the program.
+    """Pass ``SystemExit``, ``KeyboardInterrupt`` and their like only where they reach the program.
 
     These are the thread that called the pipeline, and the main thread, where signals are handled.
     On a thread of the pipeline they would only end its event loop, with all its saves. Errors pass

@@ -32,7 +32,7 @@ import anyio
 import anyio.lowlevel
 from anyio.from_thread import BlockingPortal
 
-from ckpipe.errors import CkpipeError, UsageError
+from ckpipe.errors import UsageError, naming_refusals
 from ckpipe.interpreter import on_calling_thread
 from ckpipe.threads import (
     PipelineLoop,
@@ -221,8 +221,6 @@ async def on_caller(
 
 T = TypeVar("T")
 
-_MORE_THREADS = "Raise the limit of processes and threads: ulimit -u, or pids.max of the container"
-
 
 class LoopThread:
     """An asyncio event loop that runs in a daemon thread until it is closed.
@@ -239,13 +237,9 @@ class LoopThread:
         # collector finds it, and would wait for ever in a process that was forked from this one.
         ready: Future[tuple[BlockingPortal, asyncio.AbstractEventLoop]] = Future()
         self._thread = Thread(target=_run, args=(ready,), name=name, daemon=True)
-        try:
+        with naming_refusals():
             self._thread.start()
-        except RuntimeError as error:
-            raise CkpipeError(
-                f"The system cannot start a thread for the pipeline: {error}", hint=_MORE_THREADS
-            ) from error
-        self.portal, self._loop = ready.result()
+            self.portal, self._loop = ready.result()
 
     def submit(self, function: Callable[..., Awaitable[T]], *args: Any, **kwargs: Any) -> Future[T]:
         """Start a coroutine function on the loop; cancelling the future cancels it."""
@@ -371,7 +365,7 @@ class _Work(Generic[T]):
         if not self._unwanted:
             self._over = anyio.Event()
             try:
-                with anyio.CancelScope() as self._scope:
+                with anyio.CancelScope() as self._scope, naming_refusals():
                     return await self._function()
             finally:
                 self._over.set()

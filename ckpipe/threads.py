@@ -26,6 +26,8 @@ import anyio.from_thread
 import anyio.to_thread
 from anyio.lowlevel import RunVar
 
+from ckpipe.errors import StoreError, naming_refusals
+
 Result = TypeVar("Result")
 Args = TypeVarTuple("Args")
 
@@ -72,17 +74,21 @@ async def reserve_of_threads() -> AsyncIterator[None]:
     calls: _Calls = SimpleQueue()
     _reserve.set(calls)
     async with anyio.create_task_group() as tasks:
-        for _ in range(RESERVE):
-            serve = partial(anyio.to_thread.run_sync, _serve, calls)
-            tasks.start_soon(partial(serve, limiter=anyio.CapacityLimiter(1)))
         try:
+            begun = [anyio.Event() for _ in range(RESERVE)]
+            for each in begun:
+                serve = partial(anyio.to_thread.run_sync, _serve, calls, each)
+                tasks.start_soon(partial(serve, limiter=anyio.CapacityLimiter(1)))
+            for each in begun:
+                await each.wait()
             yield
         finally:
             for _ in range(RESERVE):
                 calls.put(None)
 
 
-def _serve(calls: _Calls) -> None:
+def _serve(calls: _Calls, begun: anyio.Event) -> None:
+    anyio.from_thread.run_sync(begun.set)
     while (call := calls.get()) is not None:
         call()
 
@@ -99,7 +105,12 @@ class PipelineLoop(asyncio.SelectorEventLoop):
         """Call a function in a worker thread, or in the executor if one is given."""
         if executor is not None:
             return super().run_in_executor(executor, func, *args)
-        return self.create_task(run_sync(func, *args, abandon_on_cancel=True))
+
+        async def run() -> Result:
+            with naming_refusals(StoreError):  # backends use it, by aiofiles
+                return await run_sync(func, *args, abandon_on_cancel=True)
+
+        return self.create_task(run())
 
 
 def use_reserve_if_no_thread_starts() -> None:

@@ -45,7 +45,7 @@ from ckpipe_local.failures import (
     translating,
     unrepeatable,
 )
-from ckpipe_local.naming import give_name
+from ckpipe_local.naming import give_name, sync_file
 from ckpipe_local.reads import (
     ALIGNMENT,
     LocalObject,
@@ -166,7 +166,7 @@ class LocalUpload(Upload):
         if self._synced is None:
             self._synced = False
             with unrepeatable(f"make {self._path} durable", self._key):
-                os.fsync(self._buffered)
+                sync_file(self._buffered)
             self._synced = True
         elif not self._synced:
             raise StoreError(f"The disk has lost parts of {self._path}", key=self._key)
@@ -181,9 +181,11 @@ class LocalUpload(Upload):
                 return
             self._closed = True
             self._state.wait_for(lambda: not self._writers)
-        os.close(self._buffered)
-        if self._direct is not None:
-            os.close(self._direct)
+        try:
+            os.close(self._buffered)
+        finally:
+            if self._direct is not None:
+                os.close(self._direct)
 
     def discard(self) -> None:
         """Close and remove the file, and directories that are empty then; block.
@@ -215,7 +217,7 @@ def put_object(root: Root, key: str, data: bytes, mode: PutMode, lasting: bool) 
             try:
                 _write_all(descriptor, [memoryview(data)], 0)
                 if lasting:
-                    os.fsync(descriptor)  # if it fails, another try writes another file
+                    sync_file(descriptor)  # if it fails, another try writes another file
             finally:
                 os.close(descriptor)
             give_name(directory, temporary, name, mode, lasting=lasting)

@@ -105,7 +105,13 @@ def _make_durably(path: str) -> None:
     try:
         sync_entries(descriptor)
     finally:
-        os.close(descriptor)
+        _close(descriptor)
+
+
+def _close(directory: int) -> None:
+    """Close a directory: an error leaves nothing open, and tells of nothing that was written."""
+    with contextlib.suppress(OSError):
+        os.close(directory)
 
 
 def temporary_name() -> str:
@@ -146,7 +152,7 @@ class Root:
         names = temporary_name(), temporary_name()
         directory = os.open(there, _DIRECTORY)
         with contextlib.ExitStack() as stack:
-            stack.callback(os.close, directory)
+            stack.callback(_close, directory)
             for name in names:
                 stack.callback(_unlink, directory, name)
             os.close(os.open(names[0], _NEW_FILE, 0o666, dir_fd=directory))
@@ -195,7 +201,7 @@ class Root:
             yield opened
         finally:
             for descriptor in opened:
-                os.close(descriptor)
+                _close(descriptor)
 
     def _enter(self, parent: int, name: str, path: str) -> int:
         try:

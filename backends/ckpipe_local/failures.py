@@ -55,6 +55,7 @@ WRITING: Table = {
     errno.ENOTCONN: (StoreUnavailable, None),
     errno.EHOSTDOWN: (StoreUnavailable, None),
     errno.EMFILE: (StoreError, "Raise the limit on open files (ulimit -n)"),
+    errno.ENOMEM: (StoreError, "Free memory, or raise its limit (ulimit -v, memory.max)"),
     errno.EIO: (StoreError, "The device fails: check the kernel's log"),
     **dict.fromkeys(
         NOT_SUPPORTED,

@@ -37,6 +37,21 @@ def sync_entries(directory: int) -> None:
             raise
 
 
+def sync_file(descriptor: int) -> None:
+    """Make the bytes of an open file durable.
+
+    Raises:
+        OSError: If they may be lost; EOPNOTSUPP if the file system makes no file durable.
+    """
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in NOT_SUPPORTED | {errno.EINVAL}:
+            raise
+        message = f"the file system makes no file durable (fsync: {error_text(error)})"
+        raise OSError(errno.EOPNOTSUPP, message) from error
+
+
 def give_name(
     directory: int, temporary: str, name: str, mode: PutMode, *, lasting: bool = True
 ) -> None:

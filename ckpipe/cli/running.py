@@ -15,6 +15,7 @@ from ckpipe.errors import (
     CorruptCheckpoint,
     UnsupportedVersion,
     UsageError,
+    naming_refusals,
 )
 
 OK, FOUND, WRONG_USE, STORE_FAILED = 0, 1, 2, 3
@@ -53,7 +54,8 @@ def serve(ctx: typer.Context, work: Callable[[Screen], Awaitable[int]]) -> None:
     try:
         with screen.spinner:
             _ = screen.settings  # read here, since it would block the loop
-            code = anyio.run(work, screen)
+            with naming_refusals():
+                code = anyio.run(work, screen)
     except CkpipeError as error:
         screen.failure(type(error).__name__, str(error))
         if isinstance(error, CorruptCheckpoint):

@@ -30,6 +30,7 @@ from ckpipe.errors import (
     StoreError,
     UnsafePath,
     UsageError,
+    naming_refusals,
 )
 from ckpipe.format.manifest import ManifestDocument
 from ckpipe.store.registry import Access, open_store
@@ -223,8 +224,10 @@ class Place:
         if info is None:
             yield await self.described()
             return
-        async with Catalog(self.store, read_only=not lease).checking(info.key) as document:
-            yield document
+        catalog = Catalog(self.store, read_only=not lease)
+        with naming_refusals(step=info.step):
+            async with catalog.checking(info.key) as document:
+                yield document
 
 
 @asynccontextmanager

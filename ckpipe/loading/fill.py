@@ -14,6 +14,7 @@ that is contiguous in its entry and in the target is still one copy of bytes.
 from __future__ import annotations
 
 import ctypes
+import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
@@ -235,7 +236,8 @@ def allocate(stored: StoredTensor, shape: tuple[int, ...], device: torch.device)
     try:
         return torch.empty_strided(shape, stride, dtype=stored.loaded_dtype, device=device)
     except RuntimeError as error:
-        if device.type != "cpu":
+        reach = sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+        if device.type != "cpu" or reach < math.prod(shape):
             raise  # torch tells which device has no memory, and how much it would need
         raise InvalidManifest(
             f"No memory for a tensor of shape {list(shape)} and strides {list(stride)}",

@@ -33,7 +33,13 @@ import torch
 
 from ckpipe.backend import Backend, ObjectReader, truncated
 from ckpipe.catalog.find import locate_errors
-from ckpipe.errors import ChecksumMismatch, CorruptCheckpoint, StoreError, TruncatedObject
+from ckpipe.errors import (
+    ChecksumMismatch,
+    CorruptCheckpoint,
+    StoreError,
+    TruncatedObject,
+    naming_refusals,
+)
 from ckpipe.format.checksum import CHUNK_BYTES, crc32c
 from ckpipe.format.entry_table import EntryTable
 from ckpipe.format.manifest import ManifestDocument
@@ -460,7 +466,7 @@ async def verify(
         StoreError: If the store failed.
     """
     files, damaged = 0, list[CorruptCheckpoint]()
-    with lane_buffers(arena, backend, lanes) as buffers:
+    with naming_refusals(step=bundle.step), lane_buffers(arena, backend, lanes) as buffers:
         for number in range(len(bundle.parts)):
             data = EntryTable(bundle)
             await anyio.to_thread.run_sync(data.join, number)

@@ -30,6 +30,7 @@ from ckpipe.errors import (
     StoreError,
     UnsupportedTopology,
     UsageError,
+    naming_refusals,
 )
 from ckpipe.events import Completed, Event, EventBus, RankCommitted, SaveFailed, Staged
 from ckpipe.export_forms import check_form
@@ -432,16 +433,17 @@ class PipelineBase:
             self._process = os.getpid()
             self._loop = loop = LoopThread("ckpipe")
             try:
-                self._served, self._opened = loop.portal.start_task(
-                    serve,
-                    self._settings,
-                    self._lock,
-                    self._events,
-                    world,
-                    self._hooks,
-                    self._preemption,
-                    loop,
-                )
+                with naming_refusals():
+                    self._served, self._opened = loop.portal.start_task(
+                        serve,
+                        self._settings,
+                        self._lock,
+                        self._events,
+                        world,
+                        self._hooks,
+                        self._preemption,
+                        loop,
+                    )
                 if self._guarded:
                     self.guard(*self._guarded)
             except BaseException:

@@ -16,7 +16,14 @@ from ckpipe.catalog.catalog import Catalog
 from ckpipe.catalog.complete import check_members, find_repaired
 from ckpipe.catalog.leases import Lease
 from ckpipe.catalog.sweep import SweepReport
-from ckpipe.errors import AttemptReused, CorruptCheckpoint, SaveCancelled, UsageError, first_error
+from ckpipe.errors import (
+    AttemptReused,
+    CorruptCheckpoint,
+    SaveCancelled,
+    UsageError,
+    first_error,
+    naming_refusals,
+)
 from ckpipe.events import EventBus
 from ckpipe.loading.reader import verify
 from ckpipe.lock.state_lock import StateLock
@@ -208,7 +215,8 @@ class Engine:
         """Read and check every byte of a checkpoint."""
         await self.saves.settled(which)
         backend, arena, lanes = self.catalog.backend, self.context.arena, self._settings.load.lanes
-        info = await find_repaired(backend, which)
+        with naming_refusals(step=which if isinstance(which, int) else None):
+            info = await find_repaired(backend, which)
         try:
             async with self.catalog.checking(info.key) as bundle:
                 done = await verify(backend, bundle, arena, lanes=lanes)

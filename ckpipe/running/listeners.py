@@ -33,7 +33,7 @@ from ckpipe.events import (
     SaveStarted,
     Staged,
 )
-from ckpipe.interpreter import LEAVING, refuse_exit
+from ckpipe.interpreter import refuse_exit, user_code
 from ckpipe.save.context import SaveContext
 from ckpipe.save.save import Save, SaveCall
 from ckpipe.types import SaveReport, SaveStatus, size_text
@@ -69,15 +69,16 @@ class _Hook:
         # A limiter of its own: a blocked hook must not occupy a thread of the pipeline's work.
         limiter = anyio.CapacityLimiter(1)
         returned = await threads.run_sync(
-            _call_inside, self.function, event, limiter=limiter, abandon_on_cancel=True
+            _call_inside, self, event, limiter=limiter, abandon_on_cancel=True
         )
         if inspect.isawaitable(returned):  # an object or lambda may hide a coroutine function
             await returned
 
 
-def _call_inside(function: Callable[[Any], object], event: Event) -> object:
+def _call_inside(hook: _Hook, event: Event) -> object:
     _inside.set(True)  # a thread of the reserve lacks the context of the task
-    return function(event)
+    with user_code(f"The hook {hook.name}", ""):
+        return hook.function(event)
 
 
 class Hooks:
@@ -167,14 +168,14 @@ class Hooks:
             async with hook.turn:
                 await self._call_over(event)
                 await hook.call(event)
-        except (Exception, *LEAVING, asyncio.CancelledError) as raised:
+        except BaseException as raised:
             task = asyncio.current_task()
             if isinstance(raised, asyncio.CancelledError) and (task is None or task.cancelling()):
                 raise
             error = raised
             if not isinstance(error, Exception):
-                # The hook raised SystemExit, or awaited a cancelled task; its own task is not
-                # cancelled.
+                # The hook raised an exception that would end the loop, such as SystemExit, or
+                # awaited a cancelled task; its own task is not cancelled.
                 error = refuse_exit(f"The hook {hook.name}", raised)
                 error.__cause__ = raised
             error.add_note(

@@ -39,6 +39,7 @@ from ckpipe.errors import (
     StoreUnavailable,
     UnsupportedTopology,
     UsageError,
+    naming_refusals,
 )
 from ckpipe.events import CheckpointDamaged, Loaded, LoadFailed, LoadProgress, LoadStarted
 from ckpipe.format.labels import Json
@@ -203,7 +204,8 @@ class Loads:
                     return await self._from_source(source, request, joint)
         alone, named = self._context.world_size == 1, which is not None and not fallback
         left = self._until_closed(request.hold)
-        with telling_touched(request), left, self._numbered(named) as asked:
+        naming = naming_refusals(step=which if isinstance(which, int) else None)
+        with telling_touched(request), left, self._numbered(named) as asked, naming:
             async with self._jointly(request) as joint:
                 if which is not None:
                     await self._saves.settled(which)
@@ -348,7 +350,7 @@ class Loads:
         fallback: bool,
     ) -> LoadResult | _Verdict:
         """Load one checkpoint; return the verdict if it is damaged and a fallback is allowed."""
-        with self._told(info):
+        with self._told(info), naming_refusals(step=info.step):
             fault: CorruptCheckpoint | CheckpointIncomplete | None = None
             try:
                 load = await self._read(info, request, joint)

@@ -15,7 +15,7 @@ import torch
 
 from ckpipe.backend import without_secrets
 from ckpipe.catalog.sweep import SweepReport
-from ckpipe.errors import CheckpointNotFound, UsageError
+from ckpipe.errors import CheckpointNotFound, UsageError, naming_refusals
 from ckpipe.handles import SaveHandle, SyncSaveHandle
 from ckpipe.loading.boxes import boxes_of
 from ckpipe.loading.select import PerRankPolicy
@@ -74,7 +74,7 @@ class Pipeline(PipelineBase):
             UsageError: If ``preemption`` is set and this is not the main thread.
             StoreError: If the store cannot be used.
         """
-        with self._opening():
+        with self._opening(), naming_refusals():
             await anyio.to_thread.run_sync(self._open)
         return self
 
@@ -153,7 +153,10 @@ class Pipeline(PipelineBase):
 
         async def close_in_thread() -> None:
             with anyio.CancelScope(shield=True):
-                await anyio.to_thread.run_sync(close)
+                try:
+                    await anyio.to_thread.run_sync(close)
+                except RuntimeError:  # the system starts no thread, and close() raises nothing
+                    close()
             ended.set()
 
         async with anyio.create_task_group() as tasks:
@@ -217,7 +220,7 @@ class Pipeline(PipelineBase):
             step: The training step; by default one more than that of the last save or load, or,
                 without any, than the greatest that was at the root when the pipeline was opened.
             metrics: Numbers by name, kept in the checkpoint; NaN is allowed.
-            metadata: Plain JSON, kept in the checkpoint.
+            metadata: Plain JSON, at most 200 levels deep, kept in the checkpoint.
             until: ``"staged"`` returns when the state is copied, ``"committed"`` when the
                 checkpoint is durable. ``"captured"`` returns when all of the state is copied except
                 the parameters and state tensors of guarded optimizers. These are copied while

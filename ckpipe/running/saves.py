@@ -19,6 +19,8 @@ from ckpipe.errors import (
     SaveSkipped,
     StoreError,
     first_error,
+    naming_refusals,
+    refusal_of,
 )
 from ckpipe.events import Completed, Event, SaveEnded, SaveFailed, SaveStarted
 from ckpipe.events import SaveSkipped as SkippedEvent
@@ -152,7 +154,7 @@ class Saves:
                     await run_save(save, self._context)
                 await self._tell_line()
         except Exception as group:
-            error = first_error(group)
+            error = refusal_of(group, SaveError) or first_error(group)
             if isinstance(error, CkpipeError):
                 error.located(step=save.id.step, rank=save.rank)
             if isinstance(error, SkipSave):
@@ -247,7 +249,8 @@ class Saves:
     async def _look_back(self) -> None:
         """Check that earlier checkpoints are complete; if that fails, the next save repeats it."""
         try:
-            await self._completions.look()
+            with naming_refusals():
+                await self._completions.look()
         except SaveError as error:
             self.keep(error)
         except CkpipeError as error:

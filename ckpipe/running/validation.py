@@ -25,6 +25,8 @@ from ckpipe.lock.guard import StepGuard
 from ckpipe.lock.holds import callers
 from ckpipe.types import CheckpointInfo
 
+_DEEPEST = 200
+
 Which = int | str | CheckpointInfo
 """A step, the exact id of a checkpoint, or its info."""
 
@@ -224,15 +226,30 @@ def plain_metadata(metadata: Mapping[str, Any], step: int | None) -> dict[str, A
         for name, value in dict(metadata).items():
             text = json.dumps({name: value}, allow_nan=False)
             pairs += json.loads(text, object_pairs_hook=_by_name).items()
-        name = None
-        return _by_name(pairs)
-    except (TypeError, ValueError) as error:
+        name, found = None, _by_name(pairs)
+        _check_depth(found)
+        return found
+    except (TypeError, ValueError, RecursionError) as error:
         raise UsageError(
             f"Metadata must be plain JSON: {error}",
             step=step,
             key=None if name is None else str(name),
             hint="Put other objects in the state",
         ) from error
+
+
+def _check_depth(metadata: dict[str, Any]) -> None:
+    """Refuse a depth that another program's recursion limit might not let it read.
+
+    Raises:
+        ValueError: If containers are nested too deeply.
+    """
+    level: list[Any] = [metadata]
+    for _ in range(_DEEPEST):
+        inside = [each.values() if isinstance(each, dict) else each for each in level]
+        level = [item for each in inside for item in each if isinstance(item, dict | list)]
+    if level:
+        raise ValueError(f"it is nested more than {_DEEPEST} deep")
 
 
 def _by_name(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -194,8 +195,9 @@ class SaveContext:
         return (before - self.arena.blocks) * self.arena.block_bytes
 
     async def warm(self) -> None:
-        """Touch the memory of later saves, block by block, in a worker thread."""
-        while (block := self.arena.next_untouched) is not None:
-            await threads.run_sync(block.touch)
-        while (block := self.arena.next_small_paged) is not None:
-            await threads.run_sync(block.collapse_huge_pages)
+        """Touch the memory of later saves, block by block, in a worker thread if one can start."""
+        with contextlib.suppress(RuntimeError):
+            while (block := self.arena.next_untouched) is not None:
+                await threads.run_sync(block.touch)
+            while (block := self.arena.next_small_paged) is not None:
+                await threads.run_sync(block.collapse_huge_pages)

@@ -279,8 +279,10 @@ class WorkerConnection:
             if left:
                 self._end_all(WorkerDied("The worker process was left to itself"))
             else:
-                with anyio.CancelScope(shield=True):
+                with anyio.CancelScope(shield=True), contextlib.suppress(RuntimeError):
                     await self._clean_up()
+                # Saves are left only if the system started no thread for that.
+                self._end_all(WorkerDied(f"The worker process {self.process.id} is gone"))
             self.over.set()
 
     async def _listen(self) -> None:
@@ -336,15 +338,18 @@ class WorkerConnection:
         """Kill the worker if it hangs; an end is noticed at once elsewhere."""
         while self._silent < LOOKS:
             await anyio.sleep(self._heartbeat)
-            held = await threads.run_sync(is_held, self.process.id)
+            try:
+                held = await threads.run_sync(is_held, self.process.id)
+            except RuntimeError:  # the system starts no thread
+                continue
             self._silent = 0 if held else self._silent + 1
         self._failure = WorkerDied(
             f"it hung: in {LOOKS * self._heartbeat:g} s (worker.hang_seconds) it said nothing, and "
             f"{LOOKS} looks found all its threads asleep (S) or killed. It was killed"
         )
-        first = last = await threads.run_sync(self.process.log_bytes)
-        self.process.tell_stacks()
-        with anyio.move_on_after(STACKS_SECONDS):
+        with anyio.move_on_after(STACKS_SECONDS), contextlib.suppress(RuntimeError):
+            first = last = await threads.run_sync(self.process.log_bytes)
+            self.process.tell_stacks()
             while last == first or last != await threads.run_sync(self.process.log_bytes):
                 last = await threads.run_sync(self.process.log_bytes)
                 await anyio.sleep(0.2)

@@ -185,9 +185,59 @@ def test_a_hook_that_would_end_the_program_does_not_end_the_pipelines_loop(
         assert [each.step for each in pipeline.steps() if each.complete] == [3]
 
 
-def test_listeners_and_predicates_do_not_end_the_loop_either(tmp_path: Path) -> None:
+class _OfItsOwnKind(BaseException):
+    pass
+
+
+class _AwaitsAnd:
+    def __init__(self, error: BaseException) -> None:
+        self._error = error
+
+    async def __call__(self, event: Event) -> None:
+        await anyio.lowlevel.checkpoint()
+        raise self._error
+
+
+def _raising(form: str, error: BaseException) -> Any:
+    def plain(event: Event) -> None:
+        raise error
+
+    async def awaits(event: Event) -> None:
+        raise error
+
+    return {"plain": plain, "awaits": awaits, "awaits later": _AwaitsAnd(error)}[form]
+
+
+ENDS = [_OfItsOwnKind(), GeneratorExit(), BaseExceptionGroup("both", [_OfItsOwnKind()])]
+
+
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("form", ["plain", "awaits", "awaits later"])
+@pytest.mark.parametrize("error", [*ENDS, pytest.fail.Exception("of a test")], ids=repr)
+def test_a_hook_that_raises_what_is_no_exception_ends_no_save(
+    tmp_path: Path, error: BaseException, form: str
+) -> None:
+    raised = pytest.raises(errors.UsageError, match=r"The hook .* raised .*Raise an Exception")
+    with raised as caught, ckpipe.SyncPipeline(tmp_path) as pipeline:
+        pipeline.on_staged(_raising(form, error))
+        assert pipeline.save(STATE, step=1).wait(30).complete
+        assert pipeline.load({"a": torch.zeros(100)}) is not None
+    assert caught.value.__cause__ is error
+    told = pytest.warns(RuntimeWarning, match=r"The hook .* raised ")
+    with told, ckpipe.SyncPipeline(tmp_path, on_error="warn") as pipeline:
+        pipeline.on_staged(_raising(form, error))
+        handles = [pipeline.save(STATE, step=step) for step in (2, 3, 4)]
+        assert all(handle.wait(30).complete for handle in handles)
+    with ckpipe.SyncPipeline(tmp_path) as pipeline:
+        assert [each.step for each in pipeline.steps() if each.complete] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), *ENDS], ids=repr)
+def test_listeners_and_predicates_do_not_end_the_loop_either(
+    tmp_path: Path, error: BaseException
+) -> None:
     def leave(_: Any) -> Any:
-        raise SystemExit(3)
+        raise error
 
     rule = ckpipe.retention.KeepIf(leave)
     with (  # noqa: PT031

@@ -6,7 +6,7 @@
  * are joined by ";", and set by OTHER_FS_RULES or other_fs_rules(), which counts anew.
  *
  * Calls: link, noreplace, rename, unlink, rmdir, mkdir, create, open, direct (an open with O_DIRECT),
- * sync (of a file), syncdir, write, preallocate.
+ * sync (of a file), syncdir, close (of a file), closedir, write, preallocate.
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -140,6 +140,12 @@ int fsync(int file) {
     struct stat found;
     int is_directory = !fstat(file, &found) && S_ISDIR(found.st_mode);
     ANSWER(is_directory ? "syncdir" : "sync", file, NULL, REAL(fsync)(file));
+}
+
+int close(int file) {
+    struct stat found;
+    int is_directory = rules_used && !fstat(file, &found) && S_ISDIR(found.st_mode);
+    ANSWER(is_directory ? "closedir" : "close", file, NULL, REAL(close)(file));
 }
 
 int fallocate64(int file, int mode, off64_t offset, off64_t length) {

@@ -96,6 +96,12 @@ def check(root: str, committed: list[int]) -> list[str]:
     return [f"{info.id}: {info.reason}" for info in found if not info.complete]
 
 
+def descriptors() -> list[int]:
+    """Return the open descriptors, without the one that lists them."""
+    found = [int(each) for each in os.listdir("/proc/self/fd")]
+    return [each for each in found if os.path.lexists(f"/proc/self/fd/{each}")]
+
+
 def outcome(root: str, rules: str) -> dict[str, Any]:
     """Use a store while rules hold, and check it without."""
     committed: list[int] = []
@@ -105,6 +111,7 @@ def outcome(root: str, rules: str) -> dict[str, Any]:
     set_rules(rules)
     use(root, committed, errors)
     struck = set_rules("")
+    opened = [os.readlink(f"/proc/self/fd/{each}") for each in descriptors()]
     logging.getLogger("ckpipe").removeHandler(warnings)
     left = [name for _, _, names in os.walk(root) for name in names if name.startswith(".ckpipe-")]
     return {
@@ -113,6 +120,7 @@ def outcome(root: str, rules: str) -> dict[str, Any]:
         "errors": errors,
         "warnings": warnings.texts,
         "left": left,
+        "opened": [each for each in opened if each.startswith(root)],
         "incomplete": check(root, committed),
     }
 

@@ -106,6 +106,7 @@ class Outcome:
         errors: The errors that reached the program.
         warnings: What was logged as a warning.
         left: Temporary files that are left.
+        opened: Files and directories that are left open.
         incomplete: Checkpoints that are listed as incomplete, and why.
     """
 
@@ -115,12 +116,13 @@ class Outcome:
     errors: list[str]
     warnings: list[str]
     left: list[str]
+    opened: list[str]
     incomplete: list[str]
 
     def check_unnoticed(self) -> None:
         """Check that no call's failure has come to more than another try."""
         warnings = [each for each in self.warnings if "rying again in " not in each]
-        assert [*self.errors, *warnings, *self.left, *self.incomplete] == [], self.rules
+        assert [*self.errors, *warnings, *self.left, *self.opened, *self.incomplete] == []
         assert self.committed == SAVES, self.rules
 
 
@@ -230,6 +232,32 @@ def test_a_sync_that_fails_for_a_moment_fails_no_more_than_one_save(
             assert found.left == []
         else:
             found.check_unnoticed()
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("code", [errno.EIO, errno.EDQUOT, errno.EINTR])
+@pytest.mark.parametrize("call", ["close", "closedir"])
+def test_a_close_that_fails_leaves_nothing_open(
+    other: OtherFileSystem, call: str, code: int
+) -> None:
+    for found in each_call(other, call, code, "after"):
+        assert found.opened == [], found.rules
+        assert len(found.errors) <= 1
+        if call == "closedir":
+            found.check_unnoticed()
+
+
+@pytest.mark.parametrize("code", [errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, ENOTSUPP])
+def test_a_file_system_that_makes_nothing_durable_is_refused(
+    other: OtherFileSystem, code: int
+) -> None:
+    found = other.use(f"sync 1 {ALL} {code} before")
+    assert found.errors
+    for error in found.errors:
+        assert error.startswith("StoreError: ")
+        assert "makes no file durable (fsync: " in error
+        assert "Name a directory of another file system" in error
+    assert found.left == []
 
 
 def test_names_of_files_that_are_deleted_while_open_are_passed_over(

@@ -86,6 +86,12 @@ class ForkedProgram:
             self.stdout = os.fdopen(os.dup(taken.fileno()))
 
     @property
+    def pid(self) -> int:
+        """Its process id."""
+        assert self._process.pid is not None
+        return self._process.pid
+
+    @property
     def returncode(self) -> int | None:
         return self._process.exitcode
 
@@ -99,8 +105,7 @@ class ForkedProgram:
 
     def send_signal(self, number: int) -> None:
         """Send it a signal."""
-        assert self._process.pid is not None
-        os.kill(self._process.pid, number)
+        os.kill(self.pid, number)
 
     def errors(self) -> str:
         """Return what it has written to its standard error since the last call."""

@@ -46,7 +46,8 @@ def running(command: list[str], log: Path, port: int) -> Iterator[None]:
         log: The file for what it says; it runs in the folder of that.
         port: Where it answers once it is ready.
     """
-    environment = os.environ | {"GOMEMLIMIT": "400MiB"}
+    # SeaweedFS logs into the folder of temporary files too.
+    environment = os.environ | {"GOMEMLIMIT": "400MiB", "TMPDIR": str(log.parent)}
     with log.open("wb") as output:
         process = subprocess.Popen(
             command, stdout=output, stderr=subprocess.STDOUT, env=environment, cwd=log.parent

@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
-import contextlib
 import signal
+import sys
 import tempfile
 from pathlib import Path
+from typing import NoReturn
 
 from tests.support import gcs_servers, s3_servers
 
+ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def end(*_: object) -> NoReturn:
+    """Leave the blocks that end the servers and remove their folder; no other signal stops that."""
+    for each in ENDS:
+        signal.signal(each, signal.SIG_IGN)
+    sys.exit()
+
 
 def main() -> None:
-    """Run SeaweedFS and the GCS emulator with a bucket each, until Ctrl-C."""
+    """Run SeaweedFS and the GCS emulator with a bucket each, until a signal ends them."""
+    for each in ENDS:
+        signal.signal(each, end)
     s3_servers.set_up_process()
     gcs_servers.set_up_process()
     with (
@@ -30,8 +42,7 @@ def main() -> None:
         print(f"  export STORAGE_EMULATOR_HOST={gcs.url}")
         print("  ckpipe bench gs://demo/run-1")
         print("Ctrl-C stops the servers and forgets their data.", flush=True)
-        with contextlib.suppress(KeyboardInterrupt):
-            signal.pause()
+        signal.pause()  # a handler that raises ends it
 
 
 if __name__ == "__main__":
