@@ -18,6 +18,7 @@ from ckpipe.errors import (
     SaveError,
     SaveSkipped,
     StoreError,
+    UsageError,
     first_error,
     naming_refusals,
     refusal_of,
@@ -99,7 +100,7 @@ class Saves:
         context, retention = self._context, self._context.settings.retention
         async with self._accepted(request.step):
             failure = None if self.have_begun else await self._claim(request.step)
-            step = self._follow_up() if request.step is None else request.step
+            step = await self._follow_up() if request.step is None else request.step
             # A failed save counts too, since the same save counts on the other ranks.
             id = self._names.name(step) if failure else await self._next_name(step)
             save = Save(id, context.rank, request)
@@ -179,14 +180,26 @@ class Saves:
         async with self._warming:
             await self._context.warm()
 
-    def _follow_up(self) -> int:
-        """Return the step of a save that was given none."""
-        if self._next_step is not None:
-            return self._next_step
-        step = self._launch.beside.next_step
-        if step:
+    async def _follow_up(self) -> int:
+        """Return the step of a save that was given none.
+
+        Raises:
+            UsageError: If the first such step is another one on another rank.
+        """
+        context, beside = self._context, self._launch.beside
+        step = beside.next_step if self._next_step is None else self._next_step
+        if self._next_step is None and step:
             told = "save() was given no step, and nothing was loaded: it goes on with step %d at %s"
             logger.info(told, step, self._place)
+        if context.world_size > 1 and not self.accepted and self.have_begun:
+            agreed = await agree(context.store.retrying, context.attempt, "first-step", step)
+            if agreed != step:
+                raise UsageError(
+                    f"save() was given no step: on this rank it would be {step}, on another "
+                    f"{agreed}, since only some have loaded",
+                    rank=context.rank,
+                    hint="Load the same checkpoint on all ranks, or pass step=",
+                )
         return step
 
     def _note_complete(self, event: Event) -> None:

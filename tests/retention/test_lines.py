@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -291,3 +292,15 @@ def test_no_line_is_pruned_if_that_of_the_newest_is_unknown(tmp_path: Path) -> N
         assert len(pipeline.prune(dry_run=True).remove) == 2, "the line that it has loaded"
     launch(tmp_path, 4, load={"step": 3}, keep_last=1)
     assert complete(tmp_path) == [3, 10, 4]
+
+
+def test_checkpoints_without_the_field_are_one_line(tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    shutil.copytree(Path(__file__).parents[1] / "data" / "format-v1" / "world-1", root)
+    launch(root, 10, 20, keep_last=1)
+    assert complete(root) == [500, 20], "a launch that loaded nothing leaves them alone"
+    launch(root, 501, 502, 503, load={"step": 500}, keep_last=1)
+    assert complete(root) == [500, 20, 503], "one that has loaded goes on with them"
+    assert lines(root)[0] == lines(root)[2] == ""
+    launch(root, 504, load={}, keep_last=1)
+    assert complete(root) == [20, 503, 504]
