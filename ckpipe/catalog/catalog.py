@@ -110,8 +110,8 @@ class Catalog:
         read_only: True if no lease may be written, so that reads are not protected.
         all_lines: True if the rule counts the checkpoints of all lines of launches together.
         resumed_from: The checkpoint from which this run has resumed, which is kept.
-        loaded: The number of the last load in this process, and id and line of its checkpoint.
-        line: The line that this launch has taken over; None for one of its own.
+        loaded_line: The line of the checkpoint that this pipeline has loaded last.
+        line: The line of this launch, once its first save has settled it.
         greatest: The newest of the complete checkpoints of the greatest step, as last listed.
         summaries: The known summaries of checkpoints; those of deleted ones are dropped.
         loading: Number of loads and copies that read each checkpoint now.
@@ -123,7 +123,7 @@ class Catalog:
     read_only: bool = False
     all_lines: bool = False
     resumed_from: str | None = None
-    loaded: tuple[int, str, str] | None = None
+    loaded_line: str | None = None
     line: str | None = None
     greatest: CheckpointId | None = None
     summaries: Summaries = field(default_factory=Summaries)
@@ -404,7 +404,8 @@ class Catalog:
         Args:
             attempt: The name of this process's launch, whose newest checkpoint stays.
             now: The time by the store's own clock; None asks for it.
-            line: The line; None for that of this launch, or, without one, of the newest checkpoint.
+            line: The line, unless this launch has complete checkpoints, which tell it; None for
+                that of the newest checkpoint.
             dry_run: True to only return the decision with its reasons.
 
         Returns:
@@ -500,8 +501,9 @@ class Catalog:
         inquiry = SummaryQuery(self.backend, complete, summaries, few=_FEW)
         while True:
             candidates = await inquiry.candidates()
-            mine = self._witness(candidates, own)
-            wanted = line if line is not None or mine is None else mine.line
+            mine = [each for each in candidates if launch_id(each.attempt) == own]
+            telling = mine[:1] or (candidates[:1] if line is None else [])
+            wanted = telling[0].line if telling else line
             counted = [each for each in candidates if self.all_lines or each.line == wanted]
             running = newest_of_launches(candidates, keep)
             firsts = {each.id for each in (*candidates[:1], *counted[:1])}
@@ -513,7 +515,7 @@ class Catalog:
             decision = decide(counted, rule, now=now, protected=kept | keep)
             # The indexes of these must be read before a checkpoint is deleted or reported.
             deciding = {*firsts, *newest_of_launches(candidates, protected)}
-            deciding |= set() if mine is None else {mine.id}
+            deciding |= {each.id for each in telling}
             if rule is not None and decision.remove:
                 losers = set(decision.remove)
                 deciding |= losers | rule.rivals(counted, losers, now)
@@ -521,10 +523,10 @@ class Catalog:
                 break
         others = {each.id for each in candidates} - decision.reasons.keys()
         unknown = [each.id for each in complete if each.id not in summaries]
-        if line is None and mine is not None and not self.all_lines:
-            _check_line_known(complete[0], mine, own, self.resumed_from)
+        if line is None and not mine and telling and not self.all_lines:
+            _check_line_known(complete[0], telling[0])
         stay = {name: keep.get(name, UNREAD) for name in unknown}
-        stay |= {name: keep.get(name, OTHER_LINE) for name in others}
+        stay |= dict.fromkeys(others, OTHER_LINE)
         stays = {*decision.keep, *stay}
         return Decision(
             keep=tuple(each.id for each in complete if each.id in stays),
@@ -532,18 +534,6 @@ class Catalog:
             reasons={**decision.reasons, **stay},
             missing_metrics=decision.missing_metrics,
         )
-
-    def _witness(self, candidates: Sequence[Candidate], own: str | None) -> Candidate | None:
-        """Return the newest checkpoint of the line to prune, if none is named.
-
-        That is the newest of this launch or the one that it has resumed from, else the newest.
-        """
-        mine = (
-            each
-            for each in candidates
-            if launch_id(each.attempt) == own or each.id == self.resumed_from
-        )
-        return next(mine, next(iter(candidates), None))
 
     def missing_text(self, metric: str) -> str:
         """Return the message that the rule lacks a metric and removes nothing."""
@@ -600,18 +590,13 @@ class Catalog:
         return replace(report, remove=remove, keep=keep, uploads=uploads)
 
 
-def _check_line_known(
-    newest: CheckpointInfo, witness: Candidate, own: str | None, resumed_from: str | None
-) -> None:
+def _check_line_known(newest: CheckpointInfo, readable: Candidate) -> None:
     """Refuse to take the line of a checkpoint for that of a newer one with an unreadable index.
 
     Raises:
-        CorruptCheckpoint: If the newest is of another launch, and neither is this process's own.
+        CorruptCheckpoint: If they are of different launches.
     """
-    launch = launch_id(witness.attempt)
-    if witness.id == resumed_from or launch in (own, launch_id(newest.attempt)):
-        return
-    if newest.key > CheckpointId(witness.attempt, witness.step, witness.count):
+    if launch_id(newest.attempt) != launch_id(readable.attempt) and newest.id != readable.id:
         raise CorruptCheckpoint(
             f"The index of the newest, {newest.id}, cannot be read: the line to prune is unknown",
             step=newest.step,

@@ -14,7 +14,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ckpipe.catalog.catalog import OTHER_LINE, Catalog
+from ckpipe.catalog.catalog import OTHER_LINE, UNREAD, Catalog
 from ckpipe.catalog.sweep import SweepReport
 from ckpipe.cli.running import NO_LINE, OK, Step, Url, serve, which
 from ckpipe.cli.screen import Screen, table
@@ -105,7 +105,7 @@ def prune_(
             now = datetime.now(UTC) if dry_run else None
             wanted = "" if line == NO_LINE else line
             decision = await catalog.prune(now=now, line=wanted, dry_run=dry_run)
-        if line is not None and {*decision.reasons.values()} <= {OTHER_LINE}:
+        if line is not None and {*decision.reasons.values()} <= {OTHER_LINE, UNREAD}:
             raise UsageError(f"No complete checkpoint is of line {line!r}", hint="ls shows lines")
         keep = {name: decision.reasons[name] for name in decision.keep}
         remove = {name: decision.reasons[name] for name in decision.remove}

@@ -323,18 +323,22 @@ class Launch:
                 self.attempt, self.beside = await _agree_on_start(
                     self._backend, self.attempt, self.beside
                 )
+            if any(launch_id(name.rpartition(".")[0]) == self.id for name in self.names):
+                raise self._reused()  # copied from another root, which has its claims
             key = claim_key(self.id, self._topology.rank)
             created = await create_once(self._backend, key, self._claim)
             # An existing one may be our own claim, if an answer was lost.
             if not created and await self._backend.get(key, max_bytes=_MAX_BYTES) != self._claim:
-                raise AttemptReused(
-                    f"The attempt id {self.id!r} was used here before",
-                    rank=self._topology.rank,
-                    hint="Give every launch and restart an id of its own, or leave attempt_id "
-                    "unset",
-                )
+                raise self._reused()
             self.claimed.set()
             return self.attempt
+
+    def _reused(self) -> AttemptReused:
+        return AttemptReused(
+            f"The attempt id {self.id!r} was used here before",
+            rank=self._topology.rank,
+            hint="Give every launch and restart an id of its own, or leave attempt_id unset",
+        )
 
     async def withdraw(self) -> None:
         """Remove the objects of a launch if none of its ranks has saved.

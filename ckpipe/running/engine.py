@@ -35,6 +35,7 @@ from ckpipe.preemption import StopRequest
 from ckpipe.ranks.launch import Launch, arrange_meeting, draft_launch, unclaimed_attempt
 from ckpipe.ranks.world import Topology, World
 from ckpipe.retention import Decision
+from ckpipe.running import lines
 from ckpipe.running.coordinated_saves import CoordinatedSaves
 from ckpipe.running.listeners import Hooks
 from ckpipe.running.loads import Loads
@@ -93,7 +94,7 @@ class Engine:
         self.saves = Saves(context, launch, tasks, hooks, place)
         self.loads = Loads(context, launch, self.saves, place)
         self.stopped = anyio.Event()
-        self._settings, self._tasks = settings, tasks
+        self._settings, self._tasks, self._launch = settings, tasks, launch
         self._hooks, self._preemption = hooks, preemption
         agreement, schedule = self.saves.agreement, self.saves.schedule
         self._calls = CoordinatedSaves(context, launch, agreement, schedule, preemption)
@@ -246,9 +247,14 @@ class Engine:
 
     async def prune(self, *, dry_run: bool) -> Decision:
         """Apply the retention rules now, or only decide."""
+        resume, line = self._settings.resume, self.catalog.line
+        if line is None and (found := lines.presumed(self.catalog, self._launch, resume)):
+            line = found[1]
+        elif line is None and resume == "never":
+            line = self._launch.id
         if dry_run:
-            return await self.catalog.prune(self.context.attempt, dry_run=True)
-        return await retention.prune(self.context.store, self.context.attempt)
+            return await self.catalog.prune(self.context.attempt, line=line, dry_run=True)
+        return await retention.prune(self.context.store, self.context.attempt, line)
 
     async def sweep(self, *, dry_run: bool) -> SweepReport:
         """Remove the remains of crashed runs, or only list them."""
@@ -321,6 +327,8 @@ async def serve(
                 tasks.cancel_scope.cancel()
         finally:
             context.arena.close()
+            if not engine.saves.have_begun:
+                lines.hand_on(context.store.catalog)
             with anyio.CancelScope(shield=True):
                 await lease.release()
             if launch.claimed.is_set() and not engine.saves.have_begun:  # else nothing was written

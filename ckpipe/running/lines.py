@@ -2,10 +2,11 @@
 
 Theory. A launch that has loaded nothing of its root begins a line, named by its id. A launch that
 has loaded takes over the line of the checkpoint that it loaded last before its first save. Loads of
-weights alone count too, and so do loads of this process that only read, such as ``ckpipe.load``, if
-the checkpoint lay on the root when the pipeline was opened. So a run and its restarts are one line,
-also if they go back or fall back, and a script without a load, or a second experiment on the root,
-deletes nothing of others.
+weights alone count too. A launch whose pipeline has loaded nothing takes over the line of a load by
+``ckpipe.load``, or by another pipeline of this process that saves nothing, if the checkpoint lay on
+the root when the pipeline was opened. Such a load serves one launch. So a run and its restarts are
+one line, also if they go back or fall back, and a script without a load, or a second experiment on
+the root, deletes nothing of others.
 
 Each rank writes the name into its manifest. The chain of ``resumed_from`` would not do: it breaks
 when retention deletes a link. The line of a checkpoint is that of its first rank that had loaded
@@ -14,11 +15,10 @@ when retention deletes a link. The line of a checkpoint is that of its first ran
 
 from __future__ import annotations
 
-import itertools
 import logging
 
 from ckpipe.catalog.catalog import Catalog
-from ckpipe.catalog.find import read_index
+from ckpipe.catalog.find import discover, read_index
 from ckpipe.errors import CorruptCheckpoint, StoreError, UnsupportedVersion
 from ckpipe.format.manifest import ManifestDocument
 from ckpipe.format.names import launch_id
@@ -27,38 +27,61 @@ from ckpipe.types import CheckpointId
 
 logger = logging.getLogger("ckpipe")
 
-_numbers = itertools.count()
-_read: dict[str, tuple[int, str, str]] = {}
-"""Loads that only read, by the id of the checkpoint: as :attr:`Catalog.loaded`."""
+_read: dict[str, str] = {}
+"""The lines of loaded checkpoints for the next launch, by id, the last load last."""
 
 
 def record(catalog: Catalog, document: ManifestDocument) -> None:
     """Record that a checkpoint of ckpipe was loaded."""
-    if document.source is not None:
-        return
-    catalog.resumed_from = name = str(document.id)
-    catalog.loaded = next(_numbers), name, document.line
-    if catalog.read_only:
-        _read[name] = catalog.loaded
+    if document.source is None:
+        catalog.resumed_from, catalog.loaded_line = str(document.id), document.line
+        if catalog.read_only:
+            hand_on(catalog)
 
 
-def settle(catalog: Catalog, launch: Launch) -> None:
+def hand_on(catalog: Catalog) -> None:
+    """Leave the last load of a pipeline that saves nothing to the next launch of the process."""
+    if catalog.resumed_from is not None and catalog.loaded_line is not None:
+        _read.pop(catalog.resumed_from, None)
+        _read[catalog.resumed_from] = catalog.loaded_line
+
+
+def presumed(catalog: Catalog, launch: Launch, resume: str) -> tuple[str | None, str] | None:
+    """Return the checkpoint and the line that a launch would take over now; None for neither."""
+    if catalog.loaded_line is not None:
+        return catalog.resumed_from, catalog.loaded_line
+    if resume == "never":
+        return None
+    found = [each for each in [*_read.items()] if each[0] in launch.names]
+    return found[-1] if found else None
+
+
+def settle(catalog: Catalog, launch: Launch, resume: str) -> None:
     """Settle the line of a launch, at its first save, by the last load before."""
-    loads = [found for name, found in [*_read.items()] if name in launch.names]
-    if catalog.loaded is not None:
-        loads.append(catalog.loaded)
-    if loads:
-        _, catalog.resumed_from, catalog.line = max(loads)
+    found = presumed(catalog, launch, resume)
+    if found is not None and catalog.loaded_line is None:
+        logger.info("This run goes on with the line of %s, which this process has loaded", found[0])
+        for name in launch.names:
+            _read.pop(name, None)
+    catalog.resumed_from, catalog.line = (None, launch.id) if found is None else found
 
 
-def tell_begun(launch: Launch, place: str) -> None:
-    """Warn that a launch begins a line beside the complete checkpoints of others at a place."""
+async def tell_begun(catalog: Catalog, launch: Launch, place: str) -> None:
+    """Warn that a launch begins a line beside the complete checkpoints of others at a place.
+
+    Raises:
+        StoreError: If the store failed.
+    """
+    known = await discover(catalog.backend)
+    others = [each for each in known if each.complete and launch_id(each.attempt) != launch.id]
+    if not others:
+        return
     logger.warning(
         "Launch %s has loaded nothing, so it begins a line of its own beside the %d complete "
         "checkpoints of other launches at %s, the newest %s: they stay. To go on with them, load "
         "before the first save. `ckpipe ls %s` shows the lines, `ckpipe prune %s --line LINE "
         '--keep-last N` removes old ones; retention={"lines": "all"} counts all lines together',
-        launch.id, launch.beside.count, place, launch.beside.newest, place, place,
+        launch.id, len(others), place, others[0].id, place, place,
     )  # fmt: skip
 
 

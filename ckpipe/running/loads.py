@@ -210,12 +210,9 @@ class Loads:
                 if which is not None:
                     await self._saves.settled(which)
                 agreements = None if alone or named else await self._agreeing()
-                result = await self._first_whole(
+                return await self._first_whole(
                     which, request, agreements, asked, joint, fallback=fallback
                 )
-        if which is None and result is not None and result.id is not None:
-            await self._tell_greater(_info(result.id).key)
-        return result
 
     async def choose(self, which: int | str | None, name: str | None) -> CheckpointInfo | None:
         """Choose the checkpoint that a load would take, the same on all ranks, with its summary.
@@ -313,6 +310,8 @@ class Loads:
                 verdict = await self._refuse(info, error, None, damaged)
             if isinstance(verdict, LoadResult):
                 self._saves.loaded(verdict.step)
+                if which is None and not damaged:
+                    await self._tell_greater(info.key)
                 assert verdict.report is not None
                 return replace(verdict, report=replace(verdict.report, damaged=damaged))
             first = first or verdict.error or _error_elsewhere(info, verdict)

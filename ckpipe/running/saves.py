@@ -215,19 +215,25 @@ class Saves:
             return
         if context.settings.retention.lines == "all":
             return
-        if context.world_size > 1:
-            question, backend = "tells-line", context.store.retrying
-            with contextlib.suppress(CkpipeError):
-                if await agree(backend, context.attempt, question, context.rank) != context.rank:
-                    return
-        lines.tell_begun(launch, self._place)
+        backend, rank = context.store.retrying, context.rank
+        with contextlib.suppress(CkpipeError):
+            teller = rank
+            if context.world_size > 1:
+                teller = await agree(backend, context.attempt, "tells-line", rank)
+            if teller != rank:
+                return
+            await lines.tell_begun(context.store.catalog, launch, self._place)
 
     async def _claim(self, step: int | None) -> StoreError | None:
         """Claim the launch; return the error of the store if ``on_error`` is ``"warn"``."""
         try:
             self._context.attempt = self._names.attempt = await self._launch.claim()
             self.have_begun = True
-            lines.settle(self._context.store.catalog, self._launch)
+            catalog = self._context.store.catalog
+            lines.settle(catalog, self._launch, self._context.settings.resume)
+            if self._next_step is None and catalog.resumed_from is not None:
+                id = CheckpointId.parse(catalog.resumed_from)
+                self._next_step = None if id is None else id.step + 1
         except CkpipeError as error:
             error.located(step=step, rank=self._context.rank)
             if self._context.settings.on_error == "raise" or not isinstance(error, StoreError):

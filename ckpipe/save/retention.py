@@ -38,9 +38,10 @@ async def run(
         async for info in inbox:
             # Here it delays neither the commit nor its waiters.
             summaries = context.catalog.summaries
-            if info.id in summaries:
-                await write_summary(context.backend, info.key, summaries[info.id])
-            if context.catalog.rule is None or info.id not in summaries:  # its line is unknown
+            found = summaries.known.get(info.id)
+            if found is not None:
+                await write_summary(context.backend, info.key, found)
+            if context.catalog.rule is None or found is None:  # its line is unknown
                 continue
             prunes = context.prunes
             prunes.unpruned += 1
@@ -54,20 +55,22 @@ async def run(
                 finally:
                     prunes.pending = False
                 with save.clock.timing("retention"):
-                    decision = await prune(context, save.id.attempt, after=save.id)
+                    decision = await prune(context, save.id.attempt, found.line, after=save.id)
             for name in decision.remove:
                 reason = decision.reasons[name]
                 context.events.emit(Pruned(*save.where, name, reason))
 
 
-async def prune(context: StoreContext, attempt: str, after: CheckpointId | None = None) -> Decision:
+async def prune(
+    context: StoreContext, attempt: str, line: str | None, after: CheckpointId | None = None
+) -> Decision:
     """Delete the checkpoints that the rules do not keep; return the decision with its reasons.
 
     Args:
         attempt: The name of this launch, whose newest checkpoint stays.
-        after: A checkpoint whose index this process has just written; its line is pruned. Its time
-            is the store's time, which otherwise costs several writes. It may be early: then
-            retention keeps more.
+        line: The line, as for :meth:`ckpipe.catalog.catalog.Catalog.prune`.
+        after: A checkpoint whose index this process has just written. Its time is the store's time,
+            which otherwise costs several writes. It may be early: then retention keeps more.
 
     Raises:
         StoreError: If the store failed; another prune continues where this one stopped.
@@ -77,9 +80,6 @@ async def prune(context: StoreContext, attempt: str, after: CheckpointId | None 
     if after is not None:
         with contextlib.suppress(ObjectNotFound):  # another process has deleted it already
             now = (await context.retrying.stat(index_key(after))).modified
-    line = None
-    if after is not None and str(after) in catalog.summaries:
-        line = catalog.summaries[str(after)].line
     decision = await catalog.prune(attempt, now=now, line=line)
     counted = sum(decision.reasons[name] != OTHER_LINE for name in decision.keep)
     prunes.kept, prunes.unpruned = counted, max(0, prunes.unpruned - waiting)

@@ -106,6 +106,7 @@ JOINS: dict[str, tuple[dict[str, Any] | None, Callable[[Path], object]]] = {
     "weights alone": ({"include": ["model.*"]}, lambda root: None),
     "ckpipe.load": (None, ckpipe.load),
     "a pipeline that reads": (None, weights),
+    "a pipeline that saves nothing": (None, lambda root: launch(root, load={})),
 }
 
 
@@ -246,7 +247,7 @@ def test_a_newest_load_tells_of_a_greater_step_of_another_line(
 ) -> None:
     launch(tmp_path, 100, 300)
     launch(tmp_path, 200, load={"step": 100})
-    launch(tmp_path, load={})
+    launch(tmp_path, 201, load={})
     assert "is there too" not in caplog.text, "the run went back"
     launch(tmp_path, 10)
     for load in (lambda: ckpipe.load(tmp_path), lambda: launch(tmp_path, load={})):
@@ -304,3 +305,77 @@ def test_checkpoints_without_the_field_are_one_line(tmp_path: Path) -> None:
     assert lines(root)[0] == lines(root)[2] == ""
     launch(root, 504, load={}, keep_last=1)
     assert complete(root) == [20, 503, 504]
+
+
+def test_a_read_serves_one_launch_that_may_resume(tmp_path: Path) -> None:
+    launch(tmp_path, 100, 200)
+    ckpipe.load(tmp_path)
+    launch(tmp_path, 1, 2, resume="never", keep_last=1)
+    assert complete(tmp_path) == [100, 200, 2]
+    launch(tmp_path, 300, keep_last=1)
+    assert complete(tmp_path) == [200, 2, 300], "the one that was read, and the next"
+    launch(tmp_path, 10, 20, keep_last=1)
+    assert complete(tmp_path) == [200, 2, 300, 20], "the load has served a launch already"
+
+
+def test_a_read_beside_a_resumed_run_changes_no_line(tmp_path: Path) -> None:
+    launch(tmp_path, 100, 200, 300)
+    launch(tmp_path, 1, 2)
+    with SettlingPipeline(tmp_path, keep_last=1) as pipeline:
+        pipeline.load(step=2)
+        ckpipe.load(tmp_path, step=300)
+        for step in (3, 4):
+            pipeline.save(state(step), step=step)
+            settle(pipeline)
+    assert complete(tmp_path) == [100, 200, 300, 2, 4]
+
+
+def test_a_call_of_prune_keeps_to_the_line_of_the_launch(tmp_path: Path) -> None:
+    launch(tmp_path, 1)
+    with SettlingPipeline(tmp_path, keep_last=1) as one:
+        launch(tmp_path, 100, 200, 300)
+        one.save(state(2), step=2)
+        one.load(step=300)
+        one.save(state(3), step=3)
+        settle(one)
+        one.prune()
+    assert complete(tmp_path) == [1, 3, 100, 200, 300]
+    with ckpipe.SyncPipeline(tmp_path, keep_last=1, resume="never") as anew:
+        assert not anew.prune().remove
+    ckpipe.load(tmp_path, step=3)
+    with ckpipe.SyncPipeline(tmp_path, keep_last=1) as reader:
+        assert not reader.prune().remove, "the line that it would go on with"
+        reader.load(step=300)
+        assert len(reader.prune().remove) == 2
+
+
+def test_a_launch_id_of_copied_checkpoints_is_used(tmp_path: Path) -> None:
+    launch(tmp_path / "run", 10, attempt_id="exp")
+    ckpipe.copy(tmp_path / "run", tmp_path / "copy", 10)
+    with (
+        ckpipe.SyncPipeline(tmp_path / "copy", attempt_id="exp") as pipeline,
+        pytest.raises(errors.AttemptReused),
+    ):
+        pipeline.save(state(), step=1)
+
+
+def test_the_warning_counts_what_is_there(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    launch(tmp_path, 10, 20)
+    with SettlingPipeline(tmp_path) as pipeline:
+        for step in (10, 20):
+            pipeline.delete(step, force=True)
+        pipeline.save(state(), step=1)
+        settle(pipeline)
+    assert BEGINS not in caplog.text
+
+
+def test_no_greater_step_is_told_of_if_the_load_fell_back(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    launch(tmp_path, 100)
+    launch(tmp_path, 300)
+    for path in tmp_path.glob("step-000000000300.*/*.safetensors"):
+        path.write_bytes(b"damaged")
+    with pytest.warns(RuntimeWarning, match="damaged"):
+        assert ckpipe.load(tmp_path, fallback=True).step == 100
+    assert "is there too" not in caplog.text
