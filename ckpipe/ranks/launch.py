@@ -35,7 +35,6 @@ import json
 import secrets
 import time
 from collections.abc import Collection, Iterable
-from dataclasses import astuple, dataclass
 from datetime import UTC, datetime, timedelta
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any
@@ -252,30 +251,6 @@ _MAX_BYTES = 4096
 _REMOVE_SECONDS = 5.0
 
 
-@dataclass(frozen=True, slots=True)
-class Beside:
-    """The complete checkpoints of a root when a launch was opened, the same on all its ranks.
-
-    Args:
-        count: Their number.
-        newest: Id of the newest; empty without one.
-        greatest: Id of the newest of those with the greatest step; empty without one.
-    """
-
-    count: int = 0
-    newest: str = ""
-    greatest: str = ""
-
-    @property
-    def next_step(self) -> int:
-        """The step after the greatest; 0 without one."""
-        greatest = CheckpointId.parse(self.greatest)
-        return 0 if greatest is None else greatest.step + 1
-
-
-_NOTHING = Beside()
-
-
 class Launch:
     """The name of a launch, and the claim of one of its ranks.
 
@@ -283,8 +258,9 @@ class Launch:
         backend: The store.
         attempt: The name; its start may change with the claim.
         topology: This rank and the world size.
-        beside: The complete checkpoints at opening; they may change with the claim.
-        names: The ids of these, as far as this rank has listed them.
+        greatest: Id of the newest of the complete checkpoints of the greatest step at opening, the
+            same on all ranks once it is claimed; empty if there were none.
+        names: The ids of the complete checkpoints, as far as this rank has listed them.
         shares_start: True if the ranks agree on the start by an object.
     """
 
@@ -293,12 +269,12 @@ class Launch:
         backend: Backend,
         attempt: str,
         topology: Topology,
-        beside: Beside = _NOTHING,
+        greatest: str = "",
         names: Collection[str] = (),
         *,
         shares_start: bool = False,
     ) -> None:
-        self.attempt, self.beside, self.names = attempt, beside, frozenset(names)
+        self.attempt, self.greatest, self.names = attempt, greatest, frozenset(names)
         self.id = launch_id(attempt)
         self.claimed = anyio.Event()
         self._backend, self._topology, self._shares_start = backend, topology, shares_start
@@ -320,8 +296,8 @@ class Launch:
             if self.claimed.is_set():
                 return self.attempt
             if self._shares_start:
-                self.attempt, self.beside = await _agree_on_start(
-                    self._backend, self.attempt, self.beside
+                self.attempt, self.greatest = await _agree_on_start(
+                    self._backend, self.attempt, self.greatest
                 )
             if any(launch_id(name.rpartition(".")[0]) == self.id for name in self.names):
                 raise self._reused()  # copied from another root, which has its claims
@@ -381,8 +357,8 @@ async def draft_launch(
     """
     if attempt_id is None and meeting is not None and topology.rank:
         published = await anyio.to_thread.run_sync(meeting.join, abandon_on_cancel=True)
-        name, beside = json.loads(published)
-        return Launch(backend, name, topology, Beside(*beside))
+        name, greatest = json.loads(published)
+        return Launch(backend, name, topology, greatest)
     chosen = attempt_id or secrets.token_hex(4)
     try:
         attempt_name(datetime.now(UTC), chosen)
@@ -391,15 +367,12 @@ async def draft_launch(
     known = await discover(backend)
     name = attempt_name(_after_all_others(known), chosen)
     complete = {each.id: each.key for each in known if each.complete}
-    beside = _NOTHING
-    if complete:
-        greatest = max(complete.values(), key=lambda id: (id.step, id))
-        beside = Beside(len(complete), next(iter(complete)), str(greatest))
+    greatest = max(complete, key=lambda name: (complete[name].step, complete[name]), default="")
     if attempt_id is None and meeting is not None:
-        published = json.dumps([name, astuple(beside)])
+        published = json.dumps([name, greatest])
         await anyio.to_thread.run_sync(meeting.host, published, abandon_on_cancel=True)
     shares_start = attempt_id is not None and topology.world_size > 1
-    return Launch(backend, name, topology, beside, complete, shares_start=shares_start)
+    return Launch(backend, name, topology, greatest, complete, shares_start=shares_start)
 
 
 def unclaimed_attempt() -> str:
@@ -407,21 +380,19 @@ def unclaimed_attempt() -> str:
     return attempt_name(datetime.now(UTC), secrets.token_hex(4))
 
 
-async def _agree_on_start(backend: Backend, attempt: str, beside: Beside) -> tuple[str, Beside]:
-    """Return the name with the start that the first rank has written, and what it found."""
+async def _agree_on_start(backend: Backend, attempt: str, greatest: str) -> tuple[str, str]:
+    """Return the name with the start that the first rank has written, and the greatest it found."""
     started, chosen = attempt_parts(attempt)
     key, what = attempt_start_key(chosen), "The start of the attempt"
 
-    def parse(document: Any) -> tuple[datetime, Beside]:
+    def parse(document: Any) -> tuple[datetime, str]:
         start = datetime.strptime(document["started"], _FORMAT).replace(tzinfo=UTC)
-        return start, Beside(*document["beside"])
+        return start, str(document["greatest"])
 
     found = await read_decision(backend, key, what, parse)
-    document: Any = {"started": started.strftime(_FORMAT), "beside": astuple(beside)}
-    start, beside = (
-        found[0] if found else await create_decision(backend, key, what, document, parse)
-    )
-    return attempt_name(start, chosen), beside
+    document: Any = {"started": started.strftime(_FORMAT), "greatest": greatest}
+    decided = found[0] if found else await create_decision(backend, key, what, document, parse)
+    return attempt_name(decided[0], chosen), decided[1]
 
 
 def _after_all_others(known: Iterable[CheckpointInfo]) -> datetime:

@@ -351,7 +351,7 @@ async def _context_of(
     catalog = Catalog(
         retrying, rules.rule, rules.sweep_after, settings.read_only, rules.lines == "all"
     )
-    catalog.greatest = CheckpointId.parse(launch.beside.greatest)
+    catalog.greatest = CheckpointId.parse(launch.greatest)
     most = backend.limits.max_blocks
     largest_file = None if most is None else most * block
     return SaveContext(

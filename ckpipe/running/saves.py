@@ -186,9 +186,9 @@ class Saves:
         Raises:
             UsageError: If the first such step is another one on another rank.
         """
-        context, beside = self._context, self._launch.beside
-        step = beside.next_step if self._next_step is None else self._next_step
-        if self._next_step is None and step:
+        context, step = self._context, self._next_step or 0
+        if self._next_step is None and (id := CheckpointId.parse(self._launch.greatest)):
+            step = id.step + 1
             told = "save() was given no step, and nothing was loaded: it goes on with step %d at %s"
             logger.info(told, step, self._place)
         if context.world_size > 1 and not self.accepted and self.have_begun:
@@ -211,7 +211,7 @@ class Saves:
         context, launch, info = self._context, self._launch, self._first_complete
         if info is None or not context.store.is_first("a line begins"):
             return
-        if not launch.beside.count or info.line != launch.id:
+        if not launch.greatest or info.line != launch.id:
             return
         if context.settings.retention.lines == "all":
             return
