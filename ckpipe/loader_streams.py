@@ -3,8 +3,9 @@
 Theory. A loaded state holds for the next iteration of some datasets, and for every iteration of
 others, such as those of Hugging Face. Others have one position that runs on over epochs. A state
 does not tell which. So the state after the first batch of a loaded iteration is compared with that
-of the iteration after it. If they are equal, both began at the loaded position: the attributes that
-the load has set get their earlier values, and the second iteration begins anew.
+of the iteration after it. If a value that this batch has changed is the same, both began at the
+loaded position: the attributes that the load has set get their earlier values, and the second
+iteration begins anew.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ class Stream:
         # Attributes of the dataset and of what it holds, with their values before and after a load.
         self._before: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._after: list[dict[str, Any]] = []
+        self._loaded: Any = None
         self._noted: Any = _END  # the place of the loaded iteration after its first batch
 
     def begin_at(self, stateful: Any, state: Any) -> Iterator[Any]:
@@ -63,6 +65,7 @@ class Stream:
             self._before = [(own, dict(own)) for own in _attributes(self._dataset)]
         stateful.load_state_dict(state)
         batches = self._iter()
+        self._loaded = copy.deepcopy(self._dataset.state_dict())
         self._after = [dict(own) for own, _ in self._before]
         return batches
 
@@ -81,12 +84,14 @@ class Stream:
     def _check(self, batches: Iterator[Any]) -> Iterator[Any]:
         drawn = self._randomness.snapshot()
         first = next(batches, _END)
-        if self._is_loaded_place(first):
+        same = self._is_loaded_place(first)
+        if same or self._keeps_a_value(first):
             undone = self._undo_load()
-            batches = self._iter()
-            self._randomness.restore(drawn)
-            first = next(batches, _END)
-            if not undone or self._is_loaded_place(first):
+            if same or undone:
+                batches = self._iter()
+                self._randomness.restore(drawn)
+                first = next(batches, _END)
+            if same and (not undone or self._is_loaded_place(first)):
                 raise UsageError(
                     f"The dataset {type(self._dataset).__qualname__} begins each iteration "
                     "at the position that it has loaded, or its state holds no position",
@@ -102,6 +107,17 @@ class Stream:
 
     def _is_loaded_place(self, first: Any) -> bool:
         return not generators_differ(self._noted, self._place(first))
+
+    def _keeps_a_value(self, first: Any) -> bool:
+        """Tell whether a value that the first batch has changed is that of the loaded iteration."""
+        if first is _END or self._noted is None:
+            return False
+        before, after, now = map(_leaves, ([self._loaded], self._noted, self._place(first)))
+        moved = [each for each in after if generators_differ(before.get(each), after[each])]
+        return any(
+            not isinstance(after[each], bool) and not generators_differ(after[each], now.get(each))
+            for each in moved
+        )
 
     def _undo_load(self) -> bool:
         """Put attributes back that still have what the load has set; tell whether any do."""
@@ -128,4 +144,14 @@ def _attributes(dataset: Any) -> list[dict[str, Any]]:
         if is_stateful(each) and id(each) not in found:
             found[id(each)] = getattr(each, "__dict__", {})
             pending += found[id(each)].values()
+        elif isinstance(each, list | tuple | dict):
+            pending += each.values() if isinstance(each, dict) else each
     return list(found.values())
+
+
+def _leaves(state: Any, path: tuple[Any, ...] = ()) -> dict[tuple[Any, ...], Any]:
+    """Return the values of nested dicts and lists by their path."""
+    if not isinstance(state, dict | list | tuple):
+        return {path: state}
+    pairs = [*(state.items() if isinstance(state, dict) else enumerate(state))]
+    return {k: v for key, each in pairs for k, v in _leaves(each, (*path, key)).items()}

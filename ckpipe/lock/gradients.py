@@ -32,6 +32,11 @@ class _Gradient(NamedTuple):
     tensor: Callable[[], torch.Tensor | None]
     version: int
 
+    def holds_values(self) -> bool:
+        """Tell whether it is not zero; False for one on a device, which is not waited for."""
+        tensor = self.tensor()
+        return tensor is not None and tensor.is_cpu and bool(tensor.detach().any())
+
     def now(self) -> tuple[_Gradient | None, int | None]:
         """Return the present gradient; and if it is the same tensor, the changes of it since."""
         parameter, before = self.parameter(), self.tensor()
@@ -76,7 +81,7 @@ class GradientWatch:
             self._saved[optimizer] = [
                 (now, changes is not None)
                 for now, changes in found
-                if now is not None and (changes is None or changes > 1)
+                if now is not None and (changes is None or (changes > 1 and now.holds_values()))
             ]
 
     def begin_step(self, optimizer: Optimizer) -> None:

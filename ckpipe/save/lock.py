@@ -144,9 +144,9 @@ def _tell_of_parameters(save: Save, context: SaveContext, opened: OpenedState) -
     ):
         kind, first = type(optimizer).__name__, found[0]
         logger.warning(
-            "step %s: the %s at %r steps %d tensors that nothing in the state holds, the first of "
-            "them %s of shape %s: a load restores none of them, and the next step throws the "
-            "training away. Put them into the state too, or make the optimizer of "
-            "model.parameters() once the model has its dtype and device",
+            "step %s: the %s at %r steps %d tensors that nothing in the state holds in their shape "
+            "and dtype, the first of them %s of shape %s: a load restores none of them, and the "
+            "next step throws the training away. Put them into the state too, or make the "
+            "optimizer of model.parameters() once the model has its dtype and device",
             save.id.step, kind, label, len(found), first.dtype, list(first.shape),
         )  # fmt: skip

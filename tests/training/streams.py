@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -64,6 +65,29 @@ class Each(Stream):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.first = state["given"]
+
+
+class EachBeside(Each):
+    """The same with a generator and a count of its own beside the position, parts in a list."""
+
+    def __init__(self) -> None:
+        self.draws, self.total = random.Random(3), 0
+
+    def __iter__(self) -> Any:
+        for each in super().__iter__():
+            self.draws.random()
+            self.total += 1
+            yield each
+
+    def state_dict(self) -> dict[str, Any]:
+        state = [list(each) if isinstance(each, tuple) else each for each in self.draws.getstate()]
+        return {**super().state_dict(), "draws": state, "total": self.total}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        version, inner, gauss = state["draws"]
+        self.draws.setstate((version, tuple(inner), gauss))
+        self.total = state["total"]
 
 
 class Hidden(Each):
@@ -166,6 +190,7 @@ KINDS: dict[str, Callable[[], Any]] = {
     "without a state": Stream,
     "once": Once,
     "each": Each,
+    "each beside others": EachBeside,
     "around": Around,
     "runs on": RunsOn,
     "by epoch": ByEpoch,
