@@ -118,6 +118,10 @@ class _Package(ModuleType):
     # Hide the subpackage, which is imported with a pipeline, so that __getattr__ is asked.
     save = property(fset=lambda package, module: None)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Pickled by its name, as cloudpickle does with modules that functions refer to.
+        return __import__, (self.__name__,)
+
 
 sys.modules[__name__].__class__ = _Package
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import pickle
 import re
 import zipfile
 from collections.abc import Callable
@@ -164,6 +165,10 @@ def test_a_save_as_of_torch_says_what_to_write(name: str) -> None:
     with pytest.raises(AttributeError, match=r"with ckpipe\.SyncPipeline\(path\) as pipeline: pip"):
         getattr(ckpipe, name)
     assert name not in dir(ckpipe)
+
+
+def test_the_package_can_be_pickled_as_modules_are() -> None:
+    assert pickle.loads(pickle.dumps(ckpipe)) is ckpipe  # for functions that are sent elsewhere
 
 
 def test_the_line_that_the_error_of_save_gives_is_right(tmp_path: Path) -> None:
