@@ -14,11 +14,12 @@ stay too, as far as the store shows them; a pipeline knows more of its own.
 
 **Why no wrong summary deletes anything.** Before a deletion, the indexes of three groups are read:
 the checkpoints to remove, those kept in their place (:meth:`ckpipe.retention.Rule.rivals`), and
-those that always stay: the newest of all and of each running launch. Let *R* be the checkpoints to
-remove and *V* the rivals; what is known of both is certain then. No checkpoint of *R* is kept among
-*V* and *R*. A rule that keeps a checkpoint among many keeps it among fewer
-(:mod:`ckpipe.retention`), so it keeps none of *R* among all either, whatever is true of the others.
-A wrong summary can only keep a checkpoint that might be removed.
+those that always stay: the newest of all, of the line and of each running launch. Let *R* be the
+checkpoints to remove and *V* the rivals; what is known of both is certain then, also that they are
+of the line to prune. No checkpoint of *R* is kept among *V* and *R*. A rule that keeps a checkpoint
+among many keeps it among fewer (:mod:`ckpipe.retention`), so it keeps none of *R* among all of the
+line either, whatever is true of the others. A wrong summary can only keep a checkpoint that might
+be removed.
 """
 
 from __future__ import annotations
@@ -184,10 +185,8 @@ class Catalog:
             StoreError: If the store failed.
         """
         complete = [each for each in (await self._listed()).infos() if each.complete]
-        inquiry, rule = (
-            SummaryQuery(self.backend, complete, self.summaries, few=1),
-            KeepBest(metric, mode),
-        )
+        inquiry = SummaryQuery(self.backend, complete, self.summaries, few=1)
+        rule = KeepBest(metric, mode)
         while True:
             candidates = await inquiry.candidates()
             winner = next(iter(rule.winners(candidates)), None)

@@ -146,9 +146,9 @@ async def _copy_metadata(
         await _create(target, key, await read_matching(source, index, member, key))
 
     listed = await list_members(source, index)
-    for manifests in (True, False):
-        calls = [partial(copy, *each) for each in listed.items() if (not each[0][0]) is manifests]
-        await all_of(calls, settings.lanes)
+    for level in sorted({level for level, _ in listed}):
+        of_level = [each for each in listed.items() if each[0][0] == level]
+        await all_of([partial(copy, *each) for each in of_level], settings.lanes)
 
 
 async def _create(target: Backend, key: str, data: bytes) -> None:

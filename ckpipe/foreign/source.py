@@ -362,6 +362,8 @@ _CONTENTS = (
     (r"checkpoint-\d+/", "the output_dir of a Trainer of transformers", _LINE),
     (r"models--.+/|snapshots/", "a cache of the Hugging Face hub",
      "Write pipeline.load(state, source=huggingface_hub.snapshot_download({hub!r}))"),
+    (r"snapshots/", "a model of the Hugging Face hub, with a folder for each revision",
+     "Name one folder in {path!r} as source"),
     (r"(transformer|unet)/", "a pipeline of diffusers, with a folder for each model", _LINE),
     (r"lightning_logs/|version_\d+/|checkpoints/", "a folder of Lightning's or another trainer",
      "Name the file or folder of one checkpoint in {path!r} as source"),
@@ -369,10 +371,11 @@ _CONTENTS = (
      "Run zero_to_fp32.py with --safe_serialization, and load the result"),
     (r"iter_\d+/", "a folder of Megatron's checkpoints",
      "Convert one to Hugging Face's format with Megatron's own converter"),
-    (r"consolidated\.\d+\.pth", "a model in Meta's form", _LINE + ". Of several such files each "
-     "has slices of the tensors: convert these with convert_llama_weights_to_hf of transformers"),
+    (r"consolidated\.(?!00)\d+\.pth", "a model in Meta's form, its tensors cut into several files",
+     "Convert it with convert_llama_weights_to_hf of transformers, and load the result"),
+    (r"consolidated\.00\.pth", "a model in Meta's form", _LINE),
     (r"(\D*[\W_])?\d+/", "a folder for each step", _LINE),
-    *((f".+\\.({'|'.join(ends[1:] for ends in TORCH_FILES)})", "a file of torch.save", _LINE),),
+    (f".+({'|'.join(map(re.escape, TORCH_FILES))})", "a file of torch.save", _LINE),
     *((f".+({'|'.join(map(re.escape, ends))})", f"a file for {library}",
        _CONVERT.format(library=library)) for library, ends in _ARRAYS.items()),
     (r"config\.json", "the configuration of a model without its weights",
@@ -394,8 +397,11 @@ def contents(names: Sequence[str], place: str) -> tuple[str, str] | None:
             numbers = {each: [int(n) for n in re.findall(r"\d+", each)] for each in there}
             newest = max(sorted(there), key=numbers.__getitem__)
             path = f"{place}/{newest}".rstrip("/")
-            hub = re.sub(r".*models--(.+?)--([^/]+).*", r"\1/\2", path)
-            return f"{what} ({newest})", hint.format(path=path, hub=hub)
+            hub = re.search(r"models--(.+?)--([^/]+)", path)
+            if hub is None and "{hub" in hint:  # a folder that is called like one of such a cache
+                continue
+            name = "" if hub is None else f"{hub[1]}/{hub[2]}"
+            return f"{what} ({newest})", hint.format(path=path, hub=name)
     return None
 
 

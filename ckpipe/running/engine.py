@@ -248,7 +248,7 @@ class Engine:
     async def prune(self, *, dry_run: bool) -> Decision:
         """Apply the retention rules now, or only decide."""
         resume, line = self._settings.resume, self.catalog.line
-        if line is None and (found := lines.presumed(self.catalog, self._launch, resume)):
+        if line is None and (found := lines.line_to_join(self.catalog, self._launch, resume)):
             line = found[1]
         elif line is None and resume == "never":
             line = self._launch.id
@@ -328,7 +328,7 @@ async def serve(
         finally:
             context.arena.close()
             if not engine.saves.have_begun:
-                lines.hand_on(context.store.catalog)
+                lines.leave_to_next(context.store.catalog)
             with anyio.CancelScope(shield=True):
                 await lease.release()
             if launch.claimed.is_set() and not engine.saves.have_begun:  # else nothing was written

@@ -36,17 +36,17 @@ def record(catalog: Catalog, document: ManifestDocument) -> None:
     if document.source is None:
         catalog.resumed_from, catalog.loaded_line = str(document.id), document.line
         if catalog.read_only:
-            hand_on(catalog)
+            leave_to_next(catalog)
 
 
-def hand_on(catalog: Catalog) -> None:
+def leave_to_next(catalog: Catalog) -> None:
     """Leave the last load of a pipeline that saves nothing to the next launch of the process."""
     if catalog.resumed_from is not None and catalog.loaded_line is not None:
         _read.pop(catalog.resumed_from, None)
         _read[catalog.resumed_from] = catalog.loaded_line
 
 
-def presumed(catalog: Catalog, launch: Launch, resume: str) -> tuple[str | None, str] | None:
+def line_to_join(catalog: Catalog, launch: Launch, resume: str) -> tuple[str | None, str] | None:
     """Return the checkpoint and the line that a launch would take over now; None for neither."""
     if catalog.loaded_line is not None:
         return catalog.resumed_from, catalog.loaded_line
@@ -58,7 +58,7 @@ def presumed(catalog: Catalog, launch: Launch, resume: str) -> tuple[str | None,
 
 def settle(catalog: Catalog, launch: Launch, resume: str) -> None:
     """Settle the line of a launch, at its first save, by the last load before."""
-    found = presumed(catalog, launch, resume)
+    found = line_to_join(catalog, launch, resume)
     if found is not None and catalog.loaded_line is None:
         logger.info("This run goes on with the line of %s, which this process has loaded", found[0])
         for name in launch.names:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -11,6 +10,7 @@ import anyio
 from ckpipe import threads
 from ckpipe.backend import Backend
 from ckpipe.catalog.catalog import Catalog
+from ckpipe.errors import refusal_of
 from ckpipe.events import EventBus
 from ckpipe.store.retry import AimdLimiter, RetryPolicy
 from ckpipe.types import Planner
@@ -196,8 +196,11 @@ class SaveContext:
 
     async def warm(self) -> None:
         """Touch the memory of later saves, block by block, in a worker thread if one can start."""
-        with contextlib.suppress(RuntimeError):
+        try:
             while (block := self.arena.next_untouched) is not None:
                 await threads.run_sync(block.touch)
             while (block := self.arena.next_small_paged) is not None:
                 await threads.run_sync(block.collapse_huge_pages)
+        except RuntimeError as error:
+            if refusal_of(error) is None:
+                raise

@@ -34,6 +34,8 @@ FOLDERS: dict[str, tuple[list[str], str, str]] = {
     "trainer with files": (["checkpoint-500/model.safetensors", "training_args.bin", "config.json"],
                            "Trainer of transformers", "checkpoint-500"),
     "meta": (["consolidated.00.pth", "params.json"], "Meta's form", "consolidated.00.pth"),
+    "cut": (["consolidated.00.pth", "consolidated.01.pth"], "several files.*convert_llama", ""),
+    "revisions": (["snapshots/1/model.safetensors"], "a folder for each revision", ""),
     "diffusers": (["model_index.json", "unet/diffusion_pytorch_model.safetensors",
                    "vae/diffusion_pytorch_model.safetensors"], "diffusers", "unet"),
     "bin of diffusers": (["diffusion_pytorch_model.bin", "config.json"], r"torch\.save",
