@@ -122,7 +122,7 @@ class Matching:
             live = NOTHING
         if live is NOTHING:
             use = None
-        if any(live is each for each in self._outer):
+        if self._outer and any(live is each for each in self._outer):
             return partial(same, live)  # an object inside itself
         if (use is Use.IN_PLACE or self._outer) and (
             tag == "stateful" or (tag in MAPPINGS and _is_object(live))

@@ -68,7 +68,7 @@ class Each(Stream):
 
 
 class EachBeside(Each):
-    """The same with a generator and a count of its own beside the position, parts in a list."""
+    """The same with a generator and a count of its own beside the position."""
 
     def __init__(self) -> None:
         self.draws, self.total = random.Random(3), 0
@@ -88,6 +88,23 @@ class EachBeside(Each):
         version, inner, gauss = state["draws"]
         self.draws.setstate((version, tuple(inner), gauss))
         self.total = state["total"]
+
+
+class Listed(Stream):
+    """Holds such a stream in a list."""
+
+    def __init__(self) -> None:
+        self.parts = [Each()]
+
+    def __iter__(self) -> Iterator[list[float]]:
+        return iter(self.parts[0])
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"parts": [each.state_dict() for each in self.parts]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for each, saved in zip(self.parts, state["parts"], strict=True):
+            each.load_state_dict(saved)
 
 
 class Hidden(Each):
@@ -191,6 +208,7 @@ KINDS: dict[str, Callable[[], Any]] = {
     "once": Once,
     "each": Each,
     "each beside others": EachBeside,
+    "each in a list": Listed,
     "around": Around,
     "runs on": RunsOn,
     "by epoch": ByEpoch,

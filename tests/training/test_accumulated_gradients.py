@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -211,6 +210,16 @@ def scaled(training: Training, number: int) -> None:
     training.save()
 
 
+def skipped_and_zeroed(training: Training, number: int) -> None:
+    """Each second batch is thrown away, and the save finds zeros."""
+    training.backward()
+    if number % 2 == 0:
+        training.optimizer.step()
+    zeros(training)
+    zeros_by_model(training)
+    training.save()
+
+
 def two_saves(training: Training, number: int) -> None:
     training.save()
     readme(training, number)
@@ -237,6 +246,7 @@ KEEPING: dict[str, Loop] = {
     "thrown away and cleared, zeros": cleared_after_each_use(zeros),
     "skipped": skipped,
     "scaled": scaled,
+    "skipped and zeroed": skipped_and_zeroed,
     "two saves": two_saves,
     "assigned": assigned,
 }
@@ -267,13 +277,6 @@ def ddp_with_views(model: nn.Module) -> nn.Module:
 def sharded(model: nn.Module) -> nn.Module:
     fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
     return model
-
-
-@pytest.fixture
-def process_group(tmp_path: Path) -> Iterator[None]:
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.mark.usefixtures("process_group")
