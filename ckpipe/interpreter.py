@@ -74,13 +74,15 @@ _collects = _Lowered(gc.isenabled, lambda on: gc.enable() if on else gc.disable(
 _switch_interval = _Lowered(sys.getswitchinterval, sys.setswitchinterval)
 
 
-def gc_paused() -> AbstractContextManager[None]:
+@contextmanager
+def gc_paused() -> Iterator[None]:
     """Pause automatic collections, for all threads, while many objects are made and none dies.
 
     For work of less than a second. Pauses may overlap; after the last one the collector is on or
-    off as before the first.
+    off as before the first. As a decorator it goes on until the function's own objects are gone.
     """
-    return _collects.to(False)
+    with _collects.to(False):
+        yield
 
 
 SWITCH_SECONDS = 0.001

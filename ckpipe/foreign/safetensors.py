@@ -26,6 +26,7 @@ from ckpipe.foreign.virtual import Extent, ForeignTensor, virtual_manifest
 from ckpipe.format.data_file import LENGTH_BYTES, stored_dtype
 from ckpipe.format.dtypes import DTYPES
 from ckpipe.format.manifest import MAX_DIMENSIONS, MAX_NUMBER, ManifestDocument
+from ckpipe.interpreter import gc_paused
 
 INDEX = ".safetensors.index.json"
 SUFFIX = ".safetensors"
@@ -211,6 +212,11 @@ async def read_header(store: Backend, info: ObjectInfo, base: int = 0) -> Header
     data = first[LENGTH_BYTES : LENGTH_BYTES + length]
     if len(data) < length:
         data = await read_metadata(store, info, base + LENGTH_BYTES, length)
+    return _described(data, info, start)
+
+
+@gc_paused()
+def _described(data: bytes, info: ObjectInfo, start: int) -> Header:
     header = _parsed(data, info.key)
     if not isinstance(header, dict):
         raise InvalidManifest("The header is no JSON object", key=info.key, hint=_AGAIN)
@@ -256,7 +262,8 @@ def _tensor(name: str, row: Any, info: ObjectInfo, start: int) -> ForeignTensor:
     try:
         stored, shape, (begin, end) = row["dtype"], tuple(row["shape"]), row["data_offsets"]
         numbers = (*shape, begin, end)
-        if not all(type(n) is int and 0 <= n <= MAX_NUMBER for n in numbers) or begin > end:
+        plain = set(map(type, numbers)) == {int} and 0 <= min(numbers) and begin <= end
+        if not plain or max(numbers) > MAX_NUMBER:
             raise ValueError("a size or offset is out of range")
         if len(shape) > MAX_DIMENSIONS:
             raise ValueError(f"there are more than {MAX_DIMENSIONS} dimensions")

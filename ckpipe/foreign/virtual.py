@@ -24,6 +24,7 @@ from ckpipe.format.manifest import (
     TensorRow,
 )
 from ckpipe.format.tree import Node
+from ckpipe.interpreter import gc_paused
 from ckpipe.state.values import NotInline, encode_value
 from ckpipe.types import CheckpointId
 
@@ -72,7 +73,7 @@ class Extent(NamedTuple):
     box: Box | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)  # as TensorRow
 class ForeignTensor:
     """A tensor in foreign files.
 
@@ -93,6 +94,7 @@ class ForeignTensor:
     requires_grad: bool = False
 
 
+@gc_paused()
 def virtual_manifest(
     state: Any, files: Iterable[ObjectInfo], source: str, *, most_nodes: int = MOST_NODES
 ) -> ManifestDocument:

@@ -34,7 +34,7 @@ FORMAT_VERSION = 2
 BundleKind = Literal["manifest", "group", "index"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)  # a frozen one takes ten times as long to make
 class TensorRow:
     """One tensor of a structure, equal on all ranks that share the structure.
 

@@ -132,7 +132,10 @@ def boxed(tensor: torch.Tensor, box: Box | None) -> torch.Tensor:
 
 def normal_tensors() -> AbstractContextManager[object]:
     """Leave inference mode, so that new tensors are normal: other threads write to them."""
-    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else _AS_IT_IS
+
+
+_AS_IT_IS = nullcontext()
 
 
 def _takes_bytes(target: torch.Tensor, dtype: torch.dtype) -> bool:
@@ -232,10 +235,12 @@ def _raw_bytes(
 
 def allocate(stored: StoredTensor, shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
     stride = stored.fresh_stride if shape == stored.shape else None
-    stride = stride or contiguous_stride(shape)
     try:
+        if stride is None:
+            return torch.empty(shape, dtype=stored.loaded_dtype, device=device)
         return torch.empty_strided(shape, stride, dtype=stored.loaded_dtype, device=device)
     except RuntimeError as error:
+        stride = stride or contiguous_stride(shape)
         reach = sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
         if device.type != "cpu" or reach < math.prod(shape):
             raise  # torch tells which device has no memory, and how much it would need

@@ -136,7 +136,7 @@ class _Optimizers:
             tree = _gathered(tree, into)
             adapted = [
                 self.named(node, into[key], join(label, key))
-                if isinstance(key, str) and key in into
+                if node[0] in MAPPINGS and isinstance(key, str) and key in into
                 else node
                 for key, node in zip(tree[1], tree[2], strict=True)
             ]
@@ -222,7 +222,7 @@ def _gathered(tree: Node, into: dict[Any, Any]) -> Node:
     homes = [
         key
         for key, value in into.items()
-        if isinstance(key, str) and key not in tree[1] and hasattr(type(value), _WEIGHTS)
+        if hasattr(type(value), _WEIGHTS) and isinstance(key, str) and key not in tree[1]
     ]
     parts = [each for each in ("model", *_OPTIMIZER_KEYS) if each in tree[1] and each not in into]
     if len(homes) != 1 or "model" not in parts:

@@ -22,7 +22,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import chain, groupby
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -109,14 +109,15 @@ class _PlannedChunks(NamedTuple):
 
 def _planned_chunks(chunks: ReadChunks, destinations: Destinations) -> _PlannedChunks:
     entries, rows = np.unique(chunks.entry, return_inverse=True)
-    direct = np.zeros((len(entries), 3), np.int64)
+    direct: list[tuple[int, int, int]] = []
     several = np.zeros(len(entries), np.bool_)
     for row, entry in enumerate(entries.tolist()):
         takers = destinations.get(entry, ())
-        raw = next((each for each in takers if type(each) is RawBytes), None)
-        direct[row] = (0, 0, 0) if raw is None else raw
-        several[row] = len(takers) > (raw is not None)
-    start, stop, address = direct[rows].T
+        raw = [each for each in takers if type(each) is RawBytes][:1]
+        direct += raw or [(0, 0, 0)]
+        several[row] = len(takers) > len(raw)
+    table = np.fromiter(chain.from_iterable(direct), np.int64).reshape(-1, 3)
+    start, stop, address = table[rows].T
     whole = (start <= chunks.lo) & (chunks.lo + chunks.end - chunks.at <= stop) & (address > 0)
     targets = np.where(whole, address + chunks.lo - start, 0)
     others = several[rows] | ((address > 0) & ~whole)

@@ -130,14 +130,14 @@ def unmatched(select: LabelFilter, trees: Iterable[Node]) -> list[str]:
     If a tree has more labels than real ones have, which only references make possible, the result
     is empty.
     """
-    left = list(select.patterns[0] or ())
+    left = {each: LabelFilter([each]) for each in select.patterns[0] or ()}
     for tree in trees if left else ():
         known = shared_containers([tree])
         for number, label in enumerate(_saved_labels(tree, "", known, frozenset())):
-            left = [each for each in left if not LabelFilter([each])(label)]
+            left = {each: matches for each, matches in left.items() if not matches(label)}
             if not left or number > _MOST_LABELS:
                 return []
-    return left
+    return list(left)
 
 
 def _saved_labels(

@@ -314,6 +314,8 @@ class Targets:
 
 def _distinct(lives: Sequence[LiveTensor]) -> list[LiveTensor]:
     """Drop duplicates: live tensors that fill the same memory with the same stored elements."""
+    if len({live.tensor.data_ptr() for live in lives}) == len(lives):
+        return list(lives)
     found: dict[Hashable, LiveTensor] = {}
     for live in lives:
         each = live.tensor

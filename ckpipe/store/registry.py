@@ -5,11 +5,13 @@ from __future__ import annotations
 import difflib
 import enum
 import inspect
+import os
 import re
+import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
-from functools import partial
+from contextlib import asynccontextmanager, suppress
+from functools import lru_cache, partial
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
@@ -145,10 +147,21 @@ def _factory(scheme: str) -> BackendFactory:
         registered = dict(_registered)
     if scheme in registered:
         return registered[scheme]
+    return _installed(scheme, tuple(map(_last_change, sys.path)))
+
+
+def _last_change(folder: str) -> int:
+    with suppress(OSError):
+        return os.stat(folder or ".").st_mtime_ns
+    return 0
+
+
+@lru_cache(maxsize=8)  # the search reads a file of each installed package
+def _installed(scheme: str, changes: tuple[int, ...]) -> BackendFactory:
     installed = metadata.entry_points(group=ENTRY_POINT_GROUP)
     found = set(installed.select(name=scheme))
     if not found:
-        names = sorted({*registered, *installed.names})
+        names = sorted({*_registered, *installed.names})
         known = ", ".join(map(repr, names)) or "none"
         message = f"There is no backend for {scheme!r}; known are {known}"
         raise BackendNotFound(message, hint=_install_hint(scheme))
