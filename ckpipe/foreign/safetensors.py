@@ -262,7 +262,7 @@ def _tensor(name: str, row: Any, info: ObjectInfo, start: int) -> ForeignTensor:
     try:
         stored, shape, (begin, end) = row["dtype"], tuple(row["shape"]), row["data_offsets"]
         numbers = (*shape, begin, end)
-        plain = set(map(type, numbers)) == {int} and 0 <= min(numbers) and begin <= end
+        plain = set(map(type, numbers)) == {int} and min(numbers) >= 0 and begin <= end
         if not plain or max(numbers) > MAX_NUMBER:
             raise ValueError("a size or offset is out of range")
         if len(shape) > MAX_DIMENSIONS:

@@ -129,11 +129,16 @@ def misfit(
         live: The tensor or array of the target.
         cast: Whether the values may be converted to the dtype of the target.
     """
-    plain = isinstance(live, torch.Tensor) and type(live) in PLAIN_TYPES
-    if plain and live.dtype is stored.loaded_dtype and live.layout is torch.strided:
-        if live.shape == stored.row.shape and live.data_ptr():
-            return None  # The fast path, which nearly all tensors take.
-    if not plain and is_sharded_tensor(live):
+    if (
+        isinstance(live, torch.Tensor)
+        and type(live) in PLAIN_TYPES
+        and live.dtype is stored.loaded_dtype
+        and live.layout is torch.strided
+        and live.shape == stored.row.shape
+        and live.data_ptr()
+    ):
+        return None  # The fast path, which nearly all tensors take.
+    if type(live) not in PLAIN_TYPES and is_sharded_tensor(live):
         return unsupported_sharded_tensor(stored.label)
     if isinstance(live, torch.Tensor) and _has_no_memory(live):
         return StructureMismatch(f"The target {FREED}", key=stored.label, hint=WHILE_IT_HAS_MEMORY)
