@@ -16,18 +16,21 @@ package in torch 2.6 and 2.13.
 
 from __future__ import annotations
 
+import copy
 import io
 import os
 import pickle
 import secrets
 import threading
+import uuid
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from operator import add
 from typing import Any, NamedTuple, Unpack
 
 import torch
+from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint import metadata as dcp_metadata
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import (
@@ -164,15 +167,23 @@ class CkpipeStorageWriter(_Storage, StorageWriter):
             hint="DCP plans the save, and your program calls it and gives it the state",
         )  # fmt: skip
         super().__init__(root, **settings)
-        self._part, self._number, self._name = _Part("", 0, 0), 0, ""
+        self._part, self._number = _Part("", 0, 0), 0
+        self._meta, self.save_id = StorageMeta(), str(uuid.uuid4())
 
     @property
     def _key(self) -> _Key:
         return self.root, repr(sorted(self.settings.items()))
 
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Set the name of the next checkpoint, and a new ``save_id``."""
+        super().reset(checkpoint_id)
+        self.save_id = str(uuid.uuid4())
+
     def storage_meta(self) -> StorageMeta:
-        """Return what DCP tells its planner of this storage."""
-        return StorageMeta(checkpoint_id=self.checkpoint_id)
+        """Return what DCP tells its planner of the next save."""
+        if self.save_id == self._meta.save_id:  # a save has it already
+            self.save_id = str(uuid.uuid4())
+        return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self.save_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Begin a save; the next one needs a name of its own.
@@ -180,7 +191,7 @@ class CkpipeStorageWriter(_Storage, StorageWriter):
         Raises:
             UsageError: If DCP saves without collectives: then no rank can complete a checkpoint.
         """
-        self._name, self.checkpoint_id = self.checkpoint_id, ""
+        self._meta, self.checkpoint_id = self.storage_meta(), ""
         self._thread = threading.get_ident()
         if not kwargs.get("use_collectives", True):
             raise UsageError(
@@ -207,15 +218,18 @@ class CkpipeStorageWriter(_Storage, StorageWriter):
         """Save this rank's items; return when they are durable.
 
         Raises:
-            UsageError: If DCP has cached the plan of another storage, or another thread saves with
-                this writer meanwhile.
+            UsageError: If DCP has cached the plan of another storage, a planner has made it anew,
+                or another thread saves with this writer meanwhile.
             UnsupportedState: If an item is not a plain tensor or bytes.
             CkpipeError: If the save failed.
         """
         if not (type(plan.storage_data) is tuple and isinstance(plan.storage_data[0], _Part)):
             raise UsageError(
-                "The plan was made for another storage, and DCP's planner has cached it",
-                hint="Pass a planner of a class of its own, or enable_plan_caching=False",
+                "The plan lacks ckpipe's storage_data: finish_plan of a planner has made it anew, "
+                "or DCP's planner has cached it for another storage",
+                hint="Let finish_plan return replace(plan, items=…) of the plan that it is given; "
+                "for cached plans, pass a planner of a class of its own, or "
+                "enable_plan_caching=False",
             )
         self._check_alone()
         self._part, number = plan.storage_data
@@ -259,8 +273,10 @@ class CkpipeStorageWriter(_Storage, StorageWriter):
                 hint="Wait for each save before the next, or pass enable_plan_caching=False",
             )
         places = {index: place for index, _, place in found}
-        whole = replace(metadata, storage_data=places, storage_meta=StorageMeta(self._name))
-        data = pickle.dumps(whole)
+        # As DCP's file writer does; dcp.save returns these metadata.
+        metadata.storage_data, metadata.storage_meta = places, self._meta
+        metadata.version = getattr(filesystem, "CURRENT_DCP_VERSION", None)
+        data = pickle.dumps(metadata)
         _unpickled(data)
         last = self._part._replace(rank=self._part.ranks)
         state = {_METADATA: torch.frombuffer(bytearray(data), dtype=torch.uint8)}
@@ -273,7 +289,8 @@ class CkpipeStorageWriter(_Storage, StorageWriter):
             if pipeline is None:
                 settings = Settings(**{**self.settings, **changes})
                 pipeline = _pipelines[self._key, part] = _PartPipeline(self.root, part, settings)
-        handle = pipeline.save(state, self._number, metadata={"name": self._name, "dcp": True})
+        about = {"name": self._meta.checkpoint_id, "dcp": True}
+        handle = pipeline.save(state, self._number, metadata=about)
         handle.wait()
         return handle
 
@@ -297,11 +314,14 @@ def _tensor_of(item: WriteItem, data: Any, *, alone: bool) -> torch.Tensor:
 
 def _put(state: dict[Any, Any], path: Sequence[Any], tensor: torch.Tensor) -> str:
     """Put a tensor at its path; return its label."""
+    if path[0] == _METADATA:
+        raise UnsupportedState("This name is DCP's own", key=path[0], hint="Choose another one")
+    first = str(path[0])  # a label drops an empty one, and safetensors use the other name
+    if first in ("", "__metadata__") or first.startswith("~"):
+        path = (f"~{first}", *path[1:])
     label = ""
     for key in path:
         label = join(label, key)
-    if path[0] == _METADATA:
-        raise UnsupportedState("This name is DCP's own", key=label, hint="Choose another one")
     for key in path[:-1]:
         state = state.setdefault(key, {})
     state[path[-1]] = tensor
@@ -338,6 +358,13 @@ def _unpickled(data: bytes) -> Metadata:
     return found
 
 
+@dataclass
+class _ChosenPlan(LoadPlan):
+    """A plan with the id of the checkpoint that is to be read."""
+
+    ckpipe_id: str = ""
+
+
 class CkpipeStorageReader(_Storage, StorageReader):
     """Reads checkpoints of :class:`CkpipeStorageWriter` for ``dcp.load``.
 
@@ -353,7 +380,7 @@ class CkpipeStorageReader(_Storage, StorageReader):
 
     def __init__(self, root: str | os.PathLike[str], **settings: Unpack[PipelineFields]) -> None:
         super().__init__(root, **settings)
-        self._chosen = ""
+        self._chosen, self._agreed, self.load_id = "", "", ""
         self._failure: Exception | None = None
         self._places: dict[MetadataIndex, _Place] = {}
 
@@ -364,6 +391,7 @@ class CkpipeStorageReader(_Storage, StorageReader):
         :meth:`set_up_storage_reader` raises it.
         """
         self._failure, self._thread = None, threading.get_ident()
+        self.load_id = str(uuid.uuid4())
         try:
             return self._read_metadata()
         except Exception as error:
@@ -386,7 +414,11 @@ class CkpipeStorageReader(_Storage, StorageReader):
             label = join("", _METADATA)
             loaded = pipeline.load(step=found.id, include=[label])
         assert loaded is not None, "a named checkpoint is loaded, or it is an error"
-        return _unpickled(loaded.state[_METADATA].numpy().tobytes())
+        metadata = _unpickled(loaded.state[_METADATA].numpy().tobytes())
+        metadata.storage_meta = replace(
+            metadata.storage_meta or StorageMeta(), load_id=self.load_id
+        )
+        return metadata
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *_: Any) -> None:
         """Note where the items lie.
@@ -407,29 +439,51 @@ class CkpipeStorageReader(_Storage, StorageReader):
             UsageError: If another thread loads with this reader meanwhile.
         """
         self._check_alone()
-        return replace(plan, storage_data=self._chosen)
+        self._agreed = ""
+        return self._with_chosen(plan)
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Check that all ranks have chosen the same checkpoint; on the coordinator.
+        """Tell all ranks which checkpoint the coordinator has chosen; on the coordinator.
 
         Raises:
             UsageError: If one was completed between the looks of two ranks.
         """
-        chosen = {plan.storage_data for plan in plans}
-        if len(chosen) > 1:
+        for plan in plans:  # those of a planner that has made them anew do not tell
+            self._check_chosen(getattr(plan, "ckpipe_id", self._chosen))
+        self._agreed = self._chosen
+        return [self._with_chosen(plan) for plan in plans]
+
+    def _with_chosen(self, plan: LoadPlan) -> LoadPlan:
+        chosen: LoadPlan = _ChosenPlan(plan.items, plan.storage_data, plan.planner_data)
+        if type(plan) is not LoadPlan:  # of a planner of the user, with fields of its own
+            chosen = copy.copy(plan)
+        vars(chosen)["ckpipe_id"] = self._chosen
+        return chosen
+
+    def _check_chosen(self, chosen: str) -> None:
+        if chosen != self._chosen:
             raise UsageError(
-                f"Ranks have chosen different checkpoints: {sorted(chosen)}",
+                f"Ranks have chosen different checkpoints: {sorted((chosen, self._chosen))}",
                 hint="A save was completed meanwhile; call dcp.load again on all ranks",
             )
-        return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read this rank's items into the tensors of its state.
 
         Raises:
+            UsageError: If another rank has chosen another checkpoint, or finish_plan of a planner
+                has made the plan anew, so that this cannot be told.
             CkpipeError: If the checkpoint is damaged, was deleted, or does not fit.
         """
         self._check_alone()
+        agreed = getattr(plan, "ckpipe_id", self._agreed)
+        if not agreed:
+            raise UsageError(
+                "finish_plan of a planner has made the plan anew, so ckpipe cannot tell whether "
+                "all ranks read the same checkpoint",
+                hint="Let it return replace(plan, items=…) of the plan that it is given",
+            )
+        self._check_chosen(agreed)
         boxes, taken = [], []
         for item in plan.items:
             label, nbytes, apart = self._places[item.storage_index]
@@ -450,7 +504,7 @@ class CkpipeStorageReader(_Storage, StorageReader):
             taken.append((item, taker))
             boxes.append((label, lower, into))
         with self._opened() as pipeline:
-            pipeline.read_boxes(plan.storage_data, boxes)
+            pipeline.read_boxes(agreed, boxes)
         for item, taker in taken:
             if item.type == LoadItemType.BYTE_IO:
                 planner.load_bytes(item, io.BytesIO(taker.numpy().tobytes()))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -22,7 +23,9 @@ from ckpipe.errors import UsageError
 from ckpipe.integrations.shared import checked, tell_resumed
 from ckpipe.running.pipeline import SyncPipeline
 from ckpipe.running.validation import absolute
+from ckpipe.settings import Settings
 from ckpipe.state_helpers import RngState
+from ckpipe.types import CheckpointInfo
 
 logger = logging.getLogger("ckpipe")
 
@@ -31,6 +34,20 @@ _UNTIL: dict[str, Literal["captured", "staged", "committed"]] = {
     "async": "staged",
     "async_with_pinned_mem": "captured",
 }
+_NAMES = "names of the model"
+"""The key in the metadata of model-only saves that says whose names these have."""
+
+
+def _settings(config: Any) -> Settings:
+    """Make the settings of a manager, with the limit of torchtitan if no rule is given."""
+    settings = checked(
+        "torchtitan", config.settings, "initial", "preemption", "save_every_seconds",
+        "save_every_steps",
+        hint="Set interval and initial_load_path of the checkpoint's Config",
+    )  # fmt: skip
+    if settings.retention.rule is None:
+        settings = settings.override(keep_last=config.keep_latest_k or None)
+    return settings
 
 
 class CkpipeCheckpointManager(BaseCheckpointManager):
@@ -56,8 +73,9 @@ class CkpipeCheckpointManager(BaseCheckpointManager):
         base_folder: The dump folder.
 
     Raises:
-        UsageError: If ``last_save_in_hf`` lacks an adapter, or a setting of ckpipe says when to
-            save, or what a run begins with.
+        UsageError: If ``last_save_in_hf`` lacks an adapter, ``exclude_from_loading`` names a part
+            that the state lacks, or a setting of ckpipe says when to save, or what a run begins
+            with; ``Config`` raises it for this one and for a mistyped ``async_mode``.
         CkpipeError: Any error of opening a pipeline.
     """
 
@@ -72,6 +90,17 @@ class CkpipeCheckpointManager(BaseCheckpointManager):
         settings: dict[str, Any] = field(default_factory=dict)
         """Fields of ``ckpipe.Settings``. With ``keep_last`` or ``retention`` these rules decide in
         place of ``keep_latest_k``."""
+
+        def __post_init__(self) -> None:
+            BaseCheckpointManager.Config.__post_init__(self)
+            self.async_mode = self.async_mode.lower()  # type: ignore[assignment]
+            for name, allowed in (("async_mode", _UNTIL), ("export_dtype", TORCH_DTYPE_MAP)):
+                if getattr(self, name) not in allowed:
+                    given = getattr(self, name)
+                    hint = f"It is one of {', '.join(allowed)}"
+                    raise UsageError(f"Invalid {name}: {given!r:.100}", hint=hint)
+            if self.enable:
+                _settings(self)
 
     def __init__(
         self,
@@ -105,29 +134,23 @@ class CkpipeCheckpointManager(BaseCheckpointManager):
         }
         if dataloader is not None:
             self._state["dataloader"] = dataloader
-        self._settings = settings = checked(
-            "torchtitan", config.settings, "initial", "preemption", "save_every_seconds",
-            "save_every_steps",
-            hint="Set interval and initial_load_path of the checkpoint's Config",
-        )  # fmt: skip
-        if settings.retention.rule is None:
-            settings = settings.override(keep_last=config.keep_latest_k or None)
+        self._labels = {name: name for name in self._state} | {"optimizer": "training.optimizer"}
+        if unknown := set(config.exclude_from_loading) - self._labels.keys():
+            raise UsageError(
+                f"exclude_from_loading names {sorted(unknown)}, which the state lacks",
+                hint=f"It has {sorted(self._labels)}",
+            )
+        self._settings = _settings(config)
         self._root = absolute(filesystem.join(base_folder, config.folder))
         guard = tuple(optimizers)
-        self._pipeline = SyncPipeline(self._root, guard=guard, settings=settings).open()
+        self._pipeline = SyncPipeline(self._root, guard=guard, settings=self._settings).open()
 
     def _load(self, step: int = -1) -> bool:
         config = self._config
         chosen = self._pipeline.choose(None if step == -1 else step)
         if chosen is None:
             return self._load_initial()
-        labels = {name: name for name in self._state} | {"optimizer": "training.optimizer"}
-        if unknown := set(config.exclude_from_loading) - labels.keys():
-            raise UsageError(
-                f"exclude_from_loading names {sorted(unknown)}, which the state lacks",
-                hint=f"It has {sorted(labels)}",
-            )
-        exclude = [labels[name] for name in config.exclude_from_loading]
+        exclude = [self._labels[name] for name in config.exclude_from_loading]
         seed = chosen.step == 0  # of create_seed_checkpoint
         self._pipeline.load(
             self._state, chosen, include=["training.model"] if seed else None, exclude=exclude
@@ -158,8 +181,10 @@ class CkpipeCheckpointManager(BaseCheckpointManager):
                     "initial_load_in_hf needs a sd_adapter and a path",
                     hint="Set initial_load_path, or hf_assets_path of the model",
                 )
+            exports = sorted(Path(path or "").glob("step-*.hf"))  # of last_save_in_hf
             reader = adapter.get_hf_storage_reader(
-                path or adapter.hf_assets_path, config.initial_load_in_hf_quantized
+                str(exports[-1]) if path and exports else path or adapter.hf_assets_path,
+                config.initial_load_in_hf_quantized,
             )
             weights = adapter.to_hf(self._model.state_dict())
             load_dcp(weights, storage_reader=reader)
@@ -176,13 +201,40 @@ class CkpipeCheckpointManager(BaseCheckpointManager):
         elif path:
             fixed: Any = {"settings": self._settings, "read_only": True, "resume": "must"}
             with SyncPipeline(path, **fixed) as other:
-                only = ["training.model"] if config.initial_load_model_only else None
-                other.load(self._state, other.choose(), include=only)
-                self._rng.apply()
+                chosen = other.choose()
+                names = chosen and (chosen.metadata or {}).get(_NAMES)
+                if names:
+                    self._load_model(other, chosen, names)
+                else:
+                    only = ["training.model"] if config.initial_load_model_only else None
+                    other.load(self._state, chosen, include=only)
+                    self._rng.apply()
         else:
             return False
         logger.info("the run begins with %s", path or adapter.hf_assets_path)
         return True
+
+    def _load_model(self, other: SyncPipeline, chosen: CheckpointInfo | None, names: str) -> None:
+        """Load a model-only save of the last step of another run."""
+        adapter, path = self._adapter, self._config.initial_load_path
+        if not self._config.initial_load_model_only:
+            raise UsageError(
+                f"{path} has the weights of a last step only",
+                hint=f"Set initial_load_model_only, or take the root {path.removesuffix('-last')}",
+            )
+        if names == "torchtitan":
+            weights = self._model.state_dict()
+            other.load({"model": weights}, chosen, cast=True)
+        elif adapter is None:
+            raise UsageError(
+                f"{path} has the names of Hugging Face, and the model has no sd_adapter",
+                hint="Give the model an adapter, or save without last_save_in_hf",
+            )
+        else:
+            named = adapter.to_hf(self._model.state_dict())
+            other.load({"model": named}, chosen, cast=True)
+            weights = adapter.from_hf(named)
+        self._model.load_state_dict(weights)
 
     def _save(self, curr_step: int, last_step: bool = False) -> bool:
         config = self._config
@@ -206,9 +258,9 @@ class CkpipeCheckpointManager(BaseCheckpointManager):
         hf = self._config.last_save_in_hf
         fixed: Any = {"settings": self._settings, "final_format": "hf" if hf else "ckpipe"}
         with SyncPipeline(f"{self._root}-last", **fixed) as pipeline:
-            pipeline.save(
-                {"model": self._adapter.to_hf(weights) if hf else weights}, step, final=True
-            )
+            state = {"model": self._adapter.to_hf(weights) if hf else weights}
+            about = {_NAMES: "hugging face" if hf else "torchtitan"}
+            pipeline.save(state, step, final=True, metadata=about)
 
     def _maybe_wait_for_staging(self) -> None:
         if self.save_future is not None:

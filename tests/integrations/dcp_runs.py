@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.default_planner import (
     _EmptyStateDictLoadPlanner,
 )
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
-from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_state_dict,
@@ -295,6 +295,44 @@ def _name_each_save(case: Case) -> None:
         infos = [info for info in pipeline.steps(metadata=True) if info.complete]
     names = [(info.metadata or {})["name"] for info in infos]
     assert names == ["", "a", "", "b", "a", ""]
+
+
+class RemakingPlanner(DefaultLoadPlanner):
+    """Makes the plan anew in one step."""
+
+    def __init__(self, step: str) -> None:
+        super().__init__()
+        self._step = step
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        return [LoadPlan(each.items, {"own": 1}) for each in global_plan]
+
+    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
+        if self._step == "replaced":
+            return replace(central_plan, storage_data="own")
+        return LoadPlan(central_plan.items) if self._step == "finish" else central_plan
+
+
+def remake_plans(case: Case) -> None:
+    """Load with planners that make plans anew: what they may drop, and what ranks must agree on."""
+    warnings.simplefilter("ignore")
+    state: Any = {"model": made("fsdp", steps=2)[0].state_dict()}
+    dcp.save(state, storage_writer=CkpipeStorageWriter(case["root"], **SMALL))
+    for step in ("global", "replaced", "finish"):
+        found: Any = {"model": made("fsdp", steps=0)[0].state_dict()}
+        told = pytest.raises(CheckpointException, match="cannot tell whether all ranks read")
+        with told if step == "finish" else nullcontext():
+            reader = CkpipeStorageReader(case["root"], **SMALL)
+            dcp.load(found, storage_reader=reader, planner=RemakingPlanner(step))
+            for name, each in state["model"].items():
+                assert torch.equal(whole(found["model"][name]), whole(each)), name
+    other = f"{case['root']}-{dist.get_rank()}"  # as if a save were completed meanwhile
+    dcp.save({"w": torch.ones(1)}, no_dist=True, storage_writer=CkpipeStorageWriter(other))
+    with pytest.raises(CheckpointException, match="have chosen different checkpoints"):
+        dcp.load(
+            {"w": torch.zeros(1)},
+            storage_reader=CkpipeStorageReader(other), planner=RemakingPlanner("global"),
+        )  # fmt: skip
 
 
 class CuttingPlanner(DefaultSavePlanner):

@@ -103,6 +103,13 @@ def second_attempt(root: Path, lines: Lines) -> None:
     with ckpipe.SyncPipeline(other, initial=initial) as pipeline:
         assert load(pipeline, state) is not None
         assert state == {"w": 9}
+    # A load waits for a save under way, and of two of one step takes the later.
+    with ckpipe.SyncPipeline(other) as pipeline:
+        for number in (10, 11):
+            pipeline.save({"w": number}, step=3)
+        assert load(pipeline, state) is not None
+        assert state == {"w": 11}
+    lines.taken()
     # Of a skipped save Ray gets the metrics, and no checkpoint.
     count = len(get_all_reported_checkpoints())
     with ckpipe.SyncPipeline(other, keep_last=0) as pipeline:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 import torch.distributed.checkpoint
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.planner import LoadPlan
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import LoadPlan, SavePlan
 
 import ckpipe
 from ckpipe.errors import UsageError
@@ -85,6 +89,154 @@ def load(name: str, reader: CkpipeStorageReader, planner: Any = None) -> int:
     state = {"n": torch.tensor(-1)}
     dcp.load(state, checkpoint_id=name, storage_reader=reader, planner=planner, no_dist=True)
     return int(state["n"])
+
+
+class RemakingPlanner(DefaultLoadPlanner):
+    """Makes the plan anew in one step, with fields of its own; others see them in the next."""
+
+    def __init__(self, step: str, remade: Any) -> None:
+        super().__init__()
+        self._step, self._remade, self.seen = step, remade, None
+
+    def create_local_plan(self) -> LoadPlan:
+        plan = super().create_local_plan()
+        return self._remade(plan) if self._step == "local" else plan
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        return [self._remade(each) if self._step == "global" else each for each in global_plan]
+
+    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
+        self.seen = central_plan.storage_data
+        return self._remade(central_plan) if self._step == "finish" else central_plan
+
+
+class PlanOfOnesOwn(LoadPlan):
+    """A plan of another class."""
+
+
+REMADE: dict[str, Any] = {
+    "without data": lambda plan: LoadPlan(plan.items),
+    "with data": lambda plan: LoadPlan(plan.items, {"own": 1}, {"of": "it"}),
+    "with text": lambda plan: LoadPlan(plan.items, "own"),
+    "another class": lambda plan: PlanOfOnesOwn(plan.items),
+    "replaced": lambda plan: replace(plan, items=plan.items, storage_data=("own",)),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_load_planner_may_make_plans_anew(tmp_path: Path) -> None:
+    for number, name in enumerate("ab"):
+        state = {"n": torch.tensor(number)}
+        writer = CkpipeStorageWriter(tmp_path)
+        dcp.save(state, checkpoint_id=name, storage_writer=writer, no_dist=True)
+    for (kind, remade), step in product(REMADE.items(), ("local", "global", "finish")):
+        planner = RemakingPlanner(step, remade)
+        assert load("a", CkpipeStorageReader(tmp_path), planner) == 0, (kind, step)
+        own = remade(LoadPlan([])).storage_data
+        assert planner.seen == (None if step == "finish" else own), (kind, step)
+
+
+def test_load_planners_of_several_ranks(world: Gang, tmp_path: Path) -> None:
+    assert world.run(f"{RUNS}remake_plans", tmp_path / "run", 2) == [0, 0]
+
+
+class ForgetfulPlanner(DefaultSavePlanner):
+    """Makes plans anew in one step of a save."""
+
+    def __init__(self, step: str) -> None:
+        super().__init__()
+        self._step = step
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        plans, metadata = super().create_global_plan(all_plans)
+        if self._step == "global":
+            plans = [SavePlan(plan.items, storage_data={"own": 1}) for plan in plans]
+        return plans, metadata
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        plan = super().finish_plan(new_plan)
+        return SavePlan(plan.items) if self._step == "finish" else plan
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_save_planner_may_make_plans_anew_until_the_last_step(tmp_path: Path) -> None:
+    for step in ("global", "finish"):
+        planner, writer = ForgetfulPlanner(step), CkpipeStorageWriter(tmp_path)
+        told = pytest.raises(CheckpointException, match="finish_plan of a planner has made it anew")
+        with nullcontext() if step == "global" else told:
+            state = {"n": torch.tensor(3)}
+            dcp.save(state, storage_writer=writer, planner=planner, no_dist=True)
+    assert load("", CkpipeStorageReader(tmp_path)) == 3
+
+
+KEYS: list[Any] = [
+    *({key: 1.0, "x": 2.0} for key in ("", ".", "~", "~0", "a.b", "a@b", "__metadata__")),
+    {7: 1.0, 8: {"": 2.0}},  # dcp.load sorts the first keys
+    {None: 1.0},
+    {"": {"": 1.0}, "x": 2.0},
+    {"": {"a": 1.0}, "a": 2.0},
+    {"": "text", "a": {"": "more", "~": 1.0}},
+    {"": 1.0, "~": 2.0, "~0": 3.0, "~~": 4.0, "~~0": 5.0},
+    {"": [1.0, {"": 2.0}], "__metadata__": {"": 3.0}, "~__metadata__": {"": 4.0}},
+    {"a": {"": {"": 1.0, "b": 2.0}, ".b.": 3.0}, "~": {"a": 4.0}, "\ud800": 5.0},
+    {("a", 1): 1.0, ("b",): {2: 2.0, "3": 3.0, "": 4.0}},
+]
+"""States with keys that are unusual; a number stands for a tensor."""
+
+
+def with_tensors(state: Any, scale: float) -> Any:
+    """Return a state with tensors in the place of its numbers."""
+    if isinstance(state, dict):
+        return {key: with_tensors(value, scale) for key, value in state.items()}
+    if isinstance(state, list):
+        return [with_tensors(value, scale) for value in state]
+    return torch.full((2,), state * scale) if isinstance(state, float) else state
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_every_key_that_dcp_saves_loads(tmp_path: Path) -> None:
+    for number, state in enumerate(KEYS):
+        root, filled, found = tmp_path / f"{number}", with_tensors(state, 1), with_tensors(state, 0)
+        dcp.save(filled, storage_writer=CkpipeStorageWriter(root), no_dist=True)
+        dcp.load(found, storage_reader=CkpipeStorageReader(root), no_dist=True)
+        assert repr(found) == repr(filled)
+
+
+class ListeningPlanner(DefaultSavePlanner):
+    """Notes the meta of the storage."""
+
+    ids: ClassVar[list[str | None]] = []
+
+    def set_up_planner(self, *args: Any, storage_meta: Any = None, **kwargs: Any) -> None:
+        self.ids.append(storage_meta.save_id)
+        super().set_up_planner(*args, storage_meta=storage_meta, **kwargs)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_metadata_have_what_torch_gives_them(tmp_path: Path) -> None:
+    ours, reader = CkpipeStorageWriter(tmp_path / "ours"), CkpipeStorageReader(tmp_path / "ours")
+    assert ours.storage_meta().save_id
+    loads = set()
+    for number in range(2):
+        saved = [
+            dcp.save({"w": torch.ones(2)}, storage_writer=writer, planner=planner, no_dist=True)
+            for writer, planner in (
+                (ours, ListeningPlanner()),
+                (dcp.FileSystemWriter(tmp_path / f"{number}"), None),
+            )
+        ]
+        assert saved[0].storage_meta.save_id == ours.save_id
+        read: Any = reader.read_metadata()
+        for each in (saved[0], read):
+            assert each.version == saved[1].version
+            assert each.storage_meta.save_id == ListeningPlanner.ids[number]
+            assert each.storage_data.keys() == saved[1].storage_data.keys()
+        assert read.storage_meta.load_id == reader.load_id
+        loads.add(reader.load_id)
+    assert len(set(ListeningPlanner.ids)) == len(loads) == 2
+    before = ours.storage_meta().save_id
+    ours.reset("another")
+    assert ours.storage_meta().save_id not in {before, *ListeningPlanner.ids}
 
 
 @pytest.mark.filterwarnings("ignore")

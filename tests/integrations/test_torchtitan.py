@@ -64,7 +64,10 @@ def test_a_run_killed_inside_a_save_goes_on_to_the_bit(
 @pytest.mark.parametrize(
     "feature",
     [
+        "a_load_waits_for_its_save",
         "first_weights_are_loaded",
+        "last_weights_begin_a_run",
+        "mistakes_are_told_by_the_config",
         "settings_keep_their_meaning",
         "settings_of_ckpipe_hold",
         "weights_of_hugging_face_come_and_go",

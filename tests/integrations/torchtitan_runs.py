@@ -11,6 +11,7 @@ import os
 import sys
 import warnings
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,8 @@ from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter
 import ckpipe
 from ckpipe.errors import CheckpointNotFound, UsageError
 from ckpipe.integrations.torchtitan import CkpipeCheckpointManager
+from ckpipe.testing import SlowBackend
+from ckpipe_local import LocalBackend
 from tests.integrations.trainer_ranks import begin_rank, whole
 from tests.support.fork_server import Case, serve
 from tests.support.killed_runs import die, mortal_backend
@@ -196,10 +199,8 @@ def settings_keep_their_meaning(case: Case) -> None:
     with pytest.raises(CheckpointNotFound):
         run.checkpointer.load(5)
     run.checkpointer.close()
-    run = Run({**one, "fields": {"exclude_from_loading": ["other"]}})
     with pytest.raises(UsageError, match="other"):
-        run.checkpointer.load()
-    run.checkpointer.close()
+        Run({**one, "fields": {"exclude_from_loading": ["other"]}})
     run = Run(of(case, "new", settings={"resume": "must"}))
     with pytest.raises(CheckpointNotFound):
         run.checkpointer.load()
@@ -272,6 +273,71 @@ def weights_of_hugging_face_come_and_go(case: Case) -> None:
     again.checkpointer.close()
     with pytest.raises(UsageError, match="needs a sd_adapter"):
         Run(of(case, "none", adapter=False, fields=fields))
+
+
+def last_weights_begin_a_run(case: Case) -> None:
+    for number, saved in enumerate(
+        ({}, {"export_dtype": "bfloat16"}, {"last_save_in_hf": True, "export_dtype": "float16"})
+    ):
+        one = of(case, f"one-{number}", fields=saved)
+        Run(one).train(4)
+        dist.barrier()
+        run = Run(one)
+        run.train(8)  # the later one of two saves of a last step counts
+        dist.barrier()
+        dtype = getattr(torch, saved.get("export_dtype", "float32"))
+        expected = [each.to(dtype).float() for each in weights(run).values()]
+        root, in_hf = f"{one['root']}-last", "last_save_in_hf" in saved
+        for asked in ({}, {"initial_load_in_hf": True})[: 1 + in_hf]:
+            fields = {"initial_load_path": root, **asked}
+            again = Run(of(case, f"again-{number}{len(asked)}", fields=fields))
+            assert again.checkpointer.load()
+            assert again.step == 0
+            assert all(map(torch.equal, weights(again).values(), expected))
+            again.train(2)
+        for more, text in (
+            ({"fields": {"initial_load_path": root, "initial_load_model_only": False}}, "only"),
+            ({"fields": {"initial_load_path": root}, "adapter": False}, "no sd_adapter"),
+        ):
+            again = Run(of(case, f"refused-{number}-{len(more)}", **more))
+            refused = in_hf or text == "only"
+            with pytest.raises(UsageError, match=text) if refused else nullcontext():
+                again.checkpointer.load()
+            again.checkpointer.close()
+
+
+def mistakes_are_told_by_the_config(case: Case) -> None:
+    kind = CkpipeCheckpointManager.Config
+    assert kind(async_mode="Async").async_mode == "async"  # as torchtitan's own takes it
+    for fields, text in (
+        ({"async_mode": "asinc"}, "Invalid async_mode: 'asinc'"),
+        ({"export_dtype": "float64"}, "Invalid export_dtype: 'float64'"),
+        ({"settings": {"keep_lst": 3}}, "keep_lst"),
+        ({"settings": {"save_every_steps": 3}}, "save_every_steps has no effect"),
+        ({"interval": 0}, "interval"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            kind(enable=True, **fields)
+
+
+def a_load_waits_for_its_save(case: Case) -> None:
+    slow = SlowBackend(LocalBackend(case["root"]), latency=0.01)
+    ckpipe.register_backend("slow", lambda url: slow)
+    for number, mode in enumerate(("async", "async_with_pinned_mem")):
+        fields = {"async_mode": mode, "interval": 1, "folder": "slow://store"}
+        run = Run(of(case, mode, fields=fields))
+        for step, asked in ((1, -1), (2, -1), (3, 3), (3, 3)):
+            step, asked = step + 10 * number, asked if asked < 0 else asked + 10 * number
+            run.step = step
+            run.ntokens_seen += 1
+            seen = run.ntokens_seen
+            assert run.checkpointer.save(step)
+            run.checkpointer.maybe_wait_for_staging()
+            run.ntokens_seen = -1
+            assert run.checkpointer.load(asked)
+            assert (run.step, run.ntokens_seen) == (step, seen)
+            dist.barrier()  # a rank that loads sees no later save of another
+        run.checkpointer.close()
 
 
 def _live(case: Case, rank: int, number: int) -> None:
