@@ -19,12 +19,13 @@ from torchtitan.tools import filesystem
 
 from ckpipe.distributed import training_state
 from ckpipe.errors import UsageError
-from ckpipe.integrations.shared import checked, tell_resumed
-from ckpipe.running.pipeline import SyncPipeline
+from ckpipe.integrations.shared import TrainerPipeline, checked, tell_resumed
 from ckpipe.running.validation import absolute
 from ckpipe.state_helpers import RngState
 
 logger = logging.getLogger("ckpipe")
+
+_HINTS = "settings of the checkpoint's Config", "checkpoint.load_step"
 
 _UNTIL: dict[str, Literal["captured", "staged", "committed"]] = {
     "disabled": "committed",
@@ -114,7 +115,7 @@ class CkpipeCheckpointManager(BaseCheckpointManager):
             settings = settings.override(keep_last=config.keep_latest_k or None)
         self._root = absolute(filesystem.join(base_folder, config.folder))
         guard = tuple(optimizers)
-        self._pipeline = SyncPipeline(self._root, guard=guard, settings=settings).open()
+        self._pipeline = TrainerPipeline(self._root, *_HINTS, guard=guard, settings=settings).open()
 
     def _load(self, step: int = -1) -> bool:
         config = self._config
@@ -175,7 +176,7 @@ class CkpipeCheckpointManager(BaseCheckpointManager):
             self._model.load_state_dict(weights)
         elif path:
             fixed: Any = {"settings": self._settings, "read_only": True, "resume": "must"}
-            with SyncPipeline(path, **fixed) as other:
+            with TrainerPipeline(path, *_HINTS, **fixed) as other:
                 only = ["training.model"] if config.initial_load_model_only else None
                 other.load(self._state, other.choose(), include=only)
                 self._rng.apply()
@@ -205,7 +206,7 @@ class CkpipeCheckpointManager(BaseCheckpointManager):
         }
         hf = self._config.last_save_in_hf
         fixed: Any = {"settings": self._settings, "final_format": "hf" if hf else "ckpipe"}
-        with SyncPipeline(f"{self._root}-last", **fixed) as pipeline:
+        with TrainerPipeline(f"{self._root}-last", *_HINTS, **fixed) as pipeline:
             pipeline.save(
                 {"model": self._adapter.to_hf(weights) if hf else weights}, step, final=True
             )

@@ -27,18 +27,20 @@ from accelerate.utils import broadcast_object_list
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import ExportableState, TrainerState
 from transformers.trainer_pt_utils import nested_gather
-from transformers.trainer_utils import get_last_checkpoint
 
-from ckpipe import CheckpointInfo, KeepLast, Progress, RngState, SyncPipeline
+from ckpipe import CheckpointInfo, KeepLast, Progress, RngState
 from ckpipe.distributed import training_state
 from ckpipe.errors import CheckpointNotFound, CorruptCheckpoint, StructureMismatch, UsageError
 from ckpipe.events import Completed
 from ckpipe.integrations.pointers import read_pointer, set_aside, write_pointer_folder
 from ckpipe.integrations.shared import (
+    TrainerPipeline,
     check_names,
     checked,
     choose_path,
+    is_newest,
     keep_names,
+    naming,
     pointer_folders,
     tell_resumed,
 )
@@ -169,12 +171,12 @@ class CkpipeTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[
             root = f"{root}/{os.path.basename(run)}"
         if isinstance(resume_from_checkpoint, bool) or trial is not None:
             settings = settings.override(resume="must" if resume_from_checkpoint else "never")
-        last = get_last_checkpoint(run) if os.path.isdir(run) else None
-        (last,) = broadcast_object_list([last and (last, read_pointer(last) is None)])
+        (last,) = broadcast_object_list([_last_of(run, root)])
         own = last[0] if last and last[1] and settings.resume != "never" else None
         if own is not None:  # so there is one to resume from in any case
             settings = settings.override(resume="must")
-        with SyncPipeline(root, settings=settings) as pipeline:
+        hints = "ckpipe_settings", "train(resume_from_checkpoint='checkpoint-N')"
+        with TrainerPipeline(root, *hints, settings=settings) as pipeline:
             self._ckpipe_pipeline, self._ckpipe_over = pipeline, False
             keep_names(pipeline, self._ckpipe_on_complete, self._ckpipe_names)
             try:
@@ -203,7 +205,8 @@ class CkpipeTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[
 
     def _ckpipe_on_complete(self, event: Completed) -> None:
         self._ckpipe_line = event.info.line or ""
-        self._ckpipe_write_name(event.info)
+        if is_newest(self._ckpipe_folder(event.step), self._ckpipe_pipeline.url, event.info):
+            self._ckpipe_write_name(event.info)
         self._ckpipe_limit_names()
 
     def _ckpipe_limit_names(self) -> None:
@@ -232,7 +235,7 @@ class CkpipeTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[
         if isinstance(resume, str):
             if os.path.isdir(resume) and read_pointer(resume) is None:
                 return resume
-            chosen = choose_path(pipeline, resume)
+            chosen = choose_path(pipeline, resume, pipeline.pointer)
         else:
             try:
                 chosen = pipeline.choose()
@@ -264,10 +267,12 @@ class CkpipeTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[
             if not os.path.isdir(path):
                 with suppress(CheckpointNotFound):
                     self._ckpipe_write_name(pipeline.choose(_step_of(best)))
-        with self.args.main_process_first():
-            set_aside(self._ckpipe_folder(chosen.step))
+        folder = self._ckpipe_folder(chosen.step)
+        named = naming(folder, f"{chosen.id} at {pipeline.url} is complete, but not resumed")
+        with self.args.main_process_first(), named:
+            set_aside(folder)
             self._ckpipe_write_name(chosen, json.dumps(state, indent=2, sort_keys=True) + "\n")
-        return self._ckpipe_folder(chosen.step)
+        return folder
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         if self._ckpipe_chosen is None:
@@ -363,7 +368,8 @@ class CkpipeTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[
         text = json.dumps(dataclasses.asdict(state), indent=2, sort_keys=True) + "\n"
         path = self._ckpipe_folder(step)
         if self.args.should_save:
-            set_aside(path)
+            with naming(path, "Nothing was saved"):
+                set_aside(path)
         first = {"name": os.path.basename(path), "path": path, "trainer_state": text}
         self._ckpipe_pipeline.save(
             self._ckpipe_state(),
@@ -407,6 +413,23 @@ class CkpipeTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[
             logger.info("loaded the best model, of step %d", step)
 
 
+def _last_of(*folders: str) -> tuple[str, bool] | None:
+    """Return the last checkpoint-N of the first folder with one, and whether it has no pointer.
+
+    Without ``trainer_state.json`` or a pointer it is none, as after a kill inside a save.
+    """
+    for folder in folders:
+        found = {}
+        for each in Path(folder).glob("checkpoint-*"):
+            pointer = read_pointer(each) if each.is_dir() else None
+            is_one = pointer is not None or Path(each, STATE_NAME).is_file()
+            if is_one and re.fullmatch(r".*-\d+", each.name):
+                found[_step_of(each.name)] = str(each), pointer is None
+        if found:
+            return found[max(found)]
+    return None
+
+
 def _step_of(folder: str) -> int:
     return int(folder.rpartition("-")[2])
 
@@ -416,6 +439,9 @@ class _Schedule(TrainerCallback):
 
     def __init__(self, trainer: CkpipeTrainerMixin) -> None:
         self._trainer = trainer
+
+    def __deepcopy__(self, memo: object) -> _Schedule:
+        return _Schedule(self._trainer)  # callbacks are copied without the trainer
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         pipeline = self._trainer._ckpipe_pipeline

@@ -101,7 +101,7 @@ def _unpickled(data: list[Any], label: str, *, allowed: bool) -> Any:
         raise UnsupportedState(
             "The checkpoint holds a pickled object, which could run any code when it is loaded",
             key=label or None,
-            hint='Pass pickle="allow" if you trust its writer, or leave it out with exclude',
+            hint='Set pickle="allow" if you trust its writer, or leave it out with exclude',
         )
     try:
         return pickle.loads(base64.b64decode(data[1], validate=True))
