@@ -19,7 +19,6 @@ import os
 import re
 import shutil
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +29,13 @@ from transformers.trainer_pt_utils import nested_gather
 
 from ckpipe import CheckpointInfo, KeepLast, Progress, RngState
 from ckpipe.distributed import training_state
-from ckpipe.errors import CheckpointNotFound, CorruptCheckpoint, StructureMismatch, UsageError
+from ckpipe.errors import (
+    CheckpointNotFound,
+    CkpipeError,
+    CorruptCheckpoint,
+    StructureMismatch,
+    UsageError,
+)
 from ckpipe.events import Completed
 from ckpipe.integrations.pointers import read_pointer, set_aside, write_pointer_folder
 from ckpipe.integrations.shared import (
@@ -198,7 +203,17 @@ class CkpipeTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[
     def _ckpipe_write_name(self, info: CheckpointInfo, text: str | None = None) -> None:
         text = text or (info.metadata or {}).get("trainer_state")
         files = {} if text is None else {STATE_NAME: text}
-        write_pointer_folder(self._ckpipe_folder(info.step), self._ckpipe_pipeline.url, info, files)
+        folder, url = self._ckpipe_folder(info.step), self._ckpipe_pipeline.url
+        with naming(folder, f"{info.id} is complete at {url}"):
+            write_pointer_folder(folder, url, info, files)
+
+    def _ckpipe_name_again(self, best: str) -> None:
+        try:
+            self._ckpipe_write_name(self._ckpipe_pipeline.choose(_step_of(best)))
+        except CheckpointNotFound:
+            return
+        except CkpipeError as error:  # the run does not need this name
+            logger.warning("%s", error)
 
     def _ckpipe_names(self, line: str | None = None) -> list[Path]:
         return pointer_folders(self._ckpipe_run_dir, self._ckpipe_pipeline.url, line)
@@ -265,11 +280,12 @@ class CkpipeTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[
             # It may be of another machine. Without the folder the trainer would forget the best.
             state["best_model_checkpoint"] = path = self._ckpipe_folder(_step_of(best))
             if not os.path.isdir(path):
-                with suppress(CheckpointNotFound):
-                    self._ckpipe_write_name(pipeline.choose(_step_of(best)))
+                self._ckpipe_name_again(best)
         folder = self._ckpipe_folder(chosen.step)
-        named = naming(folder, f"{chosen.id} at {pipeline.url} is complete, but not resumed")
-        with self.args.main_process_first(), named:
+        with (
+            self.args.main_process_first(),
+            naming(folder, f"{chosen.id} is complete at {pipeline.url}"),
+        ):
             set_aside(folder)
             self._ckpipe_write_name(chosen, json.dumps(state, indent=2, sort_keys=True) + "\n")
         return folder
@@ -384,8 +400,7 @@ class CkpipeTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[
     def _finalize_training(self, *args: Any) -> Any:
         best, limit = self.state.best_model_checkpoint, self.args.save_total_limit
         if self.args.should_save and best is not None and not os.path.isdir(best):
-            with suppress(CheckpointNotFound):
-                self._ckpipe_write_name(self._ckpipe_pipeline.choose(_step_of(best)))
+            self._ckpipe_name_again(best)
         self.args.save_total_limit = None  # the trainer would remove folders without a pointer too
         try:
             return super()._finalize_training(*args)

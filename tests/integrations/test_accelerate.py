@@ -88,10 +88,13 @@ def test_a_run_killed_inside_a_save_goes_on_to_the_bit(
     [
         "another_run_deletes_nothing",
         "hooks_are_called",
+        "loads_by_name_wait_for_their_save",
         "lost_gradients_are_told",
         "names_are_loaded",
         "names_are_those_of_accelerate",
+        "names_that_cannot_be_written_are_told",
         "persistent_streams_are_refused",
+        "pickled_objects_go_on",
         "resume_obeys_its_setting",
         "saves_of_accelerate_stay",
         "scalers_go_on",
