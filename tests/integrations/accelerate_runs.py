@@ -310,6 +310,22 @@ def loads_by_name_wait_for_their_save(case: Case) -> None:
     run.accelerator.end_training()
 
 
+def ranks_load_by_name(case: Case) -> None:
+    """All ranks take the checkpoint of the name that they have just saved."""
+    run, folder = Run({**case, "naming": False}), str(Path(case["out"], "last"))
+    saved: list[str] = []
+    for _ in range(3):
+        run.train(0, 2)
+        saved.append(run.accelerator.save_state(folder).id)
+        weights = [each.detach().clone() for each in run.model.parameters()]
+        run.train(0, 1)
+        chosen = run.accelerator.load_state(folder)
+        assert chosen is not None
+        assert chosen.id == saved[-1]
+        assert all(map(torch.equal, run.model.parameters(), weights))
+    run.accelerator.end_training()
+
+
 class Strange:
     """An object that only pickle can save."""
 

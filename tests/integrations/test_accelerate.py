@@ -107,6 +107,10 @@ def test_a_feature_of_accelerate_stays(server: Forks, tmp_path: Path, feature: s
     assert server.run(new_case(tmp_path, do=feature)) == 0
 
 
+def test_ranks_load_by_name_what_they_have_just_saved(server: Forks, tmp_path: Path) -> None:
+    assert server.ranks(new_case(tmp_path, do="ranks_load_by_name"), 2) == [0] * 2
+
+
 def test_other_ranks_go_on_with_new_loaders(server: Forks, tmp_path: Path) -> None:
     case = new_case(tmp_path)
     assert server.ranks({**case, "dies": 9}, 2) == [None] * 2
