@@ -26,7 +26,7 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 
 from ckpipe.distributed import training_state
-from ckpipe.errors import CkpipeError, UsageError
+from ckpipe.errors import CkpipeError, UnsupportedState, UsageError
 from ckpipe.events import Completed
 from ckpipe.integrations.pointers import read_pointer, write_pointer
 from ckpipe.integrations.shared import (
@@ -403,7 +403,11 @@ def load_from_checkpoint(cls: type[M], path: Any, **arguments: Any) -> M:
         return made
     optimizers = ["optimizer_states", "training.optimizer"]
     allowed: Any = {"pickle": "allow"} if arguments.get("weights_only") is False else {}
-    state = load(pointer.root, step=pointer.id, exclude=optimizers, **allowed).state
+    try:
+        state = load(pointer.root, step=pointer.id, exclude=optimizers, **allowed).state
+    except UnsupportedState as error:
+        error.hint = "Pass weights_only=False if you trust its writer"
+        raise
     if "training" in state:
         state["state_dict"] = state.pop("training")["model"]
     file = BytesIO()
