@@ -30,13 +30,7 @@ from ckpipe.distributed import training_state
 from ckpipe.errors import UsageError
 from ckpipe.events import Completed
 from ckpipe.integrations.pointers import POINTER_FILE, read_pointer, write_pointer
-from ckpipe.integrations.shared import (
-    TrainerPipeline,
-    by_first,
-    checked,
-    naming,
-    tell_resumed,
-)
+from ckpipe.integrations.shared import TrainerPipeline, by_first, checked, naming, tell_resumed
 from ckpipe.retention import KeepIf, KeepLast
 from ckpipe.running.validation import absolute
 from ckpipe.settings import Settings
@@ -157,8 +151,7 @@ class CkpipeFSDPCheckpointManager(FSDPCheckpointManager):
         told, folder = self._told(), Path(self._folder)
         if any(folder.glob(f"global_step_{told}/**/model_world_size_*.pt")):
             return  # saved by verl alone
-        fixed: Any = {"settings": self._settings, "solo": True}
-        with TrainerPipeline(self._root, *_HINTS, **fixed) as pipeline:
+        with TrainerPipeline(self._root, *_HINTS, settings=self._settings, solo=True) as pipeline:
             steps = {each.step for each in pipeline.steps() if each.complete}
             if not steps:
                 pipeline.choose()  # warns of remains, or raises
@@ -286,8 +279,7 @@ class CkpipeFSDPCheckpointManager(FSDPCheckpointManager):
         step = re.search(r"global_step_(\d+)", local_path)
         which = pointer.id if pointer else int(step[1]) if step else None
         root = pointer.root if pointer else self._root
-        fixed: Any = {"settings": self._settings, "read_only": True}
-        with TrainerPipeline(root, *_HINTS, **fixed) as pipeline:
+        with TrainerPipeline(root, *_HINTS, settings=self._settings, read_only=True) as pipeline:
             chosen = pipeline.choose(which)
             assert chosen is not None
             pipeline.load(self._state, chosen, include=self._labels(self.checkpoint_load_contents))

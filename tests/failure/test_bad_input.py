@@ -687,9 +687,9 @@ class TakesBack(Quantized):
 class ByHook(Quantized):
     """Takes back what it saves, by a hook."""
 
-    def __init__(self, *sizes: int) -> None:
-        super().__init__(*sizes)
-        self.register_load_state_dict_pre_hook(
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.register_load_state_dict_pre_hook(  # type: ignore[no-untyped-call]
             lambda module, state, prefix, *_: state.pop(f"{prefix}weight.absmax")
         )
 
@@ -708,7 +708,7 @@ REFUSING: dict[str, tuple[Callable[[], Any], list[str] | None, bool]] = {
     "a part of a training state": (lambda: training_state(layers(head=True)), ["model.0"], False),
     "a dict": (lambda: {"m": layers().state_dict()}, None, False),
     "taken back": (lambda: {"m": torch.nn.Sequential(TakesBack(2, 2))}, None, False),
-    "taken back by a hook": (lambda: {"m": torch.nn.Sequential(ByHook(2, 2))}, None, False),
+    "taken back by a hook": (lambda: {"m": torch.nn.Sequential(ByHook())}, None, False),
 }
 
 
