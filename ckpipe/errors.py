@@ -58,6 +58,7 @@ Tests freeze this tree. Errors pickle, so that they cross process boundaries.
 from __future__ import annotations
 
 import errno
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -348,6 +349,15 @@ def refusal_of(error: Exception, kind: type[CkpipeError] = CkpipeError) -> Ckpip
     refusal = kind(message, hint=hint)
     refusal.__cause__ = cause
     return refusal
+
+
+_VALUES = re.compile(r"(Parameter containing: )?\b(tensor|array|DTensor|Parameter)\(.*\)?")
+
+
+def reason_of(error: BaseException) -> str:
+    """Describe an error of the user's code in one line, without values of tensors."""
+    text = _VALUES.sub("a tensor", " ".join(str(error).split())).rstrip(".")
+    return f"{type(error).__name__}: {text:.500}"
 
 
 @contextmanager

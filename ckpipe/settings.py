@@ -715,7 +715,7 @@ class Settings(BaseModel):
 
     pickle: Literal["refuse", "allow"] = "refuse"
     """Save and load objects of unknown types by pickle, or refuse them. Pickle runs code from the
-    file. ``"allow"`` is needed for the save and for the load."""
+    file. ``"allow"`` is needed for the save and for the load; ``load(pickle=…)`` overrides it."""
 
     keep_reports: bool = True
     """Keep the report of each save in the rank's manifest, where ``ckpipe timeline`` finds it. It

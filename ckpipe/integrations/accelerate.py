@@ -26,15 +26,17 @@ from ckpipe.errors import UsageError
 from ckpipe.events import Completed
 from ckpipe.integrations.pointers import read_pointer, set_aside, write_pointer_folder
 from ckpipe.integrations.shared import (
+    TrainerPipeline,
     check_names,
     checked,
     choose_path,
+    is_newest,
     keep_names,
+    naming,
     pointer_folders,
     tell_resumed,
 )
 from ckpipe.state.kinds import is_stateful
-from ckpipe.types import CheckpointId
 
 logger = logging.getLogger("ckpipe")
 
@@ -106,7 +108,9 @@ def attach(accelerator: Accelerator, url: str | os.PathLike[str], **settings: An
     limit = accelerator.project_configuration.total_limit
     if limit is not None and chosen.retention.rule is None:
         chosen = chosen.override(keep_last=limit)
-    pipeline = SyncPipeline(url, settings=chosen).open()
+    pipeline = TrainerPipeline(
+        url, "the arguments of attach()", "load_state(id)", settings=chosen
+    ).open()
     attached = _Attached(accelerator, pipeline, limit)
     keep_names(pipeline, attached.on_complete, attached.names)
     accelerator.save_state, accelerator.load_state = attached.save_state, attached.load_state
@@ -125,7 +129,7 @@ def attach(accelerator: Accelerator, url: str | os.PathLike[str], **settings: An
 class _Attached:
     """The methods of an accelerator that save and load with a pipeline."""
 
-    def __init__(self, accelerator: Any, pipeline: SyncPipeline, limit: int | None) -> None:
+    def __init__(self, accelerator: Any, pipeline: TrainerPipeline, limit: int | None) -> None:
         self._accelerator, self._pipeline, self._limit = accelerator, pipeline, limit
         self._load_own, self._rng = accelerator.load_state, RngState(apply="later")
         self._begun, self._folders = False, set[Path]()
@@ -152,7 +156,8 @@ class _Attached:
             output_dir = os.path.abspath(os.path.expanduser(output_dir))
             metadata = {"name": os.path.basename(output_dir), "path": output_dir}
             if accelerator.is_main_process:
-                set_aside(output_dir)
+                with naming(output_dir, "Nothing was saved"):
+                    set_aside(output_dir)
         left_out: list[int] = []
         if hooks := accelerator._save_model_state_pre_hook.values():
             if output_dir is None:
@@ -160,7 +165,8 @@ class _Attached:
                     "Hooks of save_state write into a folder, and none is given",
                     hint="Call save_state(output_dir), or use automatic names",
                 )
-            os.makedirs(output_dir, exist_ok=True)
+            with naming(output_dir, "Nothing was saved"):
+                os.makedirs(output_dir, exist_ok=True)
             models = accelerator._models
             if accelerator.distributed_type == DistributedType.FSDP:
                 models = []  # accelerate gives hooks no weights then
@@ -205,7 +211,7 @@ class _Attached:
                 self._begun = True
                 return None
         else:
-            chosen = choose_path(self._pipeline, input_dir)
+            chosen = choose_path(self._pipeline, input_dir, self._pipeline.pointer)
         models = list(accelerator._models)
         if hooks := accelerator._load_model_state_pre_hook.values():
             folder = input_dir
@@ -275,9 +281,7 @@ class _Attached:
         if folder is None:
             return
         self._folders.add(Path(folder).parent)
-        old = read_pointer(folder)
-        id = CheckpointId.parse(old.id) if old and old.root == self._pipeline.url else None
-        if id is None or id < event.info.key:  # saves may become complete in another order
+        if is_newest(folder, self._pipeline.url, event.info):
             write_pointer_folder(folder, self._pipeline.url, event.info, {})
         if self._limit and self._accelerator.project_configuration.automatic_checkpoint_naming:
             names = pointer_folders(Path(folder).parent, self._pipeline.url, event.info.line or "")

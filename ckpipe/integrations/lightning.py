@@ -26,12 +26,18 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 
 from ckpipe.distributed import training_state
-from ckpipe.errors import CkpipeError, UsageError
+from ckpipe.errors import CkpipeError, UnsupportedState, UsageError
 from ckpipe.events import Completed
 from ckpipe.integrations.pointers import read_pointer, write_pointer
-from ckpipe.integrations.shared import checked, choose_path, keep_names, tell_resumed
+from ckpipe.integrations.shared import (
+    TrainerPipeline,
+    checked,
+    choose_path,
+    keep_names,
+    tell_resumed,
+)
 from ckpipe.retention import KeepIf
-from ckpipe.running.pipeline import SyncPipeline, load
+from ckpipe.running.pipeline import load
 from ckpipe.running.validation import absolute
 from ckpipe.state_helpers import RngState
 from ckpipe.types import CheckpointId
@@ -72,19 +78,20 @@ class CkpipeCheckpointIO(TorchCheckpointIO):
             hint="ModelCheckpoint decides when to save; your module loads first weights",
         )  # fmt: skip
         self.root = absolute(os.fspath(root))
-        self._pipeline: SyncPipeline | None = None
+        self._pipeline: TrainerPipeline | None = None
         self._calls, self._removed, self._dropped = 0, dict[str, int](), set[str]()
         self._folders = set[str]()
 
-    def _new(self, **fields: Any) -> SyncPipeline:
+    def _new(self, **fields: Any) -> TrainerPipeline:
         if self.settings.retention.rule is None:
             rule = KeepIf(lambda each: each.id not in self._dropped, "Lightning")
             # It names the checkpoints to delete, of whatever line.
             fields["retention"] = {"rules": rule, "lines": "all"}
         fields = {"solo": not self.sharded, **fields}
-        return SyncPipeline(self.root, settings=self.settings, **fields)
+        hints = "the arguments of CkpipeCheckpointIO", "ckpt_path with an id of `ckpipe ls`"
+        return TrainerPipeline(self.root, *hints, settings=self.settings, **fields)
 
-    def _open(self) -> SyncPipeline:
+    def _open(self) -> TrainerPipeline:
         if self._pipeline is None:
             names = self.sharded or rank_zero_only.rank == 0
             self._pipeline = self._new(read_only=self.settings.read_only or not names).open()
@@ -384,7 +391,7 @@ def load_from_checkpoint(cls: type[M], path: Any, **arguments: Any) -> M:
     Args:
         cls: The class of the module or data module.
         path: The name, such as ``best_model_path``.
-        arguments: Those of the method.
+        arguments: Those of the method; ``weights_only=False`` also loads pickled objects.
 
     Raises:
         CheckpointNotFound: If the checkpoint behind the name is absent.
@@ -395,7 +402,12 @@ def load_from_checkpoint(cls: type[M], path: Any, **arguments: Any) -> M:
         made = cls.load_from_checkpoint(path, **arguments)
         return made
     optimizers = ["optimizer_states", "training.optimizer"]
-    state = load(pointer.root, step=pointer.id, exclude=optimizers).state
+    allowed: Any = {"pickle": "allow"} if arguments.get("weights_only") is False else {}
+    try:
+        state = load(pointer.root, step=pointer.id, exclude=optimizers, **allowed).state
+    except UnsupportedState as error:
+        error.hint = "Pass weights_only=False if you trust its writer"
+        raise
     if "training" in state:
         state["state_dict"] = state.pop("training")["model"]
     file = BytesIO()

@@ -1,28 +1,135 @@
-"""Do once for all adaptors: check names and settings, find what a path names, tell of a resume."""
+"""Do once for all adaptors: open a pipeline, check names and settings, find what a path names."""
 
 from __future__ import annotations
 
 import inspect
 import logging
 import os
+import re
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from ckpipe.errors import CheckpointNotFound, UsageError
+from ckpipe.errors import CheckpointNotFound, CkpipeError, CorruptCheckpoint, UsageError
 from ckpipe.events import Completed, Pruned
-from ckpipe.integrations.pointers import read_pointer
+from ckpipe.handles import SyncSaveHandle
+from ckpipe.integrations.pointers import Pointer, read_pointer
 from ckpipe.running.pipeline import SyncPipeline
 from ckpipe.settings import Settings
-from ckpipe.types import CheckpointId, CheckpointInfo
+from ckpipe.types import CheckpointId, CheckpointInfo, LoadResult
 
 T = TypeVar("T")
 
 logger = logging.getLogger("ckpipe")
+
+_ARGUMENTS = re.compile(
+    r"\b(pickle|per_rank|fallback|include|exclude|strict|cast|optimizer_class|transform|allow_\w+)\b"
+)
+
+
+class TrainerPipeline(SyncPipeline):
+    """A pipeline of an adaptor: its errors name remedies that the trainer's user has.
+
+    A deep copy of what holds it, such as callbacks, shares it.
+
+    Args:
+        url: The root of the checkpoints.
+        place: The place where the trainer takes settings of ckpipe, for hints.
+        other: The call by which the trainer takes another checkpoint, for hints.
+        fields: As for :class:`~ckpipe.SyncPipeline`.
+    """
+
+    def __init__(self, url: str | os.PathLike[str], place: str, other: str, **fields: Any) -> None:
+        super().__init__(url, **fields)
+        self._place, self._other = place, other
+        self.unnamed: dict[str, SyncSaveHandle] = {}
+        """Saves whose name is not written yet, by its path."""
+
+    def __deepcopy__(self, memo: object) -> TrainerPipeline:
+        return self
+
+    @contextmanager
+    def _hinting(self) -> Iterator[None]:
+        """Replace hints that name arguments which the trainer does not have."""
+        try:
+            yield
+        except CkpipeError as error:
+            words = _ARGUMENTS.findall(error.hint or "")
+            if "pickle" in words:
+                error.hint = (
+                    f'pickle="allow" in {self._place} saves and loads it, and runs code from the '
+                    "checkpoint; with state_dict and load_state_dict it needs no pickle"
+                )
+            elif "per_rank" in words:
+                error.hint = (
+                    f'Set per_rank in {self._place}: "drop", "rank0", or for generators "derive"; '
+                    "or resume with as many ranks as saved"
+                )
+            elif words and isinstance(error, CorruptCheckpoint):
+                error.hint = f"Resume from another checkpoint: {self._other}"
+            elif words:
+                error.hint = (
+                    "Resume with the objects that were saved, or from another checkpoint: "
+                    f"{self._other}"
+                )
+            raise
+
+    def save(self, *args: Any, **options: Any) -> SyncSaveHandle:
+        with self._hinting():
+            handle = super().save(*args, **options)
+        path = (options.get("metadata") or {}).get("path")
+        if path is not None and handle.status != "skipped":
+            self.unnamed[path] = handle
+        return handle
+
+    def load(self, *args: Any, **options: Any) -> LoadResult | None:
+        with self._hinting():
+            return super().load(*args, **options)
+
+    def choose(self, *args: Any, **options: Any) -> CheckpointInfo | None:
+        with self._hinting():
+            return super().choose(*args, **options)
+
+    def pointer(self, path: str) -> Pointer | None:
+        """Read the pointer at a path; of a save under way, wait until it is complete.
+
+        Raises:
+            CkpipeError: If that save failed.
+            TimeoutError: If other ranks did not commit it within
+                ``load.agreement_timeout_seconds``.
+            OSError: If the pointer cannot be read.
+        """
+        handle = self.unnamed.get(os.path.abspath(path))
+        if handle is None:
+            return read_pointer(path)
+        info = handle.wait_complete(self.settings.load.agreement_timeout_seconds)
+        return Pointer(self.url, info.id, info.step)
+
+
+@contextmanager
+def naming(path: str | os.PathLike[str], saved: str) -> Iterator[None]:
+    """Raise a refusal of the system to write a name as an error of ckpipe.
+
+    Args:
+        path: The name.
+        saved: The place and state of its checkpoint, for the error.
+
+    Raises:
+        CkpipeError: In place of an ``OSError``.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise CkpipeError(
+            f"The name {os.fspath(path)} cannot be written: {error.strerror or error}. {saved}",
+            hint="Make room and give rights there, move away a file that is in its place, or give "
+            "the trainer another folder: the run resumes from its checkpoints all the same",
+        ) from error
 
 
 def check_names(package: str, tried: str, names: Mapping[Any, str]) -> None:
@@ -76,7 +183,11 @@ def checked(trainer: str, given: Mapping[str, Any], *refused: str, hint: str) ->
     return settings
 
 
-def choose_path(pipeline: SyncPipeline, path: str | os.PathLike[str]) -> CheckpointInfo:
+def choose_path(
+    pipeline: SyncPipeline,
+    path: str | os.PathLike[str],
+    read: Callable[[str], Pointer | None] = read_pointer,
+) -> CheckpointInfo:
     """Choose the checkpoint that a path of the trainer leads to.
 
     That is the one of the pointer there; or, without one, the one whose id it is; or else the
@@ -87,12 +198,13 @@ def choose_path(pipeline: SyncPipeline, path: str | os.PathLike[str]) -> Checkpo
     Args:
         pipeline: The pipeline; all its ranks call alike.
         path: The path, a name alone, or an id.
+        read: Reads the pointer; called on rank 0.
 
     Raises:
         CheckpointNotFound: If there is none at this root.
         CkpipeError: Any error of :meth:`ckpipe.SyncPipeline.choose`.
     """
-    given, pointer = os.fspath(path), by_first(lambda: read_pointer(path))
+    given, pointer = os.fspath(path), by_first(lambda: read(os.fspath(path)))
     name = os.path.basename(os.path.normpath(given))
     which = pointer.id if pointer else given if CheckpointId.parse(given) else None
     try:
@@ -162,7 +274,7 @@ def pointer_folders(
         line: The line of their checkpoints; None for any.
     """
     ids: dict[Path, CheckpointId] = {}
-    for each in Path(folder).iterdir():
+    for each in Path(folder).iterdir() if os.path.isdir(folder) else ():
         pointer = read_pointer(each) if each.is_dir() else None
         id = CheckpointId.parse(pointer.id) if pointer and pointer.root == root else None
         if pointer is not None and id is not None and line in (None, pointer.line):
@@ -170,8 +282,15 @@ def pointer_folders(
     return sorted(ids, key=ids.__getitem__)
 
 
+def is_newest(path: str | os.PathLike[str], root: str, info: CheckpointInfo) -> bool:
+    """Tell whether a name leads to no later checkpoint: saves may complete in another order."""
+    old = read_pointer(path)
+    id = CheckpointId.parse(old.id) if old and old.root == root else None
+    return id is None or id < info.key
+
+
 def keep_names(
-    pipeline: SyncPipeline,
+    pipeline: TrainerPipeline,
     write: Callable[[Completed], None],
     names: Callable[[], Iterable[Path]],
 ) -> None:
@@ -185,7 +304,12 @@ def keep_names(
 
     def follow(event: Completed | Pruned) -> None:
         if isinstance(event, Completed):
-            write(event)
+            path = (event.info.metadata or {}).get("path", "")
+            with naming(path, f"{event.id} is complete at {pipeline.url}"):
+                write(event)
+            saved = pipeline.unnamed.get(path)
+            if saved is not None and saved.id == event.id:
+                del pipeline.unnamed[path]
             return
         for each in names():
             pointer = read_pointer(each)

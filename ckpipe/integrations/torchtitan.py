@@ -20,14 +20,15 @@ from torchtitan.tools import filesystem
 
 from ckpipe.distributed import training_state
 from ckpipe.errors import UsageError
-from ckpipe.integrations.shared import checked, tell_resumed
-from ckpipe.running.pipeline import SyncPipeline
+from ckpipe.integrations.shared import TrainerPipeline, checked, tell_resumed
 from ckpipe.running.validation import absolute
 from ckpipe.settings import Settings
 from ckpipe.state_helpers import RngState
 from ckpipe.types import CheckpointInfo
 
 logger = logging.getLogger("ckpipe")
+
+_HINTS = "settings of the checkpoint's Config", "checkpoint.load_step"
 
 _UNTIL: dict[str, Literal["captured", "staged", "committed"]] = {
     "disabled": "committed",
@@ -143,7 +144,9 @@ class CkpipeCheckpointManager(BaseCheckpointManager):
         self._settings = _settings(config)
         self._root = absolute(filesystem.join(base_folder, config.folder))
         guard = tuple(optimizers)
-        self._pipeline = SyncPipeline(self._root, guard=guard, settings=self._settings).open()
+        self._pipeline = TrainerPipeline(
+            self._root, *_HINTS, guard=guard, settings=self._settings
+        ).open()
 
     def _load(self, step: int = -1) -> bool:
         config = self._config
@@ -200,7 +203,7 @@ class CkpipeCheckpointManager(BaseCheckpointManager):
             self._model.load_state_dict(weights)
         elif path:
             fixed: Any = {"settings": self._settings, "read_only": True, "resume": "must"}
-            with SyncPipeline(path, **fixed) as other:
+            with TrainerPipeline(path, *_HINTS, **fixed) as other:
                 chosen = other.choose()
                 names = chosen and (chosen.metadata or {}).get(_NAMES)
                 if names:
@@ -214,7 +217,9 @@ class CkpipeCheckpointManager(BaseCheckpointManager):
         logger.info("the run begins with %s", path or adapter.hf_assets_path)
         return True
 
-    def _load_model(self, other: SyncPipeline, chosen: CheckpointInfo | None, names: str) -> None:
+    def _load_model(
+        self, other: TrainerPipeline, chosen: CheckpointInfo | None, names: str
+    ) -> None:
         """Load a model-only save of the last step of another run."""
         adapter, path = self._adapter, self._config.initial_load_path
         if not self._config.initial_load_model_only:
@@ -257,7 +262,7 @@ class CkpipeCheckpointManager(BaseCheckpointManager):
         }
         hf = self._config.last_save_in_hf
         fixed: Any = {"settings": self._settings, "final_format": "hf" if hf else "ckpipe"}
-        with SyncPipeline(f"{self._root}-last", **fixed) as pipeline:
+        with TrainerPipeline(f"{self._root}-last", *_HINTS, **fixed) as pipeline:
             state = {"model": self._adapter.to_hf(weights) if hf else weights}
             about = {_NAMES: "hugging face" if hf else "torchtitan"}
             pipeline.save(state, step, final=True, metadata=about)

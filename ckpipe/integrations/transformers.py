@@ -19,7 +19,6 @@ import os
 import re
 import shutil
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,18 +26,26 @@ from accelerate.utils import broadcast_object_list
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import ExportableState, TrainerState
 from transformers.trainer_pt_utils import nested_gather
-from transformers.trainer_utils import get_last_checkpoint
 
-from ckpipe import CheckpointInfo, KeepLast, Progress, RngState, SyncPipeline
+from ckpipe import CheckpointInfo, KeepLast, Progress, RngState
 from ckpipe.distributed import training_state
-from ckpipe.errors import CheckpointNotFound, CorruptCheckpoint, StructureMismatch, UsageError
+from ckpipe.errors import (
+    CheckpointNotFound,
+    CkpipeError,
+    CorruptCheckpoint,
+    StructureMismatch,
+    UsageError,
+)
 from ckpipe.events import Completed
 from ckpipe.integrations.pointers import read_pointer, set_aside, write_pointer_folder
 from ckpipe.integrations.shared import (
+    TrainerPipeline,
     check_names,
     checked,
     choose_path,
+    is_newest,
     keep_names,
+    naming,
     pointer_folders,
     tell_resumed,
 )
@@ -169,12 +176,12 @@ class CkpipeTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[
             root = f"{root}/{os.path.basename(run)}"
         if isinstance(resume_from_checkpoint, bool) or trial is not None:
             settings = settings.override(resume="must" if resume_from_checkpoint else "never")
-        last = get_last_checkpoint(run) if os.path.isdir(run) else None
-        (last,) = broadcast_object_list([last and (last, read_pointer(last) is None)])
+        (last,) = broadcast_object_list([_last_of(run, root)])
         own = last[0] if last and last[1] and settings.resume != "never" else None
         if own is not None:  # so there is one to resume from in any case
             settings = settings.override(resume="must")
-        with SyncPipeline(root, settings=settings) as pipeline:
+        hints = "ckpipe_settings", "train(resume_from_checkpoint='checkpoint-N')"
+        with TrainerPipeline(root, *hints, settings=settings) as pipeline:
             self._ckpipe_pipeline, self._ckpipe_over = pipeline, False
             keep_names(pipeline, self._ckpipe_on_complete, self._ckpipe_names)
             try:
@@ -196,14 +203,25 @@ class CkpipeTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[
     def _ckpipe_write_name(self, info: CheckpointInfo, text: str | None = None) -> None:
         text = text or (info.metadata or {}).get("trainer_state")
         files = {} if text is None else {STATE_NAME: text}
-        write_pointer_folder(self._ckpipe_folder(info.step), self._ckpipe_pipeline.url, info, files)
+        folder, url = self._ckpipe_folder(info.step), self._ckpipe_pipeline.url
+        with naming(folder, f"{info.id} is complete at {url}"):
+            write_pointer_folder(folder, url, info, files)
+
+    def _ckpipe_name_again(self, best: str) -> None:
+        try:
+            self._ckpipe_write_name(self._ckpipe_pipeline.choose(_step_of(best)))
+        except CheckpointNotFound:
+            return
+        except CkpipeError as error:  # the run does not need this name
+            logger.warning("%s", error)
 
     def _ckpipe_names(self, line: str | None = None) -> list[Path]:
         return pointer_folders(self._ckpipe_run_dir, self._ckpipe_pipeline.url, line)
 
     def _ckpipe_on_complete(self, event: Completed) -> None:
         self._ckpipe_line = event.info.line or ""
-        self._ckpipe_write_name(event.info)
+        if is_newest(self._ckpipe_folder(event.step), self._ckpipe_pipeline.url, event.info):
+            self._ckpipe_write_name(event.info)
         self._ckpipe_limit_names()
 
     def _ckpipe_limit_names(self) -> None:
@@ -232,7 +250,7 @@ class CkpipeTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[
         if isinstance(resume, str):
             if os.path.isdir(resume) and read_pointer(resume) is None:
                 return resume
-            chosen = choose_path(pipeline, resume)
+            chosen = choose_path(pipeline, resume, pipeline.pointer)
         else:
             try:
                 chosen = pipeline.choose()
@@ -262,12 +280,15 @@ class CkpipeTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[
             # It may be of another machine. Without the folder the trainer would forget the best.
             state["best_model_checkpoint"] = path = self._ckpipe_folder(_step_of(best))
             if not os.path.isdir(path):
-                with suppress(CheckpointNotFound):
-                    self._ckpipe_write_name(pipeline.choose(_step_of(best)))
-        with self.args.main_process_first():
-            set_aside(self._ckpipe_folder(chosen.step))
+                self._ckpipe_name_again(best)
+        folder = self._ckpipe_folder(chosen.step)
+        with (
+            self.args.main_process_first(),
+            naming(folder, f"{chosen.id} is complete at {pipeline.url}"),
+        ):
+            set_aside(folder)
             self._ckpipe_write_name(chosen, json.dumps(state, indent=2, sort_keys=True) + "\n")
-        return self._ckpipe_folder(chosen.step)
+        return folder
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         if self._ckpipe_chosen is None:
@@ -363,7 +384,8 @@ class CkpipeTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[
         text = json.dumps(dataclasses.asdict(state), indent=2, sort_keys=True) + "\n"
         path = self._ckpipe_folder(step)
         if self.args.should_save:
-            set_aside(path)
+            with naming(path, "Nothing was saved"):
+                set_aside(path)
         first = {"name": os.path.basename(path), "path": path, "trainer_state": text}
         self._ckpipe_pipeline.save(
             self._ckpipe_state(),
@@ -378,8 +400,7 @@ class CkpipeTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[
     def _finalize_training(self, *args: Any) -> Any:
         best, limit = self.state.best_model_checkpoint, self.args.save_total_limit
         if self.args.should_save and best is not None and not os.path.isdir(best):
-            with suppress(CheckpointNotFound):
-                self._ckpipe_write_name(self._ckpipe_pipeline.choose(_step_of(best)))
+            self._ckpipe_name_again(best)
         self.args.save_total_limit = None  # the trainer would remove folders without a pointer too
         try:
             return super()._finalize_training(*args)
@@ -407,6 +428,23 @@ class CkpipeTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[
             logger.info("loaded the best model, of step %d", step)
 
 
+def _last_of(*folders: str) -> tuple[str, bool] | None:
+    """Return the last checkpoint-N of the first folder with one, and whether it has no pointer.
+
+    Without ``trainer_state.json`` or a pointer it is none, as after a kill inside a save.
+    """
+    for folder in folders:
+        found = {}
+        for each in Path(folder).glob("checkpoint-*"):
+            pointer = read_pointer(each) if each.is_dir() else None
+            is_one = pointer is not None or Path(each, STATE_NAME).is_file()
+            if is_one and re.fullmatch(r".*-\d+", each.name):
+                found[_step_of(each.name)] = str(each), pointer is None
+        if found:
+            return found[max(found)]
+    return None
+
+
 def _step_of(folder: str) -> int:
     return int(folder.rpartition("-")[2])
 
@@ -416,6 +454,9 @@ class _Schedule(TrainerCallback):
 
     def __init__(self, trainer: CkpipeTrainerMixin) -> None:
         self._trainer = trainer
+
+    def __deepcopy__(self, memo: object) -> _Schedule:
+        return _Schedule(self._trainer)  # callbacks are copied without the trainer
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         pipeline = self._trainer._ckpipe_pipeline

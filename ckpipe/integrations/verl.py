@@ -30,14 +30,15 @@ from ckpipe.distributed import training_state
 from ckpipe.errors import UsageError
 from ckpipe.events import Completed
 from ckpipe.integrations.pointers import POINTER_FILE, read_pointer, write_pointer
-from ckpipe.integrations.shared import by_first, checked, tell_resumed
+from ckpipe.integrations.shared import TrainerPipeline, by_first, checked, naming, tell_resumed
 from ckpipe.retention import KeepIf, KeepLast
-from ckpipe.running.pipeline import SyncPipeline
 from ckpipe.running.validation import absolute
 from ckpipe.settings import Settings
 from ckpipe.state_helpers import RngState
 
 logger = logging.getLogger("ckpipe")
+
+_HINTS = "the arguments of register()", "trainer.resume_from_path"
 
 _LABELS = {
     "model": ["training.model"],
@@ -150,7 +151,7 @@ class CkpipeFSDPCheckpointManager(FSDPCheckpointManager):
         told, folder = self._told(), Path(self._folder)
         if any(folder.glob(f"global_step_{told}/**/model_world_size_*.pt")):
             return  # saved by verl alone
-        with SyncPipeline(self._root, settings=self._settings, solo=True) as pipeline:
+        with TrainerPipeline(self._root, *_HINTS, settings=self._settings, solo=True) as pipeline:
             steps = {each.step for each in pipeline.steps() if each.complete}
             if not steps:
                 pipeline.choose()  # warns of remains, or raises
@@ -231,7 +232,8 @@ class CkpipeFSDPCheckpointManager(FSDPCheckpointManager):
             if max_ckpt_to_keep and self._settings.retention.rule is None:
                 told = KeepIf(lambda each: each.step == self._told(), "verl")
                 rule["retention"] = KeepLast(max_ckpt_to_keep) | told
-            self._pipeline = SyncPipeline(self._root, settings=self._settings, **rule).open()
+            rule["settings"] = self._settings
+            self._pipeline = TrainerPipeline(self._root, *_HINTS, **rule).open()
             self._pipeline.on_complete(self._on_complete)
         later = self._asynchronous and global_step != self._total_steps
         self._pipeline.save(
@@ -242,9 +244,10 @@ class CkpipeFSDPCheckpointManager(FSDPCheckpointManager):
     def _on_complete(self, event: Completed) -> None:
         metadata: Any = event.info.metadata
         path, url = metadata["path"], self._pipeline.url
-        write_pointer(Path(self._folder, path, POINTER_FILE), url, event.info)
-        if self._asynchronous:  # the trainer leaves it to the engine
-            self._tell(event.step)
+        with naming(os.path.join(self._folder, path), f"{event.id} is complete at {url}"):
+            write_pointer(Path(self._folder, path, POINTER_FILE), url, event.info)
+            if self._asynchronous:  # the trainer leaves it to the engine
+                self._tell(event.step)
         there = {each.id for each in self._pipeline.steps()}
         for folder in Path(self._folder).glob(re.sub(r"global_step_\d+", "global_step_*", path)):
             pointer = read_pointer(folder)
@@ -276,7 +279,7 @@ class CkpipeFSDPCheckpointManager(FSDPCheckpointManager):
         step = re.search(r"global_step_(\d+)", local_path)
         which = pointer.id if pointer else int(step[1]) if step else None
         root = pointer.root if pointer else self._root
-        with SyncPipeline(root, settings=self._settings, read_only=True) as pipeline:
+        with TrainerPipeline(root, *_HINTS, settings=self._settings, read_only=True) as pipeline:
             chosen = pipeline.choose(which)
             assert chosen is not None
             pipeline.load(self._state, chosen, include=self._labels(self.checkpoint_load_contents))

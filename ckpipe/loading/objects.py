@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ckpipe.errors import CkpipeError, StructureMismatch
+from ckpipe.errors import CkpipeError, StructureMismatch, reason_of
 from ckpipe.format.dtypes import dtype_of
 from ckpipe.format.labels import decode_key, join
 from ckpipe.format.tree import MAPPINGS, WRAPPERS, Node, children_of
@@ -117,7 +117,7 @@ def _same_form(target: Any, label: str) -> Iterator[None]:
             raise
         raise StructureMismatch(
             f"The saved state has another form than this {type(target).__name__} saves: "
-            f"{type(error).__name__}: {error}",
+            f"{reason_of(error)}",
             key=label or None,
             hint="Leave it out with exclude",
         ) from error

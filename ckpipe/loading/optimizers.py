@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.optim import LBFGS, Optimizer
 
-from ckpipe.errors import ShapeMismatch, StructureMismatch
+from ckpipe.errors import ShapeMismatch, StructureMismatch, reason_of
 from ckpipe.format.manifest import OptimizerRow
 from ckpipe.loading.stateful import SavedTensor, unwrapped
 from ckpipe.state.values import optimizer_kind, shapes_of_parameters
@@ -322,8 +322,7 @@ def check_conversion(
         )
     except Exception as error:
         raise StructureMismatch(
-            f"torch cannot load this state into a {type(optimizer).__name__}: "
-            f"{type(error).__name__}: {error}",
+            f"torch cannot load this state into a {type(optimizer).__name__}: {reason_of(error)}",
             key=label or None,
             hint="Leave the optimizer's state out with exclude",
         ) from error

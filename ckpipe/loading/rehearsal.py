@@ -33,7 +33,7 @@ from torch import nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter, is_lazy
 from torch.overrides import TorchFunctionMode
 
-from ckpipe.errors import ShapeMismatch, StructureMismatch, TargetMismatch
+from ckpipe.errors import ShapeMismatch, StructureMismatch, TargetMismatch, reason_of
 from ckpipe.interpreter import user_code
 from ckpipe.loading.live_tensors import is_placed
 from ckpipe.loading.stateful import SavedTensor, is_extra_state, is_fsdp_hook, mismatch
@@ -525,9 +525,8 @@ def _refusal(
 
 
 def _other_refusal(error: Exception, label: str) -> StructureMismatch:
-    reason = " ".join(str(error).split()).rstrip(".")
     return StructureMismatch(
-        f"The module refuses its state: {type(error).__name__}: {reason}",
+        f"The module refuses its state: {reason_of(error)}",
         key=label or None,
         hint=f"{_HINT}, or leave it out with exclude",
     )

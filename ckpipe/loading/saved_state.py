@@ -24,7 +24,13 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from ckpipe.errors import CkpipeError, InvalidManifest, StructureMismatch, UnsupportedState
+from ckpipe.errors import (
+    CkpipeError,
+    InvalidManifest,
+    StructureMismatch,
+    UnsupportedState,
+    reason_of,
+)
 from ckpipe.format.labels import Json, LabelFilter, canonical
 from ckpipe.format.manifest import ManifestDocument, OptimizerRow, TensorRow
 from ckpipe.format.merge import differ_privately
@@ -101,13 +107,13 @@ def _unpickled(data: list[Any], label: str, *, allowed: bool) -> Any:
         raise UnsupportedState(
             "The checkpoint holds a pickled object, which could run any code when it is loaded",
             key=label or None,
-            hint='Pass pickle="allow" if you trust its writer, or leave it out with exclude',
+            hint='Set pickle="allow" if you trust its writer, or leave it out with exclude',
         )
     try:
         return pickle.loads(base64.b64decode(data[1], validate=True))
     except Exception as error:
         raise InvalidManifest(
-            f"The pickled object cannot be made: {error}", key=label or None
+            f"The pickled object cannot be made: {reason_of(error)}", key=label or None
         ) from error
 
 
@@ -280,7 +286,7 @@ def _derived(rank: int, state: Any) -> Any:
         return derived_generators(state, rank)
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise StructureMismatch(
-            f"The saved random generators are not as RngState saves them: {error!r:.200}",
+            f"The saved random generators are not as RngState saves them: {reason_of(error)}",
             hint="Leave them out with exclude",
         ) from error
 

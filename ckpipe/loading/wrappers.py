@@ -14,6 +14,7 @@ from ckpipe.errors import (
     ShapeMismatch,
     StructureMismatch,
     UnsupportedState,
+    reason_of,
 )
 from ckpipe.format.boxes import contiguous_stride
 from ckpipe.format.dtypes import DTYPES, NAMES
@@ -62,7 +63,7 @@ def dequantized(
         # NF4Tensor has the latter only; its ``dequantize`` is another function.
         plain = getattr(made, "get_original_weight", made.dequantize)().to(DTYPES[dtype])
     except (RuntimeError, TypeError, AttributeError) as error:
-        plain, reason = None, f": {error}"
+        plain, reason = None, f": {reason_of(error)}"
     else:
         reason = ""
     if type(plain) not in PLAIN_TYPES or plain.shape != made.shape:
@@ -189,7 +190,7 @@ def put_together(
         raise
     except Exception as error:
         raise InvalidManifest(
-            f"{facts['class']} cannot be made of the saved inner tensors: {error!r:.200}",
+            f"{facts['class']} cannot be made of the saved inner tensors: {reason_of(error)}",
             key=label or None,
             hint="Install the version of the library that saved it, or leave it out with exclude",
         ) from error

@@ -52,6 +52,7 @@ from ckpipe.running.validation import (
     absolute,
     check_choices,
     check_savable,
+    failure_text,
     fresh_device,
     has_failed,
     late_owners,
@@ -570,7 +571,7 @@ class PipelineBase:
         with self._leaving():
             failures = self._close(failed=error is not None)
         for each in failures:
-            logger.error("A checkpoint failed: %s", each)
+            logger.error("%s", failure_text(each))
 
     # Saves and loads
 
@@ -651,7 +652,7 @@ class PipelineBase:
         cast: bool,
         optimizer_class: str,
         per_rank: PerRankPolicy | None,
-        pickle: str,
+        pickle: str | None,
         transform: Sequence[Transform],
         allow_missing: Sequence[str],
         allow_unexpected: Sequence[str],
@@ -663,6 +664,7 @@ class PipelineBase:
         allowed = globs_filter("allow_missing", allow_missing)
         left = globs_filter("allow_unexpected", allow_unexpected)
         per_rank = self._settings.per_rank if per_rank is None else per_rank
+        pickle = self._settings.pickle if pickle is None else pickle
         check_choices(strict, pickle, optimizer_class, per_rank)
         self._engine.world.check(saves=False)
         if self._settings.preemption.enabled:

@@ -240,9 +240,12 @@ async def begin_anew(context: SaveContext, place: str) -> None:
     try:
         remains = await _remains(context)
         if not remains and settings.initial is None:
-            foreign = await _foreign_format(context.store.retrying)
+            foreign = await _foreign_contents(context.store.retrying, place)
     except StoreError as error:  # the result of the load is decided already
         remains, unknown = [], f"; other contents are unknown: {error}"
+    if foreign is not None:
+        what, way = foreign
+        unknown = f". A checkpoint of another program ({what}) is there"
     if settings.resume == "must":
         raise CheckpointNotFound(
             f"There is no complete checkpoint to resume from at {place}{unknown}"
@@ -255,11 +258,7 @@ async def begin_anew(context: SaveContext, place: str) -> None:
     if remains:
         logger.warning("no complete checkpoint: %s; %s", start, "; ".join(remains))
     elif foreign is not None:
-        logger.warning(
-            "no complete checkpoint: %s. A checkpoint of another program (%s) is there: "
-            "ckpipe.load opens it, and so does load(state, source=…) of a pipeline elsewhere",
-            start, foreign,
-        )  # fmt: skip
+        logger.warning("no complete checkpoint: %s%s: %s", start, unknown, way)
     else:
         logger.info("no complete checkpoint: %s%s", start, unknown)
 
@@ -294,12 +293,14 @@ async def _remains(context: SaveContext) -> list[str]:
     ]
 
 
-async def _foreign_format(backend: Backend) -> str | None:
-    """Return the name of the format of a root that another program wrote; None if it is none."""
-    listing = (await backend.children("")).objects
-    if not listing:  # as for most new runs, which import no readers of formats
+async def _foreign_contents(backend: Backend, place: str) -> tuple[str, str] | None:
+    """Describe what another program has left on a root, and the way to load it; None if nothing."""
+    listing = await backend.children("")
+    if not listing.objects and not listing.prefixes:  # most new runs import no readers of formats
         return None
-    from ckpipe.foreign.source import recognized
+    from ckpipe.foreign.source import contents, recognized
 
-    source = await recognized(listing)
-    return None if source is None else source.name
+    if (source := await recognized(listing.objects)) is not None:
+        way = "ckpipe.load opens it, and so does load(state, source=…) of a pipeline elsewhere"
+        return source.name, way
+    return contents([*(each.key for each in listing.objects), *listing.prefixes], place)

@@ -303,7 +303,7 @@ class Pipeline(PipelineBase):
         optimizer_class: Literal["same", "any"] = "same",
         fallback: bool = False,
         per_rank: PerRankPolicy | None = None,
-        pickle: Literal["refuse", "allow"] = "refuse",
+        pickle: Literal["refuse", "allow"] | None = None,
         transform: Sequence[Transform] = (),
         allow_missing: Sequence[str] = (),
         allow_unexpected: Sequence[str] = (),
@@ -351,7 +351,8 @@ class Pipeline(PipelineBase):
                 from the saved ones, and is an error for other values. A function takes a label and
                 the values in the order of ranks, and returns a value; it is not called for
                 generators, which are derived.
-            pickle: ``"allow"`` to load pickled objects, which runs code from the checkpoint.
+            pickle: ``"allow"`` to load pickled objects, which runs code from the checkpoint. None
+                takes the setting ``pickle``.
             transform: Transforms of the checkpoint, applied in their order before it is compared
                 with the target: :class:`~ckpipe.Rename`, :class:`~ckpipe.Only`,
                 :class:`~ckpipe.Drop`, :class:`~ckpipe.Cast`, :class:`~ckpipe.Split`,
@@ -759,7 +760,7 @@ class SyncPipeline(PipelineBase):
         optimizer_class: Literal["same", "any"] = "same",
         fallback: bool = False,
         per_rank: PerRankPolicy | None = None,
-        pickle: Literal["refuse", "allow"] = "refuse",
+        pickle: Literal["refuse", "allow"] | None = None,
         transform: Sequence[Transform] = (),
         allow_missing: Sequence[str] = (),
         allow_unexpected: Sequence[str] = (),
@@ -877,7 +878,7 @@ def load(
     optimizer_class: Literal["same", "any"] = "same",
     fallback: bool = False,
     per_rank: PerRankPolicy | None = None,
-    pickle: Literal["refuse", "allow"] = "refuse",
+    pickle: Literal["refuse", "allow"] | None = None,
     transform: Sequence[Transform] = (),
     allow_missing: Sequence[str] = (),
     allow_unexpected: Sequence[str] = (),
@@ -904,7 +905,8 @@ def load(
         optimizer_class: ``"any"`` to give an optimizer the state of one of another class.
         fallback: True to continue with the next older checkpoint if one is damaged.
         per_rank: Treatment of per-rank values.
-        pickle: ``"allow"`` to load pickled objects, which runs code from the checkpoint.
+        pickle: ``"allow"`` to load pickled objects, which runs code from the checkpoint. None takes
+            the setting ``pickle``.
         transform: Transforms of the checkpoint, in their order.
         allow_missing: Globs of labels of the target that the checkpoint may lack.
         allow_unexpected: Globs of labels of the checkpoint that the target may lack.

@@ -269,11 +269,20 @@ def _by_name(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 logger = logging.getLogger("ckpipe")
 
 
+def failure_text(error: Exception) -> str:
+    """Describe a failure in the background, which may be of work beside a save that is whole."""
+    notes = getattr(error, "__notes__", ())
+    beside = any(
+        each.startswith(("Raised by the hook", "Raised after the commit")) for each in notes
+    )
+    return f"{'Work beside the saves' if beside else 'A checkpoint'} failed: {error}"
+
+
 def raise_or_warn(failures: list[Exception], on_error: Literal["raise", "warn"]) -> None:
     """Raise or warn of failures in the background."""
     if on_error == "warn":
         for each in failures:
-            text = "\n".join([f"A checkpoint failed: {each}", *getattr(each, "__notes__", ())])
+            text = "\n".join([failure_text(each), *getattr(each, "__notes__", ())])
             warnings.warn(text, RuntimeWarning, stacklevel=3)
         return
     if failures:
@@ -290,8 +299,8 @@ def note_failures(failures: list[Exception], error: BaseException) -> None:
     """
     for each in failures:
         if each is not error:
-            logger.error("A checkpoint failed: %s", each)
-            error.add_note(f"Besides, a checkpoint failed: {each}")
+            logger.error("%s", failure_text(each))
+            error.add_note(f"Besides: {failure_text(each)}")
 
 
 def has_failed(served: Future[None]) -> PipelineClosed:

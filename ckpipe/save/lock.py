@@ -20,7 +20,7 @@ from ckpipe.save.program import devices_of
 from ckpipe.save.save import CapturedState, Save
 from ckpipe.state.capture_cache import capture_cache_of
 from ckpipe.state.flatten import Flattened, OpenedState, flatten
-from ckpipe.state.parameters import parameters_not_held
+from ckpipe.state.parameters import check_taken_back, parameters_not_held
 
 logger = logging.getLogger("ckpipe")
 
@@ -103,6 +103,7 @@ def _walk(save: Save, context: SaveContext, hold: LockHold) -> CapturedState | N
         if captured is None:
             flattened = flatten(opened, select, pickling=context.settings.pickle == "allow")
             _check_selection(save, context, flattened)
+            check_taken_back(opened, flattened.captured.tensors)
             if context.rank == 0:  # others may leave to it what all have, such as whole weights
                 _tell_of_parameters(save, context, opened)
             context.capture_cache = capture_cache_of(flattened)

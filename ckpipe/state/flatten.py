@@ -37,7 +37,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ckpipe.errors import UnsupportedState
+from ckpipe.errors import UnsupportedState, reason_of
 from ckpipe.format.labels import MAX_DIGITS, Json, LabelFilter, encode_key, join, unique_label
 from ckpipe.format.manifest import OptimizerRow, Structure, TensorRow
 from ckpipe.format.tree import (
@@ -502,7 +502,7 @@ class Flattened:
             return ["pickle", base64.b64encode(packed.getvalue()).decode()]
         except Exception as error:
             raise UnsupportedState(
-                f"An object of type {kind} cannot be pickled: {error}",
+                f"An object of type {kind} cannot be pickled: {reason_of(error)}",
                 key=label or None,
                 hint="Give it state_dict and load_state_dict, or call ckpipe.register_type",
             ) from error

@@ -1,7 +1,9 @@
-"""Find optimizers in a state that step tensors which nothing in the state holds.
+"""Find at a save what a load could not give back.
 
-A tensor is held if it shares memory with one in the state, or if one there has its global shape and
-dtype, as weights that were gathered or cloned for the save. Moments of optimizers do not count.
+That are optimizers which step tensors that nothing in the state holds, and modules which refuse
+what they save. A tensor is held if it shares memory with one in the state, or if one there has its
+global shape and dtype, as weights that were gathered or cloned for the save. Moments of optimizers
+do not count.
 """
 
 from __future__ import annotations
@@ -11,11 +13,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
+from ckpipe.errors import UnsupportedState
 from ckpipe.state.flatten import OpenedState
 from ckpipe.state.tensors import (
     PLAIN_TYPES,
+    TensorLeaf,
     dtensor_type,
     is_freed,
     local_part,
@@ -57,6 +62,49 @@ def parameters_not_held(
         found = _lie_apart(others, windows)
         if found:
             yield label, optimizer, found
+
+
+def check_taken_back(opened: OpenedState, saved: Sequence[TensorLeaf]) -> None:
+    """Refuse modules whose ``load_state_dict`` refuses keys that they save.
+
+    Those of bitsandbytes with four bits do so: by their own code no load could fill them in place.
+
+    Args:
+        opened: The state.
+        saved: The tensors of it that are saved.
+
+    Raises:
+        UnsupportedState: If such a key is among them, or a part of such a module.
+    """
+    for each in opened.containers:
+        is_module = isinstance(each.obj, nn.Module)
+        below = f"{each.label}." if each.label else ""
+        for root in [each.obj] if is_module else getattr(each.obj, "_modules", ()):
+            for key, kind in _refused_keys(root):
+                for label in (leaf.label for leaf in saved):
+                    if f".{label}".endswith(key) or (is_module and label.startswith(below)):
+                        raise UnsupportedState(
+                            f"A {kind} saves {key[1:]!r}, and its own load_state_dict refuses it, "
+                            "so no load could fill the module",
+                            key=label,
+                            hint="Train adapters on it, and save these alone; or save "
+                            "model.state_dict(), which loads as a fresh dict",
+                        )
+
+
+def _refused_keys(module: nn.Module) -> Iterator[tuple[str, str]]:
+    """Yield the ends of labels that torch's ``load_state_dict`` does not know, and their class."""
+    kind = type(module)
+    own_load = kind._load_from_state_dict is not nn.Module._load_from_state_dict
+    if own_load or module._load_state_dict_pre_hooks:
+        return
+    if kind._save_to_state_dict is not nn.Module._save_to_state_dict:
+        found: dict[str, Any] = {}
+        module._save_to_state_dict(found, "", True)
+        known = {*module._parameters, *module._buffers, "_extra_state"}
+        yield from ((f".{key}", kind.__qualname__) for key in found if key not in known)
+    for child in filter(None, module._modules.values()):
+        yield from _refused_keys(child)
 
 
 def _form(obj: Any) -> Hashable:

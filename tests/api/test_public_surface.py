@@ -63,7 +63,7 @@ _PIPELINE = {
         strict: bool | Literal['shapes'] = True, cast: bool = False,
         optimizer_class: Literal['same', 'any'] = 'same', fallback: bool = False,
         per_rank: PerRankPolicy | None = None,
-        pickle: Literal['refuse', 'allow'] = 'refuse',
+        pickle: Literal['refuse', 'allow'] | None = None,
         transform: Sequence[Transform] = (),
         allow_missing: Sequence[str] = (), allow_unexpected: Sequence[str] = (),
         device: str | torch.device | None = None,

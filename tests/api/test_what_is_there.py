@@ -81,6 +81,44 @@ def test_a_folder_that_is_no_root_tells_its_contents_and_the_line(
         assert state["w"].sum() == 3
 
 
+ROOTS: dict[str, tuple[str, str]] = {
+    # a file in the root, and what the warning of a run that begins there tells
+    "plain trainer": ("checkpoint-9/model.safetensors", r"Trainer of transformers \(checkpoint-9/"),
+    "accelerate": ("checkpoint_3/random_states_0.pkl", r"a folder for each step \(checkpoint_3/"),
+    "project of accelerate": ("checkpoints/checkpoint_0/optimizer.bin", r"\(checkpoints/"),
+    "lightning": ("epoch=9.ckpt", "torch"),
+    "logs of lightning": ("lightning_logs/version_0/checkpoints/a.ckpt", "Lightning"),
+    "torchtitan": ("step-10/.metadata", r"a folder for each step \(step-10/\)"),
+    "verl": ("global_step_5/actor/model_world_size_1_rank_0.pt", r"\(global_step_5/\)"),
+    "deepspeed": ("global_step5/mp_rank_00_model_states.pt", "DeepSpeed"),
+}
+
+
+@pytest.mark.parametrize("name", ROOTS)
+def test_a_run_tells_that_its_root_has_checkpoints_of_another_program(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    file, tells = ROOTS[name]
+    (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / file).write_bytes(torch_file())
+    for begin in (ckpipe.SyncPipeline.choose, ckpipe.SyncPipeline.load):
+        with ckpipe.SyncPipeline(tmp_path) as pipeline:
+            assert begin(pipeline) is None
+        (told,) = [each for each in caplog.records if each.levelname == "WARNING"]
+        assert re.search(f"another program .*{tells}", told.getMessage())
+        caplog.clear()
+        with (
+            ckpipe.SyncPipeline(tmp_path, resume="must") as pipeline,
+            pytest.raises(CheckpointNotFound, match=f"another program .*{tells}"),
+        ):
+            begin(pipeline)
+    with ckpipe.SyncPipeline(tmp_path) as pipeline:
+        pipeline.save({"w": 1}, step=1)
+    with ckpipe.SyncPipeline(tmp_path) as pipeline:
+        assert pipeline.load() is not None
+    assert not [each for each in caplog.records if "another program" in each.getMessage()]
+
+
 def test_a_link_of_the_hubs_cache_whose_file_is_gone(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").symlink_to("../../blobs/gone")
     (tmp_path / "config.json").touch()

@@ -11,6 +11,7 @@ import os
 import random
 import re
 import shutil
+import threading
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,14 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import ckpipe
-from ckpipe.errors import CheckpointNotFound, CkpipeError, SettingsError, StoreError, UsageError
+from ckpipe.errors import (
+    CheckpointNotFound,
+    CkpipeError,
+    SettingsError,
+    StoreError,
+    UnsupportedState,
+    UsageError,
+)
 from ckpipe.integrations.accelerate import attach
 from ckpipe.integrations.pointers import read_pointer
 from ckpipe.integrations.shared import check_names
@@ -259,6 +267,122 @@ def names_are_loaded(case: Case) -> None:
     mixed.accelerator.end_training()
 
 
+def loads_by_name_wait_for_their_save(case: Case) -> None:
+    """A load directly after a save under a name that is there takes the new one."""
+    one = of(case, "one", naming=False, url="waiting://store")
+    slow = FaultyBackend(LocalBackend(one["root"]))
+    ckpipe.register_backend("waiting", lambda url: slow)
+    folder = str(Path(one["out"], "last"))
+    for launch in range(2):
+        run = Run(one)
+        if launch:  # the name is one of an earlier launch
+            run.accelerator.load_state(folder)
+        for _ in range(2):
+            run.train(0, 2)
+            gate = slow.pause(lambda each: each.verb == "put" and each.key.endswith(".json"))
+            run.accelerator.save_state(folder)
+            weights = [each.detach().clone() for each in run.model.parameters()]
+            run.train(0, 1)
+            gate.wait_until_held()
+            threading.Timer(0.3, gate.release).start()
+            assert run.accelerator.load_state(folder) is not None
+            assert all(map(torch.equal, run.model.parameters(), weights))
+        # Of two saves under one name the second counts, in whichever order they are complete.
+        gate = slow.pause(lambda each: each.verb == "put" and each.key.endswith(".json"))
+        run.accelerator.save_state(folder)
+        gate.wait_until_held()
+        run.train(0, 2)
+        last = run.accelerator.save_state(folder)
+        last.wait()
+        gate.release()
+        run.accelerator.end_training()
+        pointer = read_pointer(folder)
+        assert pointer is not None
+        assert pointer.id == last.id
+    # After a save that failed the older one is not taken for it.
+    run = Run({**one, "settings": {"on_error": "warn", "upload": {"retries": 0}}})
+    run.accelerator.load_state(folder)
+    slow.fail(StoreError("broken"), lambda each: each.key.endswith(".json"), times=None)
+    run.accelerator.save_state(folder)
+    with pytest.raises(CkpipeError, match="broken"):
+        run.accelerator.load_state(folder)
+    slow.heal()
+    run.accelerator.end_training()
+
+
+def ranks_load_by_name(case: Case) -> None:
+    """All ranks take the checkpoint of the name that they have just saved."""
+    run, folder = Run({**case, "naming": False}), str(Path(case["out"], "last"))
+    saved: list[str] = []
+    for _ in range(3):
+        run.train(0, 2)
+        saved.append(run.accelerator.save_state(folder).id)
+        weights = [each.detach().clone() for each in run.model.parameters()]
+        run.train(0, 1)
+        chosen = run.accelerator.load_state(folder)
+        assert chosen is not None
+        assert chosen.id == saved[-1]
+        assert all(map(torch.equal, run.model.parameters(), weights))
+    run.accelerator.end_training()
+
+
+class Strange:
+    """An object that only pickle can save."""
+
+
+def pickled_objects_go_on(case: Case) -> None:
+    class Odd(Average):
+        def state_dict(self) -> dict[str, Any]:
+            return {**super().state_dict(), "odd": Strange()}
+
+    def new(settings: dict[str, Any]) -> Run:
+        run = Run(of(case, "one", settings=settings))
+        run.accelerator.register_for_checkpointing(Odd())
+        return run
+
+    text = r'pickle="allow" in the arguments of attach\(\)'
+    refused = new({})
+    with pytest.raises(UnsupportedState, match=text) as caught:
+        refused.accelerator.save_state()
+    assert "exclude" not in str(caught.value)
+    refused.accelerator.end_training()
+    run = new({"pickle": "allow"})
+    run.accelerator.save_state()
+    assert run.accelerator.load_state() is not None
+    run.accelerator.end_training()
+    refused = new({})
+    with pytest.raises(UnsupportedState, match=text) as caught:
+        refused.accelerator.load_state()
+    assert "exclude" not in str(caught.value)
+    refused.accelerator.end_training()
+
+
+def names_that_cannot_be_written_are_told(case: Case) -> None:
+    said = messages()
+    for number, place in enumerate(("checkpoints/checkpoint_0", "checkpoints")):
+        one = of(case, f"{number}")
+        file = Path(one["out"], place)
+        file.parent.mkdir(exist_ok=True)
+        file.touch()
+        run = Run(one)
+        run.accelerator.save_state()
+        with pytest.raises(CkpipeError, match=f"checkpoint_0 .*is complete at {one['root']}"):
+            run.accelerator.end_training()
+        run = Run(one)
+        assert run.accelerator.load_state() is not None
+        run.accelerator.end_training()
+        for onward in ("raise", "warn"):
+            run = Run({**one, "settings": {"on_error": onward}})
+            run.accelerator.load_state()
+            run.accelerator.project_configuration.iteration = 0
+            run.accelerator.save_state()
+            with pytest.raises(CkpipeError) if onward == "raise" else pytest.warns() as caught:
+                run.accelerator.end_training()
+            told = caught if isinstance(caught, list) else [caught]
+            said += [str(each) for each in told]
+    assert not any("A checkpoint failed" in each for each in said)
+
+
 def saves_of_accelerate_stay(case: Case) -> None:
     one = of(case, "one", project={"total_limit": 1})
     plain = Run({**one, "project": {}}, attached=False)
@@ -270,6 +394,12 @@ def saves_of_accelerate_stay(case: Case) -> None:
     assert run.accelerator.load_state() is None
     assert "fresh beside checkpoints" in told[0]
     assert "checkpoint_2" in told[0]
+    told.clear()
+    for place in (one["out"], str(Path(one["out"], "checkpoints"))):
+        there = Run({**one, "url": place, "naming": False})
+        assert there.accelerator.load_state() is None
+        assert "training starts fresh" in told.pop()
+        there.accelerator.end_training()
     run.train(0, 2)
     run.accelerator.save_state()
     run.accelerator.save_state()

@@ -88,10 +88,13 @@ def test_a_run_killed_inside_a_save_goes_on_to_the_bit(
     [
         "another_run_deletes_nothing",
         "hooks_are_called",
+        "loads_by_name_wait_for_their_save",
         "lost_gradients_are_told",
         "names_are_loaded",
         "names_are_those_of_accelerate",
+        "names_that_cannot_be_written_are_told",
         "persistent_streams_are_refused",
+        "pickled_objects_go_on",
         "resume_obeys_its_setting",
         "saves_of_accelerate_stay",
         "scalers_go_on",
@@ -102,6 +105,10 @@ def test_a_run_killed_inside_a_save_goes_on_to_the_bit(
 )
 def test_a_feature_of_accelerate_stays(server: Forks, tmp_path: Path, feature: str) -> None:
     assert server.run(new_case(tmp_path, do=feature)) == 0
+
+
+def test_ranks_load_by_name_what_they_have_just_saved(server: Forks, tmp_path: Path) -> None:
+    assert server.ranks(new_case(tmp_path, do="ranks_load_by_name"), 2) == [0] * 2
 
 
 def test_other_ranks_go_on_with_new_loaders(server: Forks, tmp_path: Path) -> None:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 import logging
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 import ckpipe
-from ckpipe.errors import CheckpointNotFound
+from ckpipe.errors import CheckpointNotFound, CkpipeError
 from ckpipe.integrations.pointers import (
     Pointer,
     read_pointer,
@@ -18,7 +22,7 @@ from ckpipe.integrations.pointers import (
     write_pointer,
     write_pointer_folder,
 )
-from ckpipe.integrations.shared import choose_path
+from ckpipe.integrations.shared import TrainerPipeline, choose_path
 
 if TYPE_CHECKING:
     from tests.support.rank_processes import Gang
@@ -131,3 +135,86 @@ def test_a_path_leads_to_its_own_checkpoint_or_to_none(tmp_path: Path) -> None:
         }.items():
             with pytest.raises(CheckpointNotFound, match=said):
                 choose_path(pipeline, path)
+
+
+class Strange:
+    """An object that only pickle can save."""
+
+
+class Fails(torch.nn.Linear):
+    """Refuses a state by an error that has a parameter in it."""
+
+    def _load_from_state_dict(self, *_: Any, **__: Any) -> None:
+        raise KeyError(self.weight)
+
+
+def weights(dtype: torch.dtype = torch.float32) -> dict[str, Any]:
+    return {"model": torch.nn.Linear(2, 3).to(dtype)}
+
+
+def stepped(kind: type[torch.optim.Optimizer], layers: int = 1) -> dict[str, Any]:
+    model = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(layers)))
+    optimizer = kind(model.parameters(), lr=0.1)  # type: ignore[call-arg]
+    model(torch.ones(2)).sum().backward()
+    optimizer.step()
+    return {"model": model, "optimizer": optimizer}
+
+
+States = Callable[[], dict[str, Any]]
+REFUSED: dict[str, tuple[States, States]] = {
+    "another dtype": (weights, lambda: weights(torch.float64)),
+    "another key": (weights, lambda: {**weights(), "more": 1}),
+    "another kind": (weights, lambda: {"model": [1]}),
+    "another optimizer": (
+        lambda: stepped(torch.optim.AdamW),
+        lambda: stepped(torch.optim.SGD),
+    ),
+    "more layers": (
+        lambda: stepped(torch.optim.AdamW),
+        lambda: stepped(torch.optim.AdamW, 2),
+    ),
+    "a parameter in the error": (
+        lambda: {"model": torch.nn.Linear(2, 3)},
+        lambda: {"model": Fails(2, 3)},
+    ),
+    "a generator": (lambda: {"rng": ckpipe.RngState()}, lambda: {"rng": {"seed": 1}}),
+    "damage": (weights, weights),
+    "a pickled object": (lambda: {"odd": Strange()}, lambda: {"odd": Strange()}),
+}
+ARGUMENTS = (
+    r"\b(fallback|include|exclude|strict|cast|optimizer_class|transform|allow_missing|source)\b"
+)
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_refusals_name_what_a_trainer_has(tmp_path: Path, kind: str) -> None:
+    saved, target = (make() for make in REFUSED[kind])
+    with ckpipe.SyncPipeline(tmp_path, pickle="allow") as pipeline:
+        pipeline.save(saved, step=1)
+    if kind == "damage":
+        (data,) = tmp_path.glob("step-*/*.safetensors")
+        data.write_bytes(data.read_bytes()[:-4])
+    with TrainerPipeline(tmp_path, "SETTINGS", "resume(id)") as trainers:
+        with pytest.raises(CkpipeError) as caught:
+            trainers.load(target)
+        texts = [str(caught.value)]
+        if kind == "a pickled object":
+            with pytest.raises(CkpipeError) as caught:
+                trainers.save(saved, step=2)
+            texts.append(str(caught.value))
+    for text in texts:
+        assert not re.search(ARGUMENTS, text), text
+        assert "tensor(" not in text
+        assert "\n" not in text
+        if kind == "a pickled object":
+            assert 'pickle="allow" in SETTINGS' in text
+        if kind == "damage":
+            assert "resume(id)" in text
+    with TrainerPipeline(tmp_path / "new", "SETTINGS", "resume(id)", pickle="allow") as trainers:
+        trainers.save(saved, step=1)
+        assert trainers.load() is not None
+
+
+def test_a_copy_of_what_holds_a_trainers_pipeline_shares_it(tmp_path: Path) -> None:
+    with TrainerPipeline(tmp_path, "SETTINGS", "resume(id)") as pipeline:
+        assert copy.deepcopy({"callback": [pipeline]})["callback"][0] is pipeline

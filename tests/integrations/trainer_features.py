@@ -5,6 +5,7 @@ Where it can be, the expectation is what the Trainer does by itself.
 
 from __future__ import annotations
 
+import copy
 import itertools
 import logging
 import os
@@ -24,7 +25,13 @@ from peft import LoraConfig, get_peft_model
 from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainerState
 
 import ckpipe
-from ckpipe.errors import CheckpointNotFound, SettingsError, StructureMismatch, UsageError
+from ckpipe.errors import (
+    CheckpointNotFound,
+    SettingsError,
+    StructureMismatch,
+    UnsupportedState,
+    UsageError,
+)
 from ckpipe.integrations.pointers import read_pointer
 from ckpipe.integrations.transformers import CkpipeTrainer, CkpipeTrainerMixin
 from tests.integrations import trainer_ranks
@@ -193,6 +200,124 @@ def saves_of_the_trainer_stay(case: Case) -> None:
     said.clear()
     new_trainer({**plain, "root": f"{plain['root']}-3"}, callbacks=[Stops(1)]).train()
     assert any("whose checkpoint is not at this root" in each for each in said)
+
+
+def roots_of_the_trainer_go_on(case: Case) -> None:
+    """From a root that is a folder of the plain Trainer the run goes on, or it says so."""
+    whole = new_trainer(of(case, "whole", num_train_epochs=1))
+    whole.train()
+    old = of(case, "old", num_train_epochs=1)
+    new_trainer(old, Trainer, callbacks=[Stops(6)]).train()
+    Path(old["out"], "checkpoint-9").mkdir()  # as after a kill inside a save
+    said = messages(logging.INFO)
+    for resume, steps in ((None, 4), (True, 4), (False, 10)):
+        one = {
+            **of(case, f"new-{resume}", num_train_epochs=1),
+            "root": str(Path(case["out"], "to")),
+        }
+        shutil.copytree(old["out"], one["root"])
+        said.clear()
+        trainer = new_trainer(one)
+        trainer.train(resume_from_checkpoint=resume)
+        assert len(trainer.model.seen) == steps, (resume, trainer.model.seen)
+        check_same(trainer.model.state_dict(), whole.model.state_dict())
+        assert any("to/checkpoint-6, which was saved without" in each for each in said) == (
+            resume is not False
+        )
+        shutil.rmtree(one["root"])
+    # Of a folder without the trainer's state it says that it is there.
+    weights = of(case, "weights", num_train_epochs=1)
+    shutil.copytree(Path(old["out"], "checkpoint-3"), Path(weights["root"], "checkpoint-3"))
+    Path(weights["root"], "checkpoint-3", "trainer_state.json").unlink()
+    said = messages(logging.WARNING)
+    trainer = new_trainer(weights, callbacks=[Stops(1)])
+    trainer.train()
+    assert any("training starts fresh" in each and "checkpoint-3" in each for each in said)
+
+
+def names_that_cannot_be_written_are_told(case: Case) -> None:
+    plain = {"num_train_epochs": 1, "load_best_model_at_end": False}
+    said = messages(logging.INFO)
+    for number, in_place in enumerate(("checkpoint-3", "checkpoint-10")):
+        one = of(case, f"{number}", **plain)
+        name = Path(one["out"], in_place)
+        name.touch()
+        with pytest.raises(ckpipe.CkpipeError, match=f"{name} .*is complete at {one['root']}"):
+            new_trainer(one).train()
+        with ckpipe.SyncPipeline(one["root"], read_only=True) as pipeline:
+            steps = [info.step for info in pipeline.steps() if info.complete]
+        assert int(in_place.rpartition("-")[2]) in steps
+        if in_place == "checkpoint-3":
+            with pytest.raises(ckpipe.CkpipeError, match=f"{name} .*move away a file"):
+                new_trainer(one).train(resume_from_checkpoint="checkpoint-3")
+        name.unlink()
+        trainer = new_trainer(one)
+        trainer.train()
+        assert len(trainer.model.seen) == 10 - steps[-1]
+        # With warnings in place of errors the run ends, and no checkpoint is called a failed one.
+        one = {**of(case, f"warns-{number}", **plain), "settings": {"on_error": "warn"}}
+        Path(one["out"], in_place).touch()
+        with pytest.warns(RuntimeWarning) as warned:
+            new_trainer(one).train()
+        said += [str(each.message) for each in warned]
+    assert any("cannot be written" in each for each in said)
+    assert not any("A checkpoint failed" in each for each in said)
+
+
+class Strange:
+    """An object that only pickle can save."""
+
+
+def refusals_name_what_the_trainer_has(case: Case) -> None:
+    class Odd(torch.optim.SGD):
+        def state_dict(self) -> dict[str, Any]:
+            return super().state_dict() | {"odd": Strange()}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            super().load_state_dict({name: state[name] for name in ("state", "param_groups")})
+
+    def odd(one: Case, **more: Any) -> Any:
+        trainer = new_trainer(one, **more)
+        trainer.optimizer = Odd(trainer.model.parameters(), lr=0.1)
+        return trainer
+
+    one = of(case, "pickle", num_train_epochs=1)
+    with pytest.raises(UnsupportedState, match='pickle="allow" in ckpipe_settings') as caught:
+        odd(one).train()
+    assert "exclude" not in str(caught.value)
+    allowed = {**of(case, "allowed", num_train_epochs=1), "settings": {"pickle": "allow"}}
+    odd(allowed, callbacks=[Stops(6)]).train()
+    trainer = odd(allowed)
+    trainer.train()
+    assert len(trainer.model.seen) == 4
+    with pytest.raises(UnsupportedState, match='pickle="allow" in ckpipe_settings'):
+        odd({**allowed, "settings": {}}).train()
+    # Damage, and a model of another dtype.
+    new_trainer(one := of(case, "damaged", num_train_epochs=1), callbacks=[Stops(6)]).train()
+    (data,) = Path(one["root"]).glob("step-*6.*/*.safetensors")
+    data.write_bytes(data.read_bytes()[:-8])
+    with pytest.raises(ckpipe.errors.CorruptCheckpoint, match="resume_from_checkpoint='") as hurt:
+        new_trainer(one).train()
+    assert "fallback" not in str(hurt.value)
+    trainer = new_trainer(one)
+    trainer.model.double()
+    with pytest.raises(ckpipe.errors.TargetMismatch, match="resume_from_checkpoint='") as other:
+        trainer.train(resume_from_checkpoint="checkpoint-3")
+    assert not re.search("exclude|strict|allow_|cast=", str(other.value))
+
+
+def callbacks_can_be_copied(case: Case) -> None:
+    class Copies(TrainerCallback):
+        copied: Any = None
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            self.copied = copy.deepcopy(trainer.callback_handler.callbacks)
+            assert copy.deepcopy(trainer._ckpipe_pipeline) is trainer._ckpipe_pipeline
+
+    trainer = new_trainer(of(case, "one", num_train_epochs=1), callbacks=[Copies()])
+    trainer.train()
+    kinds = [type(each) for each in trainer.callback_handler.callbacks]
+    assert [type(each) for each in trainer.callback_handler.callbacks[-2].copied] == kinds
 
 
 def another_run_deletes_nothing(case: Case) -> None:

@@ -322,6 +322,23 @@ def test_pickle_is_needed_at_both_ends(tmp_path: Path) -> None:
     assert isinstance(ckpipe.load(tmp_path, pickle="allow").state["strange"], Strange)
 
 
+def test_a_pipeline_loads_by_pickle_if_it_saves_by_it(tmp_path: Path) -> None:
+    with ckpipe.SyncPipeline(tmp_path, pickle="allow") as pipeline:
+        pipeline.save({"strange": Strange()}, step=1)
+        for result in (pipeline.load(), pipeline.load(pickle=None)):
+            assert result is not None
+            assert isinstance(result.state["strange"], Strange)
+        with pytest.raises(errors.UnsupportedState, match="strange"):
+            pipeline.load(pickle="refuse")
+    settings = ckpipe.Settings(pickle="allow")
+    assert isinstance(ckpipe.load(tmp_path, settings=settings).state["strange"], Strange)
+    with (
+        ckpipe.SyncPipeline(tmp_path) as pipeline,
+        pytest.raises(errors.UnsupportedState, match="strange"),
+    ):
+        pipeline.load()
+
+
 def save_and_lose(store: Stores, pipeline: ckpipe.SyncPipeline) -> ckpipe.SyncSaveHandle:
     """Save step 0, which is staged and then fail."""
     store.faulty.fail(errors.StoreFull("no room", key="x"), "write")
