@@ -33,6 +33,7 @@ from ckpipe.loading.stateful import InspectionMemo
 from ckpipe.loading.transforms import transformed, transforms_of
 from ckpipe.settings import Export
 from ckpipe.state.tensors import lazy_bits
+from ckpipe.state.values import UNREAD
 from ckpipe.types import Form, first_of
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -46,8 +47,9 @@ _ALIGNMENT = 64
 _PLAIN_NODES = ("tensor", "value", "absent", "set", "list", "tuple", "dict", "ordered_dict",
                 "stateful", "wrapper_tensor", "shared", "ref")  # fmt: skip
 _PLAIN_VALUES = ("int", "float", "complex", "bytes", "bytearray", "dtype", "device", "size",
-                 "layout")  # fmt: skip
-"""The nodes of a tree, and the kinds of values, that ``torch.load`` reads with ``weights_only``."""
+                 "layout", UNREAD)  # fmt: skip
+"""The nodes of a tree, and the kinds of values, that ``torch.load`` reads with ``weights_only``,
+and those that the match refuses by itself."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ from ckpipe.errors import (
     InvalidManifest,
     UnsupportedState,
 )
-from ckpipe.foreign.pickles import PLAIN, read_pickle
+from ckpipe.foreign.pickles import PLAIN, RECORDS, Unread, read_pickle
 from ckpipe.foreign.safetensors import together, weight_map
 from ckpipe.foreign.source import (
     AT_ONCE,
@@ -91,7 +91,7 @@ class TorchSource:
         """Describe the saved object of a file, or the weights of a folder as one flat dict.
 
         Raises:
-            UnsupportedState: If a file has more than tensors, containers and plain values.
+            UnsupportedState: If a file is of another machine, or of torch before 1.6.
             CorruptCheckpoint: If a file contradicts itself.
             StoreError: If the store failed.
         """
@@ -141,6 +141,8 @@ async def read_object(
 ) -> tuple[Any, int]:
     """Return the object of a file of ``torch.save``, with tensors that are not read.
 
+    It has placeholders of objects that ckpipe does not know.
+
     Reads the central directory, the pickle and the local headers.
 
     Args:
@@ -154,7 +156,7 @@ async def read_object(
         The object, and the size of its pickle in bytes.
 
     Raises:
-        UnsupportedState: If it has more than tensors, containers and plain values.
+        UnsupportedState: If it is of another machine, or of torch before 1.6.
         CorruptCheckpoint: If the file contradicts itself.
         StoreError: If the store failed.
     """
@@ -356,7 +358,7 @@ def _known(extent: Any) -> dict[str, Any]:
         metadata: Any = None,
         *,
         dtype: str | None = None,
-    ) -> ForeignTensor:
+    ) -> ForeignTensor | Unread:
         dtype = dtype or storage.dtype
         if dtype is None or type(requires_grad) is not bool:
             raise ValueError("a tensor has no dtype")
@@ -366,7 +368,7 @@ def _known(extent: Any) -> dict[str, Any]:
         if len(shape) != len(stride) or len(shape) > MAX_DIMENSIONS:
             raise ValueError("a tensor has a wrong number of dimensions")
         if hooks or not dict(metadata or {}).keys() <= {"conj", "neg"}:
-            raise UnsupportedState("A tensor has hooks or metadata that ckpipe does not keep")
+            return Unread("a tensor with hooks or metadata that ckpipe does not keep")
         lazy = "".join(name[0] for name in ("conj", "neg") if (metadata or {}).get(name))
         place = extent(storage)._replace(offset=offset * DTYPES[dtype].itemsize)
         if lazy or not (0 in shape or _is_contiguous(shape, stride)):
@@ -374,7 +376,7 @@ def _known(extent: Any) -> dict[str, Any]:
         return ForeignTensor(dtype, tuple(shape), (place,), lazy=lazy, requires_grad=requires_grad)
 
     def of_dtype(storage: Any, offset: Any, shape: Any, stride: Any, grad: Any, hooks: Any,
-                 dtype: Any, metadata: Any = None) -> ForeignTensor:  # fmt: skip
+                 dtype: Any, metadata: Any = None) -> ForeignTensor | Unread:  # fmt: skip
         if not isinstance(dtype, torch.dtype):
             raise ValueError("a tensor has no dtype")
         return tensor(storage, offset, shape, stride, grad, hooks, metadata, dtype=NAMES[dtype])
@@ -392,7 +394,8 @@ def _known(extent: Any) -> dict[str, Any]:
 
     return {
         **PLAIN,
-        **{name: _unread(kind) for name, kind in _NOT_READ.items()},
+        **RECORDS,
+        **{name: Unread(kind) for name, kind in _NOT_READ.items()},
         "torch._utils._rebuild_tensor": lambda *args: tensor(*args),
         "torch._utils._rebuild_tensor_v2": lambda *args: tensor(*args),
         "torch._utils._rebuild_tensor_v3": of_dtype,
@@ -405,14 +408,6 @@ def _known(extent: Any) -> dict[str, Any]:
         **{f"torch.{name}Storage": _Kind(dtype) for name, dtype in _STORAGES.items()},
         **{f"torch.{name}": dtype for name, dtype in DTYPES.items()},
     }
-
-
-def _unread(kind: str) -> UnsupportedState:
-    return UnsupportedState(
-        f"The file holds {kind}, which ckpipe cannot read in place",
-        hint="Load it with torch.load, and save plain tensors in its place, such as "
-        "tensor.to_dense(), tensor.dequantize() or tensor.detach().clone()",
-    )
 
 
 def _is_contiguous(shape: Sequence[int], stride: Sequence[int]) -> bool:

@@ -20,7 +20,7 @@ from ckpipe.format.manifest import ManifestDocument, TensorRow
 from ckpipe.format.tree import MAPPINGS, Node
 from ckpipe.loading.optimizers import check_counts, check_state, groups_of, states_of
 from ckpipe.loading.stateful import SavedTensor
-from ckpipe.state.values import decode_value
+from ckpipe.state.values import UNREAD, decode_value
 
 _WEIGHTS = "__ckpipe_weights__"
 """The attribute in which the class of a training state has the key of its model."""
@@ -211,7 +211,8 @@ class _Optimizers:
             row = self._rows[node[1]]
             return SavedTensor(getattr(torch, row.dtype), row.shape)
         if node[0] == "value":
-            return decode_value(self._values[node[1]])
+            data = self._values[node[1]]
+            return None if isinstance(data, list) and data[0] == UNREAD else decode_value(data)
         if node[0] in MAPPINGS:
             return dict(zip(map(decode_key, node[1]), map(self._opened, node[2]), strict=True))
         return list(map(self._opened, node[1])) if node[0] in ("list", "tuple") else None

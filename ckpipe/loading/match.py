@@ -45,7 +45,7 @@ from ckpipe.loading.factories import (
 from ckpipe.loading.live_tensors import FILLABLE, misfit, writable_view
 from ckpipe.loading.match_record import NOTHING, MatchRecord, Use
 from ckpipe.loading.objects import OpenedObject, open_object
-from ckpipe.loading.saved_state import is_generators
+from ckpipe.loading.saved_state import is_generators, refuse_unread
 from ckpipe.loading.select import PerRankItems
 from ckpipe.loading.stateful import is_extra_state, mismatch, writable
 from ckpipe.loading.wrappers import fitting_parts, planned_wrapper, put_together
@@ -247,6 +247,8 @@ class Matching:
 
     def _value(self, node: Node, label: str, live: Any, use: Use | None) -> Factory:
         combined = node[1] in self.record.saved.per_rank.values
+        if not combined:
+            refuse_unread(self.record.saved.values[node[1]], label)
         if use is Use.IN_PLACE and not combined and not _is_value(live):
             raise _wrong_kind("a plain value", live, label)
         return partial(same, self.record.value_of(node, label))
