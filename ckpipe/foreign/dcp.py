@@ -26,16 +26,19 @@ from ckpipe.errors import (
 )
 from ckpipe.foreign.pickles import PLAIN, Record, Unread, read_pickle
 from ckpipe.foreign.safetensors import read_header
-from ckpipe.foreign.source import AT_ONCE, check_named, read_metadata, read_range
+from ckpipe.foreign.source import (
+    AT_ONCE,
+    MAX_PICKLE_BYTES,
+    check_named,
+    read_metadata,
+    read_range,
+)
 from ckpipe.foreign.torch_zip import read_object
 from ckpipe.foreign.virtual import Extent, ForeignTensor, virtual_manifest
 from ckpipe.format.dtypes import DTYPES, NAMES
 from ckpipe.format.manifest import MAX_DIMENSIONS, MAX_NUMBER, ManifestDocument
 
 METADATA = ".metadata"
-
-MAX_BYTES = 64 << 20
-"""Bytes of the longest metadata that are read: a checkpoint of 70B on 64 ranks has 20 to 40 MB."""
 
 _MOST_DEPTH = 200
 _ITEM_HEAD_BYTES, _ITEM_TAIL_BYTES = 2 << 10, 4 << 10
@@ -98,7 +101,7 @@ class DcpSource:
             StoreError: If the store failed.
         """
         there = {each.key: each for each in listing}
-        data = await read_metadata(store, there[METADATA], most=MAX_BYTES)
+        data = await read_metadata(store, there[METADATA], most=MAX_PICKLE_BYTES)
         try:
             metadata = read_pickle(data, METADATA, _KNOWN, strict=True).state
             items = [

@@ -46,8 +46,12 @@ logger = logging.getLogger("ckpipe")
 ENTRY_POINT_GROUP = "ckpipe.sources"
 """The group of entry points in which installed packages offer sources; each names a class."""
 
-MAX_METADATA_BYTES = 16 << 20
-"""Bytes of the longest header, index or pickle of a foreign checkpoint that is read."""
+MAX_METADATA_BYTES = 100_000_000
+"""Bytes of the longest header or index that is read, as in the safetensors library. The memory for
+it is about twenty times as large."""
+
+MAX_PICKLE_BYTES = 64 << 20
+"""Bytes of the longest pickle that is read; the memory for it is at most forty times as large."""
 
 AT_ONCE = 16
 """Files of a foreign checkpoint whose metadata is read at the same time."""
@@ -532,7 +536,7 @@ async def read_metadata(
         info: The file.
         offset: Its start in the file, in bytes.
         size: Its size in bytes; None for the rest of the file.
-        most: The most bytes that are read; 16 MiB if not given.
+        most: The most bytes that are read; 100 MB if not given.
 
     Raises:
         OversizedMetadata: If it is larger.
@@ -544,6 +548,7 @@ async def read_metadata(
         raise OversizedMetadata(
             f"Its metadata have {size} bytes, more than the {most} that are read",
             key=info.key,
+            hint="Load it with the program that wrote it, and save it with ckpipe or in more files",
         )
     return await read_range(store, info, offset, size)
 

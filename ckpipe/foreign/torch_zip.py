@@ -30,6 +30,7 @@ from ckpipe.foreign.pickles import PLAIN, RECORDS, Unread, read_pickle
 from ckpipe.foreign.safetensors import together, weight_map
 from ckpipe.foreign.source import (
     AT_ONCE,
+    MAX_PICKLE_BYTES,
     TORCH_FILES,
     Reads,
     check_shards,
@@ -172,7 +173,8 @@ async def read_object(
     async def content(name: str) -> bytes:
         if name in known:
             return known[name]
-        return await read_metadata(store, info, base + starts[name], records[name].file_size)
+        size = records[name].file_size
+        return await read_metadata(store, info, base + starts[name], size, most=MAX_PICKLE_BYTES)
 
     if f"{prefix}byteorder" in records and await content(f"{prefix}byteorder") != b"little":
         raise UnsupportedState(
