@@ -27,7 +27,7 @@ from ckpipe.errors import InvalidManifest, ShapeMismatch, StructureMismatch
 from ckpipe.format.labels import decode_key, encode_key, join, label_order
 from ckpipe.format.tree import MAPPINGS, Node, children_of, leaf_labels, walk
 from ckpipe.interpreter import user_code
-from ckpipe.loading.by_label import flattened, regrouped
+from ckpipe.loading.by_label import flattened, flattened_at, regrouped
 from ckpipe.loading.factories import (
     Builder,
     Factory,
@@ -42,6 +42,7 @@ from ckpipe.loading.factories import (
     stays,
     tensor_object,
 )
+from ckpipe.loading.foreign_target import WEIGHTS
 from ckpipe.loading.live_tensors import FILLABLE, misfit, writable_view
 from ckpipe.loading.match_record import NOTHING, MatchRecord, Use
 from ckpipe.loading.objects import OpenedObject, open_object
@@ -463,6 +464,8 @@ class Matching:
         inner = node[1] if node[0] == "stateful" else node
         if self.record.by_label and isinstance(target, torch.nn.Module):
             inner = flattened(inner)
+        elif self.record.by_label:
+            inner = flattened_at(inner, getattr(type(target), WEIGHTS, None))
         if not _is_object(target):
             if self._outer and not (isinstance(target, dict) and target):
                 raise _without_counterpart(self._outer[-1], target, label)
