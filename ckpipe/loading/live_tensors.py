@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -35,6 +35,14 @@ def tie_of(tensor: Any) -> Hashable:
     return (
         (tensor.device, place, tensor.shape, tensor.stride(), tensor.dtype) if place else id(tensor)
     )
+
+
+def without_ties(names: Iterable[str], tensors: Mapping[str, Any]) -> list[str]:
+    """Return names with one of each tensor, the first."""
+    first: dict[Hashable, str] = {}
+    for name in names:
+        first.setdefault(tie_of(tensors[name]), name)
+    return list(first.values())
 
 
 def is_placed(obj: Any) -> bool:

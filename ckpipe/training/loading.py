@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ckpipe.errors import StructureMismatch
-from ckpipe.loading.live_tensors import tie_of
+from ckpipe.loading.live_tensors import tie_of, without_ties
 from ckpipe.loading.rehearsal import rehearse
 from ckpipe.loading.stateful import (
     LoadTargets,
@@ -253,7 +253,8 @@ def _match_model(
     # Code of the module may give a tensor the values of another name.
     taken = {tie_of(t) for each in loads for t in (each.found or {}).values() if t is not None}
     taken |= {tie_of(live[name]) for name in there if name in live}  # it is tied to the missing one
-    missing = [saved.at("model", name) for name in missing if tie_of(live[name]) not in taken]
+    missing = [name for name in without_ties(missing, live) if tie_of(live[name]) not in taken]
+    missing = [saved.at("model", name) for name in missing]
     unexpected = [saved.at("model", name) for name in unexpected if tree.get(name) is None]
     if missing or unexpected:
         hint = "Load it into a model of the same layers"
