@@ -23,7 +23,14 @@ from ckpipe.errors import (
     InvalidExtent,
     InvalidManifest,
 )
-from ckpipe.foreign.source import AT_ONCE, check_named, check_shards, read_metadata, read_range
+from ckpipe.foreign.source import (
+    AT_ONCE,
+    check_named,
+    check_shards,
+    read_metadata,
+    read_range,
+    refuse_pointer,
+)
 from ckpipe.foreign.virtual import Extent, ForeignTensor, virtual_manifest
 from ckpipe.format.data_file import FOREIGN_DTYPES, LENGTH_BYTES, stored_dtype
 from ckpipe.format.dtypes import DTYPES
@@ -94,7 +101,8 @@ def _loose(there: Mapping[str, ObjectInfo]) -> list[ObjectInfo]:
     for name in (f"model{SUFFIX}", f"adapter_model{SUFFIX}"):
         if name in there:
             return [there[name]]
-    return [there[name] for name in sorted(there) if name.endswith(SUFFIX)]
+    named = [there[name] for name in sorted(there) if name.endswith(SUFFIX)]
+    return named or list(there.values())  # one file of another name
 
 
 def together(
@@ -202,6 +210,7 @@ async def read_header(store: Backend, info: ObjectInfo, base: int = 0) -> Header
         StoreError: If the store failed.
     """
     first = await read_range(store, info, base, min(info.size - base, _FIRST_BYTES))
+    refuse_pointer(first, info.key)
     length = int.from_bytes(first[:LENGTH_BYTES], "little")
     start = base + LENGTH_BYTES + length
     if len(first) < LENGTH_BYTES or start > info.size:

@@ -30,27 +30,31 @@ from ckpipe.foreign.pickles import PLAIN, RECORDS, Unread, read_pickle
 from ckpipe.foreign.safetensors import together, weight_map
 from ckpipe.foreign.source import (
     AT_ONCE,
+    LEGACY,
     MAX_PICKLE_BYTES,
     TORCH_FILES,
     Reads,
     check_shards,
     read_metadata,
     read_range,
+    refuse_pointer,
 )
 from ckpipe.foreign.virtual import Extent, ForeignTensor, virtual_manifest
 from ckpipe.format.boxes import contiguous_stride
 from ckpipe.format.dtypes import DTYPES, NAMES
 from ckpipe.format.manifest import MAX_DIMENSIONS, MAX_NUMBER, ManifestDocument
 
-INDEX = "pytorch_model.bin.index.json"
-_FIRST = ("pytorch_model.bin", INDEX, "adapter_model.bin")  # as transformers decides
+_FIRST = (
+    "pytorch_model.bin", "pytorch_model.bin.index.json", "adapter_model.bin",
+    "diffusion_pytorch_model.bin", "diffusion_pytorch_model.bin.index.json",
+)  # fmt: skip
+"""The files that count in a folder, in the order of transformers, peft and diffusers."""
 
 _TAIL_BYTES = 256 << 10
 _NEAR_BYTES = 64 << 10
 _SPAN_BYTES = 1 << 20
 _LOCAL = struct.Struct("<4s22xHH")
 _AGAIN = "The file is truncated or damaged; copy or download it again"
-_LEGACY = b"\x80\x02\x8a\x0a"
 
 _STORAGES = {
     "Double": "float64", "Float": "float32", "Half": "float16", "BFloat16": "bfloat16",
@@ -101,8 +105,8 @@ class TorchSource:
         names = [next((name for name in _FIRST if name in there), listing[0].key)]
         if not place.endswith(names[0]):  # one of several files may be loaded by its name
             check_shards(names)
-        if names == [INDEX]:
-            weights = weight_map(await read_metadata(store, there[INDEX]), INDEX, there)
+        if (index := names[0]).endswith(".index.json"):
+            weights = weight_map(await read_metadata(store, there[index]), index, there)
             names = list(dict.fromkeys(weights.values()))
         files = await for_each(names, store.stat, at_once=AT_ONCE)
         found = await for_each(files, partial(read_object, store), at_once=AT_ONCE)
@@ -241,9 +245,16 @@ async def _directory(
         except _Ahead as ahead:
             known = size - int(ahead.args[0])
         except Exception as error:  # any may come of any bytes
-            head = await read_range(store, info, base, min(size, 4))
+            head = await read_range(store, info, base, min(size, 64))
+            refuse_pointer(head, info.key)
             raise _no_zip(info.key, head, error) from None
     records = {each.filename: each for each in found}
+    if any("/code/__torch__" in name for name in records):
+        raise UnsupportedState(
+            "The file is TorchScript, a program with its weights, which ckpipe does not run",
+            key=info.key,
+            hint=f"Save its weights once: torch.save(torch.jit.load({info.key!r}).state_dict(), …)",
+        )
     if len(records) < len(found):
         raise DuplicateName("Two records of the zip have the same name", key=info.key)
     for each in found:
@@ -252,18 +263,24 @@ async def _directory(
                 f"The record {each.filename!r:.100} is compressed or encrypted, as torch.save "
                 "writes none",
                 key=info.key,
-                hint=f"If it is TorchScript, save torch.jit.load({info.key!r}).state_dict()",
+                hint="Load it with the program that wrote it, and save it with torch.save",
             )
     return records, end
 
 
 def _no_zip(key: str, head: bytes, error: Exception) -> InvalidManifest | UnsupportedState:
-    if head == _LEGACY:
+    if head.startswith(LEGACY):
         return UnsupportedState(
             "The file is in the form of torch before 1.6, whose tensors cannot be read in place",
             key=key,
             hint=f"Convert it once: state = torch.load({key!r}, weights_only=True); "
             f"torch.save(state, {key!r})",
+        )
+    if head.startswith(b"\x80"):
+        return UnsupportedState(
+            "The file is a pickle alone, without the zip of torch.save around it",
+            key=key,
+            hint="Load it with the program that wrote it, and save it with torch.save",
         )
     return InvalidManifest(f"This is no zip of torch.save: {error}", key=key, hint=_AGAIN)
 
