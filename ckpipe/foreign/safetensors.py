@@ -23,14 +23,7 @@ from ckpipe.errors import (
     InvalidExtent,
     InvalidManifest,
 )
-from ckpipe.foreign.source import (
-    AT_ONCE,
-    check_named,
-    check_shards,
-    read_metadata,
-    read_range,
-    refuse_pointer,
-)
+from ckpipe.foreign.source import AT_ONCE, check_named, check_shards, read_metadata, read_range
 from ckpipe.foreign.virtual import Extent, ForeignTensor, virtual_manifest
 from ckpipe.format.data_file import FOREIGN_DTYPES, LENGTH_BYTES, stored_dtype
 from ckpipe.format.dtypes import DTYPES
@@ -210,7 +203,6 @@ async def read_header(store: Backend, info: ObjectInfo, base: int = 0) -> Header
         StoreError: If the store failed.
     """
     first = await read_range(store, info, base, min(info.size - base, _FIRST_BYTES))
-    refuse_pointer(first, info.key)
     length = int.from_bytes(first[:LENGTH_BYTES], "little")
     start = base + LENGTH_BYTES + length
     if len(first) < LENGTH_BYTES or start > info.size:

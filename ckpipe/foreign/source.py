@@ -24,7 +24,6 @@ from ckpipe.errors import (
     CheckpointNotFound,
     CkpipeError,
     CorruptCheckpoint,
-    InvalidManifest,
     MissingObject,
     ObjectNotFound,
     OversizedMetadata,
@@ -600,24 +599,6 @@ async def read_metadata(
             hint="Load it with the program that wrote it, and save it with ckpipe or in more files",
         )
     return await read_range(store, info, offset, size)
-
-
-def refuse_pointer(head: bytes, key: str) -> None:
-    """Refuse a file that Git LFS has put in place of its content.
-
-    Args:
-        head: The first bytes of the file.
-        key: The file.
-
-    Raises:
-        InvalidManifest: If it is one.
-    """
-    if head.startswith(b"version https://git-lfs"):
-        raise InvalidManifest(
-            "The file is a pointer of Git LFS, without the content",
-            key=key,
-            hint="Run `git lfs pull` in its repository, or download the file",
-        )
 
 
 async def read_range(store: Reads, info: ObjectInfo, offset: int, size: int) -> bytes:

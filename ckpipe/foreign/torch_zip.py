@@ -37,7 +37,6 @@ from ckpipe.foreign.source import (
     check_shards,
     read_metadata,
     read_range,
-    refuse_pointer,
 )
 from ckpipe.foreign.virtual import Extent, ForeignTensor, virtual_manifest
 from ckpipe.format.boxes import contiguous_stride
@@ -245,8 +244,7 @@ async def _directory(
         except _Ahead as ahead:
             known = size - int(ahead.args[0])
         except Exception as error:  # any may come of any bytes
-            head = await read_range(store, info, base, min(size, 64))
-            refuse_pointer(head, info.key)
+            head = await read_range(store, info, base, min(size, len(LEGACY)))
             raise _no_zip(info.key, head, error) from None
     records = {each.filename: each for each in found}
     if any("/code/__torch__" in name for name in records):
@@ -269,18 +267,12 @@ async def _directory(
 
 
 def _no_zip(key: str, head: bytes, error: Exception) -> InvalidManifest | UnsupportedState:
-    if head.startswith(LEGACY):
+    if head == LEGACY:
         return UnsupportedState(
             "The file is in the form of torch before 1.6, whose tensors cannot be read in place",
             key=key,
             hint=f"Convert it once: state = torch.load({key!r}, weights_only=True); "
             f"torch.save(state, {key!r})",
-        )
-    if head.startswith(b"\x80"):
-        return UnsupportedState(
-            "The file is a pickle alone, without the zip of torch.save around it",
-            key=key,
-            hint="Load it with the program that wrote it, and save it with torch.save",
         )
     return InvalidManifest(f"This is no zip of torch.save: {error}", key=key, hint=_AGAIN)
 

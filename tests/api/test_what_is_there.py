@@ -144,10 +144,7 @@ SCRIPT = (("a/data.pkl", b""), ("a/code/__torch__/linear.py", b"class Linear: ..
 OTHERS: dict[str, tuple[bytes, str]] = {
     "script.pt": (b"", r"TorchScript.*torch\.jit\.load\('script\.pt'\)\.state_dict\(\)"),
     "script": (b"", r"TorchScript.*torch\.jit\.load\('script'\)\.state_dict\(\)"),
-    "pickle.pt": (pickle.dumps({"a": 1}), "pickle alone"),
     "text.pt": (b"hello", "no zip of torch.save"),
-    "pointer.pt": (b"version https://git-lfs.github.com/spec/v1\n", "git lfs pull"),
-    "pointer.safetensors": (b"version https://git-lfs.github.com/spec/v1\n", "git lfs pull"),
     "notes": (b"hello", "no directory.*files of torch.save and safetensors are opened by"),
     "notes.zip": (b"PK\3\4", "no directory.*files of torch.save and safetensors are opened by"),
 }

@@ -140,6 +140,7 @@ KNOWN: dict[str, tuple[Any, Any]] = {
 
 
 @pytest.mark.filterwarnings("ignore")  # torch warns of prototypes
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("protocol", [2, 4, 5])
 def test_unknown_objects_block_nothing_beside_them(protocol: int, tmp_path: Path) -> None:
     weights = {"w": torch.arange(3.0)}
@@ -373,6 +374,7 @@ def test_placeholders_run_nothing_and_weights_beside_them_load(tmp_path: Path) -
 
 
 @pytest.mark.usefixtures("unharmed")
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("lie", MALFORMED)
 def test_pickles_that_misuse_placeholders_are_malformed(lie: str, tmp_path: Path) -> None:
     hostile(tmp_path / "theirs", x=MALFORMED[lie])
