@@ -104,7 +104,7 @@ def virtual_manifest(
 
     Args:
         state: Dicts, lists and tuples with plain values, and a :class:`ForeignTensor` for each
-            tensor. Records and placeholders of a pickle may be among them.
+            tensor. Any other object is refused by its label, if a load asks for it.
         files: The files that hold the tensors.
         source: The place of the checkpoint, without secrets.
         most_nodes: The most nodes of the state, if fewer than 3 million; more are refused.
