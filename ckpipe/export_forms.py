@@ -23,7 +23,7 @@ import torch
 
 from ckpipe.catalog.inspect import batches, check_expansion, leaf_labels
 from ckpipe.errors import UnsupportedState, UsageError
-from ckpipe.format.data_file import encode_header, stored_dtype
+from ckpipe.format.data_file import FOREIGN_DTYPES, encode_header, stored_dtype
 from ckpipe.format.dtypes import DTYPES, NAMES
 from ckpipe.format.labels import Json, LabelFilter, join, key_of, label_filter
 from ckpipe.format.manifest import ManifestDocument, TensorRow
@@ -33,6 +33,7 @@ from ckpipe.loading.stateful import InspectionMemo
 from ckpipe.loading.transforms import transformed, transforms_of
 from ckpipe.settings import Export
 from ckpipe.state.tensors import lazy_bits
+from ckpipe.state.values import UNREAD
 from ckpipe.types import Form, first_of
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -46,8 +47,9 @@ _ALIGNMENT = 64
 _PLAIN_NODES = ("tensor", "value", "absent", "set", "list", "tuple", "dict", "ordered_dict",
                 "stateful", "wrapper_tensor", "shared", "ref")  # fmt: skip
 _PLAIN_VALUES = ("int", "float", "complex", "bytes", "bytearray", "dtype", "device", "size",
-                 "layout")  # fmt: skip
-"""The nodes of a tree, and the kinds of values, that ``torch.load`` reads with ``weights_only``."""
+                 "layout", UNREAD)  # fmt: skip
+"""The nodes of a tree, and the kinds of values, that ``torch.load`` reads with ``weights_only``,
+and those that the match refuses by itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -396,14 +398,17 @@ def _shard(name: str, tensors: Sequence[tuple[str, torch.Tensor, TensorRow]]) ->
     """Plan one file of safetensors."""
     offset, entries, gaps = 0, [], []
     for label, tensor, row in tensors:
-        dtype = stored_dtype(NAMES[tensor.dtype])
-        if dtype is None:
+        kind, shape = NAMES[tensor.dtype], tuple(tensor.shape)
+        dtype = stored_dtype(kind) or FOREIGN_DTYPES.get(kind)
+        if dtype is None or (dtype == "F4" and not shape):
             raise UnsupportedState(
-                f"safetensors has no dtype {NAMES[tensor.dtype]}",
+                f"safetensors has no {'scalars of the ' if dtype else ''}dtype {kind}",
                 key=row.label,
                 hint='Export it as "torch" or "dcp", or cast it',
             )
-        entries.append((label, dtype, tuple(tensor.shape), offset, tensor.nbytes))
+        if dtype == "F4":
+            shape = (*shape[:-1], 2 * shape[-1])
+        entries.append((label, dtype, shape, offset, tensor.nbytes))
         offset += tensor.nbytes
         plain = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
         gaps.append(Gap(tensor.nbytes, {row.label: plain}))

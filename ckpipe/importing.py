@@ -53,9 +53,15 @@ from ckpipe.format.manifest import (
     Structure,
     TensorRow,
 )
+from ckpipe.format.tree import walk
 from ckpipe.loading.chunks import StoredTensor, StoredTensors
 from ckpipe.loading.reader import Reader, lane_buffers
-from ckpipe.loading.saved_state import keep_generators_apart, labels_of, state_for
+from ckpipe.loading.saved_state import (
+    keep_generators_apart,
+    labels_of,
+    refuse_unread,
+    state_for,
+)
 from ckpipe.loading.targets import Targets
 from ckpipe.loading.transforms import Transform, transformed
 from ckpipe.memory.arena import Arena, Block
@@ -184,6 +190,9 @@ def _planned(
             key=own[0],
             hint="Leave them out with the transform Drop, or copy the checkpoint with ckpipe.copy",
         )
+    for node, label in walk(saved.tree):
+        if node[0] == "value":
+            refuse_unread(saved.values[node[1]], label)
     stored = StoredTensors(document, saved.rows, saved.homes)
     rows = [replace(row, dtype=row.cast or row.dtype) for row in saved.rows]
     drafts: dict[Any, _Draft] = {}

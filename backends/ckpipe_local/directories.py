@@ -70,7 +70,7 @@ def _refuse_foreign_file(path: str) -> None:
         raise StoreError(
             f"{path} is no directory of checkpoints but a file that {reader} reads",
             hint="Name the directory of a pipeline; ckpipe.load opens such a file, and source= of "
-            "a pipeline's load, under a name that ends in .pt, .ckpt, .bin or .safetensors",
+            "a pipeline's load",
         )
 
 

@@ -145,7 +145,8 @@ def opening(root: str, *, create: bool) -> Iterator[None]:
         code, said = error.errno or 0, error_text(error)
         if code == errno.ENOTDIR and not create:
             message = f"{root} is no directory: it or a component of the path is a file"
-            raise StoreError(message, hint="Look for a mistake in the path") from error
+            hint = "Look for a mistake in the path; files of torch.save and safetensors are opened"
+            raise StoreError(message, hint=f"{hint} by ckpipe.load and source=") from error
         if code in (errno.EEXIST, errno.ENOTDIR):
             message = f"The directory {root} cannot be created: a component of its path is a file"
             raise StoreError(message, hint="Remove the file, or name another directory") from error

@@ -24,18 +24,21 @@ from ckpipe.errors import (
     InvalidManifest,
     UnsupportedState,
 )
-from ckpipe.foreign.pickles import PLAIN, Record, read_pickle
+from ckpipe.foreign.pickles import PLAIN, Record, Unread, read_pickle
 from ckpipe.foreign.safetensors import read_header
-from ckpipe.foreign.source import AT_ONCE, check_named, read_metadata, read_range
+from ckpipe.foreign.source import (
+    AT_ONCE,
+    MAX_PICKLE_BYTES,
+    check_named,
+    read_metadata,
+    read_range,
+)
 from ckpipe.foreign.torch_zip import read_object
 from ckpipe.foreign.virtual import Extent, ForeignTensor, virtual_manifest
 from ckpipe.format.dtypes import DTYPES, NAMES
 from ckpipe.format.manifest import MAX_DIMENSIONS, MAX_NUMBER, ManifestDocument
 
 METADATA = ".metadata"
-
-MAX_BYTES = 64 << 20
-"""Bytes of the longest metadata that are read: a checkpoint of 70B on 64 ranks has 20 to 40 MB."""
 
 _MOST_DEPTH = 200
 _ITEM_HEAD_BYTES, _ITEM_TAIL_BYTES = 2 << 10, 4 << 10
@@ -93,14 +96,14 @@ class DcpSource:
         """Describe the state that was saved, with the names that DCP has flattened nested again.
 
         Raises:
-            UnsupportedState: If the metadata or a value names a class that DCP does not write.
+            UnsupportedState: If the metadata names a class that DCP does not write.
             CorruptCheckpoint: If files contradict themselves.
             StoreError: If the store failed.
         """
         there = {each.key: each for each in listing}
-        data = await read_metadata(store, there[METADATA], most=MAX_BYTES)
+        data = await read_metadata(store, there[METADATA], most=MAX_PICKLE_BYTES)
         try:
-            metadata = read_pickle(data, METADATA, _KNOWN).state
+            metadata = read_pickle(data, METADATA, _KNOWN, strict=True).state
             items = [
                 _item(index, where, there) for index, where in metadata["storage_data"].items()
             ]
@@ -188,7 +191,7 @@ async def _read(
                     ahead, infos[item.file], item.begin, item.nbytes, tail_bytes=_ITEM_TAIL_BYTES
                 )
             except UnsupportedState as error:
-                error.key = item.name if error.key == item.file else f"{item.name}.{error.key}"
+                error.key = item.name
                 raise
             pickled += nbytes
     return found, pickled
@@ -268,6 +271,8 @@ def _value(name: str, about: Record, found: Mapping[Any, Any]) -> Any:
         if 0 in sizes:
             continue
         part = found[name, lower]
+        if isinstance(part, Unread):
+            return part
         fits = isinstance(part, ForeignTensor) and (part.dtype, part.shape) == (dtype, sizes)
         if not fits or part.lazy != (part.lazy if lazy is None else lazy):
             raise InvalidExtent(

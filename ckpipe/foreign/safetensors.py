@@ -15,6 +15,8 @@ from math import prod
 from operator import add
 from typing import Any
 
+import torch
+
 from ckpipe.backend import Backend, ObjectInfo, for_each
 from ckpipe.errors import (
     DuplicateName,
@@ -23,7 +25,7 @@ from ckpipe.errors import (
 )
 from ckpipe.foreign.source import AT_ONCE, check_named, check_shards, read_metadata, read_range
 from ckpipe.foreign.virtual import Extent, ForeignTensor, virtual_manifest
-from ckpipe.format.data_file import LENGTH_BYTES, stored_dtype
+from ckpipe.format.data_file import FOREIGN_DTYPES, LENGTH_BYTES, stored_dtype
 from ckpipe.format.dtypes import DTYPES
 from ckpipe.format.manifest import MAX_DIMENSIONS, MAX_NUMBER, ManifestDocument
 from ckpipe.interpreter import gc_paused
@@ -32,7 +34,7 @@ INDEX = ".safetensors.index.json"
 SUFFIX = ".safetensors"
 
 _TORCH_NAMES = {stored: name for name in DTYPES if (stored := stored_dtype(name))}
-_TORCH_NAMES |= {"C64": "complex64", "F8_E8M0": "float8_e8m0fnu"}
+_TORCH_NAMES |= {stored: name for name, stored in FOREIGN_DTYPES.items()}
 _SHARDING = "DCP_SHARDING_INFO"
 _FIRST_BYTES = 64 << 10
 _BASE_CONTAINERS, _BYTES_PER_CONTAINER = 10_000, 12  # the shortest row has 54 bytes and three
@@ -93,7 +95,8 @@ def _loose(there: Mapping[str, ObjectInfo]) -> list[ObjectInfo]:
     for name in (f"model{SUFFIX}", f"adapter_model{SUFFIX}"):
         if name in there:
             return [there[name]]
-    return [there[name] for name in sorted(there) if name.endswith(SUFFIX)]
+    named = [there[name] for name in sorted(there) if name.endswith(SUFFIX)]
+    return named or list(there.values())  # one file of another name
 
 
 def together(
@@ -191,7 +194,7 @@ def weight_map(data: bytes, index: str, there: Mapping[str, ObjectInfo]) -> dict
 async def read_header(store: Backend, info: ObjectInfo, base: int = 0) -> Header:
     """Read and check the header of a file, which begins at an offset.
 
-    Reads 64 KiB, and the rest of a longer header, of at most 16 MiB.
+    Reads 64 KiB, and the rest of a longer header, of at most 100 MB.
 
     Raises:
         OversizedMetadata: If the header is longer.
@@ -276,7 +279,16 @@ def _tensor(name: str, row: Any, info: ObjectInfo, start: int) -> ForeignTensor:
     dtype = _TORCH_NAMES.get(stored) if isinstance(stored, str) else None
     if dtype not in DTYPES:
         raise InvalidManifest(
-            f"The tensor {name!r:.200} has the dtype {stored!r:.50}, which torch has not",
+            f"The tensor {name!r:.200} has the dtype {stored!r:.50}, of which torch "
+            f"{torch.__version__} has no tensors",
+            key=info.key,
+        )
+    if stored == "F4" and shape[-1:] and shape[-1] % 2 == 0:
+        shape = (*shape[:-1], shape[-1] // 2)
+    elif stored == "F4":
+        raise InvalidManifest(
+            f"The tensor {name!r:.200} of shape {list(shape)!s:.100} has half a byte in a row, "
+            "which torch cannot hold",
             key=info.key,
         )
     if prod(shape) * DTYPES[dtype].itemsize != end - begin:

@@ -7,8 +7,8 @@ import os
 import re
 from collections import defaultdict
 from collections.abc import AsyncIterator, Container, Iterable, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from importlib import metadata
 from itertools import chain, islice
@@ -46,11 +46,18 @@ logger = logging.getLogger("ckpipe")
 ENTRY_POINT_GROUP = "ckpipe.sources"
 """The group of entry points in which installed packages offer sources; each names a class."""
 
-MAX_METADATA_BYTES = 16 << 20
-"""Bytes of the longest header, index or pickle of a foreign checkpoint that is read."""
+MAX_METADATA_BYTES = 100_000_000
+"""Bytes of the longest header or index that is read, as in the safetensors library. The memory for
+it is about twenty times as large."""
+
+MAX_PICKLE_BYTES = 64 << 20
+"""Bytes of the longest pickle that is read; the memory for it is at most forty times as large."""
 
 AT_ONCE = 16
 """Files of a foreign checkpoint whose metadata is read at the same time."""
+
+LEGACY = b"\x80\x02\x8a\x0a"
+"""The first bytes of a file of ``torch.save`` before torch 1.6."""
 
 TORCH_FILES = (".pt", ".pth", ".bin", ".ckpt", ".tar")
 """The ends of the names of files of ``torch.save``."""
@@ -181,6 +188,9 @@ class Place:
             StoreError: If the store failed.
         """
         source = await recognized(listing)
+        if source is None and self.file is not None:
+            head = await read_range(self.store, self.file, 0, min(self.file.size, _HEAD_BYTES))
+            source = next((each for each in _own_sources() if each.name == _format_of(head)), None)
         if source is not None:
             return source
         if refused := _refused(listing):
@@ -198,8 +208,17 @@ class Place:
         if self.file is None:
             names += (await self.store.children("")).prefixes
         where = f"There is no checkpoint in {self.name} that ckpipe opens"
+        if gone := await to_thread.run_sync(_dangling, self.name):
+            return CheckpointNotFound(
+                f"{where}: the files to which these links lead are gone: {first_of(gone, 8)}",
+                hint="Download them again, such as with huggingface_hub.snapshot_download",
+            )
         if found := contents(names, self.name):
-            what, hint = found
+            name, what, hint = found
+            inside = (await self.store.children(name)).objects if name.endswith("/") else []
+            short = [replace(each, key=each.key.removeprefix(name)) for each in inside]
+            if refused := _refused(short):
+                what, hint = f"{refused[0]} ({name})", refused[1]
             kind = CheckpointNotFound if self.file is None else UsageError
             return kind(f"{where}: {what} is there", hint=hint)
         return CheckpointNotFound(
@@ -254,6 +273,11 @@ async def open_place(
                 yield Place(store, without_secrets(url), info)
                 return
             inside = await store.children(f"{name}/")
+            if await to_thread.run_sync(_is_dangling, url):
+                raise StoreError(
+                    f"{without_secrets(url)} is a link to a file that is gone",
+                    hint="Download it again, such as with huggingface_hub.snapshot_download",
+                )
             if not inside.objects and not inside.prefixes:
                 raise StoreError(
                     f"There is no file or folder {without_secrets(url)}",
@@ -286,15 +310,42 @@ async def open_source(
 def names_file(url: str) -> bool:
     """Tell whether a place may be a file that is a checkpoint by itself; blocking.
 
-    A source of another package is asked if the name has an ending that ckpipe does not know.
+    If the name has an ending that ckpipe does not know, the first bytes of a local file tell, and
+    sources of other packages are asked.
     """
+    path = url.removeprefix("file://")
     if url.endswith(FILES):
         return True
+    if os.path.isfile(path):  # opening a pipe would wait for its writer
+        with suppress(OSError), open(path, "rb") as opened:
+            if _format_of(opened.read(_HEAD_BYTES)):
+                return True
     name = split_file(url)[1]
     file = ObjectInfo(name, 0, datetime.now(UTC))
     return bool(PurePosixPath(name).suffix) and any(
         each.recognizes([file]) for each in _installed_sources()
     )
+
+
+_HEAD_BYTES = 1024
+
+
+def _format_of(head: bytes) -> str:
+    """Return the name of the source for a file of any name by its first bytes; empty if none."""
+    if head.startswith(LEGACY) or (head.startswith(b"PK\3\4") and b"/data.pkl" in head):
+        return "torch"
+    length = int.from_bytes(head[:8], "little")
+    return "safetensors" if head[8:9] == b"{" and length <= MAX_METADATA_BYTES else ""
+
+
+def _is_dangling(path: str) -> bool:
+    return os.path.islink(path) and not os.path.exists(path)
+
+
+def _dangling(folder: str) -> list[str]:
+    """Return the names of links in a local folder that lead to no file."""
+    names = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
+    return [each for each in names if _is_dangling(os.path.join(folder, each))]
 
 
 def split_file(url: str) -> tuple[str, str]:
@@ -364,12 +415,13 @@ _CONTENTS = (
      "Write pipeline.load(state, source=huggingface_hub.snapshot_download({hub!r}))"),
     (r"snapshots/", "a model of the Hugging Face hub, with a folder for each revision",
      "Name one folder in {path!r} as source"),
-    (r"(transformer|unet)/", "a pipeline of diffusers, with a folder for each model", _LINE),
+    *((f"({models})/", "a pipeline of diffusers, with a folder for each model", _LINE)
+      for models in ("transformer|unet|prior|decoder", r"text_encoder\w*|vae|controlnet")),
     (r"lightning_logs/|version_\d+/|checkpoints/", "a folder of Lightning's or another trainer",
      "Name the file or folder of one checkpoint in {path!r} as source"),
     (r"global_step\d+/", "a folder of DeepSpeed's checkpoints",
      "Run zero_to_fp32.py with --safe_serialization, and load the result"),
-    (r"iter_\d+/", "a folder of Megatron's checkpoints",
+    (r"(iter|mp_rank)_\d+\w*/", "a folder of Megatron's checkpoints",
      "Convert one to Hugging Face's format with Megatron's own converter"),
     (r"consolidated\.(?!00)\d+\.pth", "a model in Meta's form, its tensors cut into several files",
      "Convert it with convert_llama_weights_to_hf of transformers, and load the result"),
@@ -379,14 +431,14 @@ _CONTENTS = (
     *((f".+({'|'.join(map(re.escape, ends))})", f"a file for {library}",
        _CONVERT.format(library=library)) for library, ends in _ARRAYS.items()),
     (r"config\.json", "the configuration of a model without its weights",
-     "Download it again with huggingface_hub.snapshot_download; a link to an absent file is none"),
+     "Download it again with huggingface_hub.snapshot_download"),
 )  # fmt: skip
 """The contents of places that no source opens whole: a pattern of names of files and of folders,
 which end with a slash, their description, and a hint."""
 
 
-def contents(names: Sequence[str], place: str) -> tuple[str, str] | None:
-    """Recognize the contents of a place that no source opens; return them and a hint.
+def contents(names: Sequence[str], place: str) -> tuple[str, str, str] | None:
+    """Recognize the contents of a place that no source opens; return one, its kind and a hint.
 
     Args:
         names: The names of its files, and of its folders with a slash at the end.
@@ -397,11 +449,11 @@ def contents(names: Sequence[str], place: str) -> tuple[str, str] | None:
             numbers = {each: [int(n) for n in re.findall(r"\d+", each)] for each in there}
             newest = max(sorted(there), key=numbers.__getitem__)
             path = f"{place}/{newest}".rstrip("/")
-            hub = re.search(r"models--(.+?)--([^/]+)", path)
+            hub = re.search(r"models--([^/]+)", path)
             if hub is None and "{hub" in hint:  # a folder that is called like one of such a cache
                 continue
-            name = "" if hub is None else f"{hub[1]}/{hub[2]}"
-            return f"{what} ({newest})", hint.format(path=path, hub=name)
+            name = "" if hub is None else hub[1].replace("--", "/", 1)
+            return newest, f"{what} ({newest})", hint.format(path=path, hub=name)
     return None
 
 
@@ -435,7 +487,7 @@ def _refused(listing: Sequence[ObjectInfo]) -> tuple[str, str] | None:
         ),
         (
             "zero_to_fp32.py" in names
-            or any(re.match(r"(mp|zero_pp)_rank_\d+", name) for name in names),
+            or any(re.match(r"(mp|zero_pp)_rank_\d+|layer_\d+-model_", name) for name in names),
             "a checkpoint of DeepSpeed, whose tensors are flat partitions",
             "Run its zero_to_fp32.py with --safe_serialization, and load the result",
         ),
@@ -532,7 +584,7 @@ async def read_metadata(
         info: The file.
         offset: Its start in the file, in bytes.
         size: Its size in bytes; None for the rest of the file.
-        most: The most bytes that are read; 16 MiB if not given.
+        most: The most bytes that are read; 100 MB if not given.
 
     Raises:
         OversizedMetadata: If it is larger.
@@ -544,6 +596,7 @@ async def read_metadata(
         raise OversizedMetadata(
             f"Its metadata have {size} bytes, more than the {most} that are read",
             key=info.key,
+            hint="Load it with the program that wrote it, and save it with ckpipe or in more files",
         )
     return await read_range(store, info, offset, size)
 

@@ -26,10 +26,12 @@ from ckpipe.errors import (
     InvalidManifest,
     UnsupportedState,
 )
-from ckpipe.foreign.pickles import PLAIN, read_pickle
+from ckpipe.foreign.pickles import PLAIN, RECORDS, Unread, read_pickle
 from ckpipe.foreign.safetensors import together, weight_map
 from ckpipe.foreign.source import (
     AT_ONCE,
+    LEGACY,
+    MAX_PICKLE_BYTES,
     TORCH_FILES,
     Reads,
     check_shards,
@@ -41,15 +43,17 @@ from ckpipe.format.boxes import contiguous_stride
 from ckpipe.format.dtypes import DTYPES, NAMES
 from ckpipe.format.manifest import MAX_DIMENSIONS, MAX_NUMBER, ManifestDocument
 
-INDEX = "pytorch_model.bin.index.json"
-_FIRST = ("pytorch_model.bin", INDEX, "adapter_model.bin")  # as transformers decides
+_FIRST = (
+    "pytorch_model.bin", "pytorch_model.bin.index.json", "adapter_model.bin",
+    "diffusion_pytorch_model.bin", "diffusion_pytorch_model.bin.index.json",
+)  # fmt: skip
+"""The files that count in a folder, in the order of transformers, peft and diffusers."""
 
 _TAIL_BYTES = 256 << 10
 _NEAR_BYTES = 64 << 10
 _SPAN_BYTES = 1 << 20
 _LOCAL = struct.Struct("<4s22xHH")
 _AGAIN = "The file is truncated or damaged; copy or download it again"
-_LEGACY = b"\x80\x02\x8a\x0a"
 
 _STORAGES = {
     "Double": "float64", "Float": "float32", "Half": "float16", "BFloat16": "bfloat16",
@@ -91,7 +95,7 @@ class TorchSource:
         """Describe the saved object of a file, or the weights of a folder as one flat dict.
 
         Raises:
-            UnsupportedState: If a file has more than tensors, containers and plain values.
+            UnsupportedState: If a file is of another machine, or of torch before 1.6.
             CorruptCheckpoint: If a file contradicts itself.
             StoreError: If the store failed.
         """
@@ -100,8 +104,8 @@ class TorchSource:
         names = [next((name for name in _FIRST if name in there), listing[0].key)]
         if not place.endswith(names[0]):  # one of several files may be loaded by its name
             check_shards(names)
-        if names == [INDEX]:
-            weights = weight_map(await read_metadata(store, there[INDEX]), INDEX, there)
+        if (index := names[0]).endswith(".index.json"):
+            weights = weight_map(await read_metadata(store, there[index]), index, there)
             names = list(dict.fromkeys(weights.values()))
         files = await for_each(names, store.stat, at_once=AT_ONCE)
         found = await for_each(files, partial(read_object, store), at_once=AT_ONCE)
@@ -141,6 +145,8 @@ async def read_object(
 ) -> tuple[Any, int]:
     """Return the object of a file of ``torch.save``, with tensors that are not read.
 
+    It has placeholders of objects that ckpipe does not know.
+
     Reads the central directory, the pickle and the local headers.
 
     Args:
@@ -154,7 +160,7 @@ async def read_object(
         The object, and the size of its pickle in bytes.
 
     Raises:
-        UnsupportedState: If it has more than tensors, containers and plain values.
+        UnsupportedState: If it is of another machine, or of torch before 1.6.
         CorruptCheckpoint: If the file contradicts itself.
         StoreError: If the store failed.
     """
@@ -170,7 +176,8 @@ async def read_object(
     async def content(name: str) -> bytes:
         if name in known:
             return known[name]
-        return await read_metadata(store, info, base + starts[name], records[name].file_size)
+        size = records[name].file_size
+        return await read_metadata(store, info, base + starts[name], size, most=MAX_PICKLE_BYTES)
 
     if f"{prefix}byteorder" in records and await content(f"{prefix}byteorder") != b"little":
         raise UnsupportedState(
@@ -237,9 +244,15 @@ async def _directory(
         except _Ahead as ahead:
             known = size - int(ahead.args[0])
         except Exception as error:  # any may come of any bytes
-            head = await read_range(store, info, base, min(size, 4))
+            head = await read_range(store, info, base, min(size, len(LEGACY)))
             raise _no_zip(info.key, head, error) from None
     records = {each.filename: each for each in found}
+    if any("/code/__torch__" in name for name in records):
+        raise UnsupportedState(
+            "The file is TorchScript, a program with its weights, which ckpipe does not run",
+            key=info.key,
+            hint=f"Save its weights once: torch.save(torch.jit.load({info.key!r}).state_dict(), …)",
+        )
     if len(records) < len(found):
         raise DuplicateName("Two records of the zip have the same name", key=info.key)
     for each in found:
@@ -248,13 +261,13 @@ async def _directory(
                 f"The record {each.filename!r:.100} is compressed or encrypted, as torch.save "
                 "writes none",
                 key=info.key,
-                hint=f"If it is TorchScript, save torch.jit.load({info.key!r}).state_dict()",
+                hint="Load it with the program that wrote it, and save it with torch.save",
             )
     return records, end
 
 
 def _no_zip(key: str, head: bytes, error: Exception) -> InvalidManifest | UnsupportedState:
-    if head == _LEGACY:
+    if head == LEGACY:
         return UnsupportedState(
             "The file is in the form of torch before 1.6, whose tensors cannot be read in place",
             key=key,
@@ -356,7 +369,7 @@ def _known(extent: Any) -> dict[str, Any]:
         metadata: Any = None,
         *,
         dtype: str | None = None,
-    ) -> ForeignTensor:
+    ) -> ForeignTensor | Unread:
         dtype = dtype or storage.dtype
         if dtype is None or type(requires_grad) is not bool:
             raise ValueError("a tensor has no dtype")
@@ -366,7 +379,7 @@ def _known(extent: Any) -> dict[str, Any]:
         if len(shape) != len(stride) or len(shape) > MAX_DIMENSIONS:
             raise ValueError("a tensor has a wrong number of dimensions")
         if hooks or not dict(metadata or {}).keys() <= {"conj", "neg"}:
-            raise UnsupportedState("A tensor has hooks or metadata that ckpipe does not keep")
+            return Unread("a tensor with hooks or metadata that ckpipe does not keep")
         lazy = "".join(name[0] for name in ("conj", "neg") if (metadata or {}).get(name))
         place = extent(storage)._replace(offset=offset * DTYPES[dtype].itemsize)
         if lazy or not (0 in shape or _is_contiguous(shape, stride)):
@@ -374,7 +387,7 @@ def _known(extent: Any) -> dict[str, Any]:
         return ForeignTensor(dtype, tuple(shape), (place,), lazy=lazy, requires_grad=requires_grad)
 
     def of_dtype(storage: Any, offset: Any, shape: Any, stride: Any, grad: Any, hooks: Any,
-                 dtype: Any, metadata: Any = None) -> ForeignTensor:  # fmt: skip
+                 dtype: Any, metadata: Any = None) -> ForeignTensor | Unread:  # fmt: skip
         if not isinstance(dtype, torch.dtype):
             raise ValueError("a tensor has no dtype")
         return tensor(storage, offset, shape, stride, grad, hooks, metadata, dtype=NAMES[dtype])
@@ -392,7 +405,8 @@ def _known(extent: Any) -> dict[str, Any]:
 
     return {
         **PLAIN,
-        **{name: _unread(kind) for name, kind in _NOT_READ.items()},
+        **RECORDS,
+        **{name: Unread(kind) for name, kind in _NOT_READ.items()},
         "torch._utils._rebuild_tensor": lambda *args: tensor(*args),
         "torch._utils._rebuild_tensor_v2": lambda *args: tensor(*args),
         "torch._utils._rebuild_tensor_v3": of_dtype,
@@ -405,14 +419,6 @@ def _known(extent: Any) -> dict[str, Any]:
         **{f"torch.{name}Storage": _Kind(dtype) for name, dtype in _STORAGES.items()},
         **{f"torch.{name}": dtype for name, dtype in DTYPES.items()},
     }
-
-
-def _unread(kind: str) -> UnsupportedState:
-    return UnsupportedState(
-        f"The file holds {kind}, which ckpipe cannot read in place",
-        hint="Load it with torch.load, and save plain tensors in its place, such as "
-        "tensor.to_dense(), tensor.dequantize() or tensor.detach().clone()",
-    )
 
 
 def _is_contiguous(shape: Sequence[int], stride: Sequence[int]) -> bool:

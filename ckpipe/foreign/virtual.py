@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter, OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from typing import Any, NamedTuple
 
 from ckpipe.backend import ObjectInfo
 from ckpipe.errors import CorruptCheckpoint, InvalidExtent, InvalidManifest, UnsupportedState
+from ckpipe.foreign.pickles import Record, Unread, plain_of
 from ckpipe.format.boxes import Box
 from ckpipe.format.check import check_virtual
 from ckpipe.format.labels import Json, encode_key, join, unique_label
@@ -25,8 +27,10 @@ from ckpipe.format.manifest import (
 )
 from ckpipe.format.tree import Node
 from ckpipe.interpreter import gc_paused
-from ckpipe.state.values import NotInline, encode_value
-from ckpipe.types import CheckpointId
+from ckpipe.state.values import UNREAD, NotInline, encode_value
+from ckpipe.types import CheckpointId, first_of
+
+logger = logging.getLogger("ckpipe")
 
 MOST_NODES = 3_000_000
 """Most tensors, values and containers of a foreign state; each takes 200 bytes."""
@@ -102,7 +106,7 @@ def virtual_manifest(
 
     Args:
         state: Dicts, lists and tuples with plain values, and a :class:`ForeignTensor` for each
-            tensor.
+            tensor. Any other object is refused by its label, if a load asks for it.
         files: The files that hold the tensors.
         source: The place of the checkpoint, without secrets.
         most_nodes: The most nodes of the state, if fewer than 3 million; more are refused.
@@ -110,12 +114,14 @@ def virtual_manifest(
     Raises:
         InvalidExtent: If bytes lie outside their file, or a box outside its tensor.
         InvalidManifest: If there is another contradiction, or the state is too large or deep.
-        UnsupportedState: If the state has an object that ckpipe does not keep.
     """
     listed = list(files)
-    made = _Tables({each.key: (number, each.size) for number, each in enumerate(listed)})
+    made = _Tables(source, {each.key: (number, each.size) for number, each in enumerate(listed)})
     made.most_nodes = min(most_nodes, MOST_NODES)
     tree = made.node(state, "", 0)
+    if made.plain:
+        classes = [f"{name} ({first_of(labels, 3)})" for name, labels in made.plain.items()]
+        logger.info("%s: plain values are read in place of %s", source, "; ".join(classes))
     document = ManifestDocument(
         kind="index",
         id=CheckpointId("foreign", 0, 0),
@@ -149,18 +155,23 @@ def virtual_manifest(
 class _Tables:
     """The tables of a virtual manifest while its state is walked."""
 
-    def __init__(self, files: dict[str, tuple[int, int]]) -> None:
+    def __init__(self, source: str, files: dict[str, tuple[int, int]]) -> None:
         self.rows: list[TensorRow] = []
         self.values: list[Json] = []
         self.entries: list[Entry] = []
         self.chunks: list[Chunk] = []
         self.most_nodes = MOST_NODES
-        self._files, self._nodes = files, 0
+        self.plain: dict[str, list[str]] = {}
+        self._source, self._files, self._nodes = source, files, 0
         self._labels: set[str] = set()
         self._known: dict[tuple[int, int, int], int] = {}
         self._tensors: dict[int, int] = {}
 
     def node(self, item: Any, label: str, depth: int) -> Node:
+        if isinstance(item, Record):
+            name, item = item.name, plain_of(item)
+            if not isinstance(item, Unread):
+                self.plain.setdefault(name, []).append(label)
         self._nodes += 1 + len(label) // _NODE_BYTES
         if type(item) in (set, frozenset):
             self._nodes += len(item)
@@ -174,9 +185,14 @@ class _Tables:
             )
         if isinstance(item, ForeignTensor):
             return ["tensor", self._tensor(item, label)]
+        keys: list[Json] = []
+        if type(item) in (dict, OrderedDict, set, frozenset):
+            try:
+                keys = [encode_key(key, label) for key in item]
+            except UnsupportedState:
+                item = Unread(f"a {type(item).__name__} with keys that ckpipe does not keep")
         if type(item) in (dict, OrderedDict):
             kind = "dict" if type(item) is dict else "ordered_dict"
-            keys = [encode_key(key, label) for key in item]
             nodes = [self.node(item[key], join(label, key), depth + 1) for key in item]
             attributes = dict(vars(item)) if kind == "ordered_dict" else {}
             more = [self.node(attributes, join(label, "__dict__"), depth + 1)] if attributes else []
@@ -187,18 +203,18 @@ class _Tables:
             nodes = [self.node(each, join(label, n), depth + 1) for n, each in enumerate(item)]
             return [type(item).__name__, nodes]
         if type(item) in (set, frozenset):
-            return [type(item).__name__, [encode_key(key, label) for key in item]]
-        try:
-            self.values.append(encode_value(item))
-        except NotInline:
-            raise UnsupportedState(
-                f"The checkpoint has an object of the class {type(item).__qualname__}, which "
-                "ckpipe does not keep",
-                key=label or None,
-                hint="Load it with the program that wrote it, and save its tensors and plain "
-                "values alone",
-            ) from None
+            return [type(item).__name__, keys]
+        self.values.append(self._value(item))
         return ["value", len(self.values) - 1]
+
+    def _value(self, item: Any) -> Json:
+        if not isinstance(item, Unread):
+            try:
+                return encode_value(item)
+            except NotInline:
+                kind = f"{type(item).__module__}.{type(item).__qualname__}"
+                item = Unread(f"an object of {kind}, which ckpipe does not keep")
+        return [UNREAD, item.what, self._source]
 
     def _tensor(self, tensor: ForeignTensor, label: str) -> int:
         number = self._tensors.get(id(tensor))

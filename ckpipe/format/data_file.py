@@ -38,6 +38,13 @@ STORED_ITEM_BYTES = {stored: nbytes for stored, nbytes in _DTYPES.values() if st
 """Bytes of one element, by safetensors name."""
 
 
+FOREIGN_DTYPES = {
+    "complex64": "C64", "float8_e8m0fnu": "F8_E8M0", "float8_e4m3fnuz": "F8_E4M3FNUZ",
+    "float8_e5m2fnuz": "F8_E5M2FNUZ", "float4_e2m1fn_x2": "F4",
+}  # fmt: skip
+"""Names of newer versions of safetensors, by torch name: only files of other programs have them.
+An element of ``float4_e2m1fn_x2`` is two of theirs, in the last dimension."""
+
 SCALARS = "~scalars"
 """The end of the name of an entry that gathers tensors of one element, which share no memory."""
 

@@ -33,6 +33,15 @@ def flattened(node: Node) -> Node:
     return [node[0], keys, nodes, *node[3:]]
 
 
+def flattened_at(node: Node, key: str | None) -> Node:
+    """Return a mapping in which the state of a module is flat, under one key."""
+    if node[0] not in MAPPINGS or key not in node[1]:
+        return node
+    pairs = zip(node[1], node[2], strict=True)
+    nodes = [flattened(child) if each == key else child for each, child in pairs]
+    return [node[0], node[1], nodes, *node[3:]]
+
+
 def regrouped(node: Node, live: Mapping[Any, Any], is_value: Callable[[Any], bool]) -> Node:
     """Return a mapping with dotted keys or mappings inside, as the target has them.
 

@@ -8,7 +8,7 @@ rest of the state keeps its values, and is told as missing.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,11 +18,13 @@ from ckpipe.errors import StructureMismatch
 from ckpipe.format.labels import Json, LabelFilter, decode_key, join
 from ckpipe.format.manifest import ManifestDocument, TensorRow
 from ckpipe.format.tree import MAPPINGS, Node
+from ckpipe.loading.by_label import flattened
+from ckpipe.loading.live_tensors import tie_of
 from ckpipe.loading.optimizers import check_counts, check_state, groups_of, states_of
 from ckpipe.loading.stateful import SavedTensor
-from ckpipe.state.values import decode_value
+from ckpipe.state.values import UNREAD, decode_value
 
-_WEIGHTS = "__ckpipe_weights__"
+WEIGHTS = "__ckpipe_weights__"
 """The attribute in which the class of a training state has the key of its model."""
 
 
@@ -74,7 +76,7 @@ def _place_of(into: Any, tree: Node) -> tuple[list[str], list[str], Any]:
     label = ""
     while tree[0] in MAPPINGS:
         names = {key for key in tree[1] if isinstance(key, str)}
-        weights = getattr(type(into), _WEIGHTS, None)
+        weights = getattr(type(into), WEIGHTS, None)
         if weights is not None:
             return (path if weights in names else [*path, weights]), kept, None
         if not isinstance(into, dict) or not names.isdisjoint(into):
@@ -89,17 +91,20 @@ def _place_of(into: Any, tree: Node) -> tuple[list[str], list[str], Any]:
 
 
 def _is_model(value: Any) -> bool:
-    return isinstance(value, torch.nn.Module) or hasattr(type(value), _WEIGHTS)
+    return isinstance(value, torch.nn.Module) or hasattr(type(value), WEIGHTS)
 
 
 def _with_ties(tree: Node, model: Any) -> Node:
-    """Return the tree with all names of tied parameters, of which other programs write one."""
+    """Return the tree with all names of tied tensors, of which other programs write one."""
     if not isinstance(model, torch.nn.Module) or tree[0] not in MAPPINGS:
         return tree
-    known = dict(zip(tree[1], tree[2], strict=True))
-    ties: defaultdict[int, list[str]] = defaultdict(list)
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        ties[id(parameter)].append(name)
+    flat = flattened(tree)  # a transform may have put names below a prefix
+    known = dict(zip(flat[1], flat[2], strict=True))
+    ties: defaultdict[Hashable, list[str]] = defaultdict(list)
+    for path, module in model.named_modules(remove_duplicate=False):
+        for name, each in (*module._parameters.items(), *module._buffers.items()):
+            if each is not None and name not in module._non_persistent_buffers_set:
+                ties[tie_of(each)].append(f"{path}.{name}" if path else name)
     more: Mapping[str, Node] = {
         name: known[given]
         for names in ties.values()
@@ -109,7 +114,7 @@ def _with_ties(tree: Node, model: Any) -> Node:
     }
     if not more:
         return tree
-    return [tree[0], [*tree[1], *more], [*tree[2], *more.values()], *tree[3:]]
+    return [flat[0], [*flat[1], *more], [*flat[2], *more.values()], *flat[3:]]
 
 
 class _Optimizers:
@@ -142,7 +147,7 @@ class _Optimizers:
             ]
             return [tree[0], tree[1], adapted, *tree[3:]]
         name = next((each for each in _OPTIMIZER_KEYS if each in tree[1]), None)
-        if name is None or not hasattr(type(into), _WEIGHTS):
+        if name is None or not hasattr(type(into), WEIGHTS):
             return tree
         label = join(label, "optimizer")
         node = tree[2][tree[1].index(name)]
@@ -211,7 +216,8 @@ class _Optimizers:
             row = self._rows[node[1]]
             return SavedTensor(getattr(torch, row.dtype), row.shape)
         if node[0] == "value":
-            return decode_value(self._values[node[1]])
+            data = self._values[node[1]]
+            return None if isinstance(data, list) and data[0] == UNREAD else decode_value(data)
         if node[0] in MAPPINGS:
             return dict(zip(map(decode_key, node[1]), map(self._opened, node[2]), strict=True))
         return list(map(self._opened, node[1])) if node[0] in ("list", "tuple") else None
@@ -222,7 +228,7 @@ def _gathered(tree: Node, into: dict[Any, Any]) -> Node:
     homes = [
         key
         for key, value in into.items()
-        if hasattr(type(value), _WEIGHTS) and isinstance(key, str) and key not in tree[1]
+        if hasattr(type(value), WEIGHTS) and isinstance(key, str) and key not in tree[1]
     ]
     parts = [each for each in ("model", *_OPTIMIZER_KEYS) if each in tree[1] and each not in into]
     if len(homes) != 1 or "model" not in parts:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,24 @@ from ckpipe.state.tensors import (
 )
 from ckpipe.state.values import plain_numpy_dtype
 from ckpipe.state.wrappers import rank_on
+
+
+def tie_of(tensor: Any) -> Hashable:
+    """Return a key that all names of one tensor have, also plain ones of the same memory."""
+    if type(tensor) not in PLAIN_TYPES or tensor.layout is not torch.strided:
+        return id(tensor)
+    place = tensor.data_ptr()  # 0 on the device meta, and if it has no elements
+    return (
+        (tensor.device, place, tensor.shape, tensor.stride(), tensor.dtype) if place else id(tensor)
+    )
+
+
+def without_ties(names: Iterable[str], tensors: Mapping[str, Any]) -> list[str]:
+    """Return names with one of each tensor, the first."""
+    first: dict[Hashable, str] = {}
+    for name in names:
+        first.setdefault(tie_of(tensors[name]), name)
+    return list(first.values())
 
 
 def is_placed(obj: Any) -> bool:

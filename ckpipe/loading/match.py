@@ -27,7 +27,7 @@ from ckpipe.errors import InvalidManifest, ShapeMismatch, StructureMismatch
 from ckpipe.format.labels import decode_key, encode_key, join, label_order
 from ckpipe.format.tree import MAPPINGS, Node, children_of, leaf_labels, walk
 from ckpipe.interpreter import user_code
-from ckpipe.loading.by_label import flattened, regrouped
+from ckpipe.loading.by_label import flattened, flattened_at, regrouped
 from ckpipe.loading.factories import (
     Builder,
     Factory,
@@ -42,10 +42,11 @@ from ckpipe.loading.factories import (
     stays,
     tensor_object,
 )
+from ckpipe.loading.foreign_target import WEIGHTS
 from ckpipe.loading.live_tensors import FILLABLE, misfit, writable_view
 from ckpipe.loading.match_record import NOTHING, MatchRecord, Use
 from ckpipe.loading.objects import OpenedObject, open_object
-from ckpipe.loading.saved_state import is_generators
+from ckpipe.loading.saved_state import is_generators, refuse_unread
 from ckpipe.loading.select import PerRankItems
 from ckpipe.loading.stateful import is_extra_state, mismatch, writable
 from ckpipe.loading.wrappers import fitting_parts, planned_wrapper, put_together
@@ -247,6 +248,8 @@ class Matching:
 
     def _value(self, node: Node, label: str, live: Any, use: Use | None) -> Factory:
         combined = node[1] in self.record.saved.per_rank.values
+        if not combined:
+            refuse_unread(self.record.saved.values[node[1]], label)
         if use is Use.IN_PLACE and not combined and not _is_value(live):
             raise _wrong_kind("a plain value", live, label)
         return partial(same, self.record.value_of(node, label))
@@ -461,6 +464,8 @@ class Matching:
         inner = node[1] if node[0] == "stateful" else node
         if self.record.by_label and isinstance(target, torch.nn.Module):
             inner = flattened(inner)
+        elif self.record.by_label:
+            inner = flattened_at(inner, getattr(type(target), WEIGHTS, None))
         if not _is_object(target):
             if self._outer and not (isinstance(target, dict) and target):
                 raise _without_counterpart(self._outer[-1], target, label)

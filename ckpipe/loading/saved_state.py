@@ -37,7 +37,7 @@ from ckpipe.format.merge import differ_privately
 from ckpipe.format.tree import MAPPINGS, Node, nodes_of, walk, with_nodes
 from ckpipe.loading.chunks import NeedsFullIndex
 from ckpipe.loading.select import PerRankItems, PerRankPolicy
-from ckpipe.state.values import decode_value
+from ckpipe.state.values import UNREAD, decode_value
 from ckpipe.state_helpers import derived_generators
 
 
@@ -95,11 +95,32 @@ class SavedState:
 def _decoded(data: Json, label: str, *, pickling: bool) -> Any:
     if isinstance(data, list) and data[:1] == ["pickle"]:
         return _unpickled(data, label, allowed=pickling)
+    refuse_unread(data, label)
     try:
         return decode_value(data)
     except CkpipeError as error:
         error.key = error.key or label or None
         raise
+
+
+def refuse_unread(data: Json, label: str) -> None:
+    """Refuse an object of another program that was not made.
+
+    Args:
+        data: An inline value.
+        label: The label of its node.
+
+    Raises:
+        UnsupportedState: If it stands for such an object.
+    """
+    if isinstance(data, list) and len(data) == 3 and data[0] == UNREAD:
+        raise UnsupportedState(
+            f"{data[2]} holds {data[1]}",
+            key=label or data[2],
+            hint="Leave it out with exclude, or the transform ckpipe.Drop. If you trust the file's "
+            "writer, load it with the program that wrote it, and save plain values in its place, "
+            "and plain tensors, such as tensor.to_dense() or tensor.detach().clone()",
+        )
 
 
 def _unpickled(data: list[Any], label: str, *, allowed: bool) -> Any:

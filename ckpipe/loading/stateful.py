@@ -18,6 +18,7 @@ fits, makes the tensors that it needs, and changes nothing. Once all bytes are r
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -34,6 +35,7 @@ from ckpipe.errors import StructureMismatch
 from ckpipe.format.labels import LabelFilter, join
 from ckpipe.format.tree import Node, children_of, leaf_labels
 from ckpipe.loading.chunks import HeldElements
+from ckpipe.loading.live_tensors import without_ties
 from ckpipe.loading.select import any_selected
 from ckpipe.state_helpers import RngState, numpy_state, python_state
 from ckpipe.types import first_of
@@ -227,9 +229,8 @@ def check_module(
     live = dict(live)
     missing = [
         join(label, key)
-        for key in live
-        if key not in saved
-        and not key.endswith("num_batches_tracked")
+        for key in without_ties([each for each in live if each not in saved], live)
+        if not key.endswith("num_batches_tracked")
         and any_selected(live[key], join(label, key), select)
     ]
     others = [(child, where) for key, child, where in children if key not in live]
@@ -407,6 +408,9 @@ def _renaming(missing: list[str], unexpected: list[str]) -> str:
             kept = {each.partition(".")[0] for each in fits}
             if kept.isdisjoint(each.partition(".")[0] for each in left):
                 return f"ckpipe.Only({', '.join(map(repr, sorted(kept)))}), {rename}"
+            numbered = sorted({re.sub(r"\b\d+\b", "*", each) for each in left})
+            if not any(map(LabelFilter(numbered), fits)):
+                left = numbered
             return f"ckpipe.Drop({', '.join(map(repr, left))}), {rename}" if len(left) < 9 else ""
     return ""
 

@@ -40,6 +40,11 @@ _PATHS: dict[str, type[pathlib.PurePath]] = {
 }
 
 
+UNREAD = "unread"
+"""The type of a value that stands for an object of another program, which was not made; it is in
+the description of such a checkpoint alone. Its kind and its place follow."""
+
+
 class NotInline(Exception):
     """The object is not an inline value."""
 

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ckpipe.errors import StructureMismatch
+from ckpipe.loading.live_tensors import tie_of, without_ties
 from ckpipe.loading.rehearsal import rehearse
 from ckpipe.loading.stateful import (
     LoadTargets,
@@ -212,9 +213,9 @@ def _with_ties(
 
     Other programs write a tied tensor once.
     """
-    saved = {id(state[key]): name for key, name in names.items() if name in there}
+    saved = {tie_of(state[key]): name for key, name in names.items() if name in there}
     return {
-        key: name if name in there else saved.get(id(state[key]), name)
+        key: name if name in there else saved.get(tie_of(state[key]), name)
         for key, name in names.items()
     }
 
@@ -250,9 +251,10 @@ def _match_model(
             name: each.target(key, there[name]) for key, name in each.names.items() if name in there
         }
     # Code of the module may give a tensor the values of another name.
-    taken = {id(t) for each in loads for t in (each.found or {}).values() if t is not None}
-    taken |= {id(live[name]) for name in there if name in live}  # it is tied to the missing one
-    missing = [saved.at("model", name) for name in missing if id(live[name]) not in taken]
+    taken = {tie_of(t) for each in loads for t in (each.found or {}).values() if t is not None}
+    taken |= {tie_of(live[name]) for name in there if name in live}  # it is tied to the missing one
+    missing = [name for name in without_ties(missing, live) if tie_of(live[name]) not in taken]
+    missing = [saved.at("model", name) for name in missing]
     unexpected = [saved.at("model", name) for name in unexpected if tree.get(name) is None]
     if missing or unexpected:
         hint = "Load it into a model of the same layers"

@@ -38,15 +38,22 @@ FOLDERS: dict[str, tuple[list[str], str, str]] = {
     "revisions": (["snapshots/1/model.safetensors"], "a folder for each revision", ""),
     "diffusers": (["model_index.json", "unet/diffusion_pytorch_model.safetensors",
                    "vae/diffusion_pytorch_model.safetensors"], "diffusers", "unet"),
-    "bin of diffusers": (["diffusion_pytorch_model.bin", "config.json"], r"torch\.save",
-                         "diffusion_pytorch_model.bin"),
+    "another diffusers": (["prior/diffusion_pytorch_model.bin", "text_encoder/config.json"],
+                          "diffusers", "prior"),
+    "parts of diffusers": (["vae/diffusion_pytorch_model.bin", "notes.txt"], "diffusers", "vae"),
     "lightning": (["epoch=9.ckpt", "epoch=10.ckpt"], r"torch\.save", "epoch=10.ckpt"),
     "lightning logs": (["version_0/checkpoints/epoch=0.ckpt"], "Lightning", ""),
     "by step": (["step-9/model.safetensors", "step-10/model.safetensors"], "each step", "step-10"),
     "hub": (["models--o--n/refs/main"], HUB, ""),
     "models--o--n": (["refs/main", "snapshots/1/model.safetensors"], HUB, ""),
     "without weights": (["config.json"], "without its weights", ""),
-    "orbax": (["10/_METADATA"], "each step", ""),
+    "cache of another name": (["models--gpt2/refs/main", "models--o--n/refs/main"],
+                              r"snapshot_download\('gpt2'\)", ""),
+    "orbax": (["9/_METADATA", "10/_METADATA"], r"Orbax checkpoint.*\(10/\)", ""),
+    "steps of DeepSpeed": (["step-10/mp_rank_00_model_states.pt"], "zero_to_fp32", ""),
+    "layers of DeepSpeed": (["global_step9/layer_01-model_00-model_states.pt"], "DeepSpeed", ""),
+    "steps of DCP": (["step-10/__0_0.distcp"], "incomplete folder of torch.distributed", ""),
+    "ranks of megatron": (["mp_rank_00/model_optim_rng.pt", "mp_rank_01/a.pt"], "Megatron", ""),
     "deepspeed": (["latest", "global_step10/mp_rank_00_model_states.pt"], "zero_to_fp32", ""),
     "megatron": (["iter_0000010/common.pt", "iter_0000010/metadata.json"], "Megatron", ""),
     "tensorflow": (["ckpt-1.index", "ckpt-1.data-00000-of-00001"], "TensorFlow", ""),
@@ -119,11 +126,22 @@ def test_a_run_tells_that_its_root_has_checkpoints_of_another_program(
     assert not [each for each in caplog.records if "another program" in each.getMessage()]
 
 
-def test_a_link_of_the_hubs_cache_whose_file_is_gone(tmp_path: Path) -> None:
-    (tmp_path / "model.safetensors").symlink_to("../../blobs/gone")
-    (tmp_path / "config.json").touch()
-    with pytest.raises(CheckpointNotFound, match="link to an absent file"):
-        ckpipe.load(tmp_path)
+@pytest.mark.parametrize("config", [True, False])
+@pytest.mark.parametrize(
+    "name", ["model.safetensors", "pytorch_model.bin", "model-00001-of-00002.safetensors"]
+)
+def test_a_link_of_the_hubs_cache_whose_file_is_gone(
+    tmp_path: Path, name: str, config: bool
+) -> None:
+    (tmp_path / name).symlink_to("../../blobs/gone")
+    if config:
+        (tmp_path / "config.json").touch()
+    with ckpipe.SyncPipeline(tmp_path / "run") as pipeline:
+        for call in (ckpipe.load, lambda place: pipeline.load(source=place)):
+            with pytest.raises(CheckpointNotFound, match=rf"links lead are gone: {name}"):
+                call(tmp_path)
+            with pytest.raises(StoreError, match=r"link to a file that is gone.*Download"):
+                call(tmp_path / name)
 
 
 FILES = {
@@ -143,17 +161,45 @@ def test_a_file_of_another_library_tells_what_to_do(tmp_path: Path, name: str) -
     assert ckpipe.load(tmp_path / "runs" / name).step == 3
 
 
-def test_files_of_torch_of_other_names(tmp_path: Path) -> None:
-    for name in ("a.tar", "a.model", "a"):
-        (tmp_path / name).write_bytes(torch_file())
-    assert ckpipe.load(tmp_path / "a.tar").state["w"].sum() == 3
-    for name in ("a.model", "a"):
-        with pytest.raises(StoreError, match=r"under a name that ends in \.pt"):
-            ckpipe.load(tmp_path / name)
-    with zipfile.ZipFile(tmp_path / "a.pt", "w", zipfile.ZIP_DEFLATED) as file:
-        file.writestr("a/code/__torch__/torch/nn/modules/linear.py", "class Linear: ...")
-    with pytest.raises(UsageError, match=r"TorchScript, save torch\.jit\.load"):
-        ckpipe.load(tmp_path / "a.pt")
+@pytest.mark.parametrize("name", ["a.tar", "a.model", "a", "random_states_0.pkl", "a.dat"])
+def test_files_of_any_name_are_known_by_their_first_bytes(tmp_path: Path, name: str) -> None:
+    for content in (torch_file(), SAFETENSORS):
+        if content is SAFETENSORS and name == "a.tar":
+            continue  # an ending of torch
+        (tmp_path / name).write_bytes(content)
+        state = {"w": torch.zeros(3)}
+        ckpipe.load(tmp_path / name, state)
+        assert state["w"].sum() == 3
+        assert ckpipe.load(f"file://{tmp_path / name}").state["w"].sum() == 3
+        assert ckpipe.inspect(tmp_path / name).tensors
+        with ckpipe.SyncPipeline(tmp_path / "run") as pipeline:
+            loaded = pipeline.load(source=tmp_path / name)
+            assert loaded is not None
+            assert loaded.state["w"].sum() == 3
+
+
+SCRIPT = (("a/data.pkl", b""), ("a/code/__torch__/linear.py", b"class Linear: ..."))
+OTHERS: dict[str, tuple[bytes, str]] = {
+    "script.pt": (b"", r"TorchScript.*torch\.jit\.load\('script\.pt'\)\.state_dict\(\)"),
+    "script": (b"", r"TorchScript.*torch\.jit\.load\('script'\)\.state_dict\(\)"),
+    "text.pt": (b"hello", "no zip of torch.save"),
+    "notes": (b"hello", "no directory.*files of torch.save and safetensors are opened by"),
+    "notes.zip": (b"PK\3\4", "no directory.*files of torch.save and safetensors are opened by"),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_file_that_is_no_checkpoint_says_what_it_is(tmp_path: Path, name: str) -> None:
+    content, says = OTHERS[name]
+    (tmp_path / name).write_bytes(content)
+    if "script" in name:
+        with zipfile.ZipFile(tmp_path / name, "w") as file:
+            for record, data in SCRIPT:
+                file.writestr(record, data, zipfile.ZIP_DEFLATED if data else zipfile.ZIP_STORED)
+    with ckpipe.SyncPipeline(tmp_path / "run") as pipeline:
+        for call in (ckpipe.load, lambda place: pipeline.load(source=place)):
+            with pytest.raises(CkpipeError, match=says):
+                call(tmp_path / name)
 
 
 def _loaded(place: Any) -> object:

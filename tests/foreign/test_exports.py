@@ -449,11 +449,11 @@ def test_ranks_answer_for_the_files_of_each_other_and_tell_of_the_same(
 
 
 def test_wrong_arguments_are_refused_and_nothing_is_written(tmp_path: Path) -> None:
-    save(tmp_path / "run", {"model": {"w": torch.ones(2, dtype=torch.complex64)}})
+    save(tmp_path / "run", {"model": {"w": torch.ones(2, dtype=torch.complex128)}})
     (tmp_path / "model.safetensors").write_bytes(b"")
     out = tmp_path / "out"
     for match, arguments in {
-        "complex64": {},
+        "complex128": {},
         "dict at the top": {"form": "dcp", "part": "model.w"},
         "nothing to export under 'net'": {"form": "torch", "part": "net"},
         "list of transforms": {"transform": ckpipe.Drop("model")},

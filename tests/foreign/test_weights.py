@@ -24,6 +24,7 @@ from ckpipe.errors import (
     MissingObject,
     ShapeMismatch,
     StructureMismatch,
+    UnsupportedState,
     UsageError,
 )
 from tests.foreign.places import Tensors, assert_loaded, counted, load, weights
@@ -83,6 +84,77 @@ def test_a_folder_loads_to_the_bit(folder: Path, pipeline: ckpipe.SyncPipeline) 
     assert result.report is not None
     assert result.report.unverified_bytes == result.report.bytes > 0
     assert result.report.to_data()["unverified_bytes"] == result.report.bytes
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("mib", [17, 94])
+def test_headers_and_indexes_of_nearly_100_mb_are_read(
+    mib: int, tmp_path: Path, pipeline: ckpipe.SyncPipeline
+) -> None:
+    """Of many experts they have 20 MB; here their text is long, which is read faster."""
+    long = {"note": "n" * (mib << 20)}
+    whole, shards = tmp_path / "whole.safetensors", tmp_path / "shards"
+    safetensors.torch.save_file(weights(), whole, long)
+    assert_loaded(load(pipeline, source=whole), weights(), whole)
+    shards.mkdir()
+    in_shards(shards, weights())
+    index = shards / "model.safetensors.index.json"
+    index.write_text(json.dumps({**json.loads(index.read_text()), "metadata": long}))
+    assert_loaded(load(pipeline, source=shards), weights(), shards)
+
+
+RARE = ("float4_e2m1fn_x2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu", "complex64")
+
+
+def rare(*, value: int = 1) -> dict[str, torch.Tensor]:
+    """Tensors of all dtypes that newer versions of safetensors write, each of 3 rows."""
+    dtypes = {name: getattr(torch, name) for name in RARE if hasattr(torch, name)}
+    return {
+        name: (torch.arange(12 * dtype.itemsize).reshape(3, -1) * value).to(torch.uint8).view(dtype)
+        for name, dtype in dtypes.items()
+    }
+
+
+def bits(tensors: Tensors) -> dict[str, Any]:
+    return {
+        name: (each.dtype, each.shape, each.view(torch.uint8).tolist())
+        for name, each in tensors.items()
+    }
+
+
+def test_rare_dtypes_are_read_and_exported(tmp_path: Path, pipeline: ckpipe.SyncPipeline) -> None:
+    one_file(tmp_path, rare())
+    assert bits(load(pipeline, source=tmp_path).state) == bits(rare())
+    target = rare(value=0)
+    load(pipeline, target, source=tmp_path)
+    assert bits(target) == bits(rare())
+    pipeline.save({"model": rare()}, step=1).wait()
+    ckpipe.export(tmp_path / "run", tmp_path / "out")
+    assert bits(safetensors.torch.load_file(tmp_path / "out/model.safetensors")) == bits(rare())
+
+
+def test_dtypes_that_torch_or_safetensors_lack_are_refused_by_name(
+    tmp_path: Path, pipeline: ckpipe.SyncPipeline
+) -> None:
+    for dtype, shape, nbytes, match in (
+        ("F6_E2M3", [4], 3, "F6_E2M3', of which torch"),
+        ("F4", [2, 3], 3, "half a byte in a row"),
+        ("F4", [], 1, "half a byte in a row"),
+    ):
+        row = {"dtype": dtype, "shape": shape, "data_offsets": [0, nbytes]}
+        header = json.dumps({"w": row}).encode()
+        data = len(header).to_bytes(8, "little") + header + bytes(nbytes)
+        (tmp_path / "model.safetensors").write_bytes(data)
+        with pytest.raises(InvalidManifest, match=match):
+            pipeline.load(source=tmp_path)
+    four = torch.zeros((), dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
+    for step, (tensor, match) in enumerate(
+        ((torch.zeros(2, dtype=torch.complex128), "no dtype complex128"),
+         (four, "no scalars of the dtype float4"))
+    ):  # fmt: skip
+        pipeline.save({"w": tensor}, step=step).wait()
+        with pytest.raises(UnsupportedState, match=match):
+            ckpipe.export(tmp_path / "run", tmp_path / "out")
 
 
 def test_a_folder_loads_by_ranged_requests(folder: Path, pipeline: ckpipe.SyncPipeline) -> None:
