@@ -303,4 +303,5 @@ async def _foreign_contents(backend: Backend, place: str) -> tuple[str, str] | N
     if (source := await recognized(listing.objects)) is not None:
         way = "ckpipe.load opens it, and so does load(state, source=…) of a pipeline elsewhere"
         return source.name, way
-    return contents([*(each.key for each in listing.objects), *listing.prefixes], place)
+    found = contents([*(each.key for each in listing.objects), *listing.prefixes], place)
+    return None if found is None else found[1:]
