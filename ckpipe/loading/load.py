@@ -32,7 +32,7 @@ from ckpipe.format.tree import Node, children_of, shared_containers, wrappers_in
 from ckpipe.interpreter import gc_paused, short_switch_interval
 from ckpipe.loading.chunks import NeedsFullIndex, StoredTensors
 from ckpipe.loading.factories import Factory
-from ckpipe.loading.foreign_target import fitted
+from ckpipe.loading.foreign_target import fitted, has_place_for, parameters_of
 from ckpipe.loading.match import Matching
 from ckpipe.loading.match_record import MatchRecord, Unwrap
 from ckpipe.loading.reader import Reader, ReadTally, lane_buffers
@@ -375,11 +375,15 @@ def match_all(
         CkpipeError: As :func:`read_all` does.
     """
     told: Mapping[str, tuple[str, ...]] = {}
+    fresh, above = request.into is None, ""
+
+    def of_use(label: str) -> bool:
+        return request.select(label) and (fresh or has_place_for(request.into, label))
+
     if request.transform:
         if not bundle.whole:
             raise NeedsFullIndex
-        bundle, told = transformed(bundle, request.transform, request.select)
-    fresh, above = request.into is None, ""
+        bundle, told = transformed(bundle, request.transform, of_use, parameters_of(request.into))
     kept: list[str] = []
     if bundle.source is not None and not fresh:
         bundle, select, kept, above = fitted(bundle, request.into, request.select)

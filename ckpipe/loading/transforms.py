@@ -26,6 +26,7 @@ from ckpipe.format.edit import ManifestEdit, two_with_one_name
 from ckpipe.format.labels import LabelFilter, join, label_part
 from ckpipe.format.manifest import ManifestDocument, TensorRow
 from ckpipe.format.tree import MAPPINGS, WRAPPERS, Node, children_of, shared_containers, walk
+from ckpipe.loading.moments import check_moments
 from ckpipe.loading.select import pruned
 from ckpipe.types import first_of
 
@@ -74,7 +75,10 @@ def transforms_of(transform: Iterable[Transform]) -> tuple[Transform, ...]:
 
 
 def transformed(
-    document: ManifestDocument, transforms: Sequence[Transform], select: LabelFilter
+    document: ManifestDocument,
+    transforms: Sequence[Transform],
+    select: Callable[[str], bool],
+    order: Sequence[str] = (),
 ) -> tuple[ManifestDocument, dict[str, tuple[str, ...]]]:
     """Apply transforms to the manifest of a checkpoint.
 
@@ -82,6 +86,7 @@ def transformed(
         document: The manifest of all ranks.
         transforms: The transforms, in their order.
         select: Selects the labels of the transformed checkpoint that are of use.
+        order: The labels of the parameters of the target, in their order, if they are known.
 
     Returns:
         The manifest of the transformed checkpoint; and for each saved label that was changed the
@@ -94,40 +99,8 @@ def transformed(
     edit = ManifestEdit(document)
     for each in transforms:
         each._apply(edit)
-    _check_state(edit, select)
+    check_moments(edit, select, order)
     return edit.finished(), edit.told()
-
-
-def _check_state(edit: ManifestEdit, select: LabelFilter) -> None:
-    """Check that parameters have the shapes and order that their state in an optimizer has.
-
-    Raises:
-        StructureMismatch: If one has been cut, joined or rearranged without its state.
-    """
-    moved, kept = set[str](), dict[str, str]()  # by the labels that were saved
-    for draft in edit.drafts:
-        for label, number in draft.tensors().items():
-            olds = edit.origins[label]
-            if any(steps for _, steps in draft.sources[number]):
-                moved.update(olds)
-            elif "optimizer.state." in olds[0] and draft.rows[number].shape and select(label):
-                kept[olds[0]] = label
-    saved = {old for olds in edit.origins.values() for old in olds} if moved and kept else set()
-    named = {old.partition("optimizer.groups.")[0] for old in saved}
-    for old, label in kept.items() if saved else ():
-        head, _, rest = old.partition("optimizer.state.")
-        dots = [dot.start() for dot in re.finditer(r"\.", rest)]
-        names = {f"{head}{at}{rest[:dot]}" for at in ("model.", "") for dot in dots}
-        if rest[0].isdigit() and head not in named:  # the number of any parameter of the model
-            names |= {each for each in moved if each.startswith(f"{head}model.")}
-        if stale := sorted(names & moved):
-            raise StructureMismatch(
-                "The transforms give this parameter another shape or order, and leave the state of "
-                f"its optimizer, such as {label!r}, as it was",
-                key=stale[0],
-                hint="Transform that alike, or leave it out with "
-                f"ckpipe.Drop({label.partition('.state.')[0]!r})",
-            )
 
 
 # Names

