@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from operator import index
@@ -343,16 +343,48 @@ class Cast(Transform):
         for glob in self._dtypes:
             if not any(map(LabelFilter([glob]), floating)):
                 raise self._matches_nothing(glob, edit)
-        chosen = {
-            label: next((dtype for matches, dtype in filters if matches(label)), None)
-            for label in floating
-        }
+
+        def dtype_of(label: str) -> str | None:
+            return next((dtype for matches, dtype in filters if matches(label)), None)
+
+        chosen = {label: dtype_of(label) for label in floating}
+        for first, second in _second_names(edit):
+            if first in chosen and dtype_of(second) != chosen[first]:
+                raise StructureMismatch(
+                    f"Cast: {first!r} lies in an object that is also held as {second!r}, and the "
+                    "globs give them different dtypes",
+                    key=second,
+                    hint="Let globs match both alike, or convert one in the program",
+                )
         for draft in edit.drafts:
+            dtypes: dict[int, tuple[str, str | None]] = {}
+            moves: dict[str, list[tuple[str, Node]]] = {}
             for label, number in draft.tensors().items():
-                row, dtype = draft.rows[number], chosen.get(label)
-                if dtype is not None:
-                    draft.rows[number] = replace(row, cast=None if dtype == row.dtype else dtype)
+                row = draft.rows[number]
+                dtype = chosen.get(label) or row.cast or row.dtype
+                first, other = dtypes.setdefault(number, (label, dtype))
+                if dtype != other:  # two names of one tensor become two tensors
+                    draft.rows[number] = replace(row, label=first)
+                    own = replace(row, label=label, cast=None if dtype == row.dtype else dtype)
+                    moves[label] = [(label, draft.add(own, draft.sources[number]))]
+            for number, (_, dtype) in dtypes.items():
+                row = draft.rows[number]
+                draft.rows[number] = replace(row, cast=None if dtype == row.dtype else dtype)
+            if moves:
+                draft.move(moves)
         edit.note({label: [label] for label, dtype in chosen.items() if dtype is not None})
+
+
+def _second_names(edit: ManifestEdit) -> Iterator[tuple[str, str]]:
+    """Yield the labels of leaves in containers that are held twice, with those of the copies."""
+    for draft in edit.drafts:
+        nodes = list(walk(draft.tree))
+        held = {node[1]: label for node, label in nodes if node[0] == "shared"}
+        copies = [(held[node[1]], label) for node, label in nodes if node[0] == "ref"]
+        for first, second in copies:
+            for label in draft.leaves():
+                if label.startswith(f"{first}."):
+                    yield label, second + label[len(first) :]
 
 
 def _is_floating(row: TensorRow) -> bool:

@@ -11,6 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, cast
 
+import anyio
 import numpy as np
 import pytest
 import torch
@@ -346,6 +347,46 @@ async def test_tensors_that_share_memory_are_converted_and_share_it_again() -> N
         assert state[label].dtype is torch.float64
         assert torch.equal(state[label], value.double()), label
     assert state["w"] is state["tied"] or state["w"].data_ptr() == state["tied"].data_ptr()
+
+
+@pytest.mark.parametrize("source", ["own", "torch"])
+async def test_each_name_of_one_tensor_gets_its_own_dtype(source: str, tmp_path: Path) -> None:
+    weight = torch.randn(4, 6)
+    saved = {"a": weight, "b": {"c": weight}, "d": weight, "e": weight}
+    backend = await stored(saved)
+    torch.save(saved, tmp_path / "old.pt")
+    half, wide, kept = torch.bfloat16, torch.float64, torch.float32
+    for dtypes, expected in (
+        ({"d": half}, [kept, kept, half, kept]),
+        ({"a": half}, [half, kept, kept, kept]),
+        ({"a": kept, "*": half}, [kept, half, half, half]),
+        ({"b": half, "d": wide}, [kept, half, wide, kept]),
+    ):
+        rules: list[Any] = [Cast(cast("dict[str, Any]", dtypes))]
+        for more in ([], [Drop("a")], [Rename({"b.c": "b.z"})], [Rearrange("d", [-1, -1], [1, 0])]):
+            if source == "own":
+                done = await load(backend, transform=rules + more)
+            else:
+                done = await anyio.to_thread.run_sync(
+                    partial(ckpipe.load, tmp_path / "old.pt", transform=rules + more)
+                )
+            found: dict[str, Any] = done.state
+            values = [found.get("a"), *found["b"].values(), found["d"].reshape(6, 4), found["e"]]
+            turned = bool(more) and isinstance(more[0], Rearrange)
+            for value, dtype, place in zip(values, expected, range(4), strict=True):
+                if value is None:
+                    continue
+                right = weight.t().reshape(6, 4) if turned and place == 2 else weight
+                assert torch.equal(value, right.to(dtype).reshape(value.shape)), (dtypes, more)
+
+
+async def test_a_dict_with_two_names_has_one_dtype() -> None:
+    weights = {"w": torch.randn(4)}
+    backend = await stored({"a": weights, "b": weights})
+    with pytest.raises(StructureMismatch, match="also held as"):
+        await load(backend, transform=[Cast({"a": torch.bfloat16})])
+    state: dict[str, Any] = (await load(backend, transform=[Cast({"?": torch.bfloat16})])).state
+    assert state["a"]["w"].dtype is state["b"]["w"].dtype is torch.bfloat16
 
 
 async def test_one_of_several_tensors_with_one_memory_is_cut() -> None:
