@@ -26,6 +26,7 @@ from ckpipe.errors import (
     TargetMismatch,
     UsageError,
 )
+from ckpipe.format.dtypes import NAMES
 from ckpipe.format.labels import LabelFilter, decode_float
 from ckpipe.format.manifest import ManifestDocument, Structure
 from ckpipe.format.tree import Node, children_of, shared_containers, wrappers_in
@@ -42,6 +43,7 @@ from ckpipe.loading.saved_state import (
     labels_of,
     state_for,
 )
+from ckpipe.loading.scales import refuse_codes, with_scales
 from ckpipe.loading.select import LenientFilter, PerRankPolicy, pruned, unmatched
 from ckpipe.loading.stateful import InspectionMemo
 from ckpipe.loading.targets import LiveTensor, Targets
@@ -380,6 +382,8 @@ def match_all(
     def of_use(label: str) -> bool:
         return request.select(label) and (fresh or has_place_for(request.into, label))
 
+    if request.cast:
+        bundle = with_scales(bundle)
     if request.transform:
         if not bundle.whole:
             raise NeedsFullIndex
@@ -436,6 +440,9 @@ def match_all(
     if lenient is not None:
         missing += lenient.missing
         unexpected += lenient.unexpected
+    for each in targets.noted:
+        if each.stored.row.scale is not None:
+            refuse_codes(each.stored.row, NAMES[each.tensor.dtype], each.label)
     targets.settle()
     labels = tuple(missing), tuple(unexpected)
     return MatchedLoad(bundle, request, rank, targets, make, *labels, matching, transformed=told)

@@ -27,6 +27,7 @@ from ckpipe.format.labels import LabelFilter, join, label_part
 from ckpipe.format.manifest import ManifestDocument, TensorRow
 from ckpipe.format.tree import MAPPINGS, WRAPPERS, Node, children_of, shared_containers, walk
 from ckpipe.loading.moments import check_moments
+from ckpipe.loading.scales import refuse_codes, with_scales
 from ckpipe.loading.select import pruned
 from ckpipe.types import first_of
 
@@ -96,7 +97,7 @@ def transformed(
         TargetMismatch: If a transform does not fit the checkpoint, or state of an optimizer, which
             is of use, does not fit the parameters any more.
     """
-    edit = ManifestEdit(document)
+    edit = ManifestEdit(with_scales(document))
     for each in transforms:
         each._apply(edit)
     check_moments(edit, select, order)
@@ -363,6 +364,7 @@ class Cast(Transform):
                 row = draft.rows[number]
                 dtype = chosen.get(label) or row.cast or row.dtype
                 first, other = dtypes.setdefault(number, (label, dtype))
+                refuse_codes(row, dtype, label)
                 if dtype != other:  # two names of one tensor become two tensors
                     draft.rows[number] = replace(row, label=first)
                     own = replace(row, label=label, cast=None if dtype == row.dtype else dtype)
