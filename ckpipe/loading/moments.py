@@ -17,12 +17,18 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
 
 from ckpipe.errors import StructureMismatch
 from ckpipe.format.box_steps import Step
-from ckpipe.format.edit import ManifestEdit
+from ckpipe.format.edit import Draft, ManifestEdit
+from ckpipe.format.labels import encode_key
+from ckpipe.format.tree import MAPPINGS, Node, children_of, walk
 from ckpipe.loading.stateful import unwrapped
+from ckpipe.state.values import encode_value
 
 _STATE = re.compile(r"(?:^|(?<=\.))(?:state|joint)\.")
 _GROUPS = re.compile(
@@ -132,6 +138,84 @@ def _tensors(edit: ManifestEdit, before: ManifestEdit) -> dict[str, _Tensor]:
             for source, steps in draft.sources[number]:
                 known.sources[tuple(names[source]), steps] = None
     return found
+
+
+_PLACE = re.compile(
+    r"(?P<head>(?:.*\.)?)optimizer\.(?P<home>state|plain|groups\..*\.params)\.(?P<name>.+)"
+)
+
+
+def give_to_parts(edit: ManifestEdit) -> None:
+    """Give parts of a parameter the place that it had in the optimizer of a ``training_state``.
+
+    Each part gets its group, and its count of steps. A parameter of another shape gets this shape
+    in its group. State of its shape is left to transforms of its own.
+
+    Args:
+        edit: The edit, with all transforms applied.
+    """
+    found = {label: each for label in edit.origins if (each := _PLACE.fullmatch(label))}
+    heads = {each["head"] for each in found.values() if each["home"].startswith("groups.")}
+    tensors = _tensors(edit, ManifestEdit(edit.document)) if heads else {}
+    parts: defaultdict[str, dict[str, tuple[int, ...]]] = defaultdict(dict)
+    for label, tensor in tensors.items():
+        olds, steps = next(iter(tensor.sources))
+        for old in olds if steps and len(tensor.sources) == 1 else ():
+            parts[old][label] = tensor.shape
+    made: dict[str, list[str]] = {}
+    for draft in edit.drafts if parts else ():
+        moves: dict[str, list[tuple[str, Node]]] = {}
+        for label in draft.leaves():
+            if label in found and found[label]["head"] in heads:
+                moves[label] = list(_places(edit, draft, label, found[label], parts))
+        moves = {label: news for label, news in moves.items() if news}
+        made |= {new: [label] for label, news in moves.items() for new, _ in news}
+        draft.move(moves)
+        for node, label in list(walk(draft.tree)):
+            if node[0] in MAPPINGS and any(label == f"{head}optimizer.state" for head in heads):
+                model = f"{label.removesuffix('optimizer.state')}model."
+                _nest(node, {k.removeprefix(model) for each in parts.values() for k in each})
+        draft.tree = [*draft.tree]
+    edit.note(made)
+
+
+def _places(
+    edit: ManifestEdit,
+    draft: Draft,
+    label: str,
+    now: re.Match[str],
+    parts: Mapping[str, Mapping[str, tuple[int, ...]]],
+) -> Iterator[tuple[str, Node]]:
+    """Yield the leaves that parts of a parameter have in place of one that it had."""
+    leaf, old = draft.leaves()[label], _PLACE.fullmatch(edit.origins[label][0])
+    key = f".{now['name'].rpartition('.')[2]}" if now["home"] == "state" else ""
+    row = draft.rows[leaf[1]] if leaf[0] == "tensor" else None
+    if old is None or (row is not None and row.shape and key != ".step"):
+        return
+    name, model = now["name"].removesuffix(key), f"{now['head']}model."
+    own = parts.get(f"{old['head']}model.{old['name'].removesuffix(key)}", {})
+    news = {k[len(model) :]: shape for k, shape in own.items() if k.startswith(model)}
+    for each, shape in news.items() if not key or news.keys() != {name} else ():
+        node, where = leaf, f"{now['head']}optimizer.{now['home']}.{each}{key}"
+        if row is not None and each != name:
+            node = draft.add(replace(row, label=where), draft.sources[leaf[1]])
+        elif now["home"].startswith("groups."):
+            node = draft.add_value(encode_value(torch.Size(shape)))
+        yield where, node
+
+
+def _nest(state: Node, names: Collection[str]) -> None:
+    """Put leaves with the name of a parameter in their key into a dict of this name."""
+    items: dict[Any, Node] = {}
+    for key, node, _ in children_of(state, ""):
+        name = next((each for each in _starts(str(key)) if each in names), None)
+        if name is None or node[0] not in ("tensor", "value"):
+            items[key] = node
+            continue
+        inner = items.setdefault(name, ["dict", [], []])
+        inner[1].append(str(key)[len(name) + 1 :])
+        inner[2].append(node)
+    state[1:3] = list(map(encode_key, items)), list(items.values())
 
 
 def check_moments(edit: ManifestEdit, select: Callable[[str], bool], order: Sequence[str]) -> None:
@@ -299,6 +383,6 @@ def _left_behind(head: str, label: str, state: str) -> StructureMismatch:
         "The transforms give this parameter another name, shape or order, and leave the state of "
         f"its optimizer, such as {state!r}, as it was",
         key=label,
-        hint=f"Leave it out with ckpipe.Drop({kinds}) behind them. State that stands under names "
-        "may also be transformed alike by Rename, Rearrange, Split and Unstack, but not joined",
+        hint=f"Leave it out with ckpipe.Drop({kinds}) behind them. State under names may be "
+        "changed alike by Rename and Rearrange, and by Split and Unstack in a training_state",
     )

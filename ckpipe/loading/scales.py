@@ -9,7 +9,6 @@ bitsandbytes (``SCB``, ``weight.absmax``).
 from __future__ import annotations
 
 import re
-from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -17,8 +16,7 @@ from ckpipe.errors import DtypeMismatch
 from ckpipe.format.manifest import ManifestDocument, TensorRow
 
 _SCALE = re.compile(r"(?:.*scales?(?:_?\w+)?|SCB|absmax)", re.IGNORECASE)
-_FLOATS = ("float8", "float4")
-_CODES = (*_FLOATS, "int8", "uint8", "int4", "uint4", "int16", "int32")
+_CODES = ("float8", "float4", "int8", "uint8", "int4", "uint4", "int16", "int32")
 
 
 def with_scales(document: ManifestDocument) -> ManifestDocument:
@@ -27,13 +25,9 @@ def with_scales(document: ManifestDocument) -> ManifestDocument:
     scales = [label for label in rows if _SCALE.fullmatch(label.rpartition(".")[2])]
     if not scales:
         return document
-    beside: defaultdict[str, list[str]] = defaultdict(list)
-    for label, row in rows.items():
-        if row.dtype.startswith(_FLOATS):
-            beside[label.rpartition(".")[0]].append(label)
     found: dict[str, str] = {}
     for scale in scales:
-        for label in (*_codes_of(scale), *beside[scale.rpartition(".")[0]]):
+        for label in _codes_of(scale):
             if label in rows and rows[label].dtype.startswith(_CODES):
                 found.setdefault(label, scale)
     for scale in scales:
@@ -58,6 +52,7 @@ def _codes_of(scale: str) -> Iterator[str]:
     for end in re.finditer(r"[._]", scale[last:]):
         head = scale[: last + end.start()]
         yield from (head, *(f"{head}.{each}" for each in ("weight", "qweight", "_data")))
+        yield f"{head}_weight"
     yield "weight"  # at the root
 
 

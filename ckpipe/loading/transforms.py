@@ -26,7 +26,7 @@ from ckpipe.format.edit import ManifestEdit, two_with_one_name
 from ckpipe.format.labels import LabelFilter, join, label_part
 from ckpipe.format.manifest import ManifestDocument, TensorRow
 from ckpipe.format.tree import MAPPINGS, WRAPPERS, Node, children_of, shared_containers, walk
-from ckpipe.loading.moments import check_moments
+from ckpipe.loading.moments import check_moments, give_to_parts
 from ckpipe.loading.scales import refuse_codes, with_scales
 from ckpipe.loading.select import pruned
 from ckpipe.types import first_of
@@ -100,6 +100,7 @@ def transformed(
     edit = ManifestEdit(with_scales(document))
     for each in transforms:
         each._apply(edit)
+    give_to_parts(edit)
     check_moments(edit, select, order)
     return edit.finished(), edit.told()
 
@@ -358,7 +359,7 @@ class Cast(Transform):
                     hint="Let globs match both alike, or convert one in the program",
                 )
         for draft in edit.drafts:
-            dtypes: dict[int, tuple[str, str | None]] = {}
+            dtypes: dict[int, tuple[str, str]] = {}
             moves: dict[str, list[tuple[str, Node]]] = {}
             for label, number in draft.tensors().items():
                 row = draft.rows[number]
@@ -369,9 +370,9 @@ class Cast(Transform):
                     draft.rows[number] = replace(row, label=first)
                     own = replace(row, label=label, cast=None if dtype == row.dtype else dtype)
                     moves[label] = [(label, draft.add(own, draft.sources[number]))]
-            for number, (_, dtype) in dtypes.items():
+            for number, (_, wanted) in dtypes.items():
                 row = draft.rows[number]
-                draft.rows[number] = replace(row, cast=None if dtype == row.dtype else dtype)
+                draft.rows[number] = replace(row, cast=None if wanted == row.dtype else wanted)
             if moves:
                 draft.move(moves)
         edit.note({label: [label] for label, dtype in chosen.items() if dtype is not None})

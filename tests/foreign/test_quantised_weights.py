@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from torch.distributed.checkpoint import load
 from torch.distributed.checkpoint.quantized_hf_storage import QuantizedHuggingFaceStorageReader
+from torch.distributed.checkpoint.state_dict_loader import load
 
 import ckpipe
 from ckpipe.errors import DtypeMismatch
@@ -23,6 +23,7 @@ PAIRS = {
     "compressed-tensors": ("m.w.weight", "m.w.weight_scale", FLOAT8),
     "mistral": ("m.w.weight", "m.w.qscale_weight", torch.float8_e5m2),
     "fused experts": ("m.experts.up", "m.experts.up_scale_inv", FLOAT8),
+    "flat experts": ("m.w1_weight", "m.w1_scale", FLOAT8),
     "quark": ("m.w.weight", "m.w.weight_quantizer.scale", FLOAT8),
     "at the root": ("weight", "weight_scale_inv", FLOAT8),
     "integers": ("m.w.weight", "m.w.weight_scale", torch.int8),
