@@ -246,3 +246,26 @@ def test_an_optimizer_of_other_parameters_is_not_asked(tmp_path: Path) -> None:
     torch.save({"net": net, "head": head, "opt": numbered(net)}, tmp_path / "old.pt")
     with pytest.raises(StructureMismatch, match="leave the state"):
         ckpipe.load(tmp_path / "old.pt", transform=[Rearrange("net.a.*", [-1, -1], [1, 0])])
+
+
+@pytest.mark.parametrize("place", ["training state", "live"])
+@pytest.mark.parametrize("rule", ["turned", "exchanged"])
+def test_state_of_no_single_parameter_is_refused(place: str, rule: str, tmp_path: Path) -> None:
+    model = Layers("a", "b")
+    optimizer = torch.optim.LBFGS(model.parameters())
+
+    def loss() -> torch.Tensor:
+        optimizer.zero_grad()
+        found = sum((layer(torch.ones(1, 8)) for layer in model.children()), torch.zeros(1, 8))
+        (total := found.square().sum()).backward()
+        return total
+
+    optimizer.step(loss)  # type: ignore[no-untyped-call]
+    with ckpipe.SyncPipeline(tmp_path / "run") as pipeline:
+        pipeline.save(TARGETS[place](model, optimizer), step=1).wait()
+    rules = {
+        "turned": Rearrange("*model.a.weight", [-1, -1], [1, 0]),
+        "exchanged": Rename({"*model.a": "*model.b", "*model.b": "*model.a"}),
+    }
+    with pytest.raises(StructureMismatch, match="leave the state"):
+        ckpipe.load(tmp_path / "run", transform=[rules[rule]])
