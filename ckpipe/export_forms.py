@@ -29,6 +29,7 @@ from ckpipe.format.labels import Json, LabelFilter, join, key_of, label_filter
 from ckpipe.format.manifest import ManifestDocument, TensorRow
 from ckpipe.format.tree import Node, walk, wrappers_in
 from ckpipe.loading.load import LoadRequest, flattened, match_all
+from ckpipe.loading.scales import refuse_codes, with_scales
 from ckpipe.loading.stateful import InspectionMemo
 from ckpipe.loading.transforms import transformed, transforms_of
 from ckpipe.settings import Export
@@ -297,9 +298,13 @@ class _Plan:
 
         def cast(row: TensorRow) -> TensorRow:
             floating = row.kind != "numpy" and DTYPES[row.dtype].is_floating_point
-            return replace(row, cast=dtype) if floating and row.label in labels else row
+            if dtype is None or not floating or row.label not in labels:
+                return row
+            refuse_codes(row, dtype, row.label)
+            return replace(row, cast=dtype)
 
         if dtype is not None:
+            self.bundle = with_scales(self.bundle)
             structures = [
                 replace(each, tensors=tuple(map(cast, each.tensors)))
                 for each in self.bundle.structures

@@ -64,6 +64,9 @@ class Draft:
         rows: Its tensors now; a number without a leaf is left out at the end.
         sources: The sources of each of them.
         optimizers: Its optimizers now.
+
+    Attributes:
+        values: Inline values that all ranks of the structure get besides their own.
     """
 
     structure: Structure
@@ -71,6 +74,7 @@ class Draft:
     rows: list[TensorRow]
     sources: list[tuple[Derivation, ...]]
     optimizers: list[OptimizerRow]
+    values: list[Json] = field(init=False, default_factory=list)
     _leaves: tuple[Node, dict[str, Node]] = field(init=False, default=([], {}))
 
     def leaves(self) -> dict[str, Node]:
@@ -94,6 +98,11 @@ class Draft:
         self.rows.append(row)
         self.sources.append(tuple(sources))
         return ["tensor", len(self.rows) - 1]
+
+    def add_value(self, value: Json) -> Node:
+        """Add an inline value, and return its leaf."""
+        self.values.append(value)
+        return ["value", self.structure.values + len(self.values) - 1]
 
     def move(self, moves: Moves, rename: Callable[[str], str] | None = None) -> None:
         """Put other leaves in place of some.
@@ -220,7 +229,8 @@ class ManifestEdit:
                 places[where] = len(layouts)
                 old = self.document.layouts[part.layout]
                 layouts.append(_layout(self.drafts[part.structure], old, numbers[part.structure]))
-            parts.append(replace(part, layout=places[where]))
+            values = (*part.values, *self.drafts[part.structure].values)
+            parts.append(replace(part, layout=places[where], values=values))
         private = self._private()
         known = range(len(self.document.per_rank))
         return replace(
@@ -304,7 +314,10 @@ def _structure(draft: Draft, numbers: Sequence[int]) -> Structure:
         for row in rows
     ]
     tree, optimizers = _renumbered(draft.tree, places), tuple(draft.optimizers)
-    return replace(draft.structure, tree=tree, tensors=tuple(rows), optimizers=optimizers)
+    values = draft.structure.values + len(draft.values)
+    return replace(
+        draft.structure, tree=tree, tensors=tuple(rows), values=values, optimizers=optimizers
+    )
 
 
 def _renumbered(node: Node, places: Mapping[int, int]) -> Node:

@@ -49,6 +49,8 @@ class TensorRow:
         lazy: Its lazy bits: any of ``c`` (conjugate) and ``n`` (negative).
         attributes: The node of the attributes set on it.
         cast: The dtype to which a load converts it; None for its own. It is never written.
+        scale: The label of the scale of its values, if these are known to be codes. It is never
+            written.
     """
 
     label: str
@@ -61,6 +63,7 @@ class TensorRow:
     lazy: str = ""
     attributes: list[Any] | None = None
     cast: str | None = None
+    scale: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

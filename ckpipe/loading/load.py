@@ -26,13 +26,14 @@ from ckpipe.errors import (
     TargetMismatch,
     UsageError,
 )
+from ckpipe.format.dtypes import NAMES
 from ckpipe.format.labels import LabelFilter, decode_float
 from ckpipe.format.manifest import ManifestDocument, Structure
 from ckpipe.format.tree import Node, children_of, shared_containers, wrappers_in
 from ckpipe.interpreter import gc_paused, short_switch_interval
 from ckpipe.loading.chunks import NeedsFullIndex, StoredTensors
 from ckpipe.loading.factories import Factory
-from ckpipe.loading.foreign_target import fitted
+from ckpipe.loading.foreign_target import fitted, has_place_for, parameters_of
 from ckpipe.loading.match import Matching
 from ckpipe.loading.match_record import MatchRecord, Unwrap
 from ckpipe.loading.reader import Reader, ReadTally, lane_buffers
@@ -42,6 +43,7 @@ from ckpipe.loading.saved_state import (
     labels_of,
     state_for,
 )
+from ckpipe.loading.scales import refuse_codes, with_scales
 from ckpipe.loading.select import LenientFilter, PerRankPolicy, pruned, unmatched
 from ckpipe.loading.stateful import InspectionMemo
 from ckpipe.loading.targets import LiveTensor, Targets
@@ -375,11 +377,17 @@ def match_all(
         CkpipeError: As :func:`read_all` does.
     """
     told: Mapping[str, tuple[str, ...]] = {}
+    fresh, above = request.into is None, ""
+
+    def of_use(label: str) -> bool:
+        return request.select(label) and (fresh or has_place_for(request.into, label))
+
+    if request.cast:
+        bundle = with_scales(bundle)
     if request.transform:
         if not bundle.whole:
             raise NeedsFullIndex
-        bundle, told = transformed(bundle, request.transform, request.select)
-    fresh, above = request.into is None, ""
+        bundle, told = transformed(bundle, request.transform, of_use, parameters_of(request.into))
     kept: list[str] = []
     if bundle.source is not None and not fresh:
         bundle, select, kept, above = fitted(bundle, request.into, request.select)
@@ -432,6 +440,9 @@ def match_all(
     if lenient is not None:
         missing += lenient.missing
         unexpected += lenient.unexpected
+    for each in targets.noted:
+        if each.stored.row.scale is not None:
+            refuse_codes(each.stored.row, NAMES[each.tensor.dtype], each.label)
     targets.settle()
     labels = tuple(missing), tuple(unexpected)
     return MatchedLoad(bundle, request, rank, targets, make, *labels, matching, transformed=told)

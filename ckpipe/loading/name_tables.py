@@ -7,7 +7,9 @@ of llama3 and qwen3), ``model.py`` of nanoGPT, and the ``modeling`` files of tra
 from __future__ import annotations
 
 import inspect
+import re
 import tomllib
+from collections import defaultdict
 from collections.abc import Mapping
 from importlib.resources import files
 from pathlib import Path
@@ -16,7 +18,8 @@ from typing import Any, get_type_hints
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from ckpipe.errors import UsageError
+from ckpipe.errors import ShapeMismatch, StructureMismatch, UsageError
+from ckpipe.format.edit import ManifestEdit
 from ckpipe.loading.reshapes import Fuse, Rearrange, Split, Stack, Unstack
 from ckpipe.loading.transforms import Cast, Drop, Only, Rename, Transform
 
@@ -54,13 +57,60 @@ def name_table(name: str, /, **numbers: int) -> list[Transform]:
 
     Raises:
         UsageError: If there is no such table, or a number is missing, unknown or not positive.
+
+    A load, import or export raises ShapeMismatch if the shapes of the projections contradict the
+    numbers.
     """
     known = _shipped()
     if name not in known:
         raise UsageError(
             f"There is no table of names {name!r:.100}", hint=f"Choose one of {', '.join(known)}"
         )
-    return read_transforms((_FOLDER / f"{name}.toml").read_text("utf-8"), name, numbers)
+    found = read_transforms((_FOLDER / f"{name}.toml").read_text("utf-8"), name, numbers)
+    return [_HeadCheck(**numbers), *found] if numbers else found
+
+
+class _HeadCheck(Transform):
+    """Check the numbers of heads by the shapes of the projections, and leave all as it is."""
+
+    def __init__(self, heads: int, kv_heads: int) -> None:
+        self._heads, self._kv_heads = heads, kv_heads
+
+    def _apply(self, edit: ManifestEdit) -> None:
+        rows = {label: row for label, row in edit.tensors().items() if row.shape}
+        told = {row.shape[-1] * 2 for label, row in rows.items() if label.endswith(_FREQUENCIES)}
+        sizes: defaultdict[str, set[int | float]] = defaultdict(lambda: {*told})
+        others: list[tuple[str, str, int]] = []
+        for label, row in rows.items():
+            if (found := _PROJECTION.fullmatch(label)) is None:
+                continue
+            count = self._heads if "q" in found["name"] else self._kv_heads
+            if found["rest"] not in ("weight", "bias"):
+                others.append((label, found["place"], row.shape[0] // count))
+                continue
+            sizes[found["place"]].add(row.shape[0] / count)
+            if len(given := sizes[found["place"]]) > 1:
+                raise ShapeMismatch(
+                    f"heads={self._heads} and kv_heads={self._kv_heads} are not those of the "
+                    f"model: heads would have {' and '.join(f'{n:g}' for n in sorted(given))} rows",
+                    key=label,
+                    hint="Pass num_attention_heads and num_key_value_heads of its configuration",
+                )
+        for label, place, size in others:
+            if size in sizes[place]:
+                raise StructureMismatch(
+                    "This has the rows of heads, and the table orders those of weights and biases",
+                    key=label,
+                    hint="Merge adapters into the weights before, or leave it out with ckpipe.Drop "
+                    "in front of the table",
+                )
+
+
+_PROJECTION = re.compile(
+    r"(?P<place>.*layers\..*\.(?:attention|self_attn))\.(?P<name>wq|wk|q_proj|k_proj)\.(?P<rest>.*)"
+)
+_FREQUENCIES = ("rope.freqs", "rotary_emb.inv_freq", "freqs_cis")
+"""The ends of labels of frequencies, of which there are half as many as rows of a head."""
 
 
 def read_file(path: Path) -> list[Transform]:

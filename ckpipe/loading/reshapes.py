@@ -175,15 +175,21 @@ class Rearrange(Transform):
             outermost first. -1 stands for the size that is left, once in each dimension.
         order: For each dimension of the result the number of a size, counted from 0 over all of
             ``shape``; or a list of numbers, the outermost first, whose sizes become one dimension.
+        strict: False to let the glob match nothing.
 
     Raises:
         UsageError: If ``shape`` has no such sizes, or ``order`` has not each number once.
     """
 
     def __init__(
-        self, name: str, shape: Sequence[int | Sequence[int]], order: Sequence[int | Sequence[int]]
+        self,
+        name: str,
+        shape: Sequence[int | Sequence[int]],
+        order: Sequence[int | Sequence[int]],
+        *,
+        strict: bool = True,
     ) -> None:
-        self._pattern = Pattern(self, name)
+        self._pattern, self._strict = Pattern(self, name), strict
         try:
             self._sizes, self._order = (
                 tuple(
@@ -205,6 +211,8 @@ class Rearrange(Transform):
             )
 
     def _apply(self, edit: ManifestEdit) -> None:
+        if not self._strict and not any(map(self._pattern.match, edit.tensors())):
+            return
         made: list[_Made] = []
         for label, _, row in _matched(self, self._pattern, edit):
             sizes = self._divided(label, row.shape)

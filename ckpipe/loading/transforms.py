@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from operator import index
@@ -26,6 +26,8 @@ from ckpipe.format.edit import ManifestEdit, two_with_one_name
 from ckpipe.format.labels import LabelFilter, join, label_part
 from ckpipe.format.manifest import ManifestDocument, TensorRow
 from ckpipe.format.tree import MAPPINGS, WRAPPERS, Node, children_of, shared_containers, walk
+from ckpipe.loading.moments import check_moments, give_to_parts
+from ckpipe.loading.scales import refuse_codes, with_scales
 from ckpipe.loading.select import pruned
 from ckpipe.types import first_of
 
@@ -74,7 +76,10 @@ def transforms_of(transform: Iterable[Transform]) -> tuple[Transform, ...]:
 
 
 def transformed(
-    document: ManifestDocument, transforms: Sequence[Transform], select: LabelFilter
+    document: ManifestDocument,
+    transforms: Sequence[Transform],
+    select: Callable[[str], bool],
+    order: Sequence[str] = (),
 ) -> tuple[ManifestDocument, dict[str, tuple[str, ...]]]:
     """Apply transforms to the manifest of a checkpoint.
 
@@ -82,6 +87,7 @@ def transformed(
         document: The manifest of all ranks.
         transforms: The transforms, in their order.
         select: Selects the labels of the transformed checkpoint that are of use.
+        order: The labels of the parameters of the target, in their order, if they are known.
 
     Returns:
         The manifest of the transformed checkpoint; and for each saved label that was changed the
@@ -91,43 +97,12 @@ def transformed(
         TargetMismatch: If a transform does not fit the checkpoint, or state of an optimizer, which
             is of use, does not fit the parameters any more.
     """
-    edit = ManifestEdit(document)
+    edit = ManifestEdit(with_scales(document))
     for each in transforms:
         each._apply(edit)
-    _check_state(edit, select)
+    give_to_parts(edit)
+    check_moments(edit, select, order)
     return edit.finished(), edit.told()
-
-
-def _check_state(edit: ManifestEdit, select: LabelFilter) -> None:
-    """Check that parameters have the shapes and order that their state in an optimizer has.
-
-    Raises:
-        StructureMismatch: If one has been cut, joined or rearranged without its state.
-    """
-    moved, kept = set[str](), dict[str, str]()  # by the labels that were saved
-    for draft in edit.drafts:
-        for label, number in draft.tensors().items():
-            olds = edit.origins[label]
-            if any(steps for _, steps in draft.sources[number]):
-                moved.update(olds)
-            elif "optimizer.state." in olds[0] and draft.rows[number].shape and select(label):
-                kept[olds[0]] = label
-    saved = {old for olds in edit.origins.values() for old in olds} if moved and kept else set()
-    named = {old.partition("optimizer.groups.")[0] for old in saved}
-    for old, label in kept.items() if saved else ():
-        head, _, rest = old.partition("optimizer.state.")
-        dots = [dot.start() for dot in re.finditer(r"\.", rest)]
-        names = {f"{head}{at}{rest[:dot]}" for at in ("model.", "") for dot in dots}
-        if rest[0].isdigit() and head not in named:  # the number of any parameter of the model
-            names |= {each for each in moved if each.startswith(f"{head}model.")}
-        if stale := sorted(names & moved):
-            raise StructureMismatch(
-                "The transforms give this parameter another shape or order, and leave the state of "
-                f"its optimizer, such as {label!r}, as it was",
-                key=stale[0],
-                hint="Transform that alike, or leave it out with "
-                f"ckpipe.Drop({label.partition('.state.')[0]!r})",
-            )
 
 
 # Names
@@ -370,16 +345,49 @@ class Cast(Transform):
         for glob in self._dtypes:
             if not any(map(LabelFilter([glob]), floating)):
                 raise self._matches_nothing(glob, edit)
-        chosen = {
-            label: next((dtype for matches, dtype in filters if matches(label)), None)
-            for label in floating
-        }
+
+        def dtype_of(label: str) -> str | None:
+            return next((dtype for matches, dtype in filters if matches(label)), None)
+
+        chosen = {label: dtype_of(label) for label in floating}
+        for first, second in _second_names(edit):
+            if first in chosen and dtype_of(second) != chosen[first]:
+                raise StructureMismatch(
+                    f"Cast: {first!r} lies in an object that is also held as {second!r}, and the "
+                    "globs give them different dtypes",
+                    key=second,
+                    hint="Let globs match both alike, or convert one in the program",
+                )
         for draft in edit.drafts:
+            dtypes: dict[int, tuple[str, str]] = {}
+            moves: dict[str, list[tuple[str, Node]]] = {}
             for label, number in draft.tensors().items():
-                row, dtype = draft.rows[number], chosen.get(label)
-                if dtype is not None:
-                    draft.rows[number] = replace(row, cast=None if dtype == row.dtype else dtype)
+                row = draft.rows[number]
+                dtype = chosen.get(label) or row.cast or row.dtype
+                first, other = dtypes.setdefault(number, (label, dtype))
+                refuse_codes(row, dtype, label)
+                if dtype != other:  # two names of one tensor become two tensors
+                    draft.rows[number] = replace(row, label=first)
+                    own = replace(row, label=label, cast=None if dtype == row.dtype else dtype)
+                    moves[label] = [(label, draft.add(own, draft.sources[number]))]
+            for number, (_, wanted) in dtypes.items():
+                row = draft.rows[number]
+                draft.rows[number] = replace(row, cast=None if wanted == row.dtype else wanted)
+            if moves:
+                draft.move(moves)
         edit.note({label: [label] for label, dtype in chosen.items() if dtype is not None})
+
+
+def _second_names(edit: ManifestEdit) -> Iterator[tuple[str, str]]:
+    """Yield the labels of leaves in containers that are held twice, with those of the copies."""
+    for draft in edit.drafts:
+        nodes = list(walk(draft.tree))
+        held = {node[1]: label for node, label in nodes if node[0] == "shared"}
+        copies = [(held[node[1]], label) for node, label in nodes if node[0] == "ref"]
+        for first, second in copies:
+            for label in draft.leaves():
+                if label.startswith(f"{first}."):
+                    yield label, second + label[len(first) :]
 
 
 def _is_floating(row: TensorRow) -> bool:

@@ -12,7 +12,7 @@ import torch
 import transformers
 
 import ckpipe
-from ckpipe.errors import StructureMismatch, UsageError
+from ckpipe.errors import ShapeMismatch, StructureMismatch, UsageError
 from tests.foreign.reference_models import GPT, Transformer
 
 VOCABULARY, WIDTH, HEADS, KV_HEADS, INNER, LAYERS, CONTEXT = 96, 64, 8, 2, 128, 2, 32
@@ -30,7 +30,7 @@ def original(form: str) -> torch.nn.Module:
     return made
 
 
-def of_transformers(form: str) -> Any:
+def of_transformers(form: str, **more: Any) -> Any:
     common: dict[str, Any] = {"vocab_size": VOCABULARY, "attn_implementation": "eager"}
     if form == "gpt2":
         own: dict[str, Any] = {"n_embd": WIDTH, "n_head": HEADS, "n_layer": LAYERS}
@@ -39,7 +39,7 @@ def of_transformers(form: str) -> Any:
         own = {"hidden_size": WIDTH, "intermediate_size": INNER, "num_hidden_layers": LAYERS}
         own |= {"num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS}
         own |= {"head_dim": WIDTH // HEADS, "rms_norm_eps": 1e-6, "tie_word_embeddings": False}
-    config = getattr(transformers, f"{FORMS[form]}Config")(**common, **own)
+    config = getattr(transformers, f"{FORMS[form]}Config")(**common, **own, **more)
     name = f"{FORMS[form]}{'LMHeadModel' if form == 'gpt2' else 'ForCausalLM'}"
     return getattr(transformers, name)(config).eval()
 
@@ -72,6 +72,62 @@ def test_logits_are_the_same_to_the_bit_there_and_back(form: str, tmp_path: Path
         fresh = of_transformers(form)
         pipeline.load({"model": fresh}, transform=table(form))
         assert torch.equal(fresh(tokens).logits, expected)
+
+
+@torch.no_grad()
+def test_biases_of_llama_go_with_their_weights(tmp_path: Path) -> None:
+    tokens = torch.randint(0, VOCABULARY, (2, CONTEXT))
+    expected = of_transformers("llama", attention_bias=True)
+    for parameter in expected.parameters():
+        parameter.copy_(torch.randn_like(parameter) * 0.2)
+    with ckpipe.SyncPipeline(tmp_path / "run") as pipeline:
+        pipeline.save(expected, 1).wait()
+        metas = ckpipe.load(tmp_path / "run", transform=table("llama", back=True)).state
+        pipeline.save(metas, 2).wait()
+        again = of_transformers("llama", attention_bias=True)
+        pipeline.load(again, transform=table("llama"))
+    assert torch.equal(again(tokens).logits, expected(tokens).logits)
+    for name, heads in (("q", HEADS), ("k", KV_HEADS)):
+        theirs = expected.get_parameter(f"model.layers.1.self_attn.{name}_proj.bias")
+        turned = theirs.view(heads, 2, -1).transpose(1, 2).flatten()
+        assert torch.equal(metas[f"layers.1.attention.w{name}.bias"], turned)
+
+
+WRONG_HEADS = [
+    {"heads": 8, "kv_heads": 8},
+    {"heads": 2, "kv_heads": 2},
+    {"heads": 2, "kv_heads": 8},
+    {"heads": 16, "kv_heads": 2},
+    {"heads": 8, "kv_heads": 1},
+    {"heads": 4, "kv_heads": 1},  # of heads of another size
+]
+
+
+@pytest.mark.parametrize("numbers", WRONG_HEADS)
+@pytest.mark.parametrize("back", [False, True])
+def test_numbers_of_heads_that_contradict_the_shapes_are_refused(
+    numbers: dict[str, int], back: bool, tmp_path: Path
+) -> None:
+    q, k = ("self_attn.q_proj", "self_attn.k_proj") if back else ("attention.wq", "attention.wk")
+    prefix = "model.layers.0." if back else "layers.0."
+    weights = {f"{prefix}{q}.weight": torch.rand(64, 64), f"{prefix}{k}.weight": torch.rand(16, 64)}
+    weights[f"{prefix}self_attn.rotary_emb.inv_freq" if back else "rope.freqs"] = torch.ones(4)
+    torch.save(weights, tmp_path / "old.pt")
+    name = "hf-to-llama" if back else "llama-to-hf"
+    with pytest.raises(ShapeMismatch, match="not those of the model"):
+        ckpipe.load(tmp_path / "old.pt", transform=ckpipe.name_table(name, **numbers))
+    ckpipe.load(tmp_path / "old.pt", transform=ckpipe.name_table(name, heads=8, kv_heads=2))
+
+
+@pytest.mark.parametrize("ending", ["lora_B.default.weight", "weight_scale", "magnitude"])
+def test_other_rows_of_heads_are_refused(ending: str, tmp_path: Path) -> None:
+    at = "layers.0.attention"
+    weights = {f"{at}.wq.{ending}": torch.rand(64, 4), f"{at}.wq.lora_A": torch.rand(4, 64)}
+    weights |= {f"{at}.wq.weight": torch.rand(64, 64), f"{at}.wk.weight": torch.rand(16, 64)}
+    torch.save(weights, tmp_path / "old.pt")
+    with pytest.raises(StructureMismatch, match="rows of heads") as caught:
+        ckpipe.load(tmp_path / "old.pt", transform=table("llama"))
+    assert caught.value.key == f"{at}.wq.{ending}"
 
 
 @pytest.mark.parametrize(
