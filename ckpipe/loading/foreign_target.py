@@ -96,14 +96,14 @@ def parameters_of(into: Any, label: str = "") -> list[str]:
         items = into.items() if isinstance(into, dict) else enumerate(into)
         return [name for key, each in items for name in parameters_of(each, join(label, key))]
     modules = [into] if isinstance(into, torch.nn.Module) else []
-    if weights := getattr(type(into), _WEIGHTS, None):
+    if weights := getattr(type(into), WEIGHTS, None):
         label, modules = join(label, weights), into._modules
     return [join(label, name) for each in modules for name, _ in each.named_parameters()]
 
 
 def has_place_for(into: Any, label: str) -> bool:
     """Return False if a target certainly takes nothing under a label of a checkpoint."""
-    if isinstance(into, dict) and not any(hasattr(type(each), _WEIGHTS) for each in into.values()):
+    if isinstance(into, dict) and not any(hasattr(type(each), WEIGHTS) for each in into.values()):
         return any(f"{label}.".startswith(f"{join('', key)}.") for key in into)
     return not isinstance(into, torch.nn.Module)
 
