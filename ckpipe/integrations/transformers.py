@@ -23,16 +23,26 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from accelerate.utils import broadcast_object_list
-from transformers import Trainer, TrainerCallback
+from torch.utils.data import IterableDataset
+from transformers import EarlyStoppingCallback, Trainer, TrainerCallback
 from transformers.trainer_callback import ExportableState, TrainerState
 from transformers.trainer_pt_utils import nested_gather
-from transformers.trainer_utils import get_last_checkpoint
+from transformers.trainer_utils import get_last_checkpoint, has_length
 
 from ckpipe import CheckpointInfo, KeepLast, Progress, RngState, SyncPipeline
 from ckpipe.distributed import training_state
 from ckpipe.errors import CheckpointNotFound, CorruptCheckpoint, StructureMismatch, UsageError
 from ckpipe.events import Completed
+from ckpipe.integrations.held_state import (
+    held,
+    put_back,
+    references,
+    sampler_generators,
+    samples,
+    trained_buffers,
+)
 from ckpipe.integrations.pointers import read_pointer, set_aside, write_pointer_folder
 from ckpipe.integrations.shared import (
     check_names,
@@ -51,9 +61,10 @@ check_names(
     "5.24.0",
     {
         Trainer: "_load_from_checkpoint _load_optimizer_and_scheduler _load_scaler _load_rng_state "
-        "_save_checkpoint _finalize_training _load_best_model _get_output_dir init_hf_repo",
+        "_save_checkpoint _finalize_training _load_best_model _get_output_dir init_hf_repo "
+        "create_accelerator_and_postprocess",
         Trainer._inner_training_loop: "_tr_loss _total_loss_scalar _globalstep_last_logged",
-        Trainer._run_epoch: "epoch epochs_trained steps_trained_in_current_epoch",
+        Trainer._run_epoch: "epoch epochs_trained steps_trained_in_current_epoch train_dataloader",
         TrainerState: "load_from_json best_metric best_global_step best_model_checkpoint",
     },
 )
@@ -61,6 +72,11 @@ check_names(
 STATE_NAME = "trainer_state.json"
 BEST = "best_metric"
 """The metric that only those checkpoints have that were better than all before them."""
+_ORDER = (
+    "gradient_accumulation_steps steps_per_generation num_iterations num_generations seed data_seed "
+    "train_sampling_strategy dataloader_drop_last"
+).split()
+"""Arguments that the order of the samples, or the position in it, depends on."""
 
 
 class CkpipeTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[misc]
@@ -134,7 +150,17 @@ class CkpipeTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[
         self._ckpipe_line = ""
         self._ckpipe_rng = RngState(apply="later")
         self._ckpipe_progress = Progress()
+        self._ckpipe_samplers: list[torch.Generator] = []
+        self._ckpipe_samples, self._ckpipe_told = dict[str, str](), set[str]()
         self.add_callback(_Schedule(self))
+
+    def create_accelerator_and_postprocess(self) -> None:
+        if getattr(self.args, "enable_jit_checkpoint", False):  # before it takes the signal
+            raise UsageError(
+                "enable_jit_checkpoint saves in the middle of a step, which cannot be resumed exactly",
+                hint='Set ckpipe_settings={"preemption": True}, which saves after the step',
+            )
+        super().create_accelerator_and_postprocess()
 
     def init_hf_repo(self, token: str | None = None) -> None:
         if self.args.hub_strategy != "end":
@@ -174,6 +200,11 @@ class CkpipeTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[
         own = last[0] if last and last[1] and settings.resume != "never" else None
         if own is not None:  # so there is one to resume from in any case
             settings = settings.override(resume="must")
+        if self.args.dataloader_persistent_workers and self.args.should_save:
+            logger.warning(
+                "With dataloader_persistent_workers=True a resumed run draws other random numbers, "
+                "as for dropout, in later epochs and evaluations: set it to False to resume to the bit"
+            )
         with SyncPipeline(root, settings=settings) as pipeline:
             self._ckpipe_pipeline, self._ckpipe_over = pipeline, False
             keep_names(pipeline, self._ckpipe_on_complete, self._ckpipe_names)
@@ -277,14 +308,27 @@ class CkpipeTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[
         if self._ckpipe_chosen is None:
             super()._load_optimizer_and_scheduler(checkpoint)
             return
+        self._ckpipe_progress = Progress()
         state, include = self._ckpipe_state(), self._ckpipe_include()
         # The loss and the generators of an epoch's beginning belong to a rank of the same world.
         other = self._ckpipe_chosen.world_size != self.args.world_size
-        exclude = ["progress"] if other and "progress" in state else None
+        exclude = [name for name in ("progress", "held") if other and name in state] or None
         chosen, pipeline = self._ckpipe_chosen, self._ckpipe_pipeline
         pipeline.load(state, chosen, include=include, exclude=exclude)
+        before, now = (chosen.metadata or {}).get("order"), self._ckpipe_order()
+        changed = [name for name in now if before and before.get(name) != now[name]]
+        if changed and self.args.should_save:
+            logger.warning(
+                "The data do not go on where step %d was saved, so samples may be left out or come "
+                "twice: %s",
+                chosen.step,
+                ", ".join(f"{name} was {before.get(name)} and is {now[name]}" for name in changed),
+            )
+        if "held" in state:
+            put_back(self, state["held"].state_dict(), buffers=not changed)
         over = self.state.global_step >= self.state.max_steps
         exact = "generators" in vars(self._ckpipe_progress) and not self.args.ignore_data_skip
+        exact = exact and before is not None and not changed and self._ckpipe_knows_order()
         tell_resumed(
             chosen.step, f"{pipeline.url}/{chosen.id}", self.args.process_index,
             f"the data go on with those of step {chosen.step + 1}" if exact and not over else "",
@@ -307,16 +351,58 @@ class CkpipeTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[
 
     def _run_epoch(self, **kwargs: Any) -> None:
         chosen, progress = self._ckpipe_chosen, self._ckpipe_progress
+        if self._ckpipe_ended():
+            self.control.should_training_stop = True
+            return
+        streamed = not has_length(kwargs["train_dataloader"]) and not self.args.ignore_data_skip
+        if chosen is not None and streamed and kwargs["epochs_trained"] == 0:
+            # The trainer takes all steps for one pass over a stream, and would skip its batches.
+            saved = json.loads((chosen.metadata or {})["trainer_state"])
+            passed = int(saved["epoch"])
+            if kwargs["epoch"] < passed:
+                return
+            batches = saved["max_steps"] * self.args.gradient_accumulation_steps
+            kwargs["epochs_trained"] = passed
+            kwargs["steps_trained_in_current_epoch"] = round((saved["epoch"] - passed) * batches)
         epoch, skipped = kwargs["epoch"], kwargs["steps_trained_in_current_epoch"]
+        samplers = self._ckpipe_samplers = sampler_generators(kwargs["train_dataloader"])
         if chosen is not None and epoch == kwargs["epochs_trained"]:
             if not skipped:
                 self._ckpipe_rng.apply()
-            elif "generators" in vars(progress):  # the order may be drawn when the epoch begins
-                RngState().load_state_dict(progress.generators)
+                orders = vars(progress).get("next_orders", [])
+            else:
+                if "generators" in vars(progress):  # the order may be drawn when the epoch begins
+                    RngState().load_state_dict(progress.generators)
+                orders = vars(progress).get("orders", [])
+            for sampler, order in zip(samplers, orders, strict=False):
+                sampler.set_state(order)
         progress.generators = RngState().state_dict()
+        progress.orders = [each.get_state() for each in samplers]
         super()._run_epoch(**kwargs)
 
+    def _ckpipe_ended(self) -> bool:
+        """Tell whether the run had ended when its checkpoint was saved."""
+        stopped = self._ckpipe_chosen is not None and any(
+            isinstance(each, EarlyStoppingCallback)
+            and each.early_stopping_patience_counter >= each.early_stopping_patience
+            for each in self.callback_handler.callbacks
+        )
+        return stopped or self.state.global_step >= self.state.max_steps
+
     # Save
+
+    def _ckpipe_order(self) -> dict[str, Any]:
+        order = {name: getattr(self.args, name, None) for name in _ORDER}
+        order["per_device_train_batch_size"] = self._train_batch_size // max(1, self.args.n_gpu)
+        order["processes"] = self.args.world_size
+        order["samples"] = len(self.train_dataset) if has_length(self.train_dataset) else None
+        return order
+
+    def _ckpipe_knows_order(self) -> bool:
+        """Tell whether the samples come in an order that is restored, and not of the user's own."""
+        methods = [type(self).get_train_dataloader, type(self)._get_train_sampler]
+        known = all(each.__module__.startswith(("transformers.", "trl.")) for each in methods)
+        return known and not isinstance(self.train_dataset, IterableDataset)
 
     def _ckpipe_state(self) -> dict[str, Any]:
         if self.args.save_only_model:
@@ -327,6 +413,8 @@ class CkpipeTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[
             "rng": self._ckpipe_rng,
             "progress": self._ckpipe_progress,
             "scaler": getattr(self.accelerator, "scaler", None),
+            "held": Progress(**moving) if (moving := held(self)) else None,
+            "references": [training_state(each) for each in references(self)] or None,
         }
         return {name: value for name, value in state.items() if value is not None}
 
@@ -335,6 +423,7 @@ class CkpipeTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[
         if not hasattr(self.model, "peft_config"):
             return None
         trained = [name for name, each in self.model.named_parameters() if each.requires_grad]
+        trained += trained_buffers(self.model)
         globs = {re.sub(r"(?<=\.)\d+(?=\.)", "*", f"training.model.{name}") for name in trained}
         others = ["training.optimizer", "training.versions", *self._ckpipe_state()]
         return [*sorted(globs), *(each for each in others if each != "training")]
@@ -359,12 +448,15 @@ class CkpipeTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[
         state.stateful_callbacks = TrainerState(stateful_callbacks=exportable).stateful_callbacks
         progress = self._ckpipe_progress
         progress.loss, progress.logged = self._tr_loss, self._globalstep_last_logged
+        progress.next_orders = [each.get_state() for each in self._ckpipe_samplers]
         # One rank's is enough, and a run with many logs has megabytes.
         text = json.dumps(dataclasses.asdict(state), indent=2, sort_keys=True) + "\n"
         path = self._ckpipe_folder(step)
         if self.args.should_save:
             set_aside(path)
+            self._ckpipe_tell_lost()
         first = {"name": os.path.basename(path), "path": path, "trainer_state": text}
+        first["order"] = self._ckpipe_order()
         self._ckpipe_pipeline.save(
             self._ckpipe_state(),
             step,
@@ -372,6 +464,18 @@ class CkpipeTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[
             metadata=first if self.args.process_index == 0 else None,
             include=self._ckpipe_include(),
         )
+
+    def _ckpipe_tell_lost(self) -> None:
+        """Warn of tensors beside the known parts that have changed since the training began."""
+        now = samples(self)
+        lost = [name for name in now if self._ckpipe_samples.get(name) != now[name]]
+        if lost := sorted({*lost} - self._ckpipe_told):
+            logger.warning(
+                "No checkpoint has %s, which change in training: they begin anew after a resume. "
+                "Keep them in buffers of the model, or save them yourself",
+                ", ".join(lost),
+            )
+            self._ckpipe_told.update(lost)
 
     # End
 
@@ -416,6 +520,9 @@ class _Schedule(TrainerCallback):
 
     def __init__(self, trainer: CkpipeTrainerMixin) -> None:
         self._trainer = trainer
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._trainer._ckpipe_samples = samples(self._trainer)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         pipeline = self._trainer._ckpipe_pipeline
