@@ -18,14 +18,14 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import Trainer
 from transformers.trainer_callback import ExportableState
 
-_BUFFERS = frozenset(
+_BUFFERS = (
     "_step _buffer_step _buffered_inputs _buffered_on_policy _buffered_on_policy_flags "
-    "_buffered_text_logs".split()
+    "_buffered_text_logs"
 )
-_HELD = _BUFFERS | frozenset(
-    "_metrics stats _total_train_tokens entropy_coef _last_world_entropy _entropy_window_stats "
-    "_matched_sum _unmatched_sum _matched_step_eq _unmatched_step_eq _on_policy_loss_total "
-    "_on_policy_step_equiv _off_policy_loss_total _off_policy_step_equiv".split()
+_HELD = (
+    f"{_BUFFERS} _metrics stats _total_train_tokens entropy_coef _last_world_entropy "
+    "_entropy_window_stats _matched_sum _unmatched_sum _matched_step_eq _unmatched_step_eq "
+    "_on_policy_loss_total _on_policy_step_equiv _off_policy_loss_total _off_policy_step_equiv"
 )
 _KNOWN = frozenset(inspect.unwrap(Trainer.__init__).__code__.co_names) | {"_tr_loss"}
 _MOST_VALUES = 10_000
@@ -35,12 +35,14 @@ def held(trainer: Any) -> dict[str, Any]:
     """Return the attributes of a trainer of trl that change from step to step."""
     if not any(each.__module__.startswith("trl.") for each in type(trainer).__mro__):
         return {}
-    return {name: value for name, value in vars(trainer).items() if name in _HELD}
+    return {name: value for name, value in vars(trainer).items() if name in _HELD.split()}
 
 
 def put_back(trainer: Any, saved: dict[str, Any], *, buffers: bool) -> None:
     """Set what :func:`held` has returned; without ``buffers`` new texts are generated."""
-    found = {name: value for name, value in saved.items() if buffers or name not in _BUFFERS}
+    found = {
+        name: value for name, value in saved.items() if buffers or name not in _BUFFERS.split()
+    }
     found = tree_map_only(torch.Tensor, lambda each: each.to(trainer.args.device), found)
     vars(trainer).update(found)
 
@@ -65,9 +67,10 @@ def sampler_generators(loader: Any) -> list[torch.Generator]:
     found: list[torch.Generator] = []
     below: list[Any] = [loader]
     while below:
-        each = getattr(below.pop(), "__dict__", {})
-        below += [each.get(name) for name in ("base_dataloader", "batch_sampler", "sampler")]
-        if isinstance(own := each.get("generator"), torch.Generator) and own not in found:
+        inside = getattr(below.pop(), "__dict__", {})
+        names = ("base_dataloader", "batch_sampler", "sampler")
+        below += [inside[name] for name in names if inside.get(name) is not None]
+        if isinstance(own := inside.get("generator"), torch.Generator) and own not in found:
             found.append(own)
     return found
 
@@ -80,7 +83,7 @@ def samples(trainer: Any) -> dict[str, str]:
     for owner in (trainer, *trainer.callback_handler.callbacks):
         if isinstance(owner, ExportableState):
             continue
-        left_out = _KNOWN | _HELD if owner is trainer else ()
+        left_out = _KNOWN.union(_HELD.split()) if owner is trainer else ()
         for name, value in vars(owner).items():
             tensors = [] if name in left_out else _tensors(value)
             if texts := [_sample(each) for each in tensors if id(each) not in saved]:

@@ -73,9 +73,9 @@ STATE_NAME = "trainer_state.json"
 BEST = "best_metric"
 """The metric that only those checkpoints have that were better than all before them."""
 _ORDER = (
-    "gradient_accumulation_steps steps_per_generation num_iterations num_generations seed data_seed "
-    "train_sampling_strategy dataloader_drop_last"
-).split()
+    "gradient_accumulation_steps steps_per_generation num_iterations num_generations seed "
+    "data_seed train_sampling_strategy dataloader_drop_last"
+)
 """Arguments that the order of the samples, or the position in it, depends on."""
 
 
@@ -157,7 +157,7 @@ class CkpipeTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[
     def create_accelerator_and_postprocess(self) -> None:
         if getattr(self.args, "enable_jit_checkpoint", False):  # before it takes the signal
             raise UsageError(
-                "enable_jit_checkpoint saves in the middle of a step, which cannot be resumed exactly",
+                "enable_jit_checkpoint saves in the middle of a step: that is not resumed exactly",
                 hint='Set ckpipe_settings={"preemption": True}, which saves after the step',
             )
         super().create_accelerator_and_postprocess()
@@ -203,7 +203,7 @@ class CkpipeTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[
         if self.args.dataloader_persistent_workers and self.args.should_save:
             logger.warning(
                 "With dataloader_persistent_workers=True a resumed run draws other random numbers, "
-                "as for dropout, in later epochs and evaluations: set it to False to resume to the bit"
+                "as for dropout, in later epochs and evaluations. With False it resumes to the bit"
             )
         with SyncPipeline(root, settings=settings) as pipeline:
             self._ckpipe_pipeline, self._ckpipe_over = pipeline, False
@@ -392,7 +392,7 @@ class CkpipeTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[
     # Save
 
     def _ckpipe_order(self) -> dict[str, Any]:
-        order = {name: getattr(self.args, name, None) for name in _ORDER}
+        order = {name: getattr(self.args, name, None) for name in _ORDER.split()}
         order["per_device_train_batch_size"] = self._train_batch_size // max(1, self.args.n_gpu)
         order["processes"] = self.args.world_size
         order["samples"] = len(self.train_dataset) if has_length(self.train_dataset) else None
