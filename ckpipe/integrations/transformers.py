@@ -314,21 +314,15 @@ class CkpipeTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[
         other = self._ckpipe_chosen.world_size != self.args.world_size
         exclude = [name for name in ("progress", "held") if other and name in state] or None
         chosen, pipeline = self._ckpipe_chosen, self._ckpipe_pipeline
-        pipeline.load(state, chosen, include=include, exclude=exclude)
-        before, now = (chosen.metadata or {}).get("order"), self._ckpipe_order()
-        changed = [name for name in now if before and before.get(name) != now[name]]
-        if changed and self.args.should_save:
-            logger.warning(
-                "The data do not go on where step %d was saved, so samples may be left out or come "
-                "twice: %s",
-                chosen.step,
-                ", ".join(f"{name} was {before.get(name)} and is {now[name]}" for name in changed),
-            )
         if "held" in state:
-            put_back(self, state["held"].state_dict(), buffers=not changed)
+            state["held"] = Progress()
+        pipeline.load(state, chosen, include=include, exclude=exclude)
+        same_order = self._ckpipe_compare_order()
+        if "held" in state:
+            put_back(self, state["held"].state_dict(), buffers=same_order)
         over = self.state.global_step >= self.state.max_steps
         exact = "generators" in vars(self._ckpipe_progress) and not self.args.ignore_data_skip
-        exact = exact and before is not None and not changed and self._ckpipe_knows_order()
+        exact = exact and same_order and self._ckpipe_knows_order()
         tell_resumed(
             chosen.step, f"{pipeline.url}/{chosen.id}", self.args.process_index,
             f"the data go on with those of step {chosen.step + 1}" if exact and not over else "",
@@ -397,6 +391,20 @@ class CkpipeTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[
         order["processes"] = self.args.world_size
         order["samples"] = len(self.train_dataset) if has_length(self.train_dataset) else None
         return order
+
+    def _ckpipe_compare_order(self) -> bool:
+        """Tell whether the checkpoint's data have the order of this run; warn if they have not."""
+        step, metadata = self._ckpipe_chosen.step, self._ckpipe_chosen.metadata or {}
+        before, now = metadata.get("order", {}), self._ckpipe_order()
+        changed = [each for each in now if before and before.get(each) != now[each]]
+        if changed and self.args.should_save:
+            logger.warning(
+                "The data do not go on where step %d was saved, so samples may be left out or come "
+                "twice: %s",
+                step,
+                ", ".join(f"{each} was {before.get(each)} and is {now[each]}" for each in changed),
+            )
+        return bool(before) and not changed
 
     def _ckpipe_knows_order(self) -> bool:
         """Tell whether the samples come in an order that is restored, and not of the user's own."""
@@ -469,6 +477,8 @@ class CkpipeTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[
         """Warn of tensors beside the known parts that have changed since the training began."""
         now = samples(self)
         lost = [name for name in now if self._ckpipe_samples.get(name) != now[name]]
+        if hasattr(self, "rollout_worker"):  # of trl's asynchronous trainers
+            lost.append(f"{type(self).__qualname__}.rollout_worker")
         if lost := sorted({*lost} - self._ckpipe_told):
             logger.warning(
                 "No checkpoint has %s, which change in training: they begin anew after a resume. "
