@@ -88,9 +88,12 @@ def test_a_run_killed_inside_a_save_goes_on_to_the_bit(
     [
         "another_run_deletes_nothing",
         "hooks_are_called",
+        "loaders_of_evaluations_go_on",
         "lost_gradients_are_told",
         "names_are_loaded",
         "names_are_those_of_accelerate",
+        "other_batches_are_told",
+        "persistent_workers_are_told",
         "persistent_streams_are_refused",
         "resume_obeys_its_setting",
         "saves_of_accelerate_stay",

@@ -117,11 +117,27 @@ def test_a_restart_keeps_or_tells_all_that_moves(
     assert server.run(case) == 0
 
 
+TRL = [
+    "distillation",
+    "dpo",
+    "dpo with a moving reference",
+    "dpo, precomputed",
+    "grpo",
+    "grpo with a moving reference",
+    "grpo with an entropy that adapts",
+    "kto with a moving reference",
+    "reward",
+    "rloo",
+    "sft",
+]
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not EVERY, reason="the extra integrations is for make test-all")
-def test_a_trainer_of_trl_goes_on_to_the_bit(server: Forks, tmp_path: Path) -> None:
+@pytest.mark.parametrize("trainer", TRL)
+def test_a_trainer_of_trl_goes_on_to_the_bit(server: Forks, tmp_path: Path, trainer: str) -> None:
     pytest.importorskip("trl", reason="pip install '.[integrations]'")
-    case = run_case(tmp_path, do="tests.integrations.trainer_features:trainers_of_trl_go_on")
+    case = run_case(tmp_path, do="tests.integrations.trl_runs:go_on", trainer=trainer)
     assert server.run(case) == 0
 
 

@@ -155,7 +155,7 @@ class OwnOrder(CkpipeTrainer):
 
 def generators_of_samplers_go_on(case: Case) -> None:
     said = messages(logging.INFO)
-    arguments = {"num_train_epochs": 3}
+    arguments = {"num_train_epochs": 3, "load_best_model_at_end": False}
     whole = new_trainer(of(case, "whole", **arguments), OwnOrder)
     whole.train()
     for step in (9, 10, 13, 20):
