@@ -92,7 +92,9 @@ class CkpipeTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[
     A save returns when the state is copied; leaving ``train()`` waits until all saves are durable.
     Each rank saves its own part, and ranks that resume agree on a checkpoint. Saved are model,
     optimizer, scheduler, scaler, random generators, the trainer's state with those of callbacks,
-    and the loss since the last log. Of a peft model only the trainable tensors are saved.
+    the loss since the last log, and what trainers of trl hold: generated texts, counts, reference
+    models that follow the trained one. Of a peft model the trainable tensors are saved, with their
+    buffers. A save warns of other tensors of the trainer and its callbacks that have changed.
     ``save_model`` and ``push_to_hub`` at the end write what they always do.
 
     Inside an epoch a run resumes with the next batch. Exact to the bit are all steps if loading a
@@ -115,7 +117,7 @@ class CkpipeTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[
     Raises:
         UsageError: If checkpoints are to be pushed to the Hub, which takes the trainer's own files;
             or if ``initial`` is set, since ``from_pretrained`` gives a model its first weights; or
-            if DeepSpeed holds the state.
+            if DeepSpeed holds the state; or if ``enable_jit_checkpoint`` is set.
         SettingsError: If a setting is unknown or out of range.
     """
 
@@ -317,7 +319,7 @@ class CkpipeTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[
         if "held" in state:
             state["held"] = Progress()
         pipeline.load(state, chosen, include=include, exclude=exclude)
-        same_order = self._ckpipe_compare_order()
+        same_order = self._ckpipe_compare_order(chosen)
         if "held" in state:
             put_back(self, state["held"].state_dict(), buffers=same_order)
         over = self.state.global_step >= self.state.max_steps
@@ -392,16 +394,15 @@ class CkpipeTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[
         order["samples"] = len(self.train_dataset) if has_length(self.train_dataset) else None
         return order
 
-    def _ckpipe_compare_order(self) -> bool:
+    def _ckpipe_compare_order(self, chosen: CheckpointInfo) -> bool:
         """Tell whether the checkpoint's data have the order of this run; warn if they have not."""
-        step, metadata = self._ckpipe_chosen.step, self._ckpipe_chosen.metadata or {}
-        before, now = metadata.get("order", {}), self._ckpipe_order()
+        before, now = (chosen.metadata or {}).get("order", {}), self._ckpipe_order()
         changed = [each for each in now if before and before.get(each) != now[each]]
         if changed and self.args.should_save:
             logger.warning(
                 "The data do not go on where step %d was saved, so samples may be left out or come "
                 "twice: %s",
-                step,
+                chosen.step,
                 ", ".join(f"{each} was {before.get(each)} and is {now[each]}" for each in changed),
             )
         return bool(before) and not changed
@@ -463,8 +464,8 @@ class CkpipeTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[
         if self.args.should_save:
             set_aside(path)
             self._ckpipe_tell_lost()
-        first = {"name": os.path.basename(path), "path": path, "trainer_state": text}
-        first["order"] = self._ckpipe_order()
+        first: dict[str, Any] = {"name": os.path.basename(path), "path": path}
+        first |= {"trainer_state": text, "order": self._ckpipe_order()}
         self._ckpipe_pipeline.save(
             self._ckpipe_state(),
             step,

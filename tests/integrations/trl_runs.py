@@ -42,8 +42,8 @@ def new_model(kind: Any = GPT2LMHeadModel, **more: Any) -> Any:
 def new_tokens() -> Any:
     words = {each: n for n, each in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     made = Tokenizer(models.BPE(words | {"<pad>": 256, "<eos>": 257}, []))
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
-    made.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
     return transformers.PreTrainedTokenizerFast(
         tokenizer_object=made, pad_token="<pad>", eos_token="<eos>", padding_side="left"
     )
