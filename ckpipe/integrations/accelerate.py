@@ -132,7 +132,7 @@ class _Attached:
     def __init__(self, accelerator: Any, pipeline: TrainerPipeline, limit: int | None) -> None:
         self._accelerator, self._pipeline, self._limit = accelerator, pipeline, limit
         self._load_own, self._rng = accelerator.load_state, RngState(apply="later")
-        self._begun, self._folders = False, set[Path]()
+        self._begun, self._told, self._folders = False, False, set[Path]()
 
     def names(self) -> list[Path]:
         return [n for each in self._folders for n in pointer_folders(each, self._pipeline.url)]
@@ -144,9 +144,15 @@ class _Attached:
         *,
         step: int | None = None,
     ) -> Any:
+        accelerator = self._accelerator
         if not self._begun:
             self._check_begin()
-        accelerator = self._accelerator
+        if not self._told and any(each.persistent_workers for each in accelerator._dataloaders):
+            self._told = True
+            logger.warning(
+                "A loader has persistent_workers=True: a resumed run draws other random numbers in "
+                "later epochs and evaluations. With False it resumes to the bit"
+            )
         configuration = accelerator.project_configuration
         if configuration.automatic_checkpoint_naming:
             name = f"checkpoint_{accelerator.save_iteration}"
@@ -238,6 +244,15 @@ class _Attached:
             self._restore_generators(counters.loader)
         else:  # the next epoch begins with them
             self._rng.apply()
+        compared = [("batch size of a loader", each.before, each.batch) for each in loaders]
+        steps = accelerator.gradient_accumulation_steps
+        compared.append(("gradient_accumulation_steps", counters.accumulated, steps))
+        for name, before, now in compared:
+            if before != now and accelerator.is_main_process:
+                logger.warning(
+                    "The %s was %s at step %d and is %s: samples may be left out or come twice",
+                    name, before, chosen.step, now,
+                )  # fmt: skip
         goes_on = loaders and all(each.goes_on for each in loaders)
         epochs = ", ".join(str(each.loader.iteration) for each in loaders)
         tell_resumed(
@@ -299,7 +314,11 @@ class _Attached:
             "loaders": [_Loader(each, gradients) for each in accelerator._dataloaders],
             "objects": list(accelerator._custom_objects),
             "counters": Progress(
-                step=accelerator.step, iteration=iteration, inside=inside, loader=loader
+                step=accelerator.step,
+                iteration=iteration,
+                inside=inside,
+                loader=loader,
+                accumulated=accelerator.gradient_accumulation_steps,
             ),
             "rng": self._rng,
         }
@@ -353,6 +372,16 @@ def _before_once(obj: Any, name: str, function: Callable[[], None]) -> None:
     setattr(obj, name, first)
 
 
+def _has_begun(position: dict[str, Any]) -> bool:
+    """Tell whether a stateful loader had given a batch when its position was saved.
+
+    If it had not, its next epoch draws no seed, since it has made an iterator already.
+    """
+    if "_snapshot" in position:  # of workers
+        return bool(position["_steps_since_snapshot"] + position["_snapshot"]["_snapshot_step"])
+    return bool(position.get("_num_yielded", True))
+
+
 class _Loader:
     """The epoch and order of a prepared loader, and its position if it is stateful."""
 
@@ -361,7 +390,8 @@ class _Loader:
         sampler = loader.get_sampler() if hasattr(loader, "get_sampler") else None
         self._sampler = sampler if isinstance(sampler, SeedableRandomSampler) else None
         self._stateful = getattr(loader, "use_stateful_dataloader", False)
-        self.goes_on = False
+        self.goes_on, self.batch = False, getattr(loader, "total_batch_size", None)
+        self.before = self.batch
         data = loader.dataset
         remembers = isinstance(data, IterableDataset) and is_stateful(data)
         told = hasattr(data, "set_epoch")  # accelerate tells it each epoch
@@ -375,7 +405,7 @@ class _Loader:
     def state_dict(self) -> dict[str, Any]:
         # The last batch of an epoch is saved as the beginning of the next one.
         last = self._gradients.active_dataloader is self.loader and self.loader.end_of_dataloader
-        state: dict[str, Any] = {"iteration": self.loader.iteration + last}
+        state: dict[str, Any] = {"iteration": self.loader.iteration + last, "batch": self.batch}
         if self._sampler is not None:
             state["seed"] = self._sampler.initial_seed
         if self._stateful:
@@ -385,10 +415,13 @@ class _Loader:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if self._sampler is not None:
             self._sampler.initial_seed = state["seed"]
-        if self._stateful:
-            ended = state["position"].get("_iterator_finished") and self._sampler is not None
+        if self._stateful and _has_begun(position := state["position"]):
+            ended = position.get("_iterator_finished")
+            ended &= self._sampler is not None or not is_stateful(self.loader.dataset)
             # Without a state the next epoch begins with an iterator of its own, as in the run that
             # was saved: not with the one that the loader has made already.
-            self.loader.load_state_dict({} if ended else state["position"])
-            self.goes_on = True
+            self.loader.load_state_dict({} if ended else position)
+            self.loader.dl_state_dict = position  # for a save before the first batch
+        self.before = state.get("batch", self.batch)
+        self.goes_on = self._stateful and self.before == self.batch
         self.loader.set_epoch(state["iteration"])

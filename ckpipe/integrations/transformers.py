@@ -22,10 +22,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from accelerate.utils import broadcast_object_list
-from transformers import Trainer, TrainerCallback
+from torch.utils.data import IterableDataset
+from transformers import EarlyStoppingCallback, Trainer, TrainerCallback
 from transformers.trainer_callback import ExportableState, TrainerState
 from transformers.trainer_pt_utils import nested_gather
+from transformers.trainer_utils import has_length
 
 from ckpipe import CheckpointInfo, KeepLast, Progress, RngState
 from ckpipe.distributed import training_state
@@ -37,6 +40,14 @@ from ckpipe.errors import (
     UsageError,
 )
 from ckpipe.events import Completed
+from ckpipe.integrations.held_state import (
+    held,
+    put_back,
+    references,
+    sampler_generators,
+    samples,
+    trained_buffers,
+)
 from ckpipe.integrations.pointers import read_pointer, set_aside, write_pointer_folder
 from ckpipe.integrations.shared import (
     TrainerPipeline,
@@ -58,9 +69,10 @@ check_names(
     "5.24.0",
     {
         Trainer: "_load_from_checkpoint _load_optimizer_and_scheduler _load_scaler _load_rng_state "
-        "_save_checkpoint _finalize_training _load_best_model _get_output_dir init_hf_repo",
+        "_save_checkpoint _finalize_training _load_best_model _get_output_dir init_hf_repo "
+        "create_accelerator_and_postprocess",
         Trainer._inner_training_loop: "_tr_loss _total_loss_scalar _globalstep_last_logged",
-        Trainer._run_epoch: "epoch epochs_trained steps_trained_in_current_epoch",
+        Trainer._run_epoch: "epoch epochs_trained steps_trained_in_current_epoch train_dataloader",
         TrainerState: "load_from_json best_metric best_global_step best_model_checkpoint",
     },
 )
@@ -68,6 +80,11 @@ check_names(
 STATE_NAME = "trainer_state.json"
 BEST = "best_metric"
 """The metric that only those checkpoints have that were better than all before them."""
+_ORDER = (
+    "gradient_accumulation_steps steps_per_generation num_iterations num_generations seed "
+    "data_seed train_sampling_strategy dataloader_drop_last"
+)
+"""Arguments that the order of the samples, or the position in it, depends on."""
 
 
 class CkpipeTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[misc]
@@ -83,7 +100,9 @@ class CkpipeTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[
     A save returns when the state is copied; leaving ``train()`` waits until all saves are durable.
     Each rank saves its own part, and ranks that resume agree on a checkpoint. Saved are model,
     optimizer, scheduler, scaler, random generators, the trainer's state with those of callbacks,
-    and the loss since the last log. Of a peft model only the trainable tensors are saved.
+    the loss since the last log, and what trainers of trl hold: generated texts, counts, reference
+    models that follow the trained one. Of a peft model the trainable tensors are saved, with their
+    buffers. A save warns of other tensors of the trainer and its callbacks that have changed.
     ``save_model`` and ``push_to_hub`` at the end write what they always do.
 
     Inside an epoch a run resumes with the next batch. Exact to the bit are all steps if loading a
@@ -106,7 +125,7 @@ class CkpipeTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[
     Raises:
         UsageError: If checkpoints are to be pushed to the Hub, which takes the trainer's own files;
             or if ``initial`` is set, since ``from_pretrained`` gives a model its first weights; or
-            if DeepSpeed holds the state.
+            if DeepSpeed holds the state; or if ``enable_jit_checkpoint`` is set.
         SettingsError: If a setting is unknown or out of range.
     """
 
@@ -141,7 +160,17 @@ class CkpipeTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[
         self._ckpipe_line = ""
         self._ckpipe_rng = RngState(apply="later")
         self._ckpipe_progress = Progress()
+        self._ckpipe_samplers: list[torch.Generator] = []
+        self._ckpipe_samples, self._ckpipe_told = dict[str, str](), set[str]()
         self.add_callback(_Schedule(self))
+
+    def create_accelerator_and_postprocess(self) -> None:
+        if getattr(self.args, "enable_jit_checkpoint", False):  # before it takes the signal
+            raise UsageError(
+                "enable_jit_checkpoint saves in the middle of a step: that is not resumed exactly",
+                hint='Set ckpipe_settings={"preemption": True}, which saves after the step',
+            )
+        super().create_accelerator_and_postprocess()
 
     def init_hf_repo(self, token: str | None = None) -> None:
         if self.args.hub_strategy != "end":
@@ -180,6 +209,11 @@ class CkpipeTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[
         own = last[0] if last and last[1] and settings.resume != "never" else None
         if own is not None:  # so there is one to resume from in any case
             settings = settings.override(resume="must")
+        if self.args.dataloader_persistent_workers and self.args.should_save:
+            logger.warning(
+                "With dataloader_persistent_workers=True a resumed run draws other random numbers, "
+                "as for dropout, in later epochs and evaluations. With False it resumes to the bit"
+            )
         hints = "ckpipe_settings", "train(resume_from_checkpoint='checkpoint-N')"
         with TrainerPipeline(root, *hints, settings=settings) as pipeline:
             self._ckpipe_pipeline, self._ckpipe_over = pipeline, False
@@ -298,14 +332,21 @@ class CkpipeTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[
         if self._ckpipe_chosen is None:
             super()._load_optimizer_and_scheduler(checkpoint)
             return
+        self._ckpipe_progress = Progress()
         state, include = self._ckpipe_state(), self._ckpipe_include()
         # The loss and the generators of an epoch's beginning belong to a rank of the same world.
         other = self._ckpipe_chosen.world_size != self.args.world_size
-        exclude = ["progress"] if other and "progress" in state else None
+        exclude = [name for name in ("progress", "held") if other and name in state] or None
         chosen, pipeline = self._ckpipe_chosen, self._ckpipe_pipeline
+        if "held" in state:
+            state["held"] = Progress()
         pipeline.load(state, chosen, include=include, exclude=exclude)
+        same_order = self._ckpipe_compare_order(chosen)
+        if "held" in state:
+            put_back(self, state["held"].state_dict(), buffers=same_order)
         over = self.state.global_step >= self.state.max_steps
         exact = "generators" in vars(self._ckpipe_progress) and not self.args.ignore_data_skip
+        exact = exact and same_order and self._ckpipe_knows_order()
         tell_resumed(
             chosen.step, f"{pipeline.url}/{chosen.id}", self.args.process_index,
             f"the data go on with those of step {chosen.step + 1}" if exact and not over else "",
@@ -328,16 +369,71 @@ class CkpipeTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[
 
     def _run_epoch(self, **kwargs: Any) -> None:
         chosen, progress = self._ckpipe_chosen, self._ckpipe_progress
+        if self._ckpipe_ended():
+            self.control.should_training_stop = True
+            return
+        streamed = not has_length(kwargs["train_dataloader"]) and not self.args.ignore_data_skip
+        if chosen is not None and streamed and kwargs["epochs_trained"] == 0:
+            # The trainer takes all steps for one pass over a stream, and would skip its batches.
+            saved = json.loads((chosen.metadata or {})["trainer_state"])
+            passed = int(saved["epoch"])
+            if kwargs["epoch"] < passed:
+                return
+            batches = saved["max_steps"] * self.args.gradient_accumulation_steps
+            kwargs["epochs_trained"] = passed
+            kwargs["steps_trained_in_current_epoch"] = round((saved["epoch"] - passed) * batches)
         epoch, skipped = kwargs["epoch"], kwargs["steps_trained_in_current_epoch"]
+        samplers = self._ckpipe_samplers = sampler_generators(kwargs["train_dataloader"])
         if chosen is not None and epoch == kwargs["epochs_trained"]:
             if not skipped:
                 self._ckpipe_rng.apply()
-            elif "generators" in vars(progress):  # the order may be drawn when the epoch begins
-                RngState().load_state_dict(progress.generators)
+                orders = vars(progress).get("next_orders", [])
+            else:
+                if "generators" in vars(progress):  # the order may be drawn when the epoch begins
+                    RngState().load_state_dict(progress.generators)
+                orders = vars(progress).get("orders", [])
+            for sampler, order in zip(samplers, orders, strict=False):
+                sampler.set_state(order)
         progress.generators = RngState().state_dict()
+        progress.orders = [each.get_state() for each in samplers]
         super()._run_epoch(**kwargs)
 
+    def _ckpipe_ended(self) -> bool:
+        """Tell whether the run had ended when its checkpoint was saved."""
+        stopped = self._ckpipe_chosen is not None and any(
+            isinstance(each, EarlyStoppingCallback)
+            and each.early_stopping_patience_counter >= each.early_stopping_patience
+            for each in self.callback_handler.callbacks
+        )
+        return stopped or self.state.global_step >= self.state.max_steps
+
     # Save
+
+    def _ckpipe_order(self) -> dict[str, Any]:
+        order = {name: getattr(self.args, name, None) for name in _ORDER.split()}
+        order["per_device_train_batch_size"] = self._train_batch_size // max(1, self.args.n_gpu)
+        order["processes"] = self.args.world_size
+        order["samples"] = len(self.train_dataset) if has_length(self.train_dataset) else None
+        return order
+
+    def _ckpipe_compare_order(self, chosen: CheckpointInfo) -> bool:
+        """Tell whether the checkpoint's data have the order of this run; warn if they have not."""
+        before, now = (chosen.metadata or {}).get("order", {}), self._ckpipe_order()
+        changed = [each for each in now if before and before.get(each) != now[each]]
+        if changed and self.args.should_save:
+            logger.warning(
+                "The data do not go on where step %d was saved, so samples may be left out or come "
+                "twice: %s",
+                chosen.step,
+                ", ".join(f"{each} was {before.get(each)} and is {now[each]}" for each in changed),
+            )
+        return bool(before) and not changed
+
+    def _ckpipe_knows_order(self) -> bool:
+        """Tell whether the samples come in an order that is restored, and not of the user's own."""
+        methods = [type(self).get_train_dataloader, type(self)._get_train_sampler]
+        known = all(each.__module__.startswith(("transformers.", "trl.")) for each in methods)
+        return known and not isinstance(self.train_dataset, IterableDataset)
 
     def _ckpipe_state(self) -> dict[str, Any]:
         if self.args.save_only_model:
@@ -348,6 +444,8 @@ class CkpipeTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[
             "rng": self._ckpipe_rng,
             "progress": self._ckpipe_progress,
             "scaler": getattr(self.accelerator, "scaler", None),
+            "held": Progress(**moving) if (moving := held(self)) else None,
+            "references": [training_state(each) for each in references(self)] or None,
         }
         return {name: value for name, value in state.items() if value is not None}
 
@@ -356,6 +454,7 @@ class CkpipeTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[
         if not hasattr(self.model, "peft_config"):
             return None
         trained = [name for name, each in self.model.named_parameters() if each.requires_grad]
+        trained += trained_buffers(self.model)
         globs = {re.sub(r"(?<=\.)\d+(?=\.)", "*", f"training.model.{name}") for name in trained}
         others = ["training.optimizer", "training.versions", *self._ckpipe_state()]
         return [*sorted(globs), *(each for each in others if each != "training")]
@@ -380,13 +479,16 @@ class CkpipeTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[
         state.stateful_callbacks = TrainerState(stateful_callbacks=exportable).stateful_callbacks
         progress = self._ckpipe_progress
         progress.loss, progress.logged = self._tr_loss, self._globalstep_last_logged
+        progress.next_orders = [each.get_state() for each in self._ckpipe_samplers]
         # One rank's is enough, and a run with many logs has megabytes.
         text = json.dumps(dataclasses.asdict(state), indent=2, sort_keys=True) + "\n"
         path = self._ckpipe_folder(step)
         if self.args.should_save:
             with naming(path, "Nothing was saved"):
                 set_aside(path)
-        first = {"name": os.path.basename(path), "path": path, "trainer_state": text}
+            self._ckpipe_tell_lost()
+        first: dict[str, Any] = {"name": os.path.basename(path), "path": path}
+        first |= {"trainer_state": text, "order": self._ckpipe_order()}
         self._ckpipe_pipeline.save(
             self._ckpipe_state(),
             step,
@@ -394,6 +496,20 @@ class CkpipeTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[
             metadata=first if self.args.process_index == 0 else None,
             include=self._ckpipe_include(),
         )
+
+    def _ckpipe_tell_lost(self) -> None:
+        """Warn of tensors beside the known parts that have changed since the training began."""
+        now = samples(self)
+        lost = [name for name in now if self._ckpipe_samples.get(name) != now[name]]
+        if hasattr(self, "rollout_worker"):  # of trl's asynchronous trainers
+            lost.append(f"{type(self).__qualname__}.rollout_worker")
+        if lost := sorted({*lost} - self._ckpipe_told):
+            logger.warning(
+                "No checkpoint has %s, which change in training: they begin anew after a resume. "
+                "Keep them in buffers of the model, or save them yourself",
+                ", ".join(lost),
+            )
+            self._ckpipe_told.update(lost)
 
     # End
 
@@ -457,6 +573,9 @@ class _Schedule(TrainerCallback):
 
     def __deepcopy__(self, memo: object) -> _Schedule:
         return _Schedule(self._trainer)  # callbacks are copied without the trainer
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._trainer._ckpipe_samples = samples(self._trainer)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         pipeline = self._trainer._ckpipe_pipeline

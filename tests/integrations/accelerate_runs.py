@@ -41,8 +41,10 @@ from ckpipe.integrations.shared import check_names
 from ckpipe.testing import FaultyBackend
 from ckpipe_local import LocalBackend
 from tests.integrations.trainer_ranks import of, serve_runs
+from tests.support.differences import difference
 from tests.support.fork_server import Case
 from tests.support.killed_runs import die, mortal_backend
+from tests.support.sampling import sample
 from tests.training.streams import ByEpoch, Each, Once, Stream
 
 EPOCHS, SAVE_STEPS = 3, 4
@@ -72,7 +74,7 @@ class Run:
         naming = case.get("naming", True)
         self.accelerator = Accelerator(
             cpu=True,
-            gradient_accumulation_steps=2,
+            gradient_accumulation_steps=case.get("accumulated", 2),
             dataloader_config=DataLoaderConfiguration(
                 use_seedable_sampler=True, use_stateful_dataloader=case.get("stateful", True)
             ),
@@ -86,10 +88,11 @@ class Run:
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2)
         samples = TensorDataset(torch.arange(40.0).view(40, 1) * torch.ones(4))
-        loader = DataLoader(samples, batch_size=2, shuffle=True)
+        loader = DataLoader(samples, batch_size=case.get("batch", 2), shuffle=True)
         prepared = self.accelerator.prepare(model, optimizer, schedule, loader)
         self.model, self.optimizer, self.schedule, self.loader = prepared
-        self.others = self.accelerator.prepare(DataLoader(samples, batch_size=4, shuffle=True))
+        others = DataLoader(samples, batch_size=4, **{"shuffle": True, **case.get("others", {})})
+        self.others = self.accelerator.prepare(others)
         self.average = Average()
         self.seen: list[list[float]] = []
         self.losses: list[float] = []
@@ -472,6 +475,67 @@ def persistent_streams_are_refused(case: Case) -> None:
         run.accelerator.end_training()
 
 
+def evaluated(case: Case, last: int | None = None) -> Run:
+    """Train to a step from wherever the run is, with an evaluation after each epoch."""
+    run = Run(case)
+    chosen = run.accelerator.load_state()
+    step = 0 if chosen is None else chosen.step
+    while step < (last or EPOCHS * run.batches):
+        ends = min(step - step % run.batches + run.batches, last or 1000)
+        run.train(step, ends)
+        step = ends
+        if step % run.batches == 0:
+            run.evaluate()
+    run.accelerator.end_training()
+    return run
+
+
+def loaders_of_evaluations_go_on(case: Case) -> None:
+    kinds = [{"shuffle": False}, {"shuffle": True}, {"shuffle": False, "num_workers": 1}]
+    matrix = itertools.product(kinds, [True, False], [(8,), (24,), (8, 12), (24, 28)])
+    for number, (others, stateful, stops) in enumerate(sample(matrix, 3)):
+        more = {"others": others, "stateful": stateful, "naming": False}
+        whole = evaluated(of(case, f"whole-{number}", **more)).outcome()
+        one = of(case, f"{number}", **more)
+        for step in stops:
+            evaluated(one, step)
+        found = evaluated(one).outcome()
+        for name in ("losses", "seen"):
+            whole[name] = whole[name][len(whole[name]) - len(found[name]) :]
+        if (other := difference(found, whole)) is not None:
+            raise AssertionError((others, stateful, stops, other))
+
+
+def other_batches_are_told(case: Case) -> None:
+    one = of(case, "one")
+    run = Run(one)
+    run.train(0, 8)
+    run.accelerator.end_training()
+    for change, expected in [
+        ({}, None),
+        ({"batch": 4}, "batch size of a loader was 2 at step 8 and is 4"),
+        ({"accumulated": 1}, "gradient_accumulation_steps was 2 at step 8 and is 1"),
+    ]:
+        said = messages(logging.INFO)
+        again = Run({**one, **change})
+        again.accelerator.load_state()
+        again.accelerator.end_training()
+        assert [each for each in said if "left out" in each] == (
+            [] if expected is None else [f"The {expected}: samples may be left out or come twice"]
+        )
+        assert any("the data go on" in each for each in said) == ("batch" not in change), said
+
+
+def persistent_workers_are_told(case: Case) -> None:
+    for persistent in (False, True):
+        said = messages()
+        workers = {"num_workers": 1, "persistent_workers": persistent}
+        run = Run(of(case, f"{persistent}", others=workers))
+        run.train(0, 8)
+        run.accelerator.end_training()
+        assert len([each for each in said if "persistent_workers=True" in each]) == persistent
+
+
 def wrong_uses_are_refused(case: Case) -> None:
     run = Run(of(case, "one"))
     run.accelerator.save_state()
@@ -541,6 +605,7 @@ def messages(level: int = logging.WARNING) -> list[str]:
     handler = logging.Handler(level)
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("ckpipe").addHandler(handler)
+    logging.getLogger("ckpipe").setLevel(level)
     return said
 
 

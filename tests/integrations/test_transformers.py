@@ -100,11 +100,48 @@ def test_a_feature_of_the_trainer_stays(server: Forks, tmp_path: Path, feature: 
     assert server.run(case) == 0
 
 
+RESTARTS = [
+    "another_order_is_told",
+    "buffers_of_adapted_models_go_on",
+    "finished_runs_end_at_once",
+    "generators_of_samplers_go_on",
+    "reference_models_go_on",
+    "streams_are_passed_over_again",
+    "tensors_that_move_are_told",
+    "what_differs_is_told",
+]
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("restart", RESTARTS)
+def test_a_restart_keeps_or_tells_all_that_moves(
+    server: Forks, tmp_path: Path, restart: str
+) -> None:
+    case = run_case(tmp_path, do=f"tests.integrations.trainer_restarts:{restart}")
+    assert server.run(case) == 0
+
+
+TRL = [
+    "distillation",
+    "dpo",
+    "dpo with a moving reference",
+    "dpo, precomputed",
+    "grpo",
+    "grpo with a moving reference",
+    "grpo with an entropy that adapts",
+    "kto with a moving reference",
+    "reward",
+    "rloo",
+    "sft",
+]
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not EVERY, reason="the extra integrations is for make test-all")
-def test_a_trainer_of_trl_goes_on_to_the_bit(server: Forks, tmp_path: Path) -> None:
+@pytest.mark.parametrize("trainer", TRL)
+def test_a_trainer_of_trl_goes_on_to_the_bit(server: Forks, tmp_path: Path, trainer: str) -> None:
     pytest.importorskip("trl", reason="pip install '.[integrations]'")
-    case = run_case(tmp_path, do="tests.integrations.trainer_features:trainers_of_trl_go_on")
+    case = run_case(tmp_path, do="tests.integrations.trl_runs:go_on", trainer=trainer)
     assert server.run(case) == 0
 
 

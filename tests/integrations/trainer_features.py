@@ -483,46 +483,6 @@ def only_adapters_are_saved(case: Case) -> None:
     assert all("lora" in name for name in model), list(model)
 
 
-def trainers_of_trl_go_on(case: Case) -> None:
-    from datasets import Dataset
-    from tokenizers import Tokenizer, models
-    from trl import SFTConfig, SFTTrainer
-
-    warnings.simplefilter("ignore")  # trl uses what transformers has deprecated
-
-    class Tuner(CkpipeTrainerMixin, SFTTrainer):
-        pass
-
-    words = models.WordLevel({str(n): n for n in range(50)}, unk_token="0")
-    tokens = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(words), pad_token="0", eos_token="1"
-    )
-    ids = torch.randint(1, 50, (24, 8), generator=torch.Generator().manual_seed(1)).tolist()
-
-    def tuned(name: str, *callbacks: Any) -> Any:
-        arguments = SFTConfig(
-            f"{case['out']}/{name}", max_steps=10, save_steps=3, logging_steps=1,
-            per_device_train_batch_size=2, report_to=[], use_cpu=True, bf16=False,
-        )  # fmt: skip
-        trainer = Tuner(
-            new_model(),
-            arguments,
-            train_dataset=Dataset.from_dict({"input_ids": ids}),
-            processing_class=tokens,
-            callbacks=[*callbacks],
-        )
-        trainer.train()
-        return trainer
-
-    whole = tuned("whole")
-    tuned("resumed", Stops(6))
-    found = tuned("resumed")
-    assert found.model.seen == whole.model.seen[6:]
-    check_same(found.model.state_dict(), whole.model.state_dict())
-    losses = [[each.get("loss") for each in one.state.log_history] for one in (found, whole)]
-    assert losses[0] == losses[1]
-
-
 def other_ranks_go_on(case: Case) -> None:
     """Resume with one rank what two have saved."""
     with pytest.raises(ckpipe.CkpipeError, match="per_rank"):
