@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from ckpipe.errors import CheckpointNotFound, UsageError
 from ckpipe.events import Completed, Pruned
-from ckpipe.integrations.pointers import read_pointer
+from ckpipe.integrations.pointers import Pointer, read_pointer
 from ckpipe.running.pipeline import SyncPipeline
 from ckpipe.settings import Settings
 from ckpipe.types import CheckpointId, CheckpointInfo
@@ -76,7 +76,11 @@ def checked(trainer: str, given: Mapping[str, Any], *refused: str, hint: str) ->
     return settings
 
 
-def choose_path(pipeline: SyncPipeline, path: str | os.PathLike[str]) -> CheckpointInfo:
+def choose_path(
+    pipeline: SyncPipeline,
+    path: str | os.PathLike[str],
+    read: Callable[[str], Pointer | None] = read_pointer,
+) -> CheckpointInfo:
     """Choose the checkpoint that a path of the trainer leads to.
 
     That is the one of the pointer there; or, without one, the one whose id it is; or else the
@@ -87,12 +91,13 @@ def choose_path(pipeline: SyncPipeline, path: str | os.PathLike[str]) -> Checkpo
     Args:
         pipeline: The pipeline; all its ranks call alike.
         path: The path, a name alone, or an id.
+        read: Reads the pointer; called on rank 0.
 
     Raises:
         CheckpointNotFound: If there is none at this root.
         CkpipeError: Any error of :meth:`ckpipe.SyncPipeline.choose`.
     """
-    given, pointer = os.fspath(path), by_first(lambda: read_pointer(path))
+    given, pointer = os.fspath(path), by_first(lambda: read(os.fspath(path)))
     name = os.path.basename(os.path.normpath(given))
     which = pointer.id if pointer else given if CheckpointId.parse(given) else None
     try:

@@ -13,8 +13,9 @@ import shutil
 import signal
 import sys
 import warnings
+from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import lightning as pl
 import numpy as np
@@ -40,11 +41,14 @@ from ckpipe.integrations.lightning import (
     load_from_checkpoint,
 )
 from ckpipe.integrations.pointers import read_pointer
+from ckpipe.testing import Operation, SlowBackend
+from ckpipe_local import LocalBackend
 from tests.integrations.trainer_ranks import begin_rank, whole
 from tests.support.differences import difference
 from tests.support.fork_server import Case, serve
 from tests.support.killed_runs import die, mortal_backend
 
+T = TypeVar("T")
 BATCHES, EPOCHS = 10, 3
 
 
@@ -56,6 +60,7 @@ class Module(pl.LightningModule):
         self.save_hyperparameters("width")
         self.case = case
         self.net = nn.Sequential(nn.Linear(4, width), nn.Dropout(0.3), nn.Linear(width, 1))
+        self.register_buffer("step", torch.tensor(0))
         self.seen: list[list[float]] = []
         self.losses: list[float] = []
 
@@ -84,6 +89,7 @@ class Module(pl.LightningModule):
 
     def training_step(self, batch: list[torch.Tensor], number: int) -> torch.Tensor:
         (inputs,) = batch
+        self.step.fill_(self.global_step + 1)
         loss: torch.Tensor = (self.net(inputs) - inputs.sum(1, keepdim=True) / 40).square().mean()
         self.seen.append(inputs[:, 0].tolist())
         self.losses.append(loss.item())
@@ -111,7 +117,11 @@ class Dies(pl.Callback):
         step = trainer.global_step
         if step == self.case.get("dies"):
             last = Path(self.case["out"], "last.ckpt")
-            while (found := read_pointer(last)) is None or found.step < self.case["saved"]:
+            while (
+                (found := read_pointer(last)) is None
+                or found.before is not None
+                or found.step < self.case["saved"]
+            ):
                 os.sched_yield()
             trainer.strategy.barrier()
             die()
@@ -127,7 +137,7 @@ def new_io(case: Case) -> CkpipeCheckpointIO:
 def new_trainer(case: Case, **more: Any) -> pl.Trainer:
     """The trainer of a case."""
     names = {"every_n_train_steps": 3, "save_last": True, "monitor": "score", "save_top_k": 2}
-    saves = ModelCheckpoint(case["out"], "{step}", **{**names, **case.get("names", {})})
+    saves = [ModelCheckpoint(case["out"], "{step}", **{**names, **case.get("names", {})})]
     several = case["ranks"] > 1
     strategy: Any = "auto"
     if case.get("sharded"):
@@ -145,7 +155,9 @@ def new_trainer(case: Case, **more: Any) -> pl.Trainer:
         accelerator="cpu", devices=case["ranks"], strategy=strategy, plugins=plugins,
         max_epochs=case.get("epochs", EPOCHS), default_root_dir=case["out"], logger=False,
         enable_progress_bar=False, enable_model_summary=False,
-        callbacks=[*more.get("callbacks", [CkpipeCallback()]), saves, Dies(case)],
+        callbacks=[
+            *more.get("callbacks", [CkpipeCallback()]), *more.get("saves", saves), Dies(case)
+        ],
     )  # fmt: skip
 
 
@@ -286,6 +298,71 @@ def names_are_loaded(case: Case) -> None:
     assert difference(dict(made.state_dict()), dict(written)) is None
     fit({**plain, "with": True, "epochs": 3, "path": path})
     assert read_pointer(path) is not None
+
+
+class Slow(SlowBackend):
+    """A store that holds what commits a save, while it is told to."""
+
+    async def around(self, operation: Operation, call: Callable[[], Awaitable[T]]) -> T:
+        if operation.verb == "put" and operation.key.startswith("step-"):
+            return await super().around(operation, call)
+        return await call()
+
+
+def slow_store(case: Case) -> Slow:
+    store = Slow(LocalBackend(case["root"]))
+    ckpipe.register_backend(case["url"].partition(":")[0], lambda url: store)
+    return store
+
+
+class HoldsSaves(pl.Callback):
+    """Lets no save end before training does."""
+
+    def __init__(self, case: Case) -> None:
+        self.store = slow_store(case)
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        self.store.hold()
+
+    def on_train_end(self, trainer: Any, module: Any) -> None:
+        self.store.release()
+
+    def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
+        self.store.release()
+
+
+def step_of(case: Case, path: str) -> int:
+    return int(load_from_checkpoint(Module, path, case=case).step)
+
+
+def names_are_there_at_once(case: Case) -> None:
+    fixed = {"filename": "model", "monitor": "score"}
+    for number, chosen in enumerate(
+        [
+            [{"monitor": "score"}, {"save_top_k": -1}],
+            [{"monitor": "score", "mode": "max"}, {"save_last": True}],
+            [{"monitor": None, "save_top_k": 1}, {"save_top_k": -1, "every_n_train_steps": 1}],
+            [{**fixed, "save_top_k": 3}],
+            [{**fixed, "save_top_k": 2, "save_last": "link", "every_n_train_steps": 1}],
+            [{**fixed, "save_top_k": 1, "enable_version_counter": False}],
+            [{"filename": "{score:.0f}", "monitor": "score", "save_top_k": -1}],
+        ]
+    ):
+        found = []
+        for own in (True, False):
+            one = of(
+                case, f"{number}-{own}", epochs=1, url=f"slow{number}://store", **{"with": own}
+            )
+            saves = [
+                ModelCheckpoint(one["out"], **{"every_n_train_steps": 3, **each}) for each in chosen
+            ]
+            own_ones = [CkpipeCallback(), HoldsSaves(one)] if own else []
+            trainer = new_trainer(one, saves=saves, callbacks=own_ones)
+            trainer.fit(new_module(one))
+            left = {name: steps(f"{one['out']}/{name}") for name in names(one)}
+            best = [os.path.relpath(each.best_model_path, one["out"]) for each in saves]
+            found.append((left, best, [left[each] for each in best]))
+        assert found[0] == found[1], chosen
 
 
 def whole_epochs_go_on(case: Case) -> None:

@@ -77,6 +77,7 @@ def test_a_run_killed_inside_a_save_goes_on_to_the_bit(
     "feature",
     [
         "names_are_loaded",
+        "names_are_there_at_once",
         "names_are_those_of_lightning",
         "no_run_begins_in_silence",
         "signals_end_a_run_that_goes_on",
