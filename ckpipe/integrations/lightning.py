@@ -13,7 +13,8 @@ the name back to it.
 
 Removals. A removed checkpoint stays until a newer one is complete, since that may yet fail. A mark
 on the store (``.ckpipe/removed/ID``) says that the newest is removed, such as the tuner's. It is
-written once all saves before the removal have ended.
+written once all saves before the removal have ended. A tuner that is killed removes nothing, so its
+names are known too.
 """
 
 from __future__ import annotations
@@ -162,19 +163,22 @@ class CkpipeCheckpointIO(TorchCheckpointIO):
                 return None
             self._marks |= pipeline._call(_marks, pipeline._engine.context.store.retrying)
             self._dropped |= self._marks
-            if not (chosen.id in self._marks or (chosen.metadata or {}).get("weights_only")):
+            if not self._is_removed(chosen) and not (chosen.metadata or {}).get("weights_only"):
                 return chosen.id
             every = pipeline.steps(metadata=True)  # from the oldest
-        left = [each for each in every if each.complete and each.id not in self._marks]
+        left = [each for each in every if each.complete and not self._is_removed(each)]
         # One that cannot be read may be it: its load raises.
         whole = [
-            each
-            for each in left
+            each for each in left
             if each.metadata is None or not each.metadata.get("weights_only", True)
-        ]
+        ]  # fmt: skip
         if not left and self.settings.resume == "must":
             raise CheckpointNotFound(f"Lightning has removed all checkpoints at {self.root}")
         return (whole or left)[-1].id if left else None
+
+    def _is_removed(self, info: CheckpointInfo) -> bool:
+        name = str((info.metadata or {}).get("name"))
+        return info.id in self._marks or name.startswith((".lr_find_", ".scale_batch_size_"))
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None
@@ -218,8 +222,8 @@ class CkpipeCheckpointIO(TorchCheckpointIO):
                 before = () if old is None else (old.id, *(old.before or ()))
                 # It may be complete already. A file of Lightning stays until then.
                 if handle.id not in before and (old or not os.path.isfile(path)):
-                    about = Pointer(self.root, handle.id, handle.step, "", before, this_process())
-                    write_pointer(path, self.root, about)
+                    new = Pointer(self.root, handle.id, handle.step, "", before, this_process())
+                    write_pointer(path, self.root, new)
 
     def _own(self, path: str) -> Pointer | None:
         found = None if os.path.islink(path) else read_pointer(path)
@@ -325,6 +329,7 @@ class CkpipeCheckpointIO(TorchCheckpointIO):
 
     def _restore_names(self, folder: str | os.PathLike[str]) -> None:
         """Give names whose save was killed what they were before, and remove new ones."""
+        self._forget_ended()
         for path in filter(Path.is_file, Path(folder).glob("*")):
             pointer = self._own(str(path))
             if pointer is None or pointer.before is None or pointer.id in _saves:
@@ -383,21 +388,25 @@ class CkpipeCheckpointIO(TorchCheckpointIO):
             return
         try:
             pipeline.close()
-        finally:
-            if self._dropped and (self.sharded or rank_zero_only.rank == 0):
-                with self._new(solo=True) as again:
-                    self._delete_removed(again)
+        except CkpipeError:
+            with suppress(CkpipeError):
+                self._delete_removed()
+            raise
+        self._delete_removed()
 
-    def _delete_removed(self, pipeline: SyncPipeline) -> None:
-        if rank_zero_only.rank == 0:
-            self._mark(pipeline)
-        if self.settings.retention.rule is None:
-            pipeline.prune()
-        if self._marks and not self.settings.read_only:
-            gone = self._marks - {each.id for each in pipeline.steps()}
-            backend = pipeline._engine.context.store.retrying
-            pipeline._call(backend.delete, [f"{REMOVED}{each}" for each in gone])
-            self._marks -= gone
+    def _delete_removed(self) -> None:
+        if not (self._dropped and (self.sharded or rank_zero_only.rank == 0)):
+            return
+        with self._new(solo=True) as pipeline:
+            if rank_zero_only.rank == 0:
+                self._mark(pipeline)
+            if self.settings.retention.rule is None:
+                pipeline.prune()
+            if self._marks and not self.settings.read_only:
+                gone = self._marks - {each.id for each in pipeline.steps()}
+                backend = pipeline._engine.context.store.retrying
+                pipeline._call(backend.delete, [f"{REMOVED}{each}" for each in gone])
+                self._marks -= gone
 
 
 class CkpipeCallback(Callback):
