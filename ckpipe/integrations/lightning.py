@@ -23,6 +23,8 @@ import fcntl
 import logging
 import os
 import re
+import signal
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterator
@@ -39,6 +41,7 @@ from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
+from lightning.pytorch.trainer.connectors.signal_connector import _HandlersCompose
 
 from ckpipe.backend import Backend
 from ckpipe.distributed import training_state
@@ -207,21 +210,25 @@ class CkpipeCheckpointIO(TorchCheckpointIO):
         path = os.path.abspath(path)
         os.makedirs(os.path.dirname(path), exist_ok=True)  # Lightning puts its links there
         about = {"path": path, "name": os.path.basename(path), "weights_only": not whole}
-        handle = self._open().save(checkpoint, checkpoint["global_step"], metadata=about)
-        if handle.status == "skipped":
-            return
+        with _requeue_later():
+            handle = self._open().save(checkpoint, checkpoint["global_step"], metadata=about)
+            if handle.status != "skipped":
+                self._begin_name(path, handle)
+
+    def _begin_name(self, path: str, handle: SyncSaveHandle) -> None:
         self._forget_ended()
         _saves[handle.id] = path, handle
         named = [each for each in self._named[path] if each not in self._dropped]
         self._named[path] = [*named, handle.id]
-        if re.fullmatch(r"hpc_ckpt_\d+\.ckpt", about["name"]):  # SLURM is about to end the job
+        if re.fullmatch(r"hpc_ckpt_\d+\.ckpt", os.path.basename(path)):  # SLURM ends the job soon
             self._complete_name(path, handle.wait_complete())
         elif rank_zero_only.rank == 0:
             with _locked(path):
                 old = self._own(path)
                 before = () if old is None else (old.id, *(old.before or ()))
+                free = old or os.path.islink(path) or not os.path.isfile(path)
                 # It may be complete already. A file of Lightning stays until then.
-                if handle.id not in before and (old or not os.path.isfile(path)):
+                if free and handle.id not in before:
                     new = Pointer(self.root, handle.id, handle.step, "", before, this_process())
                     write_pointer(path, self.root, new)
 
@@ -624,12 +631,11 @@ def _ended_pointer(path: str) -> Pointer | None:
     while True:
         pointer, whole = read_pointer(path), os.path.abspath(path)
         for id, (name, handle) in reversed([*_saves.items()]):
-            # Without a pointer: an id, the last part of a name, or a file that is replaced later.
-            if (
-                pointer.id == id
-                if pointer
-                else path in (id, os.path.basename(name)) or whole == name
-            ):
+            if pointer is not None and pointer.root == handle._pipeline.url:
+                found = id == pointer.id
+            else:  # an id, the last part of a name, or a file that the save replaces at its end
+                found = whole == name or (pointer is None and path in (id, os.path.basename(name)))
+            if found:
                 with suppress(TimeoutError):
                     handle.wait_complete(_LONGEST_WAIT)
                     return Pointer(handle._pipeline.url, id, handle.step)
@@ -653,12 +659,31 @@ async def _marks(backend: Backend) -> set[str]:
 
 
 @contextmanager
+def _requeue_later() -> Iterator[None]:
+    """Let signal handlers of Lightning, which save, run at the end: saves do not nest."""
+    late, handlers = list[Any](), dict[Any, Any]()
+    if threading.current_thread() is threading.main_thread():
+        for number in signal.valid_signals():
+            if isinstance(handler := signal.getsignal(number), _HandlersCompose):
+                handlers[number] = handler
+                signal.signal(number, lambda *arguments: late.append(arguments))
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        for number, frame in late:
+            handlers[number](number, frame)
+
+
+@contextmanager
 def _locked(path: str) -> Iterator[None]:
     """Make the folder of a name, and hold it against other threads and ranks."""
     os.makedirs(os.path.dirname(path), exist_ok=True)
-    folder = os.open(os.path.dirname(path), os.O_RDONLY)
-    try:
-        fcntl.flock(folder, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(folder)
+    with _requeue_later():
+        folder = os.open(os.path.dirname(path), os.O_RDONLY)
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(folder)

@@ -592,6 +592,15 @@ def slurm_requeues_what_is_durable(case: Case) -> None:
     assert "requeue 7" in told.read_text()
     assert ".json" in told.read_text(), "no complete checkpoint"
     assert step_of(one, f"{one['out']}/hpc_ckpt_1.ckpt") == 4
+    # The signal comes inside a save.
+    two = of(case, "two", url="faulty://store", epochs=1)
+    faulty = FaultyBackend(LocalBackend(two["root"]))
+    faulty.call(lambda _: os.kill(os.getpid(), signal.SIGUSR1), "open_upload")
+    ckpipe.register_backend("faulty", lambda url: faulty)
+    fit_anew(two)
+    assert step_of(two, f"{two['out']}/hpc_ckpt_1.ckpt") == 3
+    assert told.read_text().count("requeue 7") == 1, "it is written anew"
+    told.unlink()
     with heard() as said:
         fit_anew(one)
     assert any("resumed step 4" in each for each in said)
