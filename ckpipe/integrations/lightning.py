@@ -590,8 +590,8 @@ class CkpipeModelParallelStrategy(ModelParallelStrategy):
 def load_from_checkpoint(cls: type[M], path: Any, **arguments: Any) -> M:
     """Do ``cls.load_from_checkpoint(path, **arguments)`` for a name that points to ckpipe.
 
-    That method reads the file itself, past the plugin. Any other file is left to it. Optimizers are
-    not read. A save of this name that is under way is waited for.
+    That method reads the file itself, past the plugin. Any other file is left to it. Optimizers and
+    random generators are not read. A save of this name that is under way is waited for.
 
     Args:
         cls: The class of the module or data module.
@@ -607,9 +607,9 @@ def load_from_checkpoint(cls: type[M], path: Any, **arguments: Any) -> M:
     if (pointer := _ended_pointer(local)) is None:
         made = cls.load_from_checkpoint(path, **arguments)
         return made
-    optimizers = ["optimizer_states", "training.optimizer"]
+    others = ["optimizer_states", "training.optimizer", GENERATORS]
     try:
-        state = load(pointer.root, step=pointer.id, exclude=optimizers).state
+        state = load(pointer.root, step=pointer.id, exclude=others).state
     except CheckpointNotFound as error:
         raise (error if pointer.before is None else _killed(local, pointer)) from None
     if "training" in state:

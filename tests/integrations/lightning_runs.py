@@ -434,6 +434,22 @@ def loads_wait_for_the_save_of_their_name(case: Case) -> None:
     io.teardown()
 
 
+def ranks_wait_for_a_name(case: Case) -> None:
+    one = {**case, "url": "slow://store", "names": {"save_top_k": 0, "save_last": None}}
+    store, path = slow_store(one), f"{case['out']}/final.ckpt"
+    trainer = fit_anew({**one, "epochs": 1})
+    for number in (101, 102):
+        trainer.lightning_module.step.fill_(number)
+        store.hold()
+        trainer.save_checkpoint(path)
+        threading.Timer(0.2, store.release).start()
+        assert step_of(one, path) == number
+        io: Any = trainer.strategy.checkpoint_io
+        assert int(io.load_checkpoint(path)["state_dict"]["step"]) == number
+        trainer.strategy.barrier()
+    io.teardown()
+
+
 def fit_anew(case: Case) -> pl.Trainer:
     trainer = new_trainer(case)
     trainer.fit(new_module(case))

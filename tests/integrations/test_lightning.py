@@ -101,6 +101,11 @@ def test_a_name_whose_save_was_killed_is_never_an_older_one(server: Forks, tmp_p
     assert server.run({**case, "do": "a_killed_name_is_never_an_older_one"}) == 0
 
 
+def test_all_ranks_wait_for_the_save_of_a_name(server: Forks, tmp_path: Path) -> None:
+    case = new_case(tmp_path, "ddp", do="ranks_wait_for_a_name")
+    assert server.ranks(case, 2) == [0, 0]
+
+
 def test_names_of_tensor_parallel_ranks_stay(server: Forks, tmp_path: Path) -> None:
     case = new_case(tmp_path, "fsdp2", do="names_of_shards_stay", tensor=True)
     assert server.ranks(case, 2) == [0, 0]
