@@ -154,10 +154,10 @@ def test_a_missing_checkpoint_is_a_missing_file(root: Path) -> None:
             ckpipe.load(root, step=step)
         copied = pickle.loads(pickle.dumps(caught.value))
         for error in (caught.value, copied):
+            assert error.hint == caught.value.hint
+            assert str(error) == str(caught.value) != ""
             assert isinstance(error, FileNotFoundError)
             assert isinstance(error, LookupError)
-            assert str(error) == str(caught.value) != ""
-            assert error.hint == caught.value.hint
     with pytest.raises(FileNotFoundError):
         ckpipe.load(root.parent / "absent")
 
