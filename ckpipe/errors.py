@@ -11,7 +11,7 @@
     │   ├── BackendNotFound         no backend is registered for the URL
     │   ├── LockMisuse              the lock was used in a way that would deadlock
     │   └── PipelineClosed          the pipeline is not open
-    ├── CheckpointNotFound          name another step
+    ├── CheckpointNotFound          name another step (also a FileNotFoundError)
     │   └── CheckpointIncomplete    it was begun and never completed
     ├── TargetMismatch              change the load target or the arguments of load
     │   ├── StructureMismatch       keys are missing or unexpected
@@ -141,7 +141,7 @@ class PipelineClosed(UsageError):
     """The pipeline is not open: not entered yet, or closed."""
 
 
-class CheckpointNotFound(CkpipeError, LookupError):
+class CheckpointNotFound(CkpipeError, LookupError, FileNotFoundError):
     """No complete checkpoint has this step or id."""
 
 

@@ -24,6 +24,9 @@ INTERNAL = ".ckpipe/"
 ATTEMPTS, DELETED = f"{INTERNAL}attempts/", f"{INTERNAL}deleted/"
 LEASES, PINS = f"{INTERNAL}leases/", f"{INTERNAL}pins/"
 
+REMOVED = f"{INTERNAL}removed/"
+"""The prefix of marks: ``.ckpipe/removed/ID`` says that a trainer has removed a checkpoint."""
+
 SUMMARIES = f"{INTERNAL}digests/"
 """The prefix of the summaries of checkpoints."""
 

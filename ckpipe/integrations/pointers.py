@@ -1,13 +1,15 @@
 """Pointers: small files and folders under a trainer's own names for checkpoints.
 
 Trainers and their tools look for ``checkpoint-500`` or ``last.ckpt``. A pointer has such a name and
-holds the id of a checkpoint, not its data. It is written once the checkpoint is complete, by a
-rename, so a tool never sees half of it. A resume does not look for the newest pointer but calls
-:meth:`ckpipe.Pipeline.choose`: a pointer may be missing, or be there without its checkpoint.
+holds the id of a checkpoint, not its data. It is written by a rename, so a tool never sees half of
+it, and once the checkpoint is complete, or before that with a mark. A resume does not look for the
+newest pointer but calls :meth:`ckpipe.Pipeline.choose`: a pointer may be missing, or be there
+without its checkpoint.
 
 A pointer is a JSON object: ``format`` is ``"ckpipe-pointer"``, ``version`` 1, ``id``, ``step`` and
 ``line`` are those of the checkpoint, and ``root`` is the root of the checkpoints, as a URL or as a
-path relative to the folder of the pointer, so that both may move together.
+path relative to the folder of the pointer, so that both may move together. The mark of a save under
+way are ``before``, the ids that the name had before, and ``writer``, the host and process.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import socket
 import uuid
 from collections.abc import Mapping
 from contextlib import suppress
@@ -44,21 +47,45 @@ class Pointer:
         id: The id of the checkpoint; accepted wherever a step is.
         step: Its step.
         line: Its line of launches; empty if it is unknown.
+        before: The ids that the name had before, the newest first, while its save is under way or
+            if that was killed; None once it is complete.
+        writer: The process that saves, as :func:`this_process` returns it.
     """
 
     root: str
     id: str
     step: int
     line: str = field(default="", compare=False)
+    before: tuple[str, ...] | None = None
+    writer: str = ""
 
 
-def write_pointer(file: str | os.PathLike[str], root: str, info: CheckpointInfo) -> None:
+def this_process() -> str:
+    """Return the host and number of this process."""
+    return f"{socket.gethostname()}:{os.getpid()}"
+
+
+def may_run(process: str) -> bool | None:
+    """Tell whether another process seems to run; None if it is of another host."""
+    host, _, number = process.rpartition(":")
+    if host != socket.gethostname() or not number.isdecimal():
+        return None
+    with suppress(PermissionError):
+        try:
+            os.kill(int(number), 0)
+        except ProcessLookupError:
+            return False
+    return int(number) != os.getpid()  # which knows its own saves
+
+
+def write_pointer(file: str | os.PathLike[str], root: str, info: CheckpointInfo | Pointer) -> None:
     """Write a pointer file, in place of an earlier one; a reader sees the old or the new one.
 
     Args:
         file: Its path. The folder is made.
         root: The root of the checkpoints, without credentials, such as ``pipeline.url``.
-        info: The checkpoint, such as that of the event ``Completed``.
+        info: The checkpoint, such as that of the event ``Completed``; or a pointer whose save is
+            under way.
 
     Raises:
         OSError: If the file cannot be written.
@@ -71,6 +98,8 @@ def write_pointer(file: str | os.PathLike[str], root: str, info: CheckpointInfo)
     made = os.path.join(folder, f".{uuid.uuid4().hex}")
     try:
         content |= {"id": info.id, "step": info.step, "line": info.line or ""}
+        if isinstance(info, Pointer) and info.before is not None:
+            content |= {"before": info.before, "writer": info.writer}
         Path(made).write_text(json.dumps(content) + "\n")
         os.replace(made, file)
     finally:
@@ -166,9 +195,10 @@ def read_pointer(path: str | os.PathLike[str]) -> Pointer | None:
         if found["format"] != "ckpipe-pointer" or found["version"] != 1:
             return None
         root, id, step = str(found["root"]), str(found["id"]), int(found["step"])
-        line = str(found.get("line", ""))
+        line, writer = str(found.get("line", "")), str(found.get("writer", ""))
+        before = tuple(map(str, found["before"])) if "before" in found else None
     except (FileNotFoundError, ValueError, KeyError, TypeError):
         return None
     if "://" not in root:
         root = os.path.normpath(os.path.join(os.path.dirname(os.path.abspath(file)), root))
-    return Pointer(root, id, step, line)
+    return Pointer(root, id, step, line, before, writer)

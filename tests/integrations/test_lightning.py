@@ -76,16 +76,34 @@ def test_a_run_killed_inside_a_save_goes_on_to_the_bit(
 @pytest.mark.parametrize(
     "feature",
     [
+        "a_failed_save_leaves_no_name",
+        "loads_wait_for_the_save_of_their_name",
         "names_are_loaded",
+        "names_are_there_at_once",
         "names_are_those_of_lightning",
         "no_run_begins_in_silence",
+        "other_numbers_are_told",
+        "other_ways_work",
+        "removals_are_remembered",
         "signals_end_a_run_that_goes_on",
+        "slurm_requeues_what_is_durable",
         "whole_epochs_go_on",
         "wrong_uses_are_refused",
     ],
 )
 def test_a_feature_of_lightning_stays(server: Forks, tmp_path: Path, feature: str) -> None:
     assert server.run(new_case(tmp_path, do=feature)) == 0
+
+
+def test_a_name_whose_save_was_killed_is_never_an_older_one(server: Forks, tmp_path: Path) -> None:
+    case = new_case(tmp_path)
+    assert server.run({**case, "do": "dies_inside_saves"}) is None
+    assert server.run({**case, "do": "a_killed_name_is_never_an_older_one"}) == 0
+
+
+def test_all_ranks_wait_for_the_save_of_a_name(server: Forks, tmp_path: Path) -> None:
+    case = new_case(tmp_path, "ddp", do="ranks_wait_for_a_name")
+    assert server.ranks(case, 2) == [0, 0]
 
 
 def test_names_of_tensor_parallel_ranks_stay(server: Forks, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -145,6 +146,20 @@ def test_one_line_loads_and_changes_nothing(root: Path) -> None:
     with pytest.raises(CheckpointNotFound, match="no checkpoint 7"):
         ckpipe.load(root, step=7)
     assert everything(root) == before
+
+
+def test_a_missing_checkpoint_is_a_missing_file(root: Path) -> None:
+    for step in (7, "step-000000000007.20261121T034205123Z-9f3a2c01.0"):
+        with pytest.raises(CheckpointNotFound) as caught:
+            ckpipe.load(root, step=step)
+        copied = pickle.loads(pickle.dumps(caught.value))
+        for error in (caught.value, copied):
+            assert error.hint == caught.value.hint
+            assert str(error) == str(caught.value) != ""
+            assert isinstance(error, FileNotFoundError)
+            assert isinstance(error, LookupError)
+    with pytest.raises(FileNotFoundError):
+        ckpipe.load(root.parent / "absent")
 
 
 def test_one_line_raises_where_there_is_nothing_to_load(root: Path, tmp_path: Path) -> None:
