@@ -162,8 +162,8 @@ class CkpipeCheckpointIO(TorchCheckpointIO):
         """Choose the checkpoint to resume from: ``trainer.fit(model, ckpt_path=io.newest())``.
 
         Unlike ``"last"`` it needs no file under a name of Lightning, and obeys the setting
-        ``resume``. It waits for saves of this plugin. Checkpoints that Lightning has removed, such
-        as those of its tuner, do not count, and those with ``save_weights_only`` not beside others.
+        ``resume``. It waits for saves of this plugin. Checkpoints of Lightning's tuner do not
+        count; those that Lightning has removed, or with ``save_weights_only``, not beside others.
 
         Returns:
             The id of the newest complete checkpoint, which ``ckpt_path`` takes; None if the run
@@ -180,22 +180,20 @@ class CkpipeCheckpointIO(TorchCheckpointIO):
                 return None
             self._marks |= pipeline._call(_marks, pipeline._engine.context.store.retrying)
             self._dropped |= self._marks
-            if not self._is_removed(chosen) and not (chosen.metadata or {}).get("weights_only"):
+            whole = not (chosen.metadata or {}).get("weights_only")
+            if whole and chosen.id not in self._marks and not _is_tuners(chosen):
                 return chosen.id
-            every = pipeline.steps(metadata=True)  # from the oldest
-        left = [each for each in every if each.complete and not self._is_removed(each)]
+            steps = pipeline.steps(metadata=True)  # from the oldest
+        every = [each for each in steps if each.complete and not _is_tuners(each)]
+        left = [each for each in every if each.id not in self._marks] or every
         # One that cannot be read may be it: its load raises.
-        whole = [
+        best = [
             each for each in left
             if each.metadata is None or not each.metadata.get("weights_only", True)
         ]  # fmt: skip
         if not left and self.settings.resume == "must":
-            raise CheckpointNotFound(f"Lightning has removed all checkpoints at {self.root}")
-        return (whole or left)[-1].id if left else None
-
-    def _is_removed(self, info: CheckpointInfo) -> bool:
-        name = str((info.metadata or {}).get("name"))
-        return info.id in self._marks or name.startswith((".lr_find_", ".scale_batch_size_"))
+            raise CheckpointNotFound(f"All checkpoints at {self.root} are those of a tuner")
+        return (best or left)[-1].id if left else None
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None
@@ -637,6 +635,11 @@ def load_from_checkpoint(cls: type[M], path: Any, **arguments: Any) -> M:
     file.seek(0)
     made = cls.load_from_checkpoint(file, **arguments)
     return made
+
+
+def _is_tuners(info: CheckpointInfo) -> bool:
+    name = str((info.metadata or {}).get("name"))
+    return name.startswith((".lr_find_", ".scale_batch_size_"))
 
 
 def _ended_pointer(path: str) -> Pointer | None:
