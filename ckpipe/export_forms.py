@@ -30,8 +30,9 @@ from ckpipe.format.data_file import encode_header, stored_dtype
 from ckpipe.format.dtypes import DTYPES, NAMES
 from ckpipe.format.labels import Json, LabelFilter, join, key_of, label_filter
 from ckpipe.format.manifest import ManifestDocument, TensorRow
-from ckpipe.format.tree import Node, walk, wrappers_in
+from ckpipe.format.tree import MAPPINGS, Node, walk, wrappers_in
 from ckpipe.loading.load import LoadRequest, flattened, match_all
+from ckpipe.loading.published_names import PublishedNames
 from ckpipe.loading.stateful import InspectionMemo, bare_names
 from ckpipe.loading.transforms import transformed, transforms_of
 from ckpipe.settings import Export
@@ -154,8 +155,14 @@ class _Plan:
         for name, row in named.items():
             tensor = made[row.label]
             tied[_place(tensor) if tensor.numel() else name].append((name, tensor, row))
+        tables = [each for each in self._asked.transform if isinstance(each, PublishedNames)]
+        later = {name for each in tables for name in each.tied_names()}
+
+        def rank(each: tuple[str, torch.Tensor, TensorRow]) -> tuple[bool, bool]:
+            return each[0] in later, bool(_HEAD.search(each[0]))
+
         # Of tied tensors transformers keeps the name of the embedding, from which any head begins.
-        chosen = [min(each, key=lambda one: bool(_HEAD.search(one[0]))) for each in tied.values()]
+        chosen = [min(each, key=rank) for each in tied.values()]
         found = sorted(chosen, key=lambda each: -each[1].itemsize)
         self._check_size({row.label: tensor.nbytes for _, tensor, row in found})
         shards = list(batches(found, lambda each: each[1].nbytes, self._asked.max_shard_bytes))
@@ -278,7 +285,12 @@ class _Plan:
             wrapped |= wrappers
         for label, node in wrapped.items():
             rows[label] = TensorRow(label, self._asked.dtype or "", tuple(node[1]["size"]))
-        beginning = _model_of(rows) if part is None else f"{part}." if part else ""
+        if part is None:
+            trees = [each.tree for each in self.bundle.structures]
+            part = _model_of(
+                rows, [at for tree in trees for node, at in walk(tree) if node[0] in MAPPINGS]
+            )
+        beginning = f"{part}." if part else ""
         found: dict[str, TensorRow] = {}
         for label, row in rows.items():
             if label.startswith(beginning):
@@ -392,7 +404,7 @@ def _without_wrappers(named: dict[str, TensorRow]) -> dict[str, TensorRow]:
     old = next((name for name, new in bare.items() if name != new), None)
     if old is None:
         return named
-    logger.info("The export names %r %r, without the names of wrappers", old, bare[old])
+    logger.info("The export leaves out the names of wrappers: %r is %r in it", old, bare[old])
     if len({*bare.values()}) < len(bare):
         raise UnsupportedState(
             "Two tensors would have one name without the names of wrappers, such as _orig_mod",
@@ -402,19 +414,16 @@ def _without_wrappers(named: dict[str, TensorRow]) -> dict[str, TensorRow]:
     return {bare[name]: row for name, row in named.items()}
 
 
-def _model_of(labels: Iterable[str]) -> str:
-    for label in labels:
-        top, _, rest = label.partition(".")
-        if top == "model" and rest:
-            return "model."
-    parts = [(*label.split(".", 2), "", "")[:3] for label in labels]
-    models = {f"{top}.model": None for top, below, rest in parts if below == "model" and rest}
-    if len(models) > 1:
+def _model_of(labels: Iterable[str], mappings: Iterable[str]) -> str:
+    """Return the label of the one model of a state; empty if all of it is one."""
+    models = dict.fromkeys(at for at in mappings if re.fullmatch(r"([^.]+\.)?model", at))
+    held = [at for at in models if any(each.startswith(f"{at}.") for each in labels)]
+    if len(held) > 1 and "model" not in held:
         raise UsageError(
-            f"The checkpoint has several models: {first_of(list(models), 4)}",
+            f"The checkpoint has several models: {first_of(held, 4)}",
             hint="Set export.part, or --part of the command, to one of them; each takes an export",
         )
-    return f"{next(iter(models))}." if models else ""
+    return "model" if "model" in held else "".join(held)
 
 
 def _no_part(part: str | None) -> UsageError:

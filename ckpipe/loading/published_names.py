@@ -91,7 +91,6 @@ class PublishedNames(Transform):
 
     def __init__(self, model: Any, *, back: bool = False) -> None:
         self._model, self._back = _model_of(model), back
-        self._core = _module("core_model_loading")
         state = self._model.state_dict()
         self._own = {name: getattr(each, "shape", ()) for name, each in state.items()}
         self._conversions()
@@ -103,6 +102,11 @@ class PublishedNames(Transform):
         """Return the names that tensors get and that none has before."""
         given = list(names)
         return self._groups(given).keys() - set(given)
+
+    def tied_names(self) -> set[str]:
+        """Return the names in a file of all that the model ties to another tensor."""
+        back = PublishedNames(self._model, back=True)
+        return {*back._groups(self._model.all_tied_weights_keys)}
 
     def _apply(self, edit: ManifestEdit) -> None:
         rows, names, made = edit.tensors(), dict[str, str](), list[Made]()
@@ -148,7 +152,7 @@ class PublishedNames(Transform):
         Raises:
             UsageError: If one has no translation.
         """
-        core, model = self._core, self._model
+        core, model = _module("core_model_loading"), self._model
         table = _module("conversion_mapping").get_model_conversion_mapping
         found = table(model, add_legacy=not self._back)
         if self._back:  # as revert_weight_conversion chooses
@@ -165,8 +169,8 @@ class PublishedNames(Transform):
 
     def _groups(self, names: Iterable[str]) -> dict[str, _Group]:
         """Return for each new name, or the first of several, what it is made of."""
-        core, own, prefix = self._core, self._own, self._model.base_model_prefix
-        renamings, converters = self._conversions()
+        core, own = _module("core_model_loading"), self._own
+        renamings, converters, prefix = *self._conversions(), self._model.base_model_prefix
         by_pattern = {key: each for each in converters for key in each.source_patterns}
         found: dict[str, _Group] = {}
         for name in sorted(names, key=core.dot_natural_key):
@@ -190,9 +194,9 @@ class PublishedNames(Transform):
         self, new: str, converter: Any, given: dict[str, list[_Tensor]]
     ) -> dict[str, _Tensor]:
         """Return the tensors that a converter makes, by their names."""
-        targets = converter.target_patterns
+        core, targets = _module("core_model_loading"), converter.target_patterns
         for operation in converter.operations:
-            call = _translation(self._core, self._model, operation)
+            call = _translation(core, self._model, operation)
             given = call(_Call(operation, new, converter, self._model.config, self._own), given)
         if len(given) == len(targets) == 1:
             given = {targets[0]: next(iter(given.values()))}
@@ -200,7 +204,7 @@ class PublishedNames(Transform):
         head, _, tail = next((full.partition(key) for key in given if key in full), ("", "", ""))
         renamings = self._conversions()[0] if self._back else []
         return {
-            self._core.apply_renamings(f"{head}{key}{tail}", renamings): _single(key, each)
+            core.apply_renamings(f"{head}{key}{tail}", renamings): _single(key, each)
             for key, each in given.items()
         }
 

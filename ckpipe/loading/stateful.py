@@ -387,10 +387,10 @@ def mismatch(
     inside = [[each[cut:] for each in group] for group in (missing, unexpected)]
     known = [{name[cut:]: shape for name, shape in of.items()} for of in shapes]
     rename = _renaming(*inside, *known, whole=names is None or len(names) == len(unexpected))
-    new_head = not rename and all(_role(each.rpartition(".")[0]) == 0 for each in missing)
+    allowed = _may_lack(missing, unexpected, *shapes)
     if rename:
         hint = f"Most names fit with transform=[{rename}]. {hint}"
-    elif allow and not bare and (new_head or not unexpected):
+    elif allow and not bare and allowed:
         hint = f"{hint}, or {allow}"
     elif missing and unexpected and not bare:
         hint += ", or let ckpipe.Rename give what has other names those of the target"
@@ -410,7 +410,7 @@ def mismatch(
 _ROLES = tuple(
     re.compile(rf"(?:^|[._])(?:{words})")
     for words in (
-        r"heads?\b|cls|classifier|score|fc\b|logits|predictions|embed_out|output\b|proj_out|qa_out",
+        r"heads?\b|cls|classifier|score|fc\b|logits|predictions|pooler|embed_out|output\b|proj_out|qa_out",
         r"\w*emb|wte|wpe|shared\b",
         r"\w*norm|ln_?\w?\b|bn",
         r"enc",
@@ -427,6 +427,19 @@ def _role(name: str) -> int | str | None:
     numbers = re.findall(r"\b\d+\.?$", name)
     roles = [n for n, words in enumerate(_ROLES) if words.search(name)]
     return next(iter([*roles, *numbers]), None)
+
+
+def _may_lack(missing: list[str], unexpected: list[str], saved: _Shapes, live: _Shapes) -> bool:
+    """Tell whether what is missing is none of the weights that are left over.
+
+    That holds for the layers of a new head, unless a layer that is none has the shape of one.
+    """
+    lost = [each for each in missing if not live or each in live]
+    left = [each for each in unexpected if not saved or each in saved]
+    sizes = [None, *map(live.get, lost)]
+    heads = all(_role(each.rpartition(".")[0]) == 0 for each in lost)
+    hidden = [each for each in left if _role(each.rpartition(".")[0]) != 0]
+    return not left or (heads and not any(saved.get(each) in sizes for each in hidden))
 
 
 def _renaming(

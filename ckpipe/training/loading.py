@@ -255,8 +255,18 @@ def _match_model(
     missing = [saved.at("model", name) for name in missing if id(live[name]) not in taken]
     unexpected = [saved.at("model", name) for name in unexpected if tree.get(name) is None]
     if missing or unexpected:
-        hint = "Load it into a model of the same layers"
-        raise mismatch(missing, unexpected, saved.label, hint=hint, above=saved.above)
+        shapes = [
+            {
+                saved.at("model", name): tuple(getattr(each, "shape", ()))
+                for name, each in of.items()
+            }
+            for of in (there, live)
+        ]
+        raise mismatch(
+            missing, unexpected, saved.label,
+            hint="Load it into a model of the same layers",
+            names=list(shapes[0]), above=saved.above, shapes=(shapes[0], shapes[1]),
+        )  # fmt: skip
     for each in loads:
         for names in fsdp1_ties(each.module, model).values():
             tree |= {name: live[names[0]] for name in names if name in tree}
