@@ -168,18 +168,4 @@ def _too_many() -> ShapeMismatch:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Steps:
-    """Take several steps one after the other, as one."""
-
-    steps: tuple[Step, ...]
-
-    def __call__(self, place: Place) -> list[Place]:
-        """Return the places after the last step."""
-        places = [place]
-        for step in self.steps:
-            places = [made for each in places for made in step(each)]
-        return places
-
-
-Step = Shift | Lift | Take | Regroup | Steps
+Step = Shift | Lift | Take | Regroup

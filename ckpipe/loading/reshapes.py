@@ -44,14 +44,14 @@ class Split(Transform):
             raise UsageError("Split: a size is negative")
 
     def _apply(self, edit: ManifestEdit) -> None:
-        made: list[Made] = []
+        made: list[_Made] = []
         for old, found, row in _matched(self, self._pattern, edit):
             dim, bounds = self._parts(old, row)
             for new, (low, high) in zip(self._into, pairwise(bounds), strict=True):
                 step = Shift(dim, -low, high - low)
                 name = self._pattern.filled(new, found)
                 made.append((name, _with_size(row.shape, dim, high - low), [(old, step)]))
-        put(edit, made)
+        _put(edit, made)
 
     def _parts(self, label: str, row: TensorRow) -> tuple[int, list[int]]:
         """Return the dimension, and the bounds of the parts in it."""
@@ -92,13 +92,13 @@ class Fuse(Transform):
         self._into, (self._dim,) = into, whole_numbers(self, "dim", [dim])
 
     def _apply(self, edit: ManifestEdit) -> None:
-        made: list[Made] = []
+        made: list[_Made] = []
         for new, olds, shapes in _groups(self, self._patterns, self._into, edit, self._dim):
             dim = self._dim % len(shapes[0])
             *starts, size = accumulate((shape[dim] for shape in shapes), initial=0)
             steps = [(old, Shift(dim, at, size)) for old, at in zip(olds, starts, strict=True)]
             made.append((new, _with_size(shapes[0], dim, size), steps))
-        put(edit, made)
+        _put(edit, made)
 
 
 class Stack(Transform):
@@ -117,11 +117,11 @@ class Stack(Transform):
         self._patterns, self._into = [Pattern(self, name, [into], numbered=True)], into
 
     def _apply(self, edit: ManifestEdit) -> None:
-        made: list[Made] = []
+        made: list[_Made] = []
         for new, olds, shapes in _groups(self, self._patterns, self._into, edit):
             steps = [(old, Lift(number)) for number, old in enumerate(olds)]
             made.append((new, (len(olds), *shapes[0]), steps))
-        put(edit, made)
+        _put(edit, made)
 
 
 _MOST_PARTS = 100_000
@@ -144,7 +144,7 @@ class Unstack(Transform):
         check_numbered(self, into)
 
     def _apply(self, edit: ManifestEdit) -> None:
-        made: list[Made] = []
+        made: list[_Made] = []
         for old, found, row in _matched(self, self._pattern, edit):
             _check_dimension(self, 0, old, row)
             if row.shape[0] > _MOST_PARTS:
@@ -158,7 +158,7 @@ class Unstack(Transform):
                 (name.replace("{}", str(n)), row.shape[1:], [(old, Take(n))])
                 for n in range(row.shape[0])
             ]
-        put(edit, made)
+        _put(edit, made)
 
 
 class Rearrange(Transform):
@@ -205,13 +205,13 @@ class Rearrange(Transform):
             )
 
     def _apply(self, edit: ManifestEdit) -> None:
-        made: list[Made] = []
+        made: list[_Made] = []
         for label, _, row in _matched(self, self._pattern, edit):
             sizes = self._divided(label, row.shape)
             parts = list(chain(*sizes))
             shape = tuple(math.prod(parts[n] for n in group) for group in self._order)
             made.append((label, shape, [(label, Regroup(sizes, self._order))]))
-        put(edit, made)
+        _put(edit, made)
 
     def _divided(self, label: str, shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
         """Return the sizes into which each dimension of a tensor is divided."""
@@ -230,11 +230,11 @@ class Rearrange(Transform):
         return tuple(found)
 
 
-Made = tuple[str, tuple[int, ...], Sequence[tuple[str, Step]]]
+_Made = tuple[str, tuple[int, ...], Sequence[tuple[str, Step]]]
 """The label and shape of a new tensor, and the labels that it is made of, each with its step."""
 
 
-def put(edit: ManifestEdit, made: Sequence[Made]) -> None:
+def _put(edit: ManifestEdit, made: Sequence[_Made]) -> None:
     """Put new tensors in place of those that they are made of, in each structure that has some."""
     edit.note({new: [old for old, _ in steps] for new, _, steps in made})
     for draft in edit.drafts:
@@ -271,23 +271,14 @@ def _matched(
     if not found:
         raise transform._matches_nothing(pattern.glob, edit)
     for label, _, row in found:
-        check_plain(transform, label, row)
+        if row.kind in _UNCUT or row.lazy:
+            raise StructureMismatch(
+                f"{type(transform).__name__} takes plain tensors, and this is "
+                + _UNCUT.get(row.kind, "a conjugate or negative view of another"),
+                key=label,
+                hint="Load it as it is, and change it in the program",
+            )
     return found
-
-
-def check_plain(transform: Transform, label: str, row: TensorRow) -> None:
-    """Refuse a tensor that can be neither cut nor joined.
-
-    Raises:
-        StructureMismatch: If it is one.
-    """
-    if row.kind in _UNCUT or row.lazy:
-        raise StructureMismatch(
-            f"{type(transform).__name__} takes plain tensors, and this is "
-            + _UNCUT.get(row.kind, "a conjugate or negative view of another"),
-            key=label,
-            hint="Load it as it is, and change it in the program",
-        )
 
 
 _UNCUT = {"numpy": "an array of numpy", "subclass": "of a class of its own"}

@@ -439,7 +439,7 @@ def _may_lack(missing: list[str], unexpected: list[str], saved: _Shapes, live: _
     sizes = [None, *map(live.get, lost)]
     heads = all(_role(each.rpartition(".")[0]) == 0 for each in lost)
     hidden = [each for each in left if _role(each.rpartition(".")[0]) != 0]
-    return not left or (heads and not any(saved.get(each) in sizes for each in hidden))
+    return not left or (heads and not any(not live or saved.get(each) in sizes for each in hidden))
 
 
 def _renaming(
@@ -476,7 +476,7 @@ def _renaming(
             good = len(roles) == 1 and len(fits) == len(pairs)
         else:
             good = len(roles - {None}) < 2 and 2 * len(fits) >= len(pairs)
-        if good and all(saved.get(each) in (None, live.get(pairs[each])) for each in fits):
+        if good and all(live.get(pairs[each]) in (None, saved.get(each)) for each in fits):
             rename = f"ckpipe.Rename({{{old_prefix + '*'!r}: {new_prefix + '*'!r}}})"
             left = sorted(there - pairs.keys())
             if not left:

@@ -255,18 +255,11 @@ def _match_model(
     missing = [saved.at("model", name) for name in missing if id(live[name]) not in taken]
     unexpected = [saved.at("model", name) for name in unexpected if tree.get(name) is None]
     if missing or unexpected:
-        shapes = [
-            {
-                saved.at("model", name): tuple(getattr(each, "shape", ()))
-                for name, each in of.items()
-            }
-            for of in (there, live)
-        ]
-        raise mismatch(
-            missing, unexpected, saved.label,
-            hint="Load it into a model of the same layers",
-            names=list(shapes[0]), above=saved.above, shapes=(shapes[0], shapes[1]),
-        )  # fmt: skip
+        hint, names = (
+            "Load it into a model of the same layers",
+            [saved.at("model", n) for n in there],
+        )
+        raise mismatch(missing, unexpected, saved.label, hint=hint, names=names, above=saved.above)
     for each in loads:
         for names in fsdp1_ties(each.module, model).values():
             tree |= {name: live[names[0]] for name in names if name in tree}
