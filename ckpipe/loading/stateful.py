@@ -384,9 +384,10 @@ def mismatch(
             "which has the names of the bare model"
         )
     cut = len(above) + 1 if above else 0
-    inside = [[each[cut:] for each in group] for group in (missing, unexpected)]
-    known = [{name[cut:]: shape for name, shape in of.items()} for of in shapes]
-    rename = _renaming(*inside, *known, whole=names is None or len(names) == len(unexpected))
+    lost, left = ([each[cut:] for each in group] for group in (missing, unexpected))
+    saved, live = ({name[cut:]: shape for name, shape in of.items()} for of in shapes)
+    whole = names is None or len(names) == len(unexpected)
+    rename = _renaming(lost, left, saved, live, whole=whole)
     allowed = _may_lack(missing, unexpected, *shapes)
     if rename:
         hint = f"Most names fit with transform=[{rename}]. {hint}"

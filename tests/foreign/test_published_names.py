@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -119,7 +120,8 @@ def check_there_and_back(name: str, tmp_path: Path) -> None:
     model = made(name)
     expected, theirs, ours = logits(model), tmp_path / "theirs", tmp_path / "ours"
     model.save_pretrained(theirs)
-    for number, wrap in enumerate((lambda net: net, lambda net: {"model": net}, training_state)):
+    wraps: list[Callable[[Any], Any]] = [lambda net: net, lambda net: {"model": net}]
+    for number, wrap in enumerate([*wraps, training_state]):
         fresh = made(name, seed=2)
         before = logits(fresh)
         table = ckpipe.name_table("transformers", model=fresh)
@@ -199,7 +201,7 @@ def test_names_of_other_models_are_refused(tmp_path: Path) -> None:
         ckpipe.load(tmp_path, target, transform=ckpipe.name_table("transformers", model=target))
 
 
-class Reverse(core_model_loading.ConversionOps):
+class Reverse(core_model_loading.ConversionOps):  # type: ignore[misc]
     """An operation that transformers might have next year."""
 
     def convert(self, input_dict: Any, *args: Any, **kwargs: Any) -> Any:
@@ -210,7 +212,7 @@ class Reverse(core_model_loading.ConversionOps):
         return self
 
 
-class OfItsOwn(transformers.LlamaForCausalLM):
+class OfItsOwn(transformers.LlamaForCausalLM):  # type: ignore[misc]
     """A model whose files have weights in another order."""
 
 
@@ -304,7 +306,7 @@ def test_an_export_has_the_file_name_that_is_asked_for(tmp_path: Path, call: Com
             ckpipe.export(tmp_path / "run", tmp_path / "four", file_name=wrong)
 
 
-compiled = partial(torch.compile, backend="eager")
+compiled: Callable[[Any], Any] = partial(torch.compile, backend="eager")
 WRAPPERS: dict[str, Any] = {
     "compiled": compiled,
     "parallel": torch.nn.DataParallel,
