@@ -300,10 +300,10 @@ def _by_container(
     for draft in edit.drafts:
         for node, head in walk(draft.tree):
             children = children_of(node, head) if node[0] in MAPPINGS else ()
-            labels = {key: label for key, _, label in children if label in rows}
-            names = {key: label for key, label in labels.items() if isinstance(key, str)}
-            new = bare_names(names) if bare else {key: key for key in names}
-            found.setdefault(head, {}).update({new[key]: label for key, label in names.items()})
+            labels = {key: at for key, _, at in children if at in rows and isinstance(key, str)}
+            new = bare_names(labels) if bare else dict.fromkeys(labels)
+            if labels:
+                found.setdefault(head, {}).update({new[key] or key: labels[key] for key in labels})
     return found
 
 

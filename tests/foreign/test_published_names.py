@@ -232,19 +232,22 @@ def test_an_operation_that_is_not_known_is_refused_by_its_name(
         ckpipe.name_table("transformers", model=model)
 
 
+LLAMA = transformers.LlamaConfig(**KV)
+
+
 @pytest.mark.parametrize(
-    ("name", "given"),
+    ("name", "given", "said"),
     [
-        ("transformers", {}),
-        ("transformers", {"model": torch.nn.Linear(1, 1)}),
-        ("transformers", {"model": "nowhere"}),
-        ("transformers", {"model": transformers.LlamaConfig(**KV)}),  # names no architecture
-        ("transformers", {"model": transformers.LlamaConfig(**KV), "heads": 2}),
-        ("gpt2-to-hf", {"model": transformers.LlamaConfig(**KV)}),
+        ("transformers", {}, "takes model and nothing else"),
+        ("transformers", {"model": torch.nn.Linear(1, 1)}, "not a Linear"),
+        ("transformers", {"model": "nowhere"}, "There is no nowhere"),
+        ("transformers", {"model": LLAMA}, "names no class of transformers in architectures"),
+        ("transformers", {"model": LLAMA, "heads": 2}, "takes model and nothing else"),
+        ("gpt2-to-hf", {"model": LLAMA}, "no other table takes it"),
     ],
 )
-def test_what_is_no_model_of_transformers_is_refused(name: str, given: Any) -> None:
-    with pytest.raises(UsageError) as caught:
+def test_what_is_no_model_of_transformers_is_refused(name: str, given: Any, said: str) -> None:
+    with pytest.raises(UsageError, match=said) as caught:
         ckpipe.name_table(name, **given)
     assert caught.value.hint
 
