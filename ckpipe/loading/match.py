@@ -88,14 +88,14 @@ class Matching:
         record = self.record
         try:
             make = self.plan(tree, "", target, Use.IN_PLACE)
-            self._check_labels()
+            self._check_labels(target)
         except TargetMismatch as error:
             rows = () if record.by_label else record.saved.rows
             error.hint = table_hint(target, rows, record.above) or error.hint
             raise
         return make
 
-    def _check_labels(self) -> None:
+    def _check_labels(self, target: Any) -> None:
         record = self.record
         if record.strict and (record.missing or record.unexpected):
             raise mismatch(
@@ -106,7 +106,7 @@ class Matching:
                 "differ in allow_missing and allow_unexpected",
                 names=leaf_labels(self._tree, ""),
                 above=record.above,
-                shapes=({row.label: row.shape for row in record.saved.rows}, {}),
+                shapes=({row.label: row.shape for row in record.saved.rows}, _shapes(target, "")),
             )
 
     def plan(self, node: Node, label: str, live: Any = NOTHING, use: Use | None = None) -> Factory:
@@ -614,3 +614,13 @@ def _without_counterpart(outer: Any, live: Any, label: str) -> StructureMismatch
 def _planned(record: MatchRecord, node: Node, label: str) -> Factory:
     """Plan the object of a node by a match of its own: a record that held one would live on."""
     return Matching(record).plan(node, label)
+
+
+def _shapes(target: Any, label: str) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of tensors in the mappings of a target by label; objects have none."""
+    if isinstance(target, torch.Tensor) or hasattr(target, "state_dict"):
+        return {label: tuple(getattr(target, "shape", ()))}
+    found: dict[str, tuple[int, ...]] = {}
+    for key, each in target.items() if isinstance(target, dict) else ():
+        found |= _shapes(each, join(label, key))
+    return found
