@@ -118,7 +118,10 @@ class PublishedNames(Transform):
         for head, labels in _by_container(edit, rows, bare=self._back).items():
             groups = self._groups(labels)
             fits = fits or bool(groups)
-            gone |= {label: [] for key, label in labels.items() if groups and self._ignores(key)}
+            used = {
+                old for group in groups.values() for olds in group.names.values() for old in olds
+            }
+            gone |= {labels[key]: [] for key in labels.keys() - used if used and self._ignores(key)}
             for new, (converter, of) in groups.items():
                 if converter is None:
                     names |= {labels[old]: join(head, new) for olds in of.values() for old in olds}
@@ -224,7 +227,7 @@ class PublishedNames(Transform):
         if self._back:
             return name in (self._model._keys_to_ignore_on_save or ())
         patterns = self._model._keys_to_ignore_on_load_unexpected or ()
-        return name not in self._own and any(re.search(each, name) for each in patterns)
+        return any(re.search(each, name) for each in patterns)
 
     def _conversions(self) -> tuple[list[Any], list[Any]]:
         """Return new renamings and new converters, as they remember which names they met.

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import conversion_mapping, core_model_loading
 
 import ckpipe
@@ -199,6 +199,28 @@ def test_names_of_other_models_are_refused(tmp_path: Path) -> None:
     target = made("GPTNeoXForCausalLM")
     with pytest.raises(StructureMismatch, match="no tensor of a GPTNeoXForCausalLM"):
         ckpipe.load(tmp_path, target, transform=ckpipe.name_table("transformers", model=target))
+
+
+class Renamed(transformers.LlamaForCausalLM):  # type: ignore[misc]
+    """A model that ignores in its files what its own weights are called there, and a mask."""
+
+    _keys_to_ignore_on_load_unexpected = ("backbone", r"\.masked_bias$")
+
+
+def test_what_transformers_ignores_in_a_file_is_left_out_unless_it_is_a_weight(
+    tmp_path: Path,
+) -> None:
+    rename = core_model_loading.WeightRenaming(r"^backbone\.", "model.")
+    conversion_mapping.register_checkpoint_conversion_mapping("Renamed", [rename], overwrite=True)
+    model, fresh = (Renamed(transformers.LlamaConfig(**KV)) for _ in range(2))
+    model.save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    assert any(name.startswith("backbone.") for name in weights)
+    save_file(weights | {"a.masked_bias": torch.ones(1)}, tmp_path / "model.safetensors")
+    table = ckpipe.name_table("transformers", model=fresh)
+    result = ckpipe.load(tmp_path, fresh, transform=table)
+    assert all(torch.equal(each, fresh.state_dict()[n]) for n, each in model.state_dict().items())
+    assert result.transformed["a.masked_bias"] == ()
 
 
 class Reverse(core_model_loading.ConversionOps):  # type: ignore[misc]
