@@ -218,6 +218,7 @@ def export(
     dtype: str | None = None,
     transform: Sequence[Transform] | None = None,
     extra: Sequence[str | os.PathLike[str]] | None = None,
+    file_name: str | None = None,
     max_shard_bytes: int | str | None = None,
     expanded: bool = False,
     settings: Settings | None = None,
@@ -244,6 +245,7 @@ def export(
             leaves them as they were saved.
         transform: Transforms of the checkpoint, in their order.
         extra: Files to copy beside the weights, such as ``config.json``.
+        file_name: The file of ``"hf"``; None for ``model.safetensors``.
         max_shard_bytes: The largest file, as a number or text such as ``"2GB"``, unless one tensor
             is larger.
         expanded: Whether expanded tensors may take far more bytes than are stored.
@@ -265,6 +267,7 @@ def export(
         "dtype": dtype,
         "transform": None if transform is None else transforms_of(transform),
         "extra": extra,
+        "file_name": file_name,
         "max_shard_bytes": max_shard_bytes,
     }
     given: Any = {name: value for name, value in content.items() if value is not None}

@@ -173,6 +173,9 @@ class TrainingState:
     def __ckpipe_collectives__(self) -> set[int]:
         return set().union(*map(fsdp1_ranks, self._modules))
 
+    def __ckpipe_modules__(self) -> Sequence[torch.nn.Module]:
+        return self._modules
+
     def __ckpipe_look__(self) -> tuple[ModelNames, list[NamedOptimizer]]:
         return self._look()
 

@@ -12,8 +12,11 @@ from __future__ import annotations
 
 import glob
 import json
+import logging
+import os
 import pickle
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -27,20 +30,28 @@ from ckpipe.format.data_file import FOREIGN_DTYPES, encode_header, stored_dtype
 from ckpipe.format.dtypes import DTYPES, NAMES
 from ckpipe.format.labels import Json, LabelFilter, join, key_of, label_filter
 from ckpipe.format.manifest import ManifestDocument, TensorRow
-from ckpipe.format.tree import Node, walk, wrappers_in
+from ckpipe.format.tree import MAPPINGS, Node, walk, wrappers_in
 from ckpipe.loading.load import LoadRequest, flattened, match_all
+from ckpipe.loading.published_names import PublishedNames
 from ckpipe.loading.scales import refuse_codes, with_scales
-from ckpipe.loading.stateful import InspectionMemo
+from ckpipe.loading.stateful import InspectionMemo, bare_names
 from ckpipe.loading.transforms import transformed, transforms_of
 from ckpipe.settings import Export
 from ckpipe.state.tensors import lazy_bits
 from ckpipe.state.values import UNREAD
 from ckpipe.types import Form, first_of
 
-WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 TORCH_FILE, DCP_METADATA = "state.pt", ".metadata"
-ENDS = (".safetensors", INDEX, TORCH_FILE, ".distcp", DCP_METADATA)
+ENDS = (".safetensors", ".safetensors.index.json", TORCH_FILE, ".distcp", DCP_METADATA)
 """The ends of the names of all files that an export plans."""
+
+logger = logging.getLogger("ckpipe")
+
+_HEAD = re.compile(
+    r"(^|[._])(head|cls|predictions|pred_layer|lm_loss|mlm_score|vocab_projector|embed_out"
+    r"|proj_out|output|output_projection)\."
+)
+"""Names of layers of transformers that may be tied to an embedding, which comes later then."""
 
 _ALIGNMENT = 64
 """The alignment of tensors in a file of ``torch.save``, in bytes."""
@@ -129,7 +140,7 @@ class _Plan:
         self, bundle: ManifestDocument, asked: Export, select: LabelFilter, *, expanded: bool
     ) -> None:
         if transforms := transforms_of(asked.transform):
-            bundle, _ = transformed(bundle, transforms, select)
+            bundle, _ = transformed(bundle, [each.exported() for each in transforms], select)
         self.bundle, self._asked, self._expanded = bundle, asked, expanded
 
     def torch_file(self) -> list[File]:
@@ -139,20 +150,30 @@ class _Plan:
 
     def weights(self) -> list[File]:
         """Plan safetensors: a single file, or several with an index."""
-        named = self._named(self._asked.part)
+        named = _without_wrappers(self._named(self._asked.part))
         self._cast(named)
         flat = flattened(self.bundle, {row.label for row in named.values()})
         made, _ = self._without_values(flat, LabelFilter())
-        first: dict[Any, tuple[str, torch.Tensor, TensorRow]] = {}
-        for name, row in named.items():  # of tied tensors only the first, as transformers does
+        tied = defaultdict[Any, list[tuple[str, torch.Tensor, TensorRow]]](list)
+        for name, row in named.items():
             tensor = made[row.label]
-            first.setdefault(_place(tensor) if tensor.numel() else name, (name, tensor, row))
-        found = sorted(first.values(), key=lambda each: -each[1].itemsize)
+            tied[_place(tensor) if tensor.numel() else name].append((name, tensor, row))
+        tables = [each for each in self._asked.transform if isinstance(each, PublishedNames)]
+        later = {name for each in tables for name in each.tied_names()}
+
+        def rank(each: tuple[str, torch.Tensor, TensorRow]) -> tuple[bool, bool]:
+            return each[0] in later, bool(_HEAD.search(each[0]))
+
+        # Of tied tensors transformers keeps the name of the embedding, from which any head begins.
+        chosen = [min(each, key=rank) for each in tied.values()]
+        found = sorted(chosen, key=lambda each: -each[1].itemsize)
         self._check_size({row.label: tensor.nbytes for _, tensor, row in found})
         shards = list(batches(found, lambda each: each[1].nbytes, self._asked.max_shard_bytes))
+        single = self._asked.file_name
         if len(shards) == 1:
-            return [_shard(WEIGHTS, found)]
-        names = [f"model-{n + 1:05d}-of-{len(shards):05d}.safetensors" for n in range(len(shards))]
+            return [_shard(single, found)]
+        stem, end = os.path.splitext(single)
+        names = [f"{stem}-{n + 1:05d}-of-{len(shards):05d}{end}" for n in range(len(shards))]
         weights = {name: file for file, of in zip(names, shards, strict=True) for name, *_ in of}
         # Buffers of integers are no parameters; those of floats cannot be told from them.
         counted = [each for _, each, row in found if row.kind != "buffer"]
@@ -161,7 +182,8 @@ class _Plan:
             "total_size": sum(tensor.nbytes for _, tensor, _ in found),
         }
         index = {"metadata": metadata, "weight_map": dict(sorted(weights.items()))}
-        return [*map(_shard, names, shards), File(INDEX, [json.dumps(index, indent=2).encode()])]
+        text = json.dumps(index, indent=2).encode()
+        return [*map(_shard, names, shards), File(f"{single}.index.json", [text])]
 
     def dcp_folder(self) -> list[File]:
         """Plan a folder of ``torch.distributed.checkpoint``, as its own writer does."""
@@ -266,7 +288,12 @@ class _Plan:
             wrapped |= wrappers
         for label, node in wrapped.items():
             rows[label] = TensorRow(label, self._asked.dtype or "", tuple(node[1]["size"]))
-        beginning = _model_of(rows) if part is None else f"{part}." if part else ""
+        if part is None:
+            trees = [each.tree for each in self.bundle.structures]
+            part = _model_of(
+                rows, [at for tree in trees for node, at in walk(tree) if node[0] in MAPPINGS]
+            )
+        beginning = f"{part}." if part else ""
         found: dict[str, TensorRow] = {}
         for label, row in rows.items():
             if label.startswith(beginning):
@@ -378,19 +405,32 @@ def _as_torch_has_it(state: Any) -> Any:
     return made
 
 
-def _model_of(labels: Iterable[str]) -> str:
-    for label in labels:
-        top, _, rest = label.partition(".")
-        if top == "model" and rest:
-            return "model."
-    parts = [(*label.split(".", 2), "", "")[:3] for label in labels]
-    models = {f"{top}.model": None for top, below, rest in parts if below == "model" and rest}
-    if len(models) > 1:
+def _without_wrappers(named: dict[str, TensorRow]) -> dict[str, TensorRow]:
+    """Return tensors by names without those of DDP and torch.compile, as a load takes them off."""
+    bare = bare_names(named)
+    old = next((name for name, new in bare.items() if name != new), None)
+    if old is None:
+        return named
+    logger.info("The export leaves out the names of wrappers: %r is %r in it", old, bare[old])
+    if len({*bare.values()}) < len(bare):
+        raise UnsupportedState(
+            "Two tensors would have one name without the names of wrappers, such as _orig_mod",
+            key=named[old].label,
+            hint="Drop or rename one of them with a transform",
+        )
+    return {bare[name]: row for name, row in named.items()}
+
+
+def _model_of(labels: Iterable[str], mappings: Iterable[str]) -> str:
+    """Return the label of the one model of a state; empty if all of it is one."""
+    models = dict.fromkeys(at for at in mappings if re.fullmatch(r"([^.]+\.)?model", at))
+    held = [at for at in models if any(each.startswith(f"{at}.") for each in labels)]
+    if len(held) > 1 and "model" not in held:
         raise UsageError(
-            f"The checkpoint has several models: {first_of(list(models), 4)}",
+            f"The checkpoint has several models: {first_of(held, 4)}",
             hint="Set export.part, or --part of the command, to one of them; each takes an export",
         )
-    return f"{next(iter(models))}." if models else ""
+    return "model" if "model" in held else "".join(held)
 
 
 def _no_part(part: str | None) -> UsageError:

@@ -517,6 +517,10 @@ class Export(_Group):
     """Paths of files to copy beside the weights, such as ``config.json`` and those of a tokenizer.
     Rank 0 reads them when the export is made."""
 
+    file_name: Annotated[str, Field(pattern=r"^[^/]+\.safetensors$")] = "model.safetensors"
+    """The file of the form ``"hf"``, such as ``diffusion_pytorch_model.safetensors``. Several files
+    are ``<stem>-00001-of-00002.safetensors`` and so on, beside ``<name>.index.json``."""
+
     max_shard_bytes: Annotated[Size, Field(ge=1)] = 5_000_000_000
     """Largest file of the forms ``"hf"`` and ``"dcp"``, in bytes, unless one tensor is larger."""
 

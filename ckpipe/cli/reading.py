@@ -306,6 +306,9 @@ def export(
         list[str] | None,
         typer.Option(metavar="FILE", help="A file to copy beside the weights; repeatable."),
     ] = None,
+    file_name: Annotated[
+        str | None, typer.Option(metavar="NAME", help="The file of hf; else model.safetensors.")
+    ] = None,
     max_shard: Annotated[
         str | None, typer.Option(metavar="SIZE", help="The largest file, such as 2GB.")
     ] = None,
@@ -328,6 +331,7 @@ def export(
     from ckpipe.loading.name_tables import read_file
 
     content = {"part": part, "dtype": dtype, "max_shard_bytes": max_shard, "extra": extra}
+    content["file_name"] = file_name
     given: dict[str, Any] = {name: each for name, each in content.items() if each is not None}
 
     async def work(screen: Screen) -> int:

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
-from ckpipe.errors import InvalidManifest, ShapeMismatch, StructureMismatch
+from ckpipe.errors import InvalidManifest, ShapeMismatch, StructureMismatch, TargetMismatch
 from ckpipe.format.labels import decode_key, encode_key, join, label_order
 from ckpipe.format.tree import MAPPINGS, Node, children_of, leaf_labels, walk
 from ckpipe.interpreter import user_code
@@ -46,6 +46,7 @@ from ckpipe.loading.foreign_target import WEIGHTS
 from ckpipe.loading.live_tensors import FILLABLE, misfit, writable_view
 from ckpipe.loading.match_record import NOTHING, MatchRecord, Use
 from ckpipe.loading.objects import OpenedObject, open_object
+from ckpipe.loading.published_names import table_hint
 from ckpipe.loading.saved_state import is_generators, refuse_unread
 from ckpipe.loading.select import PerRankItems
 from ckpipe.loading.stateful import is_extra_state, mismatch, writable
@@ -85,17 +86,29 @@ class Matching:
             As :meth:`plan` does.
         """
         self._tree = tree
-        make = self.plan(tree, "", target, Use.IN_PLACE)
+        record = self.record
+        try:
+            make = self.plan(tree, "", target, Use.IN_PLACE)
+            self._check_labels(target)
+        except TargetMismatch as error:
+            rows = () if record.by_label else record.saved.rows
+            error.hint = table_hint(target, rows, record.above) or error.hint
+            raise
+        return make
+
+    def _check_labels(self, target: Any) -> None:
         record = self.record
         if record.strict and (record.missing or record.unexpected):
             raise mismatch(
                 record.missing,
                 record.unexpected,
-                hint="Pass strict=False to load the labels that both have, name those that may "
-                "differ in allow_missing and allow_unexpected, or choose with include and exclude",
+                hint="Choose with include and exclude",
+                allow="pass strict=False to load the labels that both have, or name those that may "
+                "differ in allow_missing and allow_unexpected",
+                names=leaf_labels(self._tree, ""),
                 above=record.above,
+                shapes=({row.label: row.shape for row in record.saved.rows}, _shapes(target, "")),
             )
-        return make
 
     def plan(self, node: Node, label: str, live: Any = NOTHING, use: Use | None = None) -> Factory:
         """Make all checks of a node that are possible before the bytes are read.
@@ -606,3 +619,13 @@ def _without_counterpart(outer: Any, live: Any, label: str) -> StructureMismatch
 def _planned(record: MatchRecord, node: Node, label: str) -> Factory:
     """Plan the object of a node by a match of its own: a record that held one would live on."""
     return Matching(record).plan(node, label)
+
+
+def _shapes(target: Any, label: str) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of tensors in the mappings of a target by label; objects have none."""
+    if isinstance(target, torch.Tensor) or hasattr(target, "state_dict"):
+        return {label: tuple(getattr(target, "shape", ()))}
+    found: dict[str, tuple[int, ...]] = {}
+    for key, each in target.items() if isinstance(target, dict) else ():
+        found |= _shapes(each, join(label, key))
+    return found

@@ -20,6 +20,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from ckpipe.errors import ShapeMismatch, StructureMismatch, UsageError
 from ckpipe.format.edit import ManifestEdit
+from ckpipe.loading.published_names import PublishedNames
 from ckpipe.loading.reshapes import Fuse, Rearrange, Split, Stack, Unstack
 from ckpipe.loading.transforms import Cast, Drop, Only, Rename, Transform
 
@@ -34,13 +35,16 @@ _FOLDER = files("ckpipe.loading") / "names"
 
 
 def _shipped() -> list[str]:
-    return sorted(each.name.removesuffix(".toml") for each in _FOLDER.iterdir())
+    tables = (each.name.removesuffix(".toml") for each in _FOLDER.iterdir())
+    return sorted([*tables, "transformers"])
 
 
-def name_table(name: str, /, **numbers: int) -> list[Transform]:
+def name_table(name: str, /, *, model: Any = None, **numbers: int) -> list[Transform]:
     """Return the transforms between the names of one library and those of another.
 
-    The names may stand below others, such as ``model.``.
+    The names may stand below others, such as ``model.``. ``transformers`` has both directions: a
+    load and an import give the names of the model to the tensors of a file that ``save_pretrained``
+    has written, and an export gives those of such a file.
 
     ========================== ================= ============================================
     name                       numbers           models
@@ -48,15 +52,19 @@ def name_table(name: str, /, **numbers: int) -> list[Transform]:
     llama-to-hf, hf-to-llama   heads, kv_heads   Llama of Meta and torchtitan
     qwen-to-hf, hf-to-qwen     none              Qwen 2 and 3 of torchtitan
     gpt2-to-hf, hf-to-gpt2     none              GPT-2 of nanoGPT
+    transformers               ``model``         all of transformers 5
     ========================== ================= ============================================
 
     Args:
         name: The name of a table: those of the models to those of Hugging Face, or back.
+        model: The model of ``transformers``, its config, or the path of its ``config.json``.
         numbers: The numbers of the model that the table needs: ``heads`` of attention, and
             ``kv_heads``, which share keys and values between heads.
 
     Raises:
-        UsageError: If there is no such table, or a number is missing, unknown or not positive.
+        UsageError: If there is no such table, or a number is missing, unknown or not positive; if
+            ``model`` is none of transformers, or its weights are converted by an operation that
+            ckpipe does not know.
 
     A load, import or export raises ShapeMismatch if the shapes of the projections contradict the
     numbers.
@@ -66,6 +74,14 @@ def name_table(name: str, /, **numbers: int) -> list[Transform]:
         raise UsageError(
             f"There is no table of names {name!r:.100}", hint=f"Choose one of {', '.join(known)}"
         )
+    of_transformers = name == "transformers"
+    if of_transformers != (model is not None) or (of_transformers and numbers):
+        raise UsageError(
+            "The table transformers takes model and nothing else, and no other table takes it",
+            hint="Write name_table('transformers', model=model)",
+        )
+    if of_transformers:
+        return [PublishedNames(model)]
     found = read_transforms((_FOLDER / f"{name}.toml").read_text("utf-8"), name, numbers)
     return [_HeadCheck(**numbers), *found] if numbers else found
 

@@ -60,7 +60,8 @@ def open_object(record: MatchRecord, target: Any, node: Node, label: str) -> Ope
         use = Use.FITTING
         if loads_as_torch_does(target):
             use = Use.NAMED
-            check_module(live, node, label, record.select, record.saved.common, record.above)
+            saved = record.saved
+            check_module(live, node, label, record.select, saved.common, record.above, saved.rows)
         if use is Use.FITTING or not saves_as_torch_does(target):
             live = _rehearsed(record, target, live, node, label)
     elif isinstance(target, torch.optim.Optimizer):

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import reduce
@@ -33,6 +33,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ckpipe.errors import StructureMismatch
 from ckpipe.format.labels import LabelFilter, join
+from ckpipe.format.manifest import TensorRow
 from ckpipe.format.tree import Node, children_of, leaf_labels
 from ckpipe.loading.chunks import HeldElements
 from ckpipe.loading.live_tensors import without_ties
@@ -210,6 +211,7 @@ def check_module(
     select: LabelFilter,
     common: frozenset[str] | None,
     above: str,
+    rows: Sequence[TensorRow],
 ) -> None:
     """Refuse keys that do not fit those of a module that loads as torch does.
 
@@ -220,6 +222,7 @@ def check_module(
         select: Selects the labels to load.
         common: The labels that all ranks had, if not all had the same ones.
         above: The label below which the names of a foreign checkpoint were moved.
+        rows: The tensors of the checkpoint.
 
     Raises:
         StructureMismatch: If they do not fit.
@@ -238,12 +241,16 @@ def check_module(
     if common is not None:
         unexpected = [each for each in unexpected if each in common]
     if missing or unexpected:
-        hint = (
-            "Load it into a module of the same layers, or name what may differ in allow_missing "
-            "and allow_unexpected"
+        hint, allow = "Load it into a module of the same layers", "name what may differ in "
+        shapes = (
+            {row.label: tuple(row.shape) for row in rows},
+            {join(label, key): tuple(getattr(each, "shape", ())) for key, each in live.items()},
         )
-        names = leaf_labels(node, label)
-        raise mismatch(missing, unexpected, label, hint=hint, names=names, above=above)
+        raise mismatch(
+            missing, unexpected, label,
+            hint=hint, allow=f"{allow}allow_missing and allow_unexpected",
+            names=leaf_labels(node, label), above=above, shapes=shapes,
+        )  # fmt: skip
 
 
 def check_known(obj: Any, live: Any, node: Node, label: str, select: LabelFilter) -> list[str]:
@@ -342,14 +349,19 @@ def _inside(node: Node) -> Node:
     return inner
 
 
+_Shapes = Mapping[str, tuple[int, ...]]
+
+
 def mismatch(
     missing: list[str],
     unexpected: list[str],
     label: str = "",
     *,
     hint: str,
+    allow: str = "",
     names: list[str] | None = None,
     above: str = "",
+    shapes: tuple[_Shapes, _Shapes] = ({}, {}),
 ) -> StructureMismatch:
     """Return the error for labels that only the checkpoint or only the target has.
 
@@ -358,8 +370,11 @@ def mismatch(
         unexpected: Labels that the target lacks.
         label: The label of the object that has them.
         hint: The next step for the caller, unless a change of names is better.
+        allow: How to load without what is missing. It is proposed unless saved tensors are left
+            over that may be the missing ones under other names.
         names: The labels of all leaves of the checkpoint; None if ``unexpected`` has them.
         above: The label below which the names of a foreign checkpoint were moved.
+        shapes: The known shapes in the checkpoint and in the target, by label.
     """
     bare = {unwrapped(each) for each in missing} & {unwrapped(each) for each in unexpected}
     if bare:
@@ -368,11 +383,18 @@ def mismatch(
             "or torch.compile: save and load ckpipe.distributed.training_state(model, optimizer), "
             "which has the names of the bare model"
         )
-    theirs = unexpected if names is None else names
-    bare_names = [[each.removeprefix(f"{above}.") for each in group] for group in (missing, theirs)]
-    rename = _renaming(*bare_names)
+    cut = len(above) + 1 if above else 0
+    lost, left = ([each[cut:] for each in group] for group in (missing, unexpected))
+    saved, live = ({name[cut:]: shape for name, shape in of.items()} for of in shapes)
+    whole = names is None or len(names) == len(unexpected)
+    rename = _renaming(lost, left, saved, live, whole=whole)
+    allowed = _may_lack(missing, unexpected, *shapes)
     if rename:
         hint = f"Most names fit with transform=[{rename}]. {hint}"
+    elif allow and not bare and allowed:
+        hint = f"{hint}, or {allow}"
+    elif missing and unexpected and not bare:
+        hint += ", or let ckpipe.Rename give what has other names those of the target"
     parts = [
         f"{title}: {first_of(list(map(repr, labels)), 8)}"
         for title, labels in (
@@ -386,8 +408,56 @@ def mismatch(
     )
 
 
-def _renaming(missing: list[str], unexpected: list[str]) -> str:
-    """Return the transforms with which names fit that differ by a prefix only; empty if none do."""
+_ROLES = tuple(
+    re.compile(rf"(?:^|[._])(?:{words})")
+    for words in (
+        r"heads?\b|cls|classifier|score|fc\b|logits|predictions|pooler|embed_out|output\b|proj_out|qa_out",
+        r"\w*emb|wte|wpe|shared\b",
+        r"\w*norm|ln_?\w?\b|bn",
+        r"enc",
+        r"dec",
+        r"\w*att",
+        r"mlp|ffn|experts?",
+    )
+)
+"""What names of layers tell of their role; the first is that of heads."""
+
+
+def _role(name: str) -> int | str | None:
+    """Return the role of a layer, or its number; None if its name tells nothing."""
+    numbers = re.findall(r"\b\d+\.?$", name)
+    roles = [n for n, words in enumerate(_ROLES) if words.search(name)]
+    return next(iter([*roles, *numbers]), None)
+
+
+def _may_lack(missing: list[str], unexpected: list[str], saved: _Shapes, live: _Shapes) -> bool:
+    """Tell whether what is missing is none of the weights that are left over.
+
+    That holds for the layers of a new head, unless a layer that is none has the shape of one.
+    """
+    lost = [each for each in missing if not live or each in live]
+    left = [each for each in unexpected if not saved or each in saved]
+    sizes = [None, *map(live.get, lost)]
+    heads = all(_role(each.rpartition(".")[0]) == 0 for each in lost)
+    hidden = [each for each in left if _role(each.rpartition(".")[0]) != 0]
+    return not left or (heads and not any(not live or saved.get(each) in sizes for each in hidden))
+
+
+def _renaming(
+    missing: list[str], unexpected: list[str], saved: _Shapes, live: _Shapes, *, whole: bool
+) -> str:
+    """Return the transforms with which names fit that differ by a prefix only; empty if none do.
+
+    A layer is proposed for another one if all of it is left over, and its role and shapes are the
+    same.
+
+    Args:
+        missing: The names that the target has alone.
+        unexpected: The names that the checkpoint has alone.
+        saved: Shapes in the checkpoint that are known.
+        live: Shapes in the target that are known.
+        whole: Whether the checkpoint has no other names.
+    """
     if not missing or not unexpected:
         return ""
     parts, there = missing[0].split("."), set(unexpected)
@@ -398,18 +468,25 @@ def _renaming(missing: list[str], unexpected: list[str]) -> str:
         new_prefix = ".".join([*parts[: len(parts) - alike[old]], ""])
         old_parts = old.split(".")
         old_prefix = ".".join([*old_parts[: len(old_parts) - alike[old]], ""])
-        fits = {old_prefix + each[len(new_prefix) :] for each in missing}
-        renames = old_prefix != new_prefix and all(m.startswith(new_prefix) for m in missing)
-        if renames and 2 * len(fits & there) >= len(fits):
+        if old_prefix == new_prefix or not all(m.startswith(new_prefix) for m in missing):
+            continue
+        pairs = {old_prefix + each[len(new_prefix) :]: each for each in missing}
+        fits = pairs.keys() & there
+        roles = {_role(old_prefix), _role(new_prefix)} if old_prefix and new_prefix else set()
+        if any("." not in each[len(new_prefix) :] for each in missing) and roles:  # a layer
+            good = len(roles) == 1 and len(fits) == len(pairs)
+        else:
+            good = len(roles - {None}) < 2 and 2 * len(fits) >= len(pairs)
+        if good and all(live.get(pairs[each]) in (None, saved.get(each)) for each in fits):
             rename = f"ckpipe.Rename({{{old_prefix + '*'!r}: {new_prefix + '*'!r}}})"
-            left = sorted(there - fits)
+            left = sorted(there - pairs.keys())
             if not left:
                 return rename
-            kept = {each.partition(".")[0] for each in fits}
-            if kept.isdisjoint(each.partition(".")[0] for each in left):
+            kept = {each.partition(".")[0] for each in pairs}
+            if whole and kept.isdisjoint(each.partition(".")[0] for each in left):
                 return f"ckpipe.Only({', '.join(map(repr, sorted(kept)))}), {rename}"
             numbered = sorted({re.sub(r"\b\d+\b", "*", each) for each in left})
-            if not any(map(LabelFilter(numbered), fits)):
+            if not any(map(LabelFilter(numbered), pairs)):
                 left = numbered
             return f"ckpipe.Drop({', '.join(map(repr, left))}), {rename}" if len(left) < 9 else ""
     return ""
@@ -426,3 +503,12 @@ _WRAPPER_NAMES = ("module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wr
 def unwrapped(label: str) -> str:
     """Return a label without the names under which wrappers hold a module."""
     return ".".join([part for part in label.split(".") if part not in _WRAPPER_NAMES])
+
+
+def bare_names(names: Iterable[str]) -> dict[str, str]:
+    """Return names of a module without those of wrappers; ``module`` only where all begin so."""
+    inside = "|".join(_WRAPPER_NAMES[1:])
+    bare = {name: re.sub(rf"(?:^|(?<=\.))(?:{inside})\.", "", name) for name in names}
+    while bare and all(each.startswith("module.") for each in bare.values()):
+        bare = {name: each.removeprefix("module.") for name, each in bare.items()}
+    return bare

@@ -43,6 +43,10 @@ class Transform(ABC):
             TargetMismatch: If it does not fit the checkpoint.
         """
 
+    def exported(self) -> Transform:
+        """Return the transform that an export applies in place of this one."""
+        return self
+
     def _matches_nothing(self, glob: str, edit: ManifestEdit) -> StructureMismatch:
         known = edit.names()
         near = get_close_matches(glob, known, 3, 0.5) or known

@@ -199,7 +199,7 @@ FUNCTIONS = {
 SETTINGS = """
     url attempt_id solo meeting_timeout_seconds incomplete_after_seconds
     incomplete_in_a_row final_format export.part export.dtype export.transform export.extra
-    export.max_shard_bytes
+    export.file_name export.max_shard_bytes
     save_every_steps save_every_seconds look_every_seconds on_busy on_error
     drain_timeout_seconds per_rank pickle keep_reports read_only initial resume
     switch_interval_seconds

@@ -929,3 +929,77 @@ async def test_a_module_is_told_how_to_take_its_part_of_a_state() -> None:
     with pytest.raises(StructureMismatch) as caught:
         await load(await stored({"a.w": torch.ones(2)}), {"b.x": torch.ones(2)})
     assert "transform" not in (caught.value.hint or "")
+
+
+LAYERS = [
+    # One layer has another name.
+    ("up.w down.w embed_out.w", "up.w down.w lm_head.w", "Rename({'embed_out.*': 'lm_head.*'})"),
+    ("up.w down.w linear.w linear.b", "up.w down.w fc1.w fc1.b", "Rename({'linear.*': 'fc1.*'})"),
+    (
+        "up.w old.n embed_out.w",
+        "up.w lm_head.w",
+        "Drop('old.n'), ckpipe.Rename({'embed_out.*': 'lm_head.*'})",
+    ),
+    # Another layer is left over.
+    ("up.w down.w other.w", "up.w down.w lm_head.w", ""),
+    ("up.w down.w norm.w", "up.w down.w lm_head.w", ""),
+    ("0.w 1.w", "0.w 2.w", ""),
+    ("up.w encoder.0.w encoder.1.w", "up.w decoder.0.w decoder.1.w", ""),
+    ("up.w experts.0.w experts.1.w", "up.w experts.joined", ""),
+    # A new head, or a layer that the checkpoint lacks.
+    ("up.w down.w", "up.w down.w lm_head.w", "allow_missing"),
+    ("up.w lm_head.w", "up.w classifier.w classifier.b", "allow_missing"),
+    ("up.w lm_head.wide", "up.w score.wide", "allow_missing"),
+]
+
+
+def layers(names: str, width: int) -> nn.Module:
+    """A module with parameters of these names; those called ``wide`` have this width."""
+    made = nn.Module()
+    for name in names.split():
+        at, (*path, last) = made, name.split(".")
+        for part in path:
+            if part not in dict(at.named_children()):
+                at.add_module(part, nn.Module())
+            at = at.get_submodule(part)
+        size = {"wide": width, "joined": 2 * width}.get(last, 2)
+        at.register_parameter(last, nn.Parameter(torch.full((size,), float(width))))
+    return made
+
+
+@pytest.mark.parametrize(("saved", "target", "proposed"), LAYERS)
+@pytest.mark.parametrize("form", ["module", "dict", "training_state"])
+async def test_no_hint_gives_a_layer_the_weights_of_another_or_leaves_it_random(
+    saved: str, target: str, proposed: str, form: str
+) -> None:
+    forms: dict[str, Callable[[nn.Module], Any]] = {
+        "module": lambda net: net,
+        "dict": lambda net: dict(net.state_dict()),
+        "training_state": training_state,
+    }
+    backend, live = await stored(forms[form](layers(saved, 3))), layers(target, 5)
+    before = copy.deepcopy(live.state_dict())
+    with pytest.raises(StructureMismatch) as caught:
+        await load(backend, forms[form](live))
+    hint = caught.value.hint or ""
+    assert all(torch.equal(each, before[name]) for name, each in live.state_dict().items())
+    if "wide" in saved and form == "training_state":
+        return  # its shapes are not looked at
+    if "Rename" in proposed:
+        transform = eval(hint.partition("transform=")[2].partition("]")[0] + "]")
+        await load(backend, forms[form](live), transform=transform)
+        assert proposed in hint.replace("model.", "")
+    else:
+        assert "transform=" not in hint
+    if form != "training_state":  # which takes no layers that are missing
+        assert ("allow_missing" in hint) == (proposed == "allow_missing"), hint
+
+
+async def test_a_hint_proposes_what_may_be_missing_unless_a_model_is_left_over() -> None:
+    backend = await stored({"net": nn.Linear(2, 2), "epoch": 1})
+    with pytest.raises(StructureMismatch) as caught:
+        await load(backend, {"net": nn.Linear(2, 2), "step": 0})
+    assert "allow_missing" in (caught.value.hint or "")
+    with pytest.raises(StructureMismatch) as caught:
+        await load(backend, {"model": nn.Linear(2, 2), "epoch": 0})
+    assert "allow_missing" not in (caught.value.hint or "")
