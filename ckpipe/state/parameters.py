@@ -103,7 +103,7 @@ def _refused_keys(module: nn.Module) -> Iterator[tuple[str, str]]:
         module._save_to_state_dict(found, "", True)
         known = {*module._parameters, *module._buffers, "_extra_state"}
         yield from ((f".{key}", kind.__qualname__) for key in found if key not in known)
-    for child in filter(None, module._modules.values()):
+    for child in (each for each in module._modules.values() if each is not None):
         yield from _refused_keys(child)
 
 

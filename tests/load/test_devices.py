@@ -33,7 +33,7 @@ async def test_on_meta_nothing_is_read() -> None:
     assert result.report.bytes < 1000
 
 
-async def test_devices_that_are_not_here_or_not_needed_are_refused(tmp_path: Path) -> None:
+async def test_devices_that_are_not_here_or_not_needed_are_refused() -> None:
     backend = MemoryBackend()
     await store({"a": torch.ones(2)}, backend)
     wrong: list[Any] = ["nowhere", "cuda:77", 3.5]
@@ -42,6 +42,9 @@ async def test_devices_that_are_not_here_or_not_needed_are_refused(tmp_path: Pat
             await load(backend, device=device)
     with pytest.raises(UsageError, match="fresh state"):
         await load(backend, {"a": torch.zeros(2)}, device="cpu")
+
+
+def test_a_load_of_a_folder_takes_a_device(tmp_path: Path) -> None:
     with ckpipe.SyncPipeline(tmp_path) as pipeline:
         pipeline.save({"a": torch.ones(2)}, 1).wait()
     for given in ("cpu", torch.device("cpu"), None):
