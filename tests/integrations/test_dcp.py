@@ -207,9 +207,11 @@ class ListeningPlanner(DefaultSavePlanner):
 
     ids: ClassVar[list[str | None]] = []
 
-    def set_up_planner(self, *args: Any, storage_meta: Any = None, **kwargs: Any) -> None:
+    def set_up_planner(
+        self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False
+    ) -> None:
         self.ids.append(storage_meta.save_id)
-        super().set_up_planner(*args, storage_meta=storage_meta, **kwargs)
+        super().set_up_planner(state_dict, storage_meta, is_coordinator)
 
 
 @pytest.mark.filterwarnings("ignore")
