@@ -169,7 +169,7 @@ def test_no_other_process_prunes_what_is_about_to_be_exported(store: Stores) -> 
 def test_what_cannot_be_exported_is_said_and_the_checkpoint_stands(tmp_path: Path) -> None:
     with SettlingPipeline(tmp_path, final_format="hf", **SMALL) as pipeline:
         for state, error, match in (
-            ({"z": torch.ones(2, dtype=torch.complex64)}, errors.UnsupportedState, "complex64"),
+            ({"z": torch.ones(2, dtype=torch.complex128)}, errors.UnsupportedState, "complex128"),
             ({"text": "no tensors"}, errors.UsageError, "no tensors"),
         ):
             handle = pipeline.save(state, final=True)

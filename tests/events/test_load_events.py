@@ -45,7 +45,7 @@ def afresh(root: Path) -> Any:
 
 
 def in_one_line(root: Path) -> Any:
-    return ckpipe.load(root)
+    return asyncio.to_thread(ckpipe.load, root)
 
 
 async def on_a_loop(root: Path) -> Any:
