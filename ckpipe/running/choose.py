@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
@@ -298,10 +299,18 @@ async def _foreign_contents(backend: Backend, place: str) -> tuple[str, str] | N
     listing = await backend.children("")
     if not listing.objects and not listing.prefixes:  # most new runs import no readers of formats
         return None
-    from ckpipe.foreign.source import contents, recognized
+    from ckpipe.foreign.source import TORCH_FILES, contents, recognized
 
     if (source := await recognized(listing.objects)) is not None:
         way = "ckpipe.load opens it, and so does load(state, source=…) of a pipeline elsewhere"
         return source.name, way
-    found = contents([*(each.key for each in listing.objects), *listing.prefixes], place)
+    names = [each for each in listing.prefixes if _OF_TRAINERS.match(each)]
+    names += [each.key for each in listing.objects if each.key.endswith(TORCH_FILES)]
+    found = contents(names, place)
     return None if found is None else found[1:]
+
+
+_OF_TRAINERS = re.compile(
+    r"(checkpoint|checkpoints|ckpt|epoch|step|iter|global_step)[-_]?\d*/|lightning_logs/"
+)
+"""The folders in which trainers put their checkpoints."""

@@ -80,9 +80,11 @@ def check_taken_back(opened: OpenedState, saved: Sequence[TensorLeaf]) -> None:
         is_module = isinstance(each.obj, nn.Module)
         below = f"{each.label}." if each.label else ""
         for root in [each.obj] if is_module else getattr(each.obj, "_modules", ()):
+            if type(root).load_state_dict is not nn.Module.load_state_dict:
+                continue
             for key, kind in _refused_keys(root):
                 for label in (leaf.label for leaf in saved):
-                    if f".{label}".endswith(key) or (is_module and label.startswith(below)):
+                    if label.startswith(below) and (is_module or f".{label}".endswith(key)):
                         raise UnsupportedState(
                             f"A {kind} saves {key[1:]!r}, and its own load_state_dict refuses it, "
                             "so no load could fill the module",

@@ -126,6 +126,17 @@ def test_a_run_tells_that_its_root_has_checkpoints_of_another_program(
     assert not [each for each in caplog.records if "another program" in each.getMessage()]
 
 
+@pytest.mark.parametrize("name", ["config.json", "data.npz", "2024/log.txt", "run_1/x", "vae/x"])
+def test_a_root_with_other_files_begins_without_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_text("{}")
+    with ckpipe.SyncPipeline(tmp_path) as pipeline:
+        assert pipeline.load() is None
+    assert not [each for each in caplog.records if each.levelname == "WARNING"]
+
+
 @pytest.mark.parametrize("config", [True, False])
 @pytest.mark.parametrize(
     "name", ["model.safetensors", "pytorch_model.bin", "model-00001-of-00002.safetensors"]

@@ -676,6 +676,17 @@ class Quantized(torch.nn.Linear):
         destination[f"{prefix}weight.absmax"] = torch.ones(2)
 
 
+class Parent(torch.nn.Sequential):
+    """Takes back what its layer saves."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(Quantized(size, size))
+
+    def load_state_dict(self, state_dict: Any, *others: Any, **options: Any) -> Any:
+        state = {key: value for key, value in state_dict.items() if key != "0.weight.absmax"}
+        return super().load_state_dict(state, *others, **options)
+
+
 class TakesBack(Quantized):
     """Takes back what it saves."""
 
@@ -708,6 +719,12 @@ REFUSING: dict[str, tuple[Callable[[], Any], list[str] | None, bool]] = {
     "a part of a training state": (lambda: training_state(layers(head=True)), ["model.0"], False),
     "a dict": (lambda: {"m": layers().state_dict()}, None, False),
     "taken back": (lambda: {"m": torch.nn.Sequential(TakesBack(2, 2))}, None, False),
+    "taken back by the parent": (lambda: {"m": Parent(2)}, None, False),
+    "beside a key of this name": (
+        lambda: {"t": training_state(layers(head=True)), "weight": {"absmax": torch.ones(2)}},
+        ["t.model.0"],
+        False,
+    ),  # fmt: skip
     "taken back by a hook": (lambda: {"m": torch.nn.Sequential(ByHook())}, None, False),
 }
 
