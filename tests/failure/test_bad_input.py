@@ -724,7 +724,7 @@ REFUSING: dict[str, tuple[Callable[[], Any], list[str] | None, bool]] = {
         lambda: {"t": training_state(layers(head=True)), "weight": {"absmax": torch.ones(2)}},
         ["t.model.0"],
         False,
-    ),  # fmt: skip
+    ),
     "taken back by a hook": (lambda: {"m": torch.nn.Sequential(ByHook())}, None, False),
 }
 
