@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from ckpipe.errors import UsageError
 from ckpipe.interpreter import user_code
-from ckpipe.types import CheckpointInfo, SaveReport, SaveStatus, first_of, size_text
+from ckpipe.types import CheckpointId, CheckpointInfo, SaveReport, SaveStatus, first_of, size_text
 
 logger = logging.getLogger("ckpipe")
 
@@ -344,7 +344,8 @@ class EventBus:
         elif isinstance(event, CheckpointExported) and self.place:
             logger.log(level, "%s to %s/%s", event, self.place, event.folder)
         elif isinstance(event, Loaded) and event.rank == 0 and self.place:
-            logger.info("%s from %s/%s", event, self.place, event.id)
+            own = CheckpointId.parse(event.id)  # a foreign checkpoint is named by its own place
+            logger.info("%s from %s%s", event, f"{self.place}/" if own else "", event.id)
         else:
             logger.log(level, "%s", event)
         for listener in list(self._listeners):

@@ -176,8 +176,20 @@ class Place:
             As :func:`open_source` does.
         """
         listing = await self.listing()
-        source = await self.source(listing)
-        return await source.describe(self.store, listing, self.name)
+        source: Source | None = await self.source(listing)
+        gone = [] if self.file else await to_thread.run_sync(_dangling, self.name)
+        gone = [each for each in gone if each.endswith((*FILES, ".index.json"))]
+        if gone:  # a source may not take another file in place of one that it would prefer
+            listing = [*listing, *(ObjectInfo(each, 1, datetime.now(UTC)) for each in gone)]
+            source = await recognized(listing)
+        if source is None:
+            raise self._gone(gone)
+        try:
+            return await source.describe(self.store, listing, self.name)
+        except (MissingObject, ObjectNotFound) as error:
+            if error.key not in gone:
+                raise
+            raise self._gone(gone) from error
 
     async def source(self, listing: Sequence[ObjectInfo]) -> Source:
         """Find the source of the place, by its files.
@@ -207,12 +219,9 @@ class Place:
         names = [each.key for each in listing]
         if self.file is None:
             names += (await self.store.children("")).prefixes
-        where = f"There is no checkpoint in {self.name} that ckpipe opens"
         if gone := await to_thread.run_sync(_dangling, self.name):
-            return CheckpointNotFound(
-                f"{where}: the files to which these links lead are gone: {first_of(gone, 8)}",
-                hint="Download them again, such as with huggingface_hub.snapshot_download",
-            )
+            return self._gone(gone)
+        where = f"There is no checkpoint in {self.name} that ckpipe opens"
         if found := contents(names, self.name):
             name, what, hint = found
             inside = (await self.store.children(name)).objects if name.endswith("/") else []
@@ -225,6 +234,13 @@ class Place:
             f"{where}; there are: {first_of(sorted(names), 8) or 'no files'}",
             hint="Name the root of a run (`ckpipe ls` lists its checkpoints), the folder with the "
             "files of weights, or one file",
+        )
+
+    def _gone(self, links: Sequence[str]) -> CheckpointNotFound:
+        return CheckpointNotFound(
+            f"There is no checkpoint in {self.name} that ckpipe opens: the files to which these "
+            f"links lead are gone: {first_of(links, 8)}",
+            hint="Download them again, such as with huggingface_hub.snapshot_download",
         )
 
     @asynccontextmanager
@@ -339,11 +355,13 @@ def _format_of(head: bytes) -> str:
 
 
 def _is_dangling(path: str) -> bool:
+    path = path.removeprefix("file://")
     return os.path.islink(path) and not os.path.exists(path)
 
 
 def _dangling(folder: str) -> list[str]:
     """Return the names of links in a local folder that lead to no file."""
+    folder = folder.removeprefix("file://")
     names = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
     return [each for each in names if _is_dangling(os.path.join(folder, each))]
 

@@ -94,10 +94,14 @@ class CkpipeCheckpointManager(BaseCheckpointManager):
 
         def __post_init__(self) -> None:
             BaseCheckpointManager.Config.__post_init__(self)
-            self.async_mode = self.async_mode.lower()  # type: ignore[assignment]
+            if isinstance(self.async_mode, str):
+                self.async_mode = self.async_mode.lower()  # type: ignore[assignment]
+            if not isinstance(self.settings, dict) or {*map(type, self.settings)} - {str}:
+                hint = "It is a dict of fields of ckpipe.Settings"
+                raise UsageError(f"Invalid settings: {self.settings!r:.100}", hint=hint)
             for name, allowed in (("async_mode", _UNTIL), ("export_dtype", TORCH_DTYPE_MAP)):
-                if getattr(self, name) not in allowed:
-                    given = getattr(self, name)
+                given = getattr(self, name)
+                if not isinstance(given, str) or given not in allowed:
                     hint = f"It is one of {', '.join(allowed)}"
                     raise UsageError(f"Invalid {name}: {given!r:.100}", hint=hint)
             if self.enable:

@@ -47,9 +47,8 @@ def fitted(
         ShapeMismatch: If its parameters have other shapes.
     """
     structure, (part,) = document.structures[0], document.parts
-    path, kept, model = _place_of(into, structure.tree)
-    tree = _with_ties(structure.tree, model)
-    nested = tree
+    path, kept, target = _place_of(into, structure.tree)
+    nested = _with_ties(structure.tree, target)
     for key in reversed(path):
         nested = ["dict", [key], [nested]]
     values = list(part.values)
@@ -70,7 +69,7 @@ def fitted(
 
 
 def _place_of(into: Any, tree: Node) -> tuple[list[str], list[str], Any]:
-    """Return the path of the target's model, the labels beside it, and the model."""
+    """Return the path of the target's model, the labels beside it, and the object there."""
     path: list[str] = []
     kept: list[str] = []
     label = ""
@@ -112,14 +111,22 @@ def _is_model(value: Any) -> bool:
     return isinstance(value, torch.nn.Module) or hasattr(type(value), WEIGHTS)
 
 
-def _with_ties(tree: Node, model: Any) -> Node:
+def _with_ties(tree: Node, into: Any) -> Node:
     """Return the tree with all names of tied tensors, of which other programs write one."""
-    if not isinstance(model, torch.nn.Module) or tree[0] not in MAPPINGS:
+    if tree[0] not in MAPPINGS:
+        return tree
+    if isinstance(into, dict):
+        nodes = [
+            _with_ties(node, into.get(key)) if isinstance(key, str) else node
+            for key, node in zip(tree[1], tree[2], strict=True)
+        ]
+        return [tree[0], tree[1], nodes, *tree[3:]]
+    if not isinstance(into, torch.nn.Module):
         return tree
     flat = flattened(tree)  # a transform may have put names below a prefix
     known = dict(zip(flat[1], flat[2], strict=True))
     ties: defaultdict[Hashable, list[str]] = defaultdict(list)
-    for path, module in model.named_modules(remove_duplicate=False):
+    for path, module in into.named_modules(remove_duplicate=False):
         for name, each in (*module._parameters.items(), *module._buffers.items()):
             if each is not None and name not in module._non_persistent_buffers_set:
                 ties[tie_of(each)].append(f"{path}.{name}" if path else name)
@@ -130,7 +137,7 @@ def _with_ties(tree: Node, model: Any) -> Node:
         for name in names
         if name not in known
     }
-    if not more:
+    if not more or len(known) < len(flat[1]):  # of two equal names neither may win
         return tree
     return [flat[0], [*flat[1], *more], [*flat[2], *more.values()], *flat[3:]]
 

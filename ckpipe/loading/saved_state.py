@@ -117,9 +117,9 @@ def refuse_unread(data: Json, label: str) -> None:
         raise UnsupportedState(
             f"{data[2]} holds {data[1]}",
             key=label or data[2],
-            hint="Leave it out with exclude, or the transform ckpipe.Drop. If you trust the file's "
-            "writer, load it with the program that wrote it, and save plain values in its place, "
-            "and plain tensors, such as tensor.to_dense() or tensor.detach().clone()",
+            hint="Leave it out, such as with exclude= or the transform ckpipe.Drop. If you trust "
+            "the file's writer, load it with the program that wrote it, and save plain values in "
+            "its place, and plain tensors, such as tensor.to_dense() or tensor.detach().clone()",
         )
 
 

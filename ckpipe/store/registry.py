@@ -147,18 +147,23 @@ def _factory(scheme: str) -> BackendFactory:
         registered = dict(_registered)
     if scheme in registered:
         return registered[scheme]
-    return _installed(scheme, tuple(map(_last_change, sys.path)))
+    return _installed(scheme, tuple((str(each), _last_change(each)) for each in sys.path))
 
 
-def _last_change(folder: str) -> int:
-    with suppress(OSError):
+def _last_change(folder: Any) -> int:
+    with suppress(OSError, TypeError, ValueError):  # anything may have been put into sys.path
         return os.stat(folder or ".").st_mtime_ns
     return 0
 
 
 @lru_cache(maxsize=8)  # the search reads a file of each installed package
-def _installed(scheme: str, changes: tuple[int, ...]) -> BackendFactory:
-    installed = metadata.entry_points(group=ENTRY_POINT_GROUP)
+def _installed(scheme: str, changes: tuple[tuple[str, int], ...]) -> BackendFactory:
+    try:
+        installed = metadata.entry_points(group=ENTRY_POINT_GROUP)
+    except (TypeError, ValueError) as error:
+        message = f"Python cannot list the installed packages, which offer backends: {error}"
+        hint = "Remove from sys.path what is no path"
+        raise BackendNotFound(message, hint=hint) from error
     found = set(installed.select(name=scheme))
     if not found:
         names = sorted({*_registered, *installed.names})

@@ -155,6 +155,46 @@ def test_a_link_of_the_hubs_cache_whose_file_is_gone(
                 call(tmp_path / name)
 
 
+@pytest.mark.parametrize("prefix", ["", "file://"])
+@pytest.mark.parametrize(
+    ("gone", "there"),
+    [
+        ("model.safetensors", "other.safetensors"),
+        ("model.safetensors", "pytorch_model.bin"),
+        ("model.safetensors.index.json", "other.safetensors"),
+        ("model-00002-of-00002.safetensors", "model-00001-of-00002.safetensors"),
+        ("pytorch_model.bin", "adapter_model.bin"),
+        ("pytorch_model.bin.index.json", "adapter_model.bin"),
+        ("b.pt", "a.pt"),
+    ],
+)
+def test_no_file_is_taken_in_place_of_one_that_is_gone(
+    tmp_path: Path, gone: str, there: str, prefix: str
+) -> None:
+    (tmp_path / there).write_bytes(SAFETENSORS if "safe" in there else torch_file())
+    (tmp_path / gone).symlink_to("../../blobs/gone")
+    for call in (ckpipe.load, ckpipe.inspect):
+        with pytest.raises(CheckpointNotFound, match=rf"links lead are gone: {gone}.*Download"):
+            call(f"{prefix}{tmp_path}")
+
+
+@pytest.mark.parametrize(
+    ("gone", "there"),
+    [
+        ("pytorch_model.bin", "model.safetensors"),
+        ("other.safetensors", "model.safetensors"),
+        ("model.safetensors.index.json", "model.safetensors"),
+        ("adapter_model.bin", "pytorch_model.bin"),
+        ("tf_model.h5", "pytorch_model.bin"),
+        ("config.json", "a.pt"),
+    ],
+)
+def test_a_link_that_nothing_needs_may_be_gone(tmp_path: Path, gone: str, there: str) -> None:
+    (tmp_path / there).write_bytes(SAFETENSORS if "safe" in there else torch_file())
+    (tmp_path / gone).symlink_to("../../blobs/gone")
+    assert ckpipe.load(tmp_path).state["w"].sum() == 3
+
+
 FILES = {
     "a.npz": "numpy", "a.npy": "numpy", "a.pkl": "pickle", "a.h5": "Keras", "a.keras": "Keras",
     "a.msgpack": "Flax", "a.onnx": "ONNX",

@@ -69,6 +69,29 @@ async def test_a_load_is_one_line_with_step_size_seconds_and_place(
     assert f"{result.report.seconds:.2f} s" in lines[0]
 
 
+@pytest.mark.parametrize("form", ["{}", "file://{}", "relative"])
+@pytest.mark.parametrize("name", ["model.pt", "no_ending", "."])
+def test_a_load_of_another_programs_file_names_its_place_once(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    form: str,
+) -> None:
+    folder = tmp_path / "sh"
+    folder.mkdir()
+    torch.save({"w": torch.ones(1)}, folder / ("pytorch_model.bin" if name == "." else name))
+    monkeypatch.chdir(tmp_path)
+    path = Path("sh", name) if form == "relative" else folder / name
+    place = str(path) if form == "relative" else form.format(path)
+    caplog.set_level(logging.INFO, "ckpipe")
+    ckpipe.load(place)
+    with ckpipe.SyncPipeline(tmp_path / "run") as pipeline:
+        pipeline.load(source=place)
+    lines = [each.getMessage() for each in caplog.records if "loaded" in each.getMessage()]
+    assert [each.partition(" s from ")[2] for each in lines] == [place, place]
+
+
 def test_a_load_tells_its_beginning_and_end_until_the_listener_is_removed(store: Stores) -> None:
     heard: list[events.Event] = []
     with ckpipe.SyncPipeline(store.url) as pipeline:

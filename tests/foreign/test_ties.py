@@ -89,6 +89,48 @@ def test_all_names_of_a_tied_tensor_are_filled(kind: str, tmp_path: Path) -> Non
                 assert torch.equal(model.state_dict()[key], each), (name, key)
 
 
+NESTED: dict[str, tuple[Callable[[Any], Any], Callable[[nn.Module], Any], Any]] = {
+    "dict": (lambda names: {"model": names, "step": 3}, lambda m: {"model": m, "step": 0}, None),
+    "dict in a dict": (
+        lambda names: {"net": {"model": names}}, lambda m: {"net": {"model": m}}, None),
+    "renamed": (
+        lambda names: {"model": names, "step": 3}, lambda m: {"net": m, "step": 0},
+        {"model.*": "net.*"}),
+    "one of two": (lambda names: names, lambda m: {"a": Tied("module"), "b": m}, {"*": "b.*"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", NESTED)
+@pytest.mark.parametrize("kind", ["parameter", "module", "buffer"])
+def test_tied_names_inside_of_a_file_are_filled(kind: str, form: str, tmp_path: Path) -> None:
+    saved, model = Tied(kind), Tied(kind)
+    left_out = "b.second" if kind == "buffer" else "b.weight"
+    names = {key: each for key, each in saved.state_dict().items() if key != left_out}
+    wrapped, target, rename = NESTED[form]
+    torch.save(wrapped(names), tmp_path / "model.pt")
+    ckpipe.load(
+        tmp_path / "model.pt",
+        target(model),
+        transform=[ckpipe.Rename(rename)] if rename else [],
+        allow_missing=["a"],
+    )
+    for key, each in saved.state_dict().items():
+        assert torch.equal(model.state_dict()[key], each), key
+
+
+@pytest.mark.parametrize("wrapped", [lambda each: each, lambda each: {"model": each}])
+@pytest.mark.parametrize("nested_last", [True, False])
+def test_two_equal_names_of_a_file_are_refused(
+    nested_last: bool, wrapped: Callable[[Any], Any], tmp_path: Path
+) -> None:
+    names: list[tuple[str, Any]] = [
+        ("a.bias", torch.ones(4)), ("a", {"bias": torch.zeros(4)}), ("a.weight", torch.ones(4, 4))
+    ]  # fmt: skip
+    torch.save(wrapped(dict(names if nested_last else names[::-1])), tmp_path / "model.pt")
+    with pytest.raises(StructureMismatch, match=r"a\.bias"):
+        ckpipe.load(tmp_path / "model.pt", wrapped(Tied("parameter")))
+
+
 class Gpt(nn.Module):
     """A model with a head that is tied to the embedding of its inner model."""
 

@@ -225,7 +225,7 @@ def test_an_import_and_an_export_refuse_unknown_objects_by_label(tmp_path: Path)
         with pytest.raises(UnsupportedState, match="Rate") as raised:
             call("refused")
         assert raised.value.key == "rate.0"
-        assert "ckpipe.Drop" in str(raised.value.hint)
+        assert "such as with exclude= or the transform ckpipe.Drop" in str(raised.value.hint)
         assert not [each for each in tmp_path.glob("refused/**/*") if each.is_file()]
     expected = {"model": {"w": torch.ones(2)}, "args": KNOWN["args"][1]}
     ckpipe.import_checkpoint(file, tmp_path / "run", transform=changes)

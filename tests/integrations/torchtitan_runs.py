@@ -310,13 +310,17 @@ def last_weights_begin_a_run(case: Case) -> None:
 def mistakes_are_told_by_the_config(case: Case) -> None:
     kind: Any = CkpipeCheckpointManager.Config
     assert kind(async_mode="Async").async_mode == "async"  # as torchtitan's own takes it
-    for fields, text in (
+    mistakes: tuple[tuple[dict[str, Any], str], ...] = (
         ({"async_mode": "asinc"}, "Invalid async_mode: 'asinc'"),
+        *(({"async_mode": each}, "Invalid async_mode") for each in (None, 3, ["async"])),
         ({"export_dtype": "float64"}, "Invalid export_dtype: 'float64'"),
+        *(({"export_dtype": each}, "Invalid export_dtype") for each in (None, 3, ["float32"])),
+        *(({"settings": each}, "Invalid settings") for each in (None, [1], "keep_last", {3: 4})),
         ({"settings": {"keep_lst": 3}}, "keep_lst"),
         ({"settings": {"save_every_steps": 3}}, "save_every_steps has no effect"),
         ({"interval": 0}, "interval"),
-    ):
+    )
+    for fields, text in mistakes:
         with pytest.raises(ValueError, match=text):
             kind(enable=True, **fields)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -33,6 +34,10 @@ class Noted(MemoryBackend):
         super().__init__()
         self.url = url
         self.made.append(self)
+
+
+class NotedToo(Noted):
+    """Another such backend."""
 
 
 class Configured(Noted):
@@ -162,6 +167,33 @@ def test_two_packages_with_one_scheme(
     install("three", {scheme: "ckpipe.testing:SlowBackend"})
     with pytest.raises(BackendNotFound, match="Several installed packages"):
         opened(f"{scheme}://x")
+
+
+def test_folders_of_one_age_are_told_apart(
+    scheme: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    places = [tmp_path / "one", tmp_path / "other"]
+    for place, name in zip(places, ("Noted", "NotedToo"), strict=True):
+        folder = place / "a_store-1.0.dist-info"
+        folder.mkdir(parents=True)
+        (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: a-store\nVersion: 1.0\n")
+        (folder / "entry_points.txt").write_text(
+            f"[ckpipe.backends]\n{scheme} = tests.stores.test_registry:{name}\n"
+        )
+        os.utime(place, (1, 1))
+    before = sys.path
+    for place, kind in zip(places, (Noted, NotedToo), strict=True):
+        monkeypatch.setattr(sys, "path", [str(place), *before])
+        assert type(opened(f"{scheme}://x")) is kind
+
+
+@pytest.mark.parametrize("entry", ["a\0b", None, 7])
+def test_an_entry_of_the_path_that_is_none_is_told(
+    entry: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path, entry])
+    with pytest.raises(BackendNotFound, match=r"Remove from sys\.path"):
+        ckpipe.SyncPipeline(tmp_path).open()
 
 
 @pytest.mark.parametrize("form", ["{}", "file://{}", "{}/odd dir/x://y"])
