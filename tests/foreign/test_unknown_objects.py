@@ -328,7 +328,7 @@ PLACEHOLDERS: dict[str, bytes] = {
     "a function": b"cbuiltins\nset\n",
     "a dtype of another state": dtype("f8", STATE.replace(b"NNN", b"N)N")),
 }  # fmt: skip
-MANY = text("a") + b"q\1(" + b"h\1" * 10_000 + b"tq\2"
+MANY = text("") + b"q\0010(" + b"h\1" * 10_000 + b"tq\0020"
 NUMBERS = b"".join(b"M" + struct.pack("<H", n) + b"N" for n in range(5000))
 MALFORMED: dict[str, bytes] = {
     "a persistent id": SYSTEM + b"Q",
@@ -350,17 +350,15 @@ MALFORMED: dict[str, bytes] = {
     "a buffer": b"\x97",
     "a bomb": laughs()[2:-1].replace(b"]q\0", SYSTEM + b"q\0", 1),
     "a huge name": b"c" + b"m" * 2000 + b"\nx\n",
-    "names of a long module": text("m" * 900) + b"q\1" + b"".join(
+    "names of a long module": b"]" + text("m" * 900) + b"q\0010" + b"".join(
         b"h\1" + text(str(n)) + b"\x930" for n in range(4000)),
-    "a path many times": MANY + b"cpathlib\nPosixPath\nq\3](" + b"h\3h\2R" * 200 + b"e",
-    "a set many times": MANY + b"cbuiltins\nset\nq\3](" + b"h\3h\2\x85R" * 200 + b"e",
-    "bytes many times": text("a" * 10_000) + b"q\1" + text("latin1") + b"\x86q\2"
-                        + b"c_codecs\nencode\nq\3](" + b"h\3h\2R" * 2000 + b"e",
+    "a path many times": MANY + b"cpathlib\nPosixPath\nq\0030](" + b"h\3h\2R" * 200 + b"e",
+    "a set many times": MANY + b"cbuiltins\nset\nq\0030](" + b"h\3h\2\x85R" * 200 + b"e",
     "arguments in a list": b"cpathlib\nPosixPath\n]R",
-    "references to a path": MANY + b"cpathlib\nPosixPath\nh\2Rq\3](" + b"h\3" * 5000 + b"e",
-    "references to a space": b"cargparse\nNamespace\n)R}(" + NUMBERS + b"ubq\3]("
+    "references to a path": MANY + b"cpathlib\nPosixPath\nh\2Rq\0030](" + b"h\3" * 5000 + b"e",
+    "references to a space": b"cargparse\nNamespace\n)R}(" + NUMBERS + b"ubq\0030]("
                              + b"h\3" * 5000 + b"e",
-    "references to a dict": b"}(" + NUMBERS + UNREAD + b"Nuq\3](" + b"h\3" * 5000 + b"e",
+    "references to a dict": b"}(" + NUMBERS + UNREAD + b"Nuq\0030](" + b"h\3" * 5000 + b"e",
     "60,000 names": b"".join(b"cx\n%d\n0" % n for n in range(60_000)) + b"N",
 }  # fmt: skip
 
