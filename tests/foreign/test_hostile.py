@@ -261,9 +261,6 @@ ZIPS: dict[str, tuple[Callable[[Path], bytes], type[CkpipeError]]] = {
     "an instruction for classes": (lambda path: torch_zip(b"(ios\nsystem\n."), InvalidManifest),
     "state of a function": (
         lambda path: torch_zip(b"\x80\x02c_codecs\nencode\n}b."), InvalidManifest),
-    "attributes of a dict": (
-        lambda path: torch_zip(b"\x80\x02ccollections\nOrderedDict\n)R}X\x05\0\0\0itemsNsb."),
-        InvalidManifest),
     "2^31 memos": (lambda path: torch_zip(b"\x80\x02Nr\xff\xff\xff\x7f"), InvalidManifest),
     "2^40 bytes": (
         lambda path: torch_zip(b"\x80\x04\x8e" + struct.pack("<Q", 1 << 40) + b"."),
