@@ -321,10 +321,13 @@ def _restored(item: Any) -> Any:
             raise ValueError("a list lacks some of its places")
         return [_restored(item[number]) for number in range(len(item))]
     found = {key: _restored(each) for key, each in item.items()}
-    groups = found.get("param_groups")
-    if type(groups) is list and all(type(each) is dict and "params" in each for each in groups):
+    groups, state = found.get("param_groups"), found.get("state", {})
+    if (
+        type(groups) is list
+        and isinstance(state, dict)
+        and all(type(each) is dict and type(each.get("params")) is list for each in groups)
+    ):
         listed = [number for group in groups for number in group["params"]]
         numbers = {str(number): number for number in listed if type(number) is int}
-        state = found.get("state", {})
         found["state"] = {numbers.get(key, key): each for key, each in state.items()}
     return found

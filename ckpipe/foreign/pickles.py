@@ -17,7 +17,7 @@ import pathlib
 import pickle
 import re
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sized
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -31,6 +31,12 @@ _Load = Callable[["_Unpickler"], None]
 _BASE_BYTES, _BYTES_PER_BYTE = 4 << 20, 36
 """Bytes of memory for the objects of any pickle, and for each byte of it. Real ones take at most
 33: small parameters with short names, in protocol 4 or 5."""
+
+_FREE_ITEMS, _ITEM_BYTES = 40, 32
+"""Items of the arguments of a call that cost no more than it, and bytes of memory for each more."""
+
+_MOST_NAME, _MOST_PATH = 1000, 33_000
+"""Most characters of the name of a class or function, and of a path of a file system."""
 
 _MOST_KEY_PARTS, _MOST_KEY_BITS = 100, 1000
 """Most items of a tuple that is a key, with those inside, and most bits of a number."""
@@ -106,9 +112,7 @@ def read_pickle(
 
 def _costly(load: _Load, nbytes: int) -> _Load:
     def checked(self: _Unpickler) -> None:
-        self.left -= nbytes
-        if self.left < 0:
-            raise pickle.UnpicklingError("its objects take far more memory than a real file's")
+        self.pay(nbytes)
         load(self)
 
     return checked
@@ -162,22 +166,32 @@ class _Unpickler(pickle._Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         path = f"{module}.{name}"
+        if len(path) > _MOST_NAME:
+            raise pickle.UnpicklingError("it names a class with a huge name")
         found = self.known.get(path)
         if found is None and self.strict:
             raise UnsupportedState(
-                f"The file names {path}, which ckpipe does not know, and ckpipe runs nothing that "
-                "a file names"
+                f"The file names {path!r:.200}, which ckpipe does not know, and ckpipe runs "
+                "nothing that a file names"
             )
         return self._unread(path) if found is None else found
 
     def _unread(self, path: str) -> Unread:
-        what = f"an object of {path:.200}, which ckpipe does not know and does not make"
-        return self.unread.setdefault(path, Unread(what))
+        if path not in self.unread:
+            self.pay(4 * len(path))
+            what = f"an object of {path!r:.200}, which ckpipe does not know and does not make"
+            self.unread[path] = Unread(what)
+        return self.unread[path]
+
+    def pay(self, nbytes: int) -> None:
+        self.left -= nbytes
+        if self.left < 0:
+            raise pickle.UnpicklingError("its objects take far more memory than a real file's")
 
     def persistent_load(self, pid: Any) -> Any:
         if self.persistent is None:
             raise pickle.UnpicklingError("it has a persistent id")
-        unread = _first_unread(pid) if type(pid) is tuple else None
+        unread = _first_unread(pid) if type(pid) is tuple and len(pid) < _FREE_ITEMS else None
         return unread or self.persistent(pid)
 
     def load_build(self) -> None:
@@ -186,15 +200,23 @@ class _Unpickler(pickle._Unpickler):
             return
         if isinstance(made, Record) and not made.state:
             made.state = state if type(state) is dict else {"": state}
-        elif type(made) is OrderedDict and type(state) is dict and state.keys() <= {"_metadata"}:
-            vars(made).update(state)
+        elif type(made) is OrderedDict and type(state) is dict:
+            known = state.keys() <= {"_metadata"}
+            other = Unread("an OrderedDict with attributes that ckpipe does not keep")
+            vars(made).update(state if known else {"_metadata": other})
         else:
             raise pickle.UnpicklingError(f"a {type(made).__name__} has attributes")
 
     def load_newobj(self) -> None:
         args, make = self.stack.pop(), self.stack.pop()
-        unread = make if isinstance(make, Unread) else _first_unread(args)
-        self.stack.append(unread or make(*args))
+        if isinstance(make, Unread):
+            self.stack.append(make)
+            return
+        if type(args) is not tuple:
+            raise pickle.UnpicklingError(f"the arguments of a call are a {type(args).__name__}")
+        items = sum(len(each) for each in (args, *args) if isinstance(each, Sized))
+        self.pay(_ITEM_BYTES * max(0, items - _FREE_ITEMS))
+        self.stack.append(_first_unread(args) or make(*args))
 
     def load_newobj_ex(self) -> None:
         kwargs = self.stack.pop()
@@ -289,9 +311,18 @@ _NUMBER = re.compile("b1|[iu][1248]|f[248]|c8|c16")
 _DTYPE_STATES = [{"": (3, order, None, None, None, -1, -1, 0)} for order in "<>|="]
 
 
-def record_of(name: str) -> Make:
-    """Return a function that makes a record in place of an object of a class."""
-    return lambda *args: Record(name, args)
+@dataclass(frozen=True, slots=True)
+class RecordOf:
+    """Makes a record in place of an object of a class.
+
+    Args:
+        name: The name of the class.
+    """
+
+    name: str
+
+    def __call__(self, *args: Any) -> Record:
+        return Record(self.name, args)
 
 
 def _of_another(*_: Any) -> Unread:
@@ -300,7 +331,7 @@ def _of_another(*_: Any) -> Unread:
 
 
 RECORDS = {
-    **{name: record_of(name) for name in (*_PATHS, *_SPACES, *_SCALARS, "numpy.dtype")},
+    **{name: RecordOf(name) for name in (*_PATHS, *_SPACES, *_SCALARS, "numpy.dtype")},
     **dict.fromkeys(_OF_ANOTHER, _of_another),
 }
 """Makers of records of the classes that :func:`plain_of` knows, and of placeholders."""
@@ -315,7 +346,8 @@ def plain_of(record: Record) -> Any:
     args, state = record.args, record.state
     if record.name in _SPACES and not args and all(type(key) is str and key for key in state):
         return state
-    if record.name in _PATHS and not state and all(type(each) is str for each in args):
+    texts = not state and all(type(each) is str for each in args)
+    if record.name in _PATHS and texts and sum(map(len, args)) < _MOST_PATH:
         return str(_PATHS[record.name](*args))
     if record.name == "numpy.dtype" and (dtype := _number_dtype(record)):
         return str(dtype)

@@ -48,7 +48,7 @@ ENTRY_POINT_GROUP = "ckpipe.sources"
 
 MAX_METADATA_BYTES = 100_000_000
 """Bytes of the longest header or index that is read, as in the safetensors library. The memory for
-it is about twenty times as large."""
+it is about twenty times as large, and 33 times if its rows are as short as can be."""
 
 MAX_PICKLE_BYTES = 64 << 20
 """Bytes of the longest pickle that is read; the memory for it is at most forty times as large."""

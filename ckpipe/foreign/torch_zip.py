@@ -397,8 +397,11 @@ def _known(extent: Any) -> dict[str, Any]:
             raise ValueError("requires_grad is no bool")
         return replace(data, kind="parameter", requires_grad=requires_grad)
 
-    def device(*args: Any) -> torch.device:
-        return torch.device(*args)
+    def device(*args: Any) -> torch.device | Unread:
+        try:
+            return torch.device(*args)
+        except RuntimeError:
+            return Unread(f"the device {args!r:.100}, which this torch does not know")
 
     def sizes(numbers: Any) -> torch.Size:
         return torch.Size(numbers)
@@ -415,7 +418,9 @@ def _known(extent: Any) -> dict[str, Any]:
         "torch.UntypedStorage": _Kind(None),
         "torch.device": device,
         "torch.Size": sizes,
-        "torch.serialization._get_layout": lambda name: _LAYOUTS[name],
+        "torch.serialization._get_layout": lambda name: _LAYOUTS.get(
+            name, Unread("a layout of tensors that ckpipe does not know")
+        ),
         **{f"torch.{name}Storage": _Kind(dtype) for name, dtype in _STORAGES.items()},
         **{f"torch.{name}": dtype for name, dtype in DTYPES.items()},
     }

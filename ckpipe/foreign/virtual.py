@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from ckpipe.backend import ObjectInfo
 from ckpipe.errors import CorruptCheckpoint, InvalidExtent, InvalidManifest, UnsupportedState
-from ckpipe.foreign.pickles import Record, Unread, plain_of
+from ckpipe.foreign.pickles import Record, RecordOf, Unread, plain_of
 from ckpipe.format.boxes import Box
 from ckpipe.format.check import check_virtual
 from ckpipe.format.labels import Json, encode_key, join, unique_label
@@ -113,14 +113,17 @@ def virtual_manifest(
 
     Raises:
         InvalidExtent: If bytes lie outside their file, or a box outside its tensor.
-        InvalidManifest: If there is another contradiction, or the state is too large or deep.
+        InvalidManifest: If there is another contradiction, or the state is too large.
     """
     listed = list(files)
     made = _Tables(source, {each.key: (number, each.size) for number, each in enumerate(listed)})
     made.most_nodes = min(most_nodes, MOST_NODES)
     tree = made.node(state, "", 0)
     if made.plain:
-        classes = [f"{name} ({first_of(labels, 3)})" for name, labels in made.plain.items()]
+        classes = [
+            f"{name} ({first_of([f'{each!r:.200}' for each in labels], 3)})"
+            for name, labels in made.plain.items()
+        ]
         logger.info("%s: plain values are read in place of %s", source, "; ".join(classes))
     document = ManifestDocument(
         kind="index",
@@ -163,12 +166,14 @@ class _Tables:
         self.most_nodes = MOST_NODES
         self.plain: dict[str, list[str]] = {}
         self._source, self._files, self._nodes = source, files, 0
+        self._above: list[int] = []
         self._labels: set[str] = set()
         self._known: dict[tuple[int, int, int], int] = {}
         self._tensors: dict[int, int] = {}
 
     def node(self, item: Any, label: str, depth: int) -> Node:
         if isinstance(item, Record):
+            self._nodes += len(item.args) + len(item.state)
             name, item = item.name, plain_of(item)
             if not isinstance(item, Unread):
                 self.plain.setdefault(name, []).append(label)
@@ -177,12 +182,17 @@ class _Tables:
             self._nodes += len(item)
         if type(item) in (str, bytes):
             self._nodes += len(item) // _NODE_BYTES
-        if self._nodes > self.most_nodes or depth > _MOST_DEPTH:
+        if self._nodes > self.most_nodes:
             raise InvalidManifest(
-                f"The state has more than {self.most_nodes} items, or is nested more than "
-                f"{_MOST_DEPTH} deep: no real checkpoint is",
+                f"The state has more than {self.most_nodes} items: no real checkpoint has",
                 key=label[:200],
             )
+        if depth > _MOST_DEPTH:
+            item = Unread(f"an object in more than {_MOST_DEPTH} others")
+        if type(item) in (dict, OrderedDict, Counter, list, tuple):
+            if id(item) in self._above[:depth]:
+                item = Unread("an object that contains itself")
+            self._above[depth:] = [id(item)]
         if isinstance(item, ForeignTensor):
             return ["tensor", self._tensor(item, label)]
         keys: list[Json] = []
@@ -190,6 +200,7 @@ class _Tables:
             try:
                 keys = [encode_key(key, label) for key in item]
             except UnsupportedState:
+                self._nodes += len(item)
                 item = Unread(f"a {type(item).__name__} with keys that ckpipe does not keep")
         if type(item) in (dict, OrderedDict):
             kind = "dict" if type(item) is dict else "ordered_dict"
@@ -212,8 +223,10 @@ class _Tables:
             try:
                 return encode_value(item)
             except NotInline:
-                kind = f"{type(item).__module__}.{type(item).__qualname__}"
-                item = Unread(f"an object of {kind}, which ckpipe does not keep")
+                kind = f"an object of {type(item).__module__}.{type(item).__qualname__}"
+                if callable(item):
+                    kind = item.name if isinstance(item, RecordOf) else "a class or function"
+                item = Unread(f"{kind}, which ckpipe does not keep")
         return [UNREAD, item.what, self._source]
 
     def _tensor(self, tensor: ForeignTensor, label: str) -> int:

@@ -311,8 +311,25 @@ PLACEHOLDERS: dict[str, bytes] = {
     "a scalar of a dtype that is half made": scalar(
         b"cnumpy\ndtype\n" + text("f8") + b"\x89\x88\x87R", bytes(8)),
     "a dtype of code": dtype("__import__('os').system('x')"),
+    "a space in itself": b"cargparse\nNamespace\n)\x81q\1}" + text("a") + b"h\1sb",
+    "a dict in itself": b"}q\1" + text("a") + b"h\1s",
+    "a list in itself": b"]q\1h\1a",
+    "a list in itself twice": b"]q\1(h\1h\1e",
+    "a list in a tuple in itself": b"]q\1h\1\x85a",
+    "a counter in itself": b"ccollections\nCounter\n}\x85Rq\1" + text("a") + b"h\1s",
+    "deep": b"]" * 5000 + b"a" * 4999,
+    "an ordered dict with attributes": (
+        b"ccollections\nOrderedDict\n)R}" + text("items") + SYSTEM + b"sb"),
+    "a layout": b"ctorch.serialization\n_get_layout\n" + text("torch.jagged") + b"\x85R",
+    "a device": b"ctorch\ndevice\n" + text("npu:0") + b"\x85R",
+    "a path that is long": b"cpathlib\nPosixPath\n(" + text("a" * 1000) + b"q\1"
+                           + b"h\1" * 34 + b"tR",
+    "a class": b"cargparse\nNamespace\n",
+    "a function": b"cbuiltins\nset\n",
     "a dtype of another state": dtype("f8", STATE.replace(b"NNN", b"N)N")),
 }  # fmt: skip
+MANY = text("") + b"q\0010(" + b"h\1" * 10_000 + b"tq\0020"
+NUMBERS = b"".join(b"M" + struct.pack("<H", n) + b"N" for n in range(5000))
 MALFORMED: dict[str, bytes] = {
     "a persistent id": SYSTEM + b"Q",
     "a persistent id in text": b"Pos.system\n",
@@ -331,9 +348,17 @@ MALFORMED: dict[str, bytes] = {
     "items of nothing": b"a",
     "a mark of nothing": b"e",
     "a buffer": b"\x97",
-    "deep": b"]" * 5000 + SYSTEM + b"a" * 5000,
     "a bomb": laughs()[2:-1].replace(b"]q\0", SYSTEM + b"q\0", 1),
-    "a space in itself": b"cargparse\nNamespace\n)\x81q\1}" + text("a") + b"h\1sb",
+    "a huge name": b"c" + b"m" * 2000 + b"\nx\n",
+    "names of a long module": b"]" + text("m" * 900) + b"q\0010" + b"".join(
+        b"h\1" + text(str(n)) + b"\x930" for n in range(4000)),
+    "a path many times": MANY + b"cpathlib\nPosixPath\nq\0030](" + b"h\3h\2R" * 200 + b"e",
+    "a set many times": MANY + b"cbuiltins\nset\nq\0030](" + b"h\3h\2\x85R" * 200 + b"e",
+    "arguments in a list": b"cpathlib\nPosixPath\n]R",
+    "references to a path": MANY + b"cpathlib\nPosixPath\nh\2Rq\0030](" + b"h\3" * 5000 + b"e",
+    "references to a space": b"cargparse\nNamespace\n)R}(" + NUMBERS + b"ubq\0030]("
+                             + b"h\3" * 5000 + b"e",
+    "references to a dict": b"}(" + NUMBERS + UNREAD + b"Nuq\0030](" + b"h\3" * 5000 + b"e",
     "60,000 names": b"".join(b"cx\n%d\n0" % n for n in range(60_000)) + b"N",
 }  # fmt: skip
 
@@ -372,6 +397,46 @@ def test_placeholders_run_nothing_and_weights_beside_them_load(tmp_path: Path) -
             assert str(raised.value.key).startswith(name)
 
 
+def test_a_class_in_a_file_is_named(tmp_path: Path) -> None:
+    torch.save({"kind": argparse.Namespace}, tmp_path / "old.pt")
+    with pytest.raises(UnsupportedState, match=r"holds argparse\.Namespace, which"):
+        ckpipe.load(tmp_path / "old.pt")
+
+
+def test_names_of_a_file_are_told_without_what_controls_a_terminal(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    odd = "odd\x1b[2J\n"
+    file = hostile(tmp_path / "theirs", **{odd: text(odd) + text(odd) + b"\x93"})
+    with pytest.raises(UnsupportedState, match="odd") as raised:
+        ckpipe.load(file)
+    assert str(raised.value).isprintable()
+    torch.save({odd: argparse.Namespace()}, tmp_path / "old.pt")
+    with caplog.at_level(logging.INFO, "ckpipe"):
+        ckpipe.load(tmp_path / "old.pt")
+    assert all(each.message.isprintable() for each in caplog.records)
+    assert "odd" in caplog.text
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        {"param_groups": [{"params": Rate.LOW}]},
+        {"param_groups": [{"params": "ab"}]},
+        {"param_groups": [{"params": 1}], "state": {"0": 1}},
+        {"param_groups": [{"params": [0]}], "state": Rate.LOW},
+        {"param_groups": [{"params": [0]}], "state": "text"},
+    ],
+)
+def test_odd_optimizers_of_dcp_block_nothing_beside_them(
+    optimizer: dict[str, Any], tmp_path: Path
+) -> None:
+    weights = {"w": torch.arange(3.0)}
+    dcp_save({"model": weights, "optimizer": optimizer}, checkpoint_id=tmp_path / "dcp")
+    assert same(ckpipe.load(tmp_path / "dcp", include=["model"]).state, {"model": weights})
+
+
 @pytest.mark.usefixtures("unharmed")
 @pytest.mark.sample(6)
 @pytest.mark.parametrize("lie", MALFORMED)
@@ -382,6 +447,6 @@ def test_pickles_that_misuse_placeholders_are_malformed(lie: str, tmp_path: Path
 
 def test_a_file_that_is_one_unknown_object_is_refused_by_its_place(tmp_path: Path) -> None:
     torch.save(Mark(tmp_path / MARK), tmp_path / "mark.pt")
-    with pytest.raises(UnsupportedState, match=r"mark\.pt holds an object of __builtin__\.eval"):
+    with pytest.raises(UnsupportedState, match=r"mark\.pt holds an object of '__builtin__\.eval'"):
         ckpipe.load(tmp_path / "mark.pt")
     assert not (tmp_path / MARK).exists()
