@@ -68,6 +68,7 @@ from ckpipe.integrations.shared import (
     checked,
     choose_path,
     keep_names,
+    naming,
     tell_resumed,
 )
 from ckpipe.retention import KeepIf
@@ -135,6 +136,7 @@ class CkpipeCheckpointIO(TorchCheckpointIO):
         self._pipeline: TrainerPipeline | None = None
         self._dropped, self._marks, self._folders = set[str](), set[str](), set[str]()
         self._named, self._failed = defaultdict[str, list[str]](list), False
+        self._begun = set[str]()
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_pipeline": None}  # a copy opens one of its own
@@ -220,7 +222,8 @@ class CkpipeCheckpointIO(TorchCheckpointIO):
                 hint="Put CkpipeCallback() among the callbacks of the trainer",
             )
         path = os.path.abspath(path)
-        os.makedirs(os.path.dirname(path), exist_ok=True)  # Lightning puts its links there
+        with naming(path, "Nothing was saved"):
+            os.makedirs(os.path.dirname(path), exist_ok=True)  # Lightning puts its links there
         about = {"path": path, "name": os.path.basename(path), "weights_only": not whole}
         with _requeue_later():
             handle = self._open().save(checkpoint, checkpoint["global_step"], metadata=about)
@@ -235,7 +238,7 @@ class CkpipeCheckpointIO(TorchCheckpointIO):
         if re.fullmatch(r"hpc_ckpt_\d+\.ckpt", os.path.basename(path)):  # SLURM ends the job soon
             self._complete_name(path, handle.wait_complete())
         elif rank_zero_only.rank == 0:
-            with _locked(path):
+            with naming(path, f"{handle.id} is saved at {self.root}"), _locked(path):
                 old = self._own(path)
                 before = () if old is None else (old.id, *(old.before or ()))
                 free = old or os.path.islink(path) or not os.path.isfile(path)
@@ -243,6 +246,7 @@ class CkpipeCheckpointIO(TorchCheckpointIO):
                 if free and handle.id not in before:
                     new = Pointer(self.root, handle.id, handle.step, "", before, this_process())
                     write_pointer(path, self.root, new)
+                self._begun.add(handle.id)
 
     def _own(self, path: str) -> Pointer | None:
         found = None if os.path.islink(path) else read_pointer(path)
@@ -256,6 +260,9 @@ class CkpipeCheckpointIO(TorchCheckpointIO):
         self._folders.add(os.path.dirname(path))
         with _locked(path):
             if info.id in self._dropped:
+                return
+            if os.path.islink(path) and info.id in self._begun:
+                self._dropped.add(info.id)  # Lightning has put a link in place of the name
                 return
             old = self._own(path)
             ids = {info.id} if old is None else {info.id, old.id, *(old.before or ())}
@@ -349,17 +356,22 @@ class CkpipeCheckpointIO(TorchCheckpointIO):
     def _restore_names(self, folder: str | os.PathLike[str]) -> None:
         """Give names whose save was killed what they were before, and remove new ones."""
         self._forget_ended()
-        for path in filter(Path.is_file, Path(folder).glob("*")):
-            pointer = self._own(str(path))
-            if pointer is None or pointer.before is None or pointer.id in _saves:
-                continue
-            if may_run(pointer.writer):
-                continue
-            found = self._first_complete(pointer.id, *pointer.before)
-            if found is None or found.id != pointer.id:
-                path.unlink(missing_ok=True)
-            if found is not None:
-                self._complete_name(str(path), found)
+        for path in Path(folder).glob("*.ckpt"):
+            with suppress(OSError):  # of other files
+                if path.is_file():
+                    self._restore_name(path)
+
+    def _restore_name(self, path: Path) -> None:
+        pointer = self._own(str(path))
+        if pointer is None or pointer.before is None or pointer.id in _saves:
+            return
+        if may_run(pointer.writer):
+            return
+        found = self._first_complete(pointer.id, *pointer.before)
+        if found is None or found.id != pointer.id:
+            path.unlink(missing_ok=True)
+        if found is not None:
+            self._complete_name(str(path), found)
 
     def remove_checkpoint(self, path: Any) -> None:
         """Remove a name; its checkpoint is deleted once a newer one is complete."""
@@ -657,9 +669,8 @@ def _ended_pointer(path: str) -> Pointer | None:
             else:  # an id, the last part of a name, or a file that the save replaces at its end
                 found = whole == name or (pointer is None and path in (id, os.path.basename(name)))
             if found:
-                with suppress(TimeoutError):
-                    handle.wait_complete(_LONGEST_WAIT)
-                    return Pointer(handle._pipeline.url, id, handle.step)
+                handle.wait_complete()
+                return Pointer(handle._pipeline.url, id, handle.step)
         ended = pointer is None or pointer.before is None or may_run(pointer.writer) is False
         if ended or time.monotonic() > until:
             return pointer

@@ -503,6 +503,33 @@ def a_killed_name_is_never_an_older_one(case: Case) -> None:
     assert all(read_pointer(f"{one['out']}/{each}").before is None for each in names(one))  # type: ignore[union-attr]
 
 
+def a_link_stays_in_place_of_a_late_save(case: Case) -> None:
+    one = of(case, "one", url="slow://store", names={"save_top_k": 0, "save_last": None}, epochs=1)
+    store, trainer = slow_store(one), fit_anew(one)
+    module, folder = trainer.lightning_module, Path(one["out"])
+    for name, step in (("older", 7), ("last", 8), ("newer", 9)):
+        module.step.fill_(step)
+        if name == "last":
+            store.hold()
+        trainer.save_checkpoint(folder / f"{name}.ckpt")
+        if name == "last":
+            (folder / "last.ckpt").unlink()
+            (folder / "last.ckpt").symlink_to("newer.ckpt")
+    store.release()
+    trainer.strategy.checkpoint_io.teardown()
+    assert (folder / "last.ckpt").is_symlink()
+    assert step_of(one, f"{folder}/last.ckpt") == 9
+    # Files that the next fit cannot read, or that are none, do not matter.
+    (folder / "other.ckpt").write_text("other")
+    (folder / "other.ckpt").chmod(0)
+    (folder / "folder.ckpt").mkdir()
+    fit({**one, "epochs": 2})
+    assert {"other.ckpt", "folder.ckpt"} <= set(names(one))
+    # A file in place of the folder.
+    with pytest.raises(CkpipeError, match="cannot be written"):
+        trainer.save_checkpoint(folder / "older.ckpt" / "new.ckpt")
+
+
 def load_from_checkpoint_absent(case: Case) -> None:
     new_io(case).load_checkpoint(f"{case['out']}/absent.ckpt")
 

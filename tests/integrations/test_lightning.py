@@ -77,6 +77,7 @@ def test_a_run_killed_inside_a_save_goes_on_to_the_bit(
     "feature",
     [
         "a_failed_save_leaves_no_name",
+        "a_link_stays_in_place_of_a_late_save",
         "loads_wait_for_the_save_of_their_name",
         "names_are_loaded",
         "names_are_there_at_once",
