@@ -39,7 +39,7 @@ import torch.distributed as dist
 from lightning.fabric.plugins.io import TorchCheckpointIO
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch import Callback, LightningDataModule, LightningModule
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 from lightning.pytorch.trainer.connectors.signal_connector import _HandlersCompose
 
@@ -339,12 +339,32 @@ class CkpipeCheckpointIO(TorchCheckpointIO):
         pointer = _ended_pointer(path)
         if pointer is None or pointer.before is None:
             return pointer
-        found = self._first_complete(pointer.id, *(pointer.before if self.resumes else ()))
-        if found is None:
-            raise _killed(path, pointer)
+        found = self._first_complete(pointer.id, *pointer.before)
+        if found is None and self.resumes and not may_run(pointer.writer):
+            found = self._end_name(path)
+        if found is None or not (self.resumes or found.id == pointer.id):
+            raise _killed(path, pointer, found)
         if found.id != pointer.id:
-            logger.warning("The save of %s was killed: it leads to %s again", path, found.id)
+            _warn_killed(path, found)
         return Pointer(pointer.root, found.id, found.step)
+
+    def _end_name(self, path: str) -> CheckpointInfo | None:
+        """Lead a link of Lightning to the newest; without one remove the name, so that fit begins.
+
+        Lightning's link led to an earlier checkpoint until the call of the killed save returned.
+        """
+        found, dead = None, os.path.realpath(path)
+        if self._own(dead) is None:
+            return None
+        last = os.path.basename(path).startswith(ModelCheckpoint.CHECKPOINT_NAME_LAST)
+        if last and os.path.islink(path) and (newest := self.newest()) is not None:
+            found = self._first_complete(newest)
+        with naming(path, "Its save was killed"):
+            if found is not None:
+                write_pointer(path, self.root, found)
+            else:
+                os.unlink(dead)
+        return found
 
     def _first_complete(self, *ids: str) -> CheckpointInfo | None:
         with self._new(solo=True) as pipeline:
@@ -371,6 +391,8 @@ class CkpipeCheckpointIO(TorchCheckpointIO):
         if found is None or found.id != pointer.id:
             path.unlink(missing_ok=True)
         if found is not None:
+            if found.id != pointer.id:
+                _warn_killed(path, found)
             self._complete_name(str(path), found)
 
     def remove_checkpoint(self, path: Any) -> None:
@@ -506,13 +528,17 @@ class CkpipeCallback(Callback):
         if loop["epoch_loop.batch_progress"]["is_last_batch"]:
             self._rng.apply()
 
-    def on_train_start(self, trainer: Any, module: Any) -> None:
-        """Tell where the run resumes, or that it begins."""
-        io, loop = trainer.strategy.checkpoint_io, trainer.fit_loop
+    def on_fit_start(self, trainer: Any, module: Any) -> None:
+        """Give names whose save was killed what they were before."""
+        io = trainer.strategy.checkpoint_io
         if isinstance(io, CkpipeCheckpointIO) and trainer.is_global_zero:
             folders = [getattr(each, "dirpath", None) for each in trainer.checkpoint_callbacks]
             for folder in {trainer.default_root_dir, *filter(None, folders)}:
                 io._restore_names(folder)
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        """Tell where the run resumes, or that it begins."""
+        io, loop = trainer.strategy.checkpoint_io, trainer.fit_loop
         if trainer.ckpt_path:
             done, data = loop.epoch_loop.batch_progress, ""
             saved, now = self._batches, _batches(trainer)
@@ -677,13 +703,20 @@ def _ended_pointer(path: str) -> Pointer | None:
         time.sleep(0.05)
 
 
-def _killed(path: str, pointer: Pointer) -> CheckpointIncomplete:
-    before = f"; before, the name led to {pointer.before[0]}" if pointer.before else ""
+def _killed(
+    path: str, pointer: Pointer, found: CheckpointInfo | None = None
+) -> CheckpointIncomplete:
+    before = "" if found is None else f"; before, the name led to {found.id}"
     return CheckpointIncomplete(
-        f"The save of {path} has not ended, or was killed{before}",
+        f"The save of {path} has not ended, or it failed or was killed{before}",
         step=pointer.step,
-        hint="Wait for it if it runs elsewhere, or resume from io.newest()",
+        hint="Wait for it if it runs elsewhere, or resume from io.newest(); with CkpipeCallback() "
+        "among the callbacks, fit goes on from what the name led to before",
     )
+
+
+def _warn_killed(path: str | Path, found: CheckpointInfo) -> None:
+    logger.warning("The save of %s failed or was killed: it leads to %s again", path, found.id)
 
 
 async def _marks(backend: Backend) -> set[str]:
