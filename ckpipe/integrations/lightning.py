@@ -8,8 +8,8 @@ one (:mod:`ckpipe.integrations.pointers`). Tried with Lightning 2.6.
 Names. Lightning asks the file system whether a name is there, to choose another one, so a name is
 there when the call of a save returns. It is marked until its checkpoint is complete. A load by it
 waits for that. If the save was killed, a load by its name is refused, since the checkpoint that had
-this name before is another one; ``fit`` goes on from that, with a warning. The next ``fit`` gives
-the name back to it.
+this name before is another one. With :class:`CkpipeCallback` ``fit`` goes on from that, with a
+warning, and gives the name back to it.
 
 Removals. A removed checkpoint stays until a newer one is complete, since that may yet fail. A mark
 on the store (``.ckpipe/removed/ID``) says that the newest is removed, such as the tuner's. It is
