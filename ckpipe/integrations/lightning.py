@@ -8,8 +8,8 @@ one (:mod:`ckpipe.integrations.pointers`). Tried with Lightning 2.6.
 Names. Lightning asks the file system whether a name is there, to choose another one, so a name is
 there when the call of a save returns. It is marked until its checkpoint is complete. A load by it
 waits for that. If the save was killed, a load by its name is refused, since the checkpoint that had
-this name before is another one; ``fit`` goes on from that, with a warning. The next ``fit`` gives
-the name back to it.
+this name before is another one. With :class:`CkpipeCallback` ``fit`` goes on from that, with a
+warning, and gives the name back to it.
 
 Removals. A removed checkpoint stays until a newer one is complete, since that may yet fail. A mark
 on the store (``.ckpipe/removed/ID``) says that the newest is removed, such as the tuner's. It is
@@ -39,7 +39,7 @@ import torch.distributed as dist
 from lightning.fabric.plugins.io import TorchCheckpointIO
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch import Callback, LightningDataModule, LightningModule
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 from lightning.pytorch.trainer.connectors.signal_connector import _HandlersCompose
 
@@ -68,6 +68,7 @@ from ckpipe.integrations.shared import (
     checked,
     choose_path,
     keep_names,
+    naming,
     tell_resumed,
 )
 from ckpipe.retention import KeepIf
@@ -135,6 +136,7 @@ class CkpipeCheckpointIO(TorchCheckpointIO):
         self._pipeline: TrainerPipeline | None = None
         self._dropped, self._marks, self._folders = set[str](), set[str](), set[str]()
         self._named, self._failed = defaultdict[str, list[str]](list), False
+        self._begun = set[str]()
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_pipeline": None}  # a copy opens one of its own
@@ -220,7 +222,8 @@ class CkpipeCheckpointIO(TorchCheckpointIO):
                 hint="Put CkpipeCallback() among the callbacks of the trainer",
             )
         path = os.path.abspath(path)
-        os.makedirs(os.path.dirname(path), exist_ok=True)  # Lightning puts its links there
+        with naming(path, "Nothing was saved"):
+            os.makedirs(os.path.dirname(path), exist_ok=True)  # Lightning puts its links there
         about = {"path": path, "name": os.path.basename(path), "weights_only": not whole}
         with _requeue_later():
             handle = self._open().save(checkpoint, checkpoint["global_step"], metadata=about)
@@ -235,7 +238,7 @@ class CkpipeCheckpointIO(TorchCheckpointIO):
         if re.fullmatch(r"hpc_ckpt_\d+\.ckpt", os.path.basename(path)):  # SLURM ends the job soon
             self._complete_name(path, handle.wait_complete())
         elif rank_zero_only.rank == 0:
-            with _locked(path):
+            with naming(path, f"{handle.id} is saved at {self.root}"), _locked(path):
                 old = self._own(path)
                 before = () if old is None else (old.id, *(old.before or ()))
                 free = old or os.path.islink(path) or not os.path.isfile(path)
@@ -243,6 +246,7 @@ class CkpipeCheckpointIO(TorchCheckpointIO):
                 if free and handle.id not in before:
                     new = Pointer(self.root, handle.id, handle.step, "", before, this_process())
                     write_pointer(path, self.root, new)
+                self._begun.add(handle.id)
 
     def _own(self, path: str) -> Pointer | None:
         found = None if os.path.islink(path) else read_pointer(path)
@@ -256,6 +260,9 @@ class CkpipeCheckpointIO(TorchCheckpointIO):
         self._folders.add(os.path.dirname(path))
         with _locked(path):
             if info.id in self._dropped:
+                return
+            if os.path.islink(path) and info.id in self._begun:
+                self._dropped.add(info.id)  # Lightning has put a link in place of the name
                 return
             old = self._own(path)
             ids = {info.id} if old is None else {info.id, old.id, *(old.before or ())}
@@ -332,12 +339,32 @@ class CkpipeCheckpointIO(TorchCheckpointIO):
         pointer = _ended_pointer(path)
         if pointer is None or pointer.before is None:
             return pointer
-        found = self._first_complete(pointer.id, *(pointer.before if self.resumes else ()))
-        if found is None:
-            raise _killed(path, pointer)
+        found = self._first_complete(pointer.id, *pointer.before)
+        if found is None and self.resumes and not may_run(pointer.writer):
+            found = self._end_name(path)
+        if found is None or not (self.resumes or found.id == pointer.id):
+            raise _killed(path, pointer, found)
         if found.id != pointer.id:
-            logger.warning("The save of %s was killed: it leads to %s again", path, found.id)
+            _warn_killed(path, found)
         return Pointer(pointer.root, found.id, found.step)
+
+    def _end_name(self, path: str) -> CheckpointInfo | None:
+        """Lead a link of Lightning to the newest; without one remove the name, so that fit begins.
+
+        Lightning's link led to an earlier checkpoint until the call of the killed save returned.
+        """
+        found, dead = None, os.path.realpath(path)
+        if self._own(dead) is None:
+            return None
+        last = os.path.basename(path).startswith(ModelCheckpoint.CHECKPOINT_NAME_LAST)
+        if last and os.path.islink(path) and (newest := self.newest()) is not None:
+            found = self._first_complete(newest)
+        with naming(path, "Its save was killed"):
+            if found is not None:
+                write_pointer(path, self.root, found)
+            else:
+                os.unlink(dead)
+        return found
 
     def _first_complete(self, *ids: str) -> CheckpointInfo | None:
         with self._new(solo=True) as pipeline:
@@ -349,17 +376,24 @@ class CkpipeCheckpointIO(TorchCheckpointIO):
     def _restore_names(self, folder: str | os.PathLike[str]) -> None:
         """Give names whose save was killed what they were before, and remove new ones."""
         self._forget_ended()
-        for path in filter(Path.is_file, Path(folder).glob("*")):
-            pointer = self._own(str(path))
-            if pointer is None or pointer.before is None or pointer.id in _saves:
-                continue
-            if may_run(pointer.writer):
-                continue
-            found = self._first_complete(pointer.id, *pointer.before)
-            if found is None or found.id != pointer.id:
-                path.unlink(missing_ok=True)
-            if found is not None:
-                self._complete_name(str(path), found)
+        for path in Path(folder).glob("*.ckpt"):
+            with suppress(OSError):  # of other files
+                if path.is_file():
+                    self._restore_name(path)
+
+    def _restore_name(self, path: Path) -> None:
+        pointer = self._own(str(path))
+        if pointer is None or pointer.before is None or pointer.id in _saves:
+            return
+        if may_run(pointer.writer):
+            return
+        found = self._first_complete(pointer.id, *pointer.before)
+        if found is None or found.id != pointer.id:
+            path.unlink(missing_ok=True)
+        if found is not None:
+            if found.id != pointer.id:
+                _warn_killed(path, found)
+            self._complete_name(str(path), found)
 
     def remove_checkpoint(self, path: Any) -> None:
         """Remove a name; its checkpoint is deleted once a newer one is complete."""
@@ -494,13 +528,17 @@ class CkpipeCallback(Callback):
         if loop["epoch_loop.batch_progress"]["is_last_batch"]:
             self._rng.apply()
 
-    def on_train_start(self, trainer: Any, module: Any) -> None:
-        """Tell where the run resumes, or that it begins."""
-        io, loop = trainer.strategy.checkpoint_io, trainer.fit_loop
+    def on_fit_start(self, trainer: Any, module: Any) -> None:
+        """Give names whose save was killed what they were before."""
+        io = trainer.strategy.checkpoint_io
         if isinstance(io, CkpipeCheckpointIO) and trainer.is_global_zero:
             folders = [getattr(each, "dirpath", None) for each in trainer.checkpoint_callbacks]
             for folder in {trainer.default_root_dir, *filter(None, folders)}:
                 io._restore_names(folder)
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        """Tell where the run resumes, or that it begins."""
+        io, loop = trainer.strategy.checkpoint_io, trainer.fit_loop
         if trainer.ckpt_path:
             done, data = loop.epoch_loop.batch_progress, ""
             saved, now = self._batches, _batches(trainer)
@@ -657,22 +695,28 @@ def _ended_pointer(path: str) -> Pointer | None:
             else:  # an id, the last part of a name, or a file that the save replaces at its end
                 found = whole == name or (pointer is None and path in (id, os.path.basename(name)))
             if found:
-                with suppress(TimeoutError):
-                    handle.wait_complete(_LONGEST_WAIT)
-                    return Pointer(handle._pipeline.url, id, handle.step)
+                handle.wait_complete()
+                return Pointer(handle._pipeline.url, id, handle.step)
         ended = pointer is None or pointer.before is None or may_run(pointer.writer) is False
         if ended or time.monotonic() > until:
             return pointer
         time.sleep(0.05)
 
 
-def _killed(path: str, pointer: Pointer) -> CheckpointIncomplete:
-    before = f"; before, the name led to {pointer.before[0]}" if pointer.before else ""
+def _killed(
+    path: str, pointer: Pointer, found: CheckpointInfo | None = None
+) -> CheckpointIncomplete:
+    before = "" if found is None else f"; before, the name led to {found.id}"
     return CheckpointIncomplete(
-        f"The save of {path} has not ended, or was killed{before}",
+        f"The save of {path} has not ended, or it failed or was killed{before}",
         step=pointer.step,
-        hint="Wait for it if it runs elsewhere, or resume from io.newest()",
+        hint="Wait for it if it runs elsewhere, or resume from io.newest(); with CkpipeCallback() "
+        "among the callbacks, fit goes on from what the name led to before",
     )
+
+
+def _warn_killed(path: str | Path, found: CheckpointInfo) -> None:
+    logger.warning("The save of %s failed or was killed: it leads to %s again", path, found.id)
 
 
 async def _marks(backend: Backend) -> set[str]:

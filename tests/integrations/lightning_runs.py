@@ -484,10 +484,10 @@ def a_killed_name_is_never_an_older_one(case: Case) -> None:
             lambda path=path: step_of(one, path),
             lambda path=path: new_io(one).load_checkpoint(path),
         ):
-            with pytest.raises(FileNotFoundError, match="has not ended, or was killed"):
+            with pytest.raises(FileNotFoundError, match="not ended, or it failed or was killed"):
                 load()
     assert step_of(one, f"{one['out']}/complete.ckpt") == 5
-    with pytest.raises(FileNotFoundError, match="has not ended, or was killed"):
+    with pytest.raises(FileNotFoundError, match="not ended, or it failed or was killed"):
         fit({**one, "path": files["new"]})
     with pytest.raises(FileNotFoundError, match="no complete checkpoint"):
         load_from_checkpoint_absent(one)
@@ -495,12 +495,67 @@ def a_killed_name_is_never_an_older_one(case: Case) -> None:
     with heard() as said:
         again = fit({**one, "path": files["old"], "epochs": 2})
     assert again.global_step == 20
-    assert any("was killed: it leads to step-" in each for each in said)
+    assert any("failed or was killed: it leads to step-" in each for each in said)
     assert "new.ckpt" not in names(one)
     assert [step_of(one, f"{one['out']}/{name}.ckpt") for name in ("old", "older", "complete")] == [
         3, 5, 5,
     ]  # fmt: skip
     assert all(read_pointer(f"{one['out']}/{each}").before is None for each in names(one))  # type: ignore[union-attr]
+
+
+class DiesAtItsEnd(pl.Callback):
+    def on_train_end(self, trainer: Any, module: Any) -> None:
+        die()
+
+
+def dies_inside_its_saves(case: Case) -> None:
+    store = slow_store(case)
+    if case["complete"]:
+        fit_anew({**case, "epochs": 1})
+    store.hold()
+    trainer = new_trainer({**case, "epochs": 2}, callbacks=[CkpipeCallback(), DiesAtItsEnd()])
+    trainer.fit(new_module(case), ckpt_path=new_io(case).newest())
+
+
+def last_goes_on_after_a_killed_save(case: Case) -> None:
+    slow_store(case)
+    last = {**case, "path": "last", "epochs": 2}
+    if not case["complete"]:
+        with pytest.raises(FileNotFoundError, match=r"has not ended, or .* killed \[step 18\]"):
+            fit(last)
+    with heard() as said:
+        assert fit(last).global_step == 20
+    resumed = [each for each in said if "resumed step 9" in each]
+    assert len(resumed) == case["complete"]
+    assert step_of(case, f"{case['out']}/last.ckpt") == 18
+    assert all(read_pointer(f"{case['out']}/{each}").before is None for each in names(case))  # type: ignore[union-attr]
+
+
+def a_link_stays_in_place_of_a_late_save(case: Case) -> None:
+    one = of(case, "one", url="slow://store", names={"save_top_k": 0, "save_last": None}, epochs=1)
+    store, trainer = slow_store(one), fit_anew(one)
+    module, folder = trainer.lightning_module, Path(one["out"])
+    for name, step in (("older", 7), ("last", 8), ("newer", 9)):
+        module.step.fill_(step)
+        if name == "last":
+            store.hold()
+        trainer.save_checkpoint(folder / f"{name}.ckpt")
+        if name == "last":
+            (folder / "last.ckpt").unlink()
+            (folder / "last.ckpt").symlink_to("newer.ckpt")
+    store.release()
+    trainer.strategy.checkpoint_io.teardown()
+    assert (folder / "last.ckpt").is_symlink()
+    assert step_of(one, f"{folder}/last.ckpt") == 9
+    # Files that the next fit cannot read, or that are none, do not matter.
+    (folder / "other.ckpt").write_text("other")
+    (folder / "other.ckpt").chmod(0)
+    (folder / "folder.ckpt").mkdir()
+    fit({**one, "epochs": 2})
+    assert {"other.ckpt", "folder.ckpt"} <= set(names(one))
+    # A file in place of the folder.
+    with pytest.raises(CkpipeError, match="cannot be written"):
+        trainer.save_checkpoint(folder / "older.ckpt" / "new.ckpt")
 
 
 def load_from_checkpoint_absent(case: Case) -> None:
@@ -524,7 +579,7 @@ def a_failed_save_leaves_no_name(case: Case) -> None:
         trainer.save_checkpoint(path)
         with pytest.raises(CkpipeError, match="broken"):
             trainer.strategy.checkpoint_io.load_checkpoint(path)
-        with pytest.raises(CkpipeError, match=r"broken|has not ended, or was killed"):
+        with pytest.raises(CkpipeError, match=r"broken|not ended, or it failed or was killed"):
             step_of(one, path)
     faulty.heal()
     trainer.strategy.checkpoint_io.teardown()

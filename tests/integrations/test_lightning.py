@@ -77,6 +77,7 @@ def test_a_run_killed_inside_a_save_goes_on_to_the_bit(
     "feature",
     [
         "a_failed_save_leaves_no_name",
+        "a_link_stays_in_place_of_a_late_save",
         "loads_wait_for_the_save_of_their_name",
         "names_are_loaded",
         "names_are_there_at_once",
@@ -99,6 +100,16 @@ def test_a_name_whose_save_was_killed_is_never_an_older_one(server: Forks, tmp_p
     case = new_case(tmp_path)
     assert server.run({**case, "do": "dies_inside_saves"}) is None
     assert server.run({**case, "do": "a_killed_name_is_never_an_older_one"}) == 0
+
+
+@pytest.mark.parametrize(("kept", "complete"), [(True, False), ("link", True)])
+def test_last_goes_on_after_a_killed_save(
+    server: Forks, tmp_path: Path, kept: Any, complete: bool
+) -> None:
+    names = {"save_last": kept, "save_top_k": -1}
+    case = new_case(tmp_path, url="slow://store", complete=complete, names=names)
+    assert server.run({**case, "do": "dies_inside_its_saves"}) is None
+    assert server.run({**case, "do": "last_goes_on_after_a_killed_save"}) == 0
 
 
 def test_all_ranks_wait_for_the_save_of_a_name(server: Forks, tmp_path: Path) -> None:
