@@ -18,7 +18,7 @@ from accelerate import Accelerator
 from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard, SeedableRandomSampler
 from accelerate.state import GradientState
 from accelerate.utils import DistributedType, broadcast_object_list
-from torch.utils.data import IterableDataset
+from torch.utils.data import DistributedSampler, IterableDataset, SequentialSampler
 
 from ckpipe import CheckpointInfo, Progress, RngState, SyncPipeline
 from ckpipe.distributed import training_state
@@ -214,6 +214,8 @@ class _Attached:
             chosen = self._pipeline.choose()
             if chosen is None:
                 self._tell_of_own()
+                for each in accelerator._dataloaders:
+                    _order_anew(each)
                 self._begun = True
                 return None
         else:
@@ -253,6 +255,13 @@ class _Attached:
                     "The %s was %s at step %d and is %s: samples may be left out or come twice",
                     name, before, chosen.step, now,
                 )  # fmt: skip
+        if accelerator.is_main_process and any(each.another_order for each in loaders):
+            logger.warning(
+                "The epoch of a loader goes on at step %d in another order: samples may be left "
+                "out or come twice. Its order is kept with use_seedable_sampler=True, and with "
+                "workers if load_state() is called before the first epoch of a run",
+                chosen.step,
+            )
         goes_on = loaders and all(each.goes_on for each in loaders)
         epochs = ", ".join(str(each.loader.iteration) for each in loaders)
         tell_resumed(
@@ -382,6 +391,27 @@ def _has_begun(position: dict[str, Any]) -> bool:
     return bool(position.get("_num_yielded", True))
 
 
+def _is_early(loader: Any) -> bool:
+    """Tell whether workers take an epoch from an order that no seed of the sampler gives.
+
+    A stateful loader makes its first iterator before accelerate puts the seedable sampler in.
+    """
+    return (
+        getattr(loader, "use_stateful_dataloader", False)
+        and loader.num_workers > 0
+        and isinstance(loader.get_sampler(), SeedableRandomSampler)
+        and loader.iteration == 0
+        and "ckpipe_ordered" not in vars(loader)
+    )
+
+
+def _order_anew(loader: Any) -> None:
+    """Let the first epoch take its order from the sampler too."""
+    if _is_early(loader) and not _has_begun(loader.state_dict()):
+        loader.load_state_dict({})
+        loader.ckpipe_ordered = True
+
+
 class _Loader:
     """The epoch and order of a prepared loader, and its position if it is stateful."""
 
@@ -391,7 +421,7 @@ class _Loader:
         self._sampler = sampler if isinstance(sampler, SeedableRandomSampler) else None
         self._stateful = getattr(loader, "use_stateful_dataloader", False)
         self.goes_on, self.batch = False, getattr(loader, "total_batch_size", None)
-        self.before = self.batch
+        self.before, self.another_order = self.batch, False
         data = loader.dataset
         remembers = isinstance(data, IterableDataset) and is_stateful(data)
         told = hasattr(data, "set_epoch")  # accelerate tells it each epoch
@@ -406,6 +436,7 @@ class _Loader:
         # The last batch of an epoch is saved as the beginning of the next one.
         last = self._gradients.active_dataloader is self.loader and self.loader.end_of_dataloader
         state: dict[str, Any] = {"iteration": self.loader.iteration + last, "batch": self.batch}
+        state["early"] = _is_early(self.loader)
         if self._sampler is not None:
             state["seed"] = self._sampler.initial_seed
         if self._stateful:
@@ -414,7 +445,8 @@ class _Loader:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if self._sampler is not None:
-            self._sampler.initial_seed = state["seed"]
+            self._sampler.initial_seed = state.get("seed", self._sampler.initial_seed)
+        early = state.get("early", _is_early(self.loader) and state["iteration"] == 0)
         if self._stateful and _has_begun(position := state["position"]):
             ended = position.get("_iterator_finished")
             ended &= self._sampler is not None or not is_stateful(self.loader.dataset)
@@ -422,6 +454,19 @@ class _Loader:
             # was saved: not with the one that the loader has made already.
             self.loader.load_state_dict({} if ended else position)
             self.loader.dl_state_dict = position  # for a save before the first batch
+            self.loader.ckpipe_ordered = True
+            self.another_order = not ended and (early or not self._has_order("seed" in state))
+        elif not early:
+            _order_anew(self.loader)
         self.before = state.get("batch", self.batch)
-        self.goes_on = self._stateful and self.before == self.batch
+        self.goes_on = self._stateful and self.before == self.batch and not self.another_order
         self.loader.set_epoch(state["iteration"])
+
+    def _has_order(self, seeded: bool) -> bool:
+        """Tell whether an epoch has the same order in another process."""
+        if seeded or self._sampler is not None:
+            return seeded and self._sampler is not None
+        batches = getattr(self.loader, "batch_sampler", None)
+        sampler = getattr(getattr(batches, "batch_sampler", batches), "sampler", None)
+        known = isinstance(sampler, SequentialSampler | DistributedSampler)
+        return known or isinstance(self.loader.dataset, IterableDataset)

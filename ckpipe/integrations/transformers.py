@@ -18,7 +18,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -85,6 +85,11 @@ _ORDER = (
     "data_seed train_sampling_strategy dataloader_drop_last"
 )
 """Arguments that the order of the samples, or the position in it, depends on."""
+_LACKING = {
+    "held": "generated texts and counts of the trainer",
+    "references": "reference models that callbacks move",
+}
+_ORDER_OF_ACCELERATE = ("use_seedable_sampler", "split_batches", "dispatch_batches")
 
 
 class CkpipeTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[misc]
@@ -333,14 +338,16 @@ class CkpipeTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[
             super()._load_optimizer_and_scheduler(checkpoint)
             return
         self._ckpipe_progress = Progress()
-        state, include = self._ckpipe_state(), self._ckpipe_include()
+        state, lacking = self._ckpipe_state(), self._ckpipe_lacking(self._ckpipe_chosen)
         # The loss and the generators of an epoch's beginning belong to a rank of the same world.
         other = self._ckpipe_chosen.world_size != self.args.world_size
-        exclude = [name for name in ("progress", "held") if other and name in state] or None
+        exclude = {"progress", "held"} if other else set()
         chosen, pipeline = self._ckpipe_chosen, self._ckpipe_pipeline
         if "held" in state:
             state["held"] = Progress()
-        pipeline.load(state, chosen, include=include, exclude=exclude)
+        self._ckpipe_tell_lacking(chosen.step, lacking)
+        include, exclude = self._ckpipe_include(lacking), exclude.union(lacking) & {*state}
+        pipeline.load(state, chosen, include=include, exclude=[*exclude] or None)
         same_order = self._ckpipe_compare_order(chosen)
         if "held" in state:
             put_back(self, state["held"].state_dict(), buffers=same_order)
@@ -351,6 +358,24 @@ class CkpipeTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[
             chosen.step, f"{pipeline.url}/{chosen.id}", self.args.process_index,
             f"the data go on with those of step {chosen.step + 1}" if exact and not over else "",
         )  # fmt: skip
+
+    def _ckpipe_lacking(self, chosen: CheckpointInfo) -> list[str]:
+        """Return what an older ckpipe, which noted no order, has not saved."""
+        if "order" in (chosen.metadata or {}):
+            return []
+        moving = {"held": held(self), "references": references(self)}
+        lacking = [name for name, each in moving.items() if each]
+        if hasattr(self.model, "peft_config"):
+            lacking += [f"training.model.{name}" for name in trained_buffers(self.model)]
+        return lacking
+
+    def _ckpipe_tell_lacking(self, step: int, lacking: list[str]) -> None:
+        if lacking and self.args.should_save:
+            logger.warning(
+                "Step %d was saved by an older ckpipe, without what now begins anew: %s",
+                step,
+                ", ".join(sorted({_LACKING.get(name, _glob(name)) for name in lacking})),
+            )
 
     def _load_scaler(self, checkpoint: str | None) -> None:
         if self._ckpipe_chosen is None:
@@ -413,6 +438,10 @@ class CkpipeTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[
         order = {name: getattr(self.args, name, None) for name in _ORDER.split()}
         order["per_device_train_batch_size"] = self._train_batch_size // max(1, self.args.n_gpu)
         order["processes"] = self.args.world_size
+        config = self.args.accelerator_config
+        order |= {name: getattr(config, name, None) for name in _ORDER_OF_ACCELERATE}
+        if isinstance(self.train_dataset, IterableDataset):  # its parts take turns
+            order["dataloader_num_workers"] = self.args.dataloader_num_workers
         order["samples"] = len(self.train_dataset) if has_length(self.train_dataset) else None
         return order
 
@@ -449,15 +478,16 @@ class CkpipeTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[
         }
         return {name: value for name, value in state.items() if value is not None}
 
-    def _ckpipe_include(self) -> list[str] | None:
-        """Return globs of what is saved of a peft model; None for all of another one."""
+    def _ckpipe_include(self, lacking: Sequence[str] = ()) -> list[str] | None:
+        """Return globs of what is saved of a peft model, but not these; None for all of others."""
         if not hasattr(self.model, "peft_config"):
             return None
         trained = [name for name, each in self.model.named_parameters() if each.requires_grad]
         trained += trained_buffers(self.model)
-        globs = {re.sub(r"(?<=\.)\d+(?=\.)", "*", f"training.model.{name}") for name in trained}
+        names = {f"training.model.{name}" for name in trained}
         others = ["training.optimizer", "training.versions", *self._ckpipe_state()]
-        return [*sorted(globs), *(each for each in others if each != "training")]
+        others = [each for each in others if each != "training" and each not in lacking]
+        return [*sorted({_glob(name) for name in names.difference(lacking)}), *others]
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         if self.hp_search_backend is None and trial is None:
@@ -530,11 +560,12 @@ class CkpipeTrainerMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[
         if os.path.isdir(best) and read_pointer(best) is None:
             super()._load_best_model()
             return
-        adapters = self._ckpipe_include() or ["training.model"]
-        include = [each for each in adapters if each.startswith("training.model")]
         state, step = {"training": training_state(self.model_wrapped)}, _step_of(best)
         try:
-            self._ckpipe_pipeline.load(state, step, include=include)
+            chosen = self._ckpipe_pipeline.choose(step)
+            adapters = self._ckpipe_include(self._ckpipe_lacking(chosen)) or ["training.model"]
+            include = [each for each in adapters if each.startswith("training.model")]
+            self._ckpipe_pipeline.load(state, chosen, include=include)
         except CheckpointNotFound:  # the trainer warns too
             logger.warning(
                 "The best model, of step %d, is gone: the model stays the last one", step
@@ -559,6 +590,10 @@ def _last_of(*folders: str) -> tuple[str, bool] | None:
         if found:
             return found[max(found)]
     return None
+
+
+def _glob(name: str) -> str:
+    return re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
 
 
 def _step_of(folder: str) -> int:

@@ -76,7 +76,8 @@ class Run:
             cpu=True,
             gradient_accumulation_steps=case.get("accumulated", 2),
             dataloader_config=DataLoaderConfiguration(
-                use_seedable_sampler=True, use_stateful_dataloader=case.get("stateful", True)
+                use_seedable_sampler=case.get("seedable", True),
+                use_stateful_dataloader=case.get("stateful", True),
             ),
             project_config=ProjectConfiguration(
                 project_dir=self.out, automatic_checkpoint_naming=naming, **case.get("project", {})
@@ -88,7 +89,8 @@ class Run:
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2)
         samples = TensorDataset(torch.arange(40.0).view(40, 1) * torch.ones(4))
-        loader = DataLoader(samples, batch_size=case.get("batch", 2), shuffle=True)
+        order = {"shuffle": True, **case.get("loader", {})}
+        loader = DataLoader(samples, batch_size=case.get("batch", 2), **order)
         prepared = self.accelerator.prepare(model, optimizer, schedule, loader)
         self.model, self.optimizer, self.schedule, self.loader = prepared
         others = DataLoader(samples, batch_size=4, **{"shuffle": True, **case.get("others", {})})
@@ -524,6 +526,38 @@ def other_batches_are_told(case: Case) -> None:
             [] if expected is None else [f"The {expected}: samples may be left out or come twice"]
         )
         assert any("the data go on" in each for each in said) == ("batch" not in change), said
+
+
+def orders_go_on_or_are_told(case: Case) -> None:
+    seedable, other = {"seedable": True}, {"seedable": False}
+    in_turn = {"seedable": False, "loader": {"shuffle": False, "num_workers": 1}}
+    workers = {"loader": {"num_workers": 1}}
+    for number, (before, after, loads, kept) in enumerate(
+        [
+            (seedable, seedable, False, True),
+            (seedable | workers, seedable | workers, True, True),
+            (seedable | workers, seedable | workers, False, False),
+            (other, other, True, False),
+            (other | workers, other | workers, True, False),
+            (in_turn, in_turn, False, True),
+            (seedable, other, True, False),
+            (other, seedable, True, False),
+        ]
+    ):
+        run = Run(of(case, f"{number}", **before))
+        if loads:
+            run.accelerator.load_state()
+        run.train(0, 8)
+        run.accelerator.end_training()
+        said = messages(logging.INFO)
+        again = Run(of(case, f"{number}", **after))
+        again.accelerator.load_state()
+        assert any("the data go on" in each for each in said) == kept, (number, said)
+        assert any("in another order" in each for each in said) != kept, (number, said)
+        again.train(8, again.batches)
+        again.accelerator.end_training()
+        seen = {each for batch in run.seen + again.seen for each in batch}
+        assert not kept or len(seen) == 40, (number, seen)
 
 
 def persistent_workers_are_told(case: Case) -> None:

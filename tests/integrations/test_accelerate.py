@@ -94,6 +94,7 @@ def test_a_run_killed_inside_a_save_goes_on_to_the_bit(
         "names_are_loaded",
         "names_are_those_of_accelerate",
         "names_that_cannot_be_written_are_told",
+        "orders_go_on_or_are_told",
         "other_batches_are_told",
         "persistent_workers_are_told",
         "persistent_streams_are_refused",

@@ -105,6 +105,7 @@ RESTARTS = [
     "buffers_of_adapted_models_go_on",
     "finished_runs_end_at_once",
     "generators_of_samplers_go_on",
+    "older_checkpoints_go_on",
     "reference_models_go_on",
     "streams_are_passed_over_again",
     "tensors_that_move_are_told",

@@ -178,6 +178,10 @@ def another_order_is_told(case: Case) -> None:
         ({"per_device_train_batch_size": 2}, None, "per_device_train_batch_size was 1 and is 2"),
         ({"seed": 3}, None, "seed was 42 and is 3"),
         ({"dataloader_drop_last": True}, None, "dataloader_drop_last was False and is True"),
+        *[
+            ({"accelerator_config": {name: not was}}, None, f"{name} was {was} and is {not was}")
+            for name, was in (("use_seedable_sampler", True), ("split_batches", False))
+        ],
         ({}, Samples(22), "samples was 20 and is 22"),
         ({"max_steps": 30}, Stream(40), "samples was 20 and is None"),
     ]
@@ -189,6 +193,14 @@ def another_order_is_told(case: Case) -> None:
         new_trainer(again, samples=samples, callbacks=stops).train("checkpoint-6")
         assert any(GOES_ON in each for each in said) == (not expected), said
         assert any(each.endswith(expected) for each in said if "left out" in each) == bool(expected)
+    streamed = of(case, "stream", load_best_model_at_end=False, max_steps=12)
+    for workers, step in ((0, 6), (0, 9), (1, 12)):
+        said.clear()
+        again = {**streamed, "arguments": {**streamed["arguments"]}}
+        again["arguments"]["dataloader_num_workers"] = workers
+        new_trainer(again, samples=Stream(20), callbacks=[Stops(step)]).train()
+        told = [each for each in said if "dataloader_num_workers was 0 and is 1" in each]
+        assert bool(told) == bool(workers), said
 
 
 def what_differs_is_told(case: Case) -> None:
@@ -259,3 +271,54 @@ def reference_models_go_on(case: Case) -> None:
         found.append(follows.ref_model.state_dict())
     check_same(found[1], found[0])
     assert not said
+
+
+class Counts(CkpipeTrainer):
+    """Holds counts, as trainers of trl do."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._metrics = {"train": [1.0]}
+
+
+Counts.__module__ = "trl.counts"
+
+
+def save_as_before(pipeline: Any, state: Any, step: int, **more: Any) -> Any:
+    """Save what the first release of the integration did, under the names of the present one."""
+    state = {name: each for name, each in state.items() if name not in ("held", "references")}
+    more["metadata"].pop("order")
+    if more["include"]:
+        gone = "held", "references", "running_mean", "running_var", "num_batches_tracked"
+        more["include"] = [each for each in more["include"] if not each.endswith(gone)]
+    return SAVE(pipeline, state, step, **more)
+
+
+SAVE = ckpipe.SyncPipeline.save
+
+
+def older_checkpoints_go_on(case: Case) -> None:
+    said = messages(logging.INFO)
+    scores, counts = [9.0, *[2.0] * 9], "generated texts and counts of the trainer"
+    for name, kind, model, follows, lacking in [
+        ("plain", CkpipeTrainer, new_model, [], ""),
+        ("both", Counts, new_model, [Follows], f"{counts}, reference models that callbacks move"),
+        ("peft", Counts, normed, [], f"{counts}, training.model.base_model.model.first.num"),
+    ]:
+        one = of(case, name, greater_is_better=True)
+        for step in (7, 10):
+            said.clear()
+            save = save_as_before if step == 7 else SAVE
+            ckpipe.SyncPipeline.save = save  # type: ignore[method-assign]
+            new_trainer(
+                one,
+                kind,
+                model=model,
+                compute_metrics=scripted(scores[step == 10 :]),
+                callbacks=[Stops(step), *[each() for each in follows]],
+            ).train()
+        assert any("resumed step 6" in each for each in said), said
+        assert any("loaded the best model, of step 3" in each for each in said), said
+        told = [each.partition("begins anew: ")[2] for each in said if "older ckpipe" in each]
+        assert [each[: len(lacking)] for each in told] == [lacking] * bool(lacking), said
+        assert not any(GOES_ON in each for each in said), said
