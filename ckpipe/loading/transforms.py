@@ -132,6 +132,8 @@ class Rename(Transform):
         UsageError: If the arguments are none of these.
     """
 
+    _leads = True  # whether optimizers follow
+
     def __init__(
         self,
         names: Mapping[str, str] | str | Callable[[str], str],
@@ -187,7 +189,7 @@ class Rename(Transform):
         for pattern, _ in self._patterns:
             if self._strict and not any(map(pattern.match, edit.origins)):
                 raise self._matches_nothing(pattern.glob, edit)
-        followers = _followers(edit, self._name)
+        followers = _followers(edit, self._name) if self._leads else {}
 
         def name(label: str) -> str:
             return followers.get(label) or self._name(label)
