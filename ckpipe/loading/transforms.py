@@ -100,12 +100,18 @@ def transformed(
     Raises:
         TargetMismatch: If a transform does not fit the checkpoint, or state of an optimizer, which
             is of use, does not fit the parameters any more.
+        DtypeMismatch: If codes of a quantised weight, which are of use, get another dtype.
     """
     edit = ManifestEdit(with_scales(document))
     for each in transforms:
         each._apply(edit)
     give_to_parts(edit)
     check_moments(edit, select, order)
+    for draft in edit.drafts:
+        for label, number in draft.tensors().items():
+            row = draft.rows[number]
+            if row.scale is not None and row.cast is not None and select(label):
+                refuse_codes(row, row.cast, label)
     return edit.finished(), edit.told()
 
 
@@ -371,7 +377,6 @@ class Cast(Transform):
                 row = draft.rows[number]
                 dtype = chosen.get(label) or row.cast or row.dtype
                 first, other = dtypes.setdefault(number, (label, dtype))
-                refuse_codes(row, dtype, label)
                 if dtype != other:  # two names of one tensor become two tensors
                     draft.rows[number] = replace(row, label=first)
                     own = replace(row, label=label, cast=None if dtype == row.dtype else dtype)

@@ -101,6 +101,47 @@ def test_codes_are_never_converted_beside_their_scale(pair: str, tmp_path: Path)
     assert ckpipe.load(source, transform=half).state["m.norm.weight"].dtype is torch.bfloat16
 
 
+CODES = "m.w.weight"
+UNUSED: dict[str, tuple[list[Any], dict[str, Any], str]] = {
+    "included": ([], {"include": ["m.norm.weight"]}, "fresh"),
+    "excluded": ([], {"exclude": [CODES]}, "fresh"),
+    "dropped later": ([ckpipe.Drop(CODES)], {}, "fresh"),
+    "no place": ([], {"strict": False}, "own"),
+    "other dtype later": ([ckpipe.Cast({CODES: FLOAT8})], {}, "fresh"),
+}
+
+
+@pytest.mark.parametrize("unused", UNUSED)
+def test_a_cast_passes_codes_that_are_not_of_use(unused: str, tmp_path: Path) -> None:
+    source, *_, state = saved("deepseek", tmp_path)
+    rules, given, place = UNUSED[unused]
+    into: Any = {"m.norm.weight": torch.zeros(4, dtype=torch.bfloat16)}
+    rules = [ckpipe.Cast({"*": "bfloat16"}), *rules]
+    if place == "fresh":
+        into = ckpipe.load(source, transform=rules, **given).state
+    else:
+        ckpipe.load(source, into, transform=rules, **given)
+    assert torch.equal(into["m.norm.weight"], state["m.norm.weight"].bfloat16())
+    norms = ckpipe.export(
+        source, tmp_path / "out", form="hf", transform=[*rules, ckpipe.Drop(CODES, strict=False)]
+    )
+    assert norms.files == ("model.safetensors",)
+
+
+@pytest.mark.parametrize("form", ["hf", "torch", "dcp"])
+def test_an_export_casts_no_codes(form: Any, tmp_path: Path) -> None:
+    source, *_ = saved("deepseek", tmp_path)
+    for part in (None, CODES):
+        with pytest.raises(DtypeMismatch, match="codes of a quantised"):
+            ckpipe.export(
+                source,
+                tmp_path / "out",
+                form=form,
+                part=part,
+                transform=[ckpipe.Cast({"*": "bfloat16"})],
+            )
+
+
 @pytest.mark.parametrize("dtype", [FLOAT8, torch.int8])
 def test_tensors_without_a_scale_are_converted(dtype: torch.dtype, tmp_path: Path) -> None:
     values = torch.arange(8).to(dtype)
