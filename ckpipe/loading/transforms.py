@@ -27,7 +27,7 @@ from ckpipe.format.labels import LabelFilter, join, label_part
 from ckpipe.format.manifest import ManifestDocument, TensorRow
 from ckpipe.format.tree import MAPPINGS, WRAPPERS, Node, children_of, shared_containers, walk
 from ckpipe.loading.moments import check_moments, give_to_parts
-from ckpipe.loading.scales import refuse_codes, with_scales
+from ckpipe.loading.scales import with_scales
 from ckpipe.loading.select import pruned
 from ckpipe.types import first_of
 
@@ -100,18 +100,12 @@ def transformed(
     Raises:
         TargetMismatch: If a transform does not fit the checkpoint, or state of an optimizer, which
             is of use, does not fit the parameters any more.
-        DtypeMismatch: If codes of a quantised weight, which are of use, get another dtype.
     """
     edit = ManifestEdit(with_scales(document))
     for each in transforms:
         each._apply(edit)
     give_to_parts(edit)
     check_moments(edit, select, order)
-    for draft in edit.drafts:
-        for label, number in draft.tensors().items():
-            row = draft.rows[number]
-            if row.scale is not None and row.cast is not None and select(label):
-                refuse_codes(row, row.cast, label)
     return edit.finished(), edit.told()
 
 
