@@ -26,6 +26,10 @@ PAIRS = {
     "flat experts": ("m.w1_weight", "m.w1_scale", FLOAT8),
     "quark": ("m.w.weight", "m.w.weight_quantizer.scale", FLOAT8),
     "at the root": ("weight", "weight_scale_inv", FLOAT8),
+    "tensorrt-llm": ("m.w.weight", "m.w.weights_scaling_factor", FLOAT8),
+    "a scaling factor": ("m.w.weight", "m.w.weight_scaling_factor", FLOAT8),
+    "modelopt": ("m.w.weight", "m.w.weight_quantizer._amax", FLOAT8),
+    "a maximum": ("m.w.weight", "m.w.weight_amax", FLOAT8),
     "integers": ("m.w.weight", "m.w.weight_scale", torch.int8),
     "quanto": ("m.w.weight._data", "m.w.weight._scale", torch.int8),
     "bitsandbytes": ("m.w.weight", "m.w.SCB", torch.int8),
@@ -51,7 +55,7 @@ def cast_all(source: Path, label: str, folder: Path) -> Any:
 
 
 def cast_a_new_name(source: Path, label: str, folder: Path) -> Any:
-    rules = [ckpipe.Drop("*scale*", "*SCB", strict=False), ckpipe.Rename({label: "new"})]
+    rules = [ckpipe.Drop("*scal*", "*SCB", "*amax", strict=False), ckpipe.Rename({label: "new"})]
     return ckpipe.load(source, transform=[*rules, ckpipe.Cast({"new": "bfloat16"})])
 
 
@@ -131,6 +135,26 @@ def test_a_cast_passes_codes_that_are_not_of_use(unused: str, tmp_path: Path) ->
         source, tmp_path / "out", form="hf", transform=[*rules, ckpipe.Drop(CODES, strict=False)]
     )
     assert norms.files == ("model.safetensors",)
+
+
+JOINED = [
+    ckpipe.Fuse(["a.0.w", "a.1.w"], "joined"),
+    ckpipe.Fuse(["a.1.w", "a.0.w"], "joined"),
+    ckpipe.Stack("a.{}.w", "joined"),
+]
+
+
+@pytest.mark.parametrize("rule", JOINED)
+@pytest.mark.parametrize("scaled", [["a.0.w"], ["a.1.w"], ["a.0.w", "a.1.w"]])
+def test_joined_codes_are_codes_if_one_of_them_has_a_scale(
+    rule: Any, scaled: list[str], tmp_path: Path
+) -> None:
+    state = {f"a.{n}.w": torch.ones(4, 4).to(FLOAT8) for n in range(2)}
+    state |= {f"{label}_scale": torch.ones(1) for label in scaled}
+    save_file(state, tmp_path / "model.safetensors")
+    rules = [rule, ckpipe.Cast({"joined": "bfloat16"})]
+    with pytest.raises(DtypeMismatch, match="codes of a quantised"):
+        ckpipe.load(tmp_path / "model.safetensors", transform=rules)
 
 
 @pytest.mark.parametrize("form", ["hf", "torch", "dcp"])
