@@ -116,8 +116,11 @@ class PublishedNames(Transform):
         places = dict[str, str]()
         alike: dict[_Alike, list[str]] = {}  # the first new name of each group
         fits = False
+        known: dict[tuple[str, ...], dict[str, _Group]] = {}  # as states of parameters are alike
         for head, labels in _by_container(edit, rows, bare=self._back).items():
-            groups = self._groups(labels)
+            groups = known.get((*labels,))
+            if groups is None:
+                groups = known[*labels,] = self._groups(labels)
             fits = fits or bool(groups)
             used = {
                 old for group in groups.values() for olds in group.names.values() for old in olds
