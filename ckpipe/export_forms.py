@@ -53,6 +53,9 @@ _HEAD = re.compile(
 )
 """Names of layers of transformers that may be tied to an embedding, which comes later then."""
 
+_GROUPS = re.compile(r"(?!model\.)(|.*?\.)(?:param_groups|groups)\.")
+_FLAT_MODEL = re.compile(r"((?:[^.]+\.)?model)\.")
+
 _ALIGNMENT = 64
 """The alignment of tensors in a file of ``torch.save``, in bytes."""
 
@@ -274,7 +277,8 @@ class _Plan:
 
         Args:
             part: The label of the part, empty for all of the state. None takes ``model`` if the
-                state has it at its top or one level below, else all of the state.
+                state has it at its top or one level below, also as the beginning of flat names
+                beside an optimizer; else all of the state.
             needs_tensors: Whether to refuse a part without tensors.
         """
         rows: dict[str, TensorRow] = {}
@@ -290,9 +294,7 @@ class _Plan:
             rows[label] = TensorRow(label, self._asked.dtype or "", tuple(node[1]["size"]))
         if part is None:
             trees = [each.tree for each in self.bundle.structures]
-            part = _model_of(
-                rows, [at for tree in trees for node, at in walk(tree) if node[0] in MAPPINGS]
-            )
+            part = _model_of(rows, [each for tree in trees for each in walk(tree)])
         beginning = f"{part}." if part else ""
         found: dict[str, TensorRow] = {}
         for label, row in rows.items():
@@ -421,10 +423,15 @@ def _without_wrappers(named: dict[str, TensorRow]) -> dict[str, TensorRow]:
     return {bare[name]: row for name, row in named.items()}
 
 
-def _model_of(labels: Iterable[str], mappings: Iterable[str]) -> str:
+def _model_of(labels: Iterable[str], nodes: Iterable[tuple[Node, str]]) -> str:
     """Return the label of the one model of a state; empty if all of it is one."""
+    mappings = [at for node, at in nodes if node[0] in MAPPINGS]
     models = dict.fromkeys(at for at in mappings if re.fullmatch(r"([^.]+\.)?model", at))
     held = [at for at in models if any(each.startswith(f"{at}.") for each in labels)]
+    optimizers = {f"{found[1]}state." for _, at in nodes if (found := _GROUPS.match(at))}
+    if not held and any(each.startswith((*optimizers,)) for each in labels):
+        flat = (found[1] for each in labels if (found := _FLAT_MODEL.match(each)))
+        held = [*dict.fromkeys(flat)]
     if len(held) > 1 and "model" not in held:
         raise UsageError(
             f"The checkpoint has several models: {first_of(held, 4)}",

@@ -62,6 +62,7 @@ from ckpipe.loading.saved_state import (
     refuse_unread,
     state_for,
 )
+from ckpipe.loading.scales import refuse_codes
 from ckpipe.loading.targets import Targets
 from ckpipe.loading.transforms import Transform, transformed
 from ckpipe.memory.arena import Arena, Block
@@ -194,6 +195,8 @@ def _planned(
         if node[0] == "value":
             refuse_unread(saved.values[node[1]], label)
     stored = StoredTensors(document, saved.rows, saved.homes)
+    for row in saved.rows:
+        refuse_codes(row, row.cast or row.dtype, row.label)
     rows = [replace(row, dtype=row.cast or row.dtype) for row in saved.rows]
     drafts: dict[Any, _Draft] = {}
     for number, row in enumerate(rows):

@@ -443,6 +443,9 @@ def match_all(
     for each in targets.noted:
         if each.stored.row.scale is not None:
             refuse_codes(each.stored.row, NAMES[each.tensor.dtype], each.label)
+    for row in saved.rows if fresh else ():
+        if row.cast is not None and select(row.label):
+            refuse_codes(row, row.cast, row.label)
     targets.settle()
     labels = tuple(missing), tuple(unexpected)
     return MatchedLoad(bundle, request, rank, targets, make, *labels, matching, transformed=told)

@@ -98,7 +98,7 @@ class _HeadCheck(Transform):
         sizes: defaultdict[str, set[int | float]] = defaultdict(lambda: {*told})
         others: list[tuple[str, str, int]] = []
         for label, row in rows.items():
-            if (found := _PROJECTION.fullmatch(label)) is None:
+            if (found := _PROJECTION.fullmatch(label)) is None or _STATE.search(found["place"]):
                 continue
             count = self._heads if "q" in found["name"] else self._kv_heads
             if found["rest"] not in ("weight", "bias"):
@@ -125,6 +125,7 @@ class _HeadCheck(Transform):
 _PROJECTION = re.compile(
     r"(?P<place>.*layers\..*\.(?:attention|self_attn))\.(?P<name>wq|wk|q_proj|k_proj)\.(?P<rest>.*)"
 )
+_STATE = re.compile(r"(?:^|\.)state\.")  # of an optimizer, which is checked behind the table
 _FREQUENCIES = ("rope.freqs", "rotary_emb.inv_freq", "freqs_cis")
 """The ends of labels of frequencies, of which there are half as many as rows of a head."""
 

@@ -113,10 +113,14 @@ class PublishedNames(Transform):
 
     def _apply(self, edit: ManifestEdit) -> None:
         rows, names, gone = edit.tensors(), dict[str, str](), dict[str, list[Any]]()
+        places = dict[str, str]()
         alike: dict[_Alike, list[str]] = {}  # the first new name of each group
         fits = False
+        known: dict[tuple[str, ...], dict[str, _Group]] = {}  # as states of parameters are alike
         for head, labels in _by_container(edit, rows, bare=self._back).items():
-            groups = self._groups(labels)
+            groups = known.get((*labels,))
+            if groups is None:
+                groups = known[*labels,] = self._groups(labels)
             fits = fits or bool(groups)
             used = {
                 old for group in groups.values() for olds in group.names.values() for old in olds
@@ -137,7 +141,7 @@ class PublishedNames(Transform):
                 stacks = type(converter.operations[0]).__name__ == "MergeModulelist"
                 for n, each in enumerate(patterns):
                     ends = (f".{at}" if stacks else "" for at in range(len(of[each])))
-                    names |= {labels[old]: f"{place}{n}{next(ends)}" for old in of[each]}
+                    places |= {labels[old]: f"{place}{n}{next(ends)}" for old in of[each]}
         if not fits:
             raise StructureMismatch(
                 f"The checkpoint has no tensor of a {type(self._model).__name__}",
@@ -146,6 +150,7 @@ class PublishedNames(Transform):
         edit.note({}, gone)
         for draft in edit.drafts if gone else ():
             draft.move({label: [] for label in gone.keys() & draft.leaves().keys()})
+        _rename(edit, places, _Alone)
         _rename(edit, names)
         try:
             self._convert(edit, alike)
@@ -173,7 +178,8 @@ class PublishedNames(Transform):
 
         placed = re.compile(r"(.*):(\d+)\.(\d+)\.(s\w+)(?:\.(\d+))?", re.DOTALL)
         found = {label: placed.fullmatch(label) for label in edit.origins}
-        _rename(edit, {label: final(*each.groups()) for label, each in found.items() if each})
+        made = {label: final(*each.groups()) for label, each in found.items() if each}
+        _rename(edit, made, _Alone)
 
     def _translated(self, at: str, alike: _Alike) -> tuple[list[Transform], dict[str, str]]:
         """Return the transforms of a converter, and for each slot that they leave its pattern."""
@@ -290,9 +296,15 @@ def _check_known(core: Any, model: Any, part: Any) -> None:
         )
 
 
-def _rename(edit: ManifestEdit, names: Mapping[str, str]) -> None:
+class _Alone(Rename):
+    """Rename tensors that a converter changes; the state of their optimizers cannot follow."""
+
+    _leads = False
+
+
+def _rename(edit: ManifestEdit, names: Mapping[str, str], kind: type[Rename] = Rename) -> None:
     if any(old != new for old, new in names.items()):
-        Rename(lambda label: names.get(label, label))._apply(edit)
+        kind(lambda label: names.get(label, label))._apply(edit)
 
 
 def _by_container(

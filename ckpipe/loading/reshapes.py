@@ -257,7 +257,9 @@ def _put(edit: ManifestEdit, made: Sequence[_Made]) -> None:
                 for number, step in here
                 for source, before in draft.sources[number]
             ]
-            row = replace(draft.rows[here[0][0]], label=new, shape=shape, attributes=None)
+            rows = [draft.rows[number] for number, _ in here]
+            scale = next((row.scale for row in rows if row.scale is not None), None)
+            row = replace(rows[0], label=new, shape=shape, attributes=None, scale=scale)
             leaf = draft.add(row, sources)
             olds = [old for old, _ in steps if old in numbers]
             for old in olds:

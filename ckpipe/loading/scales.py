@@ -1,9 +1,10 @@
 """Find quantised weights: codes that are values only together with a scale beside them.
 
 Sources of the names: files of DeepSeek (``weight_scale_inv``, ``scale``), compressed-tensors and
-fbgemm (``weight_scale``), ModelOpt (``weight_scale_2``), gpt-oss (``_blocks`` and ``_scales``),
-Mistral (``qscale_weight``), quanto (``_data`` and ``_scale``), Quark (``weight_quantizer.scale``),
-bitsandbytes (``SCB``, ``weight.absmax``).
+fbgemm (``weight_scale``), ModelOpt (``weight_scale_2``, ``_amax``), TensorRT-LLM
+(``weights_scaling_factor``), gpt-oss (``_blocks`` and ``_scales``), Mistral (``qscale_weight``),
+quanto (``_data`` and ``_scale``), Quark (``weight_quantizer.scale``), bitsandbytes (``SCB``,
+``weight.absmax``).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from dataclasses import replace
 from ckpipe.errors import DtypeMismatch
 from ckpipe.format.manifest import ManifestDocument, TensorRow
 
-_SCALE = re.compile(r"(?:.*scales?(?:_?\w+)?|SCB|absmax)", re.IGNORECASE)
+_SCALE = re.compile(r"(?:.*scal(?:es?|ing)(?:_?\w+)?|(?:.*_)?amax|SCB|absmax)", re.IGNORECASE)
 _CODES = ("float8", "float4", "int8", "uint8", "int4", "uint4", "int16", "int32")
 
 

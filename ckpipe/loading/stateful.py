@@ -448,8 +448,8 @@ def _renaming(
 ) -> str:
     """Return the transforms with which names fit that differ by a prefix only; empty if none do.
 
-    A layer is proposed for another one if all of it is left over, and its role and shapes are the
-    same.
+    A layer is proposed for another one if all of it is left over, its shapes are the same, and both
+    are heads or one has more above or below it. Others may have another role, as q and k.
 
     Args:
         missing: The names that the target has alone.
@@ -477,6 +477,10 @@ def _renaming(
             good = len(roles) == 1 and len(fits) == len(pairs)
         else:
             good = len(roles - {None}) < 2 and 2 * len(fits) >= len(pairs)
+        one, other = f".{old_prefix}", f".{new_prefix}"
+        inside = one.startswith(other) or one.endswith(other)
+        inside = inside or other.startswith(one) or other.endswith(one)
+        good = good and (whole or inside or roles == {0})
         if good and all(live.get(pairs[each]) in (None, saved.get(each)) for each in fits):
             rename = f"ckpipe.Rename({{{old_prefix + '*'!r}: {new_prefix + '*'!r}}})"
             left = sorted(there - pairs.keys())

@@ -27,7 +27,7 @@ from ckpipe.format.labels import LabelFilter, join, label_part
 from ckpipe.format.manifest import ManifestDocument, TensorRow
 from ckpipe.format.tree import MAPPINGS, WRAPPERS, Node, children_of, shared_containers, walk
 from ckpipe.loading.moments import check_moments, give_to_parts
-from ckpipe.loading.scales import refuse_codes, with_scales
+from ckpipe.loading.scales import with_scales
 from ckpipe.loading.select import pruned
 from ckpipe.types import first_of
 
@@ -132,6 +132,8 @@ class Rename(Transform):
         UsageError: If the arguments are none of these.
     """
 
+    _leads = True  # whether optimizers follow
+
     def __init__(
         self,
         names: Mapping[str, str] | str | Callable[[str], str],
@@ -187,7 +189,7 @@ class Rename(Transform):
         for pattern, _ in self._patterns:
             if self._strict and not any(map(pattern.match, edit.origins)):
                 raise self._matches_nothing(pattern.glob, edit)
-        followers = _followers(edit, self._name)
+        followers = _followers(edit, self._name) if self._leads else {}
 
         def name(label: str) -> str:
             return followers.get(label) or self._name(label)
@@ -369,7 +371,6 @@ class Cast(Transform):
                 row = draft.rows[number]
                 dtype = chosen.get(label) or row.cast or row.dtype
                 first, other = dtypes.setdefault(number, (label, dtype))
-                refuse_codes(row, dtype, label)
                 if dtype != other:  # two names of one tensor become two tensors
                     draft.rows[number] = replace(row, label=first)
                     own = replace(row, label=label, cast=None if dtype == row.dtype else dtype)

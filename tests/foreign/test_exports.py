@@ -167,6 +167,28 @@ def test_one_of_several_models_must_be_named(tmp_path: Path) -> None:
     assert done.files == ("model.safetensors",)
 
 
+@pytest.mark.parametrize(("state", "expected"), [
+    ({"model.a": 1, "optim.state.a.exp_avg": 2, "optim.param_groups.a.lr": 0.1}, ["a"]),
+    ({"model.a": 1, "state.model.a.exp_avg": 2, "param_groups.model.a.lr": 0.1}, ["a"]),
+    ({"model.a": 1, "optimizer": {"state": {0: {"exp_avg": 2}}, "param_groups": [0.1]}}, ["a"]),
+    ({"run": {"model.a": 1, "opt.state.a.x": 2, "opt.groups.0.options.lr": 0.1}}, ["a"]),
+    ({"model.a": 1, "lm_head.b": 2}, ["lm_head.b", "model.a"]),
+    ({"model.state.a": 1, "model.groups.b": 2, "c": 3}, ["c", "model.groups.b", "model.state.a"]),
+])  # fmt: skip
+def test_flat_names_of_a_model_are_told_from_those_beside(
+    tmp_path: Path, state: Any, expected: list[str]
+) -> None:
+    def tensors(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: tensors(each) for key, each in value.items()}
+        return torch.full((2,), value) if isinstance(value, int) else value
+
+    save(tmp_path / "run", tensors(state))
+    ckpipe.export(tmp_path / "run", tmp_path / "out")
+    found = safetensors.torch.load_file(tmp_path / "out/model.safetensors")
+    assert sorted(found) == expected
+
+
 def test_shards_have_an_index_as_transformers_writes_it(tmp_path: Path) -> None:
     model, _ = trained()
     save(tmp_path / "run", {"model": model})

@@ -130,6 +130,27 @@ def test_other_rows_of_heads_are_refused(ending: str, tmp_path: Path) -> None:
     assert caught.value.key == f"{at}.wq.{ending}"
 
 
+@pytest.mark.parametrize("flat", [False, True])
+def test_moments_that_are_not_of_use_are_no_rows_of_heads(flat: bool, tmp_path: Path) -> None:
+    model = {f"layers.0.attention.{name}.weight": torch.rand(64, 64) for name in ("wq", "wk")}
+    model["rope.freqs"] = torch.rand(4)
+    moments = {name: {"exp_avg": torch.rand_like(each)} for name, each in model.items()}
+    state: dict[str, Any] = {
+        "model": model,
+        "optim": {"state": moments, "param_groups": [{"lr": 0.1}]},
+    }
+    if flat:
+        state = {f"model.{name}": each for name, each in model.items()}
+        state |= {f"optim.state.{name}.exp_avg": of["exp_avg"] for name, of in moments.items()}
+        state |= {f"optim.param_groups.{name}.lr": 0.1 for name in model}
+    torch.save(state, tmp_path / "old.pt")
+    rules = ckpipe.name_table("llama-to-hf", heads=8, kv_heads=8)
+    found = ckpipe.load(tmp_path / "old.pt", transform=rules, exclude=["optim*"])
+    assert found.state
+    with pytest.raises(StructureMismatch, match="state of its optimizer"):
+        ckpipe.load(tmp_path / "old.pt", transform=rules)
+
+
 @pytest.mark.parametrize(
     ("name", "numbers"),
     [

@@ -26,6 +26,10 @@ PAIRS = {
     "flat experts": ("m.w1_weight", "m.w1_scale", FLOAT8),
     "quark": ("m.w.weight", "m.w.weight_quantizer.scale", FLOAT8),
     "at the root": ("weight", "weight_scale_inv", FLOAT8),
+    "tensorrt-llm": ("m.w.weight", "m.w.weights_scaling_factor", FLOAT8),
+    "a scaling factor": ("m.w.weight", "m.w.weight_scaling_factor", FLOAT8),
+    "modelopt": ("m.w.weight", "m.w.weight_quantizer._amax", FLOAT8),
+    "a maximum": ("m.w.weight", "m.w.weight_amax", FLOAT8),
     "integers": ("m.w.weight", "m.w.weight_scale", torch.int8),
     "quanto": ("m.w.weight._data", "m.w.weight._scale", torch.int8),
     "bitsandbytes": ("m.w.weight", "m.w.SCB", torch.int8),
@@ -51,7 +55,7 @@ def cast_all(source: Path, label: str, folder: Path) -> Any:
 
 
 def cast_a_new_name(source: Path, label: str, folder: Path) -> Any:
-    rules = [ckpipe.Drop("*scale*", "*SCB", strict=False), ckpipe.Rename({label: "new"})]
+    rules = [ckpipe.Drop("*scal*", "*SCB", "*amax", strict=False), ckpipe.Rename({label: "new"})]
     return ckpipe.load(source, transform=[*rules, ckpipe.Cast({"new": "bfloat16"})])
 
 
@@ -99,6 +103,67 @@ def test_codes_are_never_converted_beside_their_scale(pair: str, tmp_path: Path)
     if state[label].is_floating_point():
         half += [ckpipe.Cast({label: state[label].dtype})]
     assert ckpipe.load(source, transform=half).state["m.norm.weight"].dtype is torch.bfloat16
+
+
+CODES = "m.w.weight"
+UNUSED: dict[str, tuple[list[Any], dict[str, Any], str]] = {
+    "included": ([], {"include": ["m.norm.weight"]}, "fresh"),
+    "excluded": ([], {"exclude": [CODES]}, "fresh"),
+    "dropped later": ([ckpipe.Drop(CODES)], {}, "fresh"),
+    "no place": ([], {"strict": False}, "own"),
+    "other dtype later": ([ckpipe.Cast({CODES: FLOAT8})], {}, "fresh"),
+}
+
+
+@pytest.mark.parametrize("unused", UNUSED)
+def test_a_cast_passes_codes_that_are_not_of_use(unused: str, tmp_path: Path) -> None:
+    source, *_, state = saved("deepseek", tmp_path)
+    rules, given, place = UNUSED[unused]
+    into: Any = {"m.norm.weight": torch.zeros(4, dtype=torch.bfloat16)}
+    rules = [ckpipe.Cast({"*": "bfloat16"}), *rules]
+    if place == "fresh":
+        into = ckpipe.load(source, transform=rules, **given).state
+    else:
+        ckpipe.load(source, into, transform=rules, **given)
+    assert torch.equal(into["m.norm.weight"], state["m.norm.weight"].bfloat16())
+    with ckpipe.SyncPipeline(tmp_path / "run") as pipeline:
+        pipeline.save({"model": state}, step=1).wait()
+    part = {"model": {"m.norm.weight": torch.zeros(4, dtype=torch.bfloat16)}}
+    ckpipe.load(tmp_path / "run", part, transform=rules[:1], strict=False)
+    assert part["model"]["m.norm.weight"].all()
+    norms = ckpipe.export(
+        source, tmp_path / "out", form="hf", transform=[*rules, ckpipe.Drop(CODES, strict=False)]
+    )
+    assert norms.files == ("model.safetensors",)
+
+
+JOINED = [
+    ckpipe.Fuse(["a.0.w", "a.1.w"], "joined"),
+    ckpipe.Fuse(["a.1.w", "a.0.w"], "joined"),
+    ckpipe.Stack("a.{}.w", "joined"),
+]
+
+
+@pytest.mark.parametrize("rule", JOINED)
+@pytest.mark.parametrize("scaled", [["a.0.w"], ["a.1.w"], ["a.0.w", "a.1.w"]])
+def test_joined_codes_are_codes_if_one_of_them_has_a_scale(
+    rule: Any, scaled: list[str], tmp_path: Path
+) -> None:
+    state = {f"a.{n}.w": torch.ones(4, 4).to(FLOAT8) for n in range(2)}
+    state |= {f"{label}_scale": torch.ones(1) for label in scaled}
+    save_file(state, tmp_path / "model.safetensors")
+    rules = [rule, ckpipe.Cast({"joined": "bfloat16"})]
+    with pytest.raises(DtypeMismatch, match="codes of a quantised"):
+        ckpipe.load(tmp_path / "model.safetensors", transform=rules)
+
+
+@pytest.mark.parametrize("form", ["hf", "torch", "dcp"])
+def test_an_export_casts_no_codes(form: Any, tmp_path: Path) -> None:
+    source, *_ = saved("deepseek", tmp_path)
+    with pytest.raises(DtypeMismatch, match="codes of a quantised"):
+        ckpipe.export(
+            source, tmp_path / "out", form=form, transform=[ckpipe.Cast({"*": "bfloat16"})]
+        )
 
 
 @pytest.mark.parametrize("dtype", [FLOAT8, torch.int8])

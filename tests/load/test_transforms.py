@@ -934,7 +934,7 @@ async def test_a_module_is_told_how_to_take_its_part_of_a_state() -> None:
 LAYERS = [
     # One layer has another name.
     ("up.w down.w embed_out.w", "up.w down.w lm_head.w", "Rename({'embed_out.*': 'lm_head.*'})"),
-    ("up.w down.w linear.w linear.b", "up.w down.w fc1.w fc1.b", "Rename({'linear.*': 'fc1.*'})"),
+    ("up.w down.w net.a.w", "up.w down.w a.w", "Rename({'net.*': '*'})"),
     (
         "up.w old.n embed_out.w",
         "up.w lm_head.w",
@@ -946,6 +946,11 @@ LAYERS = [
     ("0.w 1.w", "0.w 2.w", ""),
     ("up.w encoder.0.w encoder.1.w", "up.w decoder.0.w decoder.1.w", ""),
     ("up.w experts.0.w experts.1.w", "up.w experts.joined", ""),
+    ("up.w down.w linear.w linear.b", "up.w down.w fc1.w fc1.b", ""),
+    ("up.w q_proj.w", "up.w k_proj.w", ""),
+    ("up.w a.gate.w", "up.w a.up.w", ""),
+    ("up.w norm1.w", "up.w norm2.w", ""),
+    ("up.w vision.a.w vision.b.w", "up.w text.a.w text.b.w", ""),
     # A new head, or a layer that the checkpoint lacks.
     ("up.w down.w", "up.w down.w lm_head.w", "allow_missing"),
     ("up.w lm_head.w", "up.w classifier.w classifier.b", "allow_missing"),
