@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from math import prod
@@ -349,6 +349,7 @@ def check_moments(
             _check_numbered(each, loaded, tensors, saved, first[each.around])
         elif loaded:
             _check_named(each, loaded, tensors, names, made)
+            _check_groups(each.head, loaded, tensors, filter(select, edit.origins), edit.origins)
 
 
 def _check_named(
@@ -392,6 +393,29 @@ def _check_named(
             if optimizer.head.endswith("optimizer."):
                 ways += ", and by Split and Unstack in a training_state"
             raise _left_behind(optimizer.head, stale[0], state, ways)
+
+
+def _check_groups(
+    head: str,
+    states: Iterable[str],
+    tensors: Mapping[str, _Tensor],
+    labels: Iterable[str],
+    origins: Mapping[str, Sequence[str]],
+) -> None:
+    """Check that groups follow the names of state; those that are values keep the saved ones."""
+    news: dict[str, str] = {}
+    for state in states:
+        old, end = next(iter(tensors[state].sources))[0][0], unwrapped(state[len(head) :])
+        if not unwrapped(old).endswith(end):
+            news[unwrapped(old).partition("state.")[2].rpartition(".")[0]] = state
+    for label in labels if news else ():
+        if not label.startswith(f"{head}param_groups."):
+            continue
+        value = re.search(r"param_groups\.\d+\.params\.\d+$", label)
+        kept = unwrapped(origins[label][0]).endswith(unwrapped(label[len(head) :]))
+        stale = [each for name, each in news.items() if value or f".{name}." in f".{label}."]
+        if kept and stale:
+            raise _left_behind(head, label, stale[0])
 
 
 def _check_numbered(

@@ -334,6 +334,21 @@ def test_one_new_name_in_another_order_is_refused(
         assert torch.equal(optimizer.state[parameter]["exp_avg"], parameter * 2)
 
 
+@pytest.mark.parametrize("alike", [False, True])
+@pytest.mark.parametrize("form", ["named", "flat"])
+def test_groups_that_keep_old_names_are_refused(form: str, alike: bool, tmp_path: Path) -> None:
+    old = {f"{name}.weight": torch.rand(8, 8) for name in "ab"}
+    torch.save({"model": old, "optim": FORMS[form](old)}, tmp_path / "old.pt")
+    names = {"model.a.*": "model.c.*", "optim.state.a.*": "optim.state.c.*"}
+    rule = Rename({"*a.weight*": "*c.weight*"} if alike else names)
+    if form == "named" or not alike:
+        with pytest.raises(StructureMismatch, match="another name"):
+            ckpipe.load(tmp_path / "old.pt", transform=[rule])
+        return
+    state = ckpipe.load(tmp_path / "old.pt", transform=[rule]).state
+    assert state["optim"]["param_groups.c.weight.lr"] == OPTIONS["lr"]
+
+
 def test_an_optimizer_of_other_parameters_is_not_asked(tmp_path: Path) -> None:
     net, head = {"a.weight": torch.rand(4, 6)}, {"b.weight": torch.rand(8, 8)}
     saved = [(form(net), form(head)) for form in FORMS.values() if form != FORMS["in two groups"]]
