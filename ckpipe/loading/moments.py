@@ -411,11 +411,12 @@ def _check_groups(
     for label in labels if news else ():
         if not label.startswith(f"{head}param_groups."):
             continue
+        if not unwrapped(origins[label][0]).endswith(unwrapped(label[len(head) :])):
+            continue
         value = re.search(r"param_groups\.\d+\.params\.\d+$", label)
-        kept = unwrapped(origins[label][0]).endswith(unwrapped(label[len(head) :]))
-        stale = [each for name, each in news.items() if value or f".{name}." in f".{label}."]
-        if kept and stale:
-            raise _left_behind(head, label, stale[0])
+        for name, state in news.items():
+            if value or f".{name}." in f".{label}.":
+                raise _left_behind(head, label, state)
 
 
 def _check_numbered(
