@@ -89,15 +89,16 @@ def _place_of(into: Any, tree: Node) -> tuple[list[str], list[str], Any]:
     return path, kept, into
 
 
-def parameters_of(into: Any, label: str = "") -> list[str]:
-    """Return the labels of the parameters of all models in a target, in their order."""
+def parameters_of(into: Any, label: str = "") -> dict[str, list[str]]:
+    """Return for the label of each model in a target those of its parameters, in their order."""
     if isinstance(into, dict | list | tuple):
         items = into.items() if isinstance(into, dict) else enumerate(into)
-        return [name for key, each in items for name in parameters_of(each, join(label, key))]
+        inner = [parameters_of(each, join(label, key)) for key, each in items]
+        return {at: names for models in inner for at, names in models.items()}
     modules = [into] if isinstance(into, torch.nn.Module) else []
     if weights := getattr(type(into), WEIGHTS, None):
         label, modules = join(label, weights), into._modules
-    return [join(label, name) for each in modules for name, _ in each.named_parameters()]
+    return {label: [join(label, n) for each in modules for n, _ in each.named_parameters()]}
 
 
 def has_place_for(into: Any, label: str) -> bool:

@@ -5,7 +5,8 @@ flat, as torch and DCP have them, or beside ``groups…``, as a ``training_state
 stands under the names of parameters, or under their numbers. A *head* is the label of an optimizer
 with a dot behind it, and empty at the root. Its parameters are looked for around it: in the
 innermost container with as many tensors as it has state for, so that the optimizer of one training
-state does not ask for the model of another.
+state does not ask for the model of another; and, if no ``model`` is in it, among the tensors that
+are near to no optimizer. Without groups it is told by the names of usual moments.
 
 State by name follows if it is made of the state of the parameters of which its parameter is made,
 by the same steps. State by number follows if no parameter is cut, joined or rearranged, and all
@@ -15,9 +16,11 @@ keep their order.
 from __future__ import annotations
 
 import re
-from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from math import prod
 from typing import Any
 
 import torch
@@ -30,11 +33,14 @@ from ckpipe.format.tree import MAPPINGS, Node, children_of, walk
 from ckpipe.loading.stateful import unwrapped
 from ckpipe.state.values import encode_value
 
-_STATE = re.compile(r"(?:^|(?<=\.))(?:state|joint)\.")
 _GROUPS = re.compile(
     r"(?:^|(?<=\.))(?:param_groups(?:\.|$)|groups\.(?=(?:.*\.)?(?:options|params)\.))"
 )
-_KINDS = ("state.", "joint.", "param_groups.", "groups.", "plain.", "empty.")
+_BARE = re.compile(
+    r"(?:^|(?<=\.))state\.(?!(?:.*\.)?state\.)(?=.*\.(?:exp_avg\w*|exp_inf|momentum_buffer|"
+    r"square_avg|acc_delta)$)|(?<=\boptimizer\.)state\."
+)
+_INSIDE = re.compile(r"(?:^|(?<=\.))(?:state|joint|param_groups|groups|plain|empty)\.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,60 +49,147 @@ class _Optimizer:
 
     Args:
         head: Its head.
+        around: The container around its parameters.
         parameters: The labels of tensors that may be its parameters. Each has the name by which it
             has state for it; None if it numbers them.
         states: The labels of the tensors of its state, each with such a name; None if no parameter
             is called so.
+        numbered: Whether it numbers them.
+        shapes: The shapes of the parameters with state; None if their state does not tell them.
     """
 
     head: str
+    around: str
     parameters: Mapping[str, str | None]
     states: Mapping[str, str | None]
     numbered: bool
+    shapes: set[tuple[int, ...]] | None
 
 
-def _heads(pattern: re.Pattern[str], labels: Collection[str]) -> set[str]:
-    return {label[: each.start()] for label in labels for each in pattern.finditer(label)}
+@dataclass(frozen=True, slots=True)
+class _Container:
+    """The tensors in a container that are of no optimizer: their labels, ends of them, shapes."""
+
+    labels: dict[str, str | None] = field(default_factory=dict)
+    ends: defaultdict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
+    shapes: Counter[tuple[int, ...]] = field(default_factory=Counter)
+
+    def add(self, label: str, shape: tuple[int, ...]) -> None:
+        self.labels[label] = None
+        self.shapes[shape] += 1
+        for end in _ends(unwrapped(label)):
+            self.ends[end].append(label)
 
 
-def _optimizers(tensors: Collection[str], heads: Collection[str]) -> Iterator[_Optimizer]:
-    """Yield the optimizers at some heads that have tensors of state."""
-    heads = sorted(_heads(_STATE, tensors).intersection(heads))
-    inside = tuple(head + kind for head in heads for kind in _KINDS)
-    others = {label: unwrapped(label) for label in tensors if not label.startswith(inside)}
-    known = {end for bare in others.values() for end in _ends(bare)}
-    for head in heads:
-        start = len(head) + len("state.")
-        states = {
-            label: unwrapped(label[start:])
-            for label in tensors
-            if label.startswith((f"{head}state.", f"{head}joint."))
-        }
-        names = {
-            label: next((each for each in _starts(rest) if each in known), None)
-            for label, rest in states.items()
-        }
-        found = {name for name in names.values() if name is not None}
-        joint = any(label.startswith(f"{head}joint.") for label in states)
-        digits = all(rest[:1].isdigit() for rest in states.values())
-        dotted = any("." in name for name in found)
-        numbered = joint or not found or (digits and not dotted)
-        least = len({rest.partition(".")[0] for rest in states.values()} if numbered else found)
-        parts = head.split(".")[:-1]
-        for depth in range(len(parts) - 1, -1, -1):
-            around = ".".join([*parts[:depth], ""])
-            near = {label: bare for label, bare in others.items() if label.startswith(around)}
-            ends = {end for bare in near.values() for end in _ends(bare)}
-            if (len(near) if numbered else len(found & ends)) >= least:
-                break
-        else:
-            near = others
-        owned = {
-            label: None if numbered else next((end for end in _ends(bare) if end in found), None)
-            for label, bare in near.items()
-        }
-        owned = {label: name for label, name in owned.items() if numbered or name is not None}
-        yield _Optimizer(head, owned, names, numbered)
+def _heads(edit: ManifestEdit, before: ManifestEdit) -> set[str]:
+    """Return the heads of optimizers, also of those that transforms left without their groups."""
+    heads = _heads_in(before.origins)
+    moved = set()
+    for label, olds in edit.origins.items():
+        old = _head(olds[0], heads)
+        if old is not None and label.endswith(end := olds[0][len(old) :]):
+            moved.add(label[: -len(end)])
+    return heads | moved | _heads_in(edit.origins)
+
+
+def _heads_in(labels: Collection[str]) -> set[str]:
+    heads = {label[: each.start()] for label in labels for each in _GROUPS.finditer(label)}
+    rest = (label for label in labels if _head(label, heads) is None)
+    return heads | {label[: each.start()] for label in rest for each in _BARE.finditer(label)}
+
+
+def _head(label: str, heads: Collection[str]) -> str | None:
+    """Return the head of the optimizer in which a label lies, if it lies in one."""
+    found = (label[: each.start()] for each in _INSIDE.finditer(label))
+    return next((each for each in found if each in heads), None)
+
+
+def _optimizers(tensors: Mapping[str, _Tensor], heads: Collection[str]) -> list[_Optimizer]:
+    """Return the optimizers at some heads that have tensors of state."""
+    homes: defaultdict[str, list[str]] = defaultdict(list)
+    others = _Container()
+    for label, tensor in tensors.items():
+        if (head := _head(label, heads)) is None:
+            others.add(label, tensor.shape)
+        elif label.startswith((f"{head}state.", f"{head}joint.")):
+            homes[head].append(label)
+    inside = {each: _Container() for head in homes for each in _containers(head)}
+    for label in others.labels:
+        for each in _containers(label) if inside else ():
+            if each in inside:
+                inside[each].add(label, tensors[label].shape)
+    found = [_found(head, states, tensors, others, inside) for head, states in homes.items()]
+    near = {label for each in found for label in inside[each.around].labels}
+    for around in {each.around for each in found}:
+        own = inside[around].labels
+        if not any(label.startswith(f"{around}model.") for label in own):
+            own |= {label: None for label in others.labels if label not in near}
+    return [replace(each, parameters=_parameters(each, others, inside)) for each in found]
+
+
+def _found(
+    head: str,
+    labels: Sequence[str],
+    tensors: Mapping[str, _Tensor],
+    others: _Container,
+    inside: Mapping[str, _Container],
+) -> _Optimizer:
+    """Return the optimizer at a head, without its parameters."""
+    states = {label: unwrapped(label[len(head) + len("state.") :]) for label in labels}
+    names = {
+        label: next((each for each in _starts(rest) if each in others.ends), None)
+        for label, rest in states.items()
+    }
+    found = {name for name in names.values() if name is not None}
+    joint = any(label.startswith(f"{head}joint.") for label in labels)
+    digits = all(rest[:1].isdigit() for rest in states.values())
+    numbered = joint or not found or (digits and not any("." in name for name in found))
+    shapes, count = _shapes_of({states[each]: tensors[each].shape for each in labels})
+    certain = shapes if shapes and shapes <= others.shapes.keys() else None
+
+    def enough(near: _Container) -> bool:
+        if not numbered:
+            return len(found & near.ends.keys()) >= len(found)
+        alike = near.labels if certain is None else near.shapes.elements()
+        return sum(certain is None or each in certain for each in alike) >= count
+
+    around = next((each for each in _containers(head) if enough(inside[each])), "")
+    return _Optimizer(head, around, {}, names, numbered, certain)
+
+
+def _parameters(
+    optimizer: _Optimizer, others: _Container, inside: Mapping[str, _Container]
+) -> Mapping[str, str | None]:
+    near, owned = inside[optimizer.around].labels, dict[str, str | None]()
+    if optimizer.numbered:
+        return near
+    for name in sorted({each for each in optimizer.states.values() if each}, key=len, reverse=True):
+        for label in others.ends[name]:
+            if label in near:
+                owned.setdefault(label, name)
+    return owned
+
+
+def _shapes_of(state: Mapping[str, tuple[int, ...]]) -> tuple[set[tuple[int, ...]] | None, int]:
+    """Return the shapes of parameters with state, if it tells them, and how many have some."""
+    shapes: defaultdict[str, set[tuple[int, ...]]] = defaultdict(set)
+    for label, shape in state.items():
+        number, _, key = label.partition(".")
+        if re.search(r"(?:^|_)(?:row|col)(?:_|$)", key):  # a factor of a moment
+            return None, len({each.partition(".")[0] for each in state})
+        shapes[number].update({shape} if key != "step" and prod(shape) != 1 else ())
+    if any(len(each) > 1 for each in shapes.values()):
+        return None, len(shapes)
+    return {shape for each in shapes.values() for shape in each}, sum(map(bool, shapes.values()))
+
+
+def _containers(label: str) -> Iterator[str]:
+    """Yield the containers around a label, with a dot behind them, the innermost first."""
+    label = label.rstrip(".")
+    while "." in label:
+        label = label.rpartition(".")[0]
+        yield f"{label}."
+    yield ""
 
 
 def _ends(label: str) -> Iterator[str]:
@@ -218,20 +311,22 @@ def _nest(state: Node, names: Collection[str]) -> None:
     state[1:3] = list(map(encode_key, items)), list(items.values())
 
 
-def check_moments(edit: ManifestEdit, select: Callable[[str], bool], order: Sequence[str]) -> None:
+def check_moments(
+    edit: ManifestEdit, select: Callable[[str], bool], models: Mapping[str, Sequence[str]]
+) -> None:
     """Check that the state of optimizers follows its parameters, once all transforms are applied.
 
     Args:
         edit: The edit.
         select: Selects the labels that are of use.
-        order: The labels of the parameters of the target, in their order, if they are known.
+        models: For the label of each model of the target those of its parameters, in their order.
 
     Raises:
         StructureMismatch: If a parameter has other names, shapes or another order of elements than
             its state.
     """
     before = ManifestEdit(edit.document)
-    heads = _heads(_GROUPS, {**before.origins, **edit.origins})
+    heads = _heads(edit, before)
     tensors = _tensors(edit, before) if heads else {}
     if all([*each.sources] == [((label,), ())] for label, each in tensors.items()):
         return
@@ -241,12 +336,20 @@ def check_moments(edit: ManifestEdit, select: Callable[[str], bool], order: Sequ
         for label, name in [*each.parameters.items(), *each.states.items()]:
             if name is not None and not each.numbered:
                 names[label].add(f"{each.head}\0{name}")
+    made: defaultdict[str, list[str]] = defaultdict(list)
+    for label, tensor in tensors.items():
+        for name in {name for olds, _ in tensor.sources for old in olds for name in names[old]}:
+            made[name].append(label)
+    first: dict[str, str | None] = {}
     for each in _optimizers(tensors, heads):
         loaded = {label: name for label, name in each.states.items() if select(label)}
         if loaded and each.numbered:
-            _check_numbered(each, loaded, tensors, saved, order)
+            if each.around not in first:
+                first[each.around] = _first_disordered(each.parameters, tensors, saved, models)
+            _check_numbered(each, loaded, tensors, saved, first[each.around])
         elif loaded:
-            _check_named(each, loaded, tensors, names)
+            _check_named(each, loaded, tensors, names, made)
+            _check_groups(each.head, loaded, tensors, filter(select, edit.origins), edit.origins)
 
 
 def _check_named(
@@ -254,6 +357,7 @@ def _check_named(
     loaded: Mapping[str, str | None],
     tensors: Mapping[str, _Tensor],
     names: Mapping[str, set[str]],
+    made: Mapping[str, Sequence[str]],
 ) -> None:
     parameters: defaultdict[str | None, list[str]] = defaultdict(list)
     for label, name in optimizer.parameters.items():
@@ -280,12 +384,39 @@ def _check_named(
             mine = {each for olds, _ in tensors[state].sources for each in called(olds)}
             stale = [
                 label
-                for label, each in tensors.items()
+                for each in mine
+                for label in made.get(each, ())
                 if label not in optimizer.states
-                and any(not mine.isdisjoint(called(olds)) for olds, _ in each.sources)
             ]
         if stale:
-            raise _left_behind(optimizer.head, stale[0], state)
+            ways = ". State under names may be changed alike by Rename and Rearrange"
+            if optimizer.head.endswith("optimizer."):
+                ways += ", and by Split and Unstack in a training_state"
+            raise _left_behind(optimizer.head, stale[0], state, ways)
+
+
+def _check_groups(
+    head: str,
+    states: Iterable[str],
+    tensors: Mapping[str, _Tensor],
+    labels: Iterable[str],
+    origins: Mapping[str, Sequence[str]],
+) -> None:
+    """Check that groups follow the names of state; those that are values keep the saved ones."""
+    news: dict[str, str] = {}
+    for state in states:
+        old, end = next(iter(tensors[state].sources))[0][0], unwrapped(state[len(head) :])
+        if not unwrapped(old).endswith(end):
+            news[unwrapped(old).partition("state.")[2].rpartition(".")[0]] = state
+    for label in labels if news else ():
+        if not label.startswith(f"{head}param_groups."):
+            continue
+        if not unwrapped(origins[label][0]).endswith(unwrapped(label[len(head) :])):
+            continue
+        value = re.search(r"param_groups\.\d+\.params\.\d+$", label)
+        for name, state in news.items():
+            if value or f".{name}." in f".{label}.":
+                raise _left_behind(head, label, state)
 
 
 def _check_numbered(
@@ -293,55 +424,55 @@ def _check_numbered(
     loaded: Collection[str],
     tensors: Mapping[str, _Tensor],
     saved: Mapping[str, _Tensor],
-    order: Sequence[str],
+    disordered: str | None,
 ) -> None:
-    sources = {label: list(tensors[label].sources) for label in optimizer.parameters}
-    shapes = _shapes_of(
-        optimizer, tensors, {saved[olds[0]].shape for made in sources.values() for olds, _ in made}
-    )
-    for label, made in sources.items() if any(tensors[each].shape for each in loaded) else ():
+    shapes, shaped = optimizer.shapes, any(tensors[each].shape for each in loaded)
+    for label in optimizer.parameters if shaped else ():
+        made = tensors[label].sources
         has_state = shapes is None or any(saved[olds[0]].shape in shapes for olds, _ in made)
         if has_state and any(steps for _, steps in made):
             raise _left_behind(optimizer.head, label, min(loaded))
-    places = {label: place for place, label in enumerate(saved)}
-    moved = sorted((places[made[0][0][0]], label) for label, made in sources.items())
-    renamed = [(label, sources[label][0][0][0]) for _, label in moved]
-    renamed = [(new, old) for new, old in renamed if new not in saved or new != old]
-    if disordered := _first_disordered(renamed, order):
+    if disordered:
         raise _left_behind(optimizer.head, disordered, min(loaded))
 
 
-def _shapes_of(
-    optimizer: _Optimizer, tensors: Mapping[str, _Tensor], known: Collection[tuple[int, ...]]
-) -> set[tuple[int, ...]] | None:
-    """Return the shapes of the parameters with state, if some of their state has these shapes."""
-    shapes: defaultdict[str, dict[str, tuple[int, ...]]] = defaultdict(dict)
-    numbers = set()
-    for label in optimizer.states:
-        number, _, key = label[len(optimizer.head) + len("state.") :].partition(".")
-        numbers.add(number)
-        shapes[key][number] = tensors[label].shape
-    fits = [set(each.values()) for each in shapes.values() if each.keys() == numbers]
-    return next((each for each in fits if () not in each and each <= set(known)), None)
-
-
-def _first_disordered(renamed: Sequence[tuple[str, str]], order: Sequence[str]) -> str | None:
-    """Return the first new name that stands before one that came before it, if there is one.
+def _first_disordered(
+    labels: Collection[str],
+    tensors: Mapping[str, _Tensor],
+    saved: Collection[str],
+    models: Mapping[str, Sequence[str]],
+) -> str | None:
+    """Return the first label that stands before one that came before it, if there is one.
 
     Args:
-        renamed: New labels and old ones, in the order in which they were saved.
-        order: The labels of the target's parameters in their order, if they are known. Else the
-            names that were saved tell the order: a new label stands where the old one with the
-            longest common end stood.
+        labels: The labels of parameters that an optimizer may number.
+        tensors: The tensors of the transformed checkpoint.
+        saved: The saved labels, in their order.
+        models: For the label of each model of the target those of its parameters, in their order.
+            Without them the names that were saved tell the order: a new label stands where the old
+            one with the longest common end stood.
     """
-    if len({_prefixes(new, old) for new, old in renamed}) < 2:  # which keeps the order
+    places = {label: place for place, label in enumerate(saved)}
+    sources = {label: next(iter(tensors[label].sources))[0][0] for label in labels}
+    pairs = sorted(sources.items(), key=lambda each: places[each[1]])
+    if len({_prefixes(new, old) for new, old in pairs}) < 2:  # which keeps the order
         return None
-    places = _live_places([new for new, _ in renamed], order) or _saved_places(renamed)
-    last = -1
-    for new, place in places.items():
-        if place < last:
+    live = [_live_places([new for new, _ in pairs], model) for model in models.values()]
+    homes = {label: number for number, model in enumerate(live) for label in model}
+    crossed = {
+        new: root
+        for new, old in pairs
+        for number, root in enumerate(models)
+        if root and old.startswith(f"{root}.") and homes.get(new, number) != number
+    }
+    taken = {[*models][homes[new]] for new in crossed}
+    for new, root in crossed.items():  # another model takes the place of this one
+        if root in taken:
             return new
-        last = place
+    for model in live if homes else [_saved_places(pairs)]:
+        for one, other in pairwise(model):
+            if model[other] < model[one]:
+                return other
     return None
 
 
@@ -376,13 +507,12 @@ def _saved_places(renamed: Sequence[tuple[str, str]]) -> dict[str, int]:
     return found
 
 
-def _left_behind(head: str, label: str, state: str) -> StructureMismatch:
+def _left_behind(head: str, label: str, state: str, ways: str = "") -> StructureMismatch:
     whole = re.sub(r"(\.\d+)+$", "", head.rstrip("."))
-    kinds = repr(whole) if whole else ", ".join(repr(each.rstrip(".")) for each in _KINDS[:3:2])
+    kinds = repr(whole) if whole else "'state', 'param_groups'"
     return StructureMismatch(
         "The transforms give this parameter another name, shape or order, and leave the state of "
         f"its optimizer, such as {state!r}, as it was",
         key=label,
-        hint=f"Leave it out with ckpipe.Drop({kinds}) behind them. State under names may be "
-        "changed alike by Rename and Rearrange, and by Split and Unstack in a training_state",
+        hint=f"Leave it out with ckpipe.Drop({kinds}) behind them{ways}",
     )

@@ -83,7 +83,7 @@ def transformed(
     document: ManifestDocument,
     transforms: Sequence[Transform],
     select: Callable[[str], bool],
-    order: Sequence[str] = (),
+    models: Mapping[str, Sequence[str]] | None = None,
 ) -> tuple[ManifestDocument, dict[str, tuple[str, ...]]]:
     """Apply transforms to the manifest of a checkpoint.
 
@@ -91,7 +91,7 @@ def transformed(
         document: The manifest of all ranks.
         transforms: The transforms, in their order.
         select: Selects the labels of the transformed checkpoint that are of use.
-        order: The labels of the parameters of the target, in their order, if they are known.
+        models: For the label of each model of the target those of its parameters, in their order.
 
     Returns:
         The manifest of the transformed checkpoint; and for each saved label that was changed the
@@ -105,7 +105,7 @@ def transformed(
     for each in transforms:
         each._apply(edit)
     give_to_parts(edit)
-    check_moments(edit, select, order)
+    check_moments(edit, select, models or {})
     return edit.finished(), edit.told()
 
 
@@ -387,12 +387,12 @@ def _second_names(edit: ManifestEdit) -> Iterator[tuple[str, str]]:
     """Yield the labels of leaves in containers that are held twice, with those of the copies."""
     for draft in edit.drafts:
         nodes = list(walk(draft.tree))
-        held = {node[1]: label for node, label in nodes if node[0] == "shared"}
-        copies = [(held[node[1]], label) for node, label in nodes if node[0] == "ref"]
-        for first, second in copies:
-            for label in draft.leaves():
-                if label.startswith(f"{first}."):
-                    yield label, second + label[len(first) :]
+        held = {node[1]: (node, label) for node, label in nodes if node[0] == "shared"}
+        copies = [(node[1], label) for node, label in nodes if node[0] == "ref"]
+        inside = {each: [label for _, label in walk(*held[each])] for each in dict(copies)}
+        for each, second in copies:
+            for label in inside[each]:
+                yield label, second + label[len(held[each][1]) :]
 
 
 def _is_floating(row: TensorRow) -> bool:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import ckpipe
-from ckpipe import Fuse, Rearrange, Rename, Split, Stack, Unstack, name_table
+from ckpipe import Drop, Fuse, Rearrange, Rename, Split, Stack, Unstack, name_table
 from ckpipe.distributed import training_state
 from ckpipe.errors import StructureMismatch
 
@@ -230,6 +230,123 @@ def test_state_that_is_left_out_is_not_asked(
     state = ckpipe.load(tmp_path / "old.pt", into, **options).state
     turned = model[NAMES[2]].view(2, 4, 8).transpose(0, 1).reshape(8, 8)
     assert torch.equal((into or state)["model"][NAMES[2]], turned)
+
+
+def beside(more: Callable[[Any], dict[str, Any]]) -> Callable[[Any, Any], dict[str, Any]]:
+    """Make the inner container of a trainer, with its optimizer and other tensors in it."""
+    return lambda model, opt: {"model": model, "trainer": {**more(model), "optim": opt}}
+
+
+CONTAINERS: dict[str, Callable[[Any, Any], dict[str, Any]]] = {
+    "no groups": lambda model, opt: {"model": model, "optim": {"state": opt["state"]}},
+    "no group": lambda model, opt: {"model": model, "optim": {**opt, "param_groups": []}},
+    "ema": beside(lambda model: {"ema": {name: each * 2 for name, each in model.items()}}),
+    "random state": beside(lambda model: {"rng": torch.get_rng_state(), "cuda": torch.ones(9)}),
+    "scaler": beside(lambda model: {"scaler": {"scale": torch.ones(()), "n": torch.ones(())}}),
+    "history": beside(lambda model: dict.fromkeys("abcde", torch.ones(3))),
+    "steps of one element": lambda model, opt: {
+        "model": {**model, "scale": torch.ones(1)},
+        "optim": {
+            "state": {key: {**own, "step": torch.ones(1)} for key, own in opt["state"].items()},
+            "param_groups": opt["param_groups"],
+        },
+    },
+}
+RULES = {"turned": [Rearrange(V, [-1, -1], [1, 0])], "exchanged": [Rename({Q: K, K: Q})]}
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("form", ["numbered", "named"])
+@pytest.mark.parametrize("place", CONTAINERS)
+def test_optimizers_are_found_in_containers(
+    place: str, form: str, rule: str, tmp_path: Path
+) -> None:
+    model = weights()
+    torch.save(CONTAINERS[place](model, FORMS[form](model)), tmp_path / "old.pt")
+    with pytest.raises(StructureMismatch, match="leave the state"):
+        ckpipe.load(tmp_path / "old.pt", transform=RULES[rule])
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("key", ["exp_avg", "velocity"])
+@pytest.mark.parametrize("form", ["numbered", "named"])
+def test_optimizers_without_groups_are_known_by_new_names(
+    form: str, key: str, rule: str, tmp_path: Path
+) -> None:
+    model = weights()
+    optimizer = FORMS[form](model)
+    optimizer["state"] = {n: {key: each["exp_avg"]} for n, each in optimizer["state"].items()}
+    torch.save({"model": model, "optim": optimizer}, tmp_path / "old.pt")
+    before = [Drop("optim.param_groups"), Rename({"optim.*": "opt.*"})]
+    with pytest.raises(StructureMismatch, match="leave the state"):
+        ckpipe.load(tmp_path / "old.pt", transform=[*before, *RULES[rule]])
+
+
+def test_factored_state_does_not_tell_the_shapes_of_its_parameters(tmp_path: Path) -> None:
+    model = {**weights(), "norm.weight": torch.rand(8)}
+    factors = {"exp_avg_sq_row": torch.rand(8), "exp_avg_sq_col": torch.rand(8)}
+    optimizer = {"state": dict.fromkeys(range(4), factors), "param_groups": [{"params": [0, 1]}]}
+    torch.save({"model": model, "optim": optimizer}, tmp_path / "old.pt")
+    with pytest.raises(StructureMismatch, match="leave the state"):
+        ckpipe.load(tmp_path / "old.pt", transform=RULES["turned"])
+
+
+@pytest.mark.parametrize("swap", [False, True])
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (1, 0, 3, 2), (3, 1, 2, 0)])
+def test_models_may_stand_in_another_order_in_the_target(
+    order: tuple[int, ...], swap: bool, tmp_path: Path
+) -> None:
+    nets = [{f"{name}.weight": torch.rand(8, 8) for name in "ab"} for _ in range(2)]
+    one, two = map(numbered, nets)
+    torch.save({"netG": nets[0], "netD": nets[1], "optG": one, "optD": two}, tmp_path / "old.pt")
+    models = [Layers("x", "y") for _ in nets]
+    optimizers = [torch.optim.AdamW(each.parameters()) for each in models]
+    into = [*zip(("netG", "netD", "optG", "optD"), [*models, *optimizers], strict=True)]
+    rules = [Rename({"net*.a.*": "net*.x.*", "net*.b.*": "net*.y.*"})]
+    target = {into[place][0]: into[place][1] for place in order}
+    if swap:
+        rules.append(Rename({"netG.*": "netD.*", "netD.*": "netG.*"}))
+        with pytest.raises(StructureMismatch, match="leave the state"):
+            ckpipe.load(tmp_path / "old.pt", target, transform=rules)
+        return
+    ckpipe.load(tmp_path / "old.pt", target, transform=rules)
+    for model, optimizer in zip(models, optimizers, strict=True):
+        for parameter in model.parameters():
+            assert torch.equal(optimizer.state[parameter]["exp_avg"], parameter * 2)
+
+
+@pytest.mark.parametrize("target", ["live", "training state"])
+@pytest.mark.parametrize("names", [("c", "b"), ("b", "c")])
+def test_one_new_name_in_another_order_is_refused(
+    names: tuple[str, str], target: str, tmp_path: Path
+) -> None:
+    old = {f"{name}.weight": torch.rand(8, 8) for name in "ab"}
+    torch.save({"model": old, "optimizer": numbered(old)}, tmp_path / "old.pt")
+    model = Layers(*names)
+    optimizer = torch.optim.AdamW(model.parameters())
+    into, rule = TARGETS[target](model, optimizer), Rename({"model.a.*": "model.c.*"})
+    if names == ("b", "c"):
+        with pytest.raises(StructureMismatch, match="leave the state"):
+            ckpipe.load(tmp_path / "old.pt", into, transform=[rule])
+        return
+    ckpipe.load(tmp_path / "old.pt", into, transform=[rule])
+    for parameter in model.parameters():
+        assert torch.equal(optimizer.state[parameter]["exp_avg"], parameter * 2)
+
+
+@pytest.mark.parametrize("alike", [False, True])
+@pytest.mark.parametrize("form", ["named", "flat"])
+def test_groups_that_keep_old_names_are_refused(form: str, alike: bool, tmp_path: Path) -> None:
+    old = {f"{name}.weight": torch.rand(8, 8) for name in "ab"}
+    torch.save({"model": old, "optim": FORMS[form](old)}, tmp_path / "old.pt")
+    names = {"model.a.*": "model.c.*", "optim.state.a.*": "optim.state.c.*"}
+    rule = Rename({"*a.weight*": "*c.weight*"} if alike else names)
+    if form == "named" or not alike:
+        with pytest.raises(StructureMismatch, match="another name"):
+            ckpipe.load(tmp_path / "old.pt", transform=[rule])
+        return
+    state = ckpipe.load(tmp_path / "old.pt", transform=[rule]).state
+    assert state["optim"]["param_groups.c.weight.lr"] == OPTIONS["lr"]
 
 
 def test_an_optimizer_of_other_parameters_is_not_asked(tmp_path: Path) -> None:
