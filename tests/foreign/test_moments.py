@@ -252,7 +252,10 @@ CONTAINERS: dict[str, Callable[[Any, Any], dict[str, Any]]] = {
         },
     },
 }
-RULES = {"turned": [Rearrange(V, [-1, -1], [1, 0])], "exchanged": [Rename({Q: K, K: Q})]}
+RULES: dict[str, list[Any]] = {
+    "turned": [Rearrange(V, [-1, -1], [1, 0])],
+    "exchanged": [Rename({Q: K, K: Q})],
+}
 
 
 @pytest.mark.parametrize("rule", RULES)

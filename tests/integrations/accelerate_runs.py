@@ -532,18 +532,17 @@ def orders_go_on_or_are_told(case: Case) -> None:
     seedable, other = {"seedable": True}, {"seedable": False}
     in_turn = {"seedable": False, "loader": {"shuffle": False, "num_workers": 1}}
     workers = {"loader": {"num_workers": 1}}
-    for number, (before, after, loads, kept) in enumerate(
-        [
-            (seedable, seedable, False, True),
-            (seedable | workers, seedable | workers, True, True),
-            (seedable | workers, seedable | workers, False, False),
-            (other, other, True, False),
-            (other | workers, other | workers, True, False),
-            (in_turn, in_turn, False, True),
-            (seedable, other, True, False),
-            (other, seedable, True, False),
-        ]
-    ):
+    kinds: list[tuple[dict[str, Any], dict[str, Any], bool, bool]] = [
+        (seedable, seedable, False, True),
+        (seedable | workers, seedable | workers, True, True),
+        (seedable | workers, seedable | workers, False, False),
+        (other, other, True, False),
+        (other | workers, other | workers, True, False),
+        (in_turn, in_turn, False, True),
+        (seedable, other, True, False),
+        (other, seedable, True, False),
+    ]
+    for number, (before, after, loads, kept) in enumerate(kinds):
         run = Run(of(case, f"{number}", **before))
         if loads:
             run.accelerator.load_state()

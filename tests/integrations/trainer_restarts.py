@@ -308,7 +308,7 @@ def older_checkpoints_go_on(case: Case) -> None:
         one = of(case, name, greater_is_better=True)
         for step in (7, 10):
             said.clear()
-            save = save_as_before if step == 7 else SAVE
+            save: Any = save_as_before if step == 7 else SAVE
             ckpipe.SyncPipeline.save = save  # type: ignore[method-assign]
             new_trainer(
                 one,
