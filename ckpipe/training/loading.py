@@ -257,10 +257,8 @@ def _match_model(
     missing = [saved.at("model", name) for name in missing]
     unexpected = [saved.at("model", name) for name in unexpected if tree.get(name) is None]
     if missing or unexpected:
-        hint, names = (
-            "Load it into a model of the same layers",
-            [saved.at("model", n) for n in there],
-        )
+        hint = "Load it into a model of the same layers"
+        names = [saved.at("model", name) for name in there]
         raise mismatch(missing, unexpected, saved.label, hint=hint, names=names, above=saved.above)
     for each in loads:
         for names in fsdp1_ties(each.module, model).values():
