@@ -34,8 +34,9 @@ from ckpipe.format.manifest import ManifestDocument
 from ckpipe.format.merge import merge
 from ckpipe.format.names import GROUP_SIZE, index_key, manifest_key
 from ckpipe.interpreter import gc_paused
-from ckpipe.loading.load import LoadRequest, match_all
+from ckpipe.loading.load import match_all
 from ckpipe.loading.read_plan import plan_reads
+from ckpipe.loading.request import LoadRequest
 from ckpipe.loading.stateful import InspectionMemo
 from ckpipe.planning import LocalPlanner, fingerprint
 from ckpipe.state.capture_cache import capture_cache_of
@@ -251,7 +252,7 @@ def load(ranks: int) -> Figures:
         decoded = time.process_time() - began
     shapes = zip(world.labels(), world.shardings, strict=True)
     target = {label: torch.zeros(spread.shape) for label, spread in shapes}
-    request = LoadRequest(target, LabelFilter(), strict=True, cast=False, pickling=False)
+    request = LoadRequest(target)
 
     def planned() -> None:
         matched = match_all(bundle, request, 0, 1, InspectionMemo())

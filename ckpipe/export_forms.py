@@ -28,13 +28,14 @@ from ckpipe.catalog.inspect import batches, check_expansion, leaf_labels
 from ckpipe.errors import UnsupportedState, UsageError
 from ckpipe.format.data_file import FOREIGN_DTYPES, encode_header, stored_dtype
 from ckpipe.format.dtypes import DTYPES, NAMES
-from ckpipe.format.labels import Json, LabelFilter, join, key_of, label_filter
+from ckpipe.format.labels import Json, LabelFilter, bare_names, join, key_of, label_filter
 from ckpipe.format.manifest import ManifestDocument, TensorRow
 from ckpipe.format.tree import MAPPINGS, Node, walk, wrappers_in
-from ckpipe.loading.load import LoadRequest, flattened, match_all
+from ckpipe.loading.load import flattened, match_all
 from ckpipe.loading.published_names import PublishedNames
+from ckpipe.loading.request import LoadRequest
 from ckpipe.loading.scales import refuse_codes, with_scales
-from ckpipe.loading.stateful import InspectionMemo, bare_names
+from ckpipe.loading.stateful import InspectionMemo
 from ckpipe.loading.transforms import transformed, transforms_of
 from ckpipe.settings import Export
 from ckpipe.state.tensors import lazy_bits
@@ -266,7 +267,7 @@ class _Plan:
             plain[label] = torch.empty(facts["size"], dtype=dtype, device="cpu")
             return plain[label]
 
-        request = LoadRequest(select=select, strict=False, per_rank="rank0", unwrap=unwrap)
+        request = LoadRequest(select=select, unwrap=unwrap, strict=False, per_rank="rank0")
         load = match_all(bundle, request, 0, 1, InspectionMemo())
         state = load.make()
         load.matching.forget()

@@ -22,6 +22,7 @@ from ckpipe.loading.chunks import StoredTensor, StoredTensors
 from ckpipe.loading.fill import with_lazy_bits
 from ckpipe.loading.match import Matching
 from ckpipe.loading.match_record import MatchRecord
+from ckpipe.loading.request import LoadRequest
 from ckpipe.loading.saved_state import state_of_part
 from ckpipe.loading.targets import Targets
 from ckpipe.loop_thread import wait_for
@@ -112,7 +113,7 @@ def lent_state(save: Save, held: Sequence[StagedBlock]) -> Any:
     attributes = (row.attributes for row in rows if row.attributes)
     definitions = shared_containers([captured.tree, *attributes])
     with torch.no_grad():
-        record = MatchRecord(saved, targets, definitions, pickling=True)
+        record = MatchRecord(saved, targets, definitions, LoadRequest(pickle="allow"))
         return Matching(record).plan(captured.tree, "")()
 
 

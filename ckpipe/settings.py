@@ -585,8 +585,8 @@ class Worker(_Group):
     an abnormal end. By default a private directory below that of temporary files."""
 
 
-class PipelineFields(TypedDict, total=False):
-    """The fields of :class:`Settings` but ``url``, and their short forms, as keywords."""
+class CommonFields(TypedDict, total=False):
+    """The fields of :class:`PipelineFields` whose names no option of a load has."""
 
     attempt_id: str | None
     solo: bool
@@ -602,8 +602,6 @@ class PipelineFields(TypedDict, total=False):
     on_busy: Literal["wait", "skip", "fail"]
     on_error: Literal["raise", "warn"]
     drain_timeout_seconds: float
-    per_rank: Literal["raise", "drop", "rank0", "derive"]
-    pickle: Literal["refuse", "allow"]
     keep_reports: bool
     switch_interval_seconds: float | None
     staging: Staging | Mapping[str, Any]
@@ -619,6 +617,13 @@ class PipelineFields(TypedDict, total=False):
     preemption: Preemption | Mapping[str, Any] | bool
     worker: Worker | Mapping[str, Any] | Literal["auto", "thread", "process"]
     backends: Mapping[str, Mapping[str, Any]]
+
+
+class PipelineFields(CommonFields, total=False):
+    """The fields of :class:`Settings` but ``url``, and their short forms, as keywords."""
+
+    per_rank: Literal["raise", "drop", "rank0", "derive"]
+    pickle: Literal["refuse", "allow"]
 
 
 class SettingsFields(PipelineFields, total=False):

@@ -24,6 +24,8 @@ class SettingsDefaults(griffe.Extension):
 
     def on_attribute_instance(self, *, attr: griffe.Attribute, **_: Any) -> None:
         """Rewrite one attribute."""
+        if "settings" not in attr.path:
+            return
         bounds: list[str] = []
         annotation = attr.annotation
         if isinstance(annotation, griffe.ExprSubscript) and str(annotation.left) == "Annotated":
@@ -36,7 +38,7 @@ class SettingsDefaults(griffe.Extension):
             arguments = value.arguments
             factory = [each for each in arguments if getattr(each, "name", "") == "default_factory"]
             attr.value = f"{factory[0].value}()" if factory else arguments[0]
-        if bounds and attr.docstring and "settings" in attr.path:
+        if bounds and attr.docstring:
             text = ", ".join(bounds)
             attr.docstring.value += f"\n\n{text[0].upper()}{text[1:]}."
 

@@ -169,6 +169,23 @@ def unique_label(label: str, taken: set[str]) -> str:
     return candidate
 
 
+_WRAPPER_NAMES = ("module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+
+
+def unwrapped(label: str) -> str:
+    """Return a label without the names under which wrappers hold a module."""
+    return ".".join([part for part in label.split(".") if part not in _WRAPPER_NAMES])
+
+
+def bare_names(names: Iterable[str]) -> dict[str, str]:
+    """Return names of a module without those of wrappers; ``module`` only where all begin so."""
+    inside = "|".join(_WRAPPER_NAMES[1:])
+    bare = {name: re.sub(rf"(?:^|(?<=\.))(?:{inside})\.", "", name) for name in names}
+    while bare and all(each.startswith("module.") for each in bare.values()):
+        bare = {name: each.removeprefix("module.") for name, each in bare.items()}
+    return bare
+
+
 class LabelFilter:
     """A filter of labels by globs: a pattern matches a label, and all labels below it.
 

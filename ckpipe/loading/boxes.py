@@ -13,8 +13,9 @@ from ckpipe.errors import ShapeMismatch, StructureMismatch, UsageError
 from ckpipe.format.boxes import whole
 from ckpipe.format.manifest import ManifestDocument, TensorRow
 from ckpipe.loading.chunks import StoredTensors
-from ckpipe.loading.load import LoadRequest, located, read_rounds, telling_touched
+from ckpipe.loading.load import located, read_rounds, telling_touched
 from ckpipe.loading.reader import ReadTally
+from ckpipe.loading.request import LoadRequest
 from ckpipe.loading.targets import Targets
 from ckpipe.memory.arena import Arena
 from ckpipe.state.placements import HeldBox

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import anyio.to_thread
 import torch
@@ -35,8 +34,9 @@ from ckpipe.loading.chunks import NeedsFullIndex, StoredTensors
 from ckpipe.loading.factories import Factory
 from ckpipe.loading.foreign_target import fitted, has_place_for, parameters_of
 from ckpipe.loading.match import Matching
-from ckpipe.loading.match_record import MatchRecord, Unwrap
+from ckpipe.loading.match_record import MatchRecord
 from ckpipe.loading.reader import Reader, ReadTally, lane_buffers
+from ckpipe.loading.request import LoadRequest, Unwrap
 from ckpipe.loading.saved_state import (
     exclude_labels,
     keep_generators_apart,
@@ -44,73 +44,17 @@ from ckpipe.loading.saved_state import (
     state_for,
 )
 from ckpipe.loading.scales import refuse_codes, with_scales
-from ckpipe.loading.select import LenientFilter, PerRankPolicy, pruned, unmatched
+from ckpipe.loading.select import LenientFilter, pruned, unmatched
 from ckpipe.loading.stateful import InspectionMemo
 from ckpipe.loading.targets import LiveTensor, Targets
-from ckpipe.loading.transforms import Transform, transformed
-from ckpipe.lock.state_lock import LoadHold
-from ckpipe.loop_thread import Caller, on_caller
+from ckpipe.loading.transforms import transformed
+from ckpipe.loop_thread import on_caller
 from ckpipe.memory.arena import Arena
 from ckpipe.types import LoadReport, LoadResult, StageReport, first_of
 
 
 class LeavesUnfilled(CorruptCheckpoint):
     """Raised if a checkpoint would leave values of a damaged one, read before it, in the target."""
-
-
-@dataclass(frozen=True, slots=True)
-class LoadRequest:
-    """The arguments of a call of ``load``.
-
-    Args:
-        into: The target; None for a fresh state.
-        select: Selects the labels to load.
-        strict: Whether plain containers must have exactly the saved keys; ``"shapes"`` if also
-            tensors of another shape are skipped.
-        cast: Whether values may be converted to the dtype of a target tensor.
-        any_optimizer: Whether an optimizer may get the state of one of another class.
-        pickling: Whether pickled objects may be made.
-        per_rank: The policy for values that were different on each rank, if the number of ranks
-            has changed.
-        hold: Taken by the load before it reads the target, and ended by its caller; None for a
-            target that no other code knows.
-        caller: Runs user code on the calling thread; None to use another thread.
-        switch_interval: The switch interval of the GIL meanwhile, in seconds; None leaves it alone.
-        began: The time of the call of ``load``, by :func:`time.perf_counter`.
-        transform: Transforms of the checkpoint, in their order.
-        allow_missing: Selects labels of the target that the checkpoint may lack.
-        allow_unexpected: Selects labels of the checkpoint that the target may lack.
-        device: The device of the tensors of a fresh state.
-        unwrap: Makes plain tensors of the wrapper tensors of a fresh state; None leaves these.
-        begun: For each checkpoint that was begun, its count of reads and the tensors to fill.
-    """
-
-    into: Any | None = None
-    select: LabelFilter = field(default_factory=LabelFilter)
-    strict: bool | Literal["shapes"] = True
-    cast: bool = False
-    any_optimizer: bool = False
-    pickling: bool = False
-    per_rank: PerRankPolicy = "raise"
-    hold: LoadHold | None = None
-    caller: Caller | None = None
-    switch_interval: float | None = None
-    began: float = field(default_factory=time.perf_counter)
-    transform: Sequence[Transform] = ()
-    allow_missing: LabelFilter = field(default_factory=partial(LabelFilter, []))
-    allow_unexpected: LabelFilter = field(default_factory=partial(LabelFilter, []))
-    device: torch.device = field(default_factory=partial(torch.device, "cpu"))
-    unwrap: Unwrap | None = None
-    begun: list[tuple[ReadTally, Sequence[LiveTensor]]] = field(default_factory=list)
-
-    @property
-    def filled(self) -> list[LiveTensor]:
-        """The tensors of the target that may have got values so far."""
-        return [each for tally, tensors in self.begun if tally.delivered for each in tensors]
-
-    def holding(self) -> AbstractContextManager[None]:
-        """Let the calling thread work for the load, whose hold is taken."""
-        return nullcontext() if self.hold is None else self.hold.here()
 
 
 @dataclass(slots=True)
@@ -389,9 +333,9 @@ def match_all(
             raise NeedsFullIndex
         bundle, told = transformed(bundle, request.transform, of_use, parameters_of(request.into))
     kept: list[str] = []
+    asked = request.select
     if bundle.source is not None and not fresh:
-        bundle, select, kept, above = fitted(bundle, request.into, request.select)
-        request = replace(request, select=select)
+        bundle, asked, kept, above = fitted(bundle, request.into, asked)
     saved = state_for(bundle, rank, world_size, request.per_rank, fresh=fresh)
     saved = keep_generators_apart(saved, bundle, rank, world_size, request.per_rank)
     first_wins = request.per_rank == "rank0"
@@ -399,7 +343,7 @@ def match_all(
     targets = Targets(stored, cast=request.cast, device=request.device)
     attributes = (row.attributes for row in saved.rows if row.attributes)
     everything = shared_containers([saved.tree, *attributes])
-    select = request.select
+    select = asked
     if request.per_rank == "drop":
         select = exclude_labels(select, labels_of(saved))
     lenient = None
@@ -413,19 +357,14 @@ def match_all(
         saved,
         targets,
         definitions,
+        request,
         select=select,
-        strict=bool(request.strict),
-        skips_shapes=request.strict == "shapes",
-        any_optimizer=request.any_optimizer,
-        pickling=request.pickling,
-        unwrap=request.unwrap,
         distributed=world_size > 1,
-        by_label=bool(request.transform),
         above=above,
         memo=memo,
     )
     matching = Matching(record)
-    missing = [*kept, *_named_in_vain(bundle, request)]
+    missing = [*kept, *_named_in_vain(bundle, request, asked)]
     unexpected: list[str] = []
     if fresh:
         make = matching.plan(tree, "")
@@ -451,14 +390,16 @@ def match_all(
     return MatchedLoad(bundle, request, rank, targets, make, *labels, matching, transformed=told)
 
 
-def _named_in_vain(bundle: ManifestDocument, request: LoadRequest) -> list[str]:
+def _named_in_vain(
+    bundle: ManifestDocument, request: LoadRequest, select: LabelFilter
+) -> list[str]:
     """Return the names of ``include`` that no rank has saved, if the request is not strict.
 
     Raises:
         StructureMismatch: If there is such a name and the request is strict.
     """
     trees = [each.tree for each in bundle.structures]
-    absent = unmatched(request.select, trees)
+    absent = unmatched(select, trees)
     if absent and not bundle.whole:
         raise NeedsFullIndex
     if absent and request.strict:
@@ -505,7 +446,7 @@ async def read_tensors(
     """
     flat = flattened(bundle, labels)
     # Not strict: a strict load would need every saved label.
-    request = LoadRequest(into, strict=False, per_rank="rank0", unwrap=unwrap)
+    request = LoadRequest(into, unwrap=unwrap, strict=False, per_rank="rank0")
     place = (0, 1) if rank is None else (rank, bundle.world_size)
     ready = await read_all(
         backend, flat, request, arena, lanes=lanes, rank=place[0], world_size=place[1]

@@ -98,7 +98,7 @@ class Matching:
 
     def _check_labels(self, target: Any) -> None:
         record = self.record
-        if record.strict and (record.missing or record.unexpected):
+        if record.request.strict and (record.missing or record.unexpected):
             raise mismatch(
                 record.missing,
                 record.unexpected,
@@ -231,7 +231,7 @@ class Matching:
         facts, inner, record = node[1], node[2], self.record
         if use in (None, Use.OFFERED):
             cls, context = planned_wrapper(record, facts, label)
-            make, unwrap = self.plan(inner, label), record.unwrap
+            make, unwrap = self.plan(inner, label), record.request.unwrap
 
             def wrap() -> Any:
                 return put_together(cls, facts, context(), make(), label)

@@ -7,10 +7,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-import torch
-
-from ckpipe.format.labels import Json, LabelFilter
+from ckpipe.format.labels import LabelFilter
 from ckpipe.format.tree import Node, leaf_labels
+from ckpipe.loading.request import LoadRequest
 from ckpipe.loading.saved_state import SavedState
 from ckpipe.loading.select import any_selected
 from ckpipe.loading.stateful import InspectionMemo
@@ -32,9 +31,6 @@ class Use(Enum):
     OFFERED = "offered"
 
 
-Unwrap = Callable[[str, Mapping[str, Json], Callable[[], Any]], torch.Tensor]
-"""Makes a plain tensor of a fresh wrapper tensor: of its label, its facts, and its factory."""
-
 NOTHING = object()
 """Marks a node without a live counterpart."""
 
@@ -47,14 +43,9 @@ class MatchRecord:
         saved: The saved state.
         targets: Makes fresh tensors, and collects the tensors to fill.
         definitions: The containers that references in the tree point to, by number.
-        pickling: Whether pickled objects may be made.
-        select: Selects the labels to load.
-        strict: Whether plain containers must have exactly the saved keys.
-        skips_shapes: Whether tensors that have another shape in the checkpoint stay as they are.
-        any_optimizer: Whether an optimizer may get the state of one of another class.
-        unwrap: Makes plain tensors of fresh wrapper tensors; None leaves these.
+        request: The arguments of the load.
+        select: Selects the labels to load: those of the request that this match is about.
         distributed: Whether other processes load other parts of the same tensors.
-        by_label: Whether labels count and not containers: dotted keys and mappings are the same.
         above: The label below which the names of a foreign checkpoint were moved.
         memo: The memo of facts of the target's objects.
         missing: Labels that the target has and the checkpoint has not.
@@ -65,19 +56,15 @@ class MatchRecord:
         objects_have_more: Whether an object of the target has labels that were not saved of it.
         plan: Plans the object of a node, once the match has begun.
         loaded: Labels of the objects that have taken their state.
+        skips_shapes: Whether tensors that have another shape in the checkpoint stay as they are.
     """
 
     saved: SavedState
     targets: Targets
     definitions: Mapping[int, Node]
-    pickling: bool
+    request: LoadRequest
     select: LabelFilter = field(default_factory=LabelFilter)
-    strict: bool = True
-    skips_shapes: bool = False
-    any_optimizer: bool = False
-    unwrap: Unwrap | None = None
     distributed: bool = False
-    by_label: bool = False
     above: str = ""
     memo: InspectionMemo = field(default_factory=InspectionMemo)
     missing: list[str] = field(default_factory=list)
@@ -87,6 +74,15 @@ class MatchRecord:
     objects_have_more: bool = False
     plan: Callable[[MatchRecord, Node, str], Callable[[], Any]] = field(init=False)
     loaded: list[str] = field(default_factory=list)
+    skips_shapes: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.skips_shapes = self.request.strict == "shapes"
+
+    @property
+    def by_label(self) -> bool:
+        """Whether labels count and not containers: dotted keys and mappings are the same."""
+        return bool(self.request.transform)
 
     def is_selected(self, live: Any, label: str) -> bool:
         """Tell whether a leaf of a live object is to be loaded."""
@@ -120,4 +116,4 @@ class MatchRecord:
 
     def value_of(self, node: Node, label: str) -> Any:
         """Return the inline value of a node."""
-        return self.saved.value_of(node[1], label, pickling=self.pickling)
+        return self.saved.value_of(node[1], label, pickling=self.request.pickle == "allow")

@@ -28,9 +28,8 @@ import torch
 from ckpipe.errors import StructureMismatch
 from ckpipe.format.box_steps import Step
 from ckpipe.format.edit import Draft, ManifestEdit
-from ckpipe.format.labels import encode_key
+from ckpipe.format.labels import encode_key, unwrapped
 from ckpipe.format.tree import MAPPINGS, Node, children_of, walk
-from ckpipe.loading.stateful import unwrapped
 from ckpipe.state.values import encode_value
 
 _GROUPS = re.compile(

@@ -65,7 +65,8 @@ def open_object(record: MatchRecord, target: Any, node: Node, label: str) -> Ope
         if use is Use.FITTING or not saves_as_torch_does(target):
             live = _rehearsed(record, target, live, node, label)
     elif isinstance(target, torch.optim.Optimizer):
-        recorded, lenient = record.saved.optimizers.get(label), record.any_optimizer
+        recorded = record.saved.optimizers.get(label)
+        lenient = record.request.optimizer_class == "any"
         use = Use.OFFERED if lenient or has_pre_hooks(target) else Use.FITTING
         saved_state = {
             key: _described(record, child, where)
@@ -92,9 +93,8 @@ def _targets_of(record: MatchRecord, target: Any, node: Node, label: str) -> Ope
         label,
         record.select,
         record.saved.common,
-        record.targets.cast,
+        record.request,
         record.memo,
-        record.any_optimizer,
         record.saved.foreign if record.saved.same_world else frozenset(),
         record.above,
     )

@@ -16,8 +16,9 @@ import torch
 from torch.optim import LBFGS, Optimizer
 
 from ckpipe.errors import ShapeMismatch, StructureMismatch, reason_of
+from ckpipe.format.labels import unwrapped
 from ckpipe.format.manifest import OptimizerRow
-from ckpipe.loading.stateful import SavedTensor, unwrapped
+from ckpipe.loading.stateful import SavedTensor
 from ckpipe.state.values import optimizer_kind, shapes_of_parameters
 
 logger = logging.getLogger("ckpipe")

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import reduce
@@ -32,11 +32,12 @@ from torch.nn.parameter import is_lazy
 from torch.optim.lr_scheduler import LRScheduler
 
 from ckpipe.errors import StructureMismatch
-from ckpipe.format.labels import LabelFilter, join
+from ckpipe.format.labels import LabelFilter, join, unwrapped
 from ckpipe.format.manifest import TensorRow
 from ckpipe.format.tree import Node, children_of, leaf_labels
 from ckpipe.loading.chunks import HeldElements
 from ckpipe.loading.live_tensors import without_ties
+from ckpipe.loading.request import LoadRequest
 from ckpipe.loading.select import any_selected
 from ckpipe.state_helpers import RngState, numpy_state, python_state
 from ckpipe.types import first_of
@@ -95,9 +96,8 @@ class SavedObject:
         label: Its label in the state.
         select: Selects the labels to load.
         common: The labels that all ranks had, if not all had the same ones.
-        cast: Whether values may be converted to the dtype of a target tensor.
+        request: The arguments of the load.
         memo: The memo of facts of live objects.
-        any_optimizer: Whether an optimizer may get the state of one of another class.
         foreign: The labels that the loading rank did not save itself, in a world of equal size.
         above: The label below which the names of a foreign checkpoint were moved.
     """
@@ -106,9 +106,8 @@ class SavedObject:
     label: str = ""
     select: LabelFilter = field(default_factory=LabelFilter)
     common: frozenset[str] | None = None
-    cast: bool = False
+    request: LoadRequest = field(default_factory=LoadRequest)
     memo: InspectionMemo = field(default_factory=InspectionMemo)
-    any_optimizer: bool = False
     foreign: frozenset[str] = frozenset()
     above: str = ""
 
@@ -499,20 +498,3 @@ def _renaming(
 def _common_end(left: list[str], right: list[str]) -> int:
     pairs = zip(reversed(left), reversed(right), strict=False)
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-
-
-_WRAPPER_NAMES = ("module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
-
-
-def unwrapped(label: str) -> str:
-    """Return a label without the names under which wrappers hold a module."""
-    return ".".join([part for part in label.split(".") if part not in _WRAPPER_NAMES])
-
-
-def bare_names(names: Iterable[str]) -> dict[str, str]:
-    """Return names of a module without those of wrappers; ``module`` only where all begin so."""
-    inside = "|".join(_WRAPPER_NAMES[1:])
-    bare = {name: re.sub(rf"(?:^|(?<=\.))(?:{inside})\.", "", name) for name in names}
-    while bare and all(each.startswith("module.") for each in bare.values()):
-        bare = {name: each.removeprefix("module.") for name, each in bare.items()}
-    return bare

@@ -17,7 +17,7 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from threading import Thread
-from typing import Any, Literal, SupportsIndex, TypeVar, Unpack
+from typing import Any, SupportsIndex, TypeVar, Unpack
 
 import torch
 from torch.optim import Optimizer
@@ -36,9 +36,8 @@ from ckpipe.events import Completed, Event, EventBus, RankCommitted, SaveFailed,
 from ckpipe.export_forms import check_form
 from ckpipe.format import checksum
 from ckpipe.format.labels import globs_filter, label_filter
-from ckpipe.loading.load import LoadRequest
-from ckpipe.loading.select import PerRankPolicy
-from ckpipe.loading.transforms import Transform, transforms_of
+from ckpipe.loading.request import LoadOptions, LoadRequest
+from ckpipe.loading.transforms import transforms_of
 from ckpipe.lock.guard import Guarded, StepGuard, guard, optimizers_of, swapped
 from ckpipe.lock.state_lock import LoadHold, StateLock, lock_of
 from ckpipe.loop_thread import Caller, LoopThread, call_at_exit
@@ -50,10 +49,8 @@ from ckpipe.running.last_save import LastSave, LastState
 from ckpipe.running.listeners import Hooks, Statistics, StatisticsRecorder, in_hook
 from ckpipe.running.validation import (
     absolute,
-    check_choices,
     check_savable,
     failure_text,
-    fresh_device,
     has_failed,
     late_owners,
     location,
@@ -642,37 +639,11 @@ class PipelineBase:
                     self._loop.post(leave, request)
             raise
 
-    def _load_request(
-        self,
-        into: Any,
-        include: Sequence[str] | None,
-        exclude: Sequence[str] | None,
-        *,
-        strict: bool | Literal["shapes"],
-        cast: bool,
-        optimizer_class: str,
-        per_rank: PerRankPolicy | None,
-        pickle: str | None,
-        transform: Sequence[Transform],
-        allow_missing: Sequence[str],
-        allow_unexpected: Sequence[str],
-        device: str | torch.device | None,
-        caller: Caller | None,
-    ) -> LoadRequest:
+    def _load_request(self, into: Any, caller: Caller | None, options: LoadOptions) -> LoadRequest:
         """Check the arguments of ``load``; on the caller's thread."""
-        select = label_filter(include, exclude)
-        allowed = globs_filter("allow_missing", allow_missing)
-        left = globs_filter("allow_unexpected", allow_unexpected)
-        per_rank = self._settings.per_rank if per_rank is None else per_rank
-        pickle = self._settings.pickle if pickle is None else pickle
-        check_choices(strict, pickle, optimizer_class, per_rank)
+        request = LoadRequest(into, self._settings, caller, **options)
         self._engine.world.check(saves=False)
         if self._settings.preemption.enabled:
             self._last_state.loads(into, self._guards)
-        hold = None if into is None else LoadHold(self._lock, caller)
-        interval = self._settings.switch_interval_seconds
-        return LoadRequest(
-            into, select, strict, cast, optimizer_class == "any", pickle == "allow", per_rank, hold,
-            caller, interval, transform=transforms_of(transform), allow_missing=allowed,
-            allow_unexpected=left, device=fresh_device(device, into),
-        )  # fmt: skip
+        request.hold = None if into is None else LoadHold(self._lock, caller)
+        return request

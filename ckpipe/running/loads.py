@@ -46,14 +46,9 @@ from ckpipe.format.labels import Json
 from ckpipe.format.manifest import ManifestDocument
 from ckpipe.loading.boxes import TensorBox, read_boxes
 from ckpipe.loading.collectives import CollectiveObjects, collective_objects
-from ckpipe.loading.load import (
-    LeavesUnfilled,
-    LoadRequest,
-    MatchedLoad,
-    read_all,
-    telling_touched,
-)
+from ckpipe.loading.load import LeavesUnfilled, MatchedLoad, read_all, telling_touched
 from ckpipe.loading.reader import ReadTally
+from ckpipe.loading.request import LoadRequest
 from ckpipe.loading.stateful import InspectionMemo
 from ckpipe.lock.state_lock import LoadHold
 from ckpipe.loop_thread import on_caller
@@ -170,7 +165,6 @@ class Loads:
         which: int | str | None,
         request: LoadRequest,
         *,
-        fallback: bool,
         source: str | None = None,
     ) -> LoadResult | None:
         """Load a checkpoint; return None if none was named and none exists.
@@ -178,8 +172,6 @@ class Loads:
         Args:
             which: The step or id; None for the newest.
             request: The target and the options.
-            fallback: True to continue with the next older checkpoint if one is damaged, on all
-                ranks.
             source: The path or URL of a checkpoint of another program, to load that one.
 
         Raises:
@@ -197,12 +189,12 @@ class Loads:
             CkpipeError: Any error of :func:`ckpipe.loading.load.read_all`.
         """
         if source is not None:
-            if which is not None or fallback:
+            if which is not None or request.fallback:
                 raise UsageError("source is given alone, without step and fallback")
             with telling_touched(request), self._until_closed(request.hold):
                 async with self._jointly(request) as joint:
                     return await self._from_source(source, request, joint)
-        alone, named = self._context.world_size == 1, which is not None and not fallback
+        alone, named = self._context.world_size == 1, which is not None and not request.fallback
         left = self._until_closed(request.hold)
         naming = naming_refusals(step=which if isinstance(which, int) else None)
         with telling_touched(request), left, self._numbered(named) as asked, naming:
@@ -210,9 +202,7 @@ class Loads:
                 if which is not None:
                     await self._saves.settled(which)
                 agreements = None if alone or named else await self._agreeing()
-                return await self._first_whole(
-                    which, request, agreements, asked, joint, fallback=fallback
-                )
+                return await self._first_whole(which, request, agreements, asked, joint)
 
     async def choose(self, which: int | str | None, name: str | None) -> CheckpointInfo | None:
         """Choose the checkpoint that a load would take, the same on all ranks, with its summary.
@@ -283,8 +273,6 @@ class Loads:
         agreements: Agreements | None,
         asked: str,
         joint: _Joint | None,
-        *,
-        fallback: bool,
     ) -> LoadResult | None:
         """Load the wanted checkpoint; with a fallback, the first that is whole."""
         info = None
@@ -296,13 +284,11 @@ class Loads:
         tried = 0
         while info is not None:
             vote = None
-            if agreements is not None and fallback:
+            if agreements is not None and request.fallback:
                 vote = agreements, f"{asked}.ranks.{tried}"
             tried += 1
             try:
-                verdict = await self._attempt(
-                    info, request, vote, joint, damaged, fallback=fallback
-                )
+                verdict = await self._attempt(info, request, vote, joint, damaged)
             except CheckpointIncomplete as error:
                 if self._context.world_size > 1 or (which is not None and not damaged):
                     error.hint = "Load another, or the newest, on all ranks alike"
@@ -345,8 +331,6 @@ class Loads:
         vote: _Vote | None,
         joint: _Joint | None,
         damaged: Collection[str],
-        *,
-        fallback: bool,
     ) -> LoadResult | _Verdict:
         """Load one checkpoint; return the verdict if it is damaged and a fallback is allowed."""
         with self._told(info), naming_refusals(step=info.step):
@@ -357,7 +341,7 @@ class Loads:
                     return await self._finish(info, load, joint)
             except CorruptCheckpoint as error:
                 error.located(step=info.step)
-                if not fallback and not isinstance(error, LeavesUnfilled):
+                if not request.fallback and not isinstance(error, LeavesUnfilled):
                     error.hint = error.hint or _FALL_BACK
                     raise
                 fault = error

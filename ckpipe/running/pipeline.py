@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext, suppress
 from types import TracebackType
-from typing import Any, Literal, NoReturn, Self, SupportsIndex, TypeVar
+from typing import Any, Literal, NoReturn, Self, SupportsIndex, TypeVar, Unpack
 
 import anyio
 import torch
@@ -18,15 +18,15 @@ from ckpipe.catalog.sweep import SweepReport
 from ckpipe.errors import CheckpointNotFound, UsageError, naming_refusals
 from ckpipe.handles import SaveHandle, SyncSaveHandle
 from ckpipe.loading.boxes import boxes_of
-from ckpipe.loading.select import PerRankPolicy
-from ckpipe.loading.transforms import Transform
+from ckpipe.loading.request import LoadOptions
 from ckpipe.loop_thread import Caller, this_loop
+from ckpipe.options import parameters_of, showing
 from ckpipe.preemption import errors_of_handlers_deferred
 from ckpipe.retention import Decision
 from ckpipe.running.base import PipelineBase
 from ckpipe.running.validation import Which, location, note_failures, raise_or_warn, which
 from ckpipe.save.save import SaveCall
-from ckpipe.settings import Settings
+from ckpipe.settings import CommonFields, Settings
 from ckpipe.types import CheckpointInfo, LoadResult, VerifyResult
 
 T = TypeVar("T")
@@ -291,24 +291,14 @@ class Pipeline(PipelineBase):
         finally:
             call.is_over = True
 
+    @showing(LoadOptions)
     async def load(
         self,
         into: Any = None,
         step: Which | None = None,
         *,
-        include: Sequence[str] | None = None,
-        exclude: Sequence[str] | None = None,
-        strict: bool | Literal["shapes"] = True,
-        cast: bool = False,
-        optimizer_class: Literal["same", "any"] = "same",
-        fallback: bool = False,
-        per_rank: PerRankPolicy | None = None,
-        pickle: Literal["refuse", "allow"] | None = None,
-        transform: Sequence[Transform] = (),
-        allow_missing: Sequence[str] = (),
-        allow_unexpected: Sequence[str] = (),
-        device: str | torch.device | None = None,
         source: str | os.PathLike[str] | None = None,
+        **options: Unpack[LoadOptions],
     ) -> LoadResult | None:
         """Load a checkpoint, into a state or as a fresh one.
 
@@ -327,47 +317,7 @@ class Pipeline(PipelineBase):
                 save that fails does not count, and its error is raised as always. Several ranks
                 also wait until the newest of them is complete on all, for
                 ``load.agreement_timeout_seconds`` at most.
-            include: Globs of labels to load; None loads all. Each must match a label in the
-                checkpoint, unless ``strict`` is False; then globs without a match are ``missing``.
-            exclude: Globs of labels to leave as they are.
-            strict: True if the keys of plain containers must be the same in target and checkpoint;
-                modules and other objects are always as strict as their own code, see
-                ``allow_missing``. ``"shapes"`` also leaves tensors as they are that have another
-                shape in the checkpoint, such as a new head, and lists them in ``missing``. Objects
-                whose own code looks at shapes may refuse them all the same: optimizers, and modules
-                with load hooks.
-            cast: True to convert tensors to the dtype of the target.
-            optimizer_class: ``"any"`` to give an optimizer the state of an optimizer of another
-                class, as torch's ``load_state_dict`` does; options and state that only one of the
-                classes has are not converted. ``"same"`` raises ``StructureMismatch``. A class of
-                the same name and options in another module is the same.
-            fallback: True to continue with the next older checkpoint if one is damaged. All of
-                several ranks must call alike, and damage that one of them finds counts for all.
-            per_rank: Treatment of per-rank values, and of random generators
-                (:class:`~ckpipe.RngState`), if another number of ranks has saved them. None takes
-                the setting ``per_rank``. ``"raise"`` is an error, ``"drop"`` keeps the values of
-                the target, and ``"rank0"`` takes the values of rank 0; several ranks cannot take
-                its generators, which is an error. ``"derive"`` makes generators of each rank's own
-                from the saved ones, and is an error for other values. A function takes a label and
-                the values in the order of ranks, and returns a value; it is not called for
-                generators, which are derived.
-            pickle: ``"allow"`` to load pickled objects, which runs code from the checkpoint. None
-                takes the setting ``pickle``.
-            transform: Transforms of the checkpoint, applied in their order before it is compared
-                with the target: :class:`~ckpipe.Rename`, :class:`~ckpipe.Only`,
-                :class:`~ckpipe.Drop`, :class:`~ckpipe.Cast`, :class:`~ckpipe.Split`,
-                :class:`~ckpipe.Fuse`, :class:`~ckpipe.Stack`, :class:`~ckpipe.Unstack` and
-                :class:`~ckpipe.Rearrange`. Other arguments, such as ``include``, see the new names.
-                All of several ranks pass the same ones.
-            allow_missing: Globs of labels of the target that the checkpoint may lack, in modules as
-                in plain containers: they keep their values and are named in ``missing``. All other
-                labels must be there, as ``strict`` says.
-            allow_unexpected: Globs of labels of the checkpoint that the target may lack: they are
-                not read, and are named in ``unexpected``.
-            device: The device on which the tensors of a fresh state are made, such as
-                ``"cuda:0"``; None for the CPU. Bytes go there from the read buffers. Arrays of
-                numpy stay on the CPU. On ``"meta"`` nothing is read. With ``into`` it is a
-                ``UsageError``.
+            options: As :class:`~ckpipe.loading.request.LoadOptions` describes them.
             source: The path or URL of a checkpoint that another program wrote, in any store: a
                 ``.safetensors`` file, a folder of Hugging Face weights, a file of ``torch.save``
                 (``.pt``, ``.pth``, ``.bin``, ``.ckpt``), or a folder of
@@ -409,26 +359,11 @@ class Pipeline(PipelineBase):
         """
         chosen = None if step is None else which(step)
         with self._calling_task() as caller:
-            request = self._load_request(
-                into,
-                include,
-                exclude,
-                strict=strict,
-                cast=cast,
-                optimizer_class=optimizer_class,
-                per_rank=per_rank,
-                pickle=pickle,
-                transform=transform,
-                allow_missing=allow_missing,
-                allow_unexpected=allow_unexpected,
-                device=device,
-                caller=caller,
-            )
+            request = self._load_request(into, caller, options)
             return await self._run(
                 self._engine.loads.load,
                 chosen,
                 request,
-                fallback=fallback,
                 source=location(source),
                 caller=caller,
             )
@@ -748,48 +683,23 @@ class SyncPipeline(PipelineBase):
         finally:
             call.is_over = True
 
+    @showing(LoadOptions)
     def load(
         self,
         into: Any = None,
         step: Which | None = None,
         *,
-        include: Sequence[str] | None = None,
-        exclude: Sequence[str] | None = None,
-        strict: bool | Literal["shapes"] = True,
-        cast: bool = False,
-        optimizer_class: Literal["same", "any"] = "same",
-        fallback: bool = False,
-        per_rank: PerRankPolicy | None = None,
-        pickle: Literal["refuse", "allow"] | None = None,
-        transform: Sequence[Transform] = (),
-        allow_missing: Sequence[str] = (),
-        allow_unexpected: Sequence[str] = (),
-        device: str | torch.device | None = None,
         source: str | os.PathLike[str] | None = None,
+        **options: Unpack[LoadOptions],
     ) -> LoadResult | None:
         """Load a checkpoint, into a state or as a fresh one. See :meth:`ckpipe.Pipeline.load`."""
         chosen = None if step is None else which(step)
         with Caller() as caller:
-            request = self._load_request(
-                into,
-                include,
-                exclude,
-                strict=strict,
-                cast=cast,
-                optimizer_class=optimizer_class,
-                per_rank=per_rank,
-                pickle=pickle,
-                transform=transform,
-                allow_missing=allow_missing,
-                allow_unexpected=allow_unexpected,
-                device=device,
-                caller=caller,
-            )
+            request = self._load_request(into, caller, options)
             return self._call(
                 self._engine.loads.load,
                 chosen,
                 request,
-                fallback=fallback,
                 source=location(source),
                 caller=caller,
             )
@@ -866,25 +776,18 @@ def _complete_docstrings() -> None:
 _complete_docstrings()
 
 
+class LoadFields(LoadOptions, CommonFields, total=False):
+    """The options of a load, and fields of settings."""
+
+
+@showing(LoadOptions)
 def load(
     url: str | os.PathLike[str] | None = None,
     into: Any = None,
     step: Which | None = None,
     *,
-    include: Sequence[str] | None = None,
-    exclude: Sequence[str] | None = None,
-    strict: bool | Literal["shapes"] = True,
-    cast: bool = False,
-    optimizer_class: Literal["same", "any"] = "same",
-    fallback: bool = False,
-    per_rank: PerRankPolicy | None = None,
-    pickle: Literal["refuse", "allow"] | None = None,
-    transform: Sequence[Transform] = (),
-    allow_missing: Sequence[str] = (),
-    allow_unexpected: Sequence[str] = (),
-    device: str | torch.device | None = None,
     settings: Settings | None = None,
-    **fields: Any,
+    **fields: Unpack[LoadFields],
 ) -> LoadResult:
     """Load a checkpoint with one call, for evaluation or inspection; write nothing.
 
@@ -897,20 +800,7 @@ def load(
             ``file:///…``, or the URL of another backend.
         into: The state to load into; None makes a fresh state, on the CPU.
         step: A step, the id of a checkpoint, or its info; None takes the newest complete one.
-        include: As for :meth:`ckpipe.Pipeline.load`, and so are the arguments up to ``device``.
-        exclude: Globs of labels to leave as they are.
-        strict: True if the keys of plain containers must be the same in target and checkpoint;
-            objects are as strict as their own code.
-        cast: True to convert tensors to the dtype of the target.
-        optimizer_class: ``"any"`` to give an optimizer the state of one of another class.
-        fallback: True to continue with the next older checkpoint if one is damaged.
-        per_rank: Treatment of per-rank values.
-        pickle: ``"allow"`` to load pickled objects, which runs code from the checkpoint. None takes
-            the setting ``pickle``.
-        transform: Transforms of the checkpoint, in their order.
-        allow_missing: Globs of labels of the target that the checkpoint may lack.
-        allow_unexpected: Globs of labels of the checkpoint that the target may lack.
-        device: The device of the tensors of a fresh state; None for the CPU.
+        options: As :class:`~ckpipe.loading.request.LoadOptions` describes them.
         settings: Settings to start from.
         fields: Fields of :class:`~ckpipe.Settings`; they override ``settings``.
 
@@ -922,34 +812,23 @@ def load(
     """
     from ckpipe.foreign.source import names_file, refuse_hub_id, split_file  # needed here alone
 
-    fields["read_only"] = True
+    given: dict[str, Any] = {**fields, "read_only": True}
+    options = {name: given.pop(name) for name in parameters_of(LoadOptions) if name in given}
     place = location(url)
-    options: dict[str, Any] = {
-        "include": include,
-        "exclude": exclude,
-        "strict": strict,
-        "cast": cast,
-        "optimizer_class": optimizer_class,
-        "per_rank": per_rank,
-        "pickle": pickle,
-        "transform": transform,
-        "allow_missing": allow_missing,
-        "allow_unexpected": allow_unexpected,
-        "device": device,
-    }
     refuse_hub_id(place or "")
     if place is not None and step is None and names_file(place):
         root, _ = split_file(place)
         with (
             suppress(CheckpointNotFound),  # it is a folder of such a name
-            SyncPipeline(root, settings=settings, **fields) as pipeline,
+            SyncPipeline(root, settings=settings, **given) as pipeline,
         ):
-            return pipeline.load(into, source=place, **options)  # type: ignore[return-value]
+            alone = {**options, "fallback": False}
+            return pipeline.load(into, source=place, **alone)  # type: ignore[return-value]
     if place is not None:
-        fields.setdefault("initial", place)
-    with SyncPipeline(url, settings=settings, **fields) as pipeline:
+        given.setdefault("initial", place)
+    with SyncPipeline(url, settings=settings, **given) as pipeline:
         try:
-            result = pipeline.load(into, step, fallback=fallback, **options)
+            result = pipeline.load(into, step, **options)
         except CheckpointNotFound:
             if step is not None or not pipeline.steps():
                 raise

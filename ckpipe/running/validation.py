@@ -16,7 +16,6 @@ from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
 from typing import Any, Literal, SupportsIndex
 
-import torch
 from torch.optim import Optimizer
 
 from ckpipe.errors import PermissionDenied, PipelineClosed, UsageError, first_error
@@ -148,48 +147,6 @@ def late_owners(until: str, guards: Iterable[StepGuard], step: int | None) -> tu
             hint="Open the pipeline with guard=optimizer, or save with until='staged'",
         )
     return owners
-
-
-def check_choices(strict: object, pickle: str, optimizer_class: str, per_rank: object) -> None:
-    """Check the arguments of ``load`` that are one of a few words.
-
-    Raises:
-        UsageError: If one is another word.
-    """
-    if not isinstance(strict, bool) and strict != "shapes":
-        raise UsageError(f"strict is True, False or 'shapes', not {strict!r:.100}")
-    if pickle not in ("refuse", "allow"):
-        raise UsageError(f"pickle is 'refuse' or 'allow', not {pickle!r}")
-    if optimizer_class not in ("same", "any"):
-        raise UsageError(f"optimizer_class is 'same' or 'any', not {optimizer_class!r}")
-    if not callable(per_rank) and per_rank not in ("raise", "drop", "rank0", "derive"):
-        raise UsageError(
-            f"per_rank is 'raise', 'drop', 'rank0', 'derive' or a function, not {per_rank!r}"
-        )
-
-
-def fresh_device(device: str | torch.device | None, into: object) -> torch.device:
-    """Return the device of the tensors of a fresh state.
-
-    Raises:
-        UsageError: If there is no such device here, or a target is given, whose tensors have one.
-    """
-    if device is None:
-        return torch.device("cpu")
-    if into is not None:
-        raise UsageError(
-            "device is for a fresh state; the tensors of a target stay on their devices",
-            hint="Leave out device, or leave out the target",
-        )
-    try:
-        made = torch.empty(0, device=device)
-    except (RuntimeError, TypeError, AssertionError) as error:
-        reason = str(error).partition("\n")[0]
-        raise UsageError(
-            f"There is no device {device!r:.100} here: {reason:.200}",
-            hint="Pass 'cpu', 'cuda:0' or another device that torch can use, or 'meta'",
-        ) from None
-    return made.device
 
 
 def plain_metrics(metrics: Mapping[str, float], step: int | None) -> dict[str, Any]:

@@ -291,7 +291,7 @@ class OptimizerMatch:
             group.label,
             f"include=[{self._saved.at('model')!r}]",
         )
-        if error is not None and not self._saved.any_optimizer:
+        if error is not None and self._saved.request.optimizer_class != "any":
             raise error
         if error is not None:
             self._of_another_class.add(number)
@@ -406,7 +406,7 @@ class OptimizerMatch:
 
     def _cast(self, key: str, value: Any, saved: Any, parameter: torch.Tensor) -> Any:
         """Cast state with its parameter if it had the parameter's dtype and casts are allowed."""
-        if not (self._saved.cast and isinstance(value, SavedTensor)):
+        if not (self._saved.request.cast and isinstance(value, SavedTensor)):
             return value
         had_its_dtype = isinstance(saved, SavedTensor) and value.dtype == saved.dtype
         if had_its_dtype and key != "step" and value.like is None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -35,7 +34,8 @@ from ckpipe.format.merge import merge
 from ckpipe.format.names import data_file_name
 from ckpipe.format.tree import version_of
 from ckpipe.loading.fill import boxed
-from ckpipe.loading.load import LoadRequest, read_all
+from ckpipe.loading.load import read_all
+from ckpipe.loading.request import LoadRequest
 from ckpipe.memory.arena import Arena
 from ckpipe.plan.assignment import assign, describe
 from ckpipe.plan.global_plan import PlanRounds, SharedPlan, divide
@@ -445,8 +445,7 @@ async def _write(backend: Backend, key: str, image: bytes) -> None:
 
 def request(into: Any = None, *, include: list[str] | None = None, **changes: Any) -> LoadRequest:
     """A strict load of everything, changed as named."""
-    plain = LoadRequest(into, LabelFilter(include), strict=True, cast=False, pickling=False)
-    return dataclasses.replace(plain, **changes)
+    return LoadRequest(into, include=include, **changes)
 
 
 async def store_ranks(
