@@ -62,7 +62,7 @@ def one_of(name: str, value: T, *choices: object, step: int | None = None) -> T:
     Raises:
         UsageError: If it is another one.
     """
-    if not any(type(value) is type(each) and value == each for each in choices):  # 1 is not True
+    if not any(isinstance(value, type(each)) and value == each for each in choices):
         *most, last = map(repr, choices)
         raise UsageError(f"{name} is {', '.join(most)} or {last}, not {value!r:.100}", step=step)
     return value

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 from ray.train import Checkpoint, CheckpointUploadMode, get_checkpoint, get_context
 from ray.train import report as report_to_ray
@@ -18,6 +18,7 @@ from ray.train import report as report_to_ray
 from ckpipe import LoadResult, SyncPipeline, SyncSaveHandle
 from ckpipe.integrations.pointers import POINTER_FILE, read_pointer, write_pointer
 from ckpipe.integrations.shared import tell_resumed
+from ckpipe.loading.request import LoadOptions
 from ckpipe.types import CheckpointId
 
 logger = logging.getLogger("ckpipe")
@@ -61,7 +62,7 @@ def report(handle: SyncSaveHandle, metrics: dict[str, Any]) -> None:
     )
 
 
-def load(pipeline: SyncPipeline, state: Any, **options: Any) -> LoadResult | None:
+def load(pipeline: SyncPipeline, state: Any, **options: Unpack[LoadOptions]) -> LoadResult | None:
     """Load the newest complete checkpoint, the same on all workers, registered with Ray or not.
 
     One that was complete when a worker died may not be registered yet; it counts. If Ray has

@@ -19,6 +19,7 @@ from ckpipe.errors import CheckpointNotFound, CkpipeError, CorruptCheckpoint, Us
 from ckpipe.events import Completed, Pruned
 from ckpipe.handles import SyncSaveHandle
 from ckpipe.integrations.pointers import Pointer, read_pointer
+from ckpipe.loading.request import LoadOptions
 from ckpipe.running.pipeline import SyncPipeline
 from ckpipe.settings import Settings
 from ckpipe.types import CheckpointId, CheckpointInfo, LoadResult
@@ -27,9 +28,8 @@ T = TypeVar("T")
 
 logger = logging.getLogger("ckpipe")
 
-_ARGUMENTS = re.compile(
-    r"\b(pickle|per_rank|fallback|include|exclude|strict|cast|optimizer_class|transform|allow_\w+)\b"
-)
+# Hints on devices mean no option.
+_ARGUMENTS = re.compile(rf"\b({'|'.join(LoadOptions.__annotations__.keys() - {'device'})})\b")
 
 
 class TrainerPipeline(SyncPipeline):

@@ -12,7 +12,7 @@ import sys
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -33,9 +33,7 @@ from ckpipe.errors import (
     naming_refusals,
 )
 from ckpipe.events import Completed, Event, EventBus, RankCommitted, SaveFailed, Staged
-from ckpipe.export_forms import check_form
 from ckpipe.format import checksum
-from ckpipe.format.labels import globs_filter, label_filter
 from ckpipe.loading.request import LoadOptions, LoadRequest
 from ckpipe.loading.transforms import transforms_of
 from ckpipe.lock.guard import Guarded, StepGuard, guard, optimizers_of, swapped
@@ -52,18 +50,15 @@ from ckpipe.running.validation import (
     check_savable,
     failure_text,
     has_failed,
-    late_owners,
     location,
     note_failures,
     place_of_call,
-    plain_metadata,
-    plain_metrics,
     plain_step,
     raise_or_warn,
 )
-from ckpipe.save.save import Save, SaveCall, SaveRequest
+from ckpipe.save.request import SaveCall, SaveOptions, SaveRequest
+from ckpipe.save.save import Save
 from ckpipe.settings import PipelineFields, Settings
-from ckpipe.types import Form
 from ckpipe.worker.crossing import refuse_to_train_as_worker
 
 logger = logging.getLogger("ckpipe")
@@ -576,54 +571,24 @@ class PipelineBase:
         self,
         state: Any,
         step: SupportsIndex | None,
-        until: str,
-        metrics: Mapping[str, float] | None,
-        metadata: Mapping[str, Any] | None,
-        final: bool,
-        export: Form | None,
-        include: Sequence[str] | None,
-        exclude: Sequence[str] | None,
-        replicated: Sequence[str] | None,
         caller: Caller | None,
         call: SaveCall,
+        options: SaveOptions,
     ) -> SaveRequest:
-        """Report earlier failures, then check the arguments of ``save``; on the caller's thread."""
-        select = label_filter(include, exclude)
-        equal = None if replicated is None else globs_filter("replicated", replicated)
-        if replicated and self._settings.plan.replicated == "none":
-            raise UsageError(
-                "A save names replicated tensors, and plan.replicated is 'none'",
-                hint="Leave out one of them",
-            )
-        if export is not None:
-            check_form("export", export)
-        step = None if step is None else plain_step(step)
+        """Check the arguments of ``save``, and report earlier failures; on the caller's thread."""
+        number = None if step is None else plain_step(step)
+        request = SaveRequest(state, number, self._settings, self._guards, caller, call, **options)
         raise_or_warn(self._engine.saves.take_failures(), self._settings.on_error)
         if self._closing and not in_hook():  # closing waits for saves of hooks
             hint = "Make a new one to go on saving"
-            raise PipelineClosed("The pipeline was closed meanwhile", step=step, hint=hint)
-        check_savable(state, step, read_only=self._settings.read_only)
-        self._engine.world.check(saves=True, step=step)
-        owners = late_owners(until, self._guards, step)
+            raise PipelineClosed("The pipeline was closed meanwhile", step=number, hint=hint)
+        check_savable(state, number, read_only=self._settings.read_only)
+        self._engine.world.check(saves=True, step=number)
         self._lock.check_capture_allowed()
         if self._settings.preemption.enabled:
-            self._last_state.saves(state, include, exclude, self._guards)
-        return SaveRequest(
-            state,
-            select,
-            plain_metrics(metrics, step) if metrics else {},
-            plain_metadata(metadata, step) if metadata else {},
-            final,
-            threading.get_ident(),
-            owners,
-            self._preemption.answer(),
-            caller,
-            step,
-            call,
-            export,
-            equal,
-            tuple(each.gradients for each in self._guards),
-        )
+            self._last_state.saves(state, options, self._guards)
+        request.urgent = self._preemption.answer()
+        return request
 
     @contextmanager
     def _while_it_copies(self, request: SaveRequest) -> Iterator[None]:

@@ -21,6 +21,7 @@ from ckpipe.preemption import (
     is_loader_error,
 )
 from ckpipe.ranks.schedule import SaveSchedule
+from ckpipe.save.request import SaveOptions
 from ckpipe.state.kinds import is_stateful
 
 logger = logging.getLogger("ckpipe")
@@ -32,8 +33,7 @@ class LastSave:
 
     state: Any
     step: int
-    include: Sequence[str] | None
-    exclude: Sequence[str] | None
+    selection: SaveOptions
     newest: int | None
 
     def begins(self, agreed: bool) -> bool:
@@ -80,7 +80,7 @@ class LastState:
         self._preemption = preemption
         self._state: Any = None
         self._is_live = False
-        self._selection: tuple[Sequence[str] | None, Sequence[str] | None] = (None, None)
+        self._selection: SaveOptions = {}
         self._told: int | None = None
         self._marks = (0, 0)
 
@@ -92,20 +92,15 @@ class LastState:
         """Record that a load fills a state, unless another state is trained."""
         if into is not None and self._is_other(into, guards):
             return
-        self._state, self._is_live, self._selection = into, into is not None, (None, None)
+        self._state, self._is_live, self._selection = into, into is not None, {}
 
-    def saves(
-        self,
-        state: Any,
-        include: Sequence[str] | None,
-        exclude: Sequence[str] | None,
-        guards: Sequence[StepGuard],
-    ) -> None:
+    def saves(self, state: Any, options: SaveOptions, guards: Sequence[StepGuard]) -> None:
         """Record that a state is saved, unless another state is trained."""
         if self._is_other(state, guards):
             return
         self._is_live = state is self._state or _is_made_of_objects(state)
-        self._state, self._selection = state, (include, exclude)
+        self._state = state
+        self._selection = {"include": options.get("include"), "exclude": options.get("exclude")}
 
     def _is_other(self, state: Any, guards: Sequence[StepGuard]) -> bool:
         """Tell whether a state has no guarded optimizer, and the recorded one has.
@@ -144,7 +139,7 @@ class LastState:
         elif not self._is_live:
             reason = "the state that was saved last may hold copies of former values"
         else:
-            return LastSave(state, step, *self._selection, newest)
+            return LastSave(state, step, self._selection, newest)
         _warn_of_lost(step, newest, reason)
         return None
 

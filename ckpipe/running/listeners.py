@@ -35,7 +35,8 @@ from ckpipe.events import (
 )
 from ckpipe.interpreter import refuse_exit, user_code
 from ckpipe.save.context import SaveContext
-from ckpipe.save.save import Save, SaveCall
+from ckpipe.save.request import SaveCall
+from ckpipe.save.save import Save
 from ckpipe.types import SaveReport, SaveStatus, size_text
 
 logger = logging.getLogger("ckpipe")

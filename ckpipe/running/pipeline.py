@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext, suppress
 from types import TracebackType
@@ -25,7 +25,7 @@ from ckpipe.preemption import errors_of_handlers_deferred
 from ckpipe.retention import Decision
 from ckpipe.running.base import PipelineBase
 from ckpipe.running.validation import Which, location, note_failures, raise_or_warn, which
-from ckpipe.save.save import SaveCall
+from ckpipe.save.request import SaveCall, SaveOptions
 from ckpipe.settings import CommonFields, Settings
 from ckpipe.types import CheckpointInfo, LoadResult, VerifyResult
 
@@ -117,9 +117,7 @@ class Pipeline(PipelineBase):
                 if (last := self._last_save(error)) is not None:
                     with last.beside(error):
                         if last.begins(await self._run(self._engine.leave_together, last.step)):
-                            await self.save(
-                                last.state, last.step, include=last.include, exclude=last.exclude
-                            )
+                            await self.save(last.state, last.step, **last.selection)
             except BaseException as failure:
                 await self._close_on(failure)
                 raise
@@ -187,19 +185,12 @@ class Pipeline(PipelineBase):
         on_loop = self._loop is not None and self._loop.is_here
         return nullcontext() if on_loop else Caller(this_loop())
 
+    @showing(SaveOptions)
     async def save(
         self,
         state: Any,
         step: SupportsIndex | None = None,
-        *,
-        metrics: Mapping[str, float] | None = None,
-        metadata: Mapping[str, Any] | None = None,
-        until: Literal["captured", "staged", "committed"] = "staged",
-        final: bool = False,
-        export: Literal["torch", "hf", "dcp"] | None = None,
-        include: Sequence[str] | None = None,
-        exclude: Sequence[str] | None = None,
-        replicated: Sequence[str] | None = None,
+        **options: Unpack[SaveOptions],
     ) -> SaveHandle:
         """Save a state; return when it has been copied, so that training may go on.
 
@@ -219,33 +210,7 @@ class Pipeline(PipelineBase):
                 ``state_dict`` and ``load_state_dict``.
             step: The training step; by default one more than that of the last save or load, or,
                 without any, than the greatest that was at the root when the pipeline was opened.
-            metrics: Numbers by name, kept in the checkpoint; NaN is allowed.
-            metadata: Plain JSON, at most 200 levels deep, kept in the checkpoint.
-            until: ``"staged"`` returns when the state is copied, ``"committed"`` when the
-                checkpoint is durable. ``"captured"`` returns when all of the state is copied except
-                the parameters and state tensors of guarded optimizers. These are copied while
-                forward and backward run; a guarded ``step()``, :meth:`swapped` or
-                ``lock.mutating()`` waits for the rest of the copy. No other code may change them,
-                also not for a moment, as libraries for averaged weights do: swap those with
-                :meth:`swapped`. If torch counts a change, the save fails. torch does not count
-                writes through ``.data``, numpy or DLPack, nor fused steps of an optimizer that is
-                not guarded. On a device these are not noticed, and the checkpoint may hold a
-                mixture. In host memory 64 bytes at both ends of every mebibyte are compared:
-                before the copy, in the copy, and after it. A write that leaves all these bytes as
-                they are is not noticed, and neither is one to a tensor whose elements do not fill
-                its memory, such as ``x[:, ::2]``. A step's hyperparameters are copied before the
-                call returns. So are thousands of small tensors, since a copy takes less time than
-                to watch them.
-            final: True for the run's final checkpoint.
-            export: The form of an export of this checkpoint, with the content of the settings
-                ``export``; None for that of ``final_format``, if it is final. All of several ranks
-                pass the same one.
-            include: Globs of labels to save, such as ``"model.*"``; None saves all. With one rank
-                there is a warning of globs that match no label.
-            exclude: Globs of labels to leave out.
-            replicated: Globs of labels of plain tensors that all ranks hold alike in this save,
-                beside those that the settings and the state declare: each byte is written once.
-                All ranks pass the same ones.
+            options: As :class:`~ckpipe.save.request.SaveOptions` describes them.
 
         Returns:
             A handle to wait for the commit; its status is ``skipped`` if the save was skipped.
@@ -271,21 +236,18 @@ class Pipeline(PipelineBase):
             CkpipeError: With ``until="committed"``, the error of this save. Also the error of an
                 earlier save that no call waited for, unless ``on_error`` is ``"warn"``.
         """
-        call = SaveCall(until)
+        call = SaveCall()
         try:
             with errors_of_handlers_deferred(), self._calling_task() as caller:
-                request = self._save_request(
-                    state, step, until, metrics, metadata, final, export,
-                    include, exclude, replicated, caller, call,
-                )  # fmt: skip
+                request = self._save_request(state, step, caller, call, options)
                 with self._while_it_copies(request):
                     save = await self._run(self._engine.saves.begin, request)
                     handle = SaveHandle(self, save)
-                    copied = save.safe if until == "captured" else save.staged
+                    copied = save.safe if call.until == "captured" else save.staged
                     if caller is not None:
                         await caller.serve(copied)
                     await handle._wait(copied)
-            if until == "committed" and handle.status != "skipped":
+            if call.until == "committed" and handle.status != "skipped":
                 await handle.committed()
             return handle
         finally:
@@ -621,9 +583,7 @@ class SyncPipeline(PipelineBase):
                 if (last := self._last_save(error)) is not None:
                     with last.beside(error):
                         if last.begins(self._call(self._engine.leave_together, last.step)):
-                            self.save(
-                                last.state, last.step, include=last.include, exclude=last.exclude
-                            )
+                            self.save(last.state, last.step, **last.selection)
             except BaseException as failure:
                 note_failures(self._close(failed=True), failure)
                 raise
@@ -649,35 +609,25 @@ class SyncPipeline(PipelineBase):
         with SyncPipeline(settings=self._store_alone()) as store:
             return store._call(store._engine.complete, info, timeout, ranks)
 
+    @showing(SaveOptions)
     def save(
         self,
         state: Any,
         step: SupportsIndex | None = None,
-        *,
-        metrics: Mapping[str, float] | None = None,
-        metadata: Mapping[str, Any] | None = None,
-        until: Literal["captured", "staged", "committed"] = "staged",
-        final: bool = False,
-        export: Literal["torch", "hf", "dcp"] | None = None,
-        include: Sequence[str] | None = None,
-        exclude: Sequence[str] | None = None,
-        replicated: Sequence[str] | None = None,
+        **options: Unpack[SaveOptions],
     ) -> SyncSaveHandle:
         """Save a state; return as ``until`` asks. See :meth:`ckpipe.Pipeline.save`."""
-        call = SaveCall(until)
+        call = SaveCall()
         try:
             with errors_of_handlers_deferred(), Caller() as caller:
-                request = self._save_request(
-                    state, step, until, metrics, metadata, final, export,
-                    include, exclude, replicated, caller, call,
-                )  # fmt: skip
+                request = self._save_request(state, step, caller, call, options)
                 with self._while_it_copies(request):
                     save = self._call(self._engine.saves.begin, request)
                     handle = SyncSaveHandle(self, save)
-                    copied = save.safe if until == "captured" else save.staged
+                    copied = save.safe if call.until == "captured" else save.staged
                     caller.serve_until(copied)
             handle._wait(copied)
-            if until == "committed" and handle.status != "skipped":
+            if call.until == "committed" and handle.status != "skipped":
                 handle.wait()
             return handle
         finally:

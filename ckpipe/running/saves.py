@@ -36,8 +36,9 @@ from ckpipe.running.listeners import Hooks
 from ckpipe.save.context import SaveContext
 from ckpipe.save.follow_up import CompletionWatcher
 from ckpipe.save.record import fail, resolve
+from ckpipe.save.request import SaveRequest
 from ckpipe.save.run import run_save
-from ckpipe.save.save import Save, SaveRequest, SkipSave
+from ckpipe.save.save import Save, SkipSave
 from ckpipe.types import CheckpointId, CheckpointInfo
 
 logger = logging.getLogger("ckpipe")

@@ -6,25 +6,17 @@ Arguments are checked on the caller's thread, before the call has any effect.
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import operator
 import os
 import sys
 import warnings
-from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
 from typing import Any, Literal, SupportsIndex
 
-from torch.optim import Optimizer
-
 from ckpipe.errors import PermissionDenied, PipelineClosed, UsageError, first_error
-from ckpipe.format.labels import encode_float
-from ckpipe.lock.guard import StepGuard
 from ckpipe.lock.holds import callers
 from ckpipe.types import CheckpointInfo
-
-_DEEPEST = 200
 
 Which = int | str | CheckpointInfo
 """A step, the exact id of a checkpoint, or its info."""
@@ -126,101 +118,6 @@ def check_savable(state: Any, step: int | None, *, read_only: bool) -> None:
             step=step,
             hint="Pass a state, such as a dict of model and optimizer",
         )
-
-
-def late_owners(until: str, guards: Iterable[StepGuard], step: int | None) -> tuple[Optimizer, ...]:
-    """Return the optimizers whose tensors a save copies late, by ``until`` of ``save``.
-
-    Raises:
-        UsageError: If there is no such ``until``, or no optimizer is guarded that it needs.
-    """
-    if until not in ("captured", "staged", "committed"):
-        raise UsageError(f"until is 'captured', 'staged' or 'committed', not {until!r}", step=step)
-    if until != "captured":
-        return ()
-    owners = tuple(optimizer for each in guards for optimizer in each.optimizers)
-    if not owners:
-        raise UsageError(
-            "until='captured' needs a guarded optimizer: without one, a step may change "
-            "tensors that are not copied yet",
-            step=step,
-            hint="Open the pipeline with guard=optimizer, or save with until='staged'",
-        )
-    return owners
-
-
-def plain_metrics(metrics: Mapping[str, float], step: int | None) -> dict[str, Any]:
-    """Return metrics in the form of the manifest.
-
-    Raises:
-        UsageError: If one is no number, or two have one name.
-    """
-    name: Any = None
-    pairs = []
-    try:
-        for name, number in metrics.items():
-            pairs.append((str(name), encode_float(float(number))))
-        name = None
-        return _by_name(pairs)
-    except (TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise UsageError(
-            f"Metrics are numbers by name: {error}",
-            step=step,
-            key=None if name is None else str(name),
-            hint="Pass one number for each, such as loss.mean().item()",
-        ) from error
-
-
-def plain_metadata(metadata: Mapping[str, Any], step: int | None) -> dict[str, Any]:
-    """Return a copy of metadata as plain JSON.
-
-    Raises:
-        UsageError: If it is not plain JSON, or two keys of a dict become one in JSON.
-    """
-    name: Any = None
-    pairs: list[tuple[str, Any]] = []
-    try:
-        for name, value in dict(metadata).items():
-            text = json.dumps({name: value}, allow_nan=False)
-            pairs += json.loads(text, object_pairs_hook=_by_name).items()
-        name, found = None, _by_name(pairs)
-        _check_depth(found)
-        return found
-    except (TypeError, ValueError, RecursionError) as error:
-        raise UsageError(
-            f"Metadata must be plain JSON: {error}",
-            step=step,
-            key=None if name is None else str(name),
-            hint="Put other objects in the state",
-        ) from error
-
-
-def _check_depth(metadata: dict[str, Any]) -> None:
-    """Refuse a depth that another program's recursion limit might not let it read.
-
-    Raises:
-        ValueError: If containers are nested too deeply.
-    """
-    level: list[Any] = [metadata]
-    for _ in range(_DEEPEST):
-        inside = [each.values() if isinstance(each, dict) else each for each in level]
-        level = [item for each in inside for item in each if isinstance(item, dict | list)]
-    if level:
-        raise ValueError(f"it is nested more than {_DEEPEST} deep")
-
-
-def _by_name(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Make a dict of pairs; two keys such as ``1`` and ``"1"`` may have become one name.
-
-    Raises:
-        ValueError: If two pairs have one name.
-    """
-    found: dict[str, Any] = {}
-    for name, value in pairs:
-        if name in found:
-            raise ValueError(f"two of them are called {name!r:.100}")
-        found[name] = value
-    return found
 
 
 logger = logging.getLogger("ckpipe")

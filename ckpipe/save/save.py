@@ -6,90 +6,30 @@ import platform
 import secrets
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
 import anyio
 import numpy as np
 import torch
-from torch.optim import Optimizer
 
-from ckpipe.format.labels import Json, LabelFilter
 from ckpipe.format.manifest import RankManifest, Structure
-from ckpipe.lock.gradients import GradientWatch
 from ckpipe.lock.state_lock import LockHold
-from ckpipe.loop_thread import Caller
 from ckpipe.memory.arena import Block
 from ckpipe.memory.budget import BlockReservation
 from ckpipe.save.program import BlockPlan, CopyProgram
 from ckpipe.save.record import UNKNOWN, FilledBlock, SaveRecord, fail, resolve
+from ckpipe.save.request import SaveRequest
 from ckpipe.state.flatten import Captured, structure_of
-from ckpipe.types import CheckpointId, Form
+from ckpipe.types import CheckpointId
 from ckpipe.version import __version__
 
 
 class SkipSave(Exception):  # a decision, not an error
     """The save must be skipped; the text is the reason."""
-
-
-class SaveCall:
-    """A call of ``save``, for the hooks of its save, which wait for the end of the call.
-
-    Args:
-        until: The event for which the call waits.
-
-    Attributes:
-        is_over: True once the call returns or raises. Set by a plain assignment, as the last act of
-            the call: it does not release the GIL, so the caller gets the handle before another
-            thread sees the value.
-    """
-
-    __slots__ = ("is_over", "until")
-
-    def __init__(self, until: str = "staged") -> None:
-        self.until, self.is_over = until, False
-
-
-@dataclass(frozen=True, slots=True)
-class SaveRequest:
-    """The request of a caller of ``save``.
-
-    Args:
-        state: The state.
-        select: The filter of labels to save.
-        metrics: Metrics, non-finite floats encoded.
-        metadata: Metadata, plain JSON.
-        final: True for the run's final checkpoint.
-        thread: The calling thread.
-        owners: Guarded optimizers whose tensors are copied while training goes on; empty if the
-            caller waits for all copies.
-        urgent: True if there may be no later save: it waits for memory instead of being skipped.
-        caller: Runs user code on the calling thread; None if that is the pipeline's own.
-        step: The step of the call; None for the one after the last.
-        call: The call.
-        export: The form of an export, whatever the settings request; None leaves that to them.
-        replicated: Selects labels of tensors that all ranks hold alike; None for no more than the
-            state and the settings declare.
-        gradients: Those of guarded optimizers at their last steps.
-    """
-
-    state: Any
-    select: LabelFilter
-    metrics: Mapping[str, Json]
-    metadata: Mapping[str, Json]
-    final: bool
-    thread: int
-    owners: tuple[Optimizer, ...] = ()
-    urgent: bool = False
-    caller: Caller | None = None
-    step: int | None = None
-    call: SaveCall = field(default_factory=SaveCall)
-    export: Form | None = None
-    replicated: LabelFilter | None = None
-    gradients: tuple[GradientWatch, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,4 +208,4 @@ class Save(SaveRecord):
 
     def forget_state(self) -> None:
         """Drop references to the caller's objects; no stage needs them once all is copied."""
-        self.request = replace(self.request, state=None, owners=(), caller=None, gradients=())
+        self.request.forget_state()

@@ -20,7 +20,6 @@ from hypothesis import strategies as st
 from torch import nn
 
 from ckpipe.errors import CaptureTooSlow, StateLockTimeout
-from ckpipe.format.labels import LabelFilter
 from ckpipe.lock.late_copies import (
     ByteSample,
     MutationDetector,
@@ -35,7 +34,8 @@ from ckpipe.memory.cuda import SideStreams, StreamFence
 from ckpipe.memory.native import address_of, copy_bytes
 from ckpipe.planning import LocalPlanner
 from ckpipe.save.program import BlockPlan, plan_blocks
-from ckpipe.save.save import Save, SaveRequest, StagedBlock
+from ckpipe.save.request import SaveRequest
+from ckpipe.save.save import Save, StagedBlock
 from ckpipe.save.stage import BlockCopiers, CopyPiece
 from ckpipe.state.tensors import is_dense, tensor_leaf
 from ckpipe.types import CheckpointId
@@ -47,7 +47,7 @@ BLOCK = 1 << 16
 SAVE = Save(
     CheckpointId("20261121T034205123Z-9f3a2c01", 1, 0),
     0,
-    SaveRequest(None, LabelFilter(), {}, {}, final=False, thread=-1),
+    SaveRequest(None),
 )
 
 
