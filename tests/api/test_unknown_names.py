@@ -244,3 +244,14 @@ def test_an_object_that_is_left_out_is_neither_asked_nor_loaded(
         fresh = pipeline.load()
         assert fresh is not None
         assert fresh.state == {"number": 1}
+
+
+def test_an_unknown_option_is_refused_with_the_nearest(tmp_path: Path) -> None:
+    with ckpipe.SyncPipeline(tmp_path) as pipeline:
+        with pytest.raises(TypeError, match=r"save\(\) .*'metric'. Did you mean 'metrics'\?"):
+            pipeline.save(state(), step=1, metric={})  # type: ignore[call-arg]
+        with pytest.raises(TypeError, match=r"load\(\) .*'exclud'. Did you mean 'exclude'\?"):
+            pipeline.load(state(), exclud=["model"])  # type: ignore[call-arg]
+        assert pipeline.steps() == []
+    with pytest.raises(errors.SettingsError, match="exclud"):
+        ckpipe.load(tmp_path, exclud=["model"])  # type: ignore[call-arg]

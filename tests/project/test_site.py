@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import json
 import os
 import re
@@ -10,6 +11,8 @@ import subprocess
 import sys
 import zlib
 from collections.abc import Iterator
+from html import unescape
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
@@ -89,6 +92,24 @@ def test_every_public_name_is_documented(site: Path) -> None:
     shown = {name.rpartition(".")[2] for name in documented(site)}
     missing = {name for name in public_names() if name.rpartition(".")[2] not in shown}
     assert missing == set()
+
+
+@pytest.mark.parametrize(
+    "name", ["Pipeline.load", "Pipeline.save", "SyncPipeline.load", "SyncPipeline.save", "load"]
+)
+def test_each_option_of_a_call_is_shown(site: Path, name: str) -> None:
+    _, _, rest = article(site, "reference/pipeline").partition(f'id="ckpipe.{name}"')
+    own = unescape(rest.partition('class="doc doc-object ')[0]).replace("'", '"')
+    signature = re.sub(r"<[^>]+>", "", own.partition("</pre>")[0])
+    rows = [prose(each).split() for each in re.findall(r"<tr .*?</tr>", own, re.DOTALL)]
+    for option in inspect.signature(attrgetter(name)(ckpipe)).parameters.values():
+        if option.kind is option.KEYWORD_ONLY:
+            default = repr(option.default).replace("'", '"')
+            assert re.search(rf"\b{option.name}: [^=]+ = {re.escape(default)}", signature), option
+            if not name.startswith("Sync"):  # it leads to Pipeline
+                (told,) = [each for each in rows if each[:1] == [option.name]]
+                assert len(told) > 6, option
+                assert told[-1] == default, option
 
 
 def test_errors_are_a_list_in_which_each_leads_to_its_description(site: Path) -> None:
