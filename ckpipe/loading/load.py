@@ -26,7 +26,7 @@ from ckpipe.errors import (
     UsageError,
 )
 from ckpipe.format.dtypes import NAMES
-from ckpipe.format.labels import LabelFilter, decode_float
+from ckpipe.format.labels import decode_float
 from ckpipe.format.manifest import ManifestDocument, Structure
 from ckpipe.format.tree import Node, children_of, shared_containers, wrappers_in
 from ckpipe.interpreter import gc_paused, short_switch_interval
@@ -333,9 +333,9 @@ def match_all(
             raise NeedsFullIndex
         bundle, told = transformed(bundle, request.transform, of_use, parameters_of(request.into))
     kept: list[str] = []
-    asked = request.select
     if bundle.source is not None and not fresh:
-        bundle, asked, kept, above = fitted(bundle, request.into, asked)
+        bundle, select, kept, above = fitted(bundle, request.into, request.select)
+        request = request.selecting(select)
     saved = state_for(bundle, rank, world_size, request.per_rank, fresh=fresh)
     saved = keep_generators_apart(saved, bundle, rank, world_size, request.per_rank)
     first_wins = request.per_rank == "rank0"
@@ -343,7 +343,7 @@ def match_all(
     targets = Targets(stored, cast=request.cast, device=request.device)
     attributes = (row.attributes for row in saved.rows if row.attributes)
     everything = shared_containers([saved.tree, *attributes])
-    select = asked
+    select = request.select
     if request.per_rank == "drop":
         select = exclude_labels(select, labels_of(saved))
     lenient = None
@@ -364,7 +364,7 @@ def match_all(
         memo=memo,
     )
     matching = Matching(record)
-    missing = [*kept, *_named_in_vain(bundle, request, asked)]
+    missing = [*kept, *_named_in_vain(bundle, request)]
     unexpected: list[str] = []
     if fresh:
         make = matching.plan(tree, "")
@@ -390,16 +390,14 @@ def match_all(
     return MatchedLoad(bundle, request, rank, targets, make, *labels, matching, transformed=told)
 
 
-def _named_in_vain(
-    bundle: ManifestDocument, request: LoadRequest, select: LabelFilter
-) -> list[str]:
+def _named_in_vain(bundle: ManifestDocument, request: LoadRequest) -> list[str]:
     """Return the names of ``include`` that no rank has saved, if the request is not strict.
 
     Raises:
         StructureMismatch: If there is such a name and the request is strict.
     """
     trees = [each.tree for each in bundle.structures]
-    absent = unmatched(select, trees)
+    absent = unmatched(request.select, trees)
     if absent and not bundle.whole:
         raise NeedsFullIndex
     if absent and request.strict:

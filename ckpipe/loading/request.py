@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from copy import copy
 from typing import Annotated, Any, Literal, TypedDict, Unpack
 
 import torch
@@ -145,6 +146,12 @@ class LoadRequest:
         self.allow_missing = globs_filter("allow_missing", given["allow_missing"])
         self.allow_unexpected = globs_filter("allow_unexpected", given["allow_unexpected"])
         self.device = _fresh_device(given["device"], into)
+
+    def selecting(self, select: LabelFilter) -> LoadRequest:
+        """Return the same request with another selection of labels."""
+        other = copy(self)
+        other.select = select
+        return other
 
     @property
     def filled(self) -> list[LiveTensor]:
