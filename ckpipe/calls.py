@@ -12,16 +12,14 @@ from contextlib import closing
 from functools import partial
 from typing import Any, SupportsIndex, TypeVar, Unpack
 
-from ckpipe.backend import Backend
-from ckpipe.catalog.complete import check_members
 from ckpipe.catalog.copy import CopySettings, copy_checkpoint
 from ckpipe.catalog.inspect import data_bytes, describe
+from ckpipe.catalog.opened import Opened
 from ckpipe.exports import export_url
-from ckpipe.foreign.source import check_unchanged, open_place
+from ckpipe.foreign.source import open_place
 from ckpipe.format.labels import label_filter
-from ckpipe.format.manifest import ManifestDocument
-from ckpipe.importing import import_document
-from ckpipe.loading.reader import verify as verify_document
+from ckpipe.importing import import_opened
+from ckpipe.loading.reader import verify as verify_opened
 from ckpipe.loading.transforms import Transform, transforms_of
 from ckpipe.loop_thread import LoopThread
 from ckpipe.memory.arena import Arena
@@ -73,8 +71,8 @@ def inspect(
     async def work(settings: Settings) -> CheckpointDescription:
         async with open_place(_url(url), settings) as place:
             info = await place.chosen(_which(step))
-            async with place.opened(info, lease=False) as document:
-                return describe(document, label_filter(include))
+            async with place.opened(info, lease=False) as opened:
+                return describe(opened.document, label_filter(include))
 
     return _called(work, settings, fields)
 
@@ -107,9 +105,9 @@ def verify(
     async def work(settings: Settings) -> VerifyResult:
         async with (
             open_place(_url(url), settings) as place,
-            place.opened(await place.chosen(_which(step))) as document,
+            place.opened(await place.chosen(_which(step))) as opened,
         ):
-            return await verified(place.store, document, settings)
+            return await verified(opened, settings)
 
     return _called(work, settings, fields)
 
@@ -283,14 +281,10 @@ def export(
 # On an open place, also for the commands
 
 
-async def verified(store: Backend, document: ManifestDocument, settings: Settings) -> VerifyResult:
+async def verified(opened: Opened, settings: Settings) -> VerifyResult:
     """Read and check all bytes of a checkpoint, and write nothing."""
     with closing(Arena(settings.staging.block_bytes)) as arena:
-        done = await verify_document(store, document, arena, lanes=settings.load.lanes)
-    if document.source is None:
-        await check_members(store, document)
-    await check_unchanged(store, document)
-    return done
+        return await verify_opened(opened, arena, lanes=settings.load.lanes)
 
 
 async def imported(
@@ -307,13 +301,11 @@ async def imported(
     """Import a checkpoint; tell of its size before its data are read, and of reads."""
     async with (
         open_place(source, settings, on_read) as place,
-        place.opened(await place.chosen(chosen)) as document,
+        place.opened(await place.chosen(chosen)) as opened,
         open_store(target, settings, Access.CREATE) as store,
     ):
-        expect(data_bytes(document))
-        return await import_document(
-            place.store, document, store, settings, step=step, transform=transform
-        )
+        expect(data_bytes(opened.document))
+        return await import_opened(opened, store, settings, step=step, transform=transform)
 
 
 def _called(

@@ -31,7 +31,8 @@ from ckpipe.format.dtypes import DTYPES, NAMES
 from ckpipe.format.labels import Json, LabelFilter, join, key_of, label_filter
 from ckpipe.format.manifest import ManifestDocument, TensorRow
 from ckpipe.format.tree import MAPPINGS, Node, walk, wrappers_in
-from ckpipe.loading.load import LoadRequest, flattened, match_all
+from ckpipe.loading.labelled_tensors import LabelledTensors
+from ckpipe.loading.load import LoadRequest, match_all
 from ckpipe.loading.published_names import PublishedNames
 from ckpipe.loading.scales import refuse_codes, with_scales
 from ckpipe.loading.stateful import InspectionMemo, bare_names
@@ -155,8 +156,8 @@ class _Plan:
         """Plan safetensors: a single file, or several with an index."""
         named = _without_wrappers(self._named(self._asked.part))
         self._cast(named)
-        flat = flattened(self.bundle, {row.label for row in named.values()})
-        made, _ = self._without_values(flat, LabelFilter())
+        labels = [row.label for row in named.values()]
+        made = LabelledTensors(self.bundle).fresh(labels, self._unwrap)[1]()
         tied = defaultdict[Any, list[tuple[str, torch.Tensor, TensorRow]]](list)
         for name, row in named.items():
             tensor = made[row.label]
@@ -239,7 +240,7 @@ class _Plan:
         for structure, values in self._structures():
             _check_plain(structure.tree, structure.tensors, values, part)
         select = label_filter([glob.escape(part)] if part else None)
-        state, made = self._without_values(self.bundle, select)
+        state, made = self._without_values(select)
         label = ""
         while part and label != part:
             inside = state if isinstance(state, Mapping) else {}
@@ -256,21 +257,25 @@ class _Plan:
         for number, structure in enumerate(self.bundle.structures):
             yield structure, first[number].values
 
-    def _without_values(
-        self, bundle: ManifestDocument, select: LabelFilter
-    ) -> tuple[Any, dict[str, torch.Tensor]]:
+    def _without_values(self, select: LabelFilter) -> tuple[Any, dict[str, torch.Tensor]]:
         plain: dict[str, torch.Tensor] = {}
 
-        def unwrap(label: str, facts: Mapping[str, Json], _make: Callable[[], Any]) -> torch.Tensor:
-            dtype = DTYPES[self._asked.dtype or facts["dtype"]]
-            plain[label] = torch.empty(facts["size"], dtype=dtype, device="cpu")
+        def unwrap(label: str, facts: Mapping[str, Json], make: Callable[[], Any]) -> torch.Tensor:
+            plain[label] = self._unwrap(label, facts, make)
             return plain[label]
 
         request = LoadRequest(select=select, strict=False, per_rank="rank0", unwrap=unwrap)
-        load = match_all(bundle, request, 0, 1, InspectionMemo())
+        load = match_all(self.bundle, request, 0, 1, InspectionMemo())
         state = load.make()
         load.matching.forget()
         return state, load.targets.made | plain
+
+    def _unwrap(
+        self, _label: str, facts: Mapping[str, Json], _make: Callable[[], Any]
+    ) -> torch.Tensor:
+        """Make a plain tensor without values in place of a wrapper tensor."""
+        dtype = DTYPES[self._asked.dtype or facts["dtype"]]
+        return torch.empty(facts["size"], dtype=dtype, device="cpu")
 
     def _named(self, part: str | None, *, needs_tensors: bool = True) -> dict[str, TensorRow]:
         """Return the tensors of a part by their names in it, in the order of the state.

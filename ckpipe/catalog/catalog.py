@@ -66,6 +66,7 @@ from ckpipe.catalog.leases import (
     time_now,
     under_lease,
 )
+from ckpipe.catalog.opened import Opened
 from ckpipe.catalog.summaries import Summaries, SummaryQuery, candidate_of, filled, inspected
 from ckpipe.catalog.sweep import SweepReport, look_around, plan_sweep, uploads_before
 from ckpipe.errors import (
@@ -251,12 +252,11 @@ class Catalog:
     @asynccontextmanager
     async def reading(
         self, id: CheckpointId, look: Callable[[], Awaitable[ManifestDocument]] | None = None
-    ) -> AsyncIterator[ManifestDocument]:
-        """Hold a lease on a checkpoint during a block, so that no process deletes it meanwhile.
+    ) -> AsyncIterator[Opened]:
+        """Open a checkpoint, and hold a lease on it, so that no process deletes it meanwhile.
 
-        The block gets the index. It is read concurrently with the requests for the lease, since it
-        is whole or absent and never changes. Errors of the block are raised as they are, not in a
-        group.
+        The index is read concurrently with the requests for the lease, since it is whole or absent
+        and never changes. Errors of the block are raised as they are, not in a group.
 
         Args:
             id: The checkpoint.
@@ -273,23 +273,23 @@ class Catalog:
         try:
             async with metadata.started(), lease:
                 await check_not_deleted(self.backend, id)
-                yield await metadata.get()
+                yield Opened(self.backend, await metadata.get())
         finally:
             self.loading[str(id)] -= 1
 
     @asynccontextmanager
     async def checking(
         self, id: CheckpointId, look: Callable[[], Awaitable[ManifestDocument]] | None = None
-    ) -> AsyncIterator[ManifestDocument]:
-        """Hold a lease as :meth:`reading` does, and tell a deleted checkpoint from a damaged one.
+    ) -> AsyncIterator[Opened]:
+        """Open a checkpoint as :meth:`reading` does, and tell a deleted one from a damaged one.
 
         Raises:
             CheckpointIncomplete: If it was deleted, which may happen if no lease can be written.
             CorruptCheckpoint: If it is damaged.
         """
         try:
-            async with self.reading(id, look) as bundle:
-                yield bundle
+            async with self.reading(id, look) as opened:
+                yield opened
         except CorruptCheckpoint:
             await check_still_there(self.backend, id)
             raise

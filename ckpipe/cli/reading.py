@@ -97,9 +97,9 @@ def verify(
                     if info is not None:
                         data = {"id": info.id, "step": info.step, "source": None}
                     try:
-                        async with place.opened(info) as document:
-                            meter.expect(data_bytes(document))
-                            done = await verified(place.store, document, settings)
+                        async with place.opened(info) as opened:
+                            meter.expect(data_bytes(opened.document))
+                            done = await verified(opened, settings)
                         data |= {"ok": True, "files": done.files, "bytes": done.bytes}
                     except CorruptCheckpoint as error:
                         data |= {"ok": False, "files": 0, "bytes": 0}
@@ -188,8 +188,8 @@ def cp(
 
                     async def copy(info: CheckpointInfo) -> dict[str, Any]:
                         began = time.perf_counter()
-                        async with origin.opened(info) as bundle:
-                            meter.expect(data_bytes(bundle))
+                        async with origin.opened(info) as opened:
+                            meter.expect(data_bytes(opened.document))
                             done = await copy_checkpoint(origin.store, place, info.key, how)
                         return asdict(done) | {
                             "step": info.step, "seconds": _seconds_since(began)

@@ -8,7 +8,7 @@ chunk before it copies it to a tensor. *Apply* puts all other values in place.
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -17,8 +17,8 @@ from typing import Any, Literal
 import anyio.to_thread
 import torch
 
-from ckpipe.backend import Backend
 from ckpipe.catalog.find import read_index
+from ckpipe.catalog.opened import Opened
 from ckpipe.errors import (
     CkpipeError,
     CorruptCheckpoint,
@@ -28,8 +28,8 @@ from ckpipe.errors import (
 )
 from ckpipe.format.dtypes import NAMES
 from ckpipe.format.labels import LabelFilter, decode_float
-from ckpipe.format.manifest import ManifestDocument, Structure
-from ckpipe.format.tree import Node, children_of, shared_containers, wrappers_in
+from ckpipe.format.manifest import ManifestDocument
+from ckpipe.format.tree import children_of, shared_containers
 from ckpipe.interpreter import gc_paused, short_switch_interval
 from ckpipe.loading.chunks import NeedsFullIndex, StoredTensors
 from ckpipe.loading.factories import Factory
@@ -207,8 +207,7 @@ class MatchedLoad:
 
 
 async def read_all(
-    backend: Backend,
-    bundle: ManifestDocument,
+    opened: Opened,
     request: LoadRequest,
     arena: Arena,
     *,
@@ -223,9 +222,8 @@ async def read_all(
     The target is not changed before all of it fits, and no unverified byte reaches it.
 
     Args:
-        backend: The store.
-        bundle: The checkpoint's index, validated; or some of its parts, with that of the rank. If
-            they do not suffice, the index is read.
+        opened: The checkpoint, with its index or with some of its parts, that of the rank among
+            them. If they do not suffice, the index is read.
         request: The arguments of the load.
         arena: Lends the read buffers; used on the caller's thread only.
         lanes: The number of concurrent reads.
@@ -248,7 +246,7 @@ async def read_all(
             values for them.
         StoreError: If the store failed.
     """
-    found = time.perf_counter()
+    found, bundle = time.perf_counter(), opened.document
     quick = short_switch_interval(request.switch_interval)
     with located(bundle.step, rank), _refusing_to_mix(request), quick:
         if request.hold is not None:
@@ -259,14 +257,14 @@ async def read_all(
             await before_match(memo)
         load = await on_caller(request.caller, _match, bundle, request, *place, memo)
         if load is None:
-            bundle = await read_index(backend, bundle.id)
+            bundle = await read_index(opened.store, bundle.id)
             load = await on_caller(request.caller, _match, bundle, request, *place, memo)
             assert load is not None, "the index has the parts of all ranks"
         _check_fills(load.targets, request.filled)
         matched = time.perf_counter()
         load.tally = done = load.tally if tally is None else tally
         request.begun.append((done, load.targets.noted))
-        await read_rounds(backend, bundle, load.targets, arena, lanes, done)
+        await read_rounds(opened, load.targets, arena, lanes, done)
     asked, ended = request.began, time.perf_counter()
     load.stages = {
         "find": StageReport(found - asked),
@@ -301,16 +299,11 @@ def _check_fills(targets: Targets, filled: Sequence[LiveTensor]) -> None:
 
 
 async def read_rounds(
-    backend: Backend,
-    bundle: ManifestDocument,
-    targets: Targets,
-    arena: Arena,
-    lanes: int,
-    done: ReadTally,
+    opened: Opened, targets: Targets, arena: Arena, lanes: int, done: ReadTally
 ) -> None:
     """Read and verify the bytes of all targets."""
-    with lane_buffers(arena, backend, lanes) as buffers:
-        reader = Reader(backend, bundle.step, targets.stored.data, buffers, done)
+    with lane_buffers(arena, opened.store, lanes) as buffers:
+        reader = Reader(opened, targets.stored.data, buffers, done)
         for event in targets.queued_before:
             await anyio.to_thread.run_sync(event.synchronize)
         *first, last = targets.rounds
@@ -469,65 +462,3 @@ def _named_in_vain(bundle: ManifestDocument, request: LoadRequest) -> list[str]:
             "strict=False lets those pass that match nothing",
         )
     return absent
-
-
-async def read_tensors(
-    backend: Backend,
-    bundle: ManifestDocument,
-    labels: Collection[str],
-    arena: Arena,
-    *,
-    lanes: int,
-    rank: int | None = None,
-    unwrap: Unwrap | None = None,
-    into: Mapping[str, torch.Tensor] | None = None,
-) -> dict[str, torch.Tensor]:
-    """Read tensors whole, every byte verified.
-
-    Args:
-        backend: The store.
-        bundle: The checkpoint's index, validated.
-        labels: Labels of tensors; labels that the checkpoint lacks are skipped.
-        arena: Lends the read buffers; used on the caller's thread only.
-        lanes: The number of concurrent reads.
-        rank: The rank whose tensors to read, if ranks hold different ones; None assembles tensors
-            of all ranks, and takes private ones from the lowest rank.
-        unwrap: Makes plain tensors of wrapper tensors whose own labels are among those to read.
-        into: Tensors to fill, by label; None makes new ones.
-
-    Returns:
-        The tensors by label. Tensors that shared memory when they were saved do so again.
-
-    Raises:
-        UnsupportedTopology: If ranks saved states of different structure.
-        CorruptCheckpoint: If the checkpoint is damaged.
-        StoreError: If the store failed.
-    """
-    flat = flattened(bundle, labels)
-    # Not strict: a strict load would need every saved label.
-    request = LoadRequest(into, strict=False, per_rank="rank0", unwrap=unwrap)
-    place = (0, 1) if rank is None else (rank, bundle.world_size)
-    ready = await read_all(
-        backend, flat, request, arena, lanes=lanes, rank=place[0], world_size=place[1]
-    )
-    state = (await ready.apply()).state
-    return {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
-
-
-def flattened(bundle: ManifestDocument, labels: Collection[str]) -> ManifestDocument:
-    """Return a checkpoint whose state is one dict of plain tensors by label."""
-    return replace(bundle, structures=tuple(_flat(each, labels) for each in bundle.structures))
-
-
-def _flat(structure: Structure, labels: Collection[str]) -> Structure:
-    rows = tuple(
-        replace(row, kind="tensor", detail=None, requires_grad=False, attributes=None)
-        for row in structure.tensors
-    )
-    wanted = set(labels)
-    numbers = [number for number, row in enumerate(rows) if row.label in wanted]
-    nodes: list[Node] = [["tensor", number] for number in numbers]
-    labels = [rows[number].label for number in numbers]
-    wrappers = {label: node for label, node in wrappers_in(structure) if label in wanted}
-    tree: Node = ["dict", [*labels, *wrappers], [*nodes, *wrappers.values()]]
-    return replace(structure, tree=tree, tensors=rows)

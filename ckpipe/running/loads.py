@@ -26,10 +26,11 @@ from hashlib import sha256
 
 import anyio
 
-from ckpipe.backend import Backend, without_secrets
+from ckpipe.backend import without_secrets
 from ckpipe.catalog.complete import find_repaired, newest_repaired
 from ckpipe.catalog.find import discover, read_index
 from ckpipe.catalog.manifest_selection import read_near
+from ckpipe.catalog.opened import Opened
 from ckpipe.errors import (
     CheckpointIncomplete,
     CkpipeError,
@@ -44,8 +45,8 @@ from ckpipe.errors import (
 from ckpipe.events import CheckpointDamaged, Loaded, LoadFailed, LoadProgress, LoadStarted
 from ckpipe.format.labels import Json
 from ckpipe.format.manifest import ManifestDocument
-from ckpipe.loading.boxes import TensorBox, read_boxes
 from ckpipe.loading.collectives import CollectiveObjects, collective_objects
+from ckpipe.loading.labelled_tensors import TensorBox, TensorReader
 from ckpipe.loading.load import (
     LeavesUnfilled,
     LoadRequest,
@@ -257,24 +258,28 @@ class Loads:
     ) -> LoadResult:
         """Load a checkpoint that another program wrote; each rank reads what it needs."""
         # A run that opens no source does not import the readers of foreign formats.
-        from ckpipe.foreign.source import check_unchanged, open_source
+        from ckpipe.foreign.source import open_place
 
         info = CheckpointInfo(without_secrets(url), 0, "", 0, complete=True)
         with self._told(info):
-            async with open_source(url, self._context.settings) as (store, document):
-                load = await self._read_all(store, document, info, request, joint)
-                await check_unchanged(store, document)
+            async with (
+                open_place(url, self._context.settings) as place,
+                place.opened(None) as opened,
+            ):
+                load = await self._read_all(opened, info, request, joint)
+                await opened.check_unchanged()
                 return await self._finish(info, load, joint)
 
     async def read_boxes(self, which: int | str, boxes: Sequence[TensorBox]) -> None:
-        """Fill tensors with boxes of saved ones; see :func:`ckpipe.loading.boxes.read_boxes`."""
-        store, lanes = self._context.store, self._context.settings.load.lanes
+        """Fill tensors with boxes of saved ones, whichever ranks have written them."""
+        store, arena = self._context.store, self._context.arena
+        lanes = self._context.settings.load.lanes
         with self._until_closed(None):
             await self._saves.settled(which)
             info = await find_repaired(store.retrying, which)
-            async with store.catalog.checking(info.key) as bundle:
-                await read_boxes(store.retrying, bundle, boxes, self._context.arena, lanes=lanes)
-            lines.record(store.catalog, bundle)
+            async with store.catalog.checking(info.key) as opened:
+                await TensorReader(opened, arena, lanes=lanes, first_wins=False).fill(boxes)
+            lines.record(store.catalog, opened.document)
 
     async def _first_whole(
         self,
@@ -399,18 +404,13 @@ class Loads:
             near = await read_near(retrying, info.key, rank, world_size)
             return near or await read_index(retrying, info.key)
 
-        async with context.store.catalog.checking(info.key, look) as bundle:
-            return await self._read_all(retrying, bundle, info, request, joint)
+        async with context.store.catalog.checking(info.key, look) as opened:
+            return await self._read_all(opened, info, request, joint)
 
     async def _read_all(
-        self,
-        backend: Backend,
-        bundle: ManifestDocument,
-        info: CheckpointInfo,
-        request: LoadRequest,
-        joint: _Joint | None,
+        self, opened: Opened, info: CheckpointInfo, request: LoadRequest, joint: _Joint | None
     ) -> MatchedLoad:
-        """Match and read a checkpoint whose index is known; tell of the progress."""
+        """Match and read an opened checkpoint; tell of the progress."""
         context, tally = self._context, ReadTally()
 
         async def look_at_objects(memo: InspectionMemo) -> None:
@@ -420,8 +420,7 @@ class Loads:
 
         async with BackgroundTask(lambda: self._tell_progress(info, tally)).started():
             return await read_all(
-                backend,
-                bundle,
+                opened,
                 request,
                 context.arena,
                 lanes=context.settings.load.lanes,

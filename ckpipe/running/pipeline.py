@@ -17,7 +17,7 @@ from ckpipe.backend import without_secrets
 from ckpipe.catalog.sweep import SweepReport
 from ckpipe.errors import CheckpointNotFound, UsageError, naming_refusals
 from ckpipe.handles import SaveHandle, SyncSaveHandle
-from ckpipe.loading.boxes import boxes_of
+from ckpipe.loading.labelled_tensors import boxes_of
 from ckpipe.loading.select import PerRankPolicy
 from ckpipe.loading.transforms import Transform
 from ckpipe.loop_thread import Caller, this_loop
