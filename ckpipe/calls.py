@@ -1,4 +1,4 @@
-"""Calls with URLs: what the command line can, without a pipeline.
+"""Calls with URLs: a load, and what the command line can.
 
 Each blocks until its work is done, on an event loop in a thread of its own, so a coroutine or a
 notebook can call it too.
@@ -10,19 +10,26 @@ import os
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import closing
 from functools import partial
-from typing import Any, SupportsIndex, TypeVar, Unpack
+from typing import Any, Literal, SupportsIndex, TypeVar, Unpack
 
+import torch
+
+from ckpipe.backend import without_secrets
 from ckpipe.catalog.copy import CopySettings, copy_checkpoint
+from ckpipe.catalog.find import top
 from ckpipe.catalog.inspect import data_bytes, describe
 from ckpipe.catalog.opened import Opened
+from ckpipe.errors import CheckpointNotFound, StoreError
 from ckpipe.exports import export_url
-from ckpipe.foreign.source import open_place
+from ckpipe.foreign.source import open_place, split_file
 from ckpipe.format.labels import label_filter
 from ckpipe.importing import import_opened
 from ckpipe.loading.reader import verify as verify_opened
+from ckpipe.loading.select import PerRankPolicy
 from ckpipe.loading.transforms import Transform, transforms_of
 from ckpipe.loop_thread import LoopThread
 from ckpipe.memory.arena import Arena
+from ckpipe.running.pipeline import SyncPipeline
 from ckpipe.running.validation import Which, location, plain_step, which
 from ckpipe.settings import PipelineFields, Settings
 from ckpipe.store.registry import Access, open_store
@@ -33,11 +40,124 @@ from ckpipe.types import (
     CopyResult,
     ExportResult,
     Form,
+    LoadResult,
     VerifyResult,
 )
 
 T = TypeVar("T")
 Url = str | os.PathLike[str]
+
+
+def load(
+    url: str | os.PathLike[str] | None = None,
+    into: Any = None,
+    step: Which | None = None,
+    *,
+    include: Sequence[str] | None = None,
+    exclude: Sequence[str] | None = None,
+    strict: bool | Literal["shapes"] = True,
+    cast: bool = False,
+    optimizer_class: Literal["same", "any"] = "same",
+    fallback: bool = False,
+    per_rank: PerRankPolicy | None = None,
+    pickle: Literal["refuse", "allow"] | None = None,
+    transform: Sequence[Transform] = (),
+    allow_missing: Sequence[str] = (),
+    allow_unexpected: Sequence[str] = (),
+    device: str | torch.device | None = None,
+    settings: Settings | None = None,
+    **fields: Any,
+) -> LoadResult:
+    """Load a checkpoint with one call, for evaluation or inspection; write nothing.
+
+    Opens a pipeline with ``read_only=True``, loads, and closes it; blocks until then. If the place
+    has no checkpoint of ckpipe, one of another program is opened; see ``source`` of
+    :meth:`ckpipe.Pipeline.load`.
+
+    Args:
+        url: The root of the checkpoints, or a checkpoint of another program: a plain path,
+            ``file:///…``, or the URL of another backend.
+        into: The state to load into; None makes a fresh state, on the CPU.
+        step: A step, the id of a checkpoint, or its info; None takes the newest complete one.
+        include: As for :meth:`ckpipe.Pipeline.load`, and so are the arguments up to ``device``.
+        exclude: Globs of labels to leave as they are.
+        strict: True if the keys of plain containers must be the same in target and checkpoint;
+            objects are as strict as their own code.
+        cast: True to convert tensors to the dtype of the target.
+        optimizer_class: ``"any"`` to give an optimizer the state of one of another class.
+        fallback: True to continue with the next older checkpoint if one is damaged.
+        per_rank: Treatment of per-rank values.
+        pickle: ``"allow"`` to load pickled objects, which runs code from the checkpoint. None takes
+            the setting ``pickle``.
+        transform: Transforms of the checkpoint, in their order.
+        allow_missing: Globs of labels of the target that the checkpoint may lack.
+        allow_unexpected: Globs of labels of the checkpoint that the target may lack.
+        device: The device of the tensors of a fresh state; None for the CPU.
+        settings: Settings to start from.
+        fields: Fields of :class:`~ckpipe.Settings`; they override ``settings``.
+
+    Raises:
+        CheckpointNotFound: If the step is absent or incomplete, or there is no complete
+            checkpoint at all: the folder is absent, or what it holds is no checkpoint. Then the
+            error tells what is there, and how to load it.
+        CkpipeError: Any error of opening a pipeline, or of :meth:`ckpipe.Pipeline.load`.
+    """
+    options: dict[str, Any] = {
+        "include": include,
+        "exclude": exclude,
+        "strict": strict,
+        "cast": cast,
+        "optimizer_class": optimizer_class,
+        "per_rank": per_rank,
+        "pickle": pickle,
+        "transform": transform,
+        "allow_missing": allow_missing,
+        "allow_unexpected": allow_unexpected,
+        "device": device,
+    }
+    given: Any = {**fields, "read_only": True}
+    place = location(url)
+    if place is not None and step is None and "initial" not in fields:
+        root = _called(partial(_root_of_others, place), settings, given)
+        if root is not None:
+            with SyncPipeline(root, settings=settings, **given) as pipeline:
+                result = pipeline.load(into, source=place, **options)
+                assert result is not None, "a source is loaded, or it is an error"
+                return result
+        given["initial"] = place
+    with SyncPipeline(place, settings=settings, **given) as pipeline:
+        return _newest(pipeline, into, step, fallback=fallback, **options)
+
+
+async def _root_of_others(place: str, settings: Settings) -> str | None:
+    """Return the folder of a checkpoint of another program; None if ckpipe has saved there."""
+    try:
+        async with open_place(place, settings) as found:
+            if found.file is not None:
+                return split_file(place)[0]
+            newest, _ = await top(found.store)
+            return place if newest is None else None
+    except StoreError as error:
+        if isinstance(error.__cause__, FileNotFoundError):
+            return None  # opening a pipeline there says so
+        raise
+
+
+def _newest(pipeline: SyncPipeline, into: Any, step: Which | None, **options: Any) -> LoadResult:
+    try:
+        result = pipeline.load(into, step, **options)
+    except CheckpointNotFound:
+        if step is not None or not pipeline.steps():
+            raise
+        result = None  # it is the root of a run
+    if result is None:
+        incomplete = len(pipeline.steps())
+        raise CheckpointNotFound(
+            f"There is no complete checkpoint in {without_secrets(pipeline.settings.url or '')}"
+            + (f", and {incomplete} that are not complete" if incomplete else ""),
+            hint="Check with `ckpipe ls` that this is the root of the run",
+        )
+    return result
 
 
 def inspect(

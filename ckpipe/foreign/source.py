@@ -19,7 +19,7 @@ from anyio import to_thread
 
 from ckpipe.backend import Backend, ObjectInfo, without_secrets
 from ckpipe.catalog.catalog import Catalog
-from ckpipe.catalog.find import discover, pick, present, stat_or_none
+from ckpipe.catalog.find import discover, pick, present, stat_or_none, top
 from ckpipe.catalog.opened import Opened
 from ckpipe.errors import (
     CheckpointNotFound,
@@ -210,7 +210,7 @@ class Place:
         if refused := _refused(listing):
             what, hint = refused
             raise UsageError(f"{self.name} is {what}; ckpipe does not open it", hint=hint)
-        if await discover(self.store):
+        if (await top(self.store))[0] is not None:
             raise CheckpointNotFound(
                 f"{self.name} is the root of ckpipe's own checkpoints, and no source",
                 hint="Load it with ckpipe.load(url, state), or copy a checkpoint with `ckpipe cp`",

@@ -27,6 +27,7 @@ from ckpipe.loading.match import Matching
 from ckpipe.loading.match_record import MatchRecord, Unwrap
 from ckpipe.loading.reader import ReadTally
 from ckpipe.loading.saved_state import state_for
+from ckpipe.loading.scales import refuse_codes
 from ckpipe.loading.targets import Targets
 from ckpipe.memory.arena import Arena
 from ckpipe.state.placements import HeldBox
@@ -96,6 +97,9 @@ class LabelledTensors:
             finally:
                 matching.forget()
 
+        for stored in (self[label] for label, node in nodes.items() if node[0] == "tensor"):
+            if stored.row.cast is not None:
+                refuse_codes(stored.row, stored.row.cast, stored.label)
         targets.settle()
         return targets, made
 

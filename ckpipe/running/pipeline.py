@@ -6,16 +6,15 @@ import inspect
 import os
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Any, Literal, NoReturn, Self, SupportsIndex, TypeVar
 
 import anyio
 import torch
 
-from ckpipe.backend import without_secrets
 from ckpipe.catalog.sweep import SweepReport
-from ckpipe.errors import CheckpointNotFound, UsageError, naming_refusals
+from ckpipe.errors import UsageError, naming_refusals
 from ckpipe.handles import SaveHandle, SyncSaveHandle
 from ckpipe.loading.labelled_tensors import boxes_of
 from ckpipe.loading.select import PerRankPolicy
@@ -26,7 +25,6 @@ from ckpipe.retention import Decision
 from ckpipe.running.base import PipelineBase
 from ckpipe.running.validation import Which, location, note_failures, raise_or_warn, which
 from ckpipe.save.save import SaveCall
-from ckpipe.settings import Settings
 from ckpipe.types import CheckpointInfo, LoadResult, VerifyResult
 
 T = TypeVar("T")
@@ -864,101 +862,3 @@ def _complete_docstrings() -> None:
 
 
 _complete_docstrings()
-
-
-def load(
-    url: str | os.PathLike[str] | None = None,
-    into: Any = None,
-    step: Which | None = None,
-    *,
-    include: Sequence[str] | None = None,
-    exclude: Sequence[str] | None = None,
-    strict: bool | Literal["shapes"] = True,
-    cast: bool = False,
-    optimizer_class: Literal["same", "any"] = "same",
-    fallback: bool = False,
-    per_rank: PerRankPolicy | None = None,
-    pickle: Literal["refuse", "allow"] | None = None,
-    transform: Sequence[Transform] = (),
-    allow_missing: Sequence[str] = (),
-    allow_unexpected: Sequence[str] = (),
-    device: str | torch.device | None = None,
-    settings: Settings | None = None,
-    **fields: Any,
-) -> LoadResult:
-    """Load a checkpoint with one call, for evaluation or inspection; write nothing.
-
-    Opens a pipeline with ``read_only=True``, loads, and closes it; blocks until then. If the place
-    has no checkpoint of ckpipe, one of another program is opened; see ``source`` of
-    :meth:`ckpipe.Pipeline.load`.
-
-    Args:
-        url: The root of the checkpoints, or a checkpoint of another program: a plain path,
-            ``file:///…``, or the URL of another backend.
-        into: The state to load into; None makes a fresh state, on the CPU.
-        step: A step, the id of a checkpoint, or its info; None takes the newest complete one.
-        include: As for :meth:`ckpipe.Pipeline.load`, and so are the arguments up to ``device``.
-        exclude: Globs of labels to leave as they are.
-        strict: True if the keys of plain containers must be the same in target and checkpoint;
-            objects are as strict as their own code.
-        cast: True to convert tensors to the dtype of the target.
-        optimizer_class: ``"any"`` to give an optimizer the state of one of another class.
-        fallback: True to continue with the next older checkpoint if one is damaged.
-        per_rank: Treatment of per-rank values.
-        pickle: ``"allow"`` to load pickled objects, which runs code from the checkpoint. None takes
-            the setting ``pickle``.
-        transform: Transforms of the checkpoint, in their order.
-        allow_missing: Globs of labels of the target that the checkpoint may lack.
-        allow_unexpected: Globs of labels of the checkpoint that the target may lack.
-        device: The device of the tensors of a fresh state; None for the CPU.
-        settings: Settings to start from.
-        fields: Fields of :class:`~ckpipe.Settings`; they override ``settings``.
-
-    Raises:
-        CheckpointNotFound: If the step is absent or incomplete, or there is no complete
-            checkpoint at all: the folder is absent, or what it holds is no checkpoint. Then the
-            error tells what is there, and how to load it.
-        CkpipeError: Any error of opening a pipeline, or of :meth:`ckpipe.Pipeline.load`.
-    """
-    from ckpipe.foreign.source import names_file, refuse_hub_id, split_file  # needed here alone
-
-    fields["read_only"] = True
-    place = location(url)
-    options: dict[str, Any] = {
-        "include": include,
-        "exclude": exclude,
-        "strict": strict,
-        "cast": cast,
-        "optimizer_class": optimizer_class,
-        "per_rank": per_rank,
-        "pickle": pickle,
-        "transform": transform,
-        "allow_missing": allow_missing,
-        "allow_unexpected": allow_unexpected,
-        "device": device,
-    }
-    refuse_hub_id(place or "")
-    if place is not None and step is None and names_file(place):
-        root, _ = split_file(place)
-        with (
-            suppress(CheckpointNotFound),  # it is a folder of such a name
-            SyncPipeline(root, settings=settings, **fields) as pipeline,
-        ):
-            return pipeline.load(into, source=place, **options)  # type: ignore[return-value]
-    if place is not None:
-        fields.setdefault("initial", place)
-    with SyncPipeline(url, settings=settings, **fields) as pipeline:
-        try:
-            result = pipeline.load(into, step, fallback=fallback, **options)
-        except CheckpointNotFound:
-            if step is not None or not pipeline.steps():
-                raise
-            result = None  # it is the root of a run
-        if result is None:
-            incomplete = len(pipeline.steps())
-            raise CheckpointNotFound(
-                f"There is no complete checkpoint in {without_secrets(pipeline.settings.url or '')}"
-                + (f", and {incomplete} that are not complete" if incomplete else ""),
-                hint="Check with `ckpipe ls` that this is the root of the run",
-            )
-    return result
