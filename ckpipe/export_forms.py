@@ -25,11 +25,12 @@ from typing import Any, get_args
 import torch
 
 from ckpipe.catalog.inspect import batches, check_expansion, leaf_labels
+from ckpipe.catalog.opened import Opened
 from ckpipe.errors import UnsupportedState, UsageError
 from ckpipe.format.data_file import FOREIGN_DTYPES, encode_header, stored_dtype
 from ckpipe.format.dtypes import DTYPES, NAMES
 from ckpipe.format.labels import Json, LabelFilter, join, key_of, label_filter
-from ckpipe.format.manifest import ManifestDocument, TensorRow
+from ckpipe.format.manifest import TensorRow
 from ckpipe.format.tree import MAPPINGS, Node, walk, wrappers_in
 from ckpipe.loading.labelled_tensors import LabelledTensors
 from ckpipe.loading.load import LoadRequest, match_all
@@ -113,12 +114,12 @@ def size_of(part: Part) -> int:
 
 
 def plan_files(
-    bundle: ManifestDocument, form: Form, asked: Export, *, expanded: bool
-) -> tuple[ManifestDocument, list[File]]:
+    opened: Opened, form: Form, asked: Export, *, expanded: bool
+) -> tuple[Opened, list[File]]:
     """Plan the files of an export.
 
     Args:
-        bundle: The checkpoint's index.
+        opened: The checkpoint.
         form: The form.
         asked: The content.
         expanded: Whether the files may have far more bytes than the checkpoint stores.
@@ -134,15 +135,16 @@ def plan_files(
     """
     globs: list[str] | None = [] if form == "hf" else None  # weights have no optimizer
     select = LabelFilter([asked.part] if asked.part else globs)
-    plan = _Plan(bundle, asked, select, expanded=expanded)
+    plan = _Plan(opened, asked, select, expanded=expanded)
     files = {"torch": plan.torch_file, "hf": plan.weights, "dcp": plan.dcp_folder}[form]()
-    return plan.bundle, files
+    return Opened(opened.store, plan.bundle), files
 
 
 class _Plan:
     def __init__(
-        self, bundle: ManifestDocument, asked: Export, select: LabelFilter, *, expanded: bool
+        self, opened: Opened, asked: Export, select: LabelFilter, *, expanded: bool
     ) -> None:
+        self._store, bundle = opened.store, opened.document
         if transforms := transforms_of(asked.transform):
             bundle, _ = transformed(bundle, [each.exported() for each in transforms], select)
         self.bundle, self._asked, self._expanded = bundle, asked, expanded
@@ -157,7 +159,7 @@ class _Plan:
         named = _without_wrappers(self._named(self._asked.part))
         self._cast(named)
         labels = [row.label for row in named.values()]
-        made = LabelledTensors(self.bundle).fresh(labels, self._unwrap)[1]()
+        made = LabelledTensors(Opened(self._store, self.bundle)).fresh(labels, self._unwrap)[1]()
         tied = defaultdict[Any, list[tuple[str, torch.Tensor, TensorRow]]](list)
         for name, row in named.items():
             tensor = made[row.label]

@@ -19,7 +19,6 @@ import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, closing
-from dataclasses import replace
 from functools import partial
 
 import anyio
@@ -42,7 +41,7 @@ from ckpipe.events import CheckpointExported
 from ckpipe.export_forms import ENDS, File, Gap, Part, check_form, plan_files, size_of
 from ckpipe.format.tree import wrappers_in
 from ckpipe.loading.fill import with_lazy_bits
-from ckpipe.loading.labelled_tensors import TensorReader
+from ckpipe.loading.labelled_tensors import LabelledTensors
 from ckpipe.loading.wrappers import dequantized
 from ckpipe.memory.arena import Arena
 from ckpipe.save.context import SaveContext
@@ -104,10 +103,11 @@ async def export(
     """
     before = (await target.children(folder)).objects
     there = {each.key.removeprefix(folder) for each in before}
-    plan = partial(plan_files, opened.document, form, settings.export, expanded=expanded)
-    document, files = await threads.run_sync(plan)
+    plan = partial(plan_files, opened, form, settings.export, expanded=expanded)
+    opened, files = await threads.run_sync(plan)
+    tensors = await threads.run_sync(LabelledTensors, opened)
     names, last = [each.name for each in files], files[-1]
-    work = _Writer(replace(opened, document=document), arena, settings, policy, target, folder)
+    work = _Writer(opened, tensors, arena, settings, policy, target, folder)
     # Weights of another export might be taken by a reader of this one.
     if others := sorted(each for each in there.difference(names) if each.endswith(ENDS)):
         raise work.conflict("This file belongs to another export", others[0])
@@ -154,6 +154,7 @@ class _Writer:
 
     Args:
         opened: The checkpoint, as the files were planned from it.
+        tensors: Its tensors.
         arena: Lends the blocks that are read into.
         settings: The numbers of lanes, the size of blocks, and the time to wait for other ranks.
         policy: The retry policy for writing blocks.
@@ -164,6 +165,7 @@ class _Writer:
     def __init__(
         self,
         opened: Opened,
+        tensors: LabelledTensors,
         arena: Arena,
         settings: Settings,
         policy: RetryPolicy,
@@ -171,10 +173,10 @@ class _Writer:
         folder: str,
     ) -> None:
         self._settings, self._policy, self._target, self._folder = settings, policy, target, folder
-        self._opened, structures = opened, opened.document.structures
+        self._opened, self._tensors, self._arena = opened, tensors, arena
+        structures = opened.document.structures
         self._wrappers = {label for each in structures for label, _ in wrappers_in(each)}
         self._windows = [memoryview(b"")] * 2
-        self._tensors = TensorReader(opened, arena, lanes=settings.load.lanes)
         dtype = settings.export.dtype
         self._unwrap = None if dtype is None else partial(dequantized, dtype)
 
@@ -269,9 +271,11 @@ class _Writer:
             at += size_of(part)
         wrapped = {label for label, _ in views} & self._wrappers
         plain = [each for each in views if each[0] not in wrapped]
-        await self._tensors.fill([(label, (0,) * view.dim(), view) for label, view in plain])
+        boxes = [(label, (0,) * view.dim(), view) for label, view in plain]
+        lanes = self._settings.load.lanes
+        await self._tensors.fill(boxes, self._arena, lanes)
         if wrapped:
-            found = await self._tensors.read(wrapped, self._unwrap)
+            found = await self._tensors.read(wrapped, self._arena, lanes, self._unwrap)
             for label, view in views:
                 if label in wrapped:
                     view.copy_(found[label])
@@ -383,7 +387,7 @@ async def exported(context: SaveContext, save: Save) -> AsyncIterator[None]:
                 if not info.complete:
                     seconds = context.settings.incomplete_after_seconds
                     info = await until_complete(context.store, info, seconds)
-                async with catalog.checking(info.key) as opened:
+                async with catalog.opened(info.key) as opened:
                     done = await export(
                         opened, context.arena, context.settings, form, policy, opened.store, folder,
                         rank=context.rank, world_size=context.world_size,

@@ -42,7 +42,7 @@ from ckpipe.format.data_file import (
     stored_dtype,
 )
 from ckpipe.format.edit import placed
-from ckpipe.format.labels import LabelFilter
+from ckpipe.format.labels import Json, LabelFilter
 from ckpipe.format.manifest import (
     Chunk,
     Entry,
@@ -205,12 +205,25 @@ def _planned(
     files, entries = lay_out([draft.entry for draft in found], 0, max_file_bytes)
     chunks = [each._replace(entry=n) for n, draft in enumerate(found) for each in draft.chunks]
     layout = Layout(entries, sorted(chunks, key=lambda chunk: chunk.tensor))
+    version = max(each.version for each in document.structures)
+    optimizers = tuple(saved.optimizers.values())
+    return _Plan(
+        Structure(saved.tree, tuple(rows), len(saved.values), optimizers, version),
+        _manifest(document, saved.values),
+        DataFiles(tuple(files), layout, list(_blocks(files, entries, block_bytes))),
+        stored,
+        [draft.fill for draft in found],
+    )
+
+
+def _manifest(document: ManifestDocument, values: Sequence[Json]) -> RankManifest:
+    """Make the manifest of the one rank, without data files."""
     first = document.parts[0]
-    part = RankManifest(
+    return RankManifest(
         rank=0,
         structure=0,
         layout=0,
-        values=tuple(saved.values),
+        values=tuple(values),
         files=(),
         checksums=(),
         token=secrets.token_hex(16),
@@ -223,15 +236,6 @@ def _planned(
         },
         metadata={"imported_from": document.source} if document.source else first.metadata,
         metrics=first.metrics,
-    )
-    version = max(each.version for each in document.structures)
-    optimizers = tuple(saved.optimizers.values())
-    return _Plan(
-        Structure(saved.tree, tuple(rows), len(saved.values), optimizers, version),
-        part,
-        DataFiles(tuple(files), layout, list(_blocks(files, entries, block_bytes))),
-        stored,
-        [draft.fill for draft in found],
     )
 
 

@@ -250,7 +250,7 @@ class Catalog:
     # Read
 
     @asynccontextmanager
-    async def reading(
+    async def opened(
         self, id: CheckpointId, look: Callable[[], Awaitable[ManifestDocument]] | None = None
     ) -> AsyncIterator[Opened]:
         """Open a checkpoint, and hold a lease on it, so that no process deletes it meanwhile.
@@ -263,8 +263,9 @@ class Catalog:
             look: Reads other metadata in place of the index.
 
         Raises:
-            CheckpointIncomplete: If it is being deleted already, whatever error the index raised.
-            CorruptCheckpoint: If the index is damaged.
+            CheckpointIncomplete: If it is being deleted already, whatever error the index raised;
+                or was deleted meanwhile, which may happen if no lease can be written.
+            CorruptCheckpoint: If it is damaged.
             StoreError: If the store failed.
         """
         metadata = BackgroundTask(look or partial(read_index, self.backend, id))
@@ -274,25 +275,11 @@ class Catalog:
             async with metadata.started(), lease:
                 await check_not_deleted(self.backend, id)
                 yield Opened(self.backend, await metadata.get())
-        finally:
-            self.loading[str(id)] -= 1
-
-    @asynccontextmanager
-    async def checking(
-        self, id: CheckpointId, look: Callable[[], Awaitable[ManifestDocument]] | None = None
-    ) -> AsyncIterator[Opened]:
-        """Open a checkpoint as :meth:`reading` does, and tell a deleted one from a damaged one.
-
-        Raises:
-            CheckpointIncomplete: If it was deleted, which may happen if no lease can be written.
-            CorruptCheckpoint: If it is damaged.
-        """
-        try:
-            async with self.reading(id, look) as opened:
-                yield opened
         except CorruptCheckpoint:
             await check_still_there(self.backend, id)
             raise
+        finally:
+            self.loading[str(id)] -= 1
 
     # Protect
 

@@ -20,7 +20,7 @@ from ckpipe.foreign.source import open_place
 from ckpipe.format.labels import LabelFilter, label_filter, unique_label
 from ckpipe.format.manifest import ManifestDocument, TensorRow
 from ckpipe.format.tree import SETS, walk
-from ckpipe.loading.labelled_tensors import TensorReader
+from ckpipe.loading.labelled_tensors import LabelledTensors
 from ckpipe.memory.arena import Arena
 from ckpipe.settings import Settings
 from ckpipe.threads import in_thread
@@ -132,13 +132,11 @@ async def _compare(
     arena = Arena(settings.staging.block_bytes)
     try:
         for rank, group in work:
-            readers = [
-                TensorReader(each, arena, lanes=settings.load.lanes, rank=rank) for each in sides
-            ]
+            tensors = [await in_thread(LabelledTensors, each, rank) for each in sides]
             for batch in batches(group, sizes.__getitem__, BATCH_BYTES):
                 read = []
-                for reader in readers:
-                    read.append(await reader.read(batch))
+                for side in tensors:
+                    read.append(await side.read(batch, arena, settings.load.lanes))
                     meter.advance(sum(sizes[label] for label in batch))
                 for label in batch:
                     # A rank need not have all tensors of other ranks.

@@ -256,14 +256,14 @@ class Place:
             lease: Whether to hold a lease meanwhile.
 
         Raises:
-            As :meth:`described` and :meth:`ckpipe.catalog.catalog.Catalog.checking` do.
+            As :meth:`described` and :meth:`ckpipe.catalog.catalog.Catalog.opened` do.
         """
         if info is None:
             yield Opened(self.store, await self.described())
             return
         catalog = Catalog(self.store, read_only=not lease)
         with naming_refusals(step=info.step):
-            async with catalog.checking(info.key) as opened:
+            async with catalog.opened(info.key) as opened:
                 yield opened
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
-from functools import cached_property, partial
 from operator import add
 
 import anyio.to_thread
@@ -17,10 +16,10 @@ import torch
 from ckpipe.catalog.opened import Opened
 from ckpipe.errors import ShapeMismatch, StructureMismatch, UsageError
 from ckpipe.format.boxes import whole
-from ckpipe.format.manifest import ManifestDocument, Structure
+from ckpipe.format.manifest import Structure
 from ckpipe.format.tree import Node, shared_containers, wrappers_in
 from ckpipe.interpreter import gc_paused
-from ckpipe.loading.chunks import StoredTensor, StoredTensors
+from ckpipe.loading.chunks import StoredTensors
 from ckpipe.loading.factories import Factory
 from ckpipe.loading.load import LoadRequest, located, read_rounds, telling_touched
 from ckpipe.loading.match import Matching
@@ -37,41 +36,24 @@ TensorBox = tuple[str, Sequence[int], torch.Tensor]
 
 
 class LabelledTensors:
-    """The tensors of a checkpoint as one dict of plain tensors by label.
+    """The tensors of a checkpoint as plain ones by label; making it takes time.
 
     Args:
-        document: The checkpoint's index, validated.
+        opened: The checkpoint, with its whole index.
         rank: The rank whose tensors to take, if ranks hold different ones; None assembles tensors
             of all ranks, and takes private ones from the lowest rank.
         first_wins: Whether the lowest rank's values are taken where ranks saved different ones.
     """
 
-    def __init__(
-        self, document: ManifestDocument, rank: int | None = None, *, first_wins: bool = True
-    ) -> None:
+    @gc_paused()
+    def __init__(self, opened: Opened, rank: int | None = None, *, first_wins: bool = True) -> None:
+        self._opened, document = opened, opened.document
         flat = replace(document, structures=tuple(map(_flat, document.structures)))
         place = (0, 1) if rank is None else (rank, document.world_size)
         self._saved = state_for(flat, *place, "rank0")
         self._nodes = dict(zip(self._saved.tree[1], self._saved.tree[2], strict=True))
         rows, homes = self._saved.rows, self._saved.homes
         self._stored = StoredTensors(flat, rows, homes, first_wins=first_wins)
-
-    def __contains__(self, label: str) -> bool:
-        return label in self._nodes
-
-    def __getitem__(self, label: str) -> StoredTensor:
-        """Return the stored tensor of a label.
-
-        Raises:
-            StructureMismatch: If there is none, or it is a wrapper tensor.
-        """
-        node = self._nodes.get(label, ["absent"])
-        if node[0] != "tensor":
-            raise StructureMismatch(
-                "The checkpoint has no such tensor", key=label,
-                hint="ckpipe.inspect lists the labels of all",
-            )  # fmt: skip
-        return self._stored[node[1]]
 
     def fresh(self, labels: Iterable[str], unwrap: Unwrap | None = None) -> tuple[Targets, Factory]:
         """Make new tensors; tensors that shared memory when they were saved do so again.
@@ -97,17 +79,67 @@ class LabelledTensors:
             finally:
                 matching.forget()
 
-        for stored in (self[label] for label, node in nodes.items() if node[0] == "tensor"):
-            if stored.row.cast is not None:
-                refuse_codes(stored.row, stored.row.cast, stored.label)
+        for stored in [self._stored[node[1]] for node in nodes.values() if node[0] == "tensor"]:
+            refuse_codes(stored.row, stored.row.cast or stored.row.dtype, stored.label)
         targets.settle()
         return targets, made
 
-    def boxes(self, boxes: Iterable[TensorBox]) -> Targets:
-        """Plan to fill tensors with boxes; see :meth:`TensorReader.fill`."""
+    async def read(
+        self, labels: Collection[str], arena: Arena, lanes: int, unwrap: Unwrap | None = None
+    ) -> dict[str, torch.Tensor]:
+        """Read tensors whole; tensors that shared memory when they were saved do so again.
+
+        Args:
+            labels: Their labels; those that the checkpoint lacks are skipped.
+            arena: Lends the read buffers; used on the caller's thread only.
+            lanes: The number of concurrent reads.
+            unwrap: As for :meth:`fresh`.
+
+        Raises:
+            CorruptCheckpoint: If the checkpoint is damaged; no unverified byte reaches a tensor.
+            StoreError: If the store failed.
+        """
+        labels = [each for each in labels if each in self._nodes]
+        with located(self._opened.document.step, None):
+            targets, make = await anyio.to_thread.run_sync(self.fresh, labels, unwrap)
+            await self._read(targets, arena, lanes, ReadTally())
+            found: dict[str, torch.Tensor] = await anyio.to_thread.run_sync(make)
+            return found
+
+    async def fill(self, boxes: Sequence[TensorBox], arena: Arena, lanes: int) -> None:
+        """Fill tensors with boxes of saved ones, whichever ranks have written them.
+
+        Args:
+            boxes: The boxes; no two of them write to the same place.
+            arena: As for :meth:`read`.
+            lanes: As for :meth:`read`.
+
+        Raises:
+            StructureMismatch: If there is no tensor of a label, or a target cannot be written.
+            ShapeMismatch: If a box does not lie in its tensor.
+            CorruptCheckpoint: If the checkpoint is damaged; no unverified byte reaches a tensor.
+            StoreError: If the store failed.
+        """
+        with located(self._opened.document.step, None):
+            targets = await anyio.to_thread.run_sync(self._to_fill, boxes)
+            tally = ReadTally()
+            with telling_touched(LoadRequest(begun=[(tally, targets.noted)])):
+                await self._read(targets, arena, lanes, tally)
+
+    async def _read(self, targets: Targets, arena: Arena, lanes: int, tally: ReadTally) -> None:
+        await read_rounds(self._opened, targets, arena, lanes, tally)
+        await anyio.to_thread.run_sync(targets.finish)
+
+    def _to_fill(self, boxes: Iterable[TensorBox]) -> Targets:
         targets = Targets(self._stored, cast=True)
         for label, lower, into in boxes:
-            tensor = self[label]
+            node = self._nodes.get(label, ["absent"])
+            if node[0] != "tensor":
+                raise StructureMismatch(
+                    "The checkpoint has no such tensor", key=label,
+                    hint="ckpipe.inspect lists the labels of all",
+                )  # fmt: skip
+            tensor = self._stored[node[1]]
             box = (tuple(lower), tuple(map(add, lower, into.shape)))
             ends = zip(*box, tensor.shape, strict=False)
             fits = len(lower) == into.dim() == len(tensor.shape)
@@ -136,81 +168,6 @@ def _flat(structure: Structure) -> Structure:
     nodes: list[Node] = [["tensor", number] for number in range(len(rows))]
     tree: Node = ["dict", [*labels, *wrappers], [*nodes, *wrappers.values()]]
     return replace(structure, tree=tree, tensors=rows)
-
-
-class TensorReader:
-    """Read tensors of one checkpoint, every byte verified, as often as needed.
-
-    Args:
-        opened: The checkpoint.
-        arena: Lends the read buffers; used on the caller's thread only.
-        lanes: The number of concurrent reads.
-        rank: As for :class:`LabelledTensors`.
-        first_wins: As for :class:`LabelledTensors`.
-    """
-
-    def __init__(
-        self,
-        opened: Opened,
-        arena: Arena,
-        *,
-        lanes: int,
-        rank: int | None = None,
-        first_wins: bool = True,
-    ) -> None:
-        self._opened, self._arena, self._lanes = opened, arena, lanes
-        self._derive = partial(LabelledTensors, opened.document, rank, first_wins=first_wins)
-
-    @cached_property
-    def _tensors(self) -> LabelledTensors:
-        with gc_paused():
-            return self._derive()
-
-    async def read(
-        self, labels: Collection[str], unwrap: Unwrap | None = None
-    ) -> dict[str, torch.Tensor]:
-        """Read tensors whole; tensors that shared memory when they were saved do so again.
-
-        Args:
-            labels: Their labels; those that the checkpoint lacks are skipped.
-            unwrap: Makes plain tensors of wrapper tensors whose own labels are among those to read.
-
-        Raises:
-            CorruptCheckpoint: If the checkpoint is damaged.
-            StoreError: If the store failed.
-        """
-
-        def plan() -> tuple[Targets, Factory]:
-            tensors = self._tensors
-            return tensors.fresh([each for each in labels if each in tensors], unwrap)
-
-        with located(self._opened.document.step, None):
-            targets, make = await anyio.to_thread.run_sync(plan)
-            await self._read(targets, ReadTally())
-            found: dict[str, torch.Tensor] = await anyio.to_thread.run_sync(make)
-            return found
-
-    async def fill(self, boxes: Sequence[TensorBox]) -> None:
-        """Fill tensors with boxes of saved ones, whichever ranks have written them.
-
-        Args:
-            boxes: The boxes; no two of them write to the same place.
-
-        Raises:
-            StructureMismatch: If there is no tensor of a label, or a target cannot be written.
-            ShapeMismatch: If a box does not lie in its tensor.
-            CorruptCheckpoint: If the checkpoint is damaged; no unverified byte reaches a tensor.
-            StoreError: If the store failed.
-        """
-        with located(self._opened.document.step, None):
-            targets = await anyio.to_thread.run_sync(lambda: self._tensors.boxes(boxes))
-            tally = ReadTally()
-            with telling_touched(LoadRequest(begun=[(tally, targets.noted)])):
-                await self._read(targets, tally)
-
-    async def _read(self, targets: Targets, tally: ReadTally) -> None:
-        await read_rounds(self._opened, targets, self._arena, self._lanes, tally)
-        await anyio.to_thread.run_sync(targets.finish)
 
 
 def boxes_of(boxes: Iterable[TensorBox]) -> list[TensorBox]:

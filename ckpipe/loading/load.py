@@ -38,6 +38,7 @@ from ckpipe.loading.match import Matching
 from ckpipe.loading.match_record import MatchRecord, Unwrap
 from ckpipe.loading.reader import Reader, ReadTally, lane_buffers
 from ckpipe.loading.saved_state import (
+    SavedState,
     exclude_labels,
     keep_generators_apart,
     labels_of,
@@ -369,38 +370,18 @@ def match_all(
         NeedsFullIndex: If parts of the checkpoint that are not here are needed.
         CkpipeError: As :func:`read_all` does.
     """
-    told: Mapping[str, tuple[str, ...]] = {}
-    fresh, above = request.into is None, ""
-
-    def of_use(label: str) -> bool:
-        return request.select(label) and (fresh or has_place_for(request.into, label))
-
-    if request.cast:
-        bundle = with_scales(bundle)
-    if request.transform:
-        if not bundle.whole:
-            raise NeedsFullIndex
-        bundle, told = transformed(bundle, request.transform, of_use, parameters_of(request.into))
-    kept: list[str] = []
+    fresh, kept, above = request.into is None, list[str](), ""
+    bundle, told = _edited(bundle, request)
     if bundle.source is not None and not fresh:
         bundle, select, kept, above = fitted(bundle, request.into, request.select)
         request = replace(request, select=select)
     saved = state_for(bundle, rank, world_size, request.per_rank, fresh=fresh)
     saved = keep_generators_apart(saved, bundle, rank, world_size, request.per_rank)
-    first_wins = request.per_rank == "rank0"
-    stored = StoredTensors(bundle, saved.rows, saved.homes, first_wins=first_wins)
+    stored = StoredTensors(bundle, saved.rows, saved.homes, first_wins=request.per_rank == "rank0")
     targets = Targets(stored, cast=request.cast, device=request.device)
+    select, lenient = _selected(bundle, request, saved)
     attributes = (row.attributes for row in saved.rows if row.attributes)
     everything = shared_containers([saved.tree, *attributes])
-    select = request.select
-    if request.per_rank == "drop":
-        select = exclude_labels(select, labels_of(saved))
-    lenient = None
-    if not fresh and (request.allow_missing.patterns[0] or request.allow_unexpected.patterns[0]):
-        if not bundle.whole:
-            raise NeedsFullIndex
-        allowed = request.allow_missing, request.allow_unexpected
-        select = lenient = LenientFilter(select, *allowed, saved.tree, request.into)
     tree, definitions = pruned(saved.tree, select, everything)
     record = MatchRecord(
         saved,
@@ -433,15 +414,54 @@ def match_all(
     if lenient is not None:
         missing += lenient.missing
         unexpected += lenient.unexpected
-    for each in targets.noted:
-        if each.stored.row.scale is not None:
-            refuse_codes(each.stored.row, NAMES[each.tensor.dtype], each.label)
-    for row in saved.rows if fresh else ():
-        if row.cast is not None and select(row.label):
-            refuse_codes(row, row.cast, row.label)
+    _refuse_codes(record, fresh=fresh)
     targets.settle()
     labels = tuple(missing), tuple(unexpected)
     return MatchedLoad(bundle, request, rank, targets, make, *labels, matching, transformed=told)
+
+
+def _edited(
+    bundle: ManifestDocument, request: LoadRequest
+) -> tuple[ManifestDocument, Mapping[str, tuple[str, ...]]]:
+    """Apply the transforms; return also the new labels of saved ones."""
+    target = request.into
+
+    def of_use(label: str) -> bool:
+        return request.select(label) and (target is None or has_place_for(target, label))
+
+    if request.cast:
+        bundle = with_scales(bundle)
+    if not request.transform:
+        return bundle, {}
+    if not bundle.whole:
+        raise NeedsFullIndex
+    return transformed(bundle, request.transform, of_use, parameters_of(target))
+
+
+def _selected(
+    bundle: ManifestDocument, request: LoadRequest, saved: SavedState
+) -> tuple[LabelFilter, LenientFilter | None]:
+    """Select the labels to load; the second filter is the same if labels may differ."""
+    select = request.select
+    if request.per_rank == "drop":
+        select = exclude_labels(select, labels_of(saved))
+    allowed = request.allow_missing, request.allow_unexpected
+    if request.into is None or not any(each.patterns[0] for each in allowed):
+        return select, None
+    if not bundle.whole:
+        raise NeedsFullIndex
+    lenient = LenientFilter(select, *allowed, saved.tree, request.into)
+    return lenient, lenient
+
+
+def _refuse_codes(record: MatchRecord, *, fresh: bool) -> None:
+    """Refuse to convert codes of quantised weights."""
+    for each in record.targets.noted:
+        if each.stored.row.scale is not None:
+            refuse_codes(each.stored.row, NAMES[each.tensor.dtype], each.label)
+    for row in record.saved.rows if fresh else ():
+        if row.cast is not None and record.select(row.label):
+            refuse_codes(row, row.cast, row.label)
 
 
 def _named_in_vain(bundle: ManifestDocument, request: LoadRequest) -> list[str]:

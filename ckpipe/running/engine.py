@@ -218,7 +218,7 @@ class Engine:
         with naming_refusals(step=which if isinstance(which, int) else None):
             info = await find_repaired(self.catalog.backend, which)
         try:
-            async with self.catalog.checking(info.key) as opened:
+            async with self.catalog.opened(info.key) as opened:
                 return await verify(opened, self.context.arena, lanes=self._settings.load.lanes)
         except CorruptCheckpoint as error:
             error.hint = error.hint or _PASS_OVER

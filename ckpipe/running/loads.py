@@ -12,6 +12,7 @@ a rank may have died.
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -35,9 +36,17 @@ from ckpipe.errors import (
     UsageError,
     naming_refusals,
 )
+from ckpipe.events import (
+    CheckpointDamaged,
+    EventBus,
+    Loaded,
+    LoadFailed,
+    LoadProgress,
+    LoadStarted,
+)
 from ckpipe.format.labels import Json
 from ckpipe.format.manifest import ManifestDocument
-from ckpipe.loading.labelled_tensors import TensorBox, TensorReader
+from ckpipe.loading.labelled_tensors import LabelledTensors, TensorBox
 from ckpipe.loading.load import (
     LeavesUnfilled,
     LoadRequest,
@@ -55,13 +64,13 @@ from ckpipe.ranks.world import Topology
 from ckpipe.running import lines
 from ckpipe.running.choose import begin_anew, choose
 from ckpipe.running.joint_loads import Joint, JointLoads
-from ckpipe.running.load_events import LoadEvents
 from ckpipe.running.saves import Saves
 from ckpipe.save.context import SaveContext
 from ckpipe.threads import BackgroundTask
-from ckpipe.types import CheckpointId, CheckpointInfo, LoadResult, first_of
+from ckpipe.types import CheckpointId, CheckpointInfo, LoadReport, LoadResult, first_of
 
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.02, 1.0
+_PROGRESS_SECONDS = 0.2
 
 _WHOLE: Json = {"fault": None, "how": "", "next": None}
 _FALL_BACK = "Load another checkpoint, or let fallback=True do so"
@@ -89,6 +98,60 @@ class _Verdict:
 
 _Vote = tuple[Agreements, str]
 """The agreements of the ranks, and the name of the question whether a checkpoint is whole."""
+
+
+@dataclass(frozen=True, slots=True)
+class _LoadEvents:
+    """The events of the load of one checkpoint.
+
+    Args:
+        bus: Gets them.
+        name: The id of the checkpoint, or the place of one of another program.
+        step: Its step, or 0.
+        rank: The rank that loads.
+        address: Where the log finds one that is not below the root; empty for all others.
+    """
+
+    bus: EventBus
+    name: str
+    step: int
+    rank: int
+    address: str = ""
+
+    @contextmanager
+    def told(self) -> Iterator[None]:
+        """Tell that the load has begun, and that it failed if the block raises."""
+        self.bus.emit(LoadStarted(self.name, self.step, self.rank))
+        try:
+            yield
+        except BaseException as error:
+            cancelled = isinstance(error, anyio.get_cancelled_exc_class())
+            self.failed("it was cancelled" if cancelled else f"{type(error).__name__}: {error}")
+            raise
+
+    async def progress(self, tally: ReadTally) -> None:
+        """Tell of the progress, until it is cancelled."""
+        told = 0
+        while True:
+            await anyio.sleep(_PROGRESS_SECONDS)
+            done, total = tally.bytes, max(tally.bytes, tally.planned)
+            if done != told:
+                self.bus.emit(LoadProgress(self.name, self.step, self.rank, done, total))
+            told = done
+
+    def failed(self, how: str) -> None:
+        """Tell that the load failed."""
+        self.bus.emit(LoadFailed(self.name, self.step, self.rank, how))
+
+    def damaged(self, how: str) -> None:
+        """Tell that the checkpoint is damaged, also by a warning."""
+        self.bus.emit(CheckpointDamaged(self.name, self.step, self.rank, how))
+        warnings.warn(f"{self.name} is damaged: {how}", RuntimeWarning, stacklevel=1)
+
+    def loaded(self, report: LoadReport) -> None:
+        """Tell that the checkpoint is loaded."""
+        event = Loaded(self.name, self.step, self.rank, report.seconds, report.bytes)
+        self.bus.emit(event, address=self.address)
 
 
 class Loads:
@@ -210,7 +273,7 @@ class Loads:
         from ckpipe.foreign.source import open_place
 
         context, address = self._context, without_secrets(url)
-        events = LoadEvents(context.events, address, 0, context.rank, address)
+        events = _LoadEvents(context.events, address, 0, context.rank, address)
         with events.told():
             async with (
                 open_place(url, context.settings) as place,
@@ -227,8 +290,9 @@ class Loads:
         with self._until_closed(None):
             await self._saves.settled(which)
             info = await find_repaired(store.retrying, which)
-            async with store.catalog.checking(info.key) as opened:
-                await TensorReader(opened, arena, lanes=lanes, first_wins=False).fill(boxes)
+            async with store.catalog.opened(info.key) as opened:
+                take = partial(LabelledTensors, opened, first_wins=False)
+                await (await anyio.to_thread.run_sync(take)).fill(boxes, arena, lanes)
             lines.record(store.catalog, opened.document)
 
     async def _first_whole(
@@ -340,7 +404,7 @@ class Loads:
         return verdict
 
     async def _read(
-        self, info: CheckpointInfo, events: LoadEvents, request: LoadRequest, joint: Joint | None
+        self, info: CheckpointInfo, events: _LoadEvents, request: LoadRequest, joint: Joint | None
     ) -> MatchedLoad:
         """Read a checkpoint under a lease, and verify it; no object has its state yet."""
         context = self._context
@@ -350,11 +414,11 @@ class Loads:
             near = await read_near(retrying, info.key, rank, world_size)
             return near or await read_index(retrying, info.key)
 
-        async with context.store.catalog.checking(info.key, look) as opened:
+        async with context.store.catalog.opened(info.key, look) as opened:
             return await self._read_all(opened, events, request, joint)
 
     async def _read_all(
-        self, opened: Opened, events: LoadEvents, request: LoadRequest, joint: Joint | None
+        self, opened: Opened, events: _LoadEvents, request: LoadRequest, joint: Joint | None
     ) -> MatchedLoad:
         """Match and read an opened checkpoint; tell of the progress."""
         context, tally = self._context, ReadTally()
@@ -427,7 +491,7 @@ class Loads:
         return _read_verdict(decided[0])
 
     async def _finish(
-        self, events: LoadEvents, load: MatchedLoad, joint: Joint | None
+        self, events: _LoadEvents, load: MatchedLoad, joint: Joint | None
     ) -> LoadResult:
         if joint is not None:
             await self._joint.all_at("applying", joint, events.name, events.step)
@@ -437,8 +501,8 @@ class Loads:
         events.loaded(result.report)
         return result
 
-    def _events_of(self, info: CheckpointInfo) -> LoadEvents:
-        return LoadEvents(self._context.events, info.id, info.step, self._context.rank)
+    def _events_of(self, info: CheckpointInfo) -> _LoadEvents:
+        return _LoadEvents(self._context.events, info.id, info.step, self._context.rank)
 
     async def close(self) -> None:
         """Wait for loads that fill a state; cancel those that wait for the lock or other ranks."""
