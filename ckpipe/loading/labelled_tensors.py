@@ -55,6 +55,7 @@ class LabelledTensors:
         rows, homes = self._saved.rows, self._saved.homes
         self._stored = StoredTensors(flat, rows, homes, first_wins=first_wins)
 
+    @gc_paused()
     def fresh(self, labels: Iterable[str], unwrap: Unwrap | None = None) -> tuple[Targets, Factory]:
         """Make new tensors; tensors that shared memory when they were saved do so again.
 
@@ -130,6 +131,7 @@ class LabelledTensors:
         await read_rounds(self._opened, targets, arena, lanes, tally)
         await anyio.to_thread.run_sync(targets.finish)
 
+    @gc_paused()
     def _to_fill(self, boxes: Iterable[TensorBox]) -> Targets:
         targets = Targets(self._stored, cast=True)
         for label, lower, into in boxes:
