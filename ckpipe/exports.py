@@ -39,7 +39,6 @@ from ckpipe.errors import (
 )
 from ckpipe.events import CheckpointExported
 from ckpipe.export_forms import ENDS, File, Gap, Part, check_form, plan_files, size_of
-from ckpipe.format.tree import wrappers_in
 from ckpipe.loading.fill import with_lazy_bits
 from ckpipe.loading.labelled_tensors import LabelledTensors
 from ckpipe.loading.wrappers import dequantized
@@ -174,8 +173,6 @@ class _Writer:
     ) -> None:
         self._settings, self._policy, self._target, self._folder = settings, policy, target, folder
         self._opened, self._tensors, self._arena = opened, tensors, arena
-        structures = opened.document.structures
-        self._wrappers = {label for each in structures for label, _ in wrappers_in(each)}
         self._windows = [memoryview(b"")] * 2
         dtype = settings.export.dtype
         self._unwrap = None if dtype is None else partial(dequantized, dtype)
@@ -269,7 +266,7 @@ class _Writer:
             else:
                 memory[at : at + len(part)] = part
             at += size_of(part)
-        wrapped = {label for label, _ in views} & self._wrappers
+        wrapped = {label for label, _ in views} & self._tensors.wrappers
         plain = [each for each in views if each[0] not in wrapped]
         boxes = [(label, (0,) * view.dim(), view) for label, view in plain]
         lanes = self._settings.load.lanes

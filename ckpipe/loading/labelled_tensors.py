@@ -43,6 +43,9 @@ class LabelledTensors:
         rank: The rank whose tensors to take, if ranks hold different ones; None assembles tensors
             of all ranks, and takes private ones from the lowest rank.
         first_wins: Whether the lowest rank's values are taken where ranks saved different ones.
+
+    Attributes:
+        wrappers: The labels of wrapper tensors.
     """
 
     @gc_paused()
@@ -52,6 +55,7 @@ class LabelledTensors:
         place = (0, 1) if rank is None else (rank, document.world_size)
         self._saved = state_for(flat, *place, "rank0")
         self._nodes = dict(zip(self._saved.tree[1], self._saved.tree[2], strict=True))
+        self.wrappers = {label for label, node in self._nodes.items() if node[0] != "tensor"}
         rows, homes = self._saved.rows, self._saved.homes
         self._stored = StoredTensors(flat, rows, homes, first_wins=first_wins)
 
@@ -80,7 +84,7 @@ class LabelledTensors:
             finally:
                 matching.forget()
 
-        for stored in [self._stored[node[1]] for node in nodes.values() if node[0] == "tensor"]:
+        for stored in [self._stored[nodes[each][1]] for each in nodes.keys() - self.wrappers]:
             refuse_codes(stored.row, stored.row.cast or stored.row.dtype, stored.label)
         targets.settle()
         return targets, made
@@ -135,13 +139,12 @@ class LabelledTensors:
     def _to_fill(self, boxes: Iterable[TensorBox]) -> Targets:
         targets = Targets(self._stored, cast=True)
         for label, lower, into in boxes:
-            node = self._nodes.get(label, ["absent"])
-            if node[0] != "tensor":
+            if label not in self._nodes or label in self.wrappers:
                 raise StructureMismatch(
                     "The checkpoint has no such tensor", key=label,
                     hint="ckpipe.inspect lists the labels of all",
                 )  # fmt: skip
-            tensor = self._stored[node[1]]
+            tensor = self._stored[self._nodes[label][1]]
             box = (tuple(lower), tuple(map(add, lower, into.shape)))
             ends = zip(*box, tensor.shape, strict=False)
             fits = len(lower) == into.dim() == len(tensor.shape)

@@ -16,12 +16,7 @@ from hashlib import sha256
 
 import anyio
 
-from ckpipe.errors import (
-    CkpipeError,
-    CorruptCheckpoint,
-    StoreUnavailable,
-    UnsupportedTopology,
-)
+from ckpipe.errors import CkpipeError, CorruptCheckpoint, StoreUnavailable, UnsupportedTopology
 from ckpipe.format.labels import Json
 from ckpipe.loading.collectives import CollectiveObjects, collective_objects
 from ckpipe.loading.load import LoadRequest

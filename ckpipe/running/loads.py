@@ -36,14 +36,7 @@ from ckpipe.errors import (
     UsageError,
     naming_refusals,
 )
-from ckpipe.events import (
-    CheckpointDamaged,
-    EventBus,
-    Loaded,
-    LoadFailed,
-    LoadProgress,
-    LoadStarted,
-)
+from ckpipe.events import CheckpointDamaged, EventBus, Loaded, LoadFailed, LoadProgress, LoadStarted
 from ckpipe.format.labels import Json
 from ckpipe.format.manifest import ManifestDocument
 from ckpipe.loading.labelled_tensors import LabelledTensors, TensorBox
