@@ -381,8 +381,7 @@ def match_all(
     targets = Targets(stored, cast=request.cast, device=request.device)
     select, lenient = _selected(bundle, request, saved)
     attributes = (row.attributes for row in saved.rows if row.attributes)
-    everything = shared_containers([saved.tree, *attributes])
-    tree, definitions = pruned(saved.tree, select, everything)
+    tree, definitions = pruned(saved.tree, select, shared_containers([saved.tree, *attributes]))
     record = MatchRecord(
         saved,
         targets,

@@ -268,10 +268,8 @@ class Loads:
         context, address = self._context, without_secrets(url)
         events = _LoadEvents(context.events, address, 0, context.rank, address)
         with events.told():
-            async with (
-                open_place(url, context.settings) as place,
-                place.opened(None) as opened,
-            ):
+            async with open_place(url, context.settings) as place:
+                opened = Opened(place.store, await place.described())
                 load = await self._read_all(opened, events, request, joint)
                 await opened.check_unchanged()
                 return await self._finish(events, load, joint)
