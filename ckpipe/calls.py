@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from functools import partial
 from typing import Any, Literal, SupportsIndex, TypeVar, Unpack
 
@@ -19,9 +19,9 @@ from ckpipe.catalog.copy import CopySettings, copy_checkpoint
 from ckpipe.catalog.find import top
 from ckpipe.catalog.inspect import data_bytes, describe
 from ckpipe.catalog.opened import Opened
-from ckpipe.errors import CheckpointNotFound, StoreError
+from ckpipe.errors import CheckpointNotFound
 from ckpipe.exports import export_url
-from ckpipe.foreign.source import open_place, split_file
+from ckpipe.foreign.source import names_file, open_place, refuse_hub_id, split_file
 from ckpipe.format.labels import label_filter
 from ckpipe.importing import import_opened
 from ckpipe.loading.reader import verify as verify_opened
@@ -115,32 +115,24 @@ def load(
         "allow_unexpected": allow_unexpected,
         "device": device,
     }
-    given: Any = {**fields, "read_only": True}
-    place = location(url)
-    if place is not None and step is None and "initial" not in fields:
-        root = _called(partial(_root_of_others, place), settings, given)
-        if root is not None:
-            with SyncPipeline(root, settings=settings, **given) as pipeline:
-                result = pipeline.load(into, source=place, **options)
-                assert result is not None, "a source is loaded, or it is an error"
-                return result
-        given["initial"] = place
+    place, given = location(url), {**fields, "read_only": True}
+    refuse_hub_id(place or "")
+    source = None if step is not None or "initial" in fields else place
+    if place is not None:
+        given.setdefault("initial", place)
+    if source is not None and names_file(source):
+        root, _ = split_file(source)
+        with (
+            suppress(CheckpointNotFound),  # it is a folder of such a name
+            SyncPipeline(root, settings=settings, **given) as pipeline,
+        ):
+            return pipeline.load(into, source=source, **options)  # type: ignore[return-value]
     with SyncPipeline(place, settings=settings, **given) as pipeline:
+        # One list of the root: a folder of another program is not asked for marks of ckpipe.
+        backend = pipeline._engine.catalog.backend
+        if source is not None and pipeline._call(top, backend)[0] is None:
+            return pipeline.load(into, source=source, **options)  # type: ignore[return-value]
         return _newest(pipeline, into, step, fallback=fallback, **options)
-
-
-async def _root_of_others(place: str, settings: Settings) -> str | None:
-    """Return the folder of a checkpoint of another program; None if ckpipe has saved there."""
-    try:
-        async with open_place(place, settings) as found:
-            if found.file is not None:
-                return split_file(place)[0]
-            newest, _ = await top(found.store)
-            return place if newest is None else None
-    except StoreError as error:
-        if isinstance(error.__cause__, FileNotFoundError):
-            return None  # opening a pipeline there says so
-        raise
 
 
 def _newest(pipeline: SyncPipeline, into: Any, step: Which | None, **options: Any) -> LoadResult:
