@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from ckpipe.calls import export as export
     from ckpipe.calls import import_checkpoint as import_checkpoint
     from ckpipe.calls import inspect as inspect
+    from ckpipe.calls import load as load
     from ckpipe.calls import verify as verify
     from ckpipe.errors import CkpipeError as CkpipeError
     from ckpipe.handles import SaveHandle as SaveHandle
@@ -54,7 +55,6 @@ if TYPE_CHECKING:
     from ckpipe.running.listeners import Statistics as Statistics
     from ckpipe.running.pipeline import Pipeline as Pipeline
     from ckpipe.running.pipeline import SyncPipeline as SyncPipeline
-    from ckpipe.running.pipeline import load as load
     from ckpipe.settings import Settings as Settings
     from ckpipe.state.kinds import register_type as register_type
     from ckpipe.state.wrappers import register_wrapper as register_wrapper
@@ -76,7 +76,7 @@ if TYPE_CHECKING:
 _NAMES = {
     "backend": ("Backend", "Children", "ObjectInfo", "PutMode", "Upload", "UploadLimits"),
     "batches": ("Batches",),
-    "calls": ("copy", "export", "import_checkpoint", "inspect", "verify"),
+    "calls": ("copy", "export", "import_checkpoint", "inspect", "load", "verify"),
     "errors": ("CkpipeError",),
     "handles": ("SaveHandle", "SyncSaveHandle"),
     "lock.state_lock": ("StateLock",),
@@ -84,7 +84,7 @@ _NAMES = {
     "plan.plan": ("LocalPlanner",),
     "retention": ("KeepBest", "KeepEvery", "KeepIf", "KeepLast", "KeepWithin"),
     "running.listeners": ("Statistics",),
-    "running.pipeline": ("Pipeline", "SyncPipeline", "load"),
+    "running.pipeline": ("Pipeline", "SyncPipeline"),
     "settings": ("Settings",),
     "state.kinds": ("register_type",),
     "state.wrappers": ("register_wrapper",),

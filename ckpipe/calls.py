@@ -1,4 +1,4 @@
-"""Calls with URLs: what the command line can, without a pipeline.
+"""Calls with URLs: a load, and what the command line can.
 
 Each blocks until its work is done, on an event loop in a thread of its own, so a coroutine or a
 notebook can call it too.
@@ -8,25 +8,29 @@ from __future__ import annotations
 
 import os
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from functools import partial
 from typing import Any, SupportsIndex, TypeVar, Unpack
 
-from ckpipe.backend import Backend
-from ckpipe.catalog.complete import check_members
+from ckpipe.backend import without_secrets
 from ckpipe.catalog.copy import CopySettings, copy_checkpoint
+from ckpipe.catalog.find import top
 from ckpipe.catalog.inspect import data_bytes, describe
+from ckpipe.catalog.opened import Opened
+from ckpipe.errors import CheckpointNotFound
 from ckpipe.exports import export_url
-from ckpipe.foreign.source import check_unchanged, open_place
+from ckpipe.foreign.source import names_file, open_place, refuse_hub_id, split_file
 from ckpipe.format.labels import label_filter
-from ckpipe.format.manifest import ManifestDocument
-from ckpipe.importing import import_document
-from ckpipe.loading.reader import verify as verify_document
+from ckpipe.importing import import_opened
+from ckpipe.loading.reader import verify as verify_opened
+from ckpipe.loading.request import LoadOptions
 from ckpipe.loading.transforms import Transform, transforms_of
 from ckpipe.loop_thread import LoopThread
 from ckpipe.memory.arena import Arena
+from ckpipe.options import parameters_of, showing
+from ckpipe.running.pipeline import SyncPipeline
 from ckpipe.running.validation import Which, location, plain_step, which
-from ckpipe.settings import PipelineFields, Settings
+from ckpipe.settings import CommonFields, PipelineFields, Settings
 from ckpipe.store.registry import Access, open_store
 from ckpipe.store.retry import OnRead
 from ckpipe.types import (
@@ -35,11 +39,86 @@ from ckpipe.types import (
     CopyResult,
     ExportResult,
     Form,
+    LoadResult,
     VerifyResult,
 )
 
 T = TypeVar("T")
 Url = str | os.PathLike[str]
+
+
+class LoadFields(LoadOptions, CommonFields, total=False):
+    """The options of a load, and fields of settings."""
+
+
+@showing(LoadOptions)
+def load(
+    url: str | os.PathLike[str] | None = None,
+    into: Any = None,
+    step: Which | None = None,
+    *,
+    settings: Settings | None = None,
+    **fields: Unpack[LoadFields],
+) -> LoadResult:
+    """Load a checkpoint with one call, for evaluation or inspection; write nothing.
+
+    Opens a pipeline with ``read_only=True``, loads, and closes it; blocks until then. If the place
+    has no checkpoint of ckpipe, one of another program is opened; see ``source`` of
+    :meth:`ckpipe.Pipeline.load`.
+
+    Args:
+        url: The root of the checkpoints, or a checkpoint of another program: a plain path,
+            ``file:///…``, or the URL of another backend.
+        into: The state to load into; None makes a fresh state, on the CPU.
+        step: A step, the id of a checkpoint, or its info; None takes the newest complete one.
+        options: As :class:`~ckpipe.loading.request.LoadOptions` describes them.
+        settings: Settings to start from.
+        fields: Fields of :class:`~ckpipe.Settings`; they override ``settings``.
+
+    Raises:
+        CheckpointNotFound: If the step is absent or incomplete, or there is no complete
+            checkpoint at all: the folder is absent, or what it holds is no checkpoint. Then the
+            error tells what is there, and how to load it.
+        CkpipeError: Any error of opening a pipeline, or of :meth:`ckpipe.Pipeline.load`.
+    """
+    given: dict[str, Any] = {**fields, "read_only": True}
+    options = {name: given.pop(name) for name in parameters_of(LoadOptions) if name in given}
+    alone = {**options, "fallback": False}  # a checkpoint of another program has no older ones
+    place = location(url)
+    refuse_hub_id(place or "")
+    source = None if step is not None or "initial" in fields else place
+    if place is not None:
+        given.setdefault("initial", place)
+    if source is not None and names_file(source):
+        root, _ = split_file(source)
+        with (
+            suppress(CheckpointNotFound),  # it is a folder of such a name
+            SyncPipeline(root, settings=settings, **given) as pipeline,
+        ):
+            return pipeline.load(into, source=source, **alone)  # type: ignore[return-value]
+    with SyncPipeline(place, settings=settings, **given) as pipeline:
+        # One list of the root: a folder of another program is not asked for marks of ckpipe.
+        backend = pipeline._engine.catalog.backend
+        if source is not None and pipeline._call(top, backend)[0] is None:
+            return pipeline.load(into, source=source, **alone)  # type: ignore[return-value]
+        return _newest(pipeline, into, step, **options)
+
+
+def _newest(pipeline: SyncPipeline, into: Any, step: Which | None, **options: Any) -> LoadResult:
+    try:
+        result = pipeline.load(into, step, **options)
+    except CheckpointNotFound:
+        if step is not None or not pipeline.steps():
+            raise
+        result = None  # it is the root of a run
+    if result is None:
+        incomplete = len(pipeline.steps())
+        raise CheckpointNotFound(
+            f"There is no complete checkpoint in {without_secrets(pipeline.settings.url or '')}"
+            + (f", and {incomplete} that are not complete" if incomplete else ""),
+            hint="Check with `ckpipe ls` that this is the root of the run",
+        )
+    return result
 
 
 def inspect(
@@ -73,8 +152,8 @@ def inspect(
     async def work(settings: Settings) -> CheckpointDescription:
         async with open_place(_url(url), settings) as place:
             info = await place.chosen(_which(step))
-            async with place.opened(info, lease=False) as document:
-                return describe(document, label_filter(include))
+            async with place.opened(info, lease=False) as opened:
+                return describe(opened.document, label_filter(include))
 
     return _called(work, settings, fields)
 
@@ -107,9 +186,9 @@ def verify(
     async def work(settings: Settings) -> VerifyResult:
         async with (
             open_place(_url(url), settings) as place,
-            place.opened(await place.chosen(_which(step))) as document,
+            place.opened(await place.chosen(_which(step))) as opened,
         ):
-            return await verified(place.store, document, settings)
+            return await verified(opened, settings)
 
     return _called(work, settings, fields)
 
@@ -283,14 +362,10 @@ def export(
 # On an open place, also for the commands
 
 
-async def verified(store: Backend, document: ManifestDocument, settings: Settings) -> VerifyResult:
+async def verified(opened: Opened, settings: Settings) -> VerifyResult:
     """Read and check all bytes of a checkpoint, and write nothing."""
     with closing(Arena(settings.staging.block_bytes)) as arena:
-        done = await verify_document(store, document, arena, lanes=settings.load.lanes)
-    if document.source is None:
-        await check_members(store, document)
-    await check_unchanged(store, document)
-    return done
+        return await verify_opened(opened, arena, lanes=settings.load.lanes)
 
 
 async def imported(
@@ -307,13 +382,11 @@ async def imported(
     """Import a checkpoint; tell of its size before its data are read, and of reads."""
     async with (
         open_place(source, settings, on_read) as place,
-        place.opened(await place.chosen(chosen)) as document,
+        place.opened(await place.chosen(chosen)) as opened,
         open_store(target, settings, Access.CREATE) as store,
     ):
-        expect(data_bytes(document))
-        return await import_document(
-            place.store, document, store, settings, step=step, transform=transform
-        )
+        expect(data_bytes(opened.document))
+        return await import_opened(opened, store, settings, step=step, transform=transform)
 
 
 def _called(

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from ckpipe.errors import UsageError
 from ckpipe.interpreter import user_code
-from ckpipe.types import CheckpointId, CheckpointInfo, SaveReport, SaveStatus, first_of, size_text
+from ckpipe.types import CheckpointInfo, SaveReport, SaveStatus, first_of, size_text
 
 logger = logging.getLogger("ckpipe")
 
@@ -329,8 +329,13 @@ class EventBus:
             )
         self._listeners.remove(listener)
 
-    def emit(self, event: Event) -> None:
-        """Log an event and call the listeners; an error of a listener is logged, and it stays."""
+    def emit(self, event: Event, address: str = "") -> None:
+        """Log an event and call the listeners; an error of a listener is logged, and it stays.
+
+        Args:
+            event: The event.
+            address: The address of a checkpoint that is not below the root; empty for all others.
+        """
         level = _LEVELS.get(type(event), logging.DEBUG)
         if isinstance(event, Retrying):
             self._retries[event.id] += 1
@@ -344,8 +349,7 @@ class EventBus:
         elif isinstance(event, CheckpointExported) and self.place:
             logger.log(level, "%s to %s/%s", event, self.place, event.folder)
         elif isinstance(event, Loaded) and event.rank == 0 and self.place:
-            own = CheckpointId.parse(event.id)  # a foreign checkpoint is named by its own place
-            logger.info("%s from %s%s", event, f"{self.place}/" if own else "", event.id)
+            logger.info("%s from %s", event, address or f"{self.place}/{event.id}")
         else:
             logger.log(level, "%s", event)
         for listener in list(self._listeners):

@@ -25,13 +25,15 @@ from typing import Any, get_args
 import torch
 
 from ckpipe.catalog.inspect import batches, check_expansion, leaf_labels
+from ckpipe.catalog.opened import Opened
 from ckpipe.errors import UnsupportedState, UsageError
 from ckpipe.format.data_file import FOREIGN_DTYPES, encode_header, stored_dtype
 from ckpipe.format.dtypes import DTYPES, NAMES
 from ckpipe.format.labels import Json, LabelFilter, bare_names, join, key_of, label_filter
-from ckpipe.format.manifest import ManifestDocument, TensorRow
+from ckpipe.format.manifest import TensorRow
 from ckpipe.format.tree import MAPPINGS, Node, walk, wrappers_in
-from ckpipe.loading.load import flattened, match_all
+from ckpipe.loading.labelled_tensors import LabelledTensors
+from ckpipe.loading.load import match_all
 from ckpipe.loading.published_names import PublishedNames
 from ckpipe.loading.request import LoadRequest
 from ckpipe.loading.scales import refuse_codes, with_scales
@@ -113,12 +115,12 @@ def size_of(part: Part) -> int:
 
 
 def plan_files(
-    bundle: ManifestDocument, form: Form, asked: Export, *, expanded: bool
-) -> tuple[ManifestDocument, list[File]]:
+    opened: Opened, form: Form, asked: Export, *, expanded: bool
+) -> tuple[Opened, list[File]]:
     """Plan the files of an export.
 
     Args:
-        bundle: The checkpoint's index.
+        opened: The checkpoint.
         form: The form.
         asked: The content.
         expanded: Whether the files may have far more bytes than the checkpoint stores.
@@ -134,15 +136,16 @@ def plan_files(
     """
     globs: list[str] | None = [] if form == "hf" else None  # weights have no optimizer
     select = LabelFilter([asked.part] if asked.part else globs)
-    plan = _Plan(bundle, asked, select, expanded=expanded)
+    plan = _Plan(opened, asked, select, expanded=expanded)
     files = {"torch": plan.torch_file, "hf": plan.weights, "dcp": plan.dcp_folder}[form]()
-    return plan.bundle, files
+    return Opened(opened.store, plan.bundle), files
 
 
 class _Plan:
     def __init__(
-        self, bundle: ManifestDocument, asked: Export, select: LabelFilter, *, expanded: bool
+        self, opened: Opened, asked: Export, select: LabelFilter, *, expanded: bool
     ) -> None:
+        self._store, bundle = opened.store, opened.document
         if transforms := transforms_of(asked.transform):
             bundle, _ = transformed(bundle, [each.exported() for each in transforms], select)
         self.bundle, self._asked, self._expanded = bundle, asked, expanded
@@ -156,8 +159,8 @@ class _Plan:
         """Plan safetensors: a single file, or several with an index."""
         named = _without_wrappers(self._named(self._asked.part))
         self._cast(named)
-        flat = flattened(self.bundle, {row.label for row in named.values()})
-        made, _ = self._without_values(flat, LabelFilter())
+        labels = [row.label for row in named.values()]
+        made = LabelledTensors(Opened(self._store, self.bundle)).fresh(labels, self._unwrap)[1]()
         tied = defaultdict[Any, list[tuple[str, torch.Tensor, TensorRow]]](list)
         for name, row in named.items():
             tensor = made[row.label]
@@ -240,7 +243,7 @@ class _Plan:
         for structure, values in self._structures():
             _check_plain(structure.tree, structure.tensors, values, part)
         select = label_filter([glob.escape(part)] if part else None)
-        state, made = self._without_values(self.bundle, select)
+        state, made = self._without_values(select)
         label = ""
         while part and label != part:
             inside = state if isinstance(state, Mapping) else {}
@@ -257,21 +260,25 @@ class _Plan:
         for number, structure in enumerate(self.bundle.structures):
             yield structure, first[number].values
 
-    def _without_values(
-        self, bundle: ManifestDocument, select: LabelFilter
-    ) -> tuple[Any, dict[str, torch.Tensor]]:
+    def _without_values(self, select: LabelFilter) -> tuple[Any, dict[str, torch.Tensor]]:
         plain: dict[str, torch.Tensor] = {}
 
-        def unwrap(label: str, facts: Mapping[str, Json], _make: Callable[[], Any]) -> torch.Tensor:
-            dtype = DTYPES[self._asked.dtype or facts["dtype"]]
-            plain[label] = torch.empty(facts["size"], dtype=dtype, device="cpu")
+        def unwrap(label: str, facts: Mapping[str, Json], make: Callable[[], Any]) -> torch.Tensor:
+            plain[label] = self._unwrap(label, facts, make)
             return plain[label]
 
-        request = LoadRequest(select=select, unwrap=unwrap, strict=False, per_rank="rank0")
-        load = match_all(bundle, request, 0, 1, InspectionMemo())
+        request = LoadRequest(select=select, strict=False, per_rank="rank0", unwrap=unwrap)
+        load = match_all(self.bundle, request, 0, 1, InspectionMemo())
         state = load.make()
         load.matching.forget()
         return state, load.targets.made | plain
+
+    def _unwrap(
+        self, _label: str, facts: Mapping[str, Json], _make: Callable[[], Any]
+    ) -> torch.Tensor:
+        """Make a plain tensor without values in place of a wrapper tensor."""
+        dtype = DTYPES[self._asked.dtype or facts["dtype"]]
+        return torch.empty(facts["size"], dtype=dtype, device="cpu")
 
     def _named(self, part: str | None, *, needs_tensors: bool = True) -> dict[str, TensorRow]:
         """Return the tensors of a part by their names in it, in the order of the state.

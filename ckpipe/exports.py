@@ -17,7 +17,6 @@ from __future__ import annotations
 import mmap
 import os
 import time
-from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, closing
 from functools import partial
@@ -31,6 +30,7 @@ from ckpipe.catalog.copy import CopySettings, aborted_on_error, block_bytes_for
 from ckpipe.catalog.find import stat_or_none
 from ckpipe.catalog.inspect import batches, data_bytes
 from ckpipe.catalog.leases import EXPORTING, under_lease
+from ckpipe.catalog.opened import Opened
 from ckpipe.errors import (
     CheckpointIncomplete,
     CommitConflict,
@@ -39,10 +39,8 @@ from ckpipe.errors import (
 )
 from ckpipe.events import CheckpointExported
 from ckpipe.export_forms import ENDS, File, Gap, Part, check_form, plan_files, size_of
-from ckpipe.format.manifest import ManifestDocument
-from ckpipe.format.tree import wrappers_in
 from ckpipe.loading.fill import with_lazy_bits
-from ckpipe.loading.load import read_tensors
+from ckpipe.loading.labelled_tensors import LabelledTensors
 from ckpipe.loading.wrappers import dequantized
 from ckpipe.memory.arena import Arena
 from ckpipe.save.context import SaveContext
@@ -64,8 +62,7 @@ _ELSEWHERE = "Delete that file or its folder and export again, or export to anot
 
 
 async def export(
-    backend: Backend,
-    bundle: ManifestDocument,
+    opened: Opened,
     arena: Arena,
     settings: Settings,
     form: Form,
@@ -80,8 +77,7 @@ async def export(
     """Write a checkpoint in another form; repeating it changes nothing.
 
     Args:
-        backend: The store of the checkpoint, which retries its requests.
-        bundle: The checkpoint's index, validated.
+        opened: The checkpoint.
         arena: Lends the blocks that are read into; used on the caller's thread only.
         settings: The settings, with the content of the export.
         form: ``"torch"``, ``"hf"`` or ``"dcp"``.
@@ -106,10 +102,11 @@ async def export(
     """
     before = (await target.children(folder)).objects
     there = {each.key.removeprefix(folder) for each in before}
-    plan = partial(plan_files, bundle, form, settings.export, expanded=expanded)
-    bundle, files = await threads.run_sync(plan)
+    plan = partial(plan_files, opened, form, settings.export, expanded=expanded)
+    opened, files = await threads.run_sync(plan)
+    tensors = await threads.run_sync(LabelledTensors, opened)
     names, last = [each.name for each in files], files[-1]
-    work = _Writer(backend, bundle, arena, settings, policy, target, folder)
+    work = _Writer(opened, tensors, arena, settings, policy, target, folder)
     # Weights of another export might be taken by a reader of this one.
     if others := sorted(each for each in there.difference(names) if each.endswith(ENDS)):
         raise work.conflict("This file belongs to another export", others[0])
@@ -155,8 +152,8 @@ class _Writer:
     """Write the files of an export from a checkpoint to a store.
 
     Args:
-        backend: The store of the checkpoint.
-        bundle: The checkpoint, as the files were planned from it.
+        opened: The checkpoint, as the files were planned from it.
+        tensors: Its tensors.
         arena: Lends the blocks that are read into.
         settings: The numbers of lanes, the size of blocks, and the time to wait for other ranks.
         policy: The retry policy for writing blocks.
@@ -166,8 +163,8 @@ class _Writer:
 
     def __init__(
         self,
-        backend: Backend,
-        bundle: ManifestDocument,
+        opened: Opened,
+        tensors: LabelledTensors,
         arena: Arena,
         settings: Settings,
         policy: RetryPolicy,
@@ -175,19 +172,15 @@ class _Writer:
         folder: str,
     ) -> None:
         self._settings, self._policy, self._target, self._folder = settings, policy, target, folder
-        self._backend, self._bundle = backend, bundle
-        self._wrappers = {label for each in bundle.structures for label, _ in wrappers_in(each)}
+        self._opened, self._tensors, self._arena = opened, tensors, arena
         self._windows = [memoryview(b"")] * 2
         dtype = settings.export.dtype
-        self._read = partial(
-            read_tensors, backend, bundle, arena=arena, lanes=settings.load.lanes,
-            unwrap=None if dtype is None else partial(dequantized, dtype),
-        )  # fmt: skip
+        self._unwrap = None if dtype is None else partial(dequantized, dtype)
 
     def conflict(self, text: str, name: str) -> CommitConflict:
         """Return the error for a file that is in the way."""
         return CommitConflict(
-            text, step=self._bundle.step, key=self._folder + name, hint=_ELSEWHERE
+            text, step=self._opened.document.step, key=self._folder + name, hint=_ELSEWHERE
         )
 
     async def write(self, file: File) -> None:
@@ -210,10 +203,7 @@ class _Writer:
 
             async with aborted_on_error(upload):
                 await self._each_block(file, block_bytes, send)
-                if self._bundle.source is not None:
-                    from ckpipe.foreign.source import check_unchanged
-
-                    await check_unchanged(self._backend, self._bundle)
+                await self._opened.check_unchanged()
                 try:
                     await retrying(self._policy, upload.complete)
                     return
@@ -263,7 +253,7 @@ class _Writer:
     async def _fill(self, memory: memoryview, at: int, parts: Sequence[Part]) -> None:
         """Put parts of a file into a window, from an offset in it on."""
         window = torch.frombuffer(memory, dtype=torch.uint8)
-        views = defaultdict[str, list[torch.Tensor]](list)
+        views: list[tuple[str, torch.Tensor]] = []
         for part in parts:
             if isinstance(part, Gap):
                 if [each.nbytes for each in part.tensors.values()] != [part.nbytes]:
@@ -272,17 +262,19 @@ class _Writer:
                     offset = at // like.itemsize + int(like.storage_offset())
                     view = torch.empty(0, dtype=like.dtype)
                     view.set_(window.untyped_storage(), offset, like.shape, like.stride())
-                    views[label].append(with_lazy_bits(view, lazy_bits(like)))
+                    views.append((label, with_lazy_bits(view, lazy_bits(like))))
             else:
                 memory[at : at + len(part)] = part
             at += size_of(part)
-        into = {label: each[0] for label, each in views.items() if label not in self._wrappers}
-        wrapped = views.keys() - into.keys()
-        await self._read(labels=into.keys(), into=into)
-        found = {**into, **(await self._read(labels=wrapped) if wrapped else {})}
-        for label, each in views.items():
-            for view in each:
-                if view is not found[label]:
+        wrapped = {label for label, _ in views} & self._tensors.wrappers
+        plain = [each for each in views if each[0] not in wrapped]
+        boxes = [(label, (0,) * view.dim(), view) for label, view in plain]
+        lanes = self._settings.load.lanes
+        await self._tensors.fill(boxes, self._arena, lanes)
+        if wrapped:
+            found = await self._tensors.read(wrapped, self._arena, lanes, self._unwrap)
+            for label, view in views:
+                if label in wrapped:
                     view.copy_(found[label])
 
     async def until_there(self, file: File) -> None:
@@ -299,7 +291,7 @@ class _Writer:
                 raise CheckpointIncomplete(
                     f"The export is not whole: another rank has not written this file, and "
                     f"none came within incomplete_after_seconds ({limit:g} s)",
-                    step=self._bundle.step,
+                    step=self._opened.document.step,
                     key=key,
                     hint="Look at the errors of the other ranks, and export again with "
                     "`ckpipe export`, which continues it",
@@ -342,24 +334,23 @@ async def export_url(
     access = Access.CHANGE if target is None else Access.CREATE
     async with (
         open_place(url, settings, on_read) as place,
-        place.opened(await place.chosen(step)) as bundle,
+        place.opened(await place.chosen(step)) as opened,
     ):
-        if target is None and bundle.source is not None:
+        if target is None and opened.unverified:
             raise UsageError(
                 f"{place.name} is a checkpoint of another program, beside which nothing is written",
                 hint="Name the folder to write",
             )
-        expect(data_bytes(bundle))
+        expect(data_bytes(opened.document))
         async with open_store(target or url, settings, access) as store:
             with closing(Arena(settings.staging.block_bytes)) as arena:
-                folder = f"{bundle.id}.{form}/" if target is None else ""
+                folder = f"{opened.id}.{form}/" if target is None else ""
                 files, size = await export(
-                    place.store, bundle, arena, settings, form, CopySettings.of(settings).policy,
-                    store, folder, expanded=expanded,
+                    opened, arena, settings, form, CopySettings.of(settings).policy, store, folder,
+                    expanded=expanded,
                 )  # fmt: skip
     where = without_secrets(f"{(target or url).rstrip('/')}/{folder}").rstrip("/")
-    id = None if bundle.source else str(bundle.id)
-    return ExportResult(id, bundle.step, where, files, size)
+    return ExportResult(opened.id, opened.document.step, where, files, size)
 
 
 @asynccontextmanager
@@ -393,11 +384,10 @@ async def exported(context: SaveContext, save: Save) -> AsyncIterator[None]:
                 if not info.complete:
                     seconds = context.settings.incomplete_after_seconds
                     info = await until_complete(context.store, info, seconds)
-                async with catalog.checking(info.key) as bundle:
-                    store = context.store.retrying
+                async with catalog.opened(info.key) as opened:
                     done = await export(
-                        store, bundle, context.arena, context.settings, form, policy, store,
-                        folder, rank=context.rank, world_size=context.world_size,
+                        opened, context.arena, context.settings, form, policy, opened.store, folder,
+                        rank=context.rank, world_size=context.world_size,
                     )  # fmt: skip
     finally:
         catalog.loading[save.name] -= 1

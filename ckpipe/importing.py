@@ -27,13 +27,12 @@ import numpy as np
 import torch
 from anyio.streams.memory import MemoryObjectSendStream
 
-from ckpipe.backend import Backend
 from ckpipe.catalog.catalog import Catalog
 from ckpipe.catalog.inspect import check_expansion
 from ckpipe.catalog.leases import under_lease
+from ckpipe.catalog.opened import Opened
 from ckpipe.errors import PerRankValue, StructureMismatch, first_error
 from ckpipe.events import EventBus
-from ckpipe.foreign.source import check_unchanged
 from ckpipe.format.boxes import flat_range_boxes
 from ckpipe.format.data_file import (
     BlockRange,
@@ -43,7 +42,7 @@ from ckpipe.format.data_file import (
     stored_dtype,
 )
 from ckpipe.format.edit import placed
-from ckpipe.format.labels import LabelFilter
+from ckpipe.format.labels import Json, LabelFilter
 from ckpipe.format.manifest import (
     Chunk,
     Entry,
@@ -82,9 +81,8 @@ from ckpipe.version import __version__
 _PAGE = 4096
 
 
-async def import_document(
-    source: Backend,
-    document: ManifestDocument,
+async def import_opened(
+    opened: Opened,
     target: RetryingBackend,
     settings: Settings,
     *,
@@ -94,8 +92,7 @@ async def import_document(
     """Write a checkpoint of one rank that has the state of another checkpoint.
 
     Args:
-        source: The store of the other checkpoint.
-        document: Its index, or the description of a foreign one.
+        opened: The other checkpoint.
         target: The store of the new one.
         settings: The number of lanes, the size of blocks, and the bound of memory.
         step: The step of the new one; None for that of the other, or 0.
@@ -109,7 +106,7 @@ async def import_document(
     """
     size = max(settings.staging.block_bytes, -(-target.limits.min_block_bytes // _PAGE) * _PAGE)
     most = target.limits.max_blocks
-    plan = await run_sync(_planned, document, transform, size, most and most * size)
+    plan = await run_sync(_planned, opened.document, transform, size, most and most * size)
     launch = await draft_launch(target, None, Topology(0, 1))
     store = StoreContext(
         backend=target.inner,
@@ -130,13 +127,13 @@ async def import_document(
         room = max(1, min(room, budget // size - lanes))
     async with under_lease(target, launch.id):
         attempt = await launch.claim()
-        id = CheckpointId(attempt, (document.step or 0) if step is None else step, 0)
+        id = CheckpointId(attempt, (opened.document.step or 0) if step is None else step, 0)
         out, inbox = anyio.create_memory_object_stream[FilledBlock](math.inf)
-        with closing(Arena(size)) as arena, lane_buffers(arena, source, lanes) as buffers:
+        with closing(Arena(size)) as arena, lane_buffers(arena, opened.store, lanes) as buffers:
             record = _Import(id, plan, arena, anyio.Semaphore(room))
             try:
                 async with anyio.create_task_group() as tasks:
-                    tasks.start_soon(_fill, record, source, document, buffers, out)
+                    tasks.start_soon(_fill, record, opened, buffers, out)
                     await deliver(record, store, inbox)
             except BaseException as error:
                 await launch.withdraw()
@@ -208,12 +205,25 @@ def _planned(
     files, entries = lay_out([draft.entry for draft in found], 0, max_file_bytes)
     chunks = [each._replace(entry=n) for n, draft in enumerate(found) for each in draft.chunks]
     layout = Layout(entries, sorted(chunks, key=lambda chunk: chunk.tensor))
+    version = max(each.version for each in document.structures)
+    optimizers = tuple(saved.optimizers.values())
+    return _Plan(
+        Structure(saved.tree, tuple(rows), len(saved.values), optimizers, version),
+        _manifest(document, saved.values),
+        DataFiles(tuple(files), layout, list(_blocks(files, entries, block_bytes))),
+        stored,
+        [draft.fill for draft in found],
+    )
+
+
+def _manifest(document: ManifestDocument, values: Sequence[Json]) -> RankManifest:
+    """Make the manifest of the one rank, without data files."""
     first = document.parts[0]
-    part = RankManifest(
+    return RankManifest(
         rank=0,
         structure=0,
         layout=0,
-        values=tuple(saved.values),
+        values=tuple(values),
         files=(),
         checksums=(),
         token=secrets.token_hex(16),
@@ -226,15 +236,6 @@ def _planned(
         },
         metadata={"imported_from": document.source} if document.source else first.metadata,
         metrics=first.metrics,
-    )
-    version = max(each.version for each in document.structures)
-    optimizers = tuple(saved.optimizers.values())
-    return _Plan(
-        Structure(saved.tree, tuple(rows), len(saved.values), optimizers, version),
-        part,
-        DataFiles(tuple(files), layout, list(_blocks(files, entries, block_bytes))),
-        stored,
-        [draft.fill for draft in found],
     )
 
 
@@ -323,8 +324,7 @@ class _Import(SaveRecord):
 
 async def _fill(
     record: _Import,
-    source: Backend,
-    document: ManifestDocument,
+    opened: Opened,
     buffers: Sequence[memoryview],
     out: MemoryObjectSendStream[FilledBlock],
 ) -> None:
@@ -332,7 +332,7 @@ async def _fill(
     plan, blocks = record.plan, iter(record.plan.files.blocks)
 
     async def lane(buffer: memoryview) -> None:
-        reader = Reader(source, document.step, plan.stored.data, [buffer])
+        reader = Reader(opened, plan.stored.data, [buffer])
         for each in blocks:
             await record.room.acquire()
             memory = record.arena.take()
@@ -348,7 +348,7 @@ async def _fill(
         async with anyio.create_task_group() as tasks:
             for buffer in buffers:
                 tasks.start_soon(lane, buffer)
-        await check_unchanged(source, document)
+        await opened.check_unchanged()
         record.copied.set()
 
 

@@ -66,6 +66,7 @@ from ckpipe.catalog.leases import (
     time_now,
     under_lease,
 )
+from ckpipe.catalog.opened import Opened
 from ckpipe.catalog.summaries import Summaries, SummaryQuery, candidate_of, filled, inspected
 from ckpipe.catalog.sweep import SweepReport, look_around, plan_sweep, uploads_before
 from ckpipe.errors import (
@@ -249,22 +250,22 @@ class Catalog:
     # Read
 
     @asynccontextmanager
-    async def reading(
+    async def opened(
         self, id: CheckpointId, look: Callable[[], Awaitable[ManifestDocument]] | None = None
-    ) -> AsyncIterator[ManifestDocument]:
-        """Hold a lease on a checkpoint during a block, so that no process deletes it meanwhile.
+    ) -> AsyncIterator[Opened]:
+        """Open a checkpoint, and hold a lease on it, so that no process deletes it meanwhile.
 
-        The block gets the index. It is read concurrently with the requests for the lease, since it
-        is whole or absent and never changes. Errors of the block are raised as they are, not in a
-        group.
+        The index is read concurrently with the requests for the lease, since it is whole or absent
+        and never changes. Errors of the block are raised as they are, not in a group.
 
         Args:
             id: The checkpoint.
             look: Reads other metadata in place of the index.
 
         Raises:
-            CheckpointIncomplete: If it is being deleted already, whatever error the index raised.
-            CorruptCheckpoint: If the index is damaged.
+            CheckpointIncomplete: If it is being deleted already, whatever error the index raised;
+                or was deleted meanwhile, which may happen if no lease can be written.
+            CorruptCheckpoint: If it is damaged.
             StoreError: If the store failed.
         """
         metadata = BackgroundTask(look or partial(read_index, self.backend, id))
@@ -273,26 +274,12 @@ class Catalog:
         try:
             async with metadata.started(), lease:
                 await check_not_deleted(self.backend, id)
-                yield await metadata.get()
-        finally:
-            self.loading[str(id)] -= 1
-
-    @asynccontextmanager
-    async def checking(
-        self, id: CheckpointId, look: Callable[[], Awaitable[ManifestDocument]] | None = None
-    ) -> AsyncIterator[ManifestDocument]:
-        """Hold a lease as :meth:`reading` does, and tell a deleted checkpoint from a damaged one.
-
-        Raises:
-            CheckpointIncomplete: If it was deleted, which may happen if no lease can be written.
-            CorruptCheckpoint: If it is damaged.
-        """
-        try:
-            async with self.reading(id, look) as bundle:
-                yield bundle
+                yield Opened(self.backend, await metadata.get())
         except CorruptCheckpoint:
             await check_still_there(self.backend, id)
             raise
+        finally:
+            self.loading[str(id)] -= 1
 
     # Protect
 

@@ -12,15 +12,15 @@ import torch
 from rich.console import RenderableType
 from rich.text import Text
 
-from ckpipe.backend import Backend
 from ckpipe.catalog.inspect import batches, check_expansion, labels_per_rank, tensor_bytes
+from ckpipe.catalog.opened import Opened
 from ckpipe.cli.running import FOUND, OK
 from ckpipe.cli.screen import Meter, Screen, one_line, table
-from ckpipe.foreign.source import check_unchanged, open_place
+from ckpipe.foreign.source import open_place
 from ckpipe.format.labels import LabelFilter, label_filter, unique_label
 from ckpipe.format.manifest import ManifestDocument, TensorRow
 from ckpipe.format.tree import SETS, walk
-from ckpipe.loading.load import read_tensors
+from ckpipe.loading.labelled_tensors import LabelledTensors
 from ckpipe.memory.arena import Arena
 from ckpipe.settings import Settings
 from ckpipe.threads import in_thread
@@ -29,8 +29,6 @@ BATCH_BYTES = 128 << 20
 """The bytes of each checkpoint in memory at a time, unless a single tensor is larger."""
 
 _AT_ONCE = 1 << 20
-
-Side = tuple[Backend, ManifestDocument]
 
 
 async def differences(
@@ -57,22 +55,22 @@ async def differences(
         async with open_place(urls[0], settings) as one, open_place(urls[1], settings) as two:
             infos = await one.chosen(steps[0]), await two.chosen(steps[1])
             async with one.opened(infos[0]) as left, two.opened(infos[1]) as right:
-                if not any(map(select, {*_texts(left), *_texts(right)})):
+                documents = left.document, right.document
+                if not any(map(select, {*_texts(documents[0]), *_texts(documents[1])})):
                     screen.matches_nothing(patterns)
-                found = compare_structures(left, right, select)
+                found = compare_structures(*documents, select)
                 differing: list[TensorDifference] = []
                 if not structure:
-                    sides = (one.store, left), (two.store, right)
                     differing = await _compare(
-                        sides, found.common, meter, settings, expanded=expanded
+                        (left, right), found.common, meter, settings, expanded=expanded
                     )
-                    for side in sides:
-                        await check_unchanged(*side)
+                    for side in (left, right):
+                        await side.check_unchanged()
     same = not (found.only_first or found.only_second or found.changed or differing)
     compared = 0 if structure else len(found.common)
     data = {
-        "first": left.name,
-        "second": right.name,
+        "first": documents[0].name,
+        "second": documents[1].name,
         "same": same,
         "compared": compared,
         "only_first": found.only_first,
@@ -103,7 +101,7 @@ async def _difference(
 
 
 async def _compare(
-    sides: tuple[Side, Side],
+    sides: tuple[Opened, Opened],
     labels: Sequence[str],
     meter: Meter,
     settings: Settings,
@@ -114,7 +112,7 @@ async def _compare(
 
     The meter counts each tensor four times: once for each read, and twice for the comparison.
     """
-    one, two = (bundle for _, bundle in sides)
+    one, two = (each.document for each in sides)
     sizes = {label: tensor_bytes(row) for label, row in _tensors(one).items()}
     own = labels_per_rank(one) | labels_per_rank(two)
     if one.world_size != two.world_size:
@@ -134,14 +132,11 @@ async def _compare(
     arena = Arena(settings.staging.block_bytes)
     try:
         for rank, group in work:
+            tensors = [await in_thread(LabelledTensors, each, rank) for each in sides]
             for batch in batches(group, sizes.__getitem__, BATCH_BYTES):
                 read = []
-                for side in sides:
-                    read.append(
-                        await read_tensors(
-                            *side, batch, arena, lanes=settings.load.lanes, rank=rank
-                        )
-                    )
+                for side in tensors:
+                    read.append(await side.read(batch, arena, settings.load.lanes))
                     meter.advance(sum(sizes[label] for label in batch))
                 for label in batch:
                     # A rank need not have all tensors of other ranks.

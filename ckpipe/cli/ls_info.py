@@ -176,11 +176,11 @@ def info(
     async def work(screen: Screen) -> int:
         async with open_place(url, screen.settings) as place:
             found = await place.chosen(wanted(step))
-            async with place.opened(found, lease=False) as bundle:
-                about = describe(bundle, label_filter(match))
+            async with place.opened(found, lease=False) as opened:
+                about = describe(opened.document, label_filter(match))
         pinned, saved_at = (found.pinned, found.saved_at) if found else (False, None)
         data = {**asdict(about), "pinned": pinned, "saved_at": saved_at}
-        screen.result(data, *_shown_tree(about, pinned, key_paths(bundle), depth))
+        screen.result(data, *_shown_tree(about, pinned, key_paths(opened.document), depth))
         if not (about.tensors or about.values):
             screen.matches_nothing(match)
         return OK

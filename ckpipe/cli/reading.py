@@ -97,9 +97,9 @@ def verify(
                     if info is not None:
                         data = {"id": info.id, "step": info.step, "source": None}
                     try:
-                        async with place.opened(info) as document:
-                            meter.expect(data_bytes(document))
-                            done = await verified(place.store, document, settings)
+                        async with place.opened(info) as opened:
+                            meter.expect(data_bytes(opened.document))
+                            done = await verified(opened, settings)
                         data |= {"ok": True, "files": done.files, "bytes": done.bytes}
                     except CorruptCheckpoint as error:
                         data |= {"ok": False, "files": 0, "bytes": 0}
@@ -160,6 +160,9 @@ def diff(
     serve(ctx, work)
 
 
+TransformFile = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="A TOML file of transforms.")
+]
 Source = Annotated[str, typer.Argument(metavar="SRC", help="The URL of the checkpoint.")]
 Target = Annotated[str, typer.Argument(metavar="DST", help="The target; created if missing.")]
 
@@ -188,8 +191,8 @@ def cp(
 
                     async def copy(info: CheckpointInfo) -> dict[str, Any]:
                         began = time.perf_counter()
-                        async with origin.opened(info) as bundle:
-                            meter.expect(data_bytes(bundle))
+                        async with origin.opened(info) as opened:
+                            meter.expect(data_bytes(opened.document))
                             done = await copy_checkpoint(origin.store, place, info.key, how)
                         return asdict(done) | {
                             "step": info.step, "seconds": _seconds_since(began)
@@ -226,9 +229,7 @@ def import_(
     step: Annotated[
         int | None, typer.Option(min=0, help="The step of the new checkpoint; else that of SRC.")
     ] = None,
-    transform: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="A TOML file of transforms.")
-    ] = None,
+    transform: TransformFile = None,
 ) -> None:
     """Take over a checkpoint of another program, or one of ckpipe with transforms.
 
@@ -269,39 +270,50 @@ class Form(StrEnum):
     DCP = "dcp"
 
 
+ExportTarget = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="TARGET",
+        help="The folder to write; else <id>.torch, <id>.hf or <id>.dcp beside the checkpoint.",
+        show_default=False,
+    ),
+]
+ExportForm = Annotated[
+    Form,
+    typer.Option(
+        help="One file for torch.load, safetensors for transformers, or a folder for "
+        "torch.distributed.checkpoint."
+    ),
+]
+StepOption = Annotated[
+    str | None, typer.Option(help="A step or an id; by default the newest complete checkpoint.")
+]
+Dtype = Annotated[
+    str | None,
+    typer.Option(help="The dtype of all floating-point tensors: float32, bfloat16, float16."),
+]
+Imports = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--import",
+        metavar="MODULE",
+        help="A Python module to import first, which has classes of tensors; repeatable.",
+    ),
+]
+
+
 def export(
     ctx: typer.Context,
     url: Url,
-    target: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="TARGET",
-            help="The folder to write; else <id>.torch, <id>.hf or <id>.dcp beside the checkpoint.",
-            show_default=False,
-        ),
-    ] = None,
+    target: ExportTarget = None,
     *,
-    form: Annotated[
-        Form,
-        typer.Option(
-            help="One file for torch.load, safetensors for transformers, or a folder for "
-            "torch.distributed.checkpoint."
-        ),
-    ],
-    step: Annotated[
-        str | None,
-        typer.Option(help="A step or an id; by default the newest complete checkpoint."),
-    ] = None,
+    form: ExportForm,
+    step: StepOption = None,
     part: Annotated[
         str | None, typer.Option(help="The label of the part to export; else export.part.")
     ] = None,
-    dtype: Annotated[
-        str | None,
-        typer.Option(help="The dtype of all floating-point tensors: float32, bfloat16, float16."),
-    ] = None,
-    transform: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="A TOML file of transforms.")
-    ] = None,
+    dtype: Dtype = None,
+    transform: TransformFile = None,
     extra: Annotated[
         list[str] | None,
         typer.Option(metavar="FILE", help="A file to copy beside the weights; repeatable."),
@@ -313,14 +325,7 @@ def export(
         str | None, typer.Option(metavar="SIZE", help="The largest file, such as 2GB.")
     ] = None,
     expanded: Expanded = False,
-    imports: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--import",
-            metavar="MODULE",
-            help="A Python module to import first, which has classes of tensors; repeatable.",
-        ),
-    ] = None,
+    imports: Imports = None,
 ) -> None:
     """Write a checkpoint, verified, in a form that other programs load.
 

@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Protocol
 
 from anyio import to_thread
 
-from ckpipe.backend import Backend, ObjectInfo, for_each, without_secrets
+from ckpipe.backend import Backend, ObjectInfo, without_secrets
 from ckpipe.catalog.catalog import Catalog
-from ckpipe.catalog.find import discover, pick, present, stat_or_none
+from ckpipe.catalog.find import discover, pick, present, stat_or_none, top
+from ckpipe.catalog.opened import Opened
 from ckpipe.errors import (
     CheckpointNotFound,
     CkpipeError,
-    CorruptCheckpoint,
     MissingObject,
     ObjectNotFound,
     OversizedMetadata,
@@ -38,7 +38,6 @@ from ckpipe.store.retry import OnRead
 from ckpipe.types import CheckpointInfo, first_of
 
 if TYPE_CHECKING:
-    from ckpipe.foreign.virtual import ForeignFile
     from ckpipe.settings import Settings
 
 logger = logging.getLogger("ckpipe")
@@ -173,7 +172,10 @@ class Place:
         """Describe the checkpoint of another program.
 
         Raises:
-            As :func:`open_source` does.
+            UsageError: If the format is known and not opened.
+            CheckpointNotFound: If no source recognizes the place.
+            CorruptCheckpoint: If the checkpoint contradicts itself.
+            StoreError: If the store failed.
         """
         listing = await self.listing()
         source: Source | None = await self.source(listing)
@@ -208,7 +210,7 @@ class Place:
         if refused := _refused(listing):
             what, hint = refused
             raise UsageError(f"{self.name} is {what}; ckpipe does not open it", hint=hint)
-        if await discover(self.store):
+        if (await top(self.store))[0] is not None:
             raise CheckpointNotFound(
                 f"{self.name} is the root of ckpipe's own checkpoints, and no source",
                 hint="Load it with ckpipe.load(url, state), or copy a checkpoint with `ckpipe cp`",
@@ -246,23 +248,23 @@ class Place:
     @asynccontextmanager
     async def opened(
         self, info: CheckpointInfo | None, *, lease: bool = True
-    ) -> AsyncIterator[ManifestDocument]:
-        """Give the index of a checkpoint that :meth:`chosen` has found, or describe a foreign one.
+    ) -> AsyncIterator[Opened]:
+        """Open a checkpoint that :meth:`chosen` has found, or that of another program.
 
         Args:
             info: The checkpoint; None for that of another program.
             lease: Whether to hold a lease meanwhile.
 
         Raises:
-            As :func:`open_source` and :meth:`ckpipe.catalog.catalog.Catalog.checking` do.
+            As :meth:`described` and :meth:`ckpipe.catalog.catalog.Catalog.opened` do.
         """
         if info is None:
-            yield await self.described()
+            yield Opened(self.store, await self.described())
             return
         catalog = Catalog(self.store, read_only=not lease)
         with naming_refusals(step=info.step):
-            async with catalog.checking(info.key) as document:
-                yield document
+            async with catalog.opened(info.key) as opened:
+                yield opened
 
 
 @asynccontextmanager
@@ -301,26 +303,6 @@ async def open_place(
                 )
     async with open_store(url, settings, Access.READ, on_read) as store:
         yield Place(store, without_secrets(url))
-
-
-@asynccontextmanager
-async def open_source(
-    url: str, settings: Settings
-) -> AsyncIterator[tuple[Backend, ManifestDocument]]:
-    """Open the store of a foreign checkpoint, and describe the checkpoint.
-
-    Args:
-        url: As for :func:`open_place`.
-        settings: As for :func:`open_place`.
-
-    Raises:
-        UsageError: If the format is known and not opened.
-        CheckpointNotFound: If no source recognizes the place, or it may be a hub id.
-        CorruptCheckpoint: If the checkpoint contradicts itself.
-        StoreError: If the store failed.
-    """
-    async with open_place(url, settings) as place:
-        yield place.store, await place.described()
 
 
 def names_file(url: str) -> bool:
@@ -633,32 +615,3 @@ async def read_range(store: Reads, info: ObjectInfo, offset: int, size: int) -> 
         except ObjectNotFound as error:
             raise MissingObject("The file is gone", key=info.key) from error
     return bytes(buffer)
-
-
-async def check_unchanged(store: Backend, document: ManifestDocument) -> None:
-    """Check that no file of a foreign checkpoint was replaced since its metadata was read.
-
-    Raises:
-        CorruptCheckpoint: If one was.
-        StoreError: If the store failed.
-    """
-
-    from ckpipe.foreign.virtual import ForeignFile
-
-    async def check(file: ForeignFile) -> None:
-        before = file.info
-        try:
-            now = await store.stat(before.key)
-        except ObjectNotFound as error:
-            raise MissingObject("The file is gone", key=before.key) from error
-        if now != before or now.etag != before.etag:
-            raise CorruptCheckpoint(
-                "The file was replaced or changed while it was loaded",
-                key=before.key,
-                hint="Load again once its writer has finished",
-            )
-
-    files = [each for part in document.parts for each in part.files]
-    await for_each(
-        [each for each in files if isinstance(each, ForeignFile)], check, at_once=AT_ONCE
-    )

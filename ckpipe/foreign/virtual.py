@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ckpipe.backend import ObjectInfo
+from ckpipe.catalog.opened import ForeignFile
 from ckpipe.errors import CorruptCheckpoint, InvalidExtent, InvalidManifest, UnsupportedState
 from ckpipe.foreign.pickles import Record, RecordOf, Unread, plain_of
 from ckpipe.format.boxes import Box
@@ -17,7 +18,6 @@ from ckpipe.format.labels import Json, encode_key, join, unique_label
 from ckpipe.format.manifest import (
     Chunk,
     Entry,
-    FileRow,
     Layout,
     ManifestDocument,
     PerRank,
@@ -40,21 +40,6 @@ _NODE_BYTES = 128
 
 _MOST_DEPTH = 200
 """Most containers around a value: other programs nest a few, hostile files many."""
-
-
-@dataclass(frozen=True, slots=True)
-class ForeignFile(FileRow):
-    """A file of another program, whose name is its key below the root of the source.
-
-    Args:
-        info: The object when its metadata was read.
-    """
-
-    info: ObjectInfo
-
-    def key(self, id: CheckpointId) -> str:
-        """Return the key of the file in the store of the source."""
-        return self.name
 
 
 class Extent(NamedTuple):

@@ -44,6 +44,7 @@ from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelP
 from lightning.pytorch.trainer.connectors.signal_connector import _HandlersCompose
 
 from ckpipe.backend import Backend
+from ckpipe.calls import load
 from ckpipe.distributed import training_state
 from ckpipe.errors import (
     CheckpointIncomplete,
@@ -72,7 +73,6 @@ from ckpipe.integrations.shared import (
     tell_resumed,
 )
 from ckpipe.retention import KeepIf
-from ckpipe.running.pipeline import load
 from ckpipe.running.validation import absolute
 from ckpipe.state_helpers import RngState
 from ckpipe.store.retry import create_once

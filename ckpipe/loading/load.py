@@ -8,16 +8,15 @@ chunk before it copies it to a tensor. *Apply* puts all other values in place.
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import anyio.to_thread
-import torch
 
-from ckpipe.backend import Backend
 from ckpipe.catalog.find import read_index
+from ckpipe.catalog.opened import Opened
 from ckpipe.errors import (
     CkpipeError,
     CorruptCheckpoint,
@@ -26,9 +25,9 @@ from ckpipe.errors import (
     UsageError,
 )
 from ckpipe.format.dtypes import NAMES
-from ckpipe.format.labels import decode_float
-from ckpipe.format.manifest import ManifestDocument, Structure
-from ckpipe.format.tree import Node, children_of, shared_containers, wrappers_in
+from ckpipe.format.labels import LabelFilter, decode_float
+from ckpipe.format.manifest import ManifestDocument
+from ckpipe.format.tree import children_of, shared_containers
 from ckpipe.interpreter import gc_paused, short_switch_interval
 from ckpipe.loading.chunks import NeedsFullIndex, StoredTensors
 from ckpipe.loading.factories import Factory
@@ -36,8 +35,9 @@ from ckpipe.loading.foreign_target import fitted, has_place_for, parameters_of
 from ckpipe.loading.match import Matching
 from ckpipe.loading.match_record import MatchRecord
 from ckpipe.loading.reader import Reader, ReadTally, lane_buffers
-from ckpipe.loading.request import LoadRequest, Unwrap
+from ckpipe.loading.request import LoadRequest
 from ckpipe.loading.saved_state import (
+    SavedState,
     exclude_labels,
     keep_generators_apart,
     labels_of,
@@ -151,8 +151,7 @@ class MatchedLoad:
 
 
 async def read_all(
-    backend: Backend,
-    bundle: ManifestDocument,
+    opened: Opened,
     request: LoadRequest,
     arena: Arena,
     *,
@@ -167,9 +166,8 @@ async def read_all(
     The target is not changed before all of it fits, and no unverified byte reaches it.
 
     Args:
-        backend: The store.
-        bundle: The checkpoint's index, validated; or some of its parts, with that of the rank. If
-            they do not suffice, the index is read.
+        opened: The checkpoint, with its index or with some of its parts, that of the rank among
+            them. If they do not suffice, the index is read.
         request: The arguments of the load.
         arena: Lends the read buffers; used on the caller's thread only.
         lanes: The number of concurrent reads.
@@ -192,7 +190,7 @@ async def read_all(
             values for them.
         StoreError: If the store failed.
     """
-    found = time.perf_counter()
+    found, bundle = time.perf_counter(), opened.document
     quick = short_switch_interval(request.switch_interval)
     with located(bundle.step, rank), _refusing_to_mix(request), quick:
         if request.hold is not None:
@@ -203,14 +201,14 @@ async def read_all(
             await before_match(memo)
         load = await on_caller(request.caller, _match, bundle, request, *place, memo)
         if load is None:
-            bundle = await read_index(backend, bundle.id)
+            bundle = await read_index(opened.store, bundle.id)
             load = await on_caller(request.caller, _match, bundle, request, *place, memo)
             assert load is not None, "the index has the parts of all ranks"
         _check_fills(load.targets, request.filled)
         matched = time.perf_counter()
         load.tally = done = load.tally if tally is None else tally
         request.begun.append((done, load.targets.noted))
-        await read_rounds(backend, bundle, load.targets, arena, lanes, done)
+        await read_rounds(opened, load.targets, arena, lanes, done)
     asked, ended = request.began, time.perf_counter()
     load.stages = {
         "find": StageReport(found - asked),
@@ -245,16 +243,11 @@ def _check_fills(targets: Targets, filled: Sequence[LiveTensor]) -> None:
 
 
 async def read_rounds(
-    backend: Backend,
-    bundle: ManifestDocument,
-    targets: Targets,
-    arena: Arena,
-    lanes: int,
-    done: ReadTally,
+    opened: Opened, targets: Targets, arena: Arena, lanes: int, done: ReadTally
 ) -> None:
     """Read and verify the bytes of all targets."""
-    with lane_buffers(arena, backend, lanes) as buffers:
-        reader = Reader(backend, bundle.step, targets.stored.data, buffers, done)
+    with lane_buffers(arena, opened.store, lanes) as buffers:
+        reader = Reader(opened, targets.stored.data, buffers, done)
         for event in targets.queued_before:
             await anyio.to_thread.run_sync(event.synchronize)
         *first, last = targets.rounds
@@ -320,39 +313,18 @@ def match_all(
         NeedsFullIndex: If parts of the checkpoint that are not here are needed.
         CkpipeError: As :func:`read_all` does.
     """
-    told: Mapping[str, tuple[str, ...]] = {}
-    fresh, above = request.into is None, ""
-
-    def of_use(label: str) -> bool:
-        return request.select(label) and (fresh or has_place_for(request.into, label))
-
-    if request.cast:
-        bundle = with_scales(bundle)
-    if request.transform:
-        if not bundle.whole:
-            raise NeedsFullIndex
-        bundle, told = transformed(bundle, request.transform, of_use, parameters_of(request.into))
-    kept: list[str] = []
+    fresh, kept, above = request.into is None, list[str](), ""
+    bundle, told = _edited(bundle, request)
     if bundle.source is not None and not fresh:
         bundle, select, kept, above = fitted(bundle, request.into, request.select)
         request = request.selecting(select)
     saved = state_for(bundle, rank, world_size, request.per_rank, fresh=fresh)
     saved = keep_generators_apart(saved, bundle, rank, world_size, request.per_rank)
-    first_wins = request.per_rank == "rank0"
-    stored = StoredTensors(bundle, saved.rows, saved.homes, first_wins=first_wins)
+    stored = StoredTensors(bundle, saved.rows, saved.homes, first_wins=request.per_rank == "rank0")
     targets = Targets(stored, cast=request.cast, device=request.device)
+    select, lenient = _selected(bundle, request, saved)
     attributes = (row.attributes for row in saved.rows if row.attributes)
-    everything = shared_containers([saved.tree, *attributes])
-    select = request.select
-    if request.per_rank == "drop":
-        select = exclude_labels(select, labels_of(saved))
-    lenient = None
-    if not fresh and (request.allow_missing.patterns[0] or request.allow_unexpected.patterns[0]):
-        if not bundle.whole:
-            raise NeedsFullIndex
-        allowed = request.allow_missing, request.allow_unexpected
-        select = lenient = LenientFilter(select, *allowed, saved.tree, request.into)
-    tree, definitions = pruned(saved.tree, select, everything)
+    tree, definitions = pruned(saved.tree, select, shared_containers([saved.tree, *attributes]))
     record = MatchRecord(
         saved,
         targets,
@@ -379,15 +351,54 @@ def match_all(
     if lenient is not None:
         missing += lenient.missing
         unexpected += lenient.unexpected
-    for each in targets.noted:
-        if each.stored.row.scale is not None:
-            refuse_codes(each.stored.row, NAMES[each.tensor.dtype], each.label)
-    for row in saved.rows if fresh else ():
-        if row.cast is not None and select(row.label):
-            refuse_codes(row, row.cast, row.label)
+    _refuse_codes(record, fresh=fresh)
     targets.settle()
     labels = tuple(missing), tuple(unexpected)
     return MatchedLoad(bundle, request, rank, targets, make, *labels, matching, transformed=told)
+
+
+def _edited(
+    bundle: ManifestDocument, request: LoadRequest
+) -> tuple[ManifestDocument, Mapping[str, tuple[str, ...]]]:
+    """Apply the transforms; return also the new labels of saved ones."""
+    target = request.into
+
+    def of_use(label: str) -> bool:
+        return request.select(label) and (target is None or has_place_for(target, label))
+
+    if request.cast:
+        bundle = with_scales(bundle)
+    if not request.transform:
+        return bundle, {}
+    if not bundle.whole:
+        raise NeedsFullIndex
+    return transformed(bundle, request.transform, of_use, parameters_of(target))
+
+
+def _selected(
+    bundle: ManifestDocument, request: LoadRequest, saved: SavedState
+) -> tuple[LabelFilter, LenientFilter | None]:
+    """Select the labels to load; the second filter is the same if labels may differ."""
+    select = request.select
+    if request.per_rank == "drop":
+        select = exclude_labels(select, labels_of(saved))
+    allowed = request.allow_missing, request.allow_unexpected
+    if request.into is None or not any(each.patterns[0] for each in allowed):
+        return select, None
+    if not bundle.whole:
+        raise NeedsFullIndex
+    lenient = LenientFilter(select, *allowed, saved.tree, request.into)
+    return lenient, lenient
+
+
+def _refuse_codes(record: MatchRecord, *, fresh: bool) -> None:
+    """Refuse to convert codes of quantised weights."""
+    for each in record.targets.noted:
+        if each.stored.row.scale is not None:
+            refuse_codes(each.stored.row, NAMES[each.tensor.dtype], each.label)
+    for row in record.saved.rows if fresh else ():
+        if row.cast is not None and record.select(row.label):
+            refuse_codes(row, row.cast, row.label)
 
 
 def _named_in_vain(bundle: ManifestDocument, request: LoadRequest) -> list[str]:
@@ -408,65 +419,3 @@ def _named_in_vain(bundle: ManifestDocument, request: LoadRequest) -> list[str]:
             "strict=False lets those pass that match nothing",
         )
     return absent
-
-
-async def read_tensors(
-    backend: Backend,
-    bundle: ManifestDocument,
-    labels: Collection[str],
-    arena: Arena,
-    *,
-    lanes: int,
-    rank: int | None = None,
-    unwrap: Unwrap | None = None,
-    into: Mapping[str, torch.Tensor] | None = None,
-) -> dict[str, torch.Tensor]:
-    """Read tensors whole, every byte verified.
-
-    Args:
-        backend: The store.
-        bundle: The checkpoint's index, validated.
-        labels: Labels of tensors; labels that the checkpoint lacks are skipped.
-        arena: Lends the read buffers; used on the caller's thread only.
-        lanes: The number of concurrent reads.
-        rank: The rank whose tensors to read, if ranks hold different ones; None assembles tensors
-            of all ranks, and takes private ones from the lowest rank.
-        unwrap: Makes plain tensors of wrapper tensors whose own labels are among those to read.
-        into: Tensors to fill, by label; None makes new ones.
-
-    Returns:
-        The tensors by label. Tensors that shared memory when they were saved do so again.
-
-    Raises:
-        UnsupportedTopology: If ranks saved states of different structure.
-        CorruptCheckpoint: If the checkpoint is damaged.
-        StoreError: If the store failed.
-    """
-    flat = flattened(bundle, labels)
-    # Not strict: a strict load would need every saved label.
-    request = LoadRequest(into, unwrap=unwrap, strict=False, per_rank="rank0")
-    place = (0, 1) if rank is None else (rank, bundle.world_size)
-    ready = await read_all(
-        backend, flat, request, arena, lanes=lanes, rank=place[0], world_size=place[1]
-    )
-    state = (await ready.apply()).state
-    return {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
-
-
-def flattened(bundle: ManifestDocument, labels: Collection[str]) -> ManifestDocument:
-    """Return a checkpoint whose state is one dict of plain tensors by label."""
-    return replace(bundle, structures=tuple(_flat(each, labels) for each in bundle.structures))
-
-
-def _flat(structure: Structure, labels: Collection[str]) -> Structure:
-    rows = tuple(
-        replace(row, kind="tensor", detail=None, requires_grad=False, attributes=None)
-        for row in structure.tensors
-    )
-    wanted = set(labels)
-    numbers = [number for number, row in enumerate(rows) if row.label in wanted]
-    nodes: list[Node] = [["tensor", number] for number in numbers]
-    labels = [rows[number].label for number in numbers]
-    wrappers = {label: node for label, node in wrappers_in(structure) if label in wanted}
-    tree: Node = ["dict", [*labels, *wrappers], [*nodes, *wrappers.values()]]
-    return replace(structure, tree=tree, tensors=rows)

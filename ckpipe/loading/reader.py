@@ -32,7 +32,10 @@ import numpy as np
 import torch
 
 from ckpipe.backend import Backend, ObjectReader, truncated
+from ckpipe.catalog.complete import check_members
 from ckpipe.catalog.find import locate_errors
+from ckpipe.catalog.inspect import data_bytes
+from ckpipe.catalog.opened import Opened
 from ckpipe.errors import (
     ChecksumMismatch,
     CorruptCheckpoint,
@@ -42,7 +45,6 @@ from ckpipe.errors import (
 )
 from ckpipe.format.checksum import CHUNK_BYTES, crc32c
 from ckpipe.format.entry_table import EntryTable
-from ckpipe.format.manifest import ManifestDocument
 from ckpipe.interpreter import available_cpus, gc_paused
 from ckpipe.loading.fill import Destination, RawBytes
 from ckpipe.loading.read_plan import Need, Read, ReadChunks, least_read_bytes, plan_reads
@@ -143,8 +145,7 @@ class Reader:
     """Read data files of one checkpoint.
 
     Args:
-        backend: The store.
-        step: The step of the checkpoint, for errors; None for a foreign one.
+        opened: The checkpoint.
         data: The table of its entries.
         buffers: The read buffers; one thread reads into each.
         tally: Counts the reads; None for a new one.
@@ -155,15 +156,15 @@ class Reader:
 
     def __init__(
         self,
-        backend: Backend,
-        step: int | None,
+        opened: Opened,
         data: EntryTable,
         buffers: Sequence[memoryview],
         tally: ReadTally | None = None,
     ) -> None:
-        self._backend, self._step, self._data, self._buffers = backend, step, data, buffers
+        self._backend, self._step = opened.store, opened.document.step
+        self._data, self._buffers = data, buffers
         smallest = min(len(buffer) for buffer in buffers)
-        self._read_bytes, self._alignment = smallest, backend.limits.alignment
+        self._read_bytes, self._alignment = smallest, self._backend.limits.alignment
         assert smallest >= least_read_bytes(self._alignment), "a lane's buffer is too small"
         self.tally = ReadTally() if tally is None else tally
         self._lock = threading.Lock()
@@ -445,16 +446,13 @@ def lane_buffers(arena: Arena, backend: Backend, lanes: int) -> Iterator[list[me
             arena.give(block)
 
 
-async def verify(
-    backend: Backend, bundle: ManifestDocument, arena: Arena, *, lanes: int
-) -> VerifyResult:
-    """Read every byte of every data file of a checkpoint and check all of them.
+async def verify(opened: Opened, arena: Arena, *, lanes: int) -> VerifyResult:
+    """Read every byte of a checkpoint and check all of them, also of manifests and group objects.
 
     The tensors of a foreign checkpoint are only read.
 
     Args:
-        backend: The store.
-        bundle: The checkpoint's index or manifest, validated.
+        opened: The checkpoint.
         arena: Lends the read buffers; used on the caller's thread only.
         lanes: The number of concurrent reads.
 
@@ -463,9 +461,10 @@ async def verify(
         TruncatedObject: If a data file is too short.
         MissingObject: If one is gone.
         CorruptCheckpoint: If the device cannot read one, and reads others. The error of the first
-            damaged file names all others.
+            damaged file names all others. If a foreign file has changed meanwhile.
         StoreError: If the store failed.
     """
+    backend, bundle = opened.store, opened.document
     files, damaged = 0, list[CorruptCheckpoint]()
     with naming_refusals(step=bundle.step), lane_buffers(arena, backend, lanes) as buffers:
         for number in range(len(bundle.parts)):
@@ -475,7 +474,7 @@ async def verify(
             for n, size in enumerate(data.sizes):
                 needs[data.entry_files[n]].append(Need(n, 0, size))
             for file, wanted in enumerate(needs):
-                reader = Reader(backend, bundle.step, data, buffers)
+                reader = Reader(opened, data, buffers)
                 try:
                     if data.verified:
                         await reader.check_file(file)
@@ -488,9 +487,7 @@ async def verify(
         if others:
             first.message += f"; damaged are also {first_of([each.key for each in others])}"
         raise first
-    return VerifyResult(
-        None if bundle.source else str(bundle.id),
-        files,
-        sum(file.size for part in bundle.parts for file in part.files),
-        bundle.source,
-    )
+    if not opened.unverified:
+        await check_members(backend, bundle)
+    await opened.check_unchanged()
+    return VerifyResult(opened.id, files, data_bytes(bundle), bundle.source)

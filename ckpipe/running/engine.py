@@ -13,7 +13,7 @@ from anyio.abc import TaskGroup, TaskStatus
 
 from ckpipe.backend import Backend, without_secrets
 from ckpipe.catalog.catalog import Catalog
-from ckpipe.catalog.complete import check_members, find_repaired
+from ckpipe.catalog.complete import find_repaired
 from ckpipe.catalog.leases import Lease
 from ckpipe.catalog.sweep import SweepReport
 from ckpipe.errors import (
@@ -215,14 +215,11 @@ class Engine:
     async def verify(self, which: int | str) -> VerifyResult:
         """Read and check every byte of a checkpoint."""
         await self.saves.settled(which)
-        backend, arena, lanes = self.catalog.backend, self.context.arena, self._settings.load.lanes
         with naming_refusals(step=which if isinstance(which, int) else None):
-            info = await find_repaired(backend, which)
+            info = await find_repaired(self.catalog.backend, which)
         try:
-            async with self.catalog.checking(info.key) as bundle:
-                done = await verify(backend, bundle, arena, lanes=lanes)
-                await check_members(backend, bundle)
-                return done
+            async with self.catalog.opened(info.key) as opened:
+                return await verify(opened, self.context.arena, lanes=self._settings.load.lanes)
         except CorruptCheckpoint as error:
             error.hint = error.hint or _PASS_OVER
             raise error.located(step=info.step) from error.__cause__

@@ -7,29 +7,24 @@ checkpoint, and try that one next. The last rank to accept decides that the chec
 first decision stands, and the two verdicts cannot compete: a rank that found damage does not
 accept. Objects get their state only after the decision. Ranks wait for it for a bounded time, since
 a rank may have died.
-
-Joint loads. Objects that call collectives (:mod:`ckpipe.loading.collectives`) are called only when
-all their ranks have come to the same point: before the match, which reads their present state, and
-before they get the loaded state. A rank that fails tells the others, which then raise as well.
 """
 
 from __future__ import annotations
 
 import time
 import warnings
-from collections import Counter
-from collections.abc import AsyncIterator, Collection, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager, suppress
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from hashlib import sha256
 
 import anyio
 
-from ckpipe.backend import Backend, without_secrets
+from ckpipe.backend import without_secrets
 from ckpipe.catalog.complete import find_repaired, newest_repaired
 from ckpipe.catalog.find import discover, read_index
 from ckpipe.catalog.manifest_selection import read_near
+from ckpipe.catalog.opened import Opened
 from ckpipe.errors import (
     CheckpointIncomplete,
     CkpipeError,
@@ -41,11 +36,10 @@ from ckpipe.errors import (
     UsageError,
     naming_refusals,
 )
-from ckpipe.events import CheckpointDamaged, Loaded, LoadFailed, LoadProgress, LoadStarted
+from ckpipe.events import CheckpointDamaged, EventBus, Loaded, LoadFailed, LoadProgress, LoadStarted
 from ckpipe.format.labels import Json
 from ckpipe.format.manifest import ManifestDocument
-from ckpipe.loading.boxes import TensorBox, read_boxes
-from ckpipe.loading.collectives import CollectiveObjects, collective_objects
+from ckpipe.loading.labelled_tensors import LabelledTensors, TensorBox
 from ckpipe.loading.load import LeavesUnfilled, MatchedLoad, read_all, telling_touched
 from ckpipe.loading.reader import ReadTally
 from ckpipe.loading.request import LoadRequest
@@ -57,16 +51,15 @@ from ckpipe.ranks.launch import Launch, agreeing_store
 from ckpipe.ranks.world import Topology
 from ckpipe.running import lines
 from ckpipe.running.choose import begin_anew, choose
+from ckpipe.running.joint_loads import Joint, JointLoads
 from ckpipe.running.saves import Saves
 from ckpipe.save.context import SaveContext
 from ckpipe.threads import BackgroundTask
-from ckpipe.types import CheckpointId, CheckpointInfo, LoadResult, first_of
+from ckpipe.types import CheckpointId, CheckpointInfo, LoadReport, LoadResult, first_of
 
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.02, 1.0
 _PROGRESS_SECONDS = 0.2
-_LAST_WORDS_SECONDS = 5.0
 
-_ABSENT = "absent"
 _WHOLE: Json = {"fault": None, "how": "", "next": None}
 _FALL_BACK = "Load another checkpoint, or let fallback=True do so"
 _MOST_TRIED = 8
@@ -95,49 +88,58 @@ _Vote = tuple[Agreements, str]
 """The agreements of the ranks, and the name of the question whether a checkpoint is whole."""
 
 
-@dataclass(slots=True)
-class _Joint:
-    """A load into objects that call collectives.
+@dataclass(frozen=True, slots=True)
+class _LoadEvents:
+    """The events of the load of one checkpoint.
 
     Args:
-        agreements: The agreements of all ranks.
-        name: Its name, the same on all ranks of the objects.
-        objects: The objects.
-        attempts: The number of damaged checkpoints that it has left behind.
-        is_waiting: Whether this rank waits for others, none of which has called the objects.
+        bus: Gets them.
+        name: The id of the checkpoint, or the place of one of another program.
+        step: Its step, or 0.
+        rank: The rank that loads.
+        address: Where the log finds one that is not below the root; empty for all others.
     """
 
-    agreements: TorchAgreements
+    bus: EventBus
     name: str
-    objects: CollectiveObjects
-    attempts: int = 0
-    is_waiting: bool = False
+    step: int
+    rank: int
+    address: str = ""
 
-    @property
-    def attempt(self) -> str:
-        """The name of the load of one checkpoint."""
-        return f"{self.name}.{self.attempts}"
+    @contextmanager
+    def told(self) -> Iterator[None]:
+        """Tell that the load has begun, and that it failed if the block raises."""
+        self.bus.emit(LoadStarted(self.name, self.step, self.rank))
+        try:
+            yield
+        except BaseException as error:
+            cancelled = isinstance(error, anyio.get_cancelled_exc_class())
+            self.failed("it was cancelled" if cancelled else f"{type(error).__name__}: {error}")
+            raise
 
-    @property
-    def label(self) -> str | None:
-        """The label of the first of its objects."""
-        return self.objects.objects[0][0] or None
+    async def progress(self, tally: ReadTally) -> None:
+        """Tell of the progress, until it is cancelled."""
+        told = 0
+        while True:
+            await anyio.sleep(_PROGRESS_SECONDS)
+            done, total = tally.bytes, max(tally.bytes, tally.planned)
+            if done != told:
+                self.bus.emit(LoadProgress(self.name, self.step, self.rank, done, total))
+            told = done
 
-    async def give_up(self, error: BaseException, rank: int) -> None:
-        """Tell the other ranks that this one does not go on with this checkpoint."""
-        kind = "store" if isinstance(error, StoreUnavailable) else "other"
-        if self.is_waiting:
-            kind = _ABSENT
-        if isinstance(error, CorruptCheckpoint):
-            kind = "damage"
-        said, key = str(error), None
-        if isinstance(error, CkpipeError):  # its hint is for this rank
-            said, key = error.message, error.key
-        how = f"{type(error).__name__}: {said}" if said else type(error).__name__
-        # Also a load that is cancelled tells, but does not wait for a Store that is gone.
-        with anyio.move_on_after(_LAST_WORDS_SECONDS, shield=True), suppress(CkpipeError):
-            failed = {"kind": kind, "rank": rank, "how": how, "key": key}
-            await self.agreements.decide(f"{self.attempt}.failed", failed)
+    def failed(self, how: str) -> None:
+        """Tell that the load failed."""
+        self.bus.emit(LoadFailed(self.name, self.step, self.rank, how))
+
+    def damaged(self, how: str) -> None:
+        """Tell that the checkpoint is damaged, also by a warning."""
+        self.bus.emit(CheckpointDamaged(self.name, self.step, self.rank, how))
+        warnings.warn(f"{self.name} is damaged: {how}", RuntimeWarning, stacklevel=1)
+
+    def loaded(self, report: LoadReport) -> None:
+        """Tell that the checkpoint is loaded."""
+        event = Loaded(self.name, self.step, self.rank, report.seconds, report.bytes)
+        self.bus.emit(event, address=self.address)
 
 
 class Loads:
@@ -154,11 +156,11 @@ class Loads:
         self._context, self._launch, self._saves, self._place = context, launch, saves, place
         self._agreements: Agreements | None = None
         self._calls = 0
-        self._joint_calls: Counter[tuple[int, ...]] = Counter()
         self._failed_after: int | None = None
         self._under_way: dict[anyio.CancelScope, tuple[LoadHold | None, anyio.Event]] = {}
         self._waits: set[anyio.CancelScope] = set()
         self._closed = False
+        self._joint = JointLoads(context, self._agreeing, self._waiting)
 
     async def load(
         self,
@@ -192,17 +194,23 @@ class Loads:
             if which is not None or request.fallback:
                 raise UsageError("source is given alone, without step and fallback")
             with telling_touched(request), self._until_closed(request.hold):
-                async with self._jointly(request) as joint:
+                async with self._joint.begun(request) as joint:
                     return await self._from_source(source, request, joint)
         alone, named = self._context.world_size == 1, which is not None and not request.fallback
         left = self._until_closed(request.hold)
         naming = naming_refusals(step=which if isinstance(which, int) else None)
         with telling_touched(request), left, self._numbered(named) as asked, naming:
-            async with self._jointly(request) as joint:
+            async with self._joint.begun(request) as joint:
                 if which is not None:
                     await self._saves.settled(which)
                 agreements = None if alone or named else await self._agreeing()
-                return await self._first_whole(which, request, agreements, asked, joint)
+                result = await self._first_whole(which, request, agreements, asked, joint)
+                initial = self._context.settings.initial
+                if result is None:
+                    await begin_anew(self._context, self._place)
+                if result is None and initial is not None:
+                    return await self._from_source(initial, request, joint)
+                return result
 
     async def choose(self, which: int | str | None, name: str | None) -> CheckpointInfo | None:
         """Choose the checkpoint that a load would take, the same on all ranks, with its summary.
@@ -242,29 +250,31 @@ class Loads:
             await begin_anew(self._context, self._place)
         return None
 
-    async def _from_source(
-        self, url: str, request: LoadRequest, joint: _Joint | None
-    ) -> LoadResult:
+    async def _from_source(self, url: str, request: LoadRequest, joint: Joint | None) -> LoadResult:
         """Load a checkpoint that another program wrote; each rank reads what it needs."""
         # A run that opens no source does not import the readers of foreign formats.
-        from ckpipe.foreign.source import check_unchanged, open_source
+        from ckpipe.foreign.source import open_place
 
-        info = CheckpointInfo(without_secrets(url), 0, "", 0, complete=True)
-        with self._told(info):
-            async with open_source(url, self._context.settings) as (store, document):
-                load = await self._read_all(store, document, info, request, joint)
-                await check_unchanged(store, document)
-                return await self._finish(info, load, joint)
+        context, address = self._context, without_secrets(url)
+        events = _LoadEvents(context.events, address, 0, context.rank, address)
+        with events.told():
+            async with open_place(url, context.settings) as place:
+                opened = Opened(place.store, await place.described())
+                load = await self._read_all(opened, events, request, joint)
+                await opened.check_unchanged()
+                return await self._finish(events, load, joint)
 
     async def read_boxes(self, which: int | str, boxes: Sequence[TensorBox]) -> None:
-        """Fill tensors with boxes of saved ones; see :func:`ckpipe.loading.boxes.read_boxes`."""
-        store, lanes = self._context.store, self._context.settings.load.lanes
+        """Fill tensors with boxes of saved ones, whichever ranks have written them."""
+        store, arena = self._context.store, self._context.arena
+        lanes = self._context.settings.load.lanes
         with self._until_closed(None):
             await self._saves.settled(which)
             info = await find_repaired(store.retrying, which)
-            async with store.catalog.checking(info.key) as bundle:
-                await read_boxes(store.retrying, bundle, boxes, self._context.arena, lanes=lanes)
-            lines.record(store.catalog, bundle)
+            async with store.catalog.opened(info.key) as opened:
+                take = partial(LabelledTensors, opened, first_wins=False)
+                await (await anyio.to_thread.run_sync(take)).fill(boxes, arena, lanes)
+            lines.record(store.catalog, opened.document)
 
     async def _first_whole(
         self,
@@ -272,9 +282,9 @@ class Loads:
         request: LoadRequest,
         agreements: Agreements | None,
         asked: str,
-        joint: _Joint | None,
+        joint: Joint | None,
     ) -> LoadResult | None:
-        """Load the wanted checkpoint; with a fallback, the first that is whole."""
+        """Load the wanted checkpoint; with a fallback, the first that is whole; None if none is."""
         info = None
         if which is not None or self._context.settings.resume != "never":
             with self._waiting():
@@ -305,8 +315,7 @@ class Loads:
                 raise _unreplaced(first, info, verdict)
             if verdict.fault == "damaged":
                 damaged[info.id] = verdict.how
-                self._context.events.emit(CheckpointDamaged(*self._where(info), verdict.how))
-                warnings.warn(f"{info.id} is damaged: {verdict.how}", RuntimeWarning, stacklevel=1)
+                self._events_of(info).damaged(verdict.how)
             elif tried > _MOST_TRIED or (tried == 1 and which is not None):
                 raise first
             info = None if verdict.next is None else _info(verdict.next)
@@ -314,9 +323,7 @@ class Loads:
             first.add_note(f"None of the {len(damaged)} checkpoints that could serve is whole")
         if first is not None and (damaged or request.filled or agreements is not None):
             raise first
-        await begin_anew(self._context, self._place)
-        initial = self._context.settings.initial
-        return None if initial is None else await self._from_source(initial, request, joint)
+        return None
 
     async def _tell_greater(self, loaded: CheckpointId) -> None:
         """Tell, once and on the first rank, of a greater step of another line."""
@@ -329,16 +336,17 @@ class Loads:
         info: CheckpointInfo,
         request: LoadRequest,
         vote: _Vote | None,
-        joint: _Joint | None,
+        joint: Joint | None,
         damaged: Collection[str],
     ) -> LoadResult | _Verdict:
         """Load one checkpoint; return the verdict if it is damaged and a fallback is allowed."""
-        with self._told(info), naming_refusals(step=info.step):
+        events = self._events_of(info)
+        with events.told(), naming_refusals(step=info.step):
             fault: CorruptCheckpoint | CheckpointIncomplete | None = None
             try:
-                load = await self._read(info, request, joint)
+                load = await self._read(info, events, request, joint)
                 if vote is None:
-                    return await self._finish(info, load, joint)
+                    return await self._finish(events, load, joint)
             except CorruptCheckpoint as error:
                 error.located(step=info.step)
                 if not request.fallback and not isinstance(error, LeavesUnfilled):
@@ -366,14 +374,14 @@ class Loads:
                 assert vote is not None
                 verdict = await self._accept(info, vote)
                 if verdict.fault is None:
-                    return await self._finish(info, load, joint)
+                    return await self._finish(events, load, joint)
             if joint is not None:
                 joint.attempts += 1
-            self._context.events.emit(LoadFailed(*self._where(info), verdict.how))
+            events.failed(verdict.how)
         return verdict
 
     async def _read(
-        self, info: CheckpointInfo, request: LoadRequest, joint: _Joint | None
+        self, info: CheckpointInfo, events: _LoadEvents, request: LoadRequest, joint: Joint | None
     ) -> MatchedLoad:
         """Read a checkpoint under a lease, and verify it; no object has its state yet."""
         context = self._context
@@ -383,29 +391,23 @@ class Loads:
             near = await read_near(retrying, info.key, rank, world_size)
             return near or await read_index(retrying, info.key)
 
-        async with context.store.catalog.checking(info.key, look) as bundle:
-            return await self._read_all(retrying, bundle, info, request, joint)
+        async with context.store.catalog.opened(info.key, look) as opened:
+            return await self._read_all(opened, events, request, joint)
 
     async def _read_all(
-        self,
-        backend: Backend,
-        bundle: ManifestDocument,
-        info: CheckpointInfo,
-        request: LoadRequest,
-        joint: _Joint | None,
+        self, opened: Opened, events: _LoadEvents, request: LoadRequest, joint: Joint | None
     ) -> MatchedLoad:
-        """Match and read a checkpoint whose index is known; tell of the progress."""
+        """Match and read an opened checkpoint; tell of the progress."""
         context, tally = self._context, ReadTally()
 
         async def look_at_objects(memo: InspectionMemo) -> None:
             if joint is not None:
-                await self._all_at("matching", joint, info)
-                await on_caller(request.caller, _look, joint.objects, request, memo)
+                await self._joint.all_at("matching", joint, events.name, events.step)
+                await on_caller(request.caller, joint.look, request, memo)
 
-        async with BackgroundTask(lambda: self._tell_progress(info, tally)).started():
+        async with BackgroundTask(lambda: events.progress(tally)).started():
             return await read_all(
-                backend,
-                bundle,
+                opened,
                 request,
                 context.arena,
                 lanes=context.settings.load.lanes,
@@ -466,81 +468,18 @@ class Loads:
         return _read_verdict(decided[0])
 
     async def _finish(
-        self, info: CheckpointInfo, load: MatchedLoad, joint: _Joint | None
+        self, events: _LoadEvents, load: MatchedLoad, joint: Joint | None
     ) -> LoadResult:
         if joint is not None:
-            await self._all_at("applying", joint, info)
+            await self._joint.all_at("applying", joint, events.name, events.step)
         result = await load.apply()
         lines.record(self._context.store.catalog, load.bundle)
         assert result.report is not None
-        seconds, nbytes = result.report.seconds, result.report.bytes
-        self._context.events.emit(Loaded(*self._where(info), seconds, nbytes))
+        events.loaded(result.report)
         return result
 
-    @asynccontextmanager
-    async def _jointly(self, request: LoadRequest) -> AsyncIterator[_Joint | None]:
-        """Begin a joint load if objects of the target call collectives; tell others of its error.
-
-        Such objects are called by all their ranks alike, so their joint loads have equal numbers.
-        """
-        objects = None
-        if request.into is not None and self._context.world_size > 1:
-            objects = await on_caller(
-                request.caller, collective_objects, request.into, request.select
-            )
-        agreements = None if objects is None else await self._agreeing()
-        if objects is None or not isinstance(agreements, TorchAgreements):
-            yield None
-            return
-        members = sha256(repr(objects.ranks).encode()).hexdigest()[:16]
-        while True:
-            number = self._joint_calls[objects.ranks]
-            self._joint_calls[objects.ranks] += 1
-            joint = _Joint(agreements, f"joint-{members}-{number}", objects)
-            failed = await agreements.decided(f"{joint.attempt}.failed")
-            if failed is None or failed[0]["kind"] != _ABSENT:
-                break  # Others no longer wait for this rank in a load that it did not join.
-        try:
-            yield joint
-        except BaseException as error:
-            await joint.give_up(error, self._context.rank)
-            raise
-
-    async def _all_at(self, point: str, joint: _Joint, info: CheckpointInfo) -> None:
-        """Wait until all ranks of a joint load have come to a point, for a bounded time.
-
-        Raises:
-            CorruptCheckpoint: If one of them found damage.
-            StoreUnavailable: If the store failed one of them.
-            UnsupportedTopology: If another failed in another way, or has not come in time.
-        """
-        agreements, ranks = joint.agreements, joint.objects.ranks
-        pause, seconds = _FIRST_PAUSE_SECONDS, self._context.settings.load.agreement_timeout_seconds
-        until, here = time.monotonic() + seconds, f"{joint.attempt}.{point}.{info.id}"
-        await agreements.arrive(here)
-        joint.is_waiting = True
-        with self._waiting():
-            while behind := await agreements.behind(here, ranks):
-                failed = await agreements.decided(f"{joint.attempt}.failed")
-                if failed is not None:
-                    raise _failed_elsewhere(failed[0], info.step)
-                left = until - time.monotonic()
-                if left <= 0:
-                    raise UnsupportedTopology(
-                        f"Ranks {first_of(behind)} did not join the load of {info.id} into objects "
-                        f"that call collectives, within {seconds:g} s",
-                        step=info.step,
-                        rank=self._context.rank,
-                        key=joint.label,
-                        hint="Call load on all ranks of these objects alike, or raise "
-                        "load.agreement_timeout_seconds",
-                    )
-                await anyio.sleep(min(pause, left))
-                pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
-            failed = await agreements.decided(f"{joint.attempt}.failed")
-            if failed is not None and failed[0]["kind"] == _ABSENT:
-                raise _failed_elsewhere(failed[0], info.step)
-        joint.is_waiting = False
+    def _events_of(self, info: CheckpointInfo) -> _LoadEvents:
+        return _LoadEvents(self._context.events, info.id, info.step, self._context.rank)
 
     async def close(self) -> None:
         """Wait for loads that fill a state; cancel those that wait for the lock or other ranks."""
@@ -630,51 +569,6 @@ class Loads:
                     context.store.retrying, launch.attempt, topology, launch.claim
                 )
         return self._agreements
-
-    @contextmanager
-    def _told(self, info: CheckpointInfo) -> Iterator[None]:
-        """Emit the event that a load has begun, and another if the block raises."""
-        self._context.events.emit(LoadStarted(*self._where(info)))
-        try:
-            yield
-        except BaseException as error:
-            cancelled = isinstance(error, anyio.get_cancelled_exc_class())
-            how = "it was cancelled" if cancelled else f"{type(error).__name__}: {error}"
-            self._context.events.emit(LoadFailed(*self._where(info), how))
-            raise
-
-    def _where(self, loaded: CheckpointInfo) -> tuple[str, int, int]:
-        """Return the first fields of all its events: the name, the step and this rank."""
-        return loaded.id, loaded.step, self._context.rank
-
-    async def _tell_progress(self, info: CheckpointInfo, tally: ReadTally) -> None:
-        told = 0
-        while True:
-            await anyio.sleep(_PROGRESS_SECONDS)
-            done, total = tally.bytes, max(tally.bytes, tally.planned)
-            if done != told:
-                self._context.events.emit(LoadProgress(*self._where(info), done, total))
-            told = done
-
-
-def _look(objects: CollectiveObjects, request: LoadRequest, memo: InspectionMemo) -> None:
-    with request.holding():
-        objects.look(memo)
-
-
-def _failed_elsewhere(failed: Json, step: int) -> CkpipeError:
-    """Return the error for a joint load that another rank has given up."""
-    rank, key, kind = failed["rank"], failed["key"], failed["kind"]
-    if kind == "damage":
-        return CorruptCheckpoint(
-            f"Rank {rank} found {failed['how']}", step=step, rank=rank, key=key
-        )
-    said = f"Rank {rank} cannot load, so none can that loads these objects with it: {failed['how']}"
-    if kind == "store":
-        hint = "Load again on all ranks"
-        return StoreUnavailable(said, step=step, rank=rank, key=key, hint=hint)
-    hint = f"Correct the error of rank {rank}, and load again on all ranks"
-    return UnsupportedTopology(said, step=step, rank=rank, key=key, hint=hint)
 
 
 def _error_elsewhere(info: CheckpointInfo, verdict: _Verdict) -> CkpipeError:

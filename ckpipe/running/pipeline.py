@@ -6,27 +6,25 @@ import inspect
 import os
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Any, Literal, NoReturn, Self, SupportsIndex, TypeVar, Unpack
 
 import anyio
 import torch
 
-from ckpipe.backend import without_secrets
 from ckpipe.catalog.sweep import SweepReport
-from ckpipe.errors import CheckpointNotFound, UsageError, naming_refusals
+from ckpipe.errors import UsageError, naming_refusals
 from ckpipe.handles import SaveHandle, SyncSaveHandle
-from ckpipe.loading.boxes import boxes_of
+from ckpipe.loading.labelled_tensors import boxes_of
 from ckpipe.loading.request import LoadOptions
 from ckpipe.loop_thread import Caller, this_loop
-from ckpipe.options import parameters_of, showing
+from ckpipe.options import showing
 from ckpipe.preemption import errors_of_handlers_deferred
 from ckpipe.retention import Decision
 from ckpipe.running.base import PipelineBase
 from ckpipe.running.validation import Which, location, note_failures, raise_or_warn, which
 from ckpipe.save.request import SaveCall, SaveOptions
-from ckpipe.settings import CommonFields, Settings
 from ckpipe.types import CheckpointInfo, LoadResult, VerifyResult
 
 T = TypeVar("T")
@@ -724,70 +722,3 @@ def _complete_docstrings() -> None:
 
 
 _complete_docstrings()
-
-
-class LoadFields(LoadOptions, CommonFields, total=False):
-    """The options of a load, and fields of settings."""
-
-
-@showing(LoadOptions)
-def load(
-    url: str | os.PathLike[str] | None = None,
-    into: Any = None,
-    step: Which | None = None,
-    *,
-    settings: Settings | None = None,
-    **fields: Unpack[LoadFields],
-) -> LoadResult:
-    """Load a checkpoint with one call, for evaluation or inspection; write nothing.
-
-    Opens a pipeline with ``read_only=True``, loads, and closes it; blocks until then. If the place
-    has no checkpoint of ckpipe, one of another program is opened; see ``source`` of
-    :meth:`ckpipe.Pipeline.load`.
-
-    Args:
-        url: The root of the checkpoints, or a checkpoint of another program: a plain path,
-            ``file:///…``, or the URL of another backend.
-        into: The state to load into; None makes a fresh state, on the CPU.
-        step: A step, the id of a checkpoint, or its info; None takes the newest complete one.
-        options: As :class:`~ckpipe.loading.request.LoadOptions` describes them.
-        settings: Settings to start from.
-        fields: Fields of :class:`~ckpipe.Settings`; they override ``settings``.
-
-    Raises:
-        CheckpointNotFound: If the step is absent or incomplete, or there is no complete
-            checkpoint at all: the folder is absent, or what it holds is no checkpoint. Then the
-            error tells what is there, and how to load it.
-        CkpipeError: Any error of opening a pipeline, or of :meth:`ckpipe.Pipeline.load`.
-    """
-    from ckpipe.foreign.source import names_file, refuse_hub_id, split_file  # needed here alone
-
-    given: dict[str, Any] = {**fields, "read_only": True}
-    options = {name: given.pop(name) for name in parameters_of(LoadOptions) if name in given}
-    place = location(url)
-    refuse_hub_id(place or "")
-    if place is not None and step is None and names_file(place):
-        root, _ = split_file(place)
-        with (
-            suppress(CheckpointNotFound),  # it is a folder of such a name
-            SyncPipeline(root, settings=settings, **given) as pipeline,
-        ):
-            alone = {**options, "fallback": False}
-            return pipeline.load(into, source=place, **alone)  # type: ignore[return-value]
-    if place is not None:
-        given.setdefault("initial", place)
-    with SyncPipeline(url, settings=settings, **given) as pipeline:
-        try:
-            result = pipeline.load(into, step, **options)
-        except CheckpointNotFound:
-            if step is not None or not pipeline.steps():
-                raise
-            result = None  # it is the root of a run
-        if result is None:
-            incomplete = len(pipeline.steps())
-            raise CheckpointNotFound(
-                f"There is no complete checkpoint in {without_secrets(pipeline.settings.url or '')}"
-                + (f", and {incomplete} that are not complete" if incomplete else ""),
-                hint="Check with `ckpipe ls` that this is the root of the run",
-            )
-    return result

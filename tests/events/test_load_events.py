@@ -69,8 +69,8 @@ async def test_a_load_is_one_line_with_step_size_seconds_and_place(
     assert f"{result.report.seconds:.2f} s" in lines[0]
 
 
-@pytest.mark.parametrize("form", ["{}", "file://{}", "relative"])
-@pytest.mark.parametrize("name", ["model.pt", "no_ending", "."])
+@pytest.mark.parametrize("form", ["{}", "file://{}", "relative", "here"])
+@pytest.mark.parametrize("name", ["model.pt", "step-000000000001.20250101T000000000Z-a.0", "."])
 def test_a_load_of_another_programs_file_names_its_place_once(
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
@@ -81,9 +81,9 @@ def test_a_load_of_another_programs_file_names_its_place_once(
     folder = tmp_path / "sh"
     folder.mkdir()
     torch.save({"w": torch.ones(1)}, folder / ("pytorch_model.bin" if name == "." else name))
-    monkeypatch.chdir(tmp_path)
-    path = Path("sh", name) if form == "relative" else folder / name
-    place = str(path) if form == "relative" else form.format(path)
+    monkeypatch.chdir(folder if form == "here" else tmp_path)
+    relative = {"relative": str(Path("sh", name)), "here": name}
+    place = relative.get(form) or form.format(folder / name)
     caplog.set_level(logging.INFO, "ckpipe")
     ckpipe.load(place)
     with ckpipe.SyncPipeline(tmp_path / "run") as pipeline:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,8 @@ import torch
 
 import ckpipe
 from ckpipe.errors import CheckpointNotFound, CorruptCheckpoint, StoreError, UsageError
-from tests.foreign.places import counted, weights
+from ckpipe.testing import FaultyBackend
+from tests.foreign.places import Counted, assert_loaded, counted, weights
 from tests.foreign.test_imports import WRITERS, Write, objects, of_hugging_face, of_torch
 from tests.support.command_line import Commands, damage, save_steps
 from tests.support.rank_pipelines import ranks
@@ -71,6 +73,27 @@ def test_what_others_wrote_is_verified_as_far_as_it_can_be(tmp_path: Path, call:
 
     with counted(folder, cut) as (url, _), pytest.raises(CorruptCheckpoint, match="changed"):
         ckpipe.verify(url)
+
+
+@pytest.mark.parametrize("write", WRITERS)
+def test_a_load_looks_for_no_marks_of_ckpipe_beside_what_others_wrote(
+    write: Write, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    source, opened = write(tmp_path, weights()), list[FaultyBackend]()
+    scheme = write.__name__.replace("_", "-")
+
+    def open_counted(url: str) -> FaultyBackend:
+        opened.append(FaultyBackend(Counted(url, str)))
+        return opened[-1]
+
+    ckpipe.register_backend(scheme, open_counted)
+    caplog.set_level(logging.INFO, "ckpipe")
+    place = f"{scheme}://{source}"
+    assert_loaded(ckpipe.load(place), weights(), place)
+    asked = {each.key for store in opened for each in store.operations}
+    assert asked - {""}
+    assert [key for key in asked if ".ckpipe" in key] == []
+    assert [each for each in caplog.messages if "training" in each] == []
 
 
 def test_inspect_reads_metadata_only(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ import torch
 
 from ckpipe import GlobalPlanner
 from ckpipe.backend import Backend
+from ckpipe.catalog.opened import Opened
 from ckpipe.format.boxes import Box
 from ckpipe.format.checksum import CHUNK_BYTES, crc32c
 from ckpipe.format.codec import decode_bundle, encode_bundle
@@ -531,9 +532,8 @@ async def load_as(
 ) -> LoadResult:
     """Load as one rank of a world, with two lanes and blocks of 2 MiB."""
     arena = Arena(2 << 20)
-    ready = await read_all(
-        backend, bundle, request, arena, lanes=2, rank=rank, world_size=world_size
-    )
+    opened = Opened(backend, bundle)
+    ready = await read_all(opened, request, arena, lanes=2, rank=rank, world_size=world_size)
     return await ready.apply()
 
 

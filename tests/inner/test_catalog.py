@@ -213,7 +213,7 @@ async def test_an_index_waits_for_no_lease_and_its_failure_is_told() -> None:
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        async with Catalog(backend).reading(id, look):
+        async with Catalog(backend).opened(id, look):
             raise AssertionError
     assert await keys(memory) == []
 
