@@ -64,6 +64,7 @@ from ckpipe.running import lines
 from ckpipe.running.choose import begin_anew, choose
 from ckpipe.running.saves import Saves
 from ckpipe.save.context import SaveContext
+from ckpipe.store.retry import pauses
 from ckpipe.threads import BackgroundTask
 from ckpipe.types import CheckpointId, CheckpointInfo, LoadResult, first_of
 
@@ -462,24 +463,22 @@ class Loads:
         """Accept a checkpoint for this rank, and wait for the decision for a bounded time."""
         agreements, question = vote
         decided = await agreements.accept(question, _WHOLE)
-        pause, seconds = _FIRST_PAUSE_SECONDS, self._context.settings.load.agreement_timeout_seconds
+        seconds = self._context.settings.load.agreement_timeout_seconds
         until = time.monotonic() + seconds
         with self._waiting():
-            while (decided := decided or await agreements.decided(question)) is None:
-                left = until - time.monotonic()
-                if left <= 0:
-                    absent = await agreements.absent(question)
-                    raise UnsupportedTopology(
-                        f"Ranks {first_of(absent)} did not say within {seconds:g} s whether "
-                        f"{info.id} is whole",
-                        step=info.step,
-                        rank=self._context.rank,
-                        hint="Call load(fallback=True) on all ranks alike, or raise "
-                        "load.agreement_timeout_seconds",
-                    )
-                await anyio.sleep(min(pause, left))
-                pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
-        return _read_verdict(decided[0])
+            for pause in pauses(until, _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS):
+                await anyio.sleep(pause)
+                decided = decided or await agreements.decided(question)
+                if decided is not None:
+                    return _read_verdict(decided[0])
+            absent = await agreements.absent(question)
+        raise UnsupportedTopology(
+            f"Ranks {first_of(absent)} did not say within {seconds:g} s whether {info.id} is whole",
+            step=info.step,
+            rank=self._context.rank,
+            hint="Call load(fallback=True) on all ranks alike, or raise "
+            "load.agreement_timeout_seconds",
+        )
 
     async def _finish(
         self, info: CheckpointInfo, load: MatchedLoad, joint: _Joint | None
@@ -531,28 +530,29 @@ class Loads:
             UnsupportedTopology: If another failed in another way, or has not come in time.
         """
         agreements, ranks = joint.agreements, joint.objects.ranks
-        pause, seconds = _FIRST_PAUSE_SECONDS, self._context.settings.load.agreement_timeout_seconds
+        seconds = self._context.settings.load.agreement_timeout_seconds
         until, here = time.monotonic() + seconds, f"{joint.attempt}.{point}.{info.id}"
         await agreements.arrive(here)
         joint.is_waiting = True
         with self._waiting():
-            while behind := await agreements.behind(here, ranks):
+            for pause in pauses(until, _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS):
+                await anyio.sleep(pause)
+                behind = await agreements.behind(here, ranks)
+                if not behind:
+                    break
                 failed = await agreements.decided(f"{joint.attempt}.failed")
                 if failed is not None:
                     raise _failed_elsewhere(failed[0], info.step)
-                left = until - time.monotonic()
-                if left <= 0:
-                    raise UnsupportedTopology(
-                        f"Ranks {first_of(behind)} did not join the load of {info.id} into objects "
-                        f"that call collectives, within {seconds:g} s",
-                        step=info.step,
-                        rank=self._context.rank,
-                        key=joint.label,
-                        hint="Call load on all ranks of these objects alike, or raise "
-                        "load.agreement_timeout_seconds",
-                    )
-                await anyio.sleep(min(pause, left))
-                pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+            else:
+                raise UnsupportedTopology(
+                    f"Ranks {first_of(behind)} did not join the load of {info.id} into objects "
+                    f"that call collectives, within {seconds:g} s",
+                    step=info.step,
+                    rank=self._context.rank,
+                    key=joint.label,
+                    hint="Call load on all ranks of these objects alike, or raise "
+                    "load.agreement_timeout_seconds",
+                )
             failed = await agreements.decided(f"{joint.attempt}.failed")
             if failed is not None and failed[0]["kind"] == _ABSENT:
                 raise _failed_elsewhere(failed[0], info.step)
