@@ -28,7 +28,6 @@ import torch
 from anyio.streams.memory import MemoryObjectSendStream
 
 from ckpipe.backend import Backend
-from ckpipe.catalog.catalog import Catalog
 from ckpipe.catalog.inspect import check_expansion
 from ckpipe.catalog.leases import under_lease
 from ckpipe.errors import PerRankValue, StructureMismatch, first_error
@@ -72,14 +71,12 @@ from ckpipe.ranks.world import Topology
 from ckpipe.save.context import StoreContext
 from ckpipe.save.deliver import deliver
 from ckpipe.save.record import UNKNOWN, FilledBlock, SaveRecord
-from ckpipe.settings import Settings
+from ckpipe.settings import Retention, Settings
 from ckpipe.state.placements import HeldBox
-from ckpipe.store.retry import RetryingBackend, logging_policy
+from ckpipe.store.retry import RetryingBackend
 from ckpipe.threads import run_sync
 from ckpipe.types import CheckpointId, CheckpointInfo, first_of
 from ckpipe.version import __version__
-
-_PAGE = 4096
 
 
 async def import_document(
@@ -107,24 +104,13 @@ async def import_document(
         CorruptCheckpoint: If the other is damaged, or a foreign file has changed meanwhile.
         StoreError: If a store failed.
     """
-    size = max(settings.staging.block_bytes, -(-target.limits.min_block_bytes // _PAGE) * _PAGE)
-    most = target.limits.max_blocks
+    unpruned = settings.model_copy(update={"retention": Retention()})
+    store = StoreContext.of(unpruned, target.inner, EventBus(), 0, 1)
+    size, most = store.block_bytes, target.limits.max_blocks
     plan = await run_sync(_planned, document, transform, size, most and most * size)
     launch = await draft_launch(target, None, Topology(0, 1))
-    store = StoreContext(
-        backend=target.inner,
-        retrying=target,
-        catalog=Catalog(target),
-        events=EventBus(),
-        rank=0,
-        world_size=1,
-        block_bytes=size,
-        lanes=settings.upload.lanes,
-        retry=logging_policy(settings.upload),
-        keep_reports=settings.keep_reports,
-    )
     budget, lanes = settings.staging.bytes, settings.load.lanes
-    room = lanes + store.lanes
+    room = lanes + settings.upload.lanes
     if budget is not None:  # which the read buffers share
         lanes = max(1, min(lanes, budget // size // 3))
         room = max(1, min(room, budget // size - lanes))
