@@ -152,7 +152,7 @@ class _Plan:
 
 
 @dataclass(slots=True)
-class _Draft:
+class _EntryDraft:
     """An entry, the bytes of its items, the tensor that fills it, and its chunks."""
 
     entry: Entry
@@ -184,7 +184,7 @@ def _planned(
     for row in saved.rows:
         refuse_codes(row, row.cast or row.dtype, row.label)
     rows = [replace(row, dtype=row.cast or row.dtype) for row in saved.rows]
-    drafts: dict[Any, _Draft] = {}
+    drafts: dict[Any, _EntryDraft] = {}
     for number, row in enumerate(rows):
         _add(drafts, number, row, stored)
     found = sorted(drafts.values(), key=lambda draft: -draft.item)  # so that all are aligned
@@ -224,7 +224,9 @@ def _planned(
     )
 
 
-def _add(drafts: dict[Any, _Draft], number: int, row: TensorRow, stored: StoredTensors) -> None:
+def _add(
+    drafts: dict[Any, _EntryDraft], number: int, row: TensorRow, stored: StoredTensors
+) -> None:
     """Add a tensor to its entry, which tensors that share memory have together."""
     tensor = stored[number]
     copies = stored.copies(tensor)
@@ -254,7 +256,7 @@ def _add(drafts: dict[Any, _Draft], number: int, row: TensorRow, stored: StoredT
                 tensor = StoredTensor(number, tensor.row, tensor.dtype, None, near)
     draft = drafts.get(key)
     if draft is None:
-        draft = drafts[key] = _Draft(entry, itemsize, tensor, [])
+        draft = drafts[key] = _EntryDraft(entry, itemsize, tensor, [])
     elif itemsize > draft.item:
         draft.entry, draft.item = entry, itemsize
     draft.chunks.append(chunk)

@@ -80,7 +80,7 @@ _MOST_TRIED = 8
 
 
 @dataclass(frozen=True, slots=True)
-class _Verdict:
+class _RanksVerdict:
     """The ranks' decision on a checkpoint.
 
     Args:
@@ -348,7 +348,7 @@ class Loads:
         damaged: Collection[str],
         *,
         fallback: bool,
-    ) -> LoadResult | _Verdict:
+    ) -> LoadResult | _RanksVerdict:
         """Load one checkpoint; return the verdict if it is damaged and a fallback is allowed."""
         with self._told(info), naming_refusals(step=info.step):
             fault: CorruptCheckpoint | CheckpointIncomplete | None = None
@@ -438,7 +438,7 @@ class Loads:
         error: CorruptCheckpoint | CheckpointIncomplete,
         vote: _Vote | None,
         damaged: Collection[str],
-    ) -> _Verdict:
+    ) -> _RanksVerdict:
         """Propose the fault of a checkpoint and the next candidate; return the decision."""
         backend, fault = self._context.store.retrying, "damaged"
         if isinstance(error, CheckpointIncomplete):
@@ -453,13 +453,13 @@ class Loads:
         kind = "" if fault == "unfit" else f"{type(error).__name__}: "
         how, name = f"{kind}{error}", None if following is None else following.id
         if vote is None:
-            return _Verdict(fault, how, name, error)
+            return _RanksVerdict(fault, how, name, error)
         agreements, question = vote
         how = f"rank {self._context.rank} found {how}"
         decision = await agreements.decide(question, {"fault": fault, "how": how, "next": name})
         return replace(_read_verdict(decision), error=error)
 
-    async def _accept(self, info: CheckpointInfo, vote: _Vote) -> _Verdict:
+    async def _accept(self, info: CheckpointInfo, vote: _Vote) -> _RanksVerdict:
         """Accept a checkpoint for this rank, and wait for the decision for a bounded time."""
         agreements, question = vote
         decided = await agreements.accept(question, _WHOLE)
@@ -693,13 +693,13 @@ def _failed_elsewhere(failed: Json, step: int) -> CkpipeError:
     return UnsupportedTopology(said, step=step, rank=rank, key=key, hint=hint)
 
 
-def _error_elsewhere(info: CheckpointInfo, verdict: _Verdict) -> CkpipeError:
+def _error_elsewhere(info: CheckpointInfo, verdict: _RanksVerdict) -> CkpipeError:
     if verdict.fault == "deleted":
         return CheckpointIncomplete(f"{info.id} was deleted: {verdict.how}", step=info.step)
     return CorruptCheckpoint(f"{info.id} is damaged: {verdict.how}", step=info.step)
 
 
-def _unreplaced(error: CkpipeError, info: CheckpointInfo, verdict: _Verdict) -> CkpipeError:
+def _unreplaced(error: CkpipeError, info: CheckpointInfo, verdict: _RanksVerdict) -> CkpipeError:
     """Return the error of a target that is partly filled, and that the next candidate would mix."""
     error.add_note(f"The checkpoint {info.id} does not replace it: {verdict.how}")
     error.hint = "Build the target anew, and load a step into it that is whole"
@@ -707,9 +707,9 @@ def _unreplaced(error: CkpipeError, info: CheckpointInfo, verdict: _Verdict) -> 
     return error
 
 
-def _read_verdict(data: Json) -> _Verdict:
+def _read_verdict(data: Json) -> _RanksVerdict:
     try:
-        return _Verdict(data["fault"], data["how"], data["next"])
+        return _RanksVerdict(data["fault"], data["how"], data["next"])
     except (KeyError, TypeError) as error:
         raise InvalidManifest(f"The decision of the ranks is unreadable: {data!r:.100}") from error
 
