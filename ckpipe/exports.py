@@ -49,7 +49,7 @@ from ckpipe.save.save import Save
 from ckpipe.settings import Settings
 from ckpipe.state.tensors import lazy_bits
 from ckpipe.store.registry import Access, open_store
-from ckpipe.store.retry import OnRead, RetryPolicy, logging_policy, retrying
+from ckpipe.store.retry import OnRead, RetryPolicy, logging_policy, pauses, retrying
 from ckpipe.types import ExportResult, Form, first_of
 
 _WINDOW_BYTES = 64 << 20
@@ -284,20 +284,20 @@ class _Writer:
             CheckpointIncomplete: If it has not come for ``incomplete_after_seconds``.
             StoreError: If the store failed.
         """
-        limit, pause = self._settings.incomplete_after_seconds, _FIRST_PAUSE_SECONDS
-        until, key = time.monotonic() + limit, self._folder + file.name
-        while await stat_or_none(self._target, key) is None:
-            if time.monotonic() > until:
-                raise CheckpointIncomplete(
-                    f"The export is not whole: another rank has not written this file, and "
-                    f"none came within incomplete_after_seconds ({limit:g} s)",
-                    step=self._opened.document.step,
-                    key=key,
-                    hint="Look at the errors of the other ranks, and export again with "
-                    "`ckpipe export`, which continues it",
-                )
+        limit, key = self._settings.incomplete_after_seconds, self._folder + file.name
+        until = time.monotonic() + limit
+        for pause in pauses(until, _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS):
             await anyio.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+            if await stat_or_none(self._target, key) is not None:
+                return
+        raise CheckpointIncomplete(
+            f"The export is not whole: another rank has not written this file, and none came "
+            f"within incomplete_after_seconds ({limit:g} s)",
+            step=self._opened.document.step,
+            key=key,
+            hint="Look at the errors of the other ranks, and export again with `ckpipe export`, "
+            "which continues it",
+        )
 
 
 async def export_url(

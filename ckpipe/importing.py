@@ -27,7 +27,6 @@ import numpy as np
 import torch
 from anyio.streams.memory import MemoryObjectSendStream
 
-from ckpipe.catalog.catalog import Catalog
 from ckpipe.catalog.inspect import check_expansion
 from ckpipe.catalog.leases import under_lease
 from ckpipe.catalog.opened import Opened
@@ -71,14 +70,12 @@ from ckpipe.ranks.world import Topology
 from ckpipe.save.context import StoreContext
 from ckpipe.save.deliver import deliver
 from ckpipe.save.record import UNKNOWN, FilledBlock, SaveRecord
-from ckpipe.settings import Settings
+from ckpipe.settings import Retention, Settings
 from ckpipe.state.placements import HeldBox
-from ckpipe.store.retry import RetryingBackend, logging_policy
+from ckpipe.store.retry import RetryingBackend
 from ckpipe.threads import run_sync
 from ckpipe.types import CheckpointId, CheckpointInfo, first_of
 from ckpipe.version import __version__
-
-_PAGE = 4096
 
 
 async def import_opened(
@@ -104,24 +101,13 @@ async def import_opened(
         CorruptCheckpoint: If the other is damaged, or a foreign file has changed meanwhile.
         StoreError: If a store failed.
     """
-    size = max(settings.staging.block_bytes, -(-target.limits.min_block_bytes // _PAGE) * _PAGE)
-    most = target.limits.max_blocks
+    unpruned = settings.model_copy(update={"retention": Retention()})
+    store = StoreContext.of(unpruned, target.inner, EventBus(), 0, 1)
+    size, most = store.block_bytes, target.limits.max_blocks
     plan = await run_sync(_planned, opened.document, transform, size, most and most * size)
     launch = await draft_launch(target, None, Topology(0, 1))
-    store = StoreContext(
-        backend=target.inner,
-        retrying=target,
-        catalog=Catalog(target),
-        events=EventBus(),
-        rank=0,
-        world_size=1,
-        block_bytes=size,
-        lanes=settings.upload.lanes,
-        retry=logging_policy(settings.upload),
-        keep_reports=settings.keep_reports,
-    )
     budget, lanes = settings.staging.bytes, settings.load.lanes
-    room = lanes + store.lanes
+    room = lanes + settings.upload.lanes
     if budget is not None:  # which the read buffers share
         lanes = max(1, min(lanes, budget // size // 3))
         room = max(1, min(room, budget // size - lanes))
@@ -163,7 +149,7 @@ class _Plan:
 
 
 @dataclass(slots=True)
-class _Draft:
+class _EntryDraft:
     """An entry, the bytes of its items, the tensor that fills it, and its chunks."""
 
     entry: Entry
@@ -195,7 +181,7 @@ def _planned(
     for row in saved.rows:
         refuse_codes(row, row.cast or row.dtype, row.label)
     rows = [replace(row, dtype=row.cast or row.dtype) for row in saved.rows]
-    drafts: dict[Any, _Draft] = {}
+    drafts: dict[Any, _EntryDraft] = {}
     for number, row in enumerate(rows):
         _add(drafts, number, row, stored)
     found = sorted(drafts.values(), key=lambda draft: -draft.item)  # so that all are aligned
@@ -239,7 +225,9 @@ def _manifest(document: ManifestDocument, values: Sequence[Json]) -> RankManifes
     )
 
 
-def _add(drafts: dict[Any, _Draft], number: int, row: TensorRow, stored: StoredTensors) -> None:
+def _add(
+    drafts: dict[Any, _EntryDraft], number: int, row: TensorRow, stored: StoredTensors
+) -> None:
     """Add a tensor to its entry, which tensors that share memory have together."""
     tensor = stored[number]
     copies = stored.copies(tensor)
@@ -269,7 +257,7 @@ def _add(drafts: dict[Any, _Draft], number: int, row: TensorRow, stored: StoredT
                 tensor = StoredTensor(number, tensor.row, tensor.dtype, None, near)
     draft = drafts.get(key)
     if draft is None:
-        draft = drafts[key] = _Draft(entry, itemsize, tensor, [])
+        draft = drafts[key] = _EntryDraft(entry, itemsize, tensor, [])
     elif itemsize > draft.item:
         draft.entry, draft.item = entry, itemsize
     draft.chunks.append(chunk)

@@ -420,14 +420,27 @@ class Catalog:
         )  # fmt: skip
         decision = await decide_now()
         ids = {info.id: info.key for info in listing.infos()}
-        ended = [name for name in decision.remove if launch_id(ids[name].attempt) not in protected]
+        remove = {name: ids[name] for name in decision.remove}
+        ended = any(launch_id(id.attempt) not in protected for id in remove.values())
         if ended and summaries.listed is None:
             # Launches of earlier versions may have written summaries under other names.
             summaries.listed = await list_summaries(self.backend)
+        stayed = await self._remove(remove)
+        if not stayed:
+            return decision
+        kept = {*decision.keep, *stayed}
+        return replace(
+            decision,
+            keep=tuple(each.id for each in listing.infos() if each.id in kept),
+            remove=tuple(each for each in decision.remove if each not in stayed),
+            reasons={**decision.reasons, **stayed},
+        )
+
+    async def _remove(self, remove: Mapping[str, CheckpointId]) -> dict[str, str]:
+        """Delete checkpoints and their summaries; return those that stay, each with its reason."""
+        summaries, stayed = self.summaries, dict[str, str]()
         stored = summaries.listed or {}
-        stayed: dict[str, str] = {}
-        for name in decision.remove:
-            id = ids[name]
+        for name, id in remove.items():
             keys = {summary_key(id), *(each.key for each in stored.get(id, ()))}
             try:
                 removal = await delete(self.backend, id, sorted(keys))
@@ -440,15 +453,7 @@ class Catalog:
                 summaries.forget(name)
             elif removal is Removal.PINNED:
                 stayed[name] = PINNED
-        if not stayed:
-            return decision
-        kept = {*decision.keep, *stayed}
-        return replace(
-            decision,
-            keep=tuple(each.id for each in listing.infos() if each.id in kept),
-            remove=tuple(each for each in decision.remove if each not in stayed),
-            reasons={**decision.reasons, **stayed},
-        )
+        return stayed
 
     async def _decide(
         self,

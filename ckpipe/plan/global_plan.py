@@ -60,6 +60,7 @@ from ckpipe.plan.plan import RankPlan, Replicated, ReplicatedMarks, assemble, fi
 from ckpipe.ranks.launch import Store, below, default_store
 from ckpipe.state.flatten import Captured
 from ckpipe.state.tensors import TensorLeaf
+from ckpipe.store.retry import pauses
 from ckpipe.types import first_of
 
 
@@ -375,18 +376,18 @@ class PlanRounds:
     def _awaited(self, keys: Sequence[str]) -> bool:
         """Wait until all keys exist; False if they do not in time."""
         until = time.monotonic() + self._seconds
-        pause = _FIRST_PAUSE_SECONDS
-        for key in keys:
-            while not self._store.check([key]):
-                # A cancelled save must not wait for the timeout. Outside of anyio's worker threads
-                # nothing can cancel it, and check_cancelled raises RuntimeError.
-                with contextlib.suppress(RuntimeError):
-                    check_cancelled()
-                if time.monotonic() > until:
-                    return False
-                time.sleep(pause)
-                pause = min(_LONGEST_PAUSE_SECONDS, pause * 1.5)
-        return True
+        absent = deque(keys)
+        for pause in pauses(until, _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS):
+            # A cancelled save must not wait for the timeout. Outside of anyio's worker threads
+            # nothing can cancel it, and check_cancelled raises RuntimeError.
+            with contextlib.suppress(RuntimeError):
+                check_cancelled()
+            time.sleep(pause)
+            while absent and self._store.check([absent[0]]):
+                absent.popleft()
+            if not absent:
+                return True
+        return False
 
     def _absent(self, save: str) -> list[int]:
         return [

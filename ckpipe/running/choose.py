@@ -42,6 +42,7 @@ from ckpipe.ranks.agree import Agreements
 from ckpipe.running.saves import Saves
 from ckpipe.save.context import SaveContext
 from ckpipe.save.follow_up import until_complete
+from ckpipe.store.retry import pauses
 from ckpipe.types import CheckpointId, CheckpointInfo
 
 logger = logging.getLogger("ckpipe")
@@ -113,20 +114,21 @@ async def _until_own_complete(
     context: SaveContext, saves: Saves, is_decided: Callable[[], Awaitable[bool]]
 ) -> None:
     """Wait for the saves of this pipeline that were copied before the load."""
-    pause, seconds = _FIRST_PAUSE_SECONDS, context.settings.load.agreement_timeout_seconds
-    newest, until = await saves.durable(), time.monotonic() + seconds
-    while newest is not None and not await is_decided():
+    newest = await saves.durable()
+    if newest is None:
+        return
+    until = time.monotonic() + context.settings.load.agreement_timeout_seconds
+    for pause in pauses(until, _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS):
+        await anyio.sleep(pause)
+        if await is_decided():
+            return
         try:
             with suppress(CheckpointIncomplete, CorruptCheckpoint):  # an older one is newest
                 await until_complete(context.store, newest, 0)
             return
         except TimeoutError as error:
-            left = until - time.monotonic()
-            if left <= 0:
-                logger.warning("The load no longer waits for %s", error)
-                return
-        await anyio.sleep(min(pause, left))
-        pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+            late = error
+    logger.warning("The load no longer waits for %s", late)
 
 
 async def _find_step(context: SaveContext, step: int) -> CheckpointInfo:
@@ -181,20 +183,16 @@ async def _until_finished(
         seconds: Seconds to wait at most.
         is_decided: Returns True if another rank has meanwhile decided for all.
     """
-    until, pause = time.monotonic() + seconds, _FIRST_LOOK_SECONDS
-    told = False
-    while names := await _unfinished(backend, which):
-        if await is_decided():
-            return
-        left = until - time.monotonic()
-        if left <= 0:
-            logger.warning("The load no longer waits for %s", ", ".join(names))
+    until, told = time.monotonic() + seconds, False
+    for pause in pauses(until, _FIRST_LOOK_SECONDS, _LONGEST_LOOK_SECONDS):
+        await anyio.sleep(pause)
+        names = await _unfinished(backend, which)
+        if not names or await is_decided():
             return
         if not told:
             logger.info("Workers of an earlier launch still finish %s", ", ".join(names))
             told = True
-        await anyio.sleep(min(pause, left))
-        pause = min(2 * pause, _LONGEST_LOOK_SECONDS)
+    logger.warning("The load no longer waits for %s", ", ".join(names))
 
 
 async def _unfinished(backend: Backend, which: int | str | None) -> list[str]:

@@ -31,7 +31,7 @@ from ckpipe.ranks.agree import Vote, agree, agreed
 from ckpipe.ranks.launch import Launch
 from ckpipe.ranks.schedule import SaveSchedule, SaveStepAgreement
 from ckpipe.save.context import SaveContext
-from ckpipe.store.retry import create_once
+from ckpipe.store.retry import create_once, pauses
 from ckpipe.types import first_of
 
 logger = logging.getLogger("ckpipe")
@@ -123,17 +123,15 @@ class CoordinatedSaves:
             ) from None
 
     async def _left_at(self, step: int, until: float) -> bool:
-        context, pause = self._context, _FIRST_PAUSE_SECONDS
-        retrying = context.store.retrying
+        context, retrying = self._context, self._context.store.retrying
         vote = Vote(retrying, context.attempt, _LEAVING, context.rank, context.world_size)
         await self._launch.claim()
         last_to_vote = await vote.cast(step) is not None
-        while not last_to_vote and time.monotonic() < until:
+        for pause in () if last_to_vote else pauses(until, _FIRST_PAUSE_SECONDS, self._every):
+            await anyio.sleep(pause)
             decided = await agreed(retrying, context.attempt, _LEAVING)
             if decided is not None:
                 return bool(decided[0] == step)
-            await anyio.sleep(pause)
-            pause = min(2 * pause, self._every)
         votes = await vote.votes()
         together = len(votes) == context.world_size and len(set(votes.values())) == 1
         decision = await agree(retrying, context.attempt, _LEAVING, step if together else None)
@@ -224,21 +222,18 @@ class CoordinatedSaves:
 
     async def _voted(self, vote: Vote, occasion: str, bound: int, until: float) -> int:
         """Vote, and wait for the decision; the last rank to vote decides, or one that times out."""
-        context, pause = self._context, _FIRST_PAUSE_SECONDS
-        greatest = await vote.cast(bound)
-        while greatest is None:
-            decided = await self._decided(occasion)
-            if decided is not None:
-                return decided
-            if time.monotonic() >= until:
-                votes = await vote.votes()
-                absent = [rank for rank in range(context.world_size) if rank not in votes]
-                if votes and absent:  # there are no votes if another rank has decided by now
-                    logger.warning("Ranks %s did not vote on the step to save", first_of(absent))
-                greatest = max([bound, *votes.values()])
-                break
-            await anyio.sleep(pause)
-            pause = min(2 * pause, self._every)
+        context, greatest = self._context, await vote.cast(bound)
+        if greatest is None:
+            for pause in pauses(until, _FIRST_PAUSE_SECONDS, self._every):
+                await anyio.sleep(pause)
+                decided = await self._decided(occasion)
+                if decided is not None:
+                    return decided
+            votes = await vote.votes()
+            absent = [rank for rank in range(context.world_size) if rank not in votes]
+            if votes and absent:  # there are no votes if another rank has decided by now
+                logger.warning("Ranks %s did not vote on the step to save", first_of(absent))
+            greatest = max([bound, *votes.values()])
         step = _step(await agree(context.store.retrying, context.attempt, occasion, greatest))
         await vote.clear()
         return step

@@ -11,8 +11,7 @@ from collections import Counter
 import anyio
 from anyio.abc import TaskGroup, TaskStatus
 
-from ckpipe.backend import Backend, without_secrets
-from ckpipe.catalog.catalog import Catalog
+from ckpipe.backend import without_secrets
 from ckpipe.catalog.complete import find_repaired
 from ckpipe.catalog.leases import Lease
 from ckpipe.catalog.sweep import SweepReport
@@ -32,7 +31,13 @@ from ckpipe.memory.arena import Arena
 from ckpipe.memory.budget import ByteBudget
 from ckpipe.plan.check import choose_planner
 from ckpipe.preemption import StopRequest
-from ckpipe.ranks.launch import Launch, arrange_meeting, draft_launch, unclaimed_attempt
+from ckpipe.ranks.launch import (
+    Launch,
+    Rendezvous,
+    arrange_meeting,
+    draft_launch,
+    unclaimed_attempt,
+)
 from ckpipe.ranks.world import Topology, World
 from ckpipe.retention import Decision
 from ckpipe.running import lines
@@ -42,11 +47,10 @@ from ckpipe.running.loads import Loads
 from ckpipe.running.saves import Saves
 from ckpipe.running.validation import absolute
 from ckpipe.save import retention
-from ckpipe.save.context import PruneState, SaveContext, StoreContext
+from ckpipe.save.context import SaveContext, StoreContext
 from ckpipe.save.follow_up import until_complete
 from ckpipe.settings import Settings
-from ckpipe.store.registry import create_backend, scheme_of
-from ckpipe.store.retry import RetryingBackend, logging_policy
+from ckpipe.store.registry import backend_of
 from ckpipe.types import CheckpointId, CheckpointInfo, VerifyResult, size_text
 from ckpipe.worker.crossing import make_init, uses_process
 from ckpipe.worker.uploader import WorkerUploader
@@ -56,7 +60,6 @@ logger = logging.getLogger("ckpipe")
 LOOK_SECONDS = 0.2
 """Seconds between checks, while closing, whether a signal has announced the end."""
 
-_PAGE = 4096
 _PRUNE_DELAY_SECONDS = 0.1
 """Delay of the prune after a commit, so that both do not hit the same training step."""
 
@@ -279,39 +282,24 @@ async def serve(
     """
     topology = world.topology
     meeting = await anyio.to_thread.run_sync(arrange_meeting, topology, settings)
-    backend = await anyio.to_thread.run_sync(_backend_of, settings)
+    backend = await anyio.to_thread.run_sync(backend_of, settings)
     async with backend:
-        block = _block_bytes(settings, backend)
-        ranks = (topology.rank, topology.world_size)
-        init = None
-        if await anyio.to_thread.run_sync(uses_process, settings, backend):
-            init = await anyio.to_thread.run_sync(make_init, settings, *ranks, block)
-        policy = logging_policy(settings.upload)
-        retrying = RetryingBackend(backend, policy, read_only=settings.read_only)
-        if settings.read_only:
-            launch = Launch(retrying, unclaimed_attempt(), topology)
-        else:
-            launch = await draft_launch(retrying, settings.attempt_id, topology, meeting)
-        context = await _context_of(
-            settings, lock, events, topology, retrying, launch, block, shared=init is not None
-        )
+        store = StoreContext.of(settings, backend, events, topology.rank, topology.world_size)
+        store.prunes.delay = _PRUNE_DELAY_SECONDS
         worker = None
-        if init is not None:
-            worker = WorkerUploader(settings.worker, init, context.store)
-            context.uploader, context.arena.on_drop = worker, worker.drop
+        if await anyio.to_thread.run_sync(uses_process, settings, backend):
+            init = await anyio.to_thread.run_sync(make_init, settings, store.rank, store.world_size)
+            worker = WorkerUploader(init, store)
+        launch = await _launch_of(store, topology, meeting)
+        store.catalog.greatest = CheckpointId.parse(launch.greatest)
+        context = await _context_of(store, lock, topology, launch.attempt, worker)
         place = await anyio.to_thread.run_sync(absolute, without_secrets(settings.url or ""))
         events.place = place.partition("?")[0].rstrip("/")
-        lease = Lease(retrying, launch.id)
-
-        async def keep_lease() -> None:
-            await launch.claimed.wait()
-            # No object before the first renewal: the claim is as new as the lease would be.
-            await lease.keep()
-
+        lease = Lease(store.retrying, launch.id)
         try:
             async with anyio.create_task_group() as tasks:
                 engine = Engine(context, launch, world, hooks, preemption, loop, tasks, place)
-                tasks.start_soon(keep_lease, name="lease of the attempt")
+                tasks.start_soon(_keep, lease, launch, name="lease of the attempt")
                 hooks.start(tasks, engine.saves.keep)
                 if topology.world_size > 1 and not settings.read_only:
                     tasks.start_soon(engine.announce, name="calls")
@@ -325,67 +313,51 @@ async def serve(
         finally:
             context.arena.close()
             if not engine.saves.have_begun:
-                lines.leave_to_next(context.store.catalog)
+                lines.leave_to_next(store.catalog)
             with anyio.CancelScope(shield=True):
                 await lease.release()
             if launch.claimed.is_set() and not engine.saves.have_begun:  # else nothing was written
                 await launch.withdraw()
 
 
+async def _launch_of(store: StoreContext, topology: Topology, meeting: Rendezvous | None) -> Launch:
+    """Name this launch; a read-only pipeline never claims the name."""
+    if store.settings.read_only:
+        return Launch(store.retrying, unclaimed_attempt(), topology)
+    return await draft_launch(store.retrying, store.settings.attempt_id, topology, meeting)
+
+
+async def _keep(lease: Lease, launch: Launch) -> None:
+    """Keep the lease of a launch from its claim on."""
+    await launch.claimed.wait()
+    # No object before the first renewal: the claim is as new as the lease would be.
+    await lease.keep()
+
+
 async def _context_of(
-    settings: Settings,
+    store: StoreContext,
     lock: StateLock,
-    events: EventBus,
     topology: Topology,
-    retrying: RetryingBackend,
-    launch: Launch,
-    block: int,
-    *,
-    shared: bool,
+    attempt: str,
+    worker: WorkerUploader | None,
 ) -> SaveContext:
     """Make the context of the saves; with shared memory if a worker process uploads it."""
-    backend, rules = retrying.inner, settings.retention
-    catalog = Catalog(
-        retrying, rules.rule, rules.sweep_after, settings.read_only, rules.lines == "all"
-    )
-    catalog.greatest = CheckpointId.parse(launch.greatest)
-    most = backend.limits.max_blocks
+    settings = store.settings
+    block, most = store.block_bytes, store.backend.limits.max_blocks
     largest_file = None if most is None else most * block
+    arena = Arena(block, pin=settings.staging.pinned != "never", shared=worker is not None)
+    if worker is not None:
+        arena.on_drop = worker.drop
     return SaveContext(
-        store=StoreContext(
-            backend=backend,
-            retrying=retrying,
-            catalog=catalog,
-            events=events,
-            rank=topology.rank,
-            world_size=topology.world_size,
-            block_bytes=block,
-            lanes=settings.upload.lanes,
-            retry=logging_policy(settings.upload),
-            keep_reports=settings.keep_reports,
-            switch_interval=settings.switch_interval_seconds,
-            prunes=PruneState(_PRUNE_DELAY_SECONDS),
-        ),
+        store=store,
         settings=settings,
         lock=lock,
-        events=events,
-        arena=Arena(block, pin=settings.staging.pinned != "never", shared=shared),
+        events=store.events,
+        arena=arena,
         budget=ByteBudget(max(block, (settings.staging.bytes or 0) // block * block)),
         planner=await anyio.to_thread.run_sync(choose_planner, topology, settings, largest_file),
-        rank=topology.rank,
-        world_size=topology.world_size,
-        attempt=launch.attempt,
+        rank=store.rank,
+        world_size=store.world_size,
+        attempt=attempt,
+        uploader=worker,
     )
-
-
-def _backend_of(settings: Settings) -> Backend:
-    """Create the backend of the settings' URL; blocking, since it may be imported first."""
-    assert settings.url is not None
-    options = settings.backends.get(scheme_of(settings.url), {})
-    return create_backend(settings.url, options, read_only=settings.read_only)
-
-
-def _block_bytes(settings: Settings, backend: Backend) -> int:
-    """Return the size of blocks: whole pages, and at least the minimum of the backend."""
-    pages = -(-backend.limits.min_block_bytes // _PAGE)
-    return max(settings.staging.block_bytes, pages * _PAGE)

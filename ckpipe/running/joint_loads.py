@@ -24,6 +24,7 @@ from ckpipe.loading.stateful import InspectionMemo
 from ckpipe.loop_thread import on_caller
 from ckpipe.ranks.agree import Agreements, TorchAgreements
 from ckpipe.save.context import SaveContext
+from ckpipe.store.retry import pauses
 from ckpipe.types import first_of
 
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.02, 1.0
@@ -144,28 +145,29 @@ class JointLoads:
             UnsupportedTopology: If another failed in another way, or has not come in time.
         """
         agreements, ranks = joint.agreements, joint.objects.ranks
-        pause, seconds = _FIRST_PAUSE_SECONDS, self._context.settings.load.agreement_timeout_seconds
+        seconds = self._context.settings.load.agreement_timeout_seconds
         until, here = time.monotonic() + seconds, f"{joint.attempt}.{point}.{name}"
         await agreements.arrive(here)
         joint.is_waiting = True
         with self._waiting():
-            while behind := await agreements.behind(here, ranks):
+            for pause in pauses(until, _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS):
+                await anyio.sleep(pause)
+                behind = await agreements.behind(here, ranks)
+                if not behind:
+                    break
                 failed = await agreements.decided(f"{joint.attempt}.failed")
                 if failed is not None:
                     raise _failed_elsewhere(failed[0], step)
-                left = until - time.monotonic()
-                if left <= 0:
-                    raise UnsupportedTopology(
-                        f"Ranks {first_of(behind)} did not join the load of {name} into objects "
-                        f"that call collectives, within {seconds:g} s",
-                        step=step,
-                        rank=self._context.rank,
-                        key=joint.label,
-                        hint="Call load on all ranks of these objects alike, or raise "
-                        "load.agreement_timeout_seconds",
-                    )
-                await anyio.sleep(min(pause, left))
-                pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+            else:
+                raise UnsupportedTopology(
+                    f"Ranks {first_of(behind)} did not join the load of {name} into objects "
+                    f"that call collectives, within {seconds:g} s",
+                    step=step,
+                    rank=self._context.rank,
+                    key=joint.label,
+                    hint="Call load on all ranks of these objects alike, or raise "
+                    "load.agreement_timeout_seconds",
+                )
             failed = await agreements.decided(f"{joint.attempt}.failed")
             if failed is not None and failed[0]["kind"] == _ABSENT:
                 raise _failed_elsewhere(failed[0], step)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -37,6 +38,7 @@ from ckpipe.interpreter import refuse_exit, user_code
 from ckpipe.save.context import SaveContext
 from ckpipe.save.request import SaveCall
 from ckpipe.save.save import Save
+from ckpipe.store.retry import pauses
 from ckpipe.types import SaveReport, SaveStatus, size_text
 
 logger = logging.getLogger("ckpipe")
@@ -140,13 +142,14 @@ class Hooks:
         That call may be waiting for the closing, as when a signal handler closes the pipeline in
         the middle of it, or never end, as when its event loop was closed before.
         """
-        call, pause, left = self._calls.get(event.id), _FIRST_PAUSE_SECONDS, _CLOSING_SECONDS
+        call, left = self._calls.get(event.id), _CLOSING_SECONDS
         if isinstance(event, Staged) and call is not None and call.until == "committed":
             return  # others may go on with the state long before the call returns
-        while call is not None and not call.is_over and left > 0:
+        for pause in pauses(math.inf, _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS):
+            if call is None or call.is_over or left <= 0:
+                return
             await anyio.sleep(pause)
             left -= pause if self.closing else 0
-            pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
 
     async def drained(self) -> None:
         """Wait until every hook that was called has returned."""

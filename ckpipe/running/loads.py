@@ -54,6 +54,7 @@ from ckpipe.running.choose import begin_anew, choose
 from ckpipe.running.joint_loads import Joint, JointLoads
 from ckpipe.running.saves import Saves
 from ckpipe.save.context import SaveContext
+from ckpipe.store.retry import pauses
 from ckpipe.threads import BackgroundTask
 from ckpipe.types import CheckpointId, CheckpointInfo, LoadReport, LoadResult, first_of
 
@@ -67,7 +68,7 @@ _MOST_TRIED = 8
 
 
 @dataclass(frozen=True, slots=True)
-class _Verdict:
+class _RanksVerdict:
     """The ranks' decision on a checkpoint.
 
     Args:
@@ -338,7 +339,7 @@ class Loads:
         vote: _Vote | None,
         joint: Joint | None,
         damaged: Collection[str],
-    ) -> LoadResult | _Verdict:
+    ) -> LoadResult | _RanksVerdict:
         """Load one checkpoint; return the verdict if it is damaged and a fallback is allowed."""
         events = self._events_of(info)
         with events.told(), naming_refusals(step=info.step):
@@ -423,7 +424,7 @@ class Loads:
         error: CorruptCheckpoint | CheckpointIncomplete,
         vote: _Vote | None,
         damaged: Collection[str],
-    ) -> _Verdict:
+    ) -> _RanksVerdict:
         """Propose the fault of a checkpoint and the next candidate; return the decision."""
         backend, fault = self._context.store.retrying, "damaged"
         if isinstance(error, CheckpointIncomplete):
@@ -438,34 +439,32 @@ class Loads:
         kind = "" if fault == "unfit" else f"{type(error).__name__}: "
         how, name = f"{kind}{error}", None if following is None else following.id
         if vote is None:
-            return _Verdict(fault, how, name, error)
+            return _RanksVerdict(fault, how, name, error)
         agreements, question = vote
         how = f"rank {self._context.rank} found {how}"
         decision = await agreements.decide(question, {"fault": fault, "how": how, "next": name})
         return replace(_read_verdict(decision), error=error)
 
-    async def _accept(self, info: CheckpointInfo, vote: _Vote) -> _Verdict:
+    async def _accept(self, info: CheckpointInfo, vote: _Vote) -> _RanksVerdict:
         """Accept a checkpoint for this rank, and wait for the decision for a bounded time."""
         agreements, question = vote
         decided = await agreements.accept(question, _WHOLE)
-        pause, seconds = _FIRST_PAUSE_SECONDS, self._context.settings.load.agreement_timeout_seconds
+        seconds = self._context.settings.load.agreement_timeout_seconds
         until = time.monotonic() + seconds
         with self._waiting():
-            while (decided := decided or await agreements.decided(question)) is None:
-                left = until - time.monotonic()
-                if left <= 0:
-                    absent = await agreements.absent(question)
-                    raise UnsupportedTopology(
-                        f"Ranks {first_of(absent)} did not say within {seconds:g} s whether "
-                        f"{info.id} is whole",
-                        step=info.step,
-                        rank=self._context.rank,
-                        hint="Call load(fallback=True) on all ranks alike, or raise "
-                        "load.agreement_timeout_seconds",
-                    )
-                await anyio.sleep(min(pause, left))
-                pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
-        return _read_verdict(decided[0])
+            for pause in pauses(until, _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS):
+                await anyio.sleep(pause)
+                decided = decided or await agreements.decided(question)
+                if decided is not None:
+                    return _read_verdict(decided[0])
+            absent = await agreements.absent(question)
+        raise UnsupportedTopology(
+            f"Ranks {first_of(absent)} did not say within {seconds:g} s whether {info.id} is whole",
+            step=info.step,
+            rank=self._context.rank,
+            hint="Call load(fallback=True) on all ranks alike, or raise "
+            "load.agreement_timeout_seconds",
+        )
 
     async def _finish(
         self, events: _LoadEvents, load: MatchedLoad, joint: Joint | None
@@ -571,13 +570,13 @@ class Loads:
         return self._agreements
 
 
-def _error_elsewhere(info: CheckpointInfo, verdict: _Verdict) -> CkpipeError:
+def _error_elsewhere(info: CheckpointInfo, verdict: _RanksVerdict) -> CkpipeError:
     if verdict.fault == "deleted":
         return CheckpointIncomplete(f"{info.id} was deleted: {verdict.how}", step=info.step)
     return CorruptCheckpoint(f"{info.id} is damaged: {verdict.how}", step=info.step)
 
 
-def _unreplaced(error: CkpipeError, info: CheckpointInfo, verdict: _Verdict) -> CkpipeError:
+def _unreplaced(error: CkpipeError, info: CheckpointInfo, verdict: _RanksVerdict) -> CkpipeError:
     """Return the error of a target that is partly filled, and that the next candidate would mix."""
     error.add_note(f"The checkpoint {info.id} does not replace it: {verdict.how}")
     error.hint = "Build the target anew, and load a step into it that is whole"
@@ -585,9 +584,9 @@ def _unreplaced(error: CkpipeError, info: CheckpointInfo, verdict: _Verdict) -> 
     return error
 
 
-def _read_verdict(data: Json) -> _Verdict:
+def _read_verdict(data: Json) -> _RanksVerdict:
     try:
-        return _Verdict(data["fault"], data["how"], data["next"])
+        return _RanksVerdict(data["fault"], data["how"], data["next"])
     except (KeyError, TypeError) as error:
         raise InvalidManifest(f"The decision of the ranks is unreadable: {data!r:.100}") from error
 

@@ -139,7 +139,7 @@ def _drawn_up(
         resumed_from=context.catalog.resumed_from,
         line=launch_id(save.id.attempt) if context.catalog.line is None else context.catalog.line,
     )
-    report = save.report().to_data() if context.keep_reports else None
+    report = save.report().to_data() if context.settings.keep_reports else None
     bundle = ManifestDocument(
         kind, save.id, context.world_size, (structure,), (files.layout,), (part,),
         report=report,

@@ -1,9 +1,9 @@
-"""The context of all saves of one pipeline: its store, its memory, its lock."""
+"""The context of all saves of one pipeline: its settings, its store, its memory, its lock."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, Self
 
 import anyio
 
@@ -12,7 +12,7 @@ from ckpipe.backend import Backend
 from ckpipe.catalog.catalog import Catalog
 from ckpipe.errors import refusal_of
 from ckpipe.events import EventBus
-from ckpipe.store.retry import AimdLimiter, RetryPolicy
+from ckpipe.store.retry import AimdLimiter, RetryingBackend, RetryPolicy, logging_policy
 from ckpipe.types import Planner
 
 if TYPE_CHECKING:
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from ckpipe.save.save import Save, StagedBlock
     from ckpipe.settings import Settings
     from ckpipe.state.capture_cache import CaptureCache
+
+_PAGE = 4096
 
 _MOST_UNPRUNED, _MOST_UNPRUNED_SHARE = 16, 4
 """Most complete checkpoints that may wait for a prune before the next save waits too: the first, or
@@ -71,6 +73,7 @@ class StoreContext:
     """The context of the stages that bring saves to one store, in the trainer or in its worker.
 
     Args:
+        settings: The settings; in the worker without ``plan`` and ``export``.
         backend: The store of checkpoints; open.
         retrying: The same store, with retries of each request after transient errors.
         catalog: The checkpoints there.
@@ -78,30 +81,46 @@ class StoreContext:
         rank: This process's rank.
         world_size: Number of ranks that save together.
         block_bytes: The size of all blocks of a file but the last.
-        lanes: Blocks of one save under way to the store at the same time.
         retry: The policy of retries.
-        keep_reports: True if manifests keep the reports of their saves.
-        switch_interval: The switch interval of the GIL during uploads, in seconds; None changes
-            nothing.
         limiter: Admits writes of blocks, of all saves together.
         told: One-time warnings that were given.
         prunes: The prunes that wait or run.
     """
 
+    settings: Settings
     backend: Backend
-    retrying: Backend
+    retrying: RetryingBackend
     catalog: Catalog
     events: EventBus
     rank: int
     world_size: int
     block_bytes: int
-    lanes: int
     retry: RetryPolicy
-    keep_reports: bool = True
-    switch_interval: float | None = None
     limiter: AimdLimiter = field(default_factory=AimdLimiter)
     told: set[str] = field(default_factory=set)
     prunes: PruneState = field(default_factory=PruneState)
+
+    @classmethod
+    def of(
+        cls, settings: Settings, backend: Backend, events: EventBus, rank: int, world_size: int
+    ) -> Self:
+        """Make the context of an open store from the settings, in any of the processes."""
+        policy, rules = logging_policy(settings.upload), settings.retention
+        retrying = RetryingBackend(backend, policy, read_only=settings.read_only)
+        pages = -(-backend.limits.min_block_bytes // _PAGE)
+        return cls(
+            settings=settings,
+            backend=backend,
+            retrying=retrying,
+            catalog=Catalog(
+                retrying, rules.rule, rules.sweep_after, settings.read_only, rules.lines == "all"
+            ),
+            events=events,
+            rank=rank,
+            world_size=world_size,
+            block_bytes=max(settings.staging.block_bytes, pages * _PAGE),
+            retry=policy,
+        )
 
     def is_first(self, warning: str) -> bool:
         """Record a one-time warning; return True the first time."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ from ckpipe.errors import CheckpointIncomplete, CkpipeError, SaveError, StoreErr
 from ckpipe.events import Completed, IncompleteCheckpoint
 from ckpipe.format.summary import summary_of
 from ckpipe.save.context import SaveContext, StoreContext
+from ckpipe.store.retry import pauses
 from ckpipe.types import CheckpointInfo, first_of
 
 _LOOKS = 2
@@ -132,25 +134,21 @@ async def until_complete(
         CorruptCheckpoint: If it cannot be completed, since it is damaged.
         StoreError: If the store failed.
     """
-    until = None if timeout is None else time.monotonic() + timeout
-    pause, ranks = _FIRST_PAUSE_SECONDS, ranks or store.world_size
-    while True:
+    until = math.inf if timeout is None else time.monotonic() + timeout
+    ranks = ranks or store.world_size
+    for pause in pauses(until, _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS):
+        await anyio.sleep(pause)
         known = await recheck(store.retrying, info)
+        if not known.complete and known.reason == NO_INDEX and ranks > 1:
+            outcome = await complete_from_top(store.retrying, info.key, ranks)
+            if not outcome.complete:
+                continue
+            await write_summary_of(store.backend, outcome.index)
+            known = await recheck(store.retrying, info)
         if known.complete:
             return known
-        if ranks == 1 or known.reason != NO_INDEX:
-            raise CheckpointIncomplete(
-                f"The checkpoint {info.id} is not complete: {known.reason}", step=info.step
-            )
-        outcome = await complete_from_top(store.retrying, info.key, ranks)
-        if outcome.complete:
-            await write_summary_of(store.backend, outcome.index)
-            continue
-        left = _LONGEST_PAUSE_SECONDS if until is None else until - time.monotonic()
-        if left <= 0:
-            named = first_of(outcome.absent) or "unknown"
-            raise TimeoutError(
-                f"{info.id} is not complete; ranks known to be without a commit: {named}"
-            )
-        await anyio.sleep(min(pause, left))
-        pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+        raise CheckpointIncomplete(
+            f"The checkpoint {info.id} is not complete: {known.reason}", step=info.step
+        )
+    named = first_of(outcome.absent) or "unknown"
+    raise TimeoutError(f"{info.id} is not complete; ranks known to be without a commit: {named}")

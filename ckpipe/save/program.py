@@ -177,7 +177,7 @@ def plan_blocks(
 
 
 @dataclass(slots=True)
-class _Draft:
+class _BlockDraft:
     spans: list[EntryRange] = field(default_factory=list)
     fills: list[tuple[int, bytes]] = field(default_factory=list)
     copies: list[Copy] = field(default_factory=list)
@@ -195,7 +195,7 @@ class _Cutter:
 
     def __init__(self, leaves: Sequence[TensorLeaf], block_bytes: int, blocks: int) -> None:
         self._leaves, self._block_bytes = leaves, block_bytes
-        self.drafts = [_Draft() for _ in range(blocks)]
+        self.drafts = [_BlockDraft() for _ in range(blocks)]
 
     def _cut(self, start: int, nbytes: int) -> Iterator[tuple[int, int, int, int]]:
         """Cut a range of the file: yield block, offset in it, and bounds within the range."""

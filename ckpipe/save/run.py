@@ -61,5 +61,5 @@ async def deliver_here(
     save.handed_over.set()
     async with blocks:
         await save.ready.wait()
-        with short_switch_interval(context.switch_interval):
+        with short_switch_interval(context.settings.switch_interval_seconds):
             await deliver(save, context, blocks)

@@ -53,7 +53,7 @@ async def run(
             async with anyio.create_task_group() as lanes:
                 # The first file is opened while its first block is being copied.
                 lanes.start_soon(uploads.open_first, name="opening of the first file")
-                for lane in range(context.lanes):
+                for lane in range(context.settings.upload.lanes):
                     lanes.start_soon(uploads.lane, lane, inbox.clone(), name=f"upload lane {lane}")
             await uploads.complete()
             await out.send(save.files)
@@ -84,7 +84,8 @@ class _Uploads:
             async for first in inbox:
                 upload = await self._upload(first.plan.file)
                 most = 1 if upload.takes_checksums else upload.most_blocks
-                share = 1 + inbox.statistics().current_buffer_used // self._context.lanes
+                waiting = inbox.statistics().current_buffer_used
+                share = 1 + waiting // self._context.settings.upload.lanes
                 found = [first]
                 with contextlib.suppress(anyio.WouldBlock, anyio.EndOfStream):
                     while len(found) < min(share, most):

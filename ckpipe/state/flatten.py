@@ -321,7 +321,7 @@ ABSENT: Node = ["absent"]
 _TENSOR = "Save a tensor over it: torch.empty(0, dtype=torch.uint8).set_(storage)"
 
 
-class _Pickler(pickle.Pickler):
+class _StorageRefuser(pickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         """Refuse a storage: torch pickles it, but cannot restore it."""
         if isinstance(obj, torch.UntypedStorage):
@@ -498,7 +498,7 @@ class Flattened:
             )
         try:
             packed = io.BytesIO()
-            _Pickler(packed).dump(obj)
+            _StorageRefuser(packed).dump(obj)
             return ["pickle", base64.b64encode(packed.getvalue()).decode()]
         except Exception as error:
             raise UnsupportedState(

@@ -222,6 +222,13 @@ class Access(enum.Enum):
     """Write, and make the root if it is missing and the store has roots to make."""
 
 
+def backend_of(settings: Settings) -> Backend:
+    """Make the backend of the settings' URL, as :func:`create_backend`; blocking."""
+    assert settings.url is not None
+    options = settings.backends.get(scheme_of(settings.url), {})
+    return create_backend(settings.url, options, read_only=settings.read_only)
+
+
 @asynccontextmanager
 async def open_store(
     url: str, settings: Settings, access: Access, on_read: OnRead | None = None

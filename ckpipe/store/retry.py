@@ -1,4 +1,4 @@
-"""Retry requests with exponential backoff and full jitter, and limit concurrency when throttled.
+"""Retry requests with exponential backoff and full jitter, bound them when throttled, and poll.
 
 Source of the backoff: "Exponential Backoff And Jitter", AWS Architecture Blog, 2015. If a store
 throttles, additive increase and multiplicative decrease (AIMD) bound the number of concurrent
@@ -13,7 +13,7 @@ import logging
 import math
 import random
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
@@ -234,6 +234,21 @@ async def retrying(policy: RetryPolicy, operation: Callable[[], Awaitable[T]]) -
             return await tries.once(operation)
         except CkpipeError as error:
             await tries.wait_after(error)
+
+
+def pauses(
+    until: float, first: float, longest: float, clock: Callable[[], float] = time.monotonic
+) -> Iterator[float]:
+    """Yield the seconds to sleep before each look of a poll: 0, and then doubling pauses.
+
+    The last pause ends at ``until``, by the clock. So there is a look at the start, and one at the
+    end.
+    """
+    yield 0.0
+    pause = first
+    while (left := until - clock()) > 0:
+        yield min(pause, left)
+        pause = min(2 * pause, longest)
 
 
 async def create_once(

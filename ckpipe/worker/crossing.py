@@ -5,17 +5,17 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from typing import TYPE_CHECKING
+from types import SimpleNamespace
+from typing import Any
+
+from pydantic import BaseModel
 
 from ckpipe.backend import Backend
 from ckpipe.errors import SettingsError, UsageError
+from ckpipe.settings import Settings
 from ckpipe.store.registry import is_registered_here, scheme_of
-from ckpipe.store.retry import logging_policy
 from ckpipe.worker.process import LOOKS
 from ckpipe.worker.protocol import MARK, Init, can_cross
-
-if TYPE_CHECKING:
-    from ckpipe.settings import Settings
 
 logger = logging.getLogger("ckpipe")
 
@@ -98,14 +98,17 @@ def obstacle(settings: Settings) -> str | None:
     return None
 
 
-def make_init(settings: Settings, rank: int, world_size: int, block_bytes: int) -> Init:
+def make_init(settings: Settings, rank: int, world_size: int) -> Init:
     """Make the first message for the workers of a pipeline from the present settings; blocking.
 
     The root and the backend's options may depend on the directory and the environment. A worker
     that is started later also gets those of the opening. Otherwise it would save elsewhere after
     the program has changed its directory.
     """
-    url, upload, retention = settings.url or "", settings.upload, settings.retention
+    scheme = scheme_of(settings.url or "")
+    own = {scheme: settings.backends.get(scheme, {})}
+    record = _record_of(settings.model_copy(update={"backends": own}), Settings)
+    del record.plan, record.export  # a planner and transforms may be objects of this process
     try:
         directory, path = os.getcwd(), [os.path.abspath(each) for each in sys.path]
     except OSError:  # the directory was deleted
@@ -115,18 +118,16 @@ def make_init(settings: Settings, rank: int, world_size: int, block_bytes: int) 
         path=path,
         directory=directory,
         environment=dict(os.environ),
-        url=url,
-        options=settings.backends.get(scheme_of(url), {}),
+        settings=record,
         rank=rank,
         world_size=world_size,
-        block_bytes=block_bytes,
-        lanes=upload.lanes,
-        retry=logging_policy(upload),
-        sweep_after=retention.sweep_after,
-        rule=None if retention.rule is None else retention.rule.to_data(),
-        all_lines=retention.lines == "all",
-        keep_reports=settings.keep_reports,
-        survive=settings.worker.survive,
         heartbeat=settings.worker.hang_seconds / LOOKS,
-        niceness=settings.worker.niceness,
     )
+
+
+def _record_of(settings: BaseModel, kind: type[BaseModel]) -> Any:
+    """Copy settings to records with the same names, so that a worker imports no pydantic."""
+    properties = [name for name, each in vars(kind).items() if isinstance(each, property)]
+    values = {name: getattr(settings, name) for name in (*kind.model_fields, *properties)}
+    groups = {n: _record_of(v, type(v)) for n, v in values.items() if isinstance(v, BaseModel)}
+    return SimpleNamespace(**values | groups)

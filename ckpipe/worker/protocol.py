@@ -4,7 +4,7 @@ Both ends are one installation of one Python interpreter. The trainer starts the
 socket that no other process has. So values are pickled (:mod:`pickle`), as in
 :mod:`multiprocessing`. Only values that the other end knows cross: ckpipe's own classes and plain
 values. A value of a subclass of a plain type crosses as that type, and an error as one of ckpipe's
-or of Python's (:class:`_Pickler`).
+or of Python's (:class:`_MessagePickler`).
 
 A message is a frozen dataclass; on the socket it is eight bytes with its length, little-endian,
 and then the version of this protocol and the message. A descriptor that belongs to a message
@@ -24,19 +24,21 @@ import signal
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
-from datetime import timedelta
 from functools import cache
 from io import BytesIO
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from ckpipe import errors
 from ckpipe.errors import CkpipeError
 from ckpipe.events import Event
 from ckpipe.format.data_file import BlockRange, DataFiles
 from ckpipe.format.manifest import Layout, RankManifest, Structure
+from ckpipe.retention import Rule, from_data
 from ckpipe.save.record import StageTimings
-from ckpipe.store.retry import RetryPolicy
 from ckpipe.types import CheckpointId, CheckpointInfo
+
+if TYPE_CHECKING:
+    from ckpipe.settings import Settings
 
 VERSION = 1
 """Version of the protocol. Both ends are one installation; a difference means a mixture of two."""
@@ -56,47 +58,28 @@ TELL_STACKS = signal.SIGQUIT
 
 @dataclass(frozen=True, slots=True)
 class Init:
-    """The first message of the trainer: all settings of the worker.
+    """The first message of the trainer.
 
     Args:
         trainer: The trainer's process id.
         path: Its ``sys.path``.
         directory: Its working directory, to which a relative root refers.
         environment: Its environment.
-        url: The root.
-        options: The backend's options.
+        settings: The settings of the pipeline, but ``plan`` and ``export``, as a record with the
+            same names (:func:`ckpipe.worker.crossing.make_init`).
         rank: The rank.
         world_size: Number of ranks that save together.
-        block_bytes: The size of a block, in bytes.
-        lanes: Blocks of one save under way at the same time.
-        retry: The policy of retries of requests.
-        sweep_after: Time that tombstones stay.
-        rule: The retention rule in its plain form; None keeps all.
-        all_lines: True if it counts the checkpoints of all lines.
-        keep_reports: True if manifests keep the reports of their saves.
-        survive: True to finish staged saves after the end of the trainer.
         heartbeat: Seconds between two ``Alive`` messages.
-        niceness: The ``nice`` value of the worker.
     """
 
     trainer: int
     path: list[str]
     directory: str
     environment: Mapping[str, str] = field(repr=False)
-    url: str = field(repr=False)
-    options: Mapping[str, Any] = field(repr=False)
+    settings: Settings = field(repr=False)
     rank: int
     world_size: int
-    block_bytes: int
-    lanes: int
-    retry: RetryPolicy
-    sweep_after: timedelta
-    rule: Mapping[str, Any] | None
-    all_lines: bool
-    keep_reports: bool
-    survive: bool
     heartbeat: float
-    niceness: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,13 +277,15 @@ def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, _PLAIN)
 
 
-class _Pickler(pickle.Pickler):
+class _MessagePickler(pickle.Pickler):
     """Pickles all values as types that the other end knows."""
 
     def reducer_override(self, value: Any) -> Any:
         kind = type(value)
         if isinstance(value, BaseException):
             return _unpack_error, _pack_error(value)
+        if isinstance(value, Rule):  # its class may be the program's
+            return from_data, (value.to_data(),)
         if isinstance(value, BlockRange):  # the trainer's subclass also has the copies
             kind = BlockRange
         if is_dataclass(kind):
@@ -370,7 +355,7 @@ def encode(message: Message) -> bytes:
         ValueError: If it holds a value that cannot cross.
     """
     body = BytesIO()
-    _Pickler(body, pickle.HIGHEST_PROTOCOL).dump((VERSION, message))
+    _MessagePickler(body, pickle.HIGHEST_PROTOCOL).dump((VERSION, message))
     return body.tell().to_bytes(8, "little") + body.getbuffer()
 
 

@@ -30,7 +30,6 @@ import anyio.to_thread
 from anyio import create_memory_object_stream
 from anyio.abc import TaskGroup
 
-from ckpipe.catalog.catalog import Catalog
 from ckpipe.catalog.leases import under_lease
 from ckpipe.errors import SaveCancelled, first_error
 from ckpipe.events import BlockUploaded, Event, EventBus
@@ -39,12 +38,10 @@ from ckpipe.format.data_file import DataFiles
 from ckpipe.format.manifest import Structure
 from ckpipe.format.names import launch_id
 from ckpipe.memory.mapping import map_to_read
-from ckpipe.retention import from_data
 from ckpipe.save.context import StoreContext
 from ckpipe.save.deliver import deliver
 from ckpipe.save.record import FilledBlock, SaveRecord
-from ckpipe.store.registry import create_backend
-from ckpipe.store.retry import RetryingBackend
+from ckpipe.store.registry import backend_of
 from ckpipe.types import CheckpointInfo
 from ckpipe.worker import protocol
 from ckpipe.worker.channel import Channel
@@ -167,7 +164,7 @@ class Service:
         """Serve until the trainer sends ``Finish`` or is gone; False if it cannot serve."""
         init = self._init
         try:
-            backend = await anyio.to_thread.run_sync(create_backend, init.url, init.options)
+            backend = await anyio.to_thread.run_sync(backend_of, init.settings)
         except Exception as error:
             # Only for the worker's log: the trainer raises the error.
             logger.info("The store cannot be used", exc_info=True)
@@ -176,19 +173,8 @@ class Service:
         events = EventBus()
         events.add(self._tell)
         async with backend:
-            retrying = RetryingBackend(backend, init.retry)
-            rule = None if init.rule is None else from_data(init.rule)
-            self._context = StoreContext(
-                backend=backend,
-                retrying=retrying,
-                catalog=Catalog(retrying, rule, init.sweep_after, all_lines=init.all_lines),
-                events=events,
-                rank=init.rank,
-                world_size=init.world_size,
-                block_bytes=init.block_bytes,
-                lanes=init.lanes,
-                retry=init.retry,
-                keep_reports=init.keep_reports,
+            self._context = StoreContext.of(
+                init.settings, backend, events, init.rank, init.world_size
             )
             async with anyio.create_task_group() as beside:
                 beside.start_soon(self._beat, name="heartbeat")
@@ -263,7 +249,7 @@ class Service:
                 self._channel.post(protocol.Alive())
 
     async def _step_back(self) -> None:
-        if niceness := self._init.niceness:
+        if niceness := self._init.settings.worker.niceness:
             await anyio.to_thread.run_sync(step_back_together, niceness, abandon_on_cancel=True)
 
     def _tell(self, event: Event) -> None:
@@ -292,7 +278,8 @@ class Service:
         """End the saves after the last message of the trainer; the caller waits for them."""
         if self._end is None:
             logger.warning("The trainer (process %d) is gone", self._init.trainer)
-        keep = self._init.survive if self._end is None else not self._end.give_up
+        survive = self._init.settings.worker.survive
+        keep = survive if self._end is None else not self._end.give_up
         for save in list(self._saves.values()):
             if not keep or save.sealed is None:
                 save.give_up()
@@ -350,8 +337,8 @@ async def serve(descriptor: int) -> int:
         init = await channel.receive()
         if not isinstance(init, protocol.Init):
             raise ValueError(f"A trainer begins with {type(init).__name__}")
-        if init.niceness:
-            step_back(init.niceness)  # before there is another thread, for all inherit it
+        if niceness := init.settings.worker.niceness:
+            step_back(niceness)  # before there is another thread, for all inherit it
         await anyio.to_thread.run_sync(adopt, init)
         logger.addHandler(_Forwarding(channel, loop))
         logger.info("This worker (process %d) serves process %d", os.getpid(), init.trainer)

@@ -45,7 +45,6 @@ from ckpipe.save.context import StoreContext
 from ckpipe.save.record import FilledBlock
 from ckpipe.save.run import deliver_here
 from ckpipe.save.save import Save, StagedBlock
-from ckpipe.settings import Worker
 from ckpipe.worker import protocol
 from ckpipe.worker.channel import Channel
 from ckpipe.worker.process import LOOKS, WorkerProcess, is_held
@@ -435,22 +434,16 @@ class WorkerUploader:
     """Starts worker processes, one at a time, and hands saves to them.
 
     Args:
-        settings: The settings of workers.
         init: The first message for each.
         context: The context that gets their events.
     """
 
-    def __init__(self, settings: Worker, init: protocol.Init, context: StoreContext) -> None:
-        self._settings, self._init, self._context = settings, init, context
+    def __init__(self, init: protocol.Init, context: StoreContext) -> None:
+        self._init, self._context, self._settings = init, context, context.settings.worker
         self._tasks: TaskGroup | None = None
         self._link: WorkerConnection | None = None
         self._starting = anyio.Lock()
         self._closed = False
-
-    @property
-    def process_id(self) -> int | None:
-        """The id of the worker process, or None."""
-        return None if self._link is None or self._link.ending else self._link.process.id
 
     def start(self, tasks: TaskGroup) -> None:
         """Start the first worker in the background, so that no save waits for it.
@@ -523,7 +516,7 @@ class WorkerUploader:
                 death = error
                 continue
             # Otherwise a trainer in plain Python learns late that all is durable.
-            with short_switch_interval(self._context.switch_interval):
+            with short_switch_interval(context.settings.switch_interval_seconds):
                 await transit.by_worker(worker, survives=self._settings.survive)
             if not isinstance(transit.error, WorkerDied):
                 if transit.error is not None:

@@ -18,7 +18,7 @@ from ckpipe import register_backend
 from ckpipe.backend import PutMode
 from ckpipe.errors import StoreUnavailable, Throttled
 from ckpipe.store.registry import Access, open_store
-from ckpipe.store.retry import AimdLimiter
+from ckpipe.store.retry import AimdLimiter, pauses
 from ckpipe.testing import MemoryBackend
 
 EVENTS = st.lists(
@@ -224,3 +224,12 @@ async def test_reads_of_an_open_store_are_counted() -> None:
         assert opened is not None
         opened.read_into(10, memoryview(bytearray(7)), cached=opened.is_cached(10, 7))
     assert counted == [5, 7]
+
+
+def test_a_poll_looks_at_its_start_and_at_its_end() -> None:
+    clock, looks = [0.0], []
+    for pause in pauses(10.0, 1.0, 3.0, lambda: clock[0]):
+        clock[0] += pause
+        looks.append(clock[0])
+    assert looks == [0, 1, 3, 6, 9, 10]
+    assert list(pauses(0.0, 1.0, 3.0, lambda: 0.0)) == [0]
