@@ -147,7 +147,7 @@ async def import_document(
 
 
 @dataclass(frozen=True, slots=True)
-class _Plan:
+class _ImportPlan:
     """The data files of an import.
 
     Args:
@@ -166,7 +166,7 @@ class _Plan:
 
 
 @dataclass(slots=True)
-class _Draft:
+class _DraftEntry:
     """An entry, the bytes of its items, the tensor that fills it, and its chunks."""
 
     entry: Entry
@@ -180,7 +180,7 @@ def _planned(
     transform: Sequence[Transform],
     block_bytes: int,
     max_file_bytes: int | None,
-) -> _Plan:
+) -> _ImportPlan:
     if transform:
         document, _ = transformed(document, transform, LabelFilter())
     saved = state_for(document, 0, 1, "raise")
@@ -198,7 +198,7 @@ def _planned(
     for row in saved.rows:
         refuse_codes(row, row.cast or row.dtype, row.label)
     rows = [replace(row, dtype=row.cast or row.dtype) for row in saved.rows]
-    drafts: dict[Any, _Draft] = {}
+    drafts: dict[Any, _DraftEntry] = {}
     for number, row in enumerate(rows):
         _add(drafts, number, row, stored)
     found = sorted(drafts.values(), key=lambda draft: -draft.item)  # so that all are aligned
@@ -229,7 +229,7 @@ def _planned(
     )
     version = max(each.version for each in document.structures)
     optimizers = tuple(saved.optimizers.values())
-    return _Plan(
+    return _ImportPlan(
         Structure(saved.tree, tuple(rows), len(saved.values), optimizers, version),
         part,
         DataFiles(tuple(files), layout, list(_blocks(files, entries, block_bytes))),
@@ -238,7 +238,9 @@ def _planned(
     )
 
 
-def _add(drafts: dict[Any, _Draft], number: int, row: TensorRow, stored: StoredTensors) -> None:
+def _add(
+    drafts: dict[Any, _DraftEntry], number: int, row: TensorRow, stored: StoredTensors
+) -> None:
     """Add a tensor to its entry, which tensors that share memory have together."""
     tensor = stored[number]
     copies = stored.copies(tensor)
@@ -268,7 +270,7 @@ def _add(drafts: dict[Any, _Draft], number: int, row: TensorRow, stored: StoredT
                 tensor = StoredTensor(number, tensor.row, tensor.dtype, None, near)
     draft = drafts.get(key)
     if draft is None:
-        draft = drafts[key] = _Draft(entry, itemsize, tensor, [])
+        draft = drafts[key] = _DraftEntry(entry, itemsize, tensor, [])
     elif itemsize > draft.item:
         draft.entry, draft.item = entry, itemsize
     draft.chunks.append(chunk)
@@ -309,7 +311,9 @@ class _Import(SaveRecord):
         room: Admits as many of them as the bound of memory permits.
     """
 
-    def __init__(self, id: CheckpointId, plan: _Plan, arena: Arena, room: anyio.Semaphore) -> None:
+    def __init__(
+        self, id: CheckpointId, plan: _ImportPlan, arena: Arena, room: anyio.Semaphore
+    ) -> None:
         super().__init__(id, 0, time.perf_counter(), plan.part.token)
         self.plan, self.arena, self.room = plan, arena, room
         self.files = plan.files
@@ -352,7 +356,7 @@ async def _fill(
         record.copied.set()
 
 
-def _note(plan: _Plan, block: BlockRange, memory: Block, targets: Targets) -> None:
+def _note(plan: _ImportPlan, block: BlockRange, memory: Block, targets: Targets) -> None:
     """Write the header, and note the tensors that fill the rest of a block."""
     header = plan.files.files[block.file].header[block.offset : block.offset + block.nbytes]
     memory.view[: len(header)] = header

@@ -217,7 +217,7 @@ class _Leaf(Rule):
         return f"{type(self).__name__}({inside})"
 
 
-class _Alone(_Leaf):
+class _Independent(_Leaf):
     """A rule that judges each checkpoint by itself, so that none has rivals."""
 
     def rivals(
@@ -398,7 +398,7 @@ class KeepBest(_Leaf):
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class KeepWithin(_Alone):
+class KeepWithin(_Independent):
     """Keeps the checkpoints that were written within a period before now.
 
     Args:
@@ -425,7 +425,7 @@ class KeepWithin(_Alone):
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class KeepIf(_Alone):
+class KeepIf(_Independent):
     """Keeps the checkpoints for which a Python function returns true.
 
     The function is called once for each checkpoint and decision, and again if a fact of the

@@ -206,7 +206,7 @@ async def _run(profile: str, seconds: float, *command: str, **pipes: Any) -> Any
         return subprocess.run(command, capture_output=True, timeout=seconds, check=False)
 
     try:
-        return _Ended(await run_in_thread(run))
+        return _EndedProcess(await run_in_thread(run))
     except subprocess.TimeoutExpired:
         # Its arguments may hold secrets.
         message = f"The credential_process {command[0]!r:.300} of profile {profile!r:.100} did not"
@@ -216,7 +216,7 @@ async def _run(profile: str, seconds: float, *command: str, **pipes: Any) -> Any
 
 
 @dataclass(frozen=True)
-class _Ended:
+class _EndedProcess:
     """A process that has ended, with the methods of a running one."""
 
     process: subprocess.CompletedProcess[bytes]
