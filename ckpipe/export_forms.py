@@ -136,12 +136,12 @@ def plan_files(
     """
     globs: list[str] | None = [] if form == "hf" else None  # weights have no optimizer
     select = LabelFilter([asked.part] if asked.part else globs)
-    plan = _Plan(opened, asked, select, expanded=expanded)
+    plan = _ExportPlan(opened, asked, select, expanded=expanded)
     files = {"torch": plan.torch_file, "hf": plan.weights, "dcp": plan.dcp_folder}[form]()
     return Opened(opened.store, plan.bundle), files
 
 
-class _Plan:
+class _ExportPlan:
     def __init__(
         self, opened: Opened, asked: Export, select: LabelFilter, *, expanded: bool
     ) -> None:

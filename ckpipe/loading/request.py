@@ -20,6 +20,7 @@ from ckpipe.lock.state_lock import LoadHold
 from ckpipe.loop_thread import Caller
 from ckpipe.options import completed, one_of
 from ckpipe.settings import Settings
+from ckpipe.types import PicklePolicy
 
 Unwrap = Callable[[str, Mapping[str, Json], Callable[[], Any]], torch.Tensor]
 """Makes a plain tensor of a fresh wrapper tensor: of its label, its facts, and its factory."""
@@ -64,7 +65,7 @@ class LoadOptions(TypedDict, total=False):
     and the values in the order of ranks, and returns a value; it is not called for generators,
     which are derived."""
 
-    pickle: Annotated[Literal["refuse", "allow"] | None, None]
+    pickle: Annotated[PicklePolicy | None, None]
     """``"allow"`` to load pickled objects, which runs code from the checkpoint. None takes the
     setting ``pickle``."""
 

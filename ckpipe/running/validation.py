@@ -12,11 +12,11 @@ import os
 import sys
 import warnings
 from concurrent.futures import Future
-from typing import Any, Literal, SupportsIndex
+from typing import Any, SupportsIndex
 
 from ckpipe.errors import PermissionDenied, PipelineClosed, UsageError, first_error
 from ckpipe.lock.holds import callers
-from ckpipe.types import CheckpointInfo
+from ckpipe.types import CheckpointInfo, OnError
 
 Which = int | str | CheckpointInfo
 """A step, the exact id of a checkpoint, or its info."""
@@ -132,7 +132,7 @@ def failure_text(error: Exception) -> str:
     return f"{'Work beside the saves' if beside else 'A checkpoint'} failed: {error}"
 
 
-def raise_or_warn(failures: list[Exception], on_error: Literal["raise", "warn"]) -> None:
+def raise_or_warn(failures: list[Exception], on_error: OnError) -> None:
     """Raise or warn of failures in the background."""
     if on_error == "warn":
         for each in failures:

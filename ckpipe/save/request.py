@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Annotated, Any, Literal, TypedDict, Unpack
+from typing import Annotated, Any, Literal, TypedDict, Unpack, get_args
 
 from torch.optim import Optimizer
 
@@ -16,6 +16,7 @@ from ckpipe.lock.guard import StepGuard
 from ckpipe.loop_thread import Caller
 from ckpipe.options import completed, one_of
 from ckpipe.settings import Settings
+from ckpipe.types import Until
 
 _DEEPEST = 200
 
@@ -29,7 +30,7 @@ class SaveOptions(TypedDict, total=False):
     metadata: Annotated[Mapping[str, Any] | None, None]
     """Plain JSON, at most 200 levels deep, kept in the checkpoint."""
 
-    until: Annotated[Literal["captured", "staged", "committed"], "staged"]
+    until: Annotated[Until, "staged"]
     """``"staged"``, the default, returns when the state is copied, ``"committed"`` when the
     checkpoint is durable. ``"captured"`` returns when all of the state is copied except the
     parameters and state tensors of guarded optimizers. These are copied while forward and backward
@@ -128,8 +129,7 @@ class SaveRequest:
         self.metrics = _plain_metrics(given["metrics"] or {}, step)
         self.metadata = _plain_metadata(given["metadata"] or {}, step)
         self.final = given["final"]
-        choices = "captured", "staged", "committed"
-        self.call.until = one_of("until", given["until"], *choices, step=step)
+        self.call.until = one_of("until", given["until"], *get_args(Until), step=step)
         self.owners = _late_owners(self.call.until, guards, step)
         self.gradients = tuple(each.gradients for each in guards)
 

@@ -429,6 +429,8 @@ def test_name_of_a_class_imports_nothing(tmp_path: Path, monkeypatch: pytest.Mon
     before = set(sys.modules)
     for value, error in [
         (["enum", "lazy_whole:parts.Mode", "x"], errors.StructureMismatch),
+        (["enum", "lazy_parts:Mode", "x"], errors.StructureMismatch),
+        (["enum", "os:system", "x"], errors.StructureMismatch),
         (["dtype", "_inductor"], errors.InvalidManifest),
     ]:
         forge(index_of(tmp_path), partial(Document.update, values=[[value]]))

@@ -19,7 +19,6 @@ from typing import Any
 
 import jsonschema
 import pytest
-import safetensors.torch
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -44,7 +43,6 @@ from tests.failure.test_hostile_checkpoints import state
 from tests.inner.made_up_ranks import ID, LIMIT, Foreign, manifest_of
 from tests.support.stored_files import (
     SUMMARIES,
-    data_file_key,
     document_of,
     sealed,
     sealed_text,
@@ -422,16 +420,6 @@ def test_a_wrapper_tensor_is_in_version_2_only() -> None:
     document["version"] = 1
     with pytest.raises(InvalidManifest, match="wrapper_tensor"):
         decode_bundle(encode_json(document), key=name, id=id, kind="index")
-
-
-def test_data_file_of_then_opens_with_safetensors() -> None:
-    image = dict(kept(1))[data_file_key(ID)]
-    found = safetensors.torch.load(image)
-    assert torch.equal(found["model.weight"], torch.arange(12.0).reshape(3, 4))
-    assert found["~__metadata__"].tolist() == [7]
-    assert torch.equal(found["../~1~0/ü😀.half"], torch.ones(3, dtype=torch.bfloat16))
-    header = json.loads(image[8 : 8 + int.from_bytes(image[:8], "little")])
-    assert header.keys() - {"__metadata__"} == set(found)
 
 
 def test_example_in_the_documentation_is_what_is_written() -> None:

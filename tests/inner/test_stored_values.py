@@ -20,7 +20,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpipe.errors import InvalidManifest, OversizedMetadata, StructureMismatch, UnsupportedState
+from ckpipe.errors import InvalidManifest, OversizedMetadata, StructureMismatch
 from ckpipe.format import data_file
 from ckpipe.format.data_file import (
     ALIGNMENT,
@@ -41,7 +41,7 @@ from ckpipe.format.labels import (
 )
 from ckpipe.planning import LocalPlanner, RankPlan, fingerprint
 from ckpipe.state.tensors import alias_groups, overlaps_itself, tensor_leaf
-from ckpipe.state.values import NotInline, class_path, decode_value, encode_value, resolve_class
+from ckpipe.state.values import NotInline, class_path, decode_value, encode_value
 from tests.inner.made_up_ranks import capture
 from tests.support.tensor_states import SPECS, Spec, build
 
@@ -227,13 +227,6 @@ def test_texts_of_numpy_keep_every_character(raw: str | bytes) -> None:
     assert list(found) == list(raw)  # numpy itself compares without NULs at the end
 
 
-@pytest.mark.parametrize("key", [b"x", object(), Color.RED, (1, [2]), np.int64(1), frozenset()])
-def test_other_keys_are_refused_by_name(key: Any) -> None:
-    with pytest.raises(UnsupportedState) as caught:
-        encode_key(key, "model.x")
-    assert caught.value.key == "model.x"
-
-
 @pytest.mark.parametrize(
     "data",
     [
@@ -293,13 +286,6 @@ def test_enum_of_a_class_or_member_that_is_gone() -> None:
     for data in (["enum", "no.such:Thing", "A"], ["enum", class_path(Color), "GREEN"]):
         with pytest.raises(StructureMismatch):
             decode_value(data)
-
-
-def test_classes_are_only_looked_up_and_never_imported_or_called() -> None:
-    assert resolve_class(class_path(Color), enum.Enum) is Color
-    for path in ("os:system", "os:path", "antigravity:x", "builtins:int", "", ":", "os"):
-        with pytest.raises(StructureMismatch):
-            resolve_class(path, enum.Enum)
 
 
 @pytest.mark.parametrize("value", [object(), [1], {}, lambda: 0, type, np.zeros(1).dtype])

@@ -9,9 +9,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any, Literal
 
 import anyio
@@ -33,9 +31,9 @@ from ckpipe.interpreter import (
     gc_paused,
     short_switch_interval,
 )
-from ckpipe.loop_thread import Caller, Job, LoopThread
+from ckpipe.loop_thread import Caller, LoopThread
 from ckpipe.threads import all_of, in_thread, on_loop
-from tests.support.actors import PATIENCE, DaemonThreads
+from tests.support.actors import PATIENCE
 from tests.support.pipelines import Stateful
 from tests.support.settling import SettlingPipeline, settle
 from tests.support.worker_runs import SETTINGS, state_of
@@ -60,16 +58,6 @@ def default_interval() -> Iterator[None]:
     sys.setswitchinterval(0.005)
     yield
     sys.setswitchinterval(before)
-
-
-def test_the_last_who_wanted_them_puts_back_what_was() -> None:
-    first, second = short_switch_interval(), short_switch_interval()
-    first.__enter__()
-    second.__enter__()
-    first.__exit__(None, None, None)
-    assert sys.getswitchinterval() == about(SWITCH_SECONDS)
-    second.__exit__(None, None, None)
-    assert sys.getswitchinterval() == about(0.005)
 
 
 def test_what_others_set_stays() -> None:
@@ -226,56 +214,6 @@ async def test_what_a_caller_does_not_come_to_do_is_never_done() -> None:
                 await anyio.lowlevel.checkpoint()  # it is asked, and never looks
             tasks.start_soon(ask, leaving)
     assert len(ended) == 2
-
-
-class Interrupting(SimpleQueue[Any]):
-    def get(self, block: bool = True, timeout: float | None = None) -> Any:
-        super().get(block, timeout)
-        raise KeyboardInterrupt
-
-
-@pytest.mark.parametrize("when", ["before the job", "after it"])
-async def test_a_job_is_over_if_an_interrupt_comes_right(
-    when: str, threads: DaemonThreads, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    caller = Caller()
-    if when == "before the job":
-        caller._jobs = Interrupting()
-    else:
-
-        def interrupted(job: Job[Any]) -> None:
-            monkeypatch.undo()
-            raise KeyboardInterrupt
-
-        monkeypatch.setattr(Job, "end", interrupted)
-
-    def serve() -> None:
-        with pytest.raises(KeyboardInterrupt), caller:
-            caller.serve_until(Future())
-
-    serving, ran = threads.submit(serve), list[int]()
-    with contextlib.suppress(UsageError):
-        await caller.run(ran.append, 7)
-    assert len(ran) == (when == "after it")
-    serving.result(PATIENCE)
-
-
-async def test_errors_reach_who_asked_and_the_caller_goes_on(threads: DaemonThreads) -> None:
-    end: Future[None] = Future()
-    served = threading.Event()
-    caller = Caller()
-
-    def serve() -> None:
-        with caller:
-            caller.serve_until(end)
-        served.set()
-
-    threads.submit(serve)
-    with pytest.raises(ZeroDivisionError):
-        await caller.run(lambda: 1 // 0)
-    assert await caller.run(lambda: 7) == 7
-    end.set_result(None)
-    assert await anyio.to_thread.run_sync(served.wait, PATIENCE)
 
 
 @pytest.fixture

@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import stat
+from collections.abc import Callable, Iterator
+from itertools import repeat
 from pathlib import Path
 
 import pytest
@@ -15,21 +17,31 @@ from ckpipe import errors
 from ckpipe.backend import PutMode
 from ckpipe_local import LocalBackend
 
+BROKEN = OSError(errno.EIO, "broken")
+
+
+def break_syncs(
+    monkeypatch: pytest.MonkeyPatch, kind: Callable[[int], bool], errors: Iterator[OSError]
+) -> None:
+    """Let ``fsync`` of each file of a kind raise the next error, while there is one."""
+    sync = os.fsync
+
+    def fsync(descriptor: int) -> None:
+        if kind(os.fstat(descriptor).st_mode) and (error := next(errors, None)):
+            raise error
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+
 
 async def test_a_failed_sync_is_not_tried_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The kernel reports lost pages once: a second fsync would succeed without them.
-    sync, failures = os.fsync, [OSError(errno.ETIMEDOUT, "slow"), OSError(errno.ENOSPC, "full")]
-
-    def fsync(descriptor: int) -> None:
-        if failures and stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise failures.pop()
-        sync(descriptor)
-
+    failures = iter([OSError(errno.ENOSPC, "full"), OSError(errno.ETIMEDOUT, "slow")])
     async with LocalBackend(str(tmp_path)) as backend:
         uploads = [await backend.open_upload(f"x{n}", size=4, block_bytes=4096) for n in (0, 1)]
-        monkeypatch.setattr(os, "fsync", fsync)
+        break_syncs(monkeypatch, stat.S_ISREG, failures)
         for upload, kind in zip(uploads, (errors.StoreFull, errors.StoreError), strict=True):
             await upload.write(0, memoryview(b"data"))
             for expected in (kind, errors.StoreError):
@@ -43,12 +55,9 @@ async def test_a_failed_sync_is_not_tried_again(
 async def test_a_volatile_object_asks_the_disk_for_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fsync(_: int) -> None:
-        raise OSError(errno.EIO, "broken")
-
     async with LocalBackend(str(tmp_path)) as backend:
         await backend.put("a/lasts", b"x", PutMode.CREATE)
-        monkeypatch.setattr(os, "fsync", fsync)
+        break_syncs(monkeypatch, bool, repeat(BROKEN))
         with pytest.raises(errors.StoreError, match="Input/output"):
             await backend.put("a/b/lasts", b"x", PutMode.CREATE)
         await backend.put_volatile("a/b/c", b"x")
@@ -59,23 +68,16 @@ async def test_a_volatile_object_asks_the_disk_for_nothing(
 async def test_a_name_that_cannot_be_made_durable_is_taken_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sync, broken = os.fsync, True
-
-    def fsync(descriptor: int) -> None:
-        if broken and stat.S_ISDIR(os.fstat(descriptor).st_mode):
-            raise OSError(errno.EIO, "broken")
-        sync(descriptor)
-
     async with LocalBackend(str(tmp_path)) as backend:
         upload = await backend.open_upload("data", size=4, block_bytes=4096)
         await upload.write(0, memoryview(b"data"))
-        monkeypatch.setattr(os, "fsync", fsync)
+        break_syncs(monkeypatch, stat.S_ISDIR, repeat(BROKEN))
         with pytest.raises(errors.StoreError, match="Input/output"):
             await upload.complete()
         with pytest.raises(errors.StoreError, match="Input/output"):
             await backend.put("small", b"data", PutMode.CREATE)
         assert [info async for info in backend.list()] == []
-        broken = False
+        monkeypatch.undo()
         await upload.complete()
         assert await backend.get("data", max_bytes=10) == b"data"
     assert os.listdir(tmp_path) == ["data"]
@@ -85,18 +87,11 @@ async def test_a_key_that_is_taken_is_durable(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Whoever has taken it may have come no further than its link, and others go by what is there.
-    sync, broken = os.fsync, True
-
-    def fsync(descriptor: int) -> None:
-        if broken and stat.S_ISDIR(os.fstat(descriptor).st_mode):
-            raise OSError(errno.EIO, "broken")
-        sync(descriptor)
-
     async with LocalBackend(str(tmp_path)) as backend:
         upload = await backend.open_upload("data", size=4, block_bytes=4096)
         await upload.write(0, memoryview(b"mine"))
         await backend.put("data", b"theirs", PutMode.CREATE)
-        monkeypatch.setattr(os, "fsync", fsync)
+        break_syncs(monkeypatch, stat.S_ISDIR, repeat(BROKEN))
         for _ in range(2):
             with pytest.raises(errors.StoreError, match="Input/output"):
                 await upload.complete()
@@ -104,7 +99,7 @@ async def test_a_key_that_is_taken_is_durable(
                 await backend.put("data", b"mine", PutMode.CREATE)
         with pytest.raises(errors.ObjectExists):
             await backend.put_volatile("data", b"mine")
-        broken = False
+        monkeypatch.undo()
         with pytest.raises(errors.ObjectExists):
             await upload.complete()
         with pytest.raises(errors.ObjectExists):
