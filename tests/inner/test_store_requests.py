@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import heapq
 import math
+import random
 from itertools import chain, repeat
 from types import SimpleNamespace
 
@@ -88,6 +90,42 @@ def test_rounds_of_successes_lift_the_bound_again(count: int) -> None:
             limiter.succeeded(ticket)
     # One more in each round, about: half as many rounds as there were requests.
     assert count / 2 - 2 <= rounds <= count / 2 + 2
+
+
+def simulated(capacity: int, lanes: int, requests: int, seed: int) -> tuple[float, int]:
+    """The time that lanes take at a store with a capacity, and how many requests it refuses.
+
+    A request takes about one unit of time; a refusal comes at once, and is tried again.
+    """
+    chance, limiter, now = random.Random(seed), AimdLimiter(), 0.0
+    ends: list[tuple[float, int, int]] = []
+    done = refused = 0
+    while done < requests:
+        while len(ends) < lanes and limiter.may_begin(now):
+            ticket = limiter.begin()
+            if len(ends) >= capacity:
+                refused += 1
+                limiter.throttled(ticket, now, 0.1)
+                break
+            heapq.heappush(ends, (now + chance.uniform(0.8, 1.2), chance.getrandbits(64), ticket))
+        if not ends:
+            now = limiter.not_before
+            continue
+        now, _, ticket = heapq.heappop(ends)
+        limiter.succeeded(ticket)
+        done += 1
+    return now, refused
+
+
+@given(st.integers(1, 16), st.integers(1, 32), st.integers(0, 99))
+def test_a_store_is_used_well_and_refuses_seldom(capacity: int, lanes: int, seed: int) -> None:
+    seconds, refused = simulated(capacity, lanes, 1000, seed)
+    served = min(capacity, lanes)
+    assert seconds < 1.6 * 1000 / served + 5
+    if lanes <= capacity:
+        assert refused == 0
+    # Each refusal halves the bound, and that many successes at least come before the next.
+    assert refused <= 5 + (1000 if served < 3 else 1000 / (served / 2))
 
 
 async def test_requests_wait_for_each_other_once_the_store_throttles() -> None:
