@@ -60,6 +60,16 @@ def default_interval() -> Iterator[None]:
     sys.setswitchinterval(before)
 
 
+def test_the_last_who_wanted_them_puts_back_what_was() -> None:
+    first, second = short_switch_interval(), short_switch_interval()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert sys.getswitchinterval() == about(SWITCH_SECONDS)
+    second.__exit__(None, None, None)
+    assert sys.getswitchinterval() == about(0.005)
+
+
 def test_what_others_set_stays() -> None:
     with short_switch_interval():
         sys.setswitchinterval(0.02)
