@@ -24,9 +24,10 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ckpipe.errors import CkpipeError, InvalidManifest, UnsupportedState
+from ckpipe.foreign.files import DAMAGED
 
 Make = Callable[..., Any]
-_Load = Callable[["_Unpickler"], None]
+_Load = Callable[["_PlainUnpickler"], None]
 
 _BASE_BYTES, _BYTES_PER_BYTE = 4 << 20, 36
 """Bytes of memory for the objects of any pickle, and for each byte of it. Real ones take at most
@@ -94,7 +95,7 @@ def read_pickle(
         InvalidManifest: If it is malformed, or makes far more than its bytes.
     """
 
-    unpickler = _Unpickler(io.BytesIO(data))
+    unpickler = _PlainUnpickler(io.BytesIO(data))
     unpickler.known, unpickler.persistent, unpickler.strict = known, persistent, strict
     unpickler.left, unpickler.unread = _BASE_BYTES + _BYTES_PER_BYTE * len(data), {}
     try:
@@ -106,12 +107,12 @@ def read_pickle(
         raise InvalidManifest(
             f"The pickle is malformed: {error!r:.200}",
             key=key,
-            hint="The file is truncated or damaged; copy or download it again",
+            hint=DAMAGED,
         ) from None
 
 
 def _costly(load: _Load, nbytes: int) -> _Load:
-    def checked(self: _Unpickler) -> None:
+    def checked(self: _PlainUnpickler) -> None:
         self.pay(nbytes)
         load(self)
 
@@ -119,7 +120,7 @@ def _costly(load: _Load, nbytes: int) -> _Load:
 
 
 def _keyed(load: _Load, keys: slice) -> _Load:
-    def checked(self: _Unpickler) -> None:
+    def checked(self: _PlainUnpickler) -> None:
         _check_keys(self.stack[keys])
         load(self)
 
@@ -129,7 +130,7 @@ def _keyed(load: _Load, keys: slice) -> _Load:
 def _for_made(load: _Load, items: int | None) -> _Load:
     """Drop items for a placeholder: a number of them, or all to the mark."""
 
-    def checked(self: _Unpickler) -> None:
+    def checked(self: _PlainUnpickler) -> None:
         made = self.metastack[-1][-1] if items is None else self.stack[-1 - items]
         if not isinstance(made, Unread):
             load(self)
@@ -152,7 +153,7 @@ def _check_keys(keys: Iterable[Any]) -> None:
                 raise ValueError("a key of a dict, or an item of a set, is huge")
 
 
-class _Unpickler(pickle._Unpickler):
+class _PlainUnpickler(pickle._Unpickler):
     """Calls known functions only; attributes are given to records and ordered dicts only."""
 
     known: Mapping[str, Any]
