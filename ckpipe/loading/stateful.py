@@ -98,7 +98,7 @@ class SavedObject:
         cast: Whether values may be converted to the dtype of a target tensor.
         memo: The memo of facts of live objects.
         any_optimizer: Whether an optimizer may get the state of one of another class.
-        foreign: The labels that the loading rank did not save itself, in a world of equal size.
+        from_others: The labels that the loading rank did not save itself, in a world of equal size.
         above: The label below which the names of a foreign checkpoint were moved.
     """
 
@@ -109,7 +109,7 @@ class SavedObject:
     cast: bool = False
     memo: InspectionMemo = field(default_factory=InspectionMemo)
     any_optimizer: bool = False
-    foreign: frozenset[str] = frozenset()
+    from_others: frozenset[str] = frozenset()
     above: str = ""
 
     def at(self, *path: Any) -> str:

@@ -382,9 +382,9 @@ class OptimizerMatch:
                     hint="Load it with the ranks and shards that saved it, or drop the state of "
                     f"the parameter with exclude=[{at()!r}]",
                 )
-        foreign = is_sharded(parameter) and at() in self._saved.foreign
-        dropped = {key for key, each in held.items() if not each.some and (foreign or not each.all)}
-        if dropped == held.keys() and (dropped or foreign):
+        theirs = is_sharded(parameter) and at() in self._saved.from_others
+        dropped = {key for key, each in held.items() if not each.some and (theirs or not each.all)}
+        if dropped == held.keys() and (dropped or theirs):
             return {}
         return {key: value for key, value in state.items() if key not in dropped}
 
