@@ -33,6 +33,7 @@ from ckpipe.foreign.torch_zip import read_object
 from ckpipe.foreign.virtual import Extent, ForeignTensor, virtual_manifest
 from ckpipe.format.dtypes import DTYPES, NAMES
 from ckpipe.format.manifest import MAX_DIMENSIONS, MAX_NUMBER, ManifestDocument
+from ckpipe.state.training_form import PARAM_GROUPS, STATE
 
 METADATA = ".metadata"
 
@@ -281,7 +282,7 @@ def _restored(item: Any) -> Any:
             raise ValueError("a list lacks some of its places")
         return [_restored(item[number]) for number in range(len(item))]
     found = {key: _restored(each) for key, each in item.items()}
-    groups, state = found.get("param_groups"), found.get("state", {})
+    groups, state = found.get(PARAM_GROUPS), found.get(STATE, {})
     if (
         type(groups) is list
         and isinstance(state, dict)
@@ -289,5 +290,5 @@ def _restored(item: Any) -> Any:
     ):
         listed = [number for group in groups for number in group["params"]]
         numbers = {str(number): number for number in listed if type(number) is int}
-        found["state"] = {numbers.get(key, key): each for key, each in state.items()}
+        found[STATE] = {numbers.get(key, key): each for key, each in state.items()}
     return found

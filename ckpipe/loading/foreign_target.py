@@ -22,10 +22,8 @@ from ckpipe.loading.by_label import flattened
 from ckpipe.loading.live_tensors import tie_of
 from ckpipe.loading.optimizers import check_counts, check_state, groups_of, states_of
 from ckpipe.loading.stateful import SavedTensor
+from ckpipe.state.training_form import OPTIMIZER, PARAM_GROUPS, STATE, WEIGHTS
 from ckpipe.state.values import UNREAD, decode_value
-
-WEIGHTS = "__ckpipe_weights__"
-"""The attribute in which the class of a training state has the key of its model."""
 
 
 def fitted(
@@ -175,14 +173,14 @@ class _Optimizers:
         name = next((each for each in _OPTIMIZER_KEYS if each in tree[1]), None)
         if name is None or not hasattr(type(into), WEIGHTS):
             return tree
-        label = join(label, "optimizer")
+        label = join(label, OPTIMIZER)
         node = tree[2][tree[1].index(name)]
         if node[0] in MAPPINGS and self._select.may_select(label):
             if node[1] and all(map(_is_flat, node[1])):
                 node = self._unflattened(node)
             else:
                 node = self._unnumbered(node, into.__ckpipe_look__()[1], label)
-        keys = ["optimizer" if key == name else key for key in tree[1]]
+        keys = [OPTIMIZER if key == name else key for key in tree[1]]
         nodes = [node if key == name else each for key, each in zip(tree[1], tree[2], strict=True)]
         return [tree[0], keys, nodes, *tree[3:]]
 
@@ -266,12 +264,12 @@ def _gathered(tree: Node, into: dict[Any, Any]) -> Node:
     return [tree[0], list(keys), list(nodes), *tree[3:]]
 
 
-_OPTIMIZER_KEYS = ("optimizer", "optim", "optimizers")
+_OPTIMIZER_KEYS = (OPTIMIZER, "optim", "optimizers")
 """Keys under which programs save the state of their optimizers beside the model's."""
 
 
 def _is_flat(key: Json) -> bool:
-    return isinstance(key, str) and key.startswith(("state.", "param_groups."))
+    return isinstance(key, str) and key.startswith((f"{STATE}.", f"{PARAM_GROUPS}."))
 
 
 def _mapping(items: Mapping[str, Node]) -> Node:
