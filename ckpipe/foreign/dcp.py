@@ -23,17 +23,18 @@ from ckpipe.foreign.files import (
     AT_ONCE,
     MAX_PICKLE_BYTES,
     Range,
+    are_sizes,
     check_named,
     read_ahead,
     read_metadata,
 )
-from ckpipe.foreign.pickles import PLAIN, Record, Unread, read_pickle
+from ckpipe.foreign.pickles import PATHS, PLAIN, Record, RecordOf, Unread, read_pickle
 from ckpipe.foreign.safetensors import read_header
 from ckpipe.foreign.torch_zip import read_object
 from ckpipe.foreign.virtual import Extent, ForeignTensor, virtual_manifest
 from ckpipe.format.dtypes import DTYPES, NAMES
-from ckpipe.format.manifest import MAX_DIMENSIONS, MAX_NUMBER, ManifestDocument
-from ckpipe.state.training_form import PARAM_GROUPS, STATE
+from ckpipe.format.manifest import MAX_DIMENSIONS, ManifestDocument
+from ckpipe.state.training_form import PARAM_GROUPS, STATE, groups_of
 
 METADATA = ".metadata"
 
@@ -49,18 +50,12 @@ _RECORDS = (
     "torch.distributed.checkpoint.filesystem._StorageInfo",
     "torch.distributed._shard.sharded_tensor.metadata.TensorProperties",
     "torch.distributed._shard.sharded_tensor.metadata.MEM_FORMAT_ENCODING",
-    *(f"pathlib{inner}.{kind}Path" for inner in ("", "._local")
-      for kind in ("", "Posix", "Windows", "PurePosix", "PureWindows")),
+    *PATHS,
 )  # fmt: skip
-
-
-def _record(name: str) -> Any:
-    return lambda *_: Record(name)
-
 
 _KNOWN: dict[str, Any] = {
     **PLAIN,
-    **{name: _record(name.rpartition(".")[2]) for name in _RECORDS},
+    **{name: RecordOf(name.rpartition(".")[2]) for name in _RECORDS},
     "torch.Size": lambda numbers: torch.Size(numbers),
     "torch.serialization._get_layout": str,
     **{f"torch.{name}": dtype for name, dtype in DTYPES.items()},
@@ -135,7 +130,7 @@ def _item(index: Record, info: Record, there: Mapping[str, ObjectInfo]) -> _Item
         raise UnsupportedState(
             f"The data of {name!r:.200} are transformed, such as compressed", key=METADATA
         )
-    if not all(type(n) is int and 0 <= n <= MAX_NUMBER for n in (begin, nbytes)):
+    if not are_sizes((begin, nbytes)):
         raise ValueError("an offset or length is out of range")
     if begin + nbytes > there[file].size:
         raise InvalidExtent(
@@ -150,9 +145,7 @@ def _item(index: Record, info: Record, there: Mapping[str, ObjectInfo]) -> _Item
 def _numbers(found: Any) -> tuple[int, ...]:
     """Check the numbers of a shape or of offsets."""
     numbers = tuple(found)
-    if len(numbers) > MAX_DIMENSIONS or not all(
-        type(n) is int and 0 <= n <= MAX_NUMBER for n in numbers
-    ):
+    if len(numbers) > MAX_DIMENSIONS or not are_sizes(numbers):
         raise ValueError("a size or an offset is out of range")
     return numbers
 
@@ -282,13 +275,9 @@ def _restored(item: Any) -> Any:
             raise ValueError("a list lacks some of its places")
         return [_restored(item[number]) for number in range(len(item))]
     found = {key: _restored(each) for key, each in item.items()}
-    groups, state = found.get(PARAM_GROUPS), found.get(STATE, {})
-    if (
-        type(groups) is list
-        and isinstance(state, dict)
-        and all(type(each) is dict and type(each.get("params")) is list for each in groups)
-    ):
-        listed = [number for group in groups for number in group["params"]]
+    groups, state = groups_of(found.get(PARAM_GROUPS)), found.get(STATE, {})
+    if groups and isinstance(state, dict):
+        listed = [number for group in groups for number in group.get("params", ())]
         numbers = {str(number): number for number in listed if type(number) is int}
         found[STATE] = {numbers.get(key, key): each for key, each in state.items()}
     return found

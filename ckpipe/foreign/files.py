@@ -19,6 +19,7 @@ from ckpipe.errors import (
     OversizedMetadata,
     UnsafePath,
 )
+from ckpipe.format.manifest import MAX_NUMBER
 from ckpipe.types import first_of
 
 MAX_METADATA_BYTES = 100_000_000
@@ -186,6 +187,11 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _no_number(text: str) -> Any:
     raise ValueError(f"{text} is no number")
+
+
+def are_sizes(found: Iterable[object]) -> bool:
+    """Tell whether all objects are numbers that a size or an offset may be."""
+    return all(type(each) is int and 0 <= each <= MAX_NUMBER for each in found)
 
 
 class Reads(Protocol):

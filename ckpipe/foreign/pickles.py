@@ -294,7 +294,7 @@ PLAIN: dict[str, Any] = {
 """Functions and built-in classes that make plain containers and values."""
 
 
-_PATHS = {
+PATHS = {
     f"pathlib{inner}.{kind}Path": made
     for inner in ("", "._local")
     for kinds, made in (
@@ -303,6 +303,8 @@ _PATHS = {
     )
     for kind in kinds
 }
+"""Classes of paths by their names in pickles."""
+
 _SPACES = ("argparse.Namespace", "types.SimpleNamespace")
 _SCALARS = ("numpy._core.multiarray.scalar", "numpy.core.multiarray.scalar")
 _OF_ANOTHER = ("copyreg._reconstructor", "copy_reg._reconstructor", "builtins.getattr",
@@ -332,7 +334,7 @@ def _of_another(*_: Any) -> Unread:
 
 
 RECORDS = {
-    **{name: RecordOf(name) for name in (*_PATHS, *_SPACES, *_SCALARS, "numpy.dtype")},
+    **{name: RecordOf(name) for name in (*PATHS, *_SPACES, *_SCALARS, "numpy.dtype")},
     **dict.fromkeys(_OF_ANOTHER, _of_another),
 }
 """Makers of records of the classes that :func:`plain_of` knows, and of placeholders."""
@@ -348,8 +350,8 @@ def plain_of(record: Record) -> Any:
     if record.name in _SPACES and not args and all(type(key) is str and key for key in state):
         return state
     texts = not state and all(type(each) is str for each in args)
-    if record.name in _PATHS and texts and sum(map(len, args)) < _MOST_PATH:
-        return str(_PATHS[record.name](*args))
+    if record.name in PATHS and texts and sum(map(len, args)) < _MOST_PATH:
+        return str(PATHS[record.name](*args))
     if record.name == "numpy.dtype" and (dtype := _number_dtype(record)):
         return str(dtype)
     if record.name in _SCALARS and len(args) == 2 and not state and type(args[1]) is bytes:

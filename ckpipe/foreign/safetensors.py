@@ -21,6 +21,7 @@ from ckpipe.errors import InvalidExtent, InvalidManifest
 from ckpipe.foreign.files import (
     AT_ONCE,
     BAD_JSON,
+    are_sizes,
     check_shards,
     parse_json,
     read_metadata,
@@ -31,7 +32,7 @@ from ckpipe.foreign.files import (
 from ckpipe.foreign.virtual import Extent, ForeignTensor, virtual_manifest
 from ckpipe.format.data_file import FOREIGN_DTYPES, LENGTH_BYTES, stored_dtype
 from ckpipe.format.dtypes import DTYPES
-from ckpipe.format.manifest import MAX_DIMENSIONS, MAX_NUMBER, ManifestDocument
+from ckpipe.format.manifest import MAX_DIMENSIONS, ManifestDocument
 from ckpipe.interpreter import gc_paused
 
 INDEX = ".safetensors.index.json"
@@ -115,7 +116,7 @@ def _of_shards(files: Sequence[ObjectInfo], headers: Sequence[Header]) -> dict[s
         for name, tensor in tensors.items():
             try:
                 lower = tuple(info[name]["saved_offsets"])
-                fits = all(type(n) is int and 0 <= n <= MAX_NUMBER for n in lower)
+                fits = are_sizes(lower)
             except (KeyError, TypeError):
                 fits = False
             if not fits or len(lower) != len(tensor.shape):
@@ -184,9 +185,7 @@ def _described(data: bytes, info: ObjectInfo, start: int) -> Header:
 def _tensor(name: str, row: Any, info: ObjectInfo, start: int) -> ForeignTensor:
     try:
         stored, shape, (begin, end) = row["dtype"], tuple(row["shape"]), row["data_offsets"]
-        numbers = (*shape, begin, end)
-        plain = set(map(type, numbers)) == {int} and min(numbers) >= 0 and begin <= end
-        if not plain or max(numbers) > MAX_NUMBER:
+        if not are_sizes((*shape, begin, end)) or begin > end:
             raise ValueError("a size or offset is out of range")
         if len(shape) > MAX_DIMENSIONS:
             raise ValueError(f"there are more than {MAX_DIMENSIONS} dimensions")

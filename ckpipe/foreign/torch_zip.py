@@ -29,6 +29,7 @@ from ckpipe.foreign.files import (
     TORCH_FILES,
     Range,
     Reads,
+    are_sizes,
     check_shards,
     join_near,
     read_metadata,
@@ -40,7 +41,7 @@ from ckpipe.foreign.pickles import PLAIN, RECORDS, Unread, read_pickle
 from ckpipe.foreign.virtual import Extent, ForeignTensor, virtual_manifest
 from ckpipe.format.boxes import contiguous_stride
 from ckpipe.format.dtypes import DTYPES, NAMES
-from ckpipe.format.manifest import MAX_DIMENSIONS, MAX_NUMBER, ManifestDocument
+from ckpipe.format.manifest import MAX_DIMENSIONS, ManifestDocument
 
 _FIRST = (
     "pytorch_model.bin", "pytorch_model.bin.index.json", "adapter_model.bin",
@@ -348,7 +349,7 @@ def _persistent(pid: Any) -> _SavedStorage:
     kind, storage, record, _, count = pid
     if kind != "storage" or not isinstance(storage, _StorageClass) or not isinstance(record, str):
         raise ValueError("a persistent id names no storage")
-    if type(count) is not int or not 0 <= count <= MAX_NUMBER:
+    if not are_sizes([count]):
         raise ValueError("a storage has a wrong size")
     item = 1 if storage.dtype is None else DTYPES[storage.dtype].itemsize
     return _SavedStorage(record, storage.dtype, count * item)
@@ -379,8 +380,7 @@ def _tensor(
     dtype = dtype or storage.dtype
     if dtype is None or type(requires_grad) is not bool:
         raise ValueError("a tensor has no dtype")
-    numbers = (offset, *shape, *stride)
-    if not all(type(n) is int and 0 <= n <= MAX_NUMBER for n in numbers):
+    if not are_sizes((offset, *shape, *stride)):
         raise ValueError("a size of a tensor is out of range")
     if len(shape) != len(stride) or len(shape) > MAX_DIMENSIONS:
         raise ValueError("a tensor has a wrong number of dimensions")

@@ -29,20 +29,7 @@ from ckpipe.format.edit import Draft, ManifestEdit
 from ckpipe.format.labels import encode_key
 from ckpipe.format.tree import MAPPINGS, Node, children_of, walk
 from ckpipe.loading.stateful import unwrapped
-from ckpipe.state.training_form import (
-    GROUPS,
-    JOINT,
-    MODEL,
-    OPTIMIZER,
-    PARAM_GROUPS,
-    STATE,
-    ParameterPlace,
-    head_of,
-    heads_in,
-    is_listed,
-    is_of_state,
-    place_of,
-)
+from ckpipe.state import training_form as form
 from ckpipe.state.values import encode_value
 
 
@@ -71,13 +58,13 @@ class _Optimizer:
 
 def _heads(edit: ManifestEdit, before: ManifestEdit) -> set[str]:
     """Return the heads of optimizers, also of those that transforms left without their groups."""
-    heads = heads_in(before.origins)
+    heads = form.heads_in(before.origins)
     moved = set()
     for label, olds in edit.origins.items():
-        old = head_of(olds[0], heads)
+        old = form.head_of(olds[0], heads)
         if old is not None and label.endswith(end := olds[0][len(old) :]):
             moved.add(label[: -len(end)])
-    return heads | moved | heads_in(edit.origins)
+    return heads | moved | form.heads_in(edit.origins)
 
 
 def _optimizers(tensors: Mapping[str, _Tensor], heads: Collection[str]) -> list[_Optimizer]:
@@ -85,9 +72,9 @@ def _optimizers(tensors: Mapping[str, _Tensor], heads: Collection[str]) -> list[
     homes: defaultdict[str, list[str]] = defaultdict(list)
     others: list[str] = []
     for label in tensors:
-        if (head := head_of(label, heads)) is None:
+        if (head := form.head_of(label, heads)) is None:
             others.append(label)
-        elif is_of_state(label, head):
+        elif form.is_of_state(label, head):
             homes[head].append(label)
     ends: defaultdict[str, list[str]] = defaultdict(list)
     inside: dict[str, dict[str, None]] = {at: {} for head in homes for at in _containers(head)}
@@ -100,7 +87,7 @@ def _optimizers(tensors: Mapping[str, _Tensor], heads: Collection[str]) -> list[
     found = [_optimizer(head, labels, tensors, ends, inside) for head, labels in homes.items()]
     near = {label for each in found for label in inside[each.around]}
     for around in {each.around for each in found}:
-        if not any(label.startswith(f"{around}{MODEL}.") for label in inside[around]):
+        if not any(label.startswith(f"{around}{form.MODEL}.") for label in inside[around]):
             inside[around] |= {label: None for label in others if label not in near}
     for each in found:
         each.parameters = own = inside[each.around]
@@ -126,13 +113,13 @@ def _optimizer(
         ends: The labels of tensors of no optimizer, by each end of them without wrappers.
         inside: The labels of these tensors by the containers around heads.
     """
-    states = {label: unwrapped(label[len(head) + len(f"{STATE}.") :]) for label in labels}
+    states = {label: unwrapped(label[len(head) + len(f"{form.STATE}.") :]) for label in labels}
     names = {
         label: next((each for each in _starts(rest) if each in ends), None)
         for label, rest in states.items()
     }
     found = {name for name in names.values() if name is not None}
-    joint = any(label.startswith(f"{head}{JOINT}.") for label in labels)
+    joint = any(label.startswith(f"{head}{form.JOINT}.") for label in labels)
     digits = all(rest[:1].isdigit() for rest in states.values())
     numbered = joint or not found or (digits and not any("." in name for name in found))
     shapes, count = _shapes_of({states[each]: tensors[each].shape for each in labels})
@@ -163,10 +150,7 @@ def _shapes_of(state: Mapping[str, tuple[int, ...]]) -> tuple[set[tuple[int, ...
 
 def _containers(label: str) -> Iterator[str]:
     """Yield the containers around a label, with a dot behind them, the innermost first."""
-    label = label.rstrip(".")
-    while "." in label:
-        label = label.rpartition(".")[0]
-        yield f"{label}."
+    yield from (f"{each}." for each in _starts(label.rstrip(".")))
     yield ""
 
 
@@ -220,8 +204,8 @@ def give_to_parts(edit: ManifestEdit) -> None:
     Args:
         edit: The edit, with all transforms applied.
     """
-    found = {label: each for label in edit.origins if (each := place_of(label))}
-    above = {each.above for each in found.values() if each.home.startswith(f"{GROUPS}.")}
+    found = {label: each for label in edit.origins if (each := form.place_of(label))}
+    above = {each.above for each in found.values() if each.home.startswith(f"{form.GROUPS}.")}
     tensors = _tensors(edit, ManifestEdit(edit.document)) if above else {}
     parts: defaultdict[str, dict[str, tuple[int, ...]]] = defaultdict(dict)
     for label, tensor in tensors.items():
@@ -237,7 +221,7 @@ def give_to_parts(edit: ManifestEdit) -> None:
         moves = {label: news for label, news in moves.items() if news}
         made |= {new: [label] for label, news in moves.items() for new, _ in news}
         draft.move(moves)
-        models = {f"{each}{OPTIMIZER}.{STATE}": f"{each}{MODEL}." for each in above}
+        models = {f"{each}{form.OPTIMIZER}.{form.STATE}": f"{each}{form.MODEL}." for each in above}
         for node, label in list(walk(draft.tree)):
             if node[0] in MAPPINGS and label in models:
                 news = {k.removeprefix(models[label]) for each in parts.values() for k in each}
@@ -250,11 +234,11 @@ def _places(
     edit: ManifestEdit,
     draft: Draft,
     label: str,
-    now: ParameterPlace,
+    now: form.ParameterPlace,
     parts: Mapping[str, Mapping[str, tuple[int, ...]]],
 ) -> Iterator[tuple[str, Node]]:
     """Yield the leaves that parts of a parameter have in place of one that it had."""
-    leaf, old = draft.leaves()[label], place_of(edit.origins[label][0])
+    leaf, old = draft.leaves()[label], form.place_of(edit.origins[label][0])
     row = draft.rows[leaf[1]] if leaf[0] == "tensor" else None
     if old is None or (row is not None and row.shape and now.key != "step"):
         return
@@ -264,7 +248,7 @@ def _places(
         node, where = leaf, now.of(name)
         if row is not None and name != now.name:
             node = draft.add(replace(row, label=where), draft.sources[leaf[1]])
-        elif now.home.startswith(f"{GROUPS}."):
+        elif now.home.startswith(f"{form.GROUPS}."):
             node = draft.add_value(encode_value(torch.Size(shape)))
         yield where, node
 
@@ -362,7 +346,7 @@ def _check_named(
             ]
         if stale:
             ways = ". State under names may be changed alike by Rename and Rearrange"
-            if optimizer.head.endswith(f"{OPTIMIZER}."):
+            if optimizer.head.endswith(f"{form.OPTIMIZER}."):
                 ways += ", and by Split and Unstack in a training_state"
             raise _left_behind(optimizer.head, stale[0], state, ways)
 
@@ -379,14 +363,14 @@ def _check_groups(
     for state in states:
         old, end = next(iter(tensors[state].sources))[0][0], unwrapped(state[len(head) :])
         if not unwrapped(old).endswith(end):
-            news[unwrapped(old).partition(f"{STATE}.")[2].rpartition(".")[0]] = state
+            news[unwrapped(old).partition(f"{form.STATE}.")[2].rpartition(".")[0]] = state
     for label in labels if news else ():
-        if not label.startswith(f"{head}{PARAM_GROUPS}."):
+        if not label.startswith(f"{head}{form.PARAM_GROUPS}."):
             continue
         if not unwrapped(origins[label][0]).endswith(unwrapped(label[len(head) :])):
             continue
         for name, state in news.items():
-            if is_listed(label) or f".{name}." in f".{label}.":
+            if form.is_listed(label) or f".{name}." in f".{label}.":
                 raise _left_behind(head, label, state)
 
 

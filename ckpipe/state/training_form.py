@@ -27,7 +27,7 @@ empty at the root, and is found by the labels behind it: groups, or the names of
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 MODEL, VERSIONS, OPTIMIZER = "model", "versions", "optimizer"
@@ -36,6 +36,13 @@ PARAM_GROUPS = "param_groups"
 
 WEIGHTS = "__ckpipe_weights__"
 """The attribute in which the class of a training state has the key of its model."""
+
+OWN_OPTIONS = ("foreach", "fused", "capturable", "differentiable")
+"""Options that change the implementation and not the result: a load leaves them as they are.
+torch adds one of them to the defaults of any optimizer that has loaded a state."""
+
+NO_OPTIONS = ("params", "param_names")
+"""Keys of a group that name its parameters."""
 
 _GROUPS = re.compile(
     r"(?:^|(?<=\.))(?:param_groups(?:\.|$)|groups\.(?=(?:.*\.)?(?:options|params)\.))"
@@ -47,6 +54,10 @@ _BARE = re.compile(
 _INSIDE = re.compile(r"(?:^|(?<=\.))(?:state|joint|param_groups|groups|plain|empty)\.")
 _LISTED = re.compile(r"(?:^|\.)param_groups\.\d+\.params\.\d+$")
 _PLACE = re.compile(r"((?:.*\.)?)optimizer\.(state|plain|groups\..*\.params)\.(.+)")
+
+
+def is_training_state(value: Any) -> bool:
+    return hasattr(type(value), WEIGHTS)
 
 
 def grouped_heads(labels: Iterable[str]) -> set[str]:
@@ -110,6 +121,24 @@ def place_of(label: str) -> ParameterPlace | None:
     above, home, name = found.groups()
     name, _, key = name.rpartition(".") if home == STATE else (name, "", "")
     return ParameterPlace(above, home, name, key)
+
+
+# The form of torch
+
+
+def states_of(saved: Mapping[str, Any]) -> Mapping[Any, Mapping[str, Any]]:
+    """Return the saved state of parameters; none if an optimizer has a form of its own for it."""
+    states: Mapping[Any, Mapping[str, Any]] = saved.get(STATE, {})
+    usual = isinstance(states, dict) and all(isinstance(each, dict) for each in states.values())
+    return states if usual else {}
+
+
+def groups_of(saved: Any) -> Sequence[Mapping[str, Any]]:
+    """Return saved groups; none if an optimizer has a form of its own for them."""
+    usual = isinstance(saved, list) and all(
+        isinstance(group, dict) and isinstance(group.get("params", []), list) for group in saved
+    )
+    return saved if usual else ()
 
 
 def in_torch_form(value: Any) -> Any:

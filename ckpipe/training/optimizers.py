@@ -19,15 +19,9 @@ from torch.optim import Optimizer
 
 from ckpipe.errors import UnsupportedState
 from ckpipe.state.tensors import tensors_in
-from ckpipe.state.training_form import EMPTY, GROUPS, JOINT, PLAIN, STATE
+from ckpipe.state.training_form import EMPTY, GROUPS, JOINT, NO_OPTIONS, PLAIN, STATE
 from ckpipe.state.values import optimizer_kind
 from ckpipe.training.names import ModelNames, is_sharded
-
-OWN_OPTIONS = ("foreach", "fused", "capturable", "differentiable")
-"""Options that change the implementation and not the result: a load leaves them as they are."""
-
-NO_OPTIONS = ("params", "param_names")
-"""Keys of a group that name its parameters."""
 
 
 @dataclass(frozen=True, slots=True)
