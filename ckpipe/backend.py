@@ -244,7 +244,7 @@ class Backend(abc.ABC):
     ``ckpipe.backends`` or :func:`ckpipe.register_backend`; it is called as
     ``cls(url, **options)``. If opening writes anything, such as the root or a probe, it should
     have an option ``access``. It is ``"read"`` for a caller that only reads: opening then creates
-    and changes nothing, and finds a root that is missing or foreign. :meth:`put` and
+    and changes nothing, and finds a root that is missing or cannot be one. :meth:`put` and
     :meth:`delete` still work, since a reader holds a lease, and raise
     :class:`~ckpipe.errors.PermissionDenied` if the caller may not write.
     :class:`ckpipe.testing.BackendConformance` tests this contract.

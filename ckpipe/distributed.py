@@ -25,6 +25,7 @@ from ckpipe.loading.wrappers import fitting_parts
 from ckpipe.state.data_parallel import equal_places, place_of
 from ckpipe.state.kinds import open_wrapper
 from ckpipe.state.tensors import is_wrapper, local_part, plain_parts
+from ckpipe.state.training_form import MODEL, OPTIMIZER, VERSIONS
 from ckpipe.training.loading import load_targets
 from ckpipe.training.names import ModelNames, is_sharded, names_of
 from ckpipe.training.optimizers import (
@@ -102,7 +103,7 @@ class TrainingState:
         replicated: As for :func:`training_state`.
     """
 
-    __ckpipe_weights__ = "model"
+    __ckpipe_weights__ = MODEL
 
     def __init__(
         self,
@@ -146,9 +147,9 @@ class TrainingState:
             else value
             for name, value in model.tensors()
         }
-        state: dict[str, Any] = {"model": tensors, "versions": model.versions}
+        state: dict[str, Any] = {MODEL: tensors, VERSIONS: model.versions}
         if optimizers:
-            state["optimizer"] = optimizers_state(optimizers)
+            state[OPTIMIZER] = optimizers_state(optimizers)
         self._equal = self._equal_labels(model, optimizers)
         return state
 
@@ -193,13 +194,13 @@ class TrainingState:
         places = equal_places(self._modules)
         found: dict[str, bool | tuple[int, ...]] = {}
         for name, value in model.tensors():
-            for label, tensor in _tensors_by_label(value, join("model", name)):
+            for label, tensor in _tensors_by_label(value, join(MODEL, name)):
                 place = place_of(tensor)
                 if place in places:
                     found[label] = places[place]
         if self._all_equal:
             names = parameter_names(self._modules, model)
-            found |= {join("model", name): True for name in names}
+            found |= {join(MODEL, name): True for name in names}
         for each in optimizers:
             parameters = [param for param in each.parameters if param.numel()]
             groups = {
@@ -207,7 +208,7 @@ class TrainingState:
             }
             ranks = groups.pop() if len(groups) == 1 else None
             for path, parameter, value in named_state(each):
-                for label, tensor in _tensors_by_label(value, reduce(join, path, "optimizer")):
+                for label, tensor in _tensors_by_label(value, reduce(join, path, OPTIMIZER)):
                     # Plain state of a sharded parameter is that of its shard.
                     of_shard = is_sharded(parameter) and not isinstance(tensor, DTensor)
                     if self._all_equal and not of_shard:

@@ -41,6 +41,7 @@ from ckpipe.loading.stateful import InspectionMemo
 from ckpipe.loading.transforms import transformed, transforms_of
 from ckpipe.settings import Export
 from ckpipe.state.tensors import lazy_bits
+from ckpipe.state.training_form import grouped_heads, in_torch_form, is_of_state
 from ckpipe.state.values import UNREAD
 from ckpipe.types import Form, first_of
 
@@ -56,7 +57,6 @@ _HEAD = re.compile(
 )
 """Names of layers of transformers that may be tied to an embedding, which comes later then."""
 
-_GROUPS = re.compile(r"(?!model\.)(|.*?\.)(?:param_groups|groups)\.")
 _FLAT_MODEL = re.compile(r"((?:[^.]+\.)?model)\.")
 
 _ALIGNMENT = 64
@@ -388,30 +388,10 @@ def _check_plain(
 
 
 def _as_torch_has_it(state: Any) -> Any:
-    """Give states of ``training_state`` the form of torch's ``get_state_dict``, two levels deep.
-
-    State that belongs to no single parameter, as that of LBFGS, has no such form and stays.
-    """
-
-    def converted(value: Any) -> Any:
-        if not isinstance(value, Mapping) or not value.keys() >= {"model", "versions"}:
-            return value
-        optimizer = value.get("optimizer")
-        made = {"model": value["model"]}
-        if optimizer is None:
-            return made
-        if optimizer.keys() & {"groups", "state", "joint"} != {"groups", "state"}:
-            return {**made, "optimizer": optimizer}
-        empty = [each for of in optimizer.get("empty", {}).values() for each in of.values()]
-        groups = [
-            {"params": list(each.get("params", ())), **each["options"]}
-            for each in (*optimizer["groups"].values(), *empty)
-        ]
-        return {**made, "optimizer": {"state": optimizer["state"], "param_groups": groups}}
-
-    made = converted(state)
+    """Give states of ``training_state`` the form of torch's ``get_state_dict``, two levels deep."""
+    made = in_torch_form(state)
     if type(made) is dict and made is state:
-        return {key: converted(each) for key, each in state.items()}
+        return {key: in_torch_form(each) for key, each in state.items()}
     return made
 
 
@@ -436,8 +416,8 @@ def _model_of(labels: Iterable[str], nodes: Iterable[tuple[Node, str]]) -> str:
     mappings = [at for node, at in nodes if node[0] in MAPPINGS]
     models = dict.fromkeys(at for at in mappings if re.fullmatch(r"([^.]+\.)?model", at))
     held = [at for at in models if any(each.startswith(f"{at}.") for each in labels)]
-    optimizers = {f"{found[1]}state." for _, at in nodes if (found := _GROUPS.match(at))}
-    if not held and any(each.startswith((*optimizers,)) for each in labels):
+    heads = grouped_heads(at for _, at in nodes if not at.startswith("model."))
+    if not held and any(is_of_state(each, head) for each in labels for head in heads):
         flat = (found[1] for each in labels if (found := _FLAT_MODEL.match(each)))
         held = [*dict.fromkeys(flat)]
     if len(held) > 1 and "model" not in held:

@@ -7,7 +7,8 @@ tell where its bytes lie, and :func:`virtual_manifest` makes the document of the
 
 from __future__ import annotations
 
-from ckpipe.foreign.source import Source, check_named, read_metadata, read_range
+from ckpipe.foreign.files import check_named, read_metadata, read_range
+from ckpipe.foreign.source import Source
 from ckpipe.foreign.virtual import Extent, ForeignTensor, virtual_manifest
 
 __all__ = [

@@ -21,8 +21,8 @@ from ckpipe.errors import InvalidKey, ObjectNotFound, StoreError, StoreUnavailab
 from ckpipe_gcs.access import Tokens, find_endpoint, find_proxy, find_source
 from ckpipe_gcs.resources import (
     BYTES,
+    ERRORS,
     FIELDS,
-    FOREIGN,
     PART_PREFIX,
     PART_SUFFIX,
     Resource,
@@ -103,7 +103,7 @@ class GcsBackend(BucketBackend):
     """
 
     scheme = "gs"
-    foreign = FOREIGN
+    errors = ERRORS
     limits = UploadLimits(max_blocks=MAX_PARTS)
     condition = "ifGenerationMatch"
     buffered_bytes = 2 << 20

@@ -53,7 +53,7 @@ _NO_PROJECT = (
 )
 _THROTTLING = ("rateLimitExceeded", "userRateLimitExceeded", "quotaExceeded")
 
-FOREIGN: Table = {
+ERRORS: Table = {
     **SHARED,
     **dict.fromkeys(_PROXIES, Meaning(StoreUnavailable, None, "the proxy cannot be used ({name})")),
     aiohttp.ClientConnectorError: Meaning(StoreUnavailable, UNREACHED),

@@ -110,7 +110,7 @@ class BucketBackend(Backend, abc.ABC):
     prefers_worker = True
     scheme: ClassVar[str]
     """The scheme of the URL."""
-    foreign: ClassVar[Table]
+    errors: ClassVar[Table]
     """The table of the store's and its client's errors, by code, status and type."""
     condition: ClassVar[str]
     """The store's name for the condition of a create-only put."""
@@ -221,8 +221,8 @@ class BucketBackend(Backend, abc.ABC):
         except Exception as error:
             answer = self.refusal(error)
             if answer is not None:
-                raise refused(answer, what, key, self.foreign) from error
-            made = broken(error, what, key, self.foreign)
+                raise refused(answer, what, key, self.errors) from error
+            made = broken(error, what, key, self.errors)
             if made is None:
                 raise
             raise made from error

@@ -42,7 +42,7 @@ from ckpipe_http.requests import (
     trust,
 )
 from ckpipe_s3.access import KEYS, Keys, signed
-from ckpipe_s3.failures import FOREIGN, UNKNOWN_CHECKSUM, refusal
+from ckpipe_s3.failures import ERRORS, UNKNOWN_CHECKSUM, refusal
 
 DELETE_BATCH = 1000
 """The most objects that one request deletes; a limit of S3 itself."""
@@ -102,7 +102,7 @@ class S3Backend(BucketBackend):
     """
 
     scheme = "s3"
-    foreign = FOREIGN
+    errors = ERRORS
     limits = UploadLimits(min_block_bytes=MIN_PART_BYTES, max_blocks=MAX_PARTS)
     condition = "If-None-Match"
     buffered_bytes = MIN_PART_BYTES
@@ -158,7 +158,7 @@ class S3Backend(BucketBackend):
             message = f"Could not open the store: no credentials ({type(error).__name__})"
             raise PermissionDenied(message, hint=KEYS) from error
         except (client_errors.BotoCoreError, OSError, ValueError) as error:
-            found = broken(error, "Could not open the store", None, FOREIGN)
+            found = broken(error, "Could not open the store", None, ERRORS)
             if isinstance(found, PermissionDenied):
                 raise found from error
             name = type(error).__name__
@@ -395,7 +395,7 @@ class S3Backend(BucketBackend):
             key, code = self.key(entry.get("Key", "")), entry.get("Code", "")
             if entry.get("Key", "").endswith("/"):
                 continue
-            found = FOREIGN.get(code, Meaning(StoreError))
+            found = ERRORS.get(code, Meaning(StoreError))
             text = Refused(0, code, entry.get("Message") or "").text
             message = f"Could not delete {self.root}{key}: {code}" + (f": {text}" if text else "")
             raise found.kind(message, key=key, hint=found.hint)

@@ -85,7 +85,7 @@ _ELSEWHERE = (
     307,
 )
 
-FOREIGN: Table = {
+ERRORS: Table = {
     **SHARED,
     **dict.fromkeys(_NO_CREDENTIALS, Meaning(PermissionDenied, KEYS, "no credentials ({name})")),
     # Credentials that were found when the backend was opened are renewed by requests.

@@ -9,8 +9,8 @@ of ``torch.save``. With ``SerializationFormat.SAFETENSORS`` the tensors of a ``.
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from math import prod
 from operator import add
 from typing import Any, NamedTuple
@@ -18,32 +18,29 @@ from typing import Any, NamedTuple
 import torch
 
 from ckpipe.backend import Backend, ObjectInfo, for_each
-from ckpipe.errors import (
-    CkpipeError,
-    InvalidExtent,
-    InvalidManifest,
-    UnsupportedState,
-)
-from ckpipe.foreign.pickles import PLAIN, Record, Unread, read_pickle
-from ckpipe.foreign.safetensors import read_header
-from ckpipe.foreign.source import (
+from ckpipe.errors import CkpipeError, InvalidExtent, InvalidManifest, UnsupportedState
+from ckpipe.foreign.files import (
     AT_ONCE,
     MAX_PICKLE_BYTES,
+    Range,
+    are_sizes,
     check_named,
+    read_ahead,
     read_metadata,
-    read_range,
 )
+from ckpipe.foreign.pickles import PATHS, PLAIN, Record, RecordOf, Unread, read_pickle
+from ckpipe.foreign.safetensors import read_header
 from ckpipe.foreign.torch_zip import read_object
 from ckpipe.foreign.virtual import Extent, ForeignTensor, virtual_manifest
 from ckpipe.format.dtypes import DTYPES, NAMES
-from ckpipe.format.manifest import MAX_DIMENSIONS, MAX_NUMBER, ManifestDocument
+from ckpipe.format.manifest import MAX_DIMENSIONS, ManifestDocument
+from ckpipe.state.training_form import PARAM_GROUPS, STATE, groups_of
 
 METADATA = ".metadata"
 
 _MOST_DEPTH = 200
 _ITEM_HEAD_BYTES, _ITEM_TAIL_BYTES = 2 << 10, 4 << 10
 _ITEMS_TOGETHER = 256
-_NEAR_BYTES, _SPAN_BYTES = 64 << 10, 1 << 20
 _HOME = "torch.distributed.checkpoint.metadata."
 _RECORDS = (
     *(_HOME + name for name in (
@@ -53,18 +50,12 @@ _RECORDS = (
     "torch.distributed.checkpoint.filesystem._StorageInfo",
     "torch.distributed._shard.sharded_tensor.metadata.TensorProperties",
     "torch.distributed._shard.sharded_tensor.metadata.MEM_FORMAT_ENCODING",
-    *(f"pathlib{inner}.{kind}Path" for inner in ("", "._local")
-      for kind in ("", "Posix", "Windows", "PurePosix", "PureWindows")),
+    *PATHS,
 )  # fmt: skip
-
-
-def _record(name: str) -> Any:
-    return lambda *_: Record(name)
-
 
 _KNOWN: dict[str, Any] = {
     **PLAIN,
-    **{name: _record(name.rpartition(".")[2]) for name in _RECORDS},
+    **{name: RecordOf(name.rpartition(".")[2]) for name in _RECORDS},
     "torch.Size": lambda numbers: torch.Size(numbers),
     "torch.serialization._get_layout": str,
     **{f"torch.{name}": dtype for name, dtype in DTYPES.items()},
@@ -113,7 +104,7 @@ class DcpSource:
             files = await for_each(names, store.stat, at_once=AT_ONCE)
             infos = dict(zip(names, files, strict=True))
             found, pickled = await _read(store, infos, items, _chunk_bytes(described))
-            state: Any = _Branch()
+            state: Any = _Nested()
             for name, about in described.items():
                 path = paths.get(name, (name,)) if isinstance(paths, dict) else (name,)
                 _put(state, path, _value(name, about, found), name)
@@ -139,7 +130,7 @@ def _item(index: Record, info: Record, there: Mapping[str, ObjectInfo]) -> _Item
         raise UnsupportedState(
             f"The data of {name!r:.200} are transformed, such as compressed", key=METADATA
         )
-    if not all(type(n) is int and 0 <= n <= MAX_NUMBER for n in (begin, nbytes)):
+    if not are_sizes((begin, nbytes)):
         raise ValueError("an offset or length is out of range")
     if begin + nbytes > there[file].size:
         raise InvalidExtent(
@@ -154,9 +145,7 @@ def _item(index: Record, info: Record, there: Mapping[str, ObjectInfo]) -> _Item
 def _numbers(found: Any) -> tuple[int, ...]:
     """Check the numbers of a shape or of offsets."""
     numbers = tuple(found)
-    if len(numbers) > MAX_DIMENSIONS or not all(
-        type(n) is int and 0 <= n <= MAX_NUMBER for n in numbers
-    ):
+    if len(numbers) > MAX_DIMENSIONS or not are_sizes(numbers):
         raise ValueError("a size or an offset is out of range")
     return numbers
 
@@ -184,7 +173,7 @@ async def _read(
     others = sorted((each for each in items if each[2:4] not in headers), key=lambda each: each[2:])
     for number in range(0, len(others), _ITEMS_TOGETHER):
         together = others[number : number + _ITEMS_TOGETHER]
-        ahead = await _read_ahead(store, infos, together)
+        ahead = await read_ahead(store, infos, chain.from_iterable(map(_ends, together)))
         for item in together:
             try:
                 found[item[:2]], nbytes = await read_object(
@@ -197,46 +186,11 @@ async def _read(
     return found, pickled
 
 
-class _Ahead:
-    """A store of which some ranges have been read, by their file and first byte."""
-
-    def __init__(self, store: Backend, ranges: Mapping[tuple[str, int], bytes]) -> None:
-        self._store, self._ranges = store, ranges
-        self._begins = sorted(ranges)
-
-    async def read_into(self, key: str, offset: int, buffer: memoryview) -> None:
-        number = bisect_right(self._begins, (key, offset)) - 1
-        if number >= 0 and self._begins[number][0] == key:
-            at = offset - self._begins[number][1]
-            data = self._ranges[self._begins[number]][at : at + len(buffer)]
-            if len(data) == len(buffer):
-                buffer[:] = data
-                return
-        await self._store.read_into(key, offset, buffer)
-
-
-async def _read_ahead(
-    store: Backend, infos: Mapping[str, ObjectInfo], items: Sequence[_Item]
-) -> _Ahead:
-    """Read the ends of items, where their structure is; those near each other are read together."""
-    spans: list[tuple[str, int, int]] = []
-    for _, _, file, begin, nbytes in items:
-        end = begin + nbytes
-        for first, last in (
-            (begin, min(begin + _ITEM_HEAD_BYTES, end)),
-            (max(begin, end - _ITEM_TAIL_BYTES), end),
-        ):
-            known, start, stop = spans[-1] if spans else ("", 0, 0)
-            near = known == file and first - stop < _NEAR_BYTES
-            if near and start <= first and last - start < _SPAN_BYTES:
-                spans[-1] = file, start, max(stop, last)
-            else:
-                spans.append((file, first, last))
-    read = await for_each(
-        spans, lambda span: read_range(store, infos[span[0]], span[1], span[2] - span[1]),
-        at_once=AT_ONCE,
-    )  # fmt: skip
-    return _Ahead(store, {span[:2]: data for span, data in zip(spans, read, strict=True)})
+def _ends(item: _Item) -> Iterator[Range]:
+    """Yield the ranges of an item where its structure is."""
+    end = item.begin + item.nbytes
+    yield Range(item.file, item.begin, min(item.begin + _ITEM_HEAD_BYTES, end))
+    yield Range(item.file, max(item.begin, end - _ITEM_TAIL_BYTES), end)
 
 
 def _chunk_bytes(described: Mapping[str, Record]) -> dict[tuple[str, tuple[int, ...]], int]:
@@ -286,26 +240,26 @@ def _value(name: str, about: Record, found: Mapping[Any, Any]) -> Any:
     return ForeignTensor(dtype, shape, tuple(extents), lazy=lazy or "")
 
 
-class _Branch(dict[Any, Any]):
+class _Nested(dict[Any, Any]):
     """A dict or list of the state, unlike a dict that is one value."""
 
 
-def _put(state: _Branch, path: Sequence[Any], value: Any, name: str) -> None:
+def _put(state: _Nested, path: Sequence[Any], value: Any, name: str) -> None:
     """Put a value at its path, with lists as dicts of their places."""
     if len(path) > _MOST_DEPTH or any(type(key) not in (str, int) for key in path):
         raise ValueError("a path is too long, or no texts and numbers")
-    *above, last = (_Place(key) if type(key) is int else key for key in path)
+    *above, last = (_ListIndex(key) if type(key) is int else key for key in path)
     here: Any = state
     for key in above:
-        here = here.setdefault(key, _Branch())
-        if type(here) is not _Branch:
+        here = here.setdefault(key, _Nested())
+        if type(here) is not _Nested:
             break
-    if type(here) is not _Branch or last in here:
+    if type(here) is not _Nested or last in here:
         raise ValueError(f"the path of {name!r:.200} leads to another value")
     here[last] = value
 
 
-class _Place(int):
+class _ListIndex(int):
     """A place in a list; keys of dicts are text."""
 
 
@@ -314,20 +268,16 @@ def _restored(item: Any) -> Any:
 
     These are the numbers of its parameters, of which DCP makes text, and a state that is empty.
     """
-    if type(item) is not _Branch:
+    if type(item) is not _Nested:
         return item
-    if any(type(key) is _Place for key in item):
+    if any(type(key) is _ListIndex for key in item):
         if sorted(item) != list(range(len(item))):
             raise ValueError("a list lacks some of its places")
         return [_restored(item[number]) for number in range(len(item))]
     found = {key: _restored(each) for key, each in item.items()}
-    groups, state = found.get("param_groups"), found.get("state", {})
-    if (
-        type(groups) is list
-        and isinstance(state, dict)
-        and all(type(each) is dict and type(each.get("params")) is list for each in groups)
-    ):
-        listed = [number for group in groups for number in group["params"]]
+    groups, state = groups_of(found.get(PARAM_GROUPS)), found.get(STATE, {})
+    if groups and isinstance(state, dict):
+        listed = [number for group in groups for number in group.get("params", ())]
         numbers = {str(number): number for number in listed if type(number) is int}
-        found["state"] = {numbers.get(key, key): each for key, each in state.items()}
+        found[STATE] = {numbers.get(key, key): each for key, each in state.items()}
     return found

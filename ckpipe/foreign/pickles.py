@@ -24,9 +24,10 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ckpipe.errors import CkpipeError, InvalidManifest, UnsupportedState
+from ckpipe.foreign.files import DAMAGED
 
 Make = Callable[..., Any]
-_Load = Callable[["_Unpickler"], None]
+_Load = Callable[["_PlainUnpickler"], None]
 
 _BASE_BYTES, _BYTES_PER_BYTE = 4 << 20, 36
 """Bytes of memory for the objects of any pickle, and for each byte of it. Real ones take at most
@@ -94,7 +95,7 @@ def read_pickle(
         InvalidManifest: If it is malformed, or makes far more than its bytes.
     """
 
-    unpickler = _Unpickler(io.BytesIO(data))
+    unpickler = _PlainUnpickler(io.BytesIO(data))
     unpickler.known, unpickler.persistent, unpickler.strict = known, persistent, strict
     unpickler.left, unpickler.unread = _BASE_BYTES + _BYTES_PER_BYTE * len(data), {}
     try:
@@ -106,12 +107,12 @@ def read_pickle(
         raise InvalidManifest(
             f"The pickle is malformed: {error!r:.200}",
             key=key,
-            hint="The file is truncated or damaged; copy or download it again",
+            hint=DAMAGED,
         ) from None
 
 
 def _costly(load: _Load, nbytes: int) -> _Load:
-    def checked(self: _Unpickler) -> None:
+    def checked(self: _PlainUnpickler) -> None:
         self.pay(nbytes)
         load(self)
 
@@ -119,7 +120,7 @@ def _costly(load: _Load, nbytes: int) -> _Load:
 
 
 def _keyed(load: _Load, keys: slice) -> _Load:
-    def checked(self: _Unpickler) -> None:
+    def checked(self: _PlainUnpickler) -> None:
         _check_keys(self.stack[keys])
         load(self)
 
@@ -129,7 +130,7 @@ def _keyed(load: _Load, keys: slice) -> _Load:
 def _for_made(load: _Load, items: int | None) -> _Load:
     """Drop items for a placeholder: a number of them, or all to the mark."""
 
-    def checked(self: _Unpickler) -> None:
+    def checked(self: _PlainUnpickler) -> None:
         made = self.metastack[-1][-1] if items is None else self.stack[-1 - items]
         if not isinstance(made, Unread):
             load(self)
@@ -152,7 +153,7 @@ def _check_keys(keys: Iterable[Any]) -> None:
                 raise ValueError("a key of a dict, or an item of a set, is huge")
 
 
-class _Unpickler(pickle._Unpickler):
+class _PlainUnpickler(pickle._Unpickler):
     """Calls known functions only; attributes are given to records and ordered dicts only."""
 
     known: Mapping[str, Any]
@@ -293,7 +294,7 @@ PLAIN: dict[str, Any] = {
 """Functions and built-in classes that make plain containers and values."""
 
 
-_PATHS = {
+PATHS = {
     f"pathlib{inner}.{kind}Path": made
     for inner in ("", "._local")
     for kinds, made in (
@@ -302,6 +303,8 @@ _PATHS = {
     )
     for kind in kinds
 }
+"""Classes of paths by their names in pickles."""
+
 _SPACES = ("argparse.Namespace", "types.SimpleNamespace")
 _SCALARS = ("numpy._core.multiarray.scalar", "numpy.core.multiarray.scalar")
 _OF_ANOTHER = ("copyreg._reconstructor", "copy_reg._reconstructor", "builtins.getattr",
@@ -331,7 +334,7 @@ def _of_another(*_: Any) -> Unread:
 
 
 RECORDS = {
-    **{name: RecordOf(name) for name in (*_PATHS, *_SPACES, *_SCALARS, "numpy.dtype")},
+    **{name: RecordOf(name) for name in (*PATHS, *_SPACES, *_SCALARS, "numpy.dtype")},
     **dict.fromkeys(_OF_ANOTHER, _of_another),
 }
 """Makers of records of the classes that :func:`plain_of` knows, and of placeholders."""
@@ -347,8 +350,8 @@ def plain_of(record: Record) -> Any:
     if record.name in _SPACES and not args and all(type(key) is str and key for key in state):
         return state
     texts = not state and all(type(each) is str for each in args)
-    if record.name in _PATHS and texts and sum(map(len, args)) < _MOST_PATH:
-        return str(_PATHS[record.name](*args))
+    if record.name in PATHS and texts and sum(map(len, args)) < _MOST_PATH:
+        return str(PATHS[record.name](*args))
     if record.name == "numpy.dtype" and (dtype := _number_dtype(record)):
         return str(dtype)
     if record.name in _SCALARS and len(args) == 2 and not state and type(args[1]) is bytes:

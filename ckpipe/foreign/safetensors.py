@@ -8,7 +8,6 @@ as JSON, the data; entries lie without holes, and nothing follows the last one),
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from math import prod
@@ -18,16 +17,22 @@ from typing import Any
 import torch
 
 from ckpipe.backend import Backend, ObjectInfo, for_each
-from ckpipe.errors import (
-    DuplicateName,
-    InvalidExtent,
-    InvalidManifest,
+from ckpipe.errors import InvalidExtent, InvalidManifest
+from ckpipe.foreign.files import (
+    AT_ONCE,
+    BAD_JSON,
+    are_sizes,
+    check_shards,
+    parse_json,
+    read_metadata,
+    read_range,
+    together,
+    weight_map,
 )
-from ckpipe.foreign.source import AT_ONCE, check_named, check_shards, read_metadata, read_range
 from ckpipe.foreign.virtual import Extent, ForeignTensor, virtual_manifest
 from ckpipe.format.data_file import FOREIGN_DTYPES, LENGTH_BYTES, stored_dtype
 from ckpipe.format.dtypes import DTYPES
-from ckpipe.format.manifest import MAX_DIMENSIONS, MAX_NUMBER, ManifestDocument
+from ckpipe.format.manifest import MAX_DIMENSIONS, ManifestDocument
 from ckpipe.interpreter import gc_paused
 
 INDEX = ".safetensors.index.json"
@@ -37,8 +42,6 @@ _TORCH_NAMES = {stored: name for name in DTYPES if (stored := stored_dtype(name)
 _TORCH_NAMES |= {stored: name for name, stored in FOREIGN_DTYPES.items()}
 _SHARDING = "DCP_SHARDING_INFO"
 _FIRST_BYTES = 64 << 10
-_BASE_CONTAINERS, _BYTES_PER_CONTAINER = 10_000, 12  # the shortest row has 54 bytes and three
-_AGAIN = "The file is damaged or no safetensors file; copy or download it again"
 
 Header = tuple[dict[str, ForeignTensor], Mapping[str, str]]
 """The tensors of a file by name, and its metadata."""
@@ -99,39 +102,6 @@ def _loose(there: Mapping[str, ObjectInfo]) -> list[ObjectInfo]:
     return named or list(there.values())  # one file of another name
 
 
-def together(
-    files: Sequence[ObjectInfo], tensors: Sequence[Mapping[Any, Any]], weights: Mapping[str, str]
-) -> dict[Any, Any]:
-    """Return the tensors of several files by name.
-
-    Args:
-        files: The files.
-        tensors: For each file, its tensors by name.
-        weights: The file of each tensor, as an index tells; empty without an index.
-
-    Raises:
-        DuplicateName: If two files have a name, and no index says which one counts.
-        InvalidManifest: If the index names a tensor that its file lacks.
-    """
-    found: dict[Any, Any] = {}
-    homes: dict[Any, str] = {}
-    for file, inside in zip(files, tensors, strict=True):
-        for name, tensor in inside.items():
-            if weights.get(name, file.key) != file.key:
-                continue
-            if name in found:
-                raise DuplicateName(
-                    f"Both {homes[name]} and {file.key} have a tensor of this name",
-                    key=name,
-                    hint="Name the file to load, or move the other one away",
-                )
-            found[name], homes[name] = tensor, file.key
-    for name, key in weights.items():
-        if name not in found:
-            raise InvalidManifest(f"The index names a tensor that {key} does not have", key=name)
-    return found
-
-
 def _of_shards(files: Sequence[ObjectInfo], headers: Sequence[Header]) -> dict[str, ForeignTensor]:
     """Return the tensors of the shards that the ranks of DCP's Hugging Face writer have saved.
 
@@ -142,11 +112,11 @@ def _of_shards(files: Sequence[ObjectInfo], headers: Sequence[Header]) -> dict[s
     """
     found: defaultdict[str, list[tuple[tuple[int, ...], ForeignTensor]]] = defaultdict(list)
     for file, (tensors, metadata) in zip(files, headers, strict=True):
-        info = _parsed(metadata.get(_SHARDING, "").encode(), file.key)
+        info = parse_json(metadata.get(_SHARDING, "").encode(), file.key)
         for name, tensor in tensors.items():
             try:
                 lower = tuple(info[name]["saved_offsets"])
-                fits = all(type(n) is int and 0 <= n <= MAX_NUMBER for n in lower)
+                fits = are_sizes(lower)
             except (KeyError, TypeError):
                 fits = False
             if not fits or len(lower) != len(tensor.shape):
@@ -169,28 +139,6 @@ def _joined(name: str, parts: Sequence[tuple[tuple[int, ...], ForeignTensor]]) -
     return ForeignTensor(first.dtype, shape, tuple(extents))
 
 
-def weight_map(data: bytes, index: str, there: Mapping[str, ObjectInfo]) -> dict[str, str]:
-    """Return the file of each tensor, as an index of Hugging Face's libraries tells.
-
-    Args:
-        data: The content of the index.
-        index: Its name.
-        there: The files of the folder.
-
-    Raises:
-        UnsafePath: If it names a file that is not directly in the folder.
-        MissingObject: If it names a file that is not there.
-        InvalidManifest: If it is malformed.
-    """
-    found = _parsed(data, index)
-    weights = found.get("weight_map") if isinstance(found, dict) else None
-    if not isinstance(weights, dict) or not all(isinstance(each, str) for each in weights.values()):
-        raise InvalidManifest("The index has no weight_map of names and files", key=index)
-    for name in dict.fromkeys(weights.values()):
-        check_named(name, there, index)
-    return weights
-
-
 async def read_header(store: Backend, info: ObjectInfo, base: int = 0) -> Header:
     """Read and check the header of a file, which begins at an offset.
 
@@ -210,7 +158,7 @@ async def read_header(store: Backend, info: ObjectInfo, base: int = 0) -> Header
         raise InvalidExtent(
             f"The header would end at byte {start}, and the file has {info.size}",
             key=info.key,
-            hint=_AGAIN,
+            hint=BAD_JSON,
         )
     data = first[LENGTH_BYTES : LENGTH_BYTES + length]
     if len(data) < length:
@@ -220,53 +168,24 @@ async def read_header(store: Backend, info: ObjectInfo, base: int = 0) -> Header
 
 @gc_paused()
 def _described(data: bytes, info: ObjectInfo, start: int) -> Header:
-    header = _parsed(data, info.key)
+    header = parse_json(data, info.key)
     if not isinstance(header, dict):
-        raise InvalidManifest("The header is no JSON object", key=info.key, hint=_AGAIN)
+        raise InvalidManifest("The header is no JSON object", key=info.key, hint=BAD_JSON)
     metadata = header.pop("__metadata__", {})
     texts = isinstance(metadata, dict) and all(isinstance(v, str) for v in metadata.values())
     if not texts:
-        raise InvalidManifest("The metadata of the header are no texts", key=info.key, hint=_AGAIN)
+        raise InvalidManifest(
+            "The metadata of the header are no texts", key=info.key, hint=BAD_JSON
+        )
     tensors = {name: _tensor(name, row, info, start) for name, row in header.items()}
     _check_extents(tensors, info, start)
     return tensors, metadata
 
 
-def _parsed(data: bytes, key: str) -> Any:
-    if data.count(b"{") + data.count(b"[") > _BASE_CONTAINERS + len(data) // _BYTES_PER_CONTAINER:
-        raise InvalidManifest(
-            "This JSON has more objects and arrays than real files, which would take much memory",
-            key=key,
-            hint=_AGAIN,
-        )
-    try:
-        return json.loads(data, object_pairs_hook=_unique, parse_constant=_no_number)
-    except (ValueError, RecursionError) as error:
-        raise InvalidManifest(f"This is no JSON: {error!r:.200}", key=key, hint=_AGAIN) from None
-    except DuplicateName as error:
-        error.key = key
-        raise
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        seen: set[str] = set()
-        twice = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
-        raise DuplicateName(f"The name {twice!r:.200} stands twice", hint=_AGAIN)
-    return found
-
-
-def _no_number(text: str) -> Any:
-    raise ValueError(f"{text} is no number")
-
-
 def _tensor(name: str, row: Any, info: ObjectInfo, start: int) -> ForeignTensor:
     try:
         stored, shape, (begin, end) = row["dtype"], tuple(row["shape"]), row["data_offsets"]
-        numbers = (*shape, begin, end)
-        plain = set(map(type, numbers)) == {int} and min(numbers) >= 0 and begin <= end
-        if not plain or max(numbers) > MAX_NUMBER:
+        if not are_sizes((*shape, begin, end)) or begin > end:
             raise ValueError("a size or offset is out of range")
         if len(shape) > MAX_DIMENSIONS:
             raise ValueError(f"there are more than {MAX_DIMENSIONS} dimensions")
@@ -274,7 +193,7 @@ def _tensor(name: str, row: Any, info: ObjectInfo, start: int) -> ForeignTensor:
         raise InvalidManifest(
             f"The header's row of {name!r:.200} is malformed: {error!r:.100}",
             key=info.key,
-            hint=_AGAIN,
+            hint=BAD_JSON,
         ) from None
     dtype = _TORCH_NAMES.get(stored) if isinstance(stored, str) else None
     if dtype not in DTYPES:
@@ -296,7 +215,7 @@ def _tensor(name: str, row: Any, info: ObjectInfo, start: int) -> ForeignTensor:
             f"The tensor {name!r:.200} of shape {list(shape)!s:.100} and dtype {dtype} does not "
             f"fill the bytes {begin} to {end}",
             key=info.key,
-            hint=_AGAIN,
+            hint=BAD_JSON,
         )
     return ForeignTensor(dtype, shape, (Extent(info.key, start + begin, end - begin),))
 
@@ -309,7 +228,9 @@ def _check_extents(tensors: Mapping[str, ForeignTensor], info: ObjectInfo, start
         if begin != end:
             what = "overlaps" if begin < end else "leaves a hole behind"
             raise InvalidExtent(
-                f"The tensor {name!r:.200} {what} the one before it", key=info.key, hint=_AGAIN
+                f"The tensor {name!r:.200} {what} the one before it",
+                key=info.key,
+                hint=BAD_JSON,
             )
         end += nbytes
     if end != info.size:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections import defaultdict
-from collections.abc import AsyncIterator, Container, Iterable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from importlib import metadata
-from itertools import chain, islice
+from itertools import chain
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Protocol
 
@@ -26,12 +25,11 @@ from ckpipe.errors import (
     CkpipeError,
     MissingObject,
     ObjectNotFound,
-    OversizedMetadata,
     StoreError,
-    UnsafePath,
     UsageError,
     naming_refusals,
 )
+from ckpipe.foreign.files import LEGACY, MAX_METADATA_BYTES, TORCH_FILES, read_range
 from ckpipe.format.manifest import ManifestDocument
 from ckpipe.store.registry import Access, open_store
 from ckpipe.store.retry import OnRead
@@ -44,22 +42,6 @@ logger = logging.getLogger("ckpipe")
 
 ENTRY_POINT_GROUP = "ckpipe.sources"
 """The group of entry points in which installed packages offer sources; each names a class."""
-
-MAX_METADATA_BYTES = 100_000_000
-"""Bytes of the longest header or index that is read, as in the safetensors library. The memory for
-it is about twenty times as large, and 33 times if its rows are as short as can be."""
-
-MAX_PICKLE_BYTES = 64 << 20
-"""Bytes of the longest pickle that is read; the memory for it is at most forty times as large."""
-
-AT_ONCE = 16
-"""Files of a foreign checkpoint whose metadata is read at the same time."""
-
-LEGACY = b"\x80\x02\x8a\x0a"
-"""The first bytes of a file of ``torch.save`` before torch 1.6."""
-
-TORCH_FILES = (".pt", ".pth", ".bin", ".ckpt", ".tar")
-"""The ends of the names of files of ``torch.save``."""
 
 _ARRAYS = {
     "TensorFlow or Keras": (".h5", ".keras", ".pb", ".index"),
@@ -502,116 +484,3 @@ def _refused(listing: Sequence[ObjectInfo]) -> tuple[str, str] | None:
         if is_there:
             return what, hint
     return None
-
-
-def check_named(name: object, there: Container[str], by: str) -> None:
-    """Check that a file which metadata name lies directly in the folder.
-
-    Args:
-        name: The name.
-        there: The names of the files in the folder.
-        by: The file that names it.
-
-    Raises:
-        UnsafePath: If it is no plain name.
-        MissingObject: If there is no such file.
-    """
-    if not isinstance(name, str) or "/" in name or "\\" in name or name in ("", ".", ".."):
-        raise UnsafePath(f"It names the file {name!r:.200}", key=by)
-    if name not in there:
-        raise MissingObject(
-            f"It names {name:.200}, which is not in the folder",
-            key=by,
-            hint="Copy or download the missing file",
-        )
-
-
-_SHARD = re.compile(r"(?:shard-(\d{1,9})-)?(.*)-(\d{1,9})-of-(\d{1,9})(\..*)")
-
-
-def check_shards(names: Iterable[str]) -> None:
-    """Check that none is missing of files that are numbered, as ``model-00001-of-00003`` is.
-
-    Files of ranks, as ``shard-00001-model-00001-of-00001``, do not tell how many there were: the
-    last ones may be missing.
-
-    Args:
-        names: The names of the files of a folder.
-
-    Raises:
-        MissingObject: If some are missing.
-    """
-    numbers: defaultdict[tuple[str, int | None], set[int]] = defaultdict(set)
-    for name in names:
-        found = _SHARD.fullmatch(name)
-        if found is None:
-            continue
-        shard, before, number, count, after = found.groups()
-        numbers[f"{before}-…-of-{count}{after}", int(count)].add(int(number))
-        if shard is not None:
-            numbers["shard-…", None].add(int(shard))
-    for (kind, count), there in numbers.items():
-        first = min(*there, 1)
-        stop = max(there) + 1 if count is None else first + count
-        missing = list(islice((n for n in range(first, stop) if n not in there), 9))
-        if missing:
-            raise MissingObject(
-                f"The number {first_of(missing, 8)} of these files is not there",
-                key=kind,
-                hint="Copy or download the missing files; to load one file alone, name it"
-                + ("" if count else ". If a rank had nothing to save, give later files its number"),
-            )
-
-
-class Reads(Protocol):
-    """A store, or a part of one, that is read by ranges."""
-
-    async def read_into(self, key: str, offset: int, buffer: memoryview) -> None: ...
-
-
-async def read_metadata(
-    store: Reads,
-    info: ObjectInfo,
-    offset: int = 0,
-    size: int | None = None,
-    *,
-    most: int = MAX_METADATA_BYTES,
-) -> bytes:
-    """Read a header, index, directory or pickle whole.
-
-    Args:
-        store: The store.
-        info: The file.
-        offset: Its start in the file, in bytes.
-        size: Its size in bytes; None for the rest of the file.
-        most: The most bytes that are read; 100 MB if not given.
-
-    Raises:
-        OversizedMetadata: If it is larger.
-        CorruptCheckpoint: If the file is gone or shorter by now.
-        StoreError: If the store failed.
-    """
-    size = info.size - offset if size is None else size
-    if size > most:
-        raise OversizedMetadata(
-            f"Its metadata have {size} bytes, more than the {most} that are read",
-            key=info.key,
-            hint="Load it with the program that wrote it, and save it with ckpipe or in more files",
-        )
-    return await read_range(store, info, offset, size)
-
-
-async def read_range(store: Reads, info: ObjectInfo, offset: int, size: int) -> bytes:
-    """Read a range of a foreign file that was found to have these bytes.
-
-    Raises:
-        StoreError: If the store failed.
-        CorruptCheckpoint: If the file is gone or shorter by now.
-    """
-    buffer = bytearray(size)
-    if size:
-        try:
-            await store.read_into(info.key, offset, memoryview(buffer))
-        except ObjectNotFound as error:
-            raise MissingObject("The file is gone", key=info.key) from error
-    return bytes(buffer)

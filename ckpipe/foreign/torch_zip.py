@@ -11,37 +11,37 @@ from __future__ import annotations
 import io
 import struct
 import zipfile
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import Any, NamedTuple
 
 import torch
 
 from ckpipe.backend import Backend, ObjectInfo, for_each
-from ckpipe.errors import (
-    DuplicateName,
-    InvalidExtent,
-    InvalidManifest,
-    UnsupportedState,
-)
-from ckpipe.foreign.pickles import PLAIN, RECORDS, Unread, read_pickle
-from ckpipe.foreign.safetensors import together, weight_map
-from ckpipe.foreign.source import (
+from ckpipe.errors import DuplicateName, InvalidExtent, InvalidManifest, UnsupportedState
+from ckpipe.foreign.files import (
     AT_ONCE,
+    DAMAGED,
     LEGACY,
     MAX_PICKLE_BYTES,
     TORCH_FILES,
+    Range,
     Reads,
+    are_sizes,
     check_shards,
+    join_near,
     read_metadata,
     read_range,
+    together,
+    weight_map,
 )
+from ckpipe.foreign.pickles import PLAIN, RECORDS, Unread, read_pickle
 from ckpipe.foreign.virtual import Extent, ForeignTensor, virtual_manifest
 from ckpipe.format.boxes import contiguous_stride
 from ckpipe.format.dtypes import DTYPES, NAMES
-from ckpipe.format.manifest import MAX_DIMENSIONS, MAX_NUMBER, ManifestDocument
+from ckpipe.format.manifest import MAX_DIMENSIONS, ManifestDocument
 
 _FIRST = (
     "pytorch_model.bin", "pytorch_model.bin.index.json", "adapter_model.bin",
@@ -50,10 +50,7 @@ _FIRST = (
 """The files that count in a folder, in the order of transformers, peft and diffusers."""
 
 _TAIL_BYTES = 256 << 10
-_NEAR_BYTES = 64 << 10
-_SPAN_BYTES = 1 << 20
 _LOCAL = struct.Struct("<4s22xHH")
-_AGAIN = "The file is truncated or damaged; copy or download it again"
 
 _STORAGES = {
     "Double": "float64", "Float": "float32", "Half": "float16", "BFloat16": "bfloat16",
@@ -121,7 +118,7 @@ class TorchSource:
         return virtual_manifest(state, files, place, most_nodes=most)
 
 
-class _Storage(NamedTuple):
+class _SavedStorage(NamedTuple):
     """A storage that a pickle names: its record, its dtype (None for bytes) and its bytes."""
 
     record: str
@@ -129,7 +126,10 @@ class _Storage(NamedTuple):
     nbytes: int
 
 
-class _Kind(NamedTuple):
+_FindExtent = Callable[[_SavedStorage], Extent]
+
+
+class _StorageClass(NamedTuple):
     """The class of a storage, by the dtype of its elements; None for bytes."""
 
     dtype: str | None
@@ -187,7 +187,7 @@ async def read_object(
         )
     data = await content(folder)
 
-    def extent(storage: _Storage) -> Extent:
+    def extent(storage: _SavedStorage) -> Extent:
         name = f"{prefix}data/{storage.record}"
         if name not in records or records[name].file_size < storage.nbytes:
             raise InvalidExtent(f"The zip has no record {name!r:.100} of {storage.nbytes} bytes")
@@ -199,7 +199,7 @@ async def read_object(
 # The zip
 
 
-class _Ahead(Exception):
+class _BeforeTail(Exception):
     """Raised if bytes before the known end of a zip are needed, at an offset."""
 
 
@@ -224,7 +224,7 @@ class _Tail(io.RawIOBase):
     def read(self, size: int = -1) -> bytes:
         begin = self._at - (self._size - len(self._data))
         if begin < 0:
-            raise _Ahead(self._at)
+            raise _BeforeTail(self._at)
         found = self._data[begin:] if size < 0 else self._data[begin : begin + size]
         self._at += len(found)
         return found
@@ -241,8 +241,8 @@ async def _directory(
             with zipfile.ZipFile(_Tail(tail, size)) as opened:
                 found, end = opened.infolist(), opened.start_dir
             break
-        except _Ahead as ahead:
-            known = size - int(ahead.args[0])
+        except _BeforeTail as before:
+            known = size - int(before.args[0])
         except Exception as error:  # any may come of any bytes
             head = await read_range(store, info, base, min(size, len(LEGACY)))
             raise _no_zip(info.key, head, error) from None
@@ -274,7 +274,7 @@ def _no_zip(key: str, head: bytes, error: Exception) -> InvalidManifest | Unsupp
             hint=f"Convert it once: state = torch.load({key!r}, weights_only=True); "
             f"torch.save(state, {key!r})",
         )
-    return InvalidManifest(f"This is no zip of torch.save: {error}", key=key, hint=_AGAIN)
+    return InvalidManifest(f"This is no zip of torch.save: {error}", key=key, hint=DAMAGED)
 
 
 async def _data_starts(
@@ -296,20 +296,14 @@ async def _data_starts(
         InvalidExtent: If a record is not where the directory says, or overlaps the next one.
     """
     ordered = sorted(records.values(), key=lambda each: each.header_offset)
-    spans: list[tuple[int, int, list[zipfile.ZipInfo]]] = []
-    for each in ordered:
-        begin, stop = each.header_offset, each.header_offset + _LOCAL.size + len(each.filename) * 4
-        if spans and begin - spans[-1][1] < _NEAR_BYTES and stop - spans[-1][0] < _SPAN_BYTES:
-            first, last, inside = spans[-1]
-            inside.append(each)
-            spans[-1] = first, max(last, stop), inside
-        else:
-            spans.append((begin, stop, [each]))
+    headers = [Range(info.key, each.header_offset, _most_end(each)) for each in ordered]
+    left = iter(ordered)
+    spans = [(span, list(islice(left, count))) for span, count in join_near(headers)]
     starts: dict[str, int] = {}
     known: dict[str, bytes] = {}
 
-    async def look(span: tuple[int, int, list[zipfile.ZipInfo]]) -> None:
-        first, last, inside = span
+    async def look(joined: tuple[Range, list[zipfile.ZipInfo]]) -> None:
+        (_, first, last), inside = joined
         if not 0 <= first < end:
             raise _misplaced(info.key)
         data = await read_range(store, info, base + first, min(last, end) - first)
@@ -337,93 +331,104 @@ async def _data_starts(
     return starts, known
 
 
+def _most_end(record: zipfile.ZipInfo) -> int:
+    """Return where the local header of a record ends at the latest: its name may be UTF-8."""
+    return record.header_offset + _LOCAL.size + 4 * len(record.filename)
+
+
 def _misplaced(key: str) -> InvalidExtent:
     return InvalidExtent(
-        "A record of the zip is not where its directory says", key=key, hint=_AGAIN
+        "A record of the zip is not where its directory says", key=key, hint=DAMAGED
     )
 
 
 # The pickle
 
 
-def _persistent(pid: Any) -> _Storage:
+def _persistent(pid: Any) -> _SavedStorage:
     kind, storage, record, _, count = pid
-    if kind != "storage" or not isinstance(storage, _Kind) or not isinstance(record, str):
+    if kind != "storage" or not isinstance(storage, _StorageClass) or not isinstance(record, str):
         raise ValueError("a persistent id names no storage")
-    if type(count) is not int or not 0 <= count <= MAX_NUMBER:
+    if not are_sizes([count]):
         raise ValueError("a storage has a wrong size")
     item = 1 if storage.dtype is None else DTYPES[storage.dtype].itemsize
-    return _Storage(record, storage.dtype, count * item)
+    return _SavedStorage(record, storage.dtype, count * item)
 
 
-def _known(extent: Any) -> dict[str, Any]:
+def _known(extent: _FindExtent) -> dict[str, Any]:
     """Return what a pickle of ``torch.save`` may name; ``extent`` finds the bytes of a storage."""
-
-    def tensor(
-        storage: _Storage,
-        offset: int,
-        shape: tuple[int, ...],
-        stride: tuple[int, ...],
-        requires_grad: bool = False,
-        hooks: Any = None,
-        metadata: Any = None,
-        *,
-        dtype: str | None = None,
-    ) -> ForeignTensor | Unread:
-        dtype = dtype or storage.dtype
-        if dtype is None or type(requires_grad) is not bool:
-            raise ValueError("a tensor has no dtype")
-        numbers = (offset, *shape, *stride)
-        if not all(type(n) is int and 0 <= n <= MAX_NUMBER for n in numbers):
-            raise ValueError("a size of a tensor is out of range")
-        if len(shape) != len(stride) or len(shape) > MAX_DIMENSIONS:
-            raise ValueError("a tensor has a wrong number of dimensions")
-        if hooks or not dict(metadata or {}).keys() <= {"conj", "neg"}:
-            return Unread("a tensor with hooks or metadata that ckpipe does not keep")
-        lazy = "".join(name[0] for name in ("conj", "neg") if (metadata or {}).get(name))
-        place = extent(storage)._replace(offset=offset * DTYPES[dtype].itemsize)
-        if lazy or not (0 in shape or _is_contiguous(shape, stride)):
-            place = place._replace(stride=tuple(stride))
-        return ForeignTensor(dtype, tuple(shape), (place,), lazy=lazy, requires_grad=requires_grad)
-
-    def of_dtype(storage: Any, offset: Any, shape: Any, stride: Any, grad: Any, hooks: Any,
-                 dtype: Any, metadata: Any = None) -> ForeignTensor | Unread:  # fmt: skip
-        if not isinstance(dtype, torch.dtype):
-            raise ValueError("a tensor has no dtype")
-        return tensor(storage, offset, shape, stride, grad, hooks, metadata, dtype=NAMES[dtype])
-
-    def parameter(data: ForeignTensor, requires_grad: bool, hooks: Any = None) -> ForeignTensor:
-        if type(requires_grad) is not bool:
-            raise ValueError("requires_grad is no bool")
-        return replace(data, kind="parameter", requires_grad=requires_grad)
-
-    def device(*args: Any) -> torch.device | Unread:
-        try:
-            return torch.device(*args)
-        except RuntimeError:
-            return Unread(f"the device {args!r:.100}, which this torch does not know")
-
-    def sizes(numbers: Any) -> torch.Size:
-        return torch.Size(numbers)
-
     return {
-        **PLAIN,
-        **RECORDS,
-        **{name: Unread(kind) for name, kind in _NOT_READ.items()},
-        "torch._utils._rebuild_tensor": lambda *args: tensor(*args),
-        "torch._utils._rebuild_tensor_v2": lambda *args: tensor(*args),
-        "torch._utils._rebuild_tensor_v3": of_dtype,
-        "torch._utils._rebuild_parameter": parameter,
-        "torch.storage.UntypedStorage": _Kind(None),
-        "torch.UntypedStorage": _Kind(None),
-        "torch.device": device,
-        "torch.Size": sizes,
-        "torch.serialization._get_layout": lambda name: _LAYOUTS.get(
-            name, Unread("a layout of tensors that ckpipe does not know")
-        ),
-        **{f"torch.{name}Storage": _Kind(dtype) for name, dtype in _STORAGES.items()},
-        **{f"torch.{name}": dtype for name, dtype in DTYPES.items()},
+        **_KNOWN,
+        "torch._utils._rebuild_tensor": partial(_tensor, extent),
+        "torch._utils._rebuild_tensor_v2": partial(_tensor, extent),
+        "torch._utils._rebuild_tensor_v3": partial(_tensor_of_dtype, extent),
     }
+
+
+def _tensor(
+    extent: _FindExtent,
+    storage: _SavedStorage,
+    offset: int,
+    shape: tuple[int, ...],
+    stride: tuple[int, ...],
+    requires_grad: bool = False,
+    hooks: Any = None,
+    metadata: Any = None,
+    *,
+    dtype: str | None = None,
+) -> ForeignTensor | Unread:
+    dtype = dtype or storage.dtype
+    if dtype is None or type(requires_grad) is not bool:
+        raise ValueError("a tensor has no dtype")
+    if not are_sizes((offset, *shape, *stride)):
+        raise ValueError("a size of a tensor is out of range")
+    if len(shape) != len(stride) or len(shape) > MAX_DIMENSIONS:
+        raise ValueError("a tensor has a wrong number of dimensions")
+    if hooks or not dict(metadata or {}).keys() <= {"conj", "neg"}:
+        return Unread("a tensor with hooks or metadata that ckpipe does not keep")
+    lazy = "".join(name[0] for name in ("conj", "neg") if (metadata or {}).get(name))
+    place = extent(storage)._replace(offset=offset * DTYPES[dtype].itemsize)
+    if lazy or not (0 in shape or _is_contiguous(shape, stride)):
+        place = place._replace(stride=tuple(stride))
+    return ForeignTensor(dtype, tuple(shape), (place,), lazy=lazy, requires_grad=requires_grad)
+
+
+def _tensor_of_dtype(extent: Any, storage: Any, offset: Any, shape: Any, stride: Any, grad: Any,
+                     hooks: Any, dtype: Any, metadata: Any = None) -> Any:  # fmt: skip
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError("a tensor has no dtype")
+    name = NAMES[dtype]
+    return _tensor(extent, storage, offset, shape, stride, grad, hooks, metadata, dtype=name)
+
+
+def _parameter(data: ForeignTensor, requires_grad: bool, hooks: Any = None) -> ForeignTensor:
+    if type(requires_grad) is not bool:
+        raise ValueError("requires_grad is no bool")
+    return replace(data, kind="parameter", requires_grad=requires_grad)
+
+
+def _device(*args: Any) -> torch.device | Unread:
+    try:
+        return torch.device(*args)
+    except RuntimeError:
+        return Unread(f"the device {args!r:.100}, which this torch does not know")
+
+
+_KNOWN: dict[str, Any] = {
+    **PLAIN,
+    **RECORDS,
+    **{name: Unread(kind) for name, kind in _NOT_READ.items()},
+    "torch._utils._rebuild_parameter": _parameter,
+    "torch.storage.UntypedStorage": _StorageClass(None),
+    "torch.UntypedStorage": _StorageClass(None),
+    "torch.device": _device,
+    "torch.Size": lambda numbers: torch.Size(numbers),
+    "torch.serialization._get_layout": lambda name: _LAYOUTS.get(
+        name, Unread("a layout of tensors that ckpipe does not know")
+    ),
+    **{f"torch.{name}Storage": _StorageClass(dtype) for name, dtype in _STORAGES.items()},
+    **{f"torch.{name}": dtype for name, dtype in DTYPES.items()},
+}
 
 
 def _is_contiguous(shape: Sequence[int], stride: Sequence[int]) -> bool:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from ckpipe.backend import ObjectInfo
 from ckpipe.catalog.opened import ForeignFile
 from ckpipe.errors import CorruptCheckpoint, InvalidExtent, InvalidManifest, UnsupportedState
+from ckpipe.foreign.files import DAMAGED
 from ckpipe.foreign.pickles import Record, RecordOf, Unread, plain_of
 from ckpipe.format.boxes import Box
 from ckpipe.format.check import check_virtual
@@ -242,7 +243,7 @@ class _Tables:
                 f"The bytes {extent.begin} to {extent.begin + extent.nbytes} of {label!r:.200} are "
                 f"not in {extent.file}, which has {size}",
                 key=extent.file,
-                hint="The file is truncated or damaged; copy or download it again",
+                hint=DAMAGED,
             )
         place = file, extent.begin, extent.nbytes
         known = self._known.get(place)

@@ -22,9 +22,9 @@ from ckpipe.format.checksum import chunk_count
 from ckpipe.format.data_file import ALIGNMENT, MAX_HEADER_BYTES, item_bytes
 from ckpipe.format.manifest import (
     MAX_NUMBER,
+    Borrowed,
     Chunks,
     Entries,
-    Foreign,
     Layout,
     LayoutFacts,
     ManifestDocument,
@@ -56,7 +56,7 @@ def check_bundle(bundle: ManifestDocument) -> None:
         check_tree(structure)
     for part in bundle.parts:
         _check_part(bundle, part)
-    _check_foreign(bundle)
+    _check_borrowed(bundle)
     check_owners(bundle)
     _check_per_rank(bundle)
 
@@ -163,14 +163,14 @@ def _check_part(bundle: ManifestDocument, part: RankManifest) -> None:
         )
 
 
-def _check_foreign(bundle: ManifestDocument) -> None:
+def _check_borrowed(bundle: ManifestDocument) -> None:
     """Check the chunks of each rank against the entries of their owners in this bundle."""
     place_of = {part.rank: (part.structure, part.layout) for part in bundle.parts}
     for structure, layout in dict.fromkeys(place_of.values()):
-        foreign = _facts_of(bundle, structure, layout).foreign
-        if foreign.owner and max(foreign.owner) >= bundle.world_size:
+        borrowed = _facts_of(bundle, structure, layout).borrowed
+        if borrowed.owner and max(borrowed.owner) >= bundle.world_size:
             raise WrongWorldSize("A chunk is owned by a rank outside the world")
-        for owner, entry, end, tensor, _ in zip(*foreign, strict=True):
+        for owner, entry, end, tensor, _ in zip(*borrowed, strict=True):
             # Entries of a rank of another group are checked when that group is read.
             place = place_of.get(owner)
             if entry >= 0 and place is not None:
@@ -194,8 +194,8 @@ def check_owners(bundle: ManifestDocument) -> None:
     left: dict[int, list[tuple[array[int], array[int], int]]] = {}
     for structure, layout in dict.fromkeys(place_of.values()):
         unknown: dict[int, tuple[array[int], array[int], int]] = {}
-        foreign = _facts_of(bundle, structure, layout).foreign
-        for owner, entry, _, tensor, identity in zip(*foreign, strict=True):
+        borrowed = _facts_of(bundle, structure, layout).borrowed
+        for owner, entry, _, tensor, identity in zip(*borrowed, strict=True):
             if entry < 0 and owner in place_of:
                 if owner not in unknown:
                     unknown[owner] = (array("q"), array("q"), structure)
@@ -257,10 +257,10 @@ def facts_of(layout: Layout, tensors: Sequence[TensorRow]) -> LayoutFacts:
             return facts
     entries, chunks = layout.entries, layout.chunks
     data_bytes = _check_entries(entries)
-    foreign = _check_chunks(chunks, entries.nbytes, tensors)
-    own = _own_identities(chunks, tensors) if foreign.owner else None
+    borrowed = _check_chunks(chunks, entries.nbytes, tensors)
+    own = _own_identities(chunks, tensors) if borrowed.owner else None
     checksums = sum(map(chunk_count, entries.nbytes))
-    facts = LayoutFacts(array("q", entries.nbytes), data_bytes, checksums, foreign, own)
+    facts = LayoutFacts(array("q", entries.nbytes), data_bytes, checksums, borrowed, own)
     layout.checked = (tensors, facts)
     return facts
 
@@ -306,14 +306,14 @@ def _check_entries(entries: Entries) -> tuple[int, ...]:
     return (*ends, end) if last >= 0 else ()
 
 
-def _check_chunks(chunks: Chunks, sizes: Sequence[int], tensors: Sequence[TensorRow]) -> Foreign:
+def _check_chunks(chunks: Chunks, sizes: Sequence[int], tensors: Sequence[TensorRow]) -> Borrowed:
     """Check all chunks; return those that other ranks wrote."""
     if chunks.tensor and max(chunks.tensor) >= len(tensors):
         raise InvalidManifest("A chunk is of a tensor that is not there")
     items = {dtype: item_bytes(dtype) or 1 for dtype in {row.dtype for row in tensors}}
     wholes = [math.prod(row.shape) * items[row.dtype] for row in tensors]
     entries = len(sizes)
-    foreign = Foreign(*(array("q") for _ in Foreign._fields))
+    borrowed = Borrowed(*(array("q") for _ in Borrowed._fields))
     for tensor, entry, offset, stride, original, box, owner, _ in zip(*chunks.columns, strict=True):
         if box is None and original is None and stride is None and not offset:
             end = wholes[tensor]
@@ -329,7 +329,7 @@ def _check_chunks(chunks: Chunks, sizes: Sequence[int], tensors: Sequence[Tensor
                 raise InvalidExtent(f"A chunk of {label!r:.200} ends behind any entry")
             known = -1 if entry is None else entry
             identity = identity_of(tensors[tensor], box)
-            for column, cell in zip(foreign, (owner, known, end, tensor, identity), strict=True):
+            for column, cell in zip(borrowed, (owner, known, end, tensor, identity), strict=True):
                 column.append(cell)
         elif entry is None:
             raise InvalidManifest(
@@ -340,7 +340,7 @@ def _check_chunks(chunks: Chunks, sizes: Sequence[int], tensors: Sequence[Tensor
         if entry is None and (offset or stride is not None):
             label = tensors[tensor].label
             raise InvalidManifest(f"A chunk of {label!r:.200} lies in an unknown entry")
-    return foreign
+    return borrowed
 
 
 def _check_in_entry(entry: int, end: int, sizes: Sequence[int], label: str) -> None:

@@ -286,7 +286,7 @@ class Layout:
         return f"Layout({self.entries!r}, {self.chunks!r})"
 
 
-class Foreign(NamedTuple):
+class Borrowed(NamedTuple):
     """The chunks of a layout that other ranks wrote, column by column.
 
     Args:
@@ -312,14 +312,14 @@ class LayoutFacts:
         sizes: Bytes of each entry.
         data_bytes: Bytes of each data file behind its header.
         checksums: The number of checksums of the entries.
-        foreign: The chunks that other ranks wrote.
+        borrowed: The chunks that other ranks wrote.
         own: The identities of the chunks that this rank wrote; None if it wrote all.
     """
 
     sizes: array[int]
     data_bytes: tuple[int, ...]
     checksums: int
-    foreign: Foreign
+    borrowed: Borrowed
     own: array[int] | None
 
 

@@ -227,7 +227,7 @@ class _Copies:
     def __init__(self, bundle: ManifestDocument) -> None:
         self._bundle = bundle
         self._pairs = list(dict.fromkeys((part.structure, part.layout) for part in bundle.parts))
-        self.any = any(self._foreign(*pair).owner for pair in self._pairs)
+        self.any = any(self._borrowed(*pair).owner for pair in self._pairs)
         self._rows: list[TensorRow] = []
         self._common: list[list[int]] = []
         known: dict[tuple[Any, ...], int] = {}
@@ -285,16 +285,16 @@ class _Copies:
         for part in self._bundle.parts:
             layouts[part.structure, part.layout].append(part.rank)
         for (structure, layout), ranks in layouts.items():
-            foreign, numbers = self._foreign(structure, layout), self._common[structure]
-            for owner, tensor in zip(foreign.owner, foreign.tensor, strict=True):
+            borrowed, numbers = self._borrowed(structure, layout), self._common[structure]
+            for owner, tensor in zip(borrowed.owner, borrowed.tensor, strict=True):
                 if numbers[tensor] in suspects:
                     for rank in ranks:
                         found.join(numbers[tensor], owner, rank)
         return found
 
-    def _foreign(self, structure: int, layout: int) -> Any:
+    def _borrowed(self, structure: int, layout: int) -> Any:
         tensors = self._bundle.structures[structure].tensors
-        return facts_of(self._bundle.layouts[layout], tensors).foreign
+        return facts_of(self._bundle.layouts[layout], tensors).borrowed
 
     def _size(self, number: int) -> int:
         row = self._rows[number]
@@ -314,8 +314,8 @@ class _Copies:
         pending: list[tuple[npt.NDArray[np.int64], ...]] = []
         rows = 0
         for structure, layout in self._pairs:
-            foreign = self._foreign(structure, layout)
-            columns = np.stack([np.frombuffer(each, np.int64) for each in foreign])
+            borrowed = self._borrowed(structure, layout)
+            columns = np.stack([np.frombuffer(each, np.int64) for each in borrowed])
             # A chunk without an entry number has no offset, so its end is its size.
             owner, _, size, tensor, identity = columns[:, columns[1] < 0]
             keys = _keys(identity, owner)

@@ -20,12 +20,10 @@ from ckpipe.format.manifest import ManifestDocument, TensorRow
 from ckpipe.format.tree import MAPPINGS, Node
 from ckpipe.loading.by_label import flattened
 from ckpipe.loading.live_tensors import tie_of
-from ckpipe.loading.optimizers import check_counts, check_state, groups_of, states_of
+from ckpipe.loading.optimizers import check_counts, check_state
 from ckpipe.loading.stateful import SavedTensor
+from ckpipe.state import training_form as form
 from ckpipe.state.values import UNREAD, decode_value
-
-WEIGHTS = "__ckpipe_weights__"
-"""The attribute in which the class of a training state has the key of its model."""
 
 
 def fitted(
@@ -75,7 +73,7 @@ def _place_of(into: Any, tree: Node) -> tuple[list[str], list[str], Any]:
     label = ""
     while tree[0] in MAPPINGS:
         names = {key for key in tree[1] if isinstance(key, str)}
-        weights = getattr(type(into), WEIGHTS, None)
+        weights = getattr(type(into), form.WEIGHTS, None)
         if weights is not None:
             return (path if weights in names else [*path, weights]), kept, None
         if not isinstance(into, dict) or not names.isdisjoint(into):
@@ -96,20 +94,20 @@ def parameters_of(into: Any, label: str = "") -> dict[str, list[str]]:
         inner = [parameters_of(each, join(label, key)) for key, each in items]
         return {at: names for models in inner for at, names in models.items()}
     modules = [into] if isinstance(into, torch.nn.Module) else []
-    if weights := getattr(type(into), WEIGHTS, None):
+    if weights := getattr(type(into), form.WEIGHTS, None):
         label, modules = join(label, weights), into._modules
     return {label: [join(label, n) for each in modules for n, _ in each.named_parameters()]}
 
 
 def has_place_for(into: Any, label: str) -> bool:
     """Return False if a target certainly takes nothing under a label of a checkpoint."""
-    if isinstance(into, dict) and not any(hasattr(type(each), WEIGHTS) for each in into.values()):
+    if isinstance(into, dict) and not any(map(form.is_training_state, into.values())):
         return any(f"{label}.".startswith(f"{join('', key)}.") for key in into)
     return not isinstance(into, torch.nn.Module)
 
 
 def _is_model(value: Any) -> bool:
-    return isinstance(value, torch.nn.Module) or hasattr(type(value), WEIGHTS)
+    return isinstance(value, torch.nn.Module) or form.is_training_state(value)
 
 
 def _with_ties(tree: Node, into: Any) -> Node:
@@ -173,16 +171,16 @@ class _Optimizers:
             ]
             return [tree[0], tree[1], adapted, *tree[3:]]
         name = next((each for each in _OPTIMIZER_KEYS if each in tree[1]), None)
-        if name is None or not hasattr(type(into), WEIGHTS):
+        if name is None or not form.is_training_state(into):
             return tree
-        label = join(label, "optimizer")
+        label = join(label, form.OPTIMIZER)
         node = tree[2][tree[1].index(name)]
         if node[0] in MAPPINGS and self._select.may_select(label):
             if node[1] and all(map(_is_flat, node[1])):
                 node = self._unflattened(node)
             else:
                 node = self._unnumbered(node, into.__ckpipe_look__()[1], label)
-        keys = ["optimizer" if key == name else key for key in tree[1]]
+        keys = [form.OPTIMIZER if key == name else key for key in tree[1]]
         nodes = [node if key == name else each for key, each in zip(tree[1], tree[2], strict=True)]
         return [tree[0], keys, nodes, *tree[3:]]
 
@@ -207,7 +205,7 @@ class _Optimizers:
     def _unnumbered(self, node: Node, optimizers: Sequence[Any], label: str) -> Node:
         """Return a state with the names of parameters in place of their numbers."""
         saved = self._opened(node)
-        groups = groups_of(saved.get("param_groups"))
+        groups = form.groups_of(saved.get("param_groups"))
         numbers = [number for group in groups for number in group.get("params", ())]
         if not numbers or not all(type(each) is int for each in numbers) or not optimizers:
             return node
@@ -220,7 +218,7 @@ class _Optimizers:
             )
         optimizer = optimizers[0].optimizer
         check_counts(optimizer, groups, label)
-        check_state(optimizer, states_of(saved), groups, label)
+        check_state(optimizer, form.states_of(saved), groups, label)
         names = dict(zip(numbers, (each[0] for each in optimizers[0].names), strict=True))
         items = dict(zip(node[1], node[2], strict=True))
         items["param_groups"] = ["list", [
@@ -254,7 +252,7 @@ def _gathered(tree: Node, into: dict[Any, Any]) -> Node:
     homes = [
         key
         for key, value in into.items()
-        if hasattr(type(value), WEIGHTS) and isinstance(key, str) and key not in tree[1]
+        if form.is_training_state(value) and isinstance(key, str) and key not in tree[1]
     ]
     parts = [each for each in ("model", *_OPTIMIZER_KEYS) if each in tree[1] and each not in into]
     if len(homes) != 1 or "model" not in parts:
@@ -266,12 +264,12 @@ def _gathered(tree: Node, into: dict[Any, Any]) -> Node:
     return [tree[0], list(keys), list(nodes), *tree[3:]]
 
 
-_OPTIMIZER_KEYS = ("optimizer", "optim", "optimizers")
+_OPTIMIZER_KEYS = (form.OPTIMIZER, "optim", "optimizers")
 """Keys under which programs save the state of their optimizers beside the model's."""
 
 
 def _is_flat(key: Json) -> bool:
-    return isinstance(key, str) and key.startswith(("state.", "param_groups."))
+    return isinstance(key, str) and key.startswith((f"{form.STATE}.", f"{form.PARAM_GROUPS}."))
 
 
 def _mapping(items: Mapping[str, Node]) -> Node:

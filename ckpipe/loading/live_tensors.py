@@ -204,5 +204,5 @@ def _array_form(stored: StoredTensor) -> tuple[bool, tuple[int, ...], Any]:
             return True, stored.shape, None
         return True, stored.shape, dtype
     dtype = plain_numpy_dtype(stored.row.detail, stored.row.label)
-    foreign = stored.dtype is torch.uint8 and dtype != np.uint8
-    return not foreign, stored.shape[:-1] if foreign else stored.shape, dtype
+    as_bytes = stored.dtype is torch.uint8 and dtype != np.uint8
+    return not as_bytes, stored.shape[:-1] if as_bytes else stored.shape, dtype

@@ -42,7 +42,6 @@ from ckpipe.loading.factories import (
     stays,
     tensor_object,
 )
-from ckpipe.loading.foreign_target import WEIGHTS
 from ckpipe.loading.live_tensors import FILLABLE, misfit, writable_view
 from ckpipe.loading.match_record import NOTHING, MatchRecord, Use
 from ckpipe.loading.objects import OpenedObject, open_object
@@ -53,6 +52,7 @@ from ckpipe.loading.stateful import is_extra_state, mismatch, writable
 from ckpipe.loading.wrappers import fitting_parts, planned_wrapper, put_together
 from ckpipe.state.kinds import is_stateful, registered_as, registered_for
 from ckpipe.state.tensors import is_wrapper
+from ckpipe.state.training_form import WEIGHTS
 
 
 class Matching:

@@ -106,7 +106,7 @@ class MatchRecord:
         fresh = not isinstance(live, dict)
         if not fresh and use in (Use.IN_PLACE, Use.NAMED):
             return True
-        theirs = where in saved.foreign and label not in saved.foreign
+        theirs = where in saved.from_others and label not in saved.from_others
         if saved.same_world:
             return theirs
         if fresh or not theirs:

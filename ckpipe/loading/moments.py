@@ -1,12 +1,10 @@
 """Check that the state of optimizers follows its parameters through transforms.
 
-Theory. An optimizer is told by its form: labels ``state.…`` beside ``param_groups…``, nested or
-flat, as torch and DCP have them, or beside ``groups…``, as a ``training_state`` has them. Its state
-stands under the names of parameters, or under their numbers. A *head* is the label of an optimizer
-with a dot behind it, and empty at the root. Its parameters are looked for around it: in the
-innermost container with as many tensors as it has state for, so that the optimizer of one training
-state does not ask for the model of another; and, if no ``model`` is in it, among the tensors that
-are near to no optimizer. Without groups it is told by the names of usual moments.
+Theory. :mod:`ckpipe.state.training_form` tells optimizers by their labels. The state of one stands
+under the names of parameters, or under their numbers. Its parameters are looked for around it: in
+the innermost container with as many tensors as it has state for, so that the optimizer of one
+training state does not ask for the model of another; and, if no ``model`` is in it, among the
+tensors that are near to no optimizer.
 
 State by name follows if it is made of the state of the parameters of which its parameter is made,
 by the same steps. State by number follows if no parameter is cut, joined or rearranged, and all
@@ -16,7 +14,7 @@ keep their order.
 from __future__ import annotations
 
 import re
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -30,143 +28,110 @@ from ckpipe.format.box_steps import Step
 from ckpipe.format.edit import Draft, ManifestEdit
 from ckpipe.format.labels import encode_key, unwrapped
 from ckpipe.format.tree import MAPPINGS, Node, children_of, walk
+from ckpipe.state import training_form as form
 from ckpipe.state.values import encode_value
 
-_GROUPS = re.compile(
-    r"(?:^|(?<=\.))(?:param_groups(?:\.|$)|groups\.(?=(?:.*\.)?(?:options|params)\.))"
-)
-_BARE = re.compile(
-    r"(?:^|(?<=\.))state\.(?!(?:.*\.)?state\.)(?=.*\.(?:exp_avg\w*|exp_inf|momentum_buffer|"
-    r"square_avg|acc_delta)$)|(?<=\boptimizer\.)state\."
-)
-_INSIDE = re.compile(r"(?:^|(?<=\.))(?:state|joint|param_groups|groups|plain|empty)\.")
 
-
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Optimizer:
     """An optimizer of a checkpoint.
 
     Args:
         head: Its head.
         around: The container around its parameters.
-        parameters: The labels of tensors that may be its parameters. Each has the name by which it
-            has state for it; None if it numbers them.
-        states: The labels of the tensors of its state, each with such a name; None if no parameter
-            is called so.
-        numbered: Whether it numbers them.
+        states: The labels of the tensors of its state, each with the name of a parameter; None if
+            no parameter is called so.
+        numbered: Whether it numbers its parameters.
         shapes: The shapes of the parameters with state; None if their state does not tell them.
+        parameters: The labels of tensors that may be its parameters, each with the name by which
+            it has state for it; None if it numbers them.
     """
 
     head: str
     around: str
-    parameters: Mapping[str, str | None]
     states: Mapping[str, str | None]
     numbered: bool
     shapes: set[tuple[int, ...]] | None
-
-
-@dataclass(frozen=True, slots=True)
-class _Container:
-    """The tensors in a container that are of no optimizer: their labels, ends of them, shapes."""
-
-    labels: dict[str, str | None] = field(default_factory=dict)
-    ends: defaultdict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
-    shapes: Counter[tuple[int, ...]] = field(default_factory=Counter)
-
-    def add(self, label: str, shape: tuple[int, ...]) -> None:
-        self.labels[label] = None
-        self.shapes[shape] += 1
-        for end in _ends(unwrapped(label)):
-            self.ends[end].append(label)
+    parameters: Mapping[str, str | None] = field(default_factory=dict)
 
 
 def _heads(edit: ManifestEdit, before: ManifestEdit) -> set[str]:
     """Return the heads of optimizers, also of those that transforms left without their groups."""
-    heads = _heads_in(before.origins)
+    heads = form.heads_in(before.origins)
     moved = set()
     for label, olds in edit.origins.items():
-        old = _head(olds[0], heads)
+        old = form.head_of(olds[0], heads)
         if old is not None and label.endswith(end := olds[0][len(old) :]):
             moved.add(label[: -len(end)])
-    return heads | moved | _heads_in(edit.origins)
-
-
-def _heads_in(labels: Collection[str]) -> set[str]:
-    heads = {label[: each.start()] for label in labels for each in _GROUPS.finditer(label)}
-    rest = (label for label in labels if _head(label, heads) is None)
-    return heads | {label[: each.start()] for label in rest for each in _BARE.finditer(label)}
-
-
-def _head(label: str, heads: Collection[str]) -> str | None:
-    """Return the head of the optimizer in which a label lies, if it lies in one."""
-    found = (label[: each.start()] for each in _INSIDE.finditer(label))
-    return next((each for each in found if each in heads), None)
+    return heads | moved | form.heads_in(edit.origins)
 
 
 def _optimizers(tensors: Mapping[str, _Tensor], heads: Collection[str]) -> list[_Optimizer]:
     """Return the optimizers at some heads that have tensors of state."""
     homes: defaultdict[str, list[str]] = defaultdict(list)
-    others = _Container()
-    for label, tensor in tensors.items():
-        if (head := _head(label, heads)) is None:
-            others.add(label, tensor.shape)
-        elif label.startswith((f"{head}state.", f"{head}joint.")):
+    others: list[str] = []
+    for label in tensors:
+        if (head := form.head_of(label, heads)) is None:
+            others.append(label)
+        elif form.is_of_state(label, head):
             homes[head].append(label)
-    inside = {each: _Container() for head in homes for each in _containers(head)}
-    for label in others.labels:
-        for each in _containers(label) if inside else ():
-            if each in inside:
-                inside[each].add(label, tensors[label].shape)
-    found = [_found(head, states, tensors, others, inside) for head, states in homes.items()]
-    near = {label for each in found for label in inside[each.around].labels}
+    ends: defaultdict[str, list[str]] = defaultdict(list)
+    inside: dict[str, dict[str, None]] = {at: {} for head in homes for at in _containers(head)}
+    for label in others if inside else ():
+        for end in _ends(unwrapped(label)):
+            ends[end].append(label)
+        for around in _containers(label):
+            if around in inside:
+                inside[around][label] = None
+    found = [_optimizer(head, labels, tensors, ends, inside) for head, labels in homes.items()]
+    near = {label for each in found for label in inside[each.around]}
     for around in {each.around for each in found}:
-        own = inside[around].labels
-        if not any(label.startswith(f"{around}model.") for label in own):
-            own |= {label: None for label in others.labels if label not in near}
-    return [replace(each, parameters=_parameters(each, others, inside)) for each in found]
+        if not any(label.startswith(f"{around}{form.MODEL}.") for label in inside[around]):
+            inside[around] |= {label: None for label in others if label not in near}
+    for each in found:
+        each.parameters = own = inside[each.around]
+        if not each.numbered:  # of two names that fit, the longer one
+            names = sorted({name for name in each.states.values() if name}, key=len)
+            each.parameters = {at: name for name in names for at in ends[name] if at in own}
+    return found
 
 
-def _found(
+def _optimizer(
     head: str,
     labels: Sequence[str],
     tensors: Mapping[str, _Tensor],
-    others: _Container,
-    inside: Mapping[str, _Container],
+    ends: Mapping[str, Collection[str]],
+    inside: Mapping[str, Collection[str]],
 ) -> _Optimizer:
-    """Return the optimizer at a head, without its parameters."""
-    states = {label: unwrapped(label[len(head) + len("state.") :]) for label in labels}
+    """Return the optimizer at a head, without its parameters.
+
+    Args:
+        head: The head.
+        labels: The labels of its state.
+        tensors: All tensors.
+        ends: The labels of tensors of no optimizer, by each end of them without wrappers.
+        inside: The labels of these tensors by the containers around heads.
+    """
+    states = {label: unwrapped(label[len(head) + len(f"{form.STATE}.") :]) for label in labels}
     names = {
-        label: next((each for each in _starts(rest) if each in others.ends), None)
+        label: next((each for each in _starts(rest) if each in ends), None)
         for label, rest in states.items()
     }
     found = {name for name in names.values() if name is not None}
-    joint = any(label.startswith(f"{head}joint.") for label in labels)
+    joint = any(label.startswith(f"{head}{form.JOINT}.") for label in labels)
     digits = all(rest[:1].isdigit() for rest in states.values())
     numbered = joint or not found or (digits and not any("." in name for name in found))
     shapes, count = _shapes_of({states[each]: tensors[each].shape for each in labels})
-    certain = shapes if shapes and shapes <= others.shapes.keys() else None
+    known = {tensors[each].shape for each in inside[""]}
+    certain = shapes if shapes and shapes <= known else None
 
-    def enough(near: _Container) -> bool:
+    def enough(near: Collection[str]) -> bool:
         if not numbered:
-            return len(found & near.ends.keys()) >= len(found)
-        alike = near.labels if certain is None else near.shapes.elements()
-        return sum(certain is None or each in certain for each in alike) >= count
+            return all(any(label in near for label in ends[name]) for name in found)
+        return sum(certain is None or tensors[each].shape in certain for each in near) >= count
 
     around = next((each for each in _containers(head) if enough(inside[each])), "")
-    return _Optimizer(head, around, {}, names, numbered, certain)
-
-
-def _parameters(
-    optimizer: _Optimizer, others: _Container, inside: Mapping[str, _Container]
-) -> Mapping[str, str | None]:
-    near, owned = inside[optimizer.around].labels, dict[str, str | None]()
-    if optimizer.numbered:
-        return near
-    for name in sorted({each for each in optimizer.states.values() if each}, key=len, reverse=True):
-        for label in others.ends[name]:
-            if label in near:
-                owned.setdefault(label, name)
-    return owned
+    return _Optimizer(head, around, names, numbered, certain)
 
 
 def _shapes_of(state: Mapping[str, tuple[int, ...]]) -> tuple[set[tuple[int, ...]] | None, int]:
@@ -184,10 +149,7 @@ def _shapes_of(state: Mapping[str, tuple[int, ...]]) -> tuple[set[tuple[int, ...
 
 def _containers(label: str) -> Iterator[str]:
     """Yield the containers around a label, with a dot behind them, the innermost first."""
-    label = label.rstrip(".")
-    while "." in label:
-        label = label.rpartition(".")[0]
-        yield f"{label}."
+    yield from (f"{each}." for each in _starts(label.rstrip(".")))
     yield ""
 
 
@@ -232,11 +194,6 @@ def _tensors(edit: ManifestEdit, before: ManifestEdit) -> dict[str, _Tensor]:
     return found
 
 
-_PLACE = re.compile(
-    r"(?P<head>(?:.*\.)?)optimizer\.(?P<home>state|plain|groups\..*\.params)\.(?P<name>.+)"
-)
-
-
 def give_to_parts(edit: ManifestEdit) -> None:
     """Give parts of a parameter the place that it had in the optimizer of a ``training_state``.
 
@@ -246,9 +203,9 @@ def give_to_parts(edit: ManifestEdit) -> None:
     Args:
         edit: The edit, with all transforms applied.
     """
-    found = {label: each for label in edit.origins if (each := _PLACE.fullmatch(label))}
-    heads = {each["head"] for each in found.values() if each["home"].startswith("groups.")}
-    tensors = _tensors(edit, ManifestEdit(edit.document)) if heads else {}
+    found = {label: each for label in edit.origins if (each := form.place_of(label))}
+    above = {each.above for each in found.values() if each.home.startswith(f"{form.GROUPS}.")}
+    tensors = _tensors(edit, ManifestEdit(edit.document)) if above else {}
     parts: defaultdict[str, dict[str, tuple[int, ...]]] = defaultdict(dict)
     for label, tensor in tensors.items():
         olds, steps = next(iter(tensor.sources))
@@ -258,15 +215,16 @@ def give_to_parts(edit: ManifestEdit) -> None:
     for draft in edit.drafts if parts else ():
         moves: dict[str, list[tuple[str, Node]]] = {}
         for label in draft.leaves():
-            if label in found and found[label]["head"] in heads:
+            if label in found and found[label].above in above:
                 moves[label] = list(_places(edit, draft, label, found[label], parts))
         moves = {label: news for label, news in moves.items() if news}
         made |= {new: [label] for label, news in moves.items() for new, _ in news}
         draft.move(moves)
+        models = {f"{each}{form.OPTIMIZER}.{form.STATE}": f"{each}{form.MODEL}." for each in above}
         for node, label in list(walk(draft.tree)):
-            if node[0] in MAPPINGS and any(label == f"{head}optimizer.state" for head in heads):
-                model = f"{label.removesuffix('optimizer.state')}model."
-                _nest(node, {k.removeprefix(model) for each in parts.values() for k in each})
+            if node[0] in MAPPINGS and label in models:
+                news = {k.removeprefix(models[label]) for each in parts.values() for k in each}
+                _nest(node, news)
         draft.tree = [*draft.tree]
     edit.note(made)
 
@@ -275,23 +233,21 @@ def _places(
     edit: ManifestEdit,
     draft: Draft,
     label: str,
-    now: re.Match[str],
+    now: form.ParameterPlace,
     parts: Mapping[str, Mapping[str, tuple[int, ...]]],
 ) -> Iterator[tuple[str, Node]]:
     """Yield the leaves that parts of a parameter have in place of one that it had."""
-    leaf, old = draft.leaves()[label], _PLACE.fullmatch(edit.origins[label][0])
-    key = f".{now['name'].rpartition('.')[2]}" if now["home"] == "state" else ""
+    leaf, old = draft.leaves()[label], form.place_of(edit.origins[label][0])
     row = draft.rows[leaf[1]] if leaf[0] == "tensor" else None
-    if old is None or (row is not None and row.shape and key != ".step"):
+    if old is None or (row is not None and row.shape and now.key != "step"):
         return
-    name, model = now["name"].removesuffix(key), f"{now['head']}model."
-    own = parts.get(f"{old['head']}model.{old['name'].removesuffix(key)}", {})
-    news = {k[len(model) :]: shape for k, shape in own.items() if k.startswith(model)}
-    for each, shape in news.items() if not key or news.keys() != {name} else ():
-        node, where = leaf, f"{now['head']}optimizer.{now['home']}.{each}{key}"
-        if row is not None and each != name:
+    own = parts.get(f"{old.model}{old.name}", {})
+    news = {k.removeprefix(now.model): shape for k, shape in own.items() if k.startswith(now.model)}
+    for name, shape in news.items() if not now.key or news.keys() != {now.name} else ():
+        node, where = leaf, now.of(name)
+        if row is not None and name != now.name:
             node = draft.add(replace(row, label=where), draft.sources[leaf[1]])
-        elif now["home"].startswith("groups."):
+        elif now.home.startswith(f"{form.GROUPS}."):
             node = draft.add_value(encode_value(torch.Size(shape)))
         yield where, node
 
@@ -389,7 +345,7 @@ def _check_named(
             ]
         if stale:
             ways = ". State under names may be changed alike by Rename and Rearrange"
-            if optimizer.head.endswith("optimizer."):
+            if optimizer.head.endswith(f"{form.OPTIMIZER}."):
                 ways += ", and by Split and Unstack in a training_state"
             raise _left_behind(optimizer.head, stale[0], state, ways)
 
@@ -406,15 +362,14 @@ def _check_groups(
     for state in states:
         old, end = next(iter(tensors[state].sources))[0][0], unwrapped(state[len(head) :])
         if not unwrapped(old).endswith(end):
-            news[unwrapped(old).partition("state.")[2].rpartition(".")[0]] = state
+            news[unwrapped(old).partition(f"{form.STATE}.")[2].rpartition(".")[0]] = state
     for label in labels if news else ():
-        if not label.startswith(f"{head}param_groups."):
+        if not label.startswith(f"{head}{form.PARAM_GROUPS}."):
             continue
         if not unwrapped(origins[label][0]).endswith(unwrapped(label[len(head) :])):
             continue
-        value = re.search(r"param_groups\.\d+\.params\.\d+$", label)
         for name, state in news.items():
-            if value or f".{name}." in f".{label}.":
+            if form.is_listed(label) or f".{name}." in f".{label}.":
                 raise _left_behind(head, label, state)
 
 

@@ -95,7 +95,7 @@ def _targets_of(record: MatchRecord, target: Any, node: Node, label: str) -> Ope
         record.saved.common,
         record.request,
         record.memo,
-        record.saved.foreign if record.saved.same_world else frozenset(),
+        record.saved.from_others if record.saved.same_world else frozenset(),
         record.above,
     )
     with user_code("__ckpipe_targets__", label), _same_form(target, label):

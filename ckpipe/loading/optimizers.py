@@ -19,17 +19,14 @@ from ckpipe.errors import ShapeMismatch, StructureMismatch, reason_of
 from ckpipe.format.labels import unwrapped
 from ckpipe.format.manifest import OptimizerRow
 from ckpipe.loading.stateful import SavedTensor
+from ckpipe.state.training_form import NO_OPTIONS, OWN_OPTIONS, groups_of, states_of
 from ckpipe.state.values import optimizer_kind, shapes_of_parameters
 
 logger = logging.getLogger("ckpipe")
 
-# torch adds one of them to the defaults of any optimizer that has loaded a state.
-_WAYS_TO_STEP = {"foreach", "fused", "capturable", "differentiable"}
-
 # Keys of a group that are no options of the optimizer: learning rate schedulers add most of them.
 _NO_OPTIONS = {
-    "params", "param_names", "initial_lr", "max_lr", "min_lr", "swa_lr", "base_momentum",
-    "max_momentum",
+    *NO_OPTIONS, "initial_lr", "max_lr", "min_lr", "swa_lr", "base_momentum", "max_momentum"
 }  # fmt: skip
 
 
@@ -106,8 +103,8 @@ def _differences(options: Collection[str], optimizer: Optimizer) -> tuple[list[s
     except Exception:  # a custom optimizer that needs more, and raises its own error in the load
         return [], []
     known = {key for each in optimizer.param_groups for key in each}
-    lacks = optimizer.defaults.keys() - _WAYS_TO_STEP - group.keys()
-    surplus = set(options) - optimizer.defaults.keys() - known - _WAYS_TO_STEP - _NO_OPTIONS
+    lacks = optimizer.defaults.keys() - {*OWN_OPTIONS} - group.keys()
+    surplus = set(options) - optimizer.defaults.keys() - known - {*OWN_OPTIONS} - _NO_OPTIONS
     return sorted(lacks), sorted(map(str, surplus))
 
 
@@ -163,21 +160,6 @@ def check_optimizer(
         _check_shapes(optimizer, recorded.shapes, label)
     elif not any_class:
         check_state(optimizer, states_of(saved), groups, label)
-
-
-def states_of(saved: Mapping[str, Any]) -> Mapping[Any, Mapping[str, Any]]:
-    """Return the saved state of parameters; none if an optimizer has a form of its own for it."""
-    states: Mapping[Any, Mapping[str, Any]] = saved.get("state", {})
-    usual = isinstance(states, dict) and all(isinstance(each, dict) for each in states.values())
-    return states if usual else {}
-
-
-def groups_of(saved: Any) -> Sequence[Mapping[str, Any]]:
-    """Return saved groups; none if an optimizer has a form of its own for them."""
-    usual = isinstance(saved, list) and all(
-        isinstance(group, dict) and isinstance(group.get("params", []), list) for group in saved
-    )
-    return saved if usual else ()
 
 
 def check_counts(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]], label: str) -> None:

@@ -121,8 +121,8 @@ def _to_fill(
         own: The tensors of the module, by identity.
         addresses: Where they lie.
     """
-    foreign = isinstance(named, torch.Tensor) and id(named) not in own
-    if foreign and _address(named) not in addresses:  # a copy that was made for the state
+    is_made = isinstance(named, torch.Tensor) and id(named) not in own
+    if is_made and _address(named) not in addresses:  # a copy that was made for the state
         return named if _fits(named, saved) else None
     return home if home is None or tuple(home.shape) == saved.shape else None
 

@@ -52,8 +52,8 @@ class SavedState:
         values: Its inline values, encoded.
         per_rank: Its tensors and values that belong to a rank.
         common: The labels that all ranks had, if not all had the same ones.
-        foreign: The labels that the loading rank did not have itself; in a world of another size,
-            where no rank is the same, those that not all ranks had.
+        from_others: The labels that the loading rank did not have itself; in a world of another
+            size, where no rank is the same, those that not all ranks had.
         same_world: Whether the number of ranks is unchanged.
         optimizers: The recorded facts of its optimizers, by label.
     """
@@ -64,7 +64,7 @@ class SavedState:
     values: Sequence[Json]
     per_rank: PerRankItems
     common: frozenset[str] | None = None
-    foreign: frozenset[str] = frozenset()
+    from_others: frozenset[str] = frozenset()
     same_world: bool = True
     optimizers: Mapping[str, OptimizerRow] = field(default_factory=dict)
 

@@ -98,7 +98,7 @@ class SavedObject:
         common: The labels that all ranks had, if not all had the same ones.
         request: The arguments of the load.
         memo: The memo of facts of live objects.
-        foreign: The labels that the loading rank did not save itself, in a world of equal size.
+        from_others: The labels that the loading rank did not save itself, in a world of equal size.
         above: The label below which the names of a foreign checkpoint were moved.
     """
 
@@ -108,7 +108,7 @@ class SavedObject:
     common: frozenset[str] | None = None
     request: LoadRequest = field(default_factory=LoadRequest)
     memo: InspectionMemo = field(default_factory=InspectionMemo)
-    foreign: frozenset[str] = frozenset()
+    from_others: frozenset[str] = frozenset()
     above: str = ""
 
     def at(self, *path: Any) -> str:

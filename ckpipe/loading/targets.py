@@ -334,7 +334,7 @@ def _refuse_read_only(lives: Sequence[LiveTensor]) -> None:
     Raises:
         StructureMismatch: Names the first of them.
     """
-    foreign = [
+    not_of_torch = [
         live
         for live in lives
         if live.tensor.is_cpu
@@ -342,14 +342,14 @@ def _refuse_read_only(lives: Sequence[LiveTensor]) -> None:
         and live.tensor.numel()
         and isinstance(live.owner, torch.Tensor)  # numpy knows which arrays are read-only
     ]
-    if not foreign:
+    if not not_of_torch:
         return
     try:
         mappings = _read_only_mappings()
     except OSError:  # there is no /proc
         return
     starts = [start for start, _, _ in mappings]
-    for live in foreign:
+    for live in not_of_torch:
         address = live.tensor.data_ptr()
         _, stop, name = mappings[bisect_right(starts, address) - 1]
         if address < stop:

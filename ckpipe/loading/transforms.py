@@ -29,6 +29,7 @@ from ckpipe.format.tree import MAPPINGS, WRAPPERS, Node, children_of, shared_con
 from ckpipe.loading.moments import check_moments, give_to_parts
 from ckpipe.loading.scales import with_scales
 from ckpipe.loading.select import pruned
+from ckpipe.state.training_form import GROUPS, MODEL, OPTIMIZER, VERSIONS
 from ckpipe.types import first_of
 
 
@@ -218,7 +219,7 @@ class Rename(Transform):
 def _followers(edit: ManifestEdit, name: Callable[[str], str]) -> dict[str, str]:
     """Return the new labels of all that a ``training_state`` keeps under names of its model.
 
-    That is the state of optimizers, in the form of :mod:`ckpipe.training.optimizers`, and the
+    That is the state of optimizers, in the form of :mod:`ckpipe.state.training_form`, and the
     versions of modules.
 
     Args:
@@ -227,24 +228,24 @@ def _followers(edit: ManifestEdit, name: Callable[[str], str]) -> dict[str, str]
     """
     found: dict[str, str] = {}
     for node, at in (each for draft in edit.drafts for each in walk(draft.tree)):
-        if node[0] not in MAPPINGS or "model" not in node[1]:
+        if node[0] not in MAPPINGS or MODEL not in node[1]:
             continue
-        model, optimizer, versions = (join(at, key) for key in ("model", "optimizer", "versions"))
+        model, optimizer, versions = (join(at, key) for key in (MODEL, OPTIMIZER, VERSIONS))
         members = _members(node)
-        held, known = _members(members.get("optimizer")), _members(members.get("versions"))
+        held, known = _members(members.get(OPTIMIZER)), _members(members.get(VERSIONS))
         names: dict[str, str] = {}
-        for key in _members(members["model"]) if held or known else ():
+        for key in _members(members[MODEL]) if held or known else ():
             new = name(join(model, key))
             if isinstance(key, str) and new.startswith(f"{name(model)}."):
                 names[key] = new[len(name(model)) + 1 :]
         changed = {key: new for key, new in names.items() if new != label_part(key)}
-        for kind, group in held.items() if changed and "groups" in held else ():
+        for kind, group in held.items() if changed and GROUPS in held else ():
             for first, inner in _members(group).items():
                 old = join(f"{optimizer}.{kind}", first)
                 new = f"{name(optimizer)}.{kind}.{changed.get(first) or label_part(first)}"
                 if first in changed:
                     found |= {label: new + label[len(old) :] for _, label in walk(inner, old)}
-                for key in _members(_members(inner).get("params") if kind == "groups" else None):
+                for key in _members(_members(inner).get("params") if kind == GROUPS else None):
                     if key in changed:
                         found[join(f"{old}.params", key)] = f"{new}.params.{changed[key]}"
         for module in known if changed else ():

@@ -95,7 +95,7 @@ def check_plan(
         _check_holdings(plan, captured.tensors, rank)
     except _Wrong as wrong:
         raise wrong.of(name, rank) from wrong.__cause__
-    except Exception as error:  # a foreign planner may put anything into the fields
+    except Exception as error:  # a program's own planner may put anything into the fields
         raise _Wrong(f"has malformed fields: {error!r}").of(name, rank) from error
 
 

@@ -376,7 +376,7 @@ class PipelineBase:
         if self._opened is None:
             self._opened_at = place_of_call()
         if self._opened is None and self._settings.preemption.enabled:
-            # A new watch: after a failed open, a foreign handler may still call the former one.
+            # A new watch: another library's handler may call that of a failed open.
             self._watch = SignalWatch(self._settings.preemption.signals, self._preemption.tell)
             self._watch.begin()
         try:

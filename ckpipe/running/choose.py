@@ -297,7 +297,8 @@ async def _foreign_contents(backend: Backend, place: str) -> tuple[str, str] | N
     listing = await backend.children("")
     if not listing.objects and not listing.prefixes:  # most new runs import no readers of formats
         return None
-    from ckpipe.foreign.source import TORCH_FILES, contents, recognized
+    from ckpipe.foreign.files import TORCH_FILES
+    from ckpipe.foreign.source import contents, recognized
 
     if (source := await recognized(listing.objects)) is not None:
         way = "ckpipe.load opens it, and so does load(state, source=…) of a pipeline elsewhere"

@@ -71,7 +71,7 @@ def _make_program(context: SaveContext, captured: Captured, save: CheckpointId) 
 
     Raises:
         UnsupportedState: If a tensor cannot be saved.
-        UsageError: If the plan of a foreign planner is not valid, or the planner raised
+        UsageError: If the plan of a program's own planner is not valid, or the planner raised
             ``SystemExit`` or ``KeyboardInterrupt``.
         SaveError: If ranks that plan together do not agree on a plan.
     """

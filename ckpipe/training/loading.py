@@ -29,6 +29,7 @@ from ckpipe.loading.stateful import (
     saves_as_torch_does,
     writable,
 )
+from ckpipe.state.training_form import MODEL, OPTIMIZER, STATE, VERSIONS
 from ckpipe.training.names import ModelNames
 from ckpipe.training.optimizer_loading import OptimizerMatch, refuse_meta
 from ckpipe.training.optimizers import NamedOptimizer, fsdp1_ties, load_model_state_dict
@@ -45,7 +46,7 @@ def load_targets(
     """Match a saved state with a model and its optimizers.
 
     Args:
-        saved: The saved state, in the form of :mod:`ckpipe.training.optimizers` or of DCP.
+        saved: The saved state, in the form of :mod:`ckpipe.state.training_form` or of DCP.
         modules: The model, or stages of it.
         model: The tensors of the modules, by name.
         optimizers: The optimizers.
@@ -65,35 +66,20 @@ def load_targets(
     tree: dict[str, Any] = {}
     found = LoadTargets(tree, lambda: None)
     steps: list[Callable[[], None]] = []
-    if "model" in saved.state:
+    if MODEL in saved.state:
         loads = _loads_of(saved, modules, model)
-        tree["model"] = _match_model(saved, model, loads, found, elsewhere)
-        if "versions" in saved.state:
-            tree["versions"] = dict.fromkeys(saved.state["versions"])
-        steps += [partial(each.load, tree["model"]) for each in loads]
-    elif any(saved.selects("model", name) for name, _ in model.tensors()):
+        tree[MODEL] = _match_model(saved, model, loads, found, elsewhere)
+        if VERSIONS in saved.state:
+            tree[VERSIONS] = dict.fromkeys(saved.state[VERSIONS])
+        steps += [partial(each.load, tree[MODEL]) for each in loads]
+    elif any(saved.selects(MODEL, name) for name, _ in model.tensors()):
         raise mismatch(
-            [saved.at("model")], [], saved.label, hint="Load it into a state of the same form"
+            [saved.at(MODEL)], [], saved.label, hint="Load it into a state of the same form"
         )
-    there = saved.state.get("optimizer", {})
-    if not isinstance(there, Mapping):
-        raise StructureMismatch(
-            f"This is no state of optimizers but a {type(there).__name__}",
-            key=saved.at("optimizer"),
-            hint=f"To load the model alone, pass include=[{saved.at('model')!r}]",
-        )
-    if "optimizer" in saved.state and not optimizers:
-        found.unexpected.append(saved.at("optimizer"))
-    elif "optimizer" in saved.state:
+    if _has_optimizers(saved, optimizers, found):
         matching = OptimizerMatch(saved, model, optimizers, found, elsewhere, stages=stages)
-        tree["optimizer"] = matching.tree
+        tree[OPTIMIZER] = matching.tree
         steps.append(matching.attach)
-    elif _wants_optimizers(saved, optimizers):
-        raise StructureMismatch(
-            "The checkpoint has no optimizer",
-            key=saved.at("optimizer"),
-            hint=f"To load the model alone, pass include=[{saved.at('model')!r}]",
-        )
 
     def attach_all() -> None:
         for step in steps:
@@ -103,10 +89,31 @@ def load_targets(
     return found
 
 
-def _wants_optimizers(saved: SavedObject, optimizers: Sequence[NamedOptimizer]) -> bool:
-    return any(
-        saved.selects("optimizer", "state", names[0]) for each in optimizers for names in each.names
-    )
+def _has_optimizers(
+    saved: SavedObject, optimizers: Sequence[NamedOptimizer], found: LoadTargets
+) -> bool:
+    """Tell whether there is a state of optimizers, and optimizers to load it into.
+
+    Raises:
+        StructureMismatch: If there is none, and the load selects it; or something else is there.
+    """
+    hint = f"To load the model alone, pass include=[{saved.at(MODEL)!r}]"
+    there = saved.state.get(OPTIMIZER, {})
+    if not isinstance(there, Mapping):
+        raise StructureMismatch(
+            f"This is no state of optimizers but a {type(there).__name__}",
+            key=saved.at(OPTIMIZER),
+            hint=hint,
+        )
+    if OPTIMIZER in saved.state:
+        found.unexpected += [] if optimizers else [saved.at(OPTIMIZER)]
+        return bool(optimizers)
+    names = (names[0] for each in optimizers for names in each.names)
+    if any(saved.selects(OPTIMIZER, STATE, name) for name in names):
+        raise StructureMismatch(
+            "The checkpoint has no optimizer", key=saved.at(OPTIMIZER), hint=hint
+        )
+    return False
 
 
 # The model
@@ -160,11 +167,11 @@ class _ModuleLoad:
             return
         self.found = rehearse(
             module,
-            self.given(saved.state["model"]),
+            self.given(saved.state[MODEL]),
             self.state,
             partial(module.load_state_dict, strict=self.strict),
             saved.label,
-            lambda key: saved.at("model", self.names.get(key, key)),
+            lambda key: saved.at(MODEL, self.names.get(key, key)),
         )
 
     def target(self, key: str, value: Any) -> torch.Tensor | None:
@@ -188,7 +195,7 @@ class _ModuleLoad:
 def _loads_of(
     saved: SavedObject, modules: Sequence[nn.Module], model: ModelNames
 ) -> list[_ModuleLoad]:
-    there, versions = saved.state["model"], saved.state.get("versions")
+    there, versions = saved.state[MODEL], saved.state.get(VERSIONS)
     loads = []
     every = zip(modules, model.states, model.names, model.modules, strict=True)
     for module, state, names, inner in every:
@@ -201,7 +208,7 @@ def _loads_of(
             }
         )
         given = _with_ties(names, state, there)
-        strict = all(name in there or saved.selects("model", name) for name in given.values())
+        strict = all(name in there or saved.selects(MODEL, name) for name in given.values())
         loads.append(_ModuleLoad(module, state, given, metadata, strict))
     return loads
 
@@ -235,13 +242,13 @@ def _match_model(
         TargetMismatch: If checkpoint and target have different names, a tensor is on the ``meta``
             device, or a module refuses its state.
     """
-    live, there = dict(model.tensors()), saved.state["model"]
-    missing = [name for name in live if name not in there and saved.selects("model", name)]
+    live, there = dict(model.tensors()), saved.state[MODEL]
+    missing = [name for name in live if name not in there and saved.selects(MODEL, name)]
     surplus = [name for name in there if name not in live]
-    unexpected = [name for name in surplus if not elsewhere(saved.at("model", name))]
-    found.unexpected += [saved.at("model", name) for name in surplus if name not in unexpected]
+    unexpected = [name for name in surplus if not elsewhere(saved.at(MODEL, name))]
+    found.unexpected += [saved.at(MODEL, name) for name in surplus if name not in unexpected]
     for name in there:
-        refuse_meta(live.get(name), saved.at("model", name))
+        refuse_meta(live.get(name), saved.at(MODEL, name))
     tree: dict[str, Any] = {}
     for each in loads:
         if len(loads) == 1:
@@ -254,11 +261,11 @@ def _match_model(
     taken = {tie_of(t) for each in loads for t in (each.found or {}).values() if t is not None}
     taken |= {tie_of(live[name]) for name in there if name in live}  # it is tied to the missing one
     missing = [name for name in without_ties(missing, live) if tie_of(live[name]) not in taken]
-    missing = [saved.at("model", name) for name in missing]
-    unexpected = [saved.at("model", name) for name in unexpected if tree.get(name) is None]
+    missing = [saved.at(MODEL, name) for name in missing]
+    unexpected = [saved.at(MODEL, name) for name in unexpected if tree.get(name) is None]
     if missing or unexpected:
         hint = "Load it into a model of the same layers"
-        names = [saved.at("model", name) for name in there]
+        names = [saved.at(MODEL, name) for name in there]
         raise mismatch(missing, unexpected, saved.label, hint=hint, names=names, above=saved.above)
     for each in loads:
         for names in fsdp1_ties(each.module, model).values():

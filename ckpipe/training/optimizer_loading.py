@@ -17,15 +17,10 @@ import torch
 from ckpipe.errors import ShapeMismatch, SharingConflict, StructureMismatch
 from ckpipe.loading.optimizers import check_conversion, kind_mismatch
 from ckpipe.loading.stateful import LoadTargets, SavedObject, SavedTensor
+from ckpipe.state import training_form as form
 from ckpipe.state.tensors import is_wrapper
 from ckpipe.training.names import ModelNames, is_sharded
-from ckpipe.training.optimizers import (
-    NO_OPTIONS,
-    OWN_OPTIONS,
-    NamedOptimizer,
-    attach,
-    is_placed_like,
-)
+from ckpipe.training.optimizers import NamedOptimizer, attach, is_placed_like
 from ckpipe.types import first_of
 
 
@@ -49,7 +44,7 @@ class _SavedGroup:
 
     def compared(self) -> dict[str, Any]:
         """Return the options that must agree if several groups become one."""
-        skipped = (*OWN_OPTIONS, *NO_OPTIONS)
+        skipped = (*form.OWN_OPTIONS, *form.NO_OPTIONS)
         return {key: value for key, value in self.options.items() if key not in skipped}
 
 
@@ -73,25 +68,26 @@ class OptimizerMatch:
     ) -> None:
         self._saved, self._optimizers, self._found = saved, optimizers, found
         self._is_elsewhere, self._stages = elsewhere, stages
-        self._there = saved.state["optimizer"]
+        self._there = saved.state[form.OPTIMIZER]
+        self._at = partial(saved.at, form.OPTIMIZER)
         self.tree: dict[str, Any] = {}
         self._states: list[dict[int, dict[str, Any] | None]] = [{} for _ in optimizers]
         self._options: list[list[tuple[dict[str, Any], dict[str, Any]]]] = [[] for _ in optimizers]
         self._together: dict[int, dict[str, Any]] = {}
-        self._kept = self._there.get("state", {})
+        self._kept = self._there.get(form.STATE, {})
         self._with_joint_state: set[int] = set()
         self._of_another_class: set[int] = set()
         for each in optimizers:
             for parameter, names in zip(each.parameters, each.names, strict=True):
-                refuse_meta(parameter, saved.at("optimizer", "state", names[0]))
+                refuse_meta(parameter, self._at(form.STATE, names[0]))
         self._check_form()
         groups = self._saved_groups()
         ours = frozenset(name for names in model.parameters.values() for name in names)
         self._match_groups(groups)
         self._match_empty_groups()
         self._match_joint(ours)
-        if "state" in self._there:
-            self.tree["state"] = {}
+        if form.STATE in self._there:
+            self.tree[form.STATE] = {}
             self._match_state()
             self._find_dropped(groups, ours)
         for number in self._of_another_class:
@@ -119,10 +115,10 @@ class OptimizerMatch:
         Raises:
             StructureMismatch: If it is not; transforms may have put its parts elsewhere.
         """
-        depths = {"groups": 2, "state": 1, "empty": 2, "joint": 1}  # of dicts in each
+        depths = {form.GROUPS: 2, form.STATE: 1, form.EMPTY: 2, form.JOINT: 1}  # of dicts in each
         pending: list[tuple[tuple[Any, ...], Any, int]] = [
-            (("optimizer", kind), self._there.get(kind, {}), depth)
-            for kind, depth in depths.items()
+            ((form.OPTIMIZER, each), self._there.get(each, {}), depth)
+            for each, depth in depths.items()
         ]
         for path, held, depth in pending:
             if not isinstance(held, Mapping):
@@ -130,7 +126,7 @@ class OptimizerMatch:
                     "This is no part of the state of an optimizer by names of parameters",
                     key=self._saved.at(*path),
                     hint="Rename the model and its optimizer in one transform. To load the model "
-                    f"alone, pass include=[{self._saved.at('model')!r}]",
+                    f"alone, pass include=[{self._saved.at(form.MODEL)!r}]",
                 )
             items = held.items() if depth else ()
             pending += [((*path, k), each, depth - 1) for k, each in items if k != "optimizer"]
@@ -138,32 +134,31 @@ class OptimizerMatch:
     # Groups
 
     def _saved_groups(self) -> list[_SavedGroup]:
-        at = self._saved.at
-        if "param_groups" in self._there:  # torch.distributed.checkpoint.state_dict has this form
+        if form.PARAM_GROUPS in self._there:  # as DCP has it
             found = [
                 _SavedGroup(
-                    at("optimizer", "param_groups", number),
+                    self._at(form.PARAM_GROUPS, number),
                     "",
-                    {key: value for key, value in group.items() if key not in NO_OPTIONS},
+                    {key: value for key, value in group.items() if key not in form.NO_OPTIONS},
                     dict.fromkeys(group.get("params", ())),
                 )
-                for number, group in enumerate(self._there["param_groups"])
+                for number, group in enumerate(self._there[form.PARAM_GROUPS])
             ]
-            self.tree["param_groups"] = [each.targets for each in found]
+            self.tree[form.PARAM_GROUPS] = [each.targets for each in found]
             return found
         found = []
-        self.tree["groups"] = {}
-        for first, group in self._there.get("groups", {}).items():
+        self.tree[form.GROUPS] = {}
+        for first, group in self._there.get(form.GROUPS, {}).items():
             found.append(
                 _SavedGroup(
-                    at("optimizer", "groups", first),
+                    self._at(form.GROUPS, first),
                     group.get("optimizer", ""),
                     group.get("options", {}),
                     group.get("params", {first: None}),
                 )
             )
             if "options" in group:
-                self.tree["groups"][first] = {"options": found[-1].targets}
+                self.tree[form.GROUPS][first] = {"options": found[-1].targets}
         return found
 
     def _match_groups(self, groups: Sequence[_SavedGroup]) -> None:
@@ -199,11 +194,11 @@ class OptimizerMatch:
         Raises:
             StructureMismatch: If the optimizer has another number of them.
         """
-        if "empty" not in self._there:
+        if form.EMPTY not in self._there:
             return
-        tree = self.tree["empty"] = {}
-        for first, saved in self._there["empty"].items():
-            label = self._saved.at("optimizer", "empty", first)
+        tree = self.tree[form.EMPTY] = {}
+        for first, saved in self._there[form.EMPTY].items():
+            label = self._at(form.EMPTY, first)
             homes = [
                 (live, each, number)
                 for number, each in enumerate(self._optimizers)
@@ -213,7 +208,7 @@ class OptimizerMatch:
             ]
             groups = [
                 _SavedGroup(
-                    self._saved.at("optimizer", "empty", first, number),
+                    self._at(form.EMPTY, first, number),
                     group.get("optimizer", ""),
                     group.get("options", {}),
                     {},
@@ -244,13 +239,13 @@ class OptimizerMatch:
 
     def _check_shape(self, group: _SavedGroup, name: str, parameter: torch.Tensor) -> None:
         shape, select = group.shapes[name], self._saved.select
-        if not select.may_select(self._saved.at("optimizer", "state", name)):
+        if not select.may_select(self._at(form.STATE, name)):
             return
         if shape is not None and tuple(shape) != tuple(parameter.shape):
             raise ShapeMismatch(
                 f"The optimizer's parameter has the shape {list(parameter.shape)} here and "
                 f"{list(shape)} in the checkpoint",
-                key=self._saved.at("optimizer", "state", name),
+                key=self._at(form.STATE, name),
                 hint="Load it into a model of the same layers",
             )
 
@@ -289,7 +284,7 @@ class OptimizerMatch:
             group.options if whole else None,
             each.optimizer,
             group.label,
-            f"include=[{self._saved.at('model')!r}]",
+            f"include=[{self._saved.at(form.MODEL)!r}]",
         )
         if error is not None and self._saved.request.optimizer_class != "any":
             raise error
@@ -304,16 +299,16 @@ class OptimizerMatch:
             for name in names
             if name in self._kept
         }
-        for first, together in self._there.get("joint", {}).items():
+        for first, together in self._there.get(form.JOINT, {}).items():
             if first in (each.names[0] if each.names else ()):
                 states |= together.get("state", {})
         groups = [live for live, _ in self._options[number]]
-        check_conversion(each.optimizer, groups, states, self._saved.at("optimizer"))
+        check_conversion(each.optimizer, groups, states, self._at())
 
     # State
 
     def _match_state(self) -> None:
-        plain, model = self._there.get("plain", {}), self._saved.state.get("model", {})
+        plain, model = self._there.get(form.PLAIN, {}), self._saved.state.get(form.MODEL, {})
         for number, each in enumerate(self._optimizers):
             self._check_units(each)
             for _, taken, places in each.groups:
@@ -338,19 +333,19 @@ class OptimizerMatch:
                         for key, value in first.items()
                     }
                     for key in live.keys() - first.keys():
-                        if not self._saved.selects("optimizer", "state", there[0], key):
+                        if not self._saved.selects(form.OPTIMIZER, form.STATE, there[0], key):
                             state[key] = live[key]
                     for name in there:
                         if not _same(self._held_state(name, parameter), first):
                             raise SharingConflict(
                                 f"The target ties {name!r} and {there[0]!r}, for which the "
                                 "checkpoint holds different state",
-                                key=self._saved.at("optimizer", "state", name),
+                                key=self._at(form.STATE, name),
                                 hint="Load into a model whose parameters are not tied",
                             )
                         # Each of several names has its own dict in the tree, with the same tensors.
-                        self.tree["state"][name] = dict(state)
-                    self._states[number][place] = self.tree["state"][there[0]]
+                        self.tree[form.STATE][name] = dict(state)
+                    self._states[number][place] = self.tree[form.STATE][there[0]]
 
     def _held_state(self, name: str, parameter: torch.Tensor) -> Mapping[str, Any]:
         """Return the saved state of a parameter's elements on this rank.
@@ -362,7 +357,7 @@ class OptimizerMatch:
             StructureMismatch: If this rank holds elements with saved state and others without.
         """
         state: Mapping[str, Any] = self._kept[name]
-        at = partial(self._saved.at, "optimizer", "state", name)
+        at = partial(self._at, form.STATE, name)
         if all(self._saved.is_everywhere(at(key)) for key in state):
             return state
         held = {
@@ -382,9 +377,9 @@ class OptimizerMatch:
                     hint="Load it with the ranks and shards that saved it, or drop the state of "
                     f"the parameter with exclude=[{at()!r}]",
                 )
-        foreign = is_sharded(parameter) and at() in self._saved.foreign
-        dropped = {key for key, each in held.items() if not each.some and (foreign or not each.all)}
-        if dropped == held.keys() and (dropped or foreign):
+        theirs = is_sharded(parameter) and at() in self._saved.from_others
+        dropped = {key for key, each in held.items() if not each.some and (theirs or not each.all)}
+        if dropped == held.keys() and (dropped or theirs):
             return {}
         return {key: value for key, value in state.items() if key not in dropped}
 
@@ -400,7 +395,7 @@ class OptimizerMatch:
                 raise StructureMismatch(
                     "The checkpoint has no optimizer state for this parameter, but has state for "
                     "others in the same flat parameter of FSDP1",
-                    key=self._saved.at("optimizer", "state", without[0]),
+                    key=self._at(form.STATE, without[0]),
                     hint="Wrap the model with use_orig_params=True, or use fully_shard",
                 )
 
@@ -415,11 +410,11 @@ class OptimizerMatch:
 
     def _go_without(self, number: int, place: int, names: Sequence[str]) -> None:
         """Record that a parameter has no saved state, if the load selects its state."""
-        if self._saved.selects("optimizer", "state", names[0]):
+        if self._saved.selects(form.OPTIMIZER, form.STATE, names[0]):
             self._states[number][place] = None
             if number in self._with_joint_state:
                 return
-            self._found.missing.append(self._saved.at("optimizer", "state", names[0]))
+            self._found.missing.append(self._at(form.STATE, names[0]))
 
     def _find_dropped(self, groups: Sequence[_SavedGroup], ours: frozenset[str]) -> None:
         """Check that no saved state is dropped silently.
@@ -431,7 +426,7 @@ class OptimizerMatch:
         for name in self._kept:
             if name in held:
                 continue
-            label = self._saved.at("optimizer", "state", name)
+            label = self._at(form.STATE, name)
             if name not in ours and self._is_elsewhere(label):
                 continue
             raise StructureMismatch(
@@ -441,7 +436,7 @@ class OptimizerMatch:
                 f"exclude=[{label!r}]",
             )
         known = {name for group in groups for name in group.shapes} - set(self._kept)
-        labels = [self._saved.at("optimizer", "state", name) for name in known - held]
+        labels = [self._at(form.STATE, name) for name in known - held]
         self._found.unexpected += filter(self._saved.select.may_select, labels)
 
     def _match_joint(self, ours: frozenset[str]) -> None:
@@ -450,12 +445,12 @@ class OptimizerMatch:
         Raises:
             StructureMismatch: If no optimizer has the same parameters in the same order.
         """
-        if "joint" not in self._there:
+        if form.JOINT not in self._there:
             return
-        tree = self.tree["joint"] = {}
-        for first, together in self._there["joint"].items():
+        tree = self.tree[form.JOINT] = {}
+        for first, together in self._there[form.JOINT].items():
             ordered = list(together.get("params", ()))
-            label = self._saved.at("optimizer", "joint", first)
+            label = self._at(form.JOINT, first)
             if ours.isdisjoint(ordered) and self._is_elsewhere(label):
                 continue  # another rank's stage has them
             for number, each in enumerate(self._optimizers):

@@ -1,22 +1,6 @@
 """Optimizers with names for their parameters: make their state by name, and load it.
 
-The form of the saved state, which docs/format.md describes too::
-
-    {"groups": {first: {"optimizer": class, "options": {...}, "params": {name: shape, ...}}},
-     "state": {name: {key: value, ...}},
-     "plain": {name: [key, ...]},
-     "empty": {first: {number: {"optimizer": class, "options": {...}}, ...}},
-     "joint": {first: {"params": [name, ...], "state": {...}, "extra": {...}}}}
-
-The key of a group is the name of its first parameter. A group is a set of names, so the groups of
-several ranks are merged by their content. A parameter without state is only in its group. A tied
-parameter has all its names in ``params``, and its state under each.
-
-A tensor of the shape of its parameter is placed and sharded like it when it is loaded. Any other
-tensor, and one called ``step``, is whole on each rank. ``plain`` names the exceptions. ``joint`` is
-state that belongs to no single parameter, such as that of LBFGS. ``empty`` has the groups without
-parameters, numbered, under the first parameter of their optimizer. ``plain``, ``joint`` and
-``empty`` exist only if they are not empty.
+:mod:`ckpipe.state.training_form` has the form of the saved state.
 """
 
 from __future__ import annotations
@@ -35,14 +19,9 @@ from torch.optim import Optimizer
 
 from ckpipe.errors import UnsupportedState
 from ckpipe.state.tensors import tensors_in
+from ckpipe.state.training_form import EMPTY, GROUPS, JOINT, NO_OPTIONS, PLAIN, STATE
 from ckpipe.state.values import optimizer_kind
 from ckpipe.training.names import ModelNames, is_sharded
-
-OWN_OPTIONS = ("foreach", "fused", "capturable", "differentiable")
-"""Options that change the implementation and not the result: a load leaves them as they are."""
-
-NO_OPTIONS = ("params", "param_names")
-"""Keys of a group that name its parameters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -454,7 +433,7 @@ def _bare(path: str, model: ModelNames) -> str:
 
 
 def optimizers_state(optimizers: Sequence[NamedOptimizer]) -> dict[str, Any]:
-    """Return the state of optimizers in the form above.
+    """Return the state of optimizers by the names of their parameters.
 
     Raises:
         UnsupportedState: If a parameter belongs to two optimizers, or if state is sharded in a way
@@ -496,14 +475,8 @@ def optimizers_state(optimizers: Sequence[NamedOptimizer]) -> dict[str, Any]:
                 states[name] = dict(state)
                 if exceptions:
                     plain[name] = list(exceptions)
-    found = {"groups": groups, "state": states}
-    if plain:
-        found["plain"] = plain
-    if joint:
-        found["joint"] = joint
-    if empty:
-        found["empty"] = empty
-    return found
+    more = {PLAIN: plain, JOINT: joint, EMPTY: empty}
+    return {GROUPS: groups, STATE: states, **{key: each for key, each in more.items() if each}}
 
 
 def is_placed_like(key: str, shape: Sequence[int], parameter: torch.Tensor) -> bool:
@@ -512,17 +485,17 @@ def is_placed_like(key: str, shape: Sequence[int], parameter: torch.Tensor) -> b
 
 
 def named_state(each: NamedOptimizer) -> Iterator[tuple[tuple[str, ...], torch.Tensor | None, Any]]:
-    """Yield the state of an optimizer: its path in the form above, its parameter, and its value.
+    """Yield the state of an optimizer: its path, its parameter, and its value.
 
     State of no single parameter has no parameter.
     """
     together = each.kept_together
     if together is not None:
-        yield ("joint", each.names[0][0]), None, together
+        yield (JOINT, each.names[0][0]), None, together
     if together is None or 0 not in together["state"]:
         for number, parameter, names in zip(each.numbers, each.parameters, each.names, strict=True):
             for key, value in each.taken["state"].get(number, {}).items():
-                yield from ((("state", name, key), parameter, value) for name in names)
+                yield from (((STATE, name, key), parameter, value) for name in names)
 
 
 def _groups(each: NamedOptimizer) -> Iterator[tuple[str, Any]]:

@@ -304,7 +304,7 @@ LIMIT = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
-class Foreign:
+class Borrowed:
     """A tensor that a rank holds and another rank has written.
 
     Args:
@@ -342,7 +342,7 @@ def manifest_of(
     rank: int = 0,
     world_size: int = 1,
     *,
-    foreign: dict[str, Foreign] | None = None,
+    borrowed: dict[str, Borrowed] | None = None,
     planned_for: int = 1,
     **fields: Any,
 ) -> tuple[ManifestDocument, dict[str, bytes]]:
@@ -352,13 +352,13 @@ def manifest_of(
         state: What the rank holds.
         rank: The rank.
         world_size: How many ranks there are.
-        foreign: Which of the tensors at the state's top level others have written.
+        borrowed: Which of the tensors at the state's top level others have written.
         planned_for: For how many ranks the plan is made that says what this one writes.
         fields: More fields of the part.
     """
-    foreign = foreign or {}
+    borrowed = borrowed or {}
     structure, held = structure_of(state)
-    _, written = structure_of({key: item for key, item in state.items() if key not in foreign})
+    _, written = structure_of({key: item for key, item in state.items() if key not in borrowed})
     plan = LocalPlanner().plan(written, rank=rank, world_size=planned_for)
     numbers = {row.label: number for number, row in enumerate(structure.tensors)}
     chunks = [
@@ -366,7 +366,7 @@ def manifest_of(
         for chunk in plan.layout.chunks
     ]
     chunks += [
-        Chunk(numbers[label], each.entry, owner=each.owner) for label, each in foreign.items()
+        Chunk(numbers[label], each.entry, owner=each.owner) for label, each in borrowed.items()
     ]
     images = images_of(written, plan)
     part = RankManifest(

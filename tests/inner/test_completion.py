@@ -47,7 +47,7 @@ from ckpipe.store import registry
 from ckpipe.testing import FaultyBackend, MemoryBackend
 from ckpipe.testing.wrappers import Operation, Result, WrappedBackend
 from ckpipe.types import CheckpointId
-from tests.inner.made_up_ranks import ID, Foreign, manifest_of, store
+from tests.inner.made_up_ranks import ID, Borrowed, manifest_of, store
 from tests.support.placed_tensors import placed, rank_of
 from tests.support.rank_pipelines import one_rank
 
@@ -150,7 +150,7 @@ async def test_damaged_manifest_is_never_merged_and_listing_goes_on() -> None:
 async def test_ranks_that_disagree_about_who_writes_what_complete_nothing() -> None:
     backend = MemoryBackend()
     state = {"t": torch.ones(2), "w": torch.ones(3)}
-    good = [manifest_of(state, 0, 2)[0], manifest_of(state, 1, 2, foreign={"w": Foreign(0)})[0]]
+    good = [manifest_of(state, 0, 2)[0], manifest_of(state, 1, 2, borrowed={"w": Borrowed(0)})[0]]
     await commit(backend, manifest_of({"t": torch.ones(2)}, 0, 2)[0])
     await commit(backend, good[1])
     with pytest.raises(InvalidManifest, match="to a rank that has not written it") as caught:

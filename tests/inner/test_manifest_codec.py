@@ -40,7 +40,7 @@ from ckpipe.format.names import index_key, summary_id, summary_key
 from ckpipe.format.summary import Summary, decode_summary, encode_summary, summary_of
 from ckpipe.types import CheckpointId
 from tests.failure.test_hostile_checkpoints import state
-from tests.inner.made_up_ranks import ID, LIMIT, Foreign, manifest_of
+from tests.inner.made_up_ranks import ID, LIMIT, Borrowed, manifest_of
 from tests.support.stored_files import (
     SUMMARIES,
     document_of,
@@ -158,7 +158,7 @@ def index() -> ManifestDocument:
         [
             manifest_of(small, 0, 3)[0],
             manifest_of(large, 1, 3)[0],
-            manifest_of(large, 2, 3, foreign={"b": Foreign(1)})[0],
+            manifest_of(large, 2, 3, borrowed={"b": Borrowed(1)})[0],
         ],
         "index",
     )
@@ -318,7 +318,7 @@ def test_a_chunk_of_another_rank_must_be_what_that_one_wrote(
     entry: int | None, path: str, value: list[Any], error: type[CorruptCheckpoint]
 ) -> None:
     state = {"b": torch.ones(2), "a": torch.ones(4)}
-    own = manifest_of(state, 1, 2, foreign={"a": Foreign(0, entry)})[0]
+    own = manifest_of(state, 1, 2, borrowed={"a": Borrowed(0, entry)})[0]
     index = merge([manifest_of({"z": torch.zeros(3), **state}, 0, 2)[0], own], "index")
     assert read(encode_bundle(index), "index") == index
     assert read(encode_bundle(own)) == own
