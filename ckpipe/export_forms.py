@@ -133,12 +133,12 @@ def plan_files(
     """
     globs: list[str] | None = [] if form == "hf" else None  # weights have no optimizer
     select = LabelFilter([asked.part] if asked.part else globs)
-    plan = _Plan(bundle, asked, select, expanded=expanded)
+    plan = _ExportPlan(bundle, asked, select, expanded=expanded)
     files = {"torch": plan.torch_file, "hf": plan.weights, "dcp": plan.dcp_folder}[form]()
     return plan.bundle, files
 
 
-class _Plan:
+class _ExportPlan:
     def __init__(
         self, bundle: ManifestDocument, asked: Export, select: LabelFilter, *, expanded: bool
     ) -> None:

@@ -133,7 +133,7 @@ async def import_document(
 
 
 @dataclass(frozen=True, slots=True)
-class _Plan:
+class _ImportPlan:
     """The data files of an import.
 
     Args:
@@ -166,7 +166,7 @@ def _planned(
     transform: Sequence[Transform],
     block_bytes: int,
     max_file_bytes: int | None,
-) -> _Plan:
+) -> _ImportPlan:
     if transform:
         document, _ = transformed(document, transform, LabelFilter())
     saved = state_for(document, 0, 1, "raise")
@@ -215,7 +215,7 @@ def _planned(
     )
     version = max(each.version for each in document.structures)
     optimizers = tuple(saved.optimizers.values())
-    return _Plan(
+    return _ImportPlan(
         Structure(saved.tree, tuple(rows), len(saved.values), optimizers, version),
         part,
         DataFiles(tuple(files), layout, list(_blocks(files, entries, block_bytes))),
@@ -297,7 +297,9 @@ class _Import(SaveRecord):
         room: Admits as many of them as the bound of memory permits.
     """
 
-    def __init__(self, id: CheckpointId, plan: _Plan, arena: Arena, room: anyio.Semaphore) -> None:
+    def __init__(
+        self, id: CheckpointId, plan: _ImportPlan, arena: Arena, room: anyio.Semaphore
+    ) -> None:
         super().__init__(id, 0, time.perf_counter(), plan.part.token)
         self.plan, self.arena, self.room = plan, arena, room
         self.files = plan.files
@@ -340,7 +342,7 @@ async def _fill(
         record.copied.set()
 
 
-def _note(plan: _Plan, block: BlockRange, memory: Block, targets: Targets) -> None:
+def _note(plan: _ImportPlan, block: BlockRange, memory: Block, targets: Targets) -> None:
     """Write the header, and note the tensors that fill the rest of a block."""
     header = plan.files.files[block.file].header[block.offset : block.offset + block.nbytes]
     memory.view[: len(header)] = header

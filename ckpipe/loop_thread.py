@@ -269,7 +269,7 @@ class LoopThread:
         """
         if self.is_here:
             return await function(*args, **kwargs)
-        work = _Work(partial(function, *args, **kwargs))
+        work = _LoopCall(partial(function, *args, **kwargs))
         try:
             future = self.submit(work.run)
             if caller is not None:
@@ -310,7 +310,7 @@ class LoopThread:
             UsageError: If the caller is on the loop.
         """
         self.refuse_here()
-        work = _Work(partial(function, *args, **kwargs))
+        work = _LoopCall(partial(function, *args, **kwargs))
         try:
             future = self.submit(work.run)
             if caller is not None:
@@ -347,7 +347,7 @@ class LoopThread:
         self._thread.join()
 
 
-class _Work(Generic[T]):
+class _LoopCall(Generic[T]):
     """A call on the loop that another thread awaits and may give up at any moment.
 
     The other thread makes this object before it submits the call, so it can also give up before it

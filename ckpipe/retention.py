@@ -24,7 +24,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from datetime import datetime, timedelta
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
 from ckpipe.errors import SettingsError
 from ckpipe.interpreter import user_code
@@ -217,7 +217,7 @@ class _Leaf(Rule):
         return f"{type(self).__name__}({inside})"
 
 
-class _Alone(_Leaf):
+class _Independent(_Leaf):
     """A rule that judges each checkpoint by itself, so that none has rivals."""
 
     def rivals(
@@ -333,6 +333,10 @@ class KeepEvery(_Leaf):
         return {"keep": "every", **self._arguments()}
 
 
+BestMode = Literal["min", "max"]
+"""The end of a metric's values that is best."""
+
+
 @dataclass(frozen=True, slots=True, repr=False)
 class KeepBest(_Leaf):
     """Keeps the checkpoints with the best values of a metric.
@@ -350,13 +354,13 @@ class KeepBest(_Leaf):
     """
 
     metric: str
-    mode: Literal["min", "max"] = "min"
+    mode: BestMode = "min"
     n: int = 1
 
     def __post_init__(self) -> None:
         if not isinstance(self.metric, str) or not self.metric:
             raise SettingsError(f"KeepBest needs the name of a metric, not {self.metric!r}")
-        if self.mode not in ("min", "max"):
+        if self.mode not in get_args(BestMode):
             raise SettingsError(f"The mode of KeepBest is 'min' or 'max', not {self.mode!r}")
         _check_whole("KeepBest", "n", self.n, least=1)
 
@@ -398,7 +402,7 @@ class KeepBest(_Leaf):
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class KeepWithin(_Alone):
+class KeepWithin(_Independent):
     """Keeps the checkpoints that were written within a period before now.
 
     Args:
@@ -425,7 +429,7 @@ class KeepWithin(_Alone):
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class KeepIf(_Alone):
+class KeepIf(_Independent):
     """Keeps the checkpoints for which a Python function returns true.
 
     The function is called once for each checkpoint and decision, and again if a fact of the

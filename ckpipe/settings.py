@@ -39,7 +39,7 @@ from pydantic import (
 from ckpipe.backend import without_secrets
 from ckpipe.errors import SettingsError
 from ckpipe.retention import KeepLast, Rule, from_data
-from ckpipe.types import Planner
+from ckpipe.types import Form, OnError, PerRank, PicklePolicy, Planner
 
 _PREFIX = "CKPIPE_"
 _NOT_SETTINGS = ("CKPIPE_TEST_", "CKPIPE_BENCH_", "CKPIPE_DEMO_", "CKPIPE_NATIVE")
@@ -321,6 +321,19 @@ RuleData = Annotated[
 """A retention rule, or its plain form, which :func:`ckpipe.retention.from_data` reads."""
 
 
+WorkerMode = Literal["auto", "thread", "process"]
+"""A thread or a process for uploads; auto chooses by the store."""
+
+Resume = Literal["auto", "must", "never"]
+"""The behaviour of a load while there is no complete checkpoint."""
+
+OnBusy = Literal["wait", "skip", "fail"]
+"""The behaviour of a save while earlier saves hold the staging memory."""
+
+FinalFormat = Literal["ckpipe", Form]
+"""The form of the export that ``save(final=True)`` writes; ``"ckpipe"`` for none."""
+
+
 class _Group(BaseModel):
     """A group of settings. On its own it raises pydantic's ValidationError."""
 
@@ -553,7 +566,7 @@ class Preemption(_Group):
 class Worker(_Group):
     """The thread or process that brings staged saves to the store."""
 
-    mode: Literal["auto", "thread", "process"] = "auto"
+    mode: WorkerMode = "auto"
     """Thread or process: ``thread`` uploads in a thread of this process. ``process`` uploads in a
     worker process, which takes no GIL time of this process, and finishes staged saves even if this
     process is killed. ``auto`` takes a process for stores behind a network; it takes a thread for
@@ -592,18 +605,18 @@ class PipelineFields(TypedDict, total=False):
     solo: bool
     read_only: bool
     initial: str | os.PathLike[str] | None
-    resume: Literal["auto", "must", "never"]
+    resume: Resume
     meeting_timeout_seconds: float
     incomplete_after_seconds: float
     incomplete_in_a_row: int | None
     save_every_steps: int | None
     save_every_seconds: float | None
     look_every_seconds: float
-    on_busy: Literal["wait", "skip", "fail"]
-    on_error: Literal["raise", "warn"]
+    on_busy: OnBusy
+    on_error: OnError
     drain_timeout_seconds: float
-    per_rank: Literal["raise", "drop", "rank0", "derive"]
-    pickle: Literal["refuse", "allow"]
+    per_rank: PerRank
+    pickle: PicklePolicy
     keep_reports: bool
     switch_interval_seconds: float | None
     staging: Staging | Mapping[str, Any]
@@ -614,10 +627,10 @@ class PipelineFields(TypedDict, total=False):
     lock: Lock | Mapping[str, Any]
     retention: Retention | Mapping[str, Any] | Rule
     keep_last: int | None
-    final_format: Literal["ckpipe", "torch", "hf", "dcp"]
+    final_format: FinalFormat
     export: Export | Mapping[str, Any]
     preemption: Preemption | Mapping[str, Any] | bool
-    worker: Worker | Mapping[str, Any] | Literal["auto", "thread", "process"]
+    worker: Worker | Mapping[str, Any] | WorkerMode
     backends: Mapping[str, Mapping[str, Any]]
 
 
@@ -668,7 +681,7 @@ class Settings(BaseModel):
     which ``load(state)`` takes while the run has no checkpoint: the first start and every restart
     are the same line. :meth:`ckpipe.Pipeline.load` describes it under ``source``."""
 
-    resume: Literal["auto", "must", "never"] = "auto"
+    resume: Resume = "auto"
     """Behaviour of ``load(state)`` while there is no complete checkpoint. ``auto`` begins a run. It
     warns if the root holds remains of earlier launches, which are incomplete checkpoints, deleted
     ones or claims, or if the launcher says that this is a restart (``TORCHELASTIC_RESTART_COUNT``,
@@ -701,23 +714,25 @@ class Settings(BaseModel):
     with ``save_every_seconds`` shortly before the time is up. Each is one small request; a
     reaction takes a few intervals."""
 
-    on_busy: Literal["wait", "skip", "fail"] = "wait"
-    """Behaviour of ``save`` while earlier saves hold the staging memory."""
+    on_busy: OnBusy = "wait"
+    """Behaviour of ``save`` while earlier saves hold the staging memory: ``wait`` for it, ``skip``
+    the save, or ``fail`` with ``PipelineBusy``."""
 
-    on_error: Literal["raise", "warn"] = "raise"
+    on_error: OnError = "raise"
     """Behaviour after a failed save that no call waited for: a later call of the pipeline raises
-    the error, or warns."""
+    the error (``raise``), or warns (``warn``)."""
 
     drain_timeout_seconds: float = Field(600.0, ge=0)
     """Seconds that the pipeline waits at most for staged saves when it is left on an exception, or
     after a signal of ``preemption``. When it is left normally, it waits until all saves are
     durable, without a limit; this setting then bounds only retention, hooks and the like."""
 
-    per_rank: Literal["raise", "drop", "rank0", "derive"] = "raise"
+    per_rank: PerRank = "raise"
     """Treatment of per-rank values and random generators by a load if another number of ranks has
-    saved them. ``load(per_rank=…)`` overrides it, and its documentation explains each value."""
+    saved them: ``raise``, ``drop``, ``rank0`` or ``derive``. ``load(per_rank=…)`` overrides it, and
+    its documentation explains each value."""
 
-    pickle: Literal["refuse", "allow"] = "refuse"
+    pickle: PicklePolicy = "refuse"
     """Save and load objects of unknown types by pickle, or refuse them. Pickle runs code from the
     file. ``"allow"`` is needed for the save and for the load; ``load(pickle=…)`` overrides it."""
 
@@ -749,7 +764,7 @@ class Settings(BaseModel):
     retention: Retention = Retention()
     """Rules for the checkpoints that stay."""
 
-    final_format: Literal["ckpipe", "torch", "hf", "dcp"] = "ckpipe"
+    final_format: FinalFormat = "ckpipe"
     """Export that ``save(final=True)`` writes beside the checkpoint: ``"ckpipe"`` none, ``"torch"``
     one file for ``torch.load``, ``"hf"`` safetensors as ``transformers`` loads them, ``"dcp"`` a
     folder for ``torch.distributed.checkpoint``. Several ranks write its files together once the

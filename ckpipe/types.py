@@ -28,8 +28,20 @@ SaveStatus = Literal[
 ]
 """The state of a save, in this order; the last four are final."""
 
+Until = Literal["captured", "staged", "committed"]
+"""The state of a save at which a call of ``save`` returns."""
+
 Form = Literal["torch", "hf", "dcp"]
 """The form of an export."""
+
+PerRank = Literal["raise", "drop", "rank0", "derive"]
+"""The treatment of per-rank values by a load of another number of ranks."""
+
+PicklePolicy = Literal["refuse", "allow"]
+"""The treatment of objects of unknown types."""
+
+OnError = Literal["raise", "warn"]
+"""The behaviour after a failed save that no call waited for."""
 
 _DAY = r"[0-9]{4}(?:0[1-9]|1[0-2])(?:0[1-9]|[12][0-9]|3[01])"
 _TIME = r"(?:[01][0-9]|2[0-3])[0-5][0-9][0-5][0-9][0-9]{3}"

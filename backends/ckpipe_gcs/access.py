@@ -106,7 +106,7 @@ def find_proxy(option: str | None, endpoint: str) -> str | None:
     return check_proxy(found if "://" in found else f"http://{found}", "in the environment")
 
 
-class Source(NamedTuple):
+class TokenSource(NamedTuple):
     """The source of tokens.
 
     Args:
@@ -118,7 +118,7 @@ class Source(NamedTuple):
     name: str | None
 
 
-def find_source(option: str | None, session: Any) -> Source:
+def find_source(option: str | None, session: Any) -> TokenSource:
     """Find the credentials that tokens are requested with; block while their file is read.
 
     Args:
@@ -137,7 +137,7 @@ def find_source(option: str | None, session: Any) -> Source:
     elif os.path.lexists(stored):
         file, by = stored, "gcloud auth application-default login"
     else:
-        return Source(Token(session=session, scopes=SCOPES), None)
+        return TokenSource(Token(session=session, scopes=SCOPES), None)
     try:
         with open(file, encoding="utf-8") as opened:
             text = opened.read()
@@ -148,7 +148,7 @@ def find_source(option: str | None, session: Any) -> Source:
         message = f"The file of credentials {file!r:.300}, which {by} names, {why}"
         hint = "Write a service account's key or a credential configuration there, or name none"
         raise PermissionDenied(message, hint=hint)
-    return Source(Token(service_file=io.StringIO(text), session=session, scopes=SCOPES), file)
+    return TokenSource(Token(service_file=io.StringIO(text), session=session, scopes=SCOPES), file)
 
 
 def _fault(text: str) -> str | None:
@@ -173,9 +173,9 @@ class Tokens:
         find: Finds the source of tokens, and blocks; None if requests carry none.
     """
 
-    def __init__(self, find: Callable[[], Source] | None) -> None:
+    def __init__(self, find: Callable[[], TokenSource] | None) -> None:
         self._find, self._lock = find, anyio.Lock()
-        self._source: Source | None = None
+        self._source: TokenSource | None = None
         self._value: str | None = None
         self._renew_at = self._ends = 0.0
 
@@ -210,7 +210,7 @@ class Tokens:
         if self._value == value:
             self._value = None
 
-    async def _renew(self, source: Source) -> None:
+    async def _renew(self, source: TokenSource) -> None:
         assert self._find is not None
         try:
             found = await run_in_thread(self._find)
@@ -234,7 +234,7 @@ class Tokens:
         self._renew_at = now + max(life - RENEW_SECONDS, life / 2)
 
 
-async def _refresh(source: Source, *, first: bool) -> TokenResponse:
+async def _refresh(source: TokenSource, *, first: bool) -> TokenResponse:
     """Request a token, once.
 
     The library's error is not kept as the cause: it may hold the credentials.

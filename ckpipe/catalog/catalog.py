@@ -40,7 +40,6 @@ from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from functools import partial
-from typing import Literal
 
 from ckpipe.backend import Backend
 from ckpipe.catalog.complete import find_repaired, newest_repaired, repair, repaired
@@ -80,7 +79,7 @@ from ckpipe.errors import (
 from ckpipe.format.manifest import ManifestDocument
 from ckpipe.format.names import launch_id, pin_key, summary_key
 from ckpipe.format.summary import Summary
-from ckpipe.retention import Candidate, Decision, KeepBest, Rule, decide
+from ckpipe.retention import BestMode, Candidate, Decision, KeepBest, Rule, decide
 from ckpipe.threads import BackgroundTask
 from ckpipe.types import CheckpointId, CheckpointInfo
 
@@ -163,7 +162,7 @@ class Catalog:
         metrics, metadata = deepcopy((last.metrics, last.metadata))
         return replace(last, pinned=info.pinned, metrics=metrics, metadata=metadata)
 
-    async def best(self, metric: str, mode: Literal["min", "max"]) -> CheckpointInfo | None:
+    async def best(self, metric: str, mode: BestMode) -> CheckpointInfo | None:
         """Find the complete checkpoint with the best value of a metric.
 
         Costs the three lists of :func:`ckpipe.catalog.find.list_root`. If more than one checkpoint

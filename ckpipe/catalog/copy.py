@@ -128,7 +128,7 @@ async def copy_checkpoint(
         data = EntryTable(bundle)
         data.join(rank)
         for number in range(len(data.files)):
-            file = _File(source, target, id, data, number, settings)
+            file = _FileCopy(source, target, id, data, number, settings)
             sizes.append(file.size)
             copied += [file.size] if await file.bring() else []
     await _copy_metadata(source, target, bundle, settings)
@@ -165,7 +165,7 @@ async def _same(target: Backend, key: str, data: bytes) -> None:
         )
 
 
-class _File:
+class _FileCopy:
     """One data file that is being copied."""
 
     def __init__(

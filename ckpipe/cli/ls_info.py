@@ -193,10 +193,10 @@ _DEEPEST = 100
 
 
 @dataclass(slots=True)
-class _Branch:
+class _Component:
     """A component of a name and all below it: tensors, bytes, and its own description."""
 
-    below: dict[str, _Branch] = field(default_factory=dict)
+    below: dict[str, _Component] = field(default_factory=dict)
     about: str = ""
     tensors: int = 0
     bytes: int = 0
@@ -214,7 +214,7 @@ def _shown_tree(
     def path(label: str) -> Sequence[str]:
         return paths.get(label) or label.split(".")
 
-    root = _Branch()
+    root = _Component()
     for each in about.tensors:
         _add(root, path(each.label), _tensor_text(each), each)
         for other in each.also:
@@ -253,10 +253,12 @@ def _facts(about: CheckpointDescription, pinned: bool) -> Iterator[tuple[str, ob
             yield name, ", ".join(f"{key}={value}" for key, value in given.items())
 
 
-def _add(root: _Branch, path: Sequence[str], text: str, tensor: TensorDescription | None) -> None:
+def _add(
+    root: _Component, path: Sequence[str], text: str, tensor: TensorDescription | None
+) -> None:
     branch = root
     for part in path:
-        branch = branch.below.setdefault(part, _Branch())
+        branch = branch.below.setdefault(part, _Component())
         if tensor is not None:
             branch.tensors += 1
             branch.bytes += tensor.bytes
@@ -280,7 +282,7 @@ def _ranks_text(ranks: tuple[int, ...], differs: bool) -> str:
     return "" if ranks == (0,) else f", {len(ranks)} rank{'s' * (len(ranks) != 1)}"
 
 
-def _draw(tree: Tree, branch: _Branch, depth: int) -> None:
+def _draw(tree: Tree, branch: _Component, depth: int) -> None:
     for name, below in branch.below.items():
         line = f"{name} {below.about}" if below.about else name
         if below.below and below.tensors:

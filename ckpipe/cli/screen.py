@@ -45,7 +45,7 @@ SILENT_SECONDS = 1.0
 """The seconds that an action may take before it shows its progress."""
 
 
-class _Rate(ProgressColumn):
+class _RateColumn(ProgressColumn):
     """Items a second."""
 
     def render(self, task: Task) -> Text:
@@ -60,7 +60,7 @@ def of_bytes() -> tuple[ProgressColumn, ...]:
 
 def of_things() -> tuple[ProgressColumn, ...]:
     """Return columns for an action that is counted in checkpoints or other items."""
-    return (MofNCompleteColumn(), _Rate())
+    return (MofNCompleteColumn(), _RateColumn())
 
 
 Unit = Callable[[], tuple[ProgressColumn, ...]]

@@ -20,7 +20,7 @@ MOST_BOXES = 100_000
 """The most boxes into which a step may divide one box."""
 
 
-class Place(NamedTuple):
+class PlacedBox(NamedTuple):
     """A box of a tensor that is not empty, and where its elements lie.
 
     Args:
@@ -48,7 +48,7 @@ class Shift:
     by: int
     size: int
 
-    def __call__(self, place: Place) -> list[Place]:
+    def __call__(self, place: PlacedBox) -> list[PlacedBox]:
         """Return the place in the new tensor, if anything is left."""
         (lower, upper), dim = place.box, self.dim
         moved = lower[dim] + self.by
@@ -60,7 +60,7 @@ class Shift:
             (*upper[:dim], high, *upper[dim + 1 :]),
         )
         start = place.start + (low - moved) * place.stride[dim]
-        return [Place(box, start, place.stride)]
+        return [PlacedBox(box, start, place.stride)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,11 +69,11 @@ class Lift:
 
     number: int
 
-    def __call__(self, place: Place) -> list[Place]:
+    def __call__(self, place: PlacedBox) -> list[PlacedBox]:
         """Return the place in the stack."""
         lower, upper = place.box
         box = (self.number, *lower), (self.number + 1, *upper)
-        return [Place(box, place.start, (0, *place.stride))]
+        return [PlacedBox(box, place.start, (0, *place.stride))]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,13 +82,13 @@ class Take:
 
     number: int
 
-    def __call__(self, place: Place) -> list[Place]:
+    def __call__(self, place: PlacedBox) -> list[PlacedBox]:
         """Return the place in the tensor, if its number is in the box."""
         (low, *lower), (high, *upper) = place.box
         if not low <= self.number < high:
             return []
         start = place.start + (self.number - low) * place.stride[0]
-        return [Place((tuple(lower), tuple(upper)), start, place.stride[1:])]
+        return [PlacedBox((tuple(lower), tuple(upper)), start, place.stride[1:])]
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,7 @@ class Regroup:
     sizes: tuple[tuple[int, ...], ...]
     order: tuple[tuple[int, ...], ...]
 
-    def __call__(self, place: Place) -> list[Place]:
+    def __call__(self, place: PlacedBox) -> list[PlacedBox]:
         """Return the places in the new tensor: a box for all that lies by one stride.
 
         Raises:
@@ -112,7 +112,7 @@ class Regroup:
         lower, upper = place.box
         origin = place.start - sum(n * step for n, step in zip(lower, place.stride, strict=True))
         divided = map(_divided, lower, upper, place.stride, self.sizes)
-        found: list[Place] = []
+        found: list[PlacedBox] = []
         for each in product(*divided):
             parts = list(chain.from_iterable(each))
             joined = [_joined([parts[n] for n in group]) for group in self.order]
@@ -120,7 +120,7 @@ class Regroup:
                 raise _too_many()
             for runs in product(*joined):
                 low, high, stride, starts = zip(*runs, strict=True)
-                found.append(Place((low, high), origin + sum(starts), stride))
+                found.append(PlacedBox((low, high), origin + sum(starts), stride))
         return found
 
 

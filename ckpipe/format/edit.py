@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 from ckpipe.errors import ShapeMismatch, StructureMismatch
-from ckpipe.format.box_steps import Place, Step
+from ckpipe.format.box_steps import PlacedBox, Step
 from ckpipe.format.boxes import box_shape, contiguous_stride, whole
 from ckpipe.format.data_file import item_bytes
 from ckpipe.format.labels import Json, canonical, encode_key, join, key_of
@@ -368,7 +368,7 @@ def placed(chunk: Chunk, row: TensorRow, steps: Sequence[Step]) -> list[Chunk]:
             key=row.label,
             hint="Load it as it is, and change it in the program",
         )
-    places = [] if 0 in shape else [Place(box, 0, stride)]
+    places = [] if 0 in shape else [PlacedBox(box, 0, stride)]
     try:
         for step in steps:
             places = [made for place in places for made in step(place)]

@@ -164,31 +164,14 @@ class _Attached:
             if accelerator.is_main_process:
                 with naming(output_dir, "Nothing was saved"):
                     set_aside(output_dir)
-        left_out: list[int] = []
-        if hooks := accelerator._save_model_state_pre_hook.values():
-            if output_dir is None:
-                raise UsageError(
-                    "Hooks of save_state write into a folder, and none is given",
-                    hint="Call save_state(output_dir), or use automatic names",
-                )
-            with naming(output_dir, "Nothing was saved"):
-                os.makedirs(output_dir, exist_ok=True)
-            models = accelerator._models
-            if accelerator.distributed_type == DistributedType.FSDP:
-                models = []  # accelerate gives hooks no weights then
-            whole = [accelerator.get_state_dict(each, unwrap=False) for each in models]
-            weights = list(whole)
-            for hook in hooks:
-                hook(accelerator._models, weights, output_dir)
-            kept = [id(each) for each in weights]
-            left_out = [n for n, each in enumerate(whole) if id(each) not in kept]
+        exclude = self._call_save_hooks(output_dir)
         if not accelerator.sync_gradients:
             logger.warning(
                 "This save lies between two steps of the optimizer, and the gradients accumulated "
                 "until now are in no checkpoint: save when accelerator.sync_gradients is true"
             )
         state = self._state(configuration.iteration + 1)
-        handle = self._pipeline.save(state, step, metadata=metadata, exclude=self._globs(left_out))
+        handle = self._pipeline.save(state, step, metadata=metadata, exclude=exclude)
         configuration.iteration += 1
         return handle
 
@@ -220,8 +203,46 @@ class _Attached:
                 return None
         else:
             chosen = choose_path(self._pipeline, input_dir, self._pipeline.pointer)
-        models = list(accelerator._models)
-        if hooks := accelerator._load_model_state_pre_hook.values():
+        exclude = self._call_load_hooks(input_dir, chosen)
+        state = self._state(0)
+        self._pipeline.load(state, chosen, exclude=exclude)
+        self._begun = True
+        counters = state["counters"]
+        accelerator.step = counters.step
+        accelerator.project_configuration.iteration = counters.iteration
+        if counters.inside:
+            self._restore_generators(counters.loader)
+        else:  # the next epoch begins with them
+            self._rng.apply()
+        self._tell_resumed(chosen, counters.accumulated, state["loaders"])
+        return chosen
+
+    def _call_save_hooks(self, output_dir: str | None) -> list[str] | None:
+        """Return the globs of the models whose weights the hooks of accelerate have taken out."""
+        accelerator = self._accelerator
+        hooks = accelerator._save_model_state_pre_hook.values()
+        if not hooks:
+            return None
+        if output_dir is None:
+            raise UsageError(
+                "Hooks of save_state write into a folder, and none is given",
+                hint="Call save_state(output_dir), or use automatic names",
+            )
+        with naming(output_dir, "Nothing was saved"):
+            os.makedirs(output_dir, exist_ok=True)
+        models = accelerator._models
+        if accelerator.distributed_type == DistributedType.FSDP:
+            models = []  # accelerate gives hooks no weights then
+        whole = [accelerator.get_state_dict(each, unwrap=False) for each in models]
+        weights = list(whole)
+        for hook in hooks:
+            hook(accelerator._models, weights, output_dir)
+        return self._globs_of_absent(whole, weights)
+
+    def _call_load_hooks(self, input_dir: str | None, chosen: CheckpointInfo) -> list[str] | None:
+        """Return the globs of the models that the hooks of accelerate have taken out."""
+        models = list(self._accelerator._models)
+        if hooks := self._accelerator._load_model_state_pre_hook.values():
             folder = input_dir
             if folder is None or not os.path.isdir(folder):
                 folder = (chosen.metadata or {}).get("path")
@@ -234,21 +255,35 @@ class _Attached:
                 )
             for hook in hooks:
                 hook(models, folder)
-        kept = [id(each) for each in models]
-        left_out = [n for n, each in enumerate(accelerator._models) if id(each) not in kept]
-        state = self._state(0)
-        self._pipeline.load(state, chosen, exclude=self._globs(left_out))
+        return self._globs_of_absent(self._accelerator._models, models)
+
+    def _globs_of_absent(self, before: list[Any], after: list[Any]) -> list[str] | None:
+        kept = [id(each) for each in after]
+        absent = [n for n, each in enumerate(before) if id(each) not in kept]
+        if absent and len(self._accelerator._models) == 1:
+            return ["training.model"]
+        return [f"training.model.model{n}.*" for n in absent] or None
+
+    def _check_begin(self) -> None:
+        """Warn if a run saves that has loaded nothing, though there is a checkpoint."""
+        chosen, pipeline = self._pipeline.choose(), self._pipeline
+        if chosen is not None:
+            said = f"The run begins anew, though {pipeline.url} has {chosen.id}"
+            hint = "Call load_state() before training"
+            if pipeline.settings.resume == "must":
+                raise UsageError(said, hint=hint)
+            if self._accelerator.is_main_process:
+                logger.warning("%s. %s", said, hint)
         self._begun = True
-        counters, loaders = state["counters"], state["loaders"]
-        accelerator.step = counters.step
-        accelerator.project_configuration.iteration = counters.iteration
-        if counters.inside:
-            self._restore_generators(counters.loader)
-        else:  # the next epoch begins with them
-            self._rng.apply()
+
+    def _tell_resumed(
+        self, chosen: CheckpointInfo, accumulated: int, loaders: list[_Loader]
+    ) -> None:
+        """Log the line of a resume, and warn if the data go on in another way than they were."""
+        accelerator = self._accelerator
         compared = [("batch size of a loader", each.before, each.batch) for each in loaders]
         steps = accelerator.gradient_accumulation_steps
-        compared.append(("gradient_accumulation_steps", counters.accumulated, steps))
+        compared.append(("gradient_accumulation_steps", accumulated, steps))
         for name, before, now in compared:
             if before != now and accelerator.is_main_process:
                 logger.warning(
@@ -268,19 +303,6 @@ class _Attached:
             chosen.step, f"{self._pipeline.url}/{chosen.id}", accelerator.process_index,
             f"the data go on in epoch {epochs}, where the loader was" if goes_on else "",
         )  # fmt: skip
-        return chosen
-
-    def _check_begin(self) -> None:
-        """Warn if a run saves that has loaded nothing, though there is a checkpoint."""
-        chosen, pipeline = self._pipeline.choose(), self._pipeline
-        if chosen is not None:
-            said = f"The run begins anew, though {pipeline.url} has {chosen.id}"
-            hint = "Call load_state() before training"
-            if pipeline.settings.resume == "must":
-                raise UsageError(said, hint=hint)
-            if self._accelerator.is_main_process:
-                logger.warning("%s. %s", said, hint)
-        self._begun = True
 
     def _tell_of_own(self) -> None:
         """Warn if a run begins beside checkpoints that accelerate saved without ckpipe."""
@@ -338,12 +360,6 @@ class _Attached:
         if accelerator.scaler is not None:
             state["scaler"] = accelerator.scaler
         return state
-
-    def _globs(self, models: list[int]) -> list[str] | None:
-        """Return the globs of the models that hooks have taken out."""
-        if models and len(self._accelerator._models) == 1:
-            return ["training.model"]
-        return [f"training.model.model{n}.*" for n in models] or None
 
     def _restore_generators(self, loader: int) -> None:
         """Put them back once this loader has a first batch, or before the first forward pass.

@@ -67,7 +67,7 @@ _STAGING_BYTES = 256 << 20
 _COMPLETE_SECONDS = 60.0
 
 
-class _Part(NamedTuple):
+class _RankOfLaunch(NamedTuple):
     """The part of each checkpoint of a launch that a rank writes.
 
     Args:
@@ -86,7 +86,7 @@ _Place = tuple[str, int, bool]
 tensor is the item alone, not all that the items of a name make together."""
 
 
-class _Storage:
+class _DcpStorage:
     """The root, the settings and the present name of a writer or reader."""
 
     def __init__(self, root: str | os.PathLike[str], **settings: Unpack[PipelineFields]) -> None:
@@ -115,7 +115,7 @@ class _Storage:
 class _PartPipeline(SyncPipeline):
     """The pipeline of one part of the checkpoints of a launch."""
 
-    def __init__(self, root: str, part: _Part, settings: Settings) -> None:
+    def __init__(self, root: str, part: _RankOfLaunch, settings: Settings) -> None:
         if settings.staging_bytes is None:
             settings = settings.override(staging_bytes=_STAGING_BYTES)
         super().__init__(root, attempt_id=part.attempt, settings=settings)
@@ -132,11 +132,11 @@ _given: Counter[tuple[_Key, str]] = Counter()
 """On coordinators, how many numbers they have given to saves of each launch."""
 _written: defaultdict[tuple[_Key, str], set[int]] = defaultdict(set)
 """The numbers of the saves of each launch that this rank has begun to write."""
-_pipelines: dict[tuple[_Key, _Part], _PartPipeline] = {}
+_pipelines: dict[tuple[_Key, _RankOfLaunch], _PartPipeline] = {}
 _lock = threading.Lock()
 
 
-class CkpipeStorageWriter(_Storage, StorageWriter):
+class CkpipeStorageWriter(_DcpStorage, StorageWriter):
     """Stores the saves of ``dcp.save`` and ``dcp.async_save`` as checkpoints of ckpipe.
 
     The ``checkpoint_id`` of a save is a name, not a path. A second save under the same name makes
@@ -167,7 +167,7 @@ class CkpipeStorageWriter(_Storage, StorageWriter):
             hint="DCP plans the save, and your program calls it and gives it the state",
         )  # fmt: skip
         super().__init__(root, **settings)
-        self._part, self._number = _Part("", 0, 0), 0
+        self._part, self._number = _RankOfLaunch("", 0, 0), 0
         self._meta, self.save_id = StorageMeta(), str(uuid.uuid4())
 
     @property
@@ -210,7 +210,7 @@ class CkpipeStorageWriter(_Storage, StorageWriter):
             number = _given[self._key, attempt]
             _given[self._key, attempt] += 1
         return [
-            replace(plan, storage_data=(_Part(attempt, n, count), number))
+            replace(plan, storage_data=(_RankOfLaunch(attempt, n, count), number))
             for n, plan in enumerate(plans)
         ]
 
@@ -223,7 +223,9 @@ class CkpipeStorageWriter(_Storage, StorageWriter):
             UnsupportedState: If an item is not a plain tensor or bytes.
             CkpipeError: If the save failed.
         """
-        if not (type(plan.storage_data) is tuple and isinstance(plan.storage_data[0], _Part)):
+        if not (
+            type(plan.storage_data) is tuple and isinstance(plan.storage_data[0], _RankOfLaunch)
+        ):
             raise UsageError(
                 "The plan lacks ckpipe's storage_data: finish_plan of a planner has made it anew, "
                 "or DCP's planner has cached it for another storage",
@@ -282,7 +284,7 @@ class CkpipeStorageWriter(_Storage, StorageWriter):
         state = {_METADATA: torch.frombuffer(bytearray(data), dtype=torch.uint8)}
         self._save(last, state, worker="thread").wait_complete(_COMPLETE_SECONDS)
 
-    def _save(self, part: _Part, state: dict[Any, Any], **changes: Any) -> SyncSaveHandle:
+    def _save(self, part: _RankOfLaunch, state: dict[Any, Any], **changes: Any) -> SyncSaveHandle:
         """Save a part, and wait until it is durable."""
         with _lock:
             pipeline = _pipelines.get((self._key, part))
@@ -365,7 +367,7 @@ class _ChosenPlan(LoadPlan):
     ckpipe_id: str = ""
 
 
-class CkpipeStorageReader(_Storage, StorageReader):
+class CkpipeStorageReader(_DcpStorage, StorageReader):
     """Reads checkpoints of :class:`CkpipeStorageWriter` for ``dcp.load``.
 
     Under a ``checkpoint_id`` it takes the newest complete checkpoint of that name, and without one

@@ -24,13 +24,13 @@ from ckpipe.integrations.shared import TrainerPipeline, checked, tell_resumed
 from ckpipe.running.validation import absolute
 from ckpipe.settings import Settings
 from ckpipe.state_helpers import RngState
-from ckpipe.types import CheckpointInfo
+from ckpipe.types import CheckpointInfo, Until
 
 logger = logging.getLogger("ckpipe")
 
 _HINTS = "settings of the checkpoint's Config", "checkpoint.load_step"
 
-_UNTIL: dict[str, Literal["captured", "staged", "committed"]] = {
+_UNTIL: dict[str, Until] = {
     "disabled": "committed",
     "async": "staged",
     "async_with_pinned_mem": "captured",

@@ -70,7 +70,7 @@ def table_hint(target: Any, rows: Iterable[TensorRow], above: str) -> str:
     return ""
 
 
-class _Group(NamedTuple):
+class _Conversion(NamedTuple):
     """Tensors of which one converter makes others, by its pattern; None only renames."""
 
     converter: Any
@@ -116,7 +116,9 @@ class PublishedNames(Transform):
         places = dict[str, str]()
         alike: dict[_Alike, list[str]] = {}  # the first new name of each group
         fits = False
-        known: dict[tuple[str, ...], dict[str, _Group]] = {}  # as states of parameters are alike
+        known: dict[
+            tuple[str, ...], dict[str, _Conversion]
+        ] = {}  # as states of parameters are alike
         for head, labels in _by_container(edit, rows, bare=self._back).items():
             groups = known.get((*labels,))
             if groups is None:
@@ -150,7 +152,7 @@ class PublishedNames(Transform):
         edit.note({}, gone)
         for draft in edit.drafts if gone else ():
             draft.move({label: [] for label in gone.keys() & draft.leaves().keys()})
-        _rename(edit, places, _Alone)
+        _rename(edit, places, _WeightsRename)
         _rename(edit, names)
         try:
             self._convert(edit, alike)
@@ -179,7 +181,7 @@ class PublishedNames(Transform):
         placed = re.compile(r"(.*):(\d+)\.(\d+)\.(s\w+)(?:\.(\d+))?", re.DOTALL)
         found = {label: placed.fullmatch(label) for label in edit.origins}
         made = {label: final(*each.groups()) for label, each in found.items() if each}
-        _rename(edit, made, _Alone)
+        _rename(edit, made, _WeightsRename)
 
     def _translated(self, at: str, alike: _Alike) -> tuple[list[Transform], dict[str, str]]:
         """Return the transforms of a converter, and for each slot that they leave its pattern."""
@@ -256,12 +258,12 @@ class PublishedNames(Transform):
                 _check_known(core, model, part)
         return renamings, converters
 
-    def _groups(self, names: Iterable[str]) -> dict[str, _Group]:
+    def _groups(self, names: Iterable[str]) -> dict[str, _Conversion]:
         """Return for each new name, or the first of several, what it is made of."""
         core, own = _module("core_model_loading"), self._own
         renamings, converters, prefix = *self._conversions(), self._model.base_model_prefix
         by_pattern = {key: each for each in converters for key in each.source_patterns}
-        found: dict[str, _Group] = {}
+        found: dict[str, _Conversion] = {}
         for name in sorted(names, key=core.dot_natural_key):
             if self._back:
                 if name not in own or self._ignores(name):
@@ -275,7 +277,7 @@ class PublishedNames(Transform):
                     new, pattern = core.rename_source_key(name, [], [], prefix, own)
                 if new not in own:
                     continue
-            group = found.setdefault(new, _Group(by_pattern.get(pattern), {}))
+            group = found.setdefault(new, _Conversion(by_pattern.get(pattern), {}))
             group.names.setdefault(pattern or name, []).append(name)
         return found
 
@@ -296,7 +298,7 @@ def _check_known(core: Any, model: Any, part: Any) -> None:
         )
 
 
-class _Alone(Rename):
+class _WeightsRename(Rename):
     """Rename tensors that a converter changes; the state of their optimizers cannot follow."""
 
     _leads = False

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,6 +27,7 @@ from ckpipe.format.tree import (
 )
 from ckpipe.state.flatten import ABSENT
 from ckpipe.state.kinds import is_stateful, part_of_registered
+from ckpipe.types import PerRank
 
 _MOST_LABELS = 10_000_000
 
@@ -229,7 +230,7 @@ def pruned(
 Combine = Callable[[str, Sequence[Any]], Any]
 """A function that combines the values of all ranks; gets the label and the values by rank."""
 
-PerRankPolicy = Literal["raise", "drop", "rank0", "derive"] | Combine
+PerRankPolicy = PerRank | Combine
 
 
 @dataclass(frozen=True, slots=True)

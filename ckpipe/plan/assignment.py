@@ -250,8 +250,8 @@ def assign(offers: Sequence[Sequence[Offered]], private: Sequence[int]) -> list[
     for rank, offer in enumerate(offers):
         for share in offer:
             held[share.name][rank] = share
-    places: list[dict[str, list[_Part | None]]] = [{} for _ in offers]
-    parts: list[_Part] = []
+    places: list[dict[str, list[_SharedBox | None]]] = [{} for _ in offers]
+    parts: list[_SharedBox] = []
     for name, holders in held.items():
         for tensor in _tensors(name, holders, boxes):
             boxes.check_cover(name, tensor)
@@ -274,7 +274,7 @@ _Holders = dict[int, Offered]
 
 
 @dataclass(slots=True)
-class _Part:
+class _SharedBox:
     """A box that several ranks hold; a box without a shape is not cut."""
 
     name: str
@@ -416,15 +416,15 @@ def _parts(
     name: str,
     tensor: _Holders,
     boxes: _Boxes,
-    places: list[dict[str, list[_Part | None]]],
+    places: list[dict[str, list[_SharedBox | None]]],
     load: list[int],
-) -> list[_Part]:
+) -> list[_SharedBox]:
     """Return the boxes that several ranks hold; add the boxes of a single rank to its load."""
     holders: dict[Box, list[int]] = defaultdict(list)
     for rank, share in tensor.items():
         for box in boxes.of(share, rank):
             holders[box].append(rank)
-    known: dict[Box, _Part | None] = {}
+    known: dict[Box, _SharedBox | None] = {}
     first = next(iter(tensor.values()))
     item = DTYPES[first.specs[0].dtype].itemsize
     for number, (box, held_by) in enumerate(holders.items()):
@@ -434,7 +434,7 @@ def _parts(
             known[box] = None
         else:
             shape = () if first.overlapping else box_shape(box)
-            known[box] = _Part(name, number, held_by, nbytes, shape)
+            known[box] = _SharedBox(name, number, held_by, nbytes, shape)
     for rank, share in tensor.items():
         places[rank][name] = [known[box] for box in boxes.of(share, rank)]
     return [part for part in known.values() if part is not None]
@@ -444,7 +444,7 @@ _Rows = tuple[int, list[int]]
 """The dimension along which a box is cut, and the row behind the last one of each piece."""
 
 
-def _divided(part: _Part, load: list[int], known: dict[tuple[object, ...], _Rows]) -> Cut:
+def _divided(part: _SharedBox, load: list[int], known: dict[tuple[object, ...], _Rows]) -> Cut:
     """Divide a box between its holders.
 
     Args:

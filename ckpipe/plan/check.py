@@ -19,7 +19,7 @@ from ckpipe.format.manifest import Chunk, ManifestDocument, RankManifest
 from ckpipe.interpreter import user_code
 from ckpipe.plan.division import whole_of
 from ckpipe.plan.global_plan import GlobalPlanner
-from ckpipe.plan.plan import LocalPlanner, RankPlan, Source, fingerprint, header_of
+from ckpipe.plan.plan import LocalPlanner, RankPlan, SourceRange, fingerprint, header_of
 from ckpipe.ranks.world import Topology
 from ckpipe.state.flatten import Captured, structure_of
 from ckpipe.state.placements import HeldBox
@@ -160,7 +160,7 @@ def _check_sources(plan: RankPlan, leaves: Sequence[TensorLeaf]) -> None:
             raise _Wrong(f"fills {end} of the {entry.nbytes} bytes of the entry {entry.name}")
 
 
-def _given(source: Source, leaf: TensorLeaf) -> int:
+def _given(source: SourceRange, leaf: TensorLeaf) -> int:
     """Return the bytes of a source; -1 if it reaches beyond its tensor."""
     if source.skip is not None:
         return source.nbytes if 0 <= source.skip <= leaf.window - source.nbytes else -1

@@ -48,7 +48,7 @@ class RankPlan:
     world_size: int
     fingerprint: Hashable
     layout: Layout
-    sources: tuple[tuple[Source, ...], ...]
+    sources: tuple[tuple[SourceRange, ...], ...]
     files: tuple[DataFile, ...]
 
     @property
@@ -257,7 +257,7 @@ def header_of(entries: Iterable[Entry]) -> bytes:
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class SourceRange:
     """Bytes of a tensor that fill a range of an entry.
 
     Args:
@@ -276,7 +276,7 @@ class Source:
     part: Box | None = None
 
 
-_Draft = tuple[Entry, int, tuple[Chunk, ...], tuple[Source, ...]]
+_Draft = tuple[Entry, int, tuple[Chunk, ...], tuple[SourceRange, ...]]
 """An entry without its offset, its alignment in bytes, its chunks, and its sources."""
 
 _FEWEST_SCALARS = 8
@@ -316,7 +316,7 @@ def _gather(leaves: list[TensorLeaf], numbers: Sequence[int]) -> _Draft:
     )  # fmt: skip
     places = list(zip(numbers, offsets, strict=True))
     members = tuple(Chunk(n, None, at, None, _fresh_stride(leaves[n])) for n, at in places)
-    return entry, size, members, tuple(Source(n, at, None, size) for n, at in places)
+    return entry, size, members, tuple(SourceRange(n, at, None, size) for n, at in places)
 
 
 def _draft_entry(leaves: list[TensorLeaf], unit: Unit, piece: Piece) -> _Draft:
@@ -332,12 +332,12 @@ def _draft_entry(leaves: list[TensorLeaf], unit: Unit, piece: Piece) -> _Draft:
     if held is None:
         stride = _fresh_stride(leaf)
         whole = tuple(Chunk(each, None, original_stride=stride) for each in unit.members)
-        source = Source(number, 0, None, leaf.nbytes)
+        source = SourceRange(number, 0, None, leaf.nbytes)
         return _logical(leaf.label, leaf, leaf.shape, whole, source)
     shape = box_shape(held.box)
     lower, upper = (",".join(map(str, corner)) for corner in held.box)
     part = None if shape == leaf.shape else held.local
-    source = Source(number, 0, None, math.prod(shape) * leaf.itemsize, part)
+    source = SourceRange(number, 0, None, math.prod(shape) * leaf.itemsize, part)
     members = tuple(Chunk(each, None, box=held.box) for each in unit.members)
     return _logical(f"{leaf.label}@{lower}:{upper}", leaf, shape, members, source)
 
@@ -347,7 +347,11 @@ def _fresh_stride(leaf: TensorLeaf) -> tuple[int, ...] | None:
 
 
 def _logical(
-    name: str, leaf: TensorLeaf, shape: tuple[int, ...], members: tuple[Chunk, ...], source: Source
+    name: str,
+    leaf: TensorLeaf,
+    shape: tuple[int, ...],
+    members: tuple[Chunk, ...],
+    source: SourceRange,
 ) -> _Draft:
     stored = stored_dtype(leaf.dtype)
     stored_shape = shape if stored else (source.nbytes,)
@@ -380,14 +384,14 @@ def _shared(leaves: list[TensorLeaf], group: list[int]) -> _Draft:
             )
         members.append(Chunk(number, None, offset, _fresh_stride(leaf)))
     if covered:
-        source = Source(cover, 0, None, view.window)
+        source = SourceRange(cover, 0, None, view.window)
         return _logical(view.label, view, view.shape, tuple(members), source)
     name, size = f"{leaves[group[0]].label}~window", high - start
     sources = _windows(leaves, group, start)
     return Entry(name, "U8", (size,), 0, 0, size), 1, tuple(members), sources
 
 
-def _windows(leaves: list[TensorLeaf], group: list[int], start: int) -> tuple[Source, ...]:
+def _windows(leaves: list[TensorLeaf], group: list[int], start: int) -> tuple[SourceRange, ...]:
     """Return the fewest windows that together cover the group's bytes, each byte once."""
     sources, end = [], start
     for number in sorted(group, key=lambda each: (leaves[each].address, -leaves[each].window)):
@@ -396,6 +400,6 @@ def _windows(leaves: list[TensorLeaf], group: list[int], start: int) -> tuple[So
         if top > end:
             skip = max(0, end - leaf.address)
             begin = leaf.address + skip
-            sources.append(Source(number, begin - start, skip, top - begin))
+            sources.append(SourceRange(number, begin - start, skip, top - begin))
             end = top
     return tuple(sources)

@@ -38,7 +38,7 @@ from ckpipe.lock.late_copies import (
 from ckpipe.memory.arena import Block
 from ckpipe.memory.cuda import FENCED
 from ckpipe.memory.native import copy_crc32c_each
-from ckpipe.plan.plan import RankPlan, Source
+from ckpipe.plan.plan import RankPlan, SourceRange
 from ckpipe.state.flatten import Captured
 from ckpipe.state.tensors import TensorLeaf
 
@@ -214,7 +214,7 @@ class _Cutter:
         for block, at, lo, hi in self._cut(start, nbytes):
             self.drafts[block].spans.append(EntryRange(entry, lo, hi, at))
 
-    def source(self, source: Source, start: int) -> None:
+    def source(self, source: SourceRange, start: int) -> None:
         """Add a source of an entry that begins at ``start`` in the file."""
         leaf = self._leaves[source.tensor]
         item = leaf.itemsize
@@ -236,7 +236,7 @@ class _Cutter:
             else:
                 copies.append(Copy(source.tensor, skip + lo, skip + hi, at, raw=True))
 
-    def _gather(self, block: int, source: Source, skip: int, lo: int, hi: int) -> None:
+    def _gather(self, block: int, source: SourceRange, skip: int, lo: int, hi: int) -> None:
         """Add bytes of host memory, cut at the ends of checksums."""
         draft = self.drafts[block]
         gather, span = draft.gather, draft.spans[-1]

@@ -39,7 +39,7 @@ from ckpipe.loading.load import LoadRequest, read_all
 from ckpipe.memory.arena import Arena
 from ckpipe.plan.assignment import assign, describe
 from ckpipe.plan.global_plan import PlanRounds, SharedPlan, divide
-from ckpipe.plan.plan import LocalPlanner, RankPlan, Source, assemble
+from ckpipe.plan.plan import LocalPlanner, RankPlan, SourceRange, assemble
 from ckpipe.state.flatten import Captured, OpenedState, flatten
 from ckpipe.state.placements import Mesh, Placement, Sharding, sharding
 from ckpipe.state.tensors import TensorLeaf
@@ -401,7 +401,7 @@ def images_of(captured: Captured, plan: RankPlan) -> dict[str, bytes]:
     return images
 
 
-def _source_bytes(captured: Captured, source: Source) -> bytes:
+def _source_bytes(captured: Captured, source: SourceRange) -> bytes:
     leaf, memory = captured.tensors[source.tensor], captured.memory[source.tensor]
     if source.skip is None:
         tensor = memory.resolve_conj().resolve_neg()

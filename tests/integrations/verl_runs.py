@@ -171,7 +171,7 @@ def _whole(value: Any) -> Any:
 
 
 def _register(case: Case, **settings: Any) -> None:
-    from ckpipe.integrations.verl import register
+    from ckpipe_verl import register
 
     register(case["root"], **{"staging": {"block_bytes": 65536}, **settings})
 
@@ -300,6 +300,6 @@ def _live(case: Case, rank: int, number: int) -> None:
 if __name__ == "__main__":
     platform_manager.set_platform(Cpu())
     importlib.import_module("verl.trainer.sft_trainer")  # so that no child has to
-    importlib.import_module("ckpipe.integrations.verl")
+    importlib.import_module("ckpipe_verl")
 
     serve(_live)

@@ -22,14 +22,19 @@ from ckpipe.cli.commands import COMMANDS
 from tests.support.fork_server import FRESH
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    *sorted((ROOT / "docs").rglob("*.md")),
+    *sorted((ROOT / "examples").rglob("*.md")),
+]
 RESUMES = "restored.step + 1 if restored"
 RUN_ONCE = {"docs/tutorials/resume.md"}  # it kills its run only where there is nothing to resume
 # Only make test-all installs these.
 NEEDS = {
     "docs/tutorials/lightning.md": "lightning",
     "docs/tutorials/torchtitan.md": "torchtitan",
-    "docs/tutorials/verl.md": "verl",
+    "examples/with_verl/README.md": "verl",
 }
 SECONDS = 300
 

@@ -112,7 +112,6 @@ def test_errors_are_a_list_in_which_each_leads_to_its_description(site: Path) ->
         ("torchtitan", "torchtitan"),
         ("DCP", "dcp"),
         ("Ray", "ray"),
-        ("verl", "verl"),
         ("LoRA", "huggingface"),
         ("Slurm", "preemption"),
         ("Kubernetes", "preemption"),

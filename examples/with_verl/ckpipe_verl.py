@@ -1,9 +1,10 @@
 """verl with ckpipe: its FSDP engines save and load by ckpipe, and its trainers stay as they are.
 
-Call :func:`register` in a module of your own and let verl import it: ``model.external_lib``. The
-extension points used are ``EngineRegistry.register``, whose entry for a vendor goes before verl's
-own for the device, and ``checkpoint_manager`` of an engine. Read and tried with verl 0.9.1
-(``verl/workers/engine/base.py``, ``verl/utils/checkpoint``). Experimental: not tried on GPUs.
+Copy this file to where verl can import it, call :func:`register` in a module of your own and let
+verl import that: ``model.external_lib``. The extension points used are ``EngineRegistry.register``,
+whose entry for a vendor goes before verl's own for the device, and ``checkpoint_manager`` of an
+engine. Read and tried with verl 0.9.1 (``verl/workers/engine/base.py``, ``verl/utils/checkpoint``).
+Experimental: not tried on GPUs.
 """
 
 from __future__ import annotations
@@ -32,7 +33,6 @@ from ckpipe.events import Completed
 from ckpipe.integrations.pointers import POINTER_FILE, read_pointer, write_pointer
 from ckpipe.integrations.shared import TrainerPipeline, by_first, checked, naming, tell_resumed
 from ckpipe.retention import KeepIf, KeepLast
-from ckpipe.running.validation import absolute
 from ckpipe.settings import Settings
 from ckpipe.state_helpers import RngState
 
@@ -71,8 +71,10 @@ def register(
         "verl", settings, "initial", "preemption", "save_every_steps", "save_every_seconds",
         hint="trainer.save_freq says when to save, and the model's path where a run begins",
     )  # fmt: skip
-    place = absolute(os.fspath(folder))
-    root = os.path.join(place, "ckpipe") if url is None else absolute(os.fspath(url))
+    place = os.path.abspath(os.path.expanduser(folder))
+    root = os.path.join(place, "ckpipe") if url is None else os.fspath(url)
+    if "://" not in root:
+        root = os.path.abspath(os.path.expanduser(root))
     for kind, base in (
         ("language_model", FSDPEngineWithLMHead),
         ("value_model", FSDPEngineWithValueHead),
