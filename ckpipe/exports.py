@@ -1,11 +1,11 @@
 """Write checkpoints in forms that other programs load: ``torch.save``, Hugging Face's, or DCP's.
 
-An export lies in a target, or beside its checkpoint in a folder ``<id>.torch``, ``<id>.hf`` or
-``<id>.dcp``. No retention touches it. It is made from the checkpoint itself, and every byte is
-verified, so tensors are whole however many ranks held them. Files are created and never replaced.
-The file by which a reader finds the others comes last: an interrupted export does not look like a
-finished one, and repeating it gives the same files. An existing file is compared byte for byte: its
-name does not tell which part of a state, or which version of torch, it was made from.
+An export lies in a target, or beside its checkpoint in a folder ``<id>.<form>``. No retention
+touches it. It is made from the checkpoint itself, and every byte is verified, so tensors are whole
+however many ranks held them. Files are created and never replaced. The file by which a reader finds
+the others comes last: an interrupted export does not look like a finished one, and repeating it
+gives the same files. An existing file is compared byte for byte: its name does not tell which part
+of a state, or which version of torch, it was made from.
 
 A file is filled in windows, which bound the memory. The tensors of a load are views of the window,
 so that the reader puts verified bytes in their place. Several ranks plan the same files
@@ -84,7 +84,7 @@ async def export(
         bundle: The checkpoint's index, validated.
         arena: Lends the blocks that are read into; used on the caller's thread only.
         settings: The settings, with the content of the export.
-        form: ``"torch"``, ``"hf"`` or ``"dcp"``.
+        form: The form.
         policy: The retry policy for writing blocks.
         target: The target store, which retries its requests too.
         folder: The folder there, with a ``/`` at its end; empty for the root.
