@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import shutil
 from pathlib import Path
 from textwrap import indent
@@ -54,7 +55,7 @@ class ChangedTree:
         self.places += 1
 
     def add(self, where: str, code: str) -> None:
-        """Add code at the end of a definition.
+        """Add code at the end of a definition, in a function before its return.
 
         Args:
             where: The name of a class, of a function of a class, such as ``Rename._apply``, or of
@@ -67,7 +68,8 @@ class ChangedTree:
         assert last.end_col_offset is not None
         lines = text.splitlines(keepends=True)
         if isinstance(last, ast.stmt):
-            lines.insert(last.end_lineno, indent(code.strip("\n") + "\n", " " * last.col_offset))
+            at = last.lineno - 1 if isinstance(last, ast.Return) else last.end_lineno
+            lines.insert(at, indent(code.strip("\n") + "\n", " " * last.col_offset))
         else:
             line, at = lines[last.end_lineno - 1], last.end_col_offset - 1
             before, own = "".join(lines[: last.end_lineno - 1]) + line[:at], code.strip()
@@ -81,10 +83,15 @@ class ChangedTree:
         name, _, inner = where.partition(".")
         found: list[tuple[Path, ast.stmt | ast.expr]] = []
         for file in sorted(self.package.rglob("*.py")):
-            for each in ast.parse(file.read_text()).body:
+            text = file.read_text()
+            if not re.search(rf"^(class )?{name}\b", text, re.MULTILINE):
+                continue
+            for each in ast.parse(text).body:
                 if isinstance(each, ast.ClassDef) and each.name == name:
                     bodies = {"": each.body} | {
-                        own.name: own.body for own in each.body if isinstance(own, ast.FunctionDef)
+                        own.name: own.body
+                        for own in each.body
+                        if isinstance(own, ast.FunctionDef | ast.AsyncFunctionDef)
                     }
                     found += [(file, bodies[inner][-1])] if inner in bodies else []
                 elif isinstance(each, ast.Assign | ast.AnnAssign) and each.value is not None:
