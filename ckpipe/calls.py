@@ -313,7 +313,7 @@ def export(
         url: The root of the checkpoints: a plain path, ``file:///…``, or the URL of another
             backend.
         target: The folder to write, on a store of any kind; created if missing. None writes
-            ``<id>.torch``, ``<id>.hf`` or ``<id>.dcp`` beside the checkpoint.
+            ``<id>.<form>`` beside the checkpoint.
         step: A step, the id of a checkpoint, or its info; None takes the newest complete one.
         form: ``"hf"`` for safetensors as ``save_pretrained`` of transformers writes them,
             ``"torch"`` for a file that ``torch.load`` opens, or ``"dcp"`` for a folder that

@@ -20,7 +20,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
-from typing import Any, get_args
+from typing import Any
 
 import torch
 
@@ -46,8 +46,6 @@ from ckpipe.state.values import UNREAD
 from ckpipe.types import Form, first_of
 
 TORCH_FILE, DCP_METADATA = "state.pt", ".metadata"
-ENDS = (".safetensors", ".safetensors.index.json", TORCH_FILE, ".distcp", DCP_METADATA)
-"""The ends of the names of all files that an export plans."""
 
 logger = logging.getLogger("ckpipe")
 
@@ -99,16 +97,6 @@ class File:
     parts: Sequence[Part]
 
 
-def check_form(name: str, form: object) -> None:
-    """Refuse an argument that is the name of no form.
-
-    Raises:
-        UsageError: If it is none.
-    """
-    if form not in get_args(Form):
-        raise UsageError(f"{name} is 'torch', 'hf' or 'dcp', not {form!r:.100}")
-
-
 def size_of(part: Part) -> int:
     """Return the bytes of a part of a file."""
     return part.nbytes if isinstance(part, Gap) else len(part)
@@ -137,7 +125,8 @@ def plan_files(
     globs: list[str] | None = [] if form == "hf" else None  # weights have no optimizer
     select = LabelFilter([asked.part] if asked.part else globs)
     plan = _ExportPlan(opened, asked, select, expanded=expanded)
-    files = {"torch": plan.torch_file, "hf": plan.weights, "dcp": plan.dcp_folder}[form]()
+    plan_form, _ = _FORMS[form]
+    files = plan_form(plan)
     return Opened(opened.store, plan.bundle), files
 
 
@@ -352,6 +341,17 @@ class _ExportPlan:
         if not self._expanded:
             hint = "Leave the tensor out, or pass expanded=True (--expanded in the command)"
             check_expansion("An export", [self.bundle], sum(sizes.values()), sizes, hint)
+
+
+_FORMS: dict[Form, tuple[Callable[[_ExportPlan], list[File]], tuple[str, ...]]] = {
+    "torch": (_ExportPlan.torch_file, (TORCH_FILE,)),
+    "hf": (_ExportPlan.weights, (".safetensors", ".safetensors.index.json")),
+    "dcp": (_ExportPlan.dcp_folder, (".distcp", DCP_METADATA)),
+}
+"""The plan of each form, and the ends of the names of its files."""
+
+ENDS = tuple(end for _, ends in _FORMS.values() for end in ends)
+"""The ends of the names of all files that an export plans."""
 
 
 def _check_plain(

@@ -1,11 +1,11 @@
 """Write checkpoints in forms that other programs load: ``torch.save``, Hugging Face's, or DCP's.
 
-An export lies in a target, or beside its checkpoint in a folder ``<id>.torch``, ``<id>.hf`` or
-``<id>.dcp``. No retention touches it. It is made from the checkpoint itself, and every byte is
-verified, so tensors are whole however many ranks held them. Files are created and never replaced.
-The file by which a reader finds the others comes last: an interrupted export does not look like a
-finished one, and repeating it gives the same files. An existing file is compared byte for byte: its
-name does not tell which part of a state, or which version of torch, it was made from.
+An export lies in a target, or beside its checkpoint in a folder ``<id>.<form>``. No retention
+touches it. It is made from the checkpoint itself, and every byte is verified, so tensors are whole
+however many ranks held them. Files are created and never replaced. The file by which a reader finds
+the others comes last: an interrupted export does not look like a finished one, and repeating it
+gives the same files. An existing file is compared byte for byte: its name does not tell which part
+of a state, or which version of torch, it was made from.
 
 A file is filled in windows, which bound the memory. The tensors of a load are views of the window,
 so that the reader puts verified bytes in their place. Several ranks plan the same files
@@ -20,6 +20,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, closing
 from functools import partial
+from typing import get_args
 
 import anyio
 import torch
@@ -38,11 +39,12 @@ from ckpipe.errors import (
     UsageError,
 )
 from ckpipe.events import CheckpointExported
-from ckpipe.export_forms import ENDS, File, Gap, Part, check_form, plan_files, size_of
+from ckpipe.export_forms import ENDS, File, Gap, Part, plan_files, size_of
 from ckpipe.loading.fill import with_lazy_bits
 from ckpipe.loading.labelled_tensors import LabelledTensors
 from ckpipe.loading.wrappers import dequantized
 from ckpipe.memory.arena import Arena
+from ckpipe.options import one_of
 from ckpipe.save.context import SaveContext
 from ckpipe.save.follow_up import until_complete
 from ckpipe.save.save import Save
@@ -80,7 +82,7 @@ async def export(
         opened: The checkpoint.
         arena: Lends the blocks that are read into; used on the caller's thread only.
         settings: The settings, with the content of the export.
-        form: ``"torch"``, ``"hf"`` or ``"dcp"``.
+        form: The form.
         policy: The retry policy for writing blocks.
         target: The target store, which retries its requests too.
         folder: The folder there, with a ``/`` at its end; empty for the root.
@@ -330,7 +332,7 @@ async def export_url(
     """
     from ckpipe.foreign.source import open_place  # a run that saves does without it
 
-    check_form("form", form)
+    one_of("form", form, *get_args(Form))
     access = Access.CHANGE if target is None else Access.CREATE
     async with (
         open_place(url, settings, on_read) as place,

@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict
-from enum import StrEnum
 from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -29,7 +28,7 @@ from ckpipe.errors import (
 )
 from ckpipe.foreign.source import Place, open_place
 from ckpipe.store.registry import Access, open_store
-from ckpipe.types import CheckpointInfo, size_text
+from ckpipe.types import CheckpointInfo, Form, size_text
 
 T = TypeVar("T")
 
@@ -262,19 +261,11 @@ def import_(
     serve(ctx, work)
 
 
-class Form(StrEnum):
-    """The form of an export."""
-
-    TORCH = "torch"
-    HF = "hf"
-    DCP = "dcp"
-
-
 ExportTarget = Annotated[
     str | None,
     typer.Argument(
         metavar="TARGET",
-        help="The folder to write; else <id>.torch, <id>.hf or <id>.dcp beside the checkpoint.",
+        help="The folder to write; else <id>.<form> beside the checkpoint.",
         show_default=False,
     ),
 ]
@@ -348,10 +339,10 @@ def export(
         settings = screen.settings.override(export=given)
         with screen.meter("exporting") as meter:
             done = await export_url(
-                url, target, settings, form.value, wanted(step),
+                url, target, settings, form, wanted(step),
                 expanded=expanded, on_read=meter.advance, expect=meter.expect,
             )  # fmt: skip
-        data = asdict(done) | {"form": form.value, "seconds": _seconds_since(began)}
+        data = asdict(done) | {"form": form, "seconds": _seconds_since(began)}
         what = f"{size_text(done.bytes)} in {_files_text(len(done.files))}"
         name = url if done.step is None else f"step {done.step}"
         sentence = f"exported {name}: {what} to {done.url}"

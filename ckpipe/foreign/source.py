@@ -52,7 +52,15 @@ _ARRAYS = {
 }
 """The ends of the names of files that ckpipe does not open, by the library that reads them."""
 
-FILES = (".safetensors", ".gguf", *TORCH_FILES, *chain.from_iterable(_ARRAYS.values()))
+_OWN_SOURCES = {
+    "ckpipe.foreign.dcp:DcpSource": (),
+    "ckpipe.foreign.safetensors:SafetensorsSource": (".safetensors",),
+    "ckpipe.foreign.torch_zip:TorchSource": TORCH_FILES,
+}
+"""ckpipe's own sources in the order in which they are asked, named as packages name theirs, each
+with the ends of the names of files that are a checkpoint by themselves."""
+
+FILES = (".gguf", *chain(*_OWN_SOURCES.values(), *_ARRAYS.values()))
 """The ends of the names of files that are a checkpoint by themselves, also of refused ones."""
 
 
@@ -350,12 +358,8 @@ async def recognized(listing: Sequence[ObjectInfo]) -> Source | None:
 
 
 def _own_sources() -> list[Source]:
-    # Not above, since these need torch, which a list of checkpoints does not.
-    from ckpipe.foreign.dcp import DcpSource
-    from ckpipe.foreign.safetensors import SafetensorsSource
-    from ckpipe.foreign.torch_zip import TorchSource
-
-    return [DcpSource(), SafetensorsSource(), TorchSource()]
+    # Imported late, since these need torch, which a list of checkpoints does not.
+    return [metadata.EntryPoint("", each, ENTRY_POINT_GROUP).load()() for each in _OWN_SOURCES]
 
 
 def _installed_sources() -> list[Source]:

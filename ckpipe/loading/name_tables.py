@@ -18,16 +18,11 @@ from typing import Any, get_type_hints
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
+import ckpipe
 from ckpipe.errors import ShapeMismatch, StructureMismatch, UsageError
 from ckpipe.format.edit import ManifestEdit
 from ckpipe.loading.published_names import PublishedNames
-from ckpipe.loading.reshapes import Fuse, Rearrange, Split, Stack, Unstack
-from ckpipe.loading.transforms import Cast, Drop, Only, Rename, Transform
-
-_KINDS = {
-    each.__name__: each
-    for each in (Cast, Drop, Fuse, Only, Rearrange, Rename, Split, Stack, Unstack)
-}
+from ckpipe.loading.transforms import Transform
 
 _FORM = '[[transform]] with kind = "Rename" and its arguments, such as names = {"0.*" = "up.*"}'
 
@@ -198,15 +193,22 @@ def read_transforms(
     return found
 
 
+def _kinds() -> dict[str, type[Transform]]:
+    """Return the transforms that the package exports, by name."""
+    known = {each.__name__: each for each in Transform.__subclasses__()}
+    return {name: cls for name, cls in sorted(known.items()) if cls is getattr(ckpipe, name, None)}
+
+
 def _made(kind: object, given: dict[str, Any]) -> list[Transform]:
     """Make the transforms of one entry, with its arguments checked by their annotations."""
     if kind in _shipped():
         return name_table(str(kind), **given)
-    cls = _KINDS.get(kind) if isinstance(kind, str) else None
+    kinds = _kinds()
+    cls = kinds.get(kind) if isinstance(kind, str) else None
     if cls is None:
         raise UsageError(
             f"there is no kind {kind!r:.100}",
-            hint=f"The kinds are {', '.join([*_KINDS, *_shipped()])}",
+            hint=f"The kinds are {', '.join([*kinds, *_shipped()])}",
         )
     parameters, hints = inspect.signature(cls).parameters, get_type_hints(cls.__init__)
     several = {name for name, each in parameters.items() if each.kind is each.VAR_POSITIONAL}

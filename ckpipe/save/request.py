@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Annotated, Any, Literal, TypedDict, Unpack, get_args
+from typing import Annotated, Any, TypedDict, Unpack, get_args
 
 from torch.optim import Optimizer
 
@@ -16,7 +16,7 @@ from ckpipe.lock.guard import StepGuard
 from ckpipe.loop_thread import Caller
 from ckpipe.options import completed, one_of
 from ckpipe.settings import Settings
-from ckpipe.types import Until
+from ckpipe.types import Form, Until
 
 _DEEPEST = 200
 
@@ -48,7 +48,7 @@ class SaveOptions(TypedDict, total=False):
     final: Annotated[bool, False]
     """True for the run's final checkpoint."""
 
-    export: Annotated[Literal["torch", "hf", "dcp"] | None, None]
+    export: Annotated[Form | None, None]
     """The form of an export of this checkpoint, with the content of the settings ``export``; None
     for that of ``final_format``, if it is final. All of several ranks pass the same one."""
 
@@ -125,7 +125,7 @@ class SaveRequest:
         self.replicated = _replicated(given["replicated"], settings)
         self.export = given["export"]
         if self.export is not None:
-            one_of("export", self.export, "torch", "hf", "dcp")
+            one_of("export", self.export, *get_args(Form))
         self.metrics = _plain_metrics(given["metrics"] or {}, step)
         self.metadata = _plain_metadata(given["metadata"] or {}, step)
         self.final = given["final"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import inspect
 import pickle
@@ -50,8 +51,8 @@ _SAVE = """(
     self, state: Any, step: SupportsIndex | None = None, *,
     metrics: Mapping[str, float] | None = None,
     metadata: Mapping[str, Any] | None = None,
-    until: Literal['captured', 'staged', 'committed'] = 'staged',
-    final: bool = False, export: Literal['torch', 'hf', 'dcp'] | None = None,
+    until: Until = 'staged',
+    final: bool = False, export: Form | None = None,
     include: Sequence[str] | None = None, exclude: Sequence[str] | None = None,
     replicated: Sequence[str] | None = None
 ) -> """
@@ -245,6 +246,16 @@ def test_names_are_these() -> None:
     assert ckpipe.__all__ == sorted(NAMES.split())
     assert sorted(backend.__all__) == sorted(BACKEND_NAMES.split())
     assert sources.__all__ == SOURCES_NAMES.split()
+
+
+def test_type_checkers_see_every_name_where_it_comes_from() -> None:
+    tree = ast.parse(Path(ckpipe.__file__).read_text())
+    (seen,) = [each for each in tree.body if isinstance(each, ast.If)]
+    imports = [each for each in seen.body if isinstance(each, ast.ImportFrom)]
+    homes = {name.asname: each.module for each in imports for name in each.names}
+    assert homes.keys() == {*ckpipe.__all__, *MODULES} - {"__version__"}
+    for name, home in homes.items():
+        assert getattr(ckpipe, str(name)) is getattr(importlib.import_module(str(home)), str(name))
 
 
 def test_every_name_is_there_and_documented() -> None:

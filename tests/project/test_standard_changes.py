@@ -6,83 +6,16 @@ copy: if the change needs one place more than the test edits, the copy does not 
 
 from __future__ import annotations
 
-import ast
-import os
-import shutil
-import subprocess
-import sys
 from pathlib import Path
-from textwrap import indent
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-
-
-class Copy:
-    """A copy of the library, to be changed.
-
-    Args:
-        folder: An empty folder.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        for name in ("ckpipe", "backends"):
-            ignored = shutil.ignore_patterns("__pycache__")
-            shutil.copytree(ROOT / name, folder / name, ignore=ignored)
-        self.places = 0
-
-    def add(self, where: str, code: str) -> None:
-        """Add code at one place: at the end of a class or function, before its return.
-
-        Args:
-            where: The name of the class or function, such as ``LoadRequest.__init__``.
-            code: The code.
-        """
-        outer = where.partition(".")[0]
-        (file,) = [
-            each
-            for each in (self._folder / "ckpipe").rglob("*.py")
-            if f"\nclass {outer}" in each.read_text() and outer in _bodies(each.read_text())
-        ]
-        text = file.read_text()
-        last = _bodies(text)[where][-1]
-        lines = text.splitlines()
-        at = last.lineno - 1 if isinstance(last, ast.Return) else last.end_lineno
-        lines[at:at] = indent(code, " " * last.col_offset).splitlines()
-        file.write_text("\n".join(lines) + "\n")
-        self.places += 1
-
-    def run(self, program: str) -> subprocess.CompletedProcess[str]:
-        """Run a program with the copy."""
-        paths = os.pathsep.join([str(self._folder), str(self._folder / "backends")])
-        return subprocess.run(
-            [sys.executable, "-c", program],
-            cwd=self._folder,
-            env={**os.environ, "PYTHONPATH": paths},
-            capture_output=True,
-            text=True,
-            timeout=300,
-            check=False,
-        )
-
-
-def _bodies(text: str) -> dict[str, list[ast.stmt]]:
-    """Return the bodies of the classes of a module, and of their functions, by name."""
-    found = {}
-    for outer in ast.parse(text).body:
-        if isinstance(outer, ast.ClassDef):
-            found[outer.name] = outer.body
-            for inner in outer.body:
-                if isinstance(inner, ast.FunctionDef | ast.AsyncFunctionDef):
-                    found[f"{outer.name}.{inner.name}"] = inner.body
-    return found
+from tests.support.changed_tree import ChangedTree
 
 
 @pytest.fixture
-def copy(tmp_path: Path) -> Copy:
-    return Copy(tmp_path)
+def copy(tmp_path: Path) -> ChangedTree:
+    return ChangedTree(tmp_path)
 
 
 SHOWN = """
@@ -96,7 +29,7 @@ def check_shown(function):
 """
 
 
-def test_an_option_of_a_load_is_three_places(copy: Copy) -> None:
+def test_an_option_of_a_load_is_three_places(copy: ChangedTree) -> None:
     copy.add("LoadOptions", 'made_up: Annotated[str, "none"]\n"""Do what is made up."""')
     copy.add(
         "LoadRequest.__init__",
@@ -132,11 +65,10 @@ except ckpipe.errors.UsageError as error:
     print(error)
 """
     )
-    assert ran.returncode == 0, ran.stderr
-    assert ran.stdout == "made_up is 'none' or 'some', not 'more'\n"
+    assert ran.out == "made_up is 'none' or 'some', not 'more'\n"
 
 
-def test_an_option_of_a_save_is_three_places(copy: Copy) -> None:
+def test_an_option_of_a_save_is_three_places(copy: ChangedTree) -> None:
     copy.add("SaveOptions", 'made_up: Annotated[str, "none"]\n"""Do what is made up."""')
     copy.add(
         "SaveRequest.__init__",
@@ -173,5 +105,4 @@ asyncio.run(main())
 assert ckpipe.load("run").metadata == {"made up": "some"}
 """
     )
-    assert ran.returncode == 0, ran.stderr
-    assert ran.stdout == "made_up is 'none' or 'some', not 'more' [step 4]\n"
+    assert ran.out == "made_up is 'none' or 'some', not 'more' [step 4]\n"

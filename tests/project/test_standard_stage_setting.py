@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 from pathlib import Path
 
-import ckpipe
-from tests.support.command_line import script
+from tests.support.changed_tree import ChangedTree
 
 HEAD = '''class Upload(_Group):
     """Writes to the store, and the retries of all requests."""
@@ -31,22 +28,13 @@ for worker in ("thread", "process"):
 """
 
 
-def insert(path: Path, after: str, text: str) -> None:
-    """Insert a text into a file, after the only place of another."""
-    before = path.read_text()
-    assert before.count(after) == 1
-    path.write_text(before.replace(after, after + text))
-
-
 def test_a_setting_of_stage_5_takes_two_files(tmp_path: Path) -> None:
-    copy = shutil.copytree(Path(ckpipe.__file__).parent, tmp_path / "ckpipe")
-    insert(copy / "settings.py", HEAD, DECLARED)
-    insert(copy / "save" / "upload.py", BODY, READ)
-    done = script(SAVES, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(tmp_path)})
-    assert done.code == 0, done.err
-    where, here, there = done.out.splitlines()
+    tree = ChangedTree(tmp_path)
+    tree.insert("settings.py", HEAD, DECLARED)
+    tree.insert("save/upload.py", BODY, READ)
+    where, here, there = tree.run(SAVES).out.splitlines()
     path, trainer = where.split()
-    assert Path(path).parent == copy
+    assert Path(path).parent == tree.package
     assert here == f"made_up 7 in process {trainer}"
     assert there.startswith("The worker says: made_up 7 in process ")
     assert not there.endswith(f" {trainer}")
