@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
+import sys
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from functools import cache
 from inspect import Parameter
 from itertools import pairwise
 from textwrap import TextWrapper
-from typing import Any, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast, get_origin
 
 from ckpipe.errors import UsageError
 
@@ -30,10 +32,13 @@ _LINES = TextWrapper(
 @cache
 def parameters_of(kind: type) -> Mapping[str, Parameter]:
     """Return the options that a ``TypedDict`` declares, as keyword parameters by name."""
-    found = {}
+    found, names = {}, vars(sys.modules[kind.__module__])
     for name, declared in kind.__annotations__.items():
         inner = declared.__forward_arg__.removeprefix("Annotated[").removesuffix("]")
         annotation, _, default = inner.rpartition(", ")
+        for alias in re.findall(r"\w+", annotation):
+            if get_origin(names.get(alias)) is Literal:  # its choices tell more than its name
+                annotation = annotation.replace(alias, str(names[alias]).removeprefix("typing."))
         found[name] = Parameter(
             name, Parameter.KEYWORD_ONLY, default=ast.literal_eval(default), annotation=annotation
         )

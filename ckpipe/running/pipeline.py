@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
-from typing import Any, NoReturn, Self, SupportsIndex, TypeVar, Unpack
+from typing import Any, Literal, NoReturn, Self, SupportsIndex, TypeVar, Unpack
 
 import anyio
 import torch
@@ -21,7 +21,7 @@ from ckpipe.loading.request import LoadOptions
 from ckpipe.loop_thread import Caller, this_loop
 from ckpipe.options import showing
 from ckpipe.preemption import errors_of_handlers_deferred
-from ckpipe.retention import BestMode, Decision
+from ckpipe.retention import Decision
 from ckpipe.running.base import PipelineBase
 from ckpipe.running.validation import Which, location, note_failures, raise_or_warn, which
 from ckpipe.save.request import SaveCall, SaveOptions
@@ -394,7 +394,9 @@ class Pipeline(PipelineBase):
         self._engine.world.check(saves=False)
         return await self._run(self._engine.loads.choose, chosen, name)
 
-    async def best(self, metric: str, *, mode: BestMode = "min") -> CheckpointInfo | None:
+    async def best(
+        self, metric: str, *, mode: Literal["min", "max"] = "min"
+    ) -> CheckpointInfo | None:
         """Find the complete checkpoint with the best value of a metric; None if there is none yet.
 
         NaN never wins, and of equal values the newest does. Waits for no save under way. Costs four
@@ -666,7 +668,7 @@ class SyncPipeline(PipelineBase):
         self._engine.world.check(saves=False)
         return self._call(self._engine.loads.choose, chosen, name)
 
-    def best(self, metric: str, *, mode: BestMode = "min") -> CheckpointInfo | None:
+    def best(self, metric: str, *, mode: Literal["min", "max"] = "min") -> CheckpointInfo | None:
         """Find the checkpoint with the best value of a metric. See :meth:`ckpipe.Pipeline.best`."""
         return self._call(self._engine.catalog.best, metric, mode)
 

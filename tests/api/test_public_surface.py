@@ -51,8 +51,8 @@ _SAVE = """(
     self, state: Any, step: SupportsIndex | None = None, *,
     metrics: Mapping[str, float] | None = None,
     metadata: Mapping[str, Any] | None = None,
-    until: Until = 'staged',
-    final: bool = False, export: Form | None = None,
+    until: Literal['captured', 'staged', 'committed'] = 'staged',
+    final: bool = False, export: Literal['torch', 'hf', 'dcp'] | None = None,
     include: Sequence[str] | None = None, exclude: Sequence[str] | None = None,
     replicated: Sequence[str] | None = None
 ) -> """
