@@ -176,7 +176,9 @@ class _Writer:
     ) -> None:
         self._settings, self._policy, self._target, self._folder = settings, policy, target, folder
         self._backend, self._bundle = backend, bundle
-        self._wrappers = {label for each in bundle.structures for label, _ in wrappers_in(each)}
+        self._wrappers = {
+            label for each in bundle.structures for label, _ in wrappers_in(each.tree)
+        }
         self._windows = [memoryview(b"")] * 2
         dtype = settings.export.dtype
         self._read = partial(

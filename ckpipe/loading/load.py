@@ -28,8 +28,8 @@ from ckpipe.errors import (
 )
 from ckpipe.format.dtypes import NAMES
 from ckpipe.format.labels import LabelFilter, decode_float
-from ckpipe.format.manifest import ManifestDocument, Structure
-from ckpipe.format.tree import Node, children_of, shared_containers, wrappers_in
+from ckpipe.format.manifest import ManifestDocument, Structure, trees_of
+from ckpipe.format.tree import Node, children_of, mapping, shared_containers, wrappers_in
 from ckpipe.interpreter import gc_paused, short_switch_interval
 from ckpipe.loading.chunks import NeedsFullIndex, StoredTensors
 from ckpipe.loading.factories import Factory
@@ -397,8 +397,7 @@ def match_all(
     first_wins = request.per_rank == "rank0"
     stored = StoredTensors(bundle, saved.rows, saved.homes, first_wins=first_wins)
     targets = Targets(stored, cast=request.cast, device=request.device)
-    attributes = (row.attributes for row in saved.rows if row.attributes)
-    everything = shared_containers([saved.tree, *attributes])
+    everything = shared_containers(trees_of(saved.tree, saved.rows))
     select = request.select
     if request.per_rank == "drop":
         select = exclude_labels(select, labels_of(saved))
@@ -526,8 +525,6 @@ def _flat(structure: Structure, labels: Collection[str]) -> Structure:
     )
     wanted = set(labels)
     numbers = [number for number, row in enumerate(rows) if row.label in wanted]
-    nodes: list[Node] = [["tensor", number] for number in numbers]
-    labels = [rows[number].label for number in numbers]
-    wrappers = {label: node for label, node in wrappers_in(structure) if label in wanted}
-    tree: Node = ["dict", [*labels, *wrappers], [*nodes, *wrappers.values()]]
-    return replace(structure, tree=tree, tensors=rows)
+    tensors = [(rows[number].label, Node("tensor", number)) for number in numbers]
+    wrappers = [each for each in wrappers_in(structure.tree) if each[0] in wanted]
+    return replace(structure, tree=mapping([*tensors, *wrappers]), tensors=rows)

@@ -265,10 +265,11 @@ def give_to_parts(edit: ManifestEdit) -> None:
         made |= {new: [label] for label, news in moves.items() for new, _ in news}
         draft.move(moves)
         for node, label in list(walk(draft.tree)):
-            if node[0] in MAPPINGS and any(label == f"{head}optimizer.state" for head in heads):
+            if node.kind in MAPPINGS and any(label == f"{head}optimizer.state" for head in heads):
                 model = f"{label.removesuffix('optimizer.state')}model."
-                _nest(node, {k.removeprefix(model) for each in parts.values() for k in each})
-        draft.tree = [*draft.tree]
+                names = {k.removeprefix(model) for each in parts.values() for k in each}
+                node.become(_nested(node, names))
+        draft.tree = draft.tree.with_nodes(draft.tree.nodes)
     edit.note(made)
 
 
@@ -282,7 +283,7 @@ def _places(
     """Yield the leaves that parts of a parameter have in place of one that it had."""
     leaf, old = draft.leaves()[label], _PLACE.fullmatch(edit.origins[label][0])
     key = f".{now['name'].rpartition('.')[2]}" if now["home"] == "state" else ""
-    row = draft.rows[leaf[1]] if leaf[0] == "tensor" else None
+    row = draft.rows[leaf.head] if leaf.kind == "tensor" else None
     if old is None or (row is not None and row.shape and key != ".step"):
         return
     name, model = now["name"].removesuffix(key), f"{now['head']}model."
@@ -291,24 +292,23 @@ def _places(
     for each, shape in news.items() if not key or news.keys() != {name} else ():
         node, where = leaf, f"{now['head']}optimizer.{now['home']}.{each}{key}"
         if row is not None and each != name:
-            node = draft.add(replace(row, label=where), draft.sources[leaf[1]])
+            node = draft.add(replace(row, label=where), draft.sources[leaf.head])
         elif now["home"].startswith("groups."):
             node = draft.add_value(encode_value(torch.Size(shape)))
         yield where, node
 
 
-def _nest(state: Node, names: Collection[str]) -> None:
-    """Put leaves with the name of a parameter in their key into a dict of this name."""
+def _nested(state: Node, names: Collection[str]) -> Node:
+    """Return a state with a dict for each parameter that begins the keys of leaves."""
     items: dict[Any, Node] = {}
     for key, node, _ in children_of(state, ""):
         name = next((each for each in _starts(str(key)) if each in names), None)
-        if name is None or node[0] not in ("tensor", "value"):
+        if name is None or node.kind not in ("tensor", "value"):
             items[key] = node
             continue
-        inner = items.setdefault(name, ["dict", [], []])
-        inner[1].append(str(key)[len(name) + 1 :])
-        inner[2].append(node)
-    state[1:3] = list(map(encode_key, items)), list(items.values())
+        inner = items.get(name, Node("dict"))
+        items[name] = inner.with_items([*inner.items(), (str(key)[len(name) + 1 :], node)])
+    return state.with_items((encode_key(key), each) for key, each in items.items())
 
 
 def check_moments(

@@ -30,10 +30,11 @@ from ckpipe.format.manifest import (
     RankManifest,
     Structure,
     TensorRow,
+    trees_of,
 )
 from ckpipe.format.merge import merge
 from ckpipe.format.names import data_file_name
-from ckpipe.format.tree import version_of
+from ckpipe.format.tree import Node, version_of
 from ckpipe.loading.fill import boxed
 from ckpipe.loading.load import LoadRequest, read_all
 from ckpipe.memory.arena import Arena
@@ -152,7 +153,7 @@ def captured_by(rank: int, tensors: Iterable[Tensor], replicated: Iterable[str] 
     """What the walk would find on a rank, with the labels of what is said to be replicated."""
     leaves, marked = held_by(rank, tensors), frozenset(replicated)
     numbers = {n: None for n, leaf in enumerate(leaves) if leaf.label in marked}
-    return Captured(["absent"], leaves, [], numbers)
+    return Captured(Node("absent"), leaves, [], numbers)
 
 
 class Ranks:
@@ -330,7 +331,7 @@ def structure_of(state: Any) -> tuple[Structure, Captured]:
         )
         for leaf in captured.tensors
     )  # fmt: skip
-    version = version_of(captured.tree, rows)
+    version = version_of(trees_of(captured.tree, rows))
     return Structure(
         captured.tree, rows, len(captured.values), captured.optimizers, version
     ), captured
