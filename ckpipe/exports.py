@@ -176,9 +176,7 @@ class _Writer:
     ) -> None:
         self._settings, self._policy, self._target, self._folder = settings, policy, target, folder
         self._backend, self._bundle = backend, bundle
-        self._wrappers = {
-            label for each in bundle.structures for label, _ in wrappers_in(each.tree)
-        }
+        self._wrappers = {at for each in bundle.structures for at, _ in wrappers_in(each.tree)}
         self._windows = [memoryview(b"")] * 2
         dtype = settings.export.dtype
         self._read = partial(

@@ -206,13 +206,11 @@ class _Tables:
             kind = "dict" if type(item) is dict else "ordered_dict"
             nodes = [self.node(item[key], join(label, key), depth + 1) for key in item]
             attributes = dict(vars(item)) if kind == "ordered_dict" else {}
-            node = Node(kind, keys=keys, nodes=nodes)
-            if attributes:
-                node.attributes = self.node(attributes, join(label, "__dict__"), depth + 1)
-            return node
+            more = self.node(attributes, join(label, "__dict__"), depth + 1) if attributes else None
+            return Node(kind, None, keys, nodes, more)
         if type(item) is Counter:
-            nodes = [self.node(dict(item), label, depth + 1)]
-            return Node("registered", "collections:Counter", nodes=nodes)
+            counts = self.node(dict(item), label, depth + 1)
+            return Node("registered", "collections:Counter", nodes=[counts])
         if type(item) in (list, tuple):
             nodes = [self.node(each, join(label, n), depth + 1) for n, each in enumerate(item)]
             return Node(type(item).__name__, nodes=nodes)

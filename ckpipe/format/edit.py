@@ -410,7 +410,7 @@ class _Mover:
         head = self._head(tree, "", "")
         made = self._rebuilt(tree, "", head) or _emptied(tree)
         for part in reversed(head.split(".") if head else []):
-            made = mapping([(part, made)])
+            made = mapping({part: made})
         _insert(made, self._away)
         return made
 

@@ -24,9 +24,9 @@ from typing import Any, Generic, Literal, NamedTuple, Self, TypeVar, cast, overl
 from ckpipe.errors import InvalidManifest
 from ckpipe.format.boxes import Box
 from ckpipe.format.checksum import chunk_count
-from ckpipe.format.labels import Json, canonical
+from ckpipe.format.labels import Json
 from ckpipe.format.names import launch_id, prefix
-from ckpipe.format.tree import Node, decoded, encoded
+from ckpipe.format.tree import Node, decoded, tree_json
 from ckpipe.types import CheckpointId
 
 FORMAT_VERSION = 2
@@ -104,7 +104,7 @@ class Structure:
     @cached_property
     def tree_text(self) -> str:
         """The JSON of the tree, kept for later saves of the structure."""
-        return canonical(encoded(self.tree))
+        return tree_json(self.tree)
 
 
 def trees_of(tree: Node, tensors: Iterable[TensorRow]) -> list[Node]:
@@ -715,10 +715,7 @@ SHARED = ("values", "writer", "metadata", "metrics")
 
 def structure_text(structure: Structure) -> str:
     """Return the JSON of a structure."""
-    tensors = TENSORS.encode(structure.tensors)
-    if "attributes" in tensors:
-        tensors["attributes"] = [each and encoded(each) for each in tensors["attributes"]]
-    form = {"values": structure.values, "tensors": tensors}
+    form = {"values": structure.values, "tensors": TENSORS.encode(structure.tensors)}
     if structure.optimizers:
         form["optimizers"] = OPTIMIZERS.encode(structure.optimizers)
-    return f'{{"tree":{structure.tree_text},{canonical(form)[1:]}'
+    return f'{{"tree":{structure.tree_text},{tree_json(form)[1:]}'

@@ -2,19 +2,20 @@
 
 On the store a node is a list whose first item is its kind, as :mod:`ckpipe.state.flatten` shows.
 In memory it is a :class:`Node`. Only this module knows the positions in the lists. A tree from a
-store may be hostile, and its nesting must not exhaust Python's stack, so reading and writing keep
-a stack of their own.
+store may be hostile, and its nesting must not exhaust Python's stack, so reading keeps a stack of
+its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from ckpipe.errors import InvalidManifest
-from ckpipe.format.labels import Json, decode_key, joined
+from ckpipe.format.labels import Json, canonical, decode_key, joined
 
 
 @dataclass(slots=True)
@@ -96,52 +97,44 @@ _POINTERS = ("tensor", "value", "ref")
 LEAVES = (*_POINTERS, *SETS)
 """The kinds of nodes that hold something and have no nodes inside."""
 
-_KEYS, _NODES = ("keys", "fields", "attributes"), ("nodes", "node")
 _NUMBERED = ("tensor", "value")
-_KEY = {kind: item for kind, form in FORMS.items() for item in form if item in _KEYS}
-_HEAD = {
-    kind: item for kind, form in FORMS.items() for item in form if item not in (*_KEYS, *_NODES)
-}
+_FIELDS = {
+    "nodes": "nodes", "node": "inner", "keys": "keys", "fields": "keys", "attributes": "keys",
+}  # fmt: skip
+"""The field of :class:`Node` for each item of a form; the head for all others."""
+_HELD = {kind: {_FIELDS.get(item, "head") for item in form} for kind, form in FORMS.items()}
 _DROPPING = (*MAPPINGS, *(kind for kind, form in FORMS.items() if "attributes" in form))
 
 
 def container_node(kind: str, head: Json, keys: Sequence[Json], nodes: Sequence[Node]) -> Node:
     """Return a container's node, without the head or keys that nodes of its kind do not have."""
-    return Node(kind, head if kind in _HEAD else None, keys if kind in _KEY else (), nodes)
+    held = _HELD[kind]
+    return Node(kind, head if "head" in held else None, keys if "keys" in held else (), nodes)
 
 
-def mapping(items: Iterable[tuple[Json, Node]]) -> Node:
+def mapping(items: Mapping[str, Node]) -> Node:
     """Return the node of a dict."""
-    return Node("dict").with_items(items)
+    return Node("dict", keys=list(items), nodes=list(items.values()))
 
 
 # Lists
 
 
+def tree_json(data: Json) -> str:
+    """Return the JSON of data that may hold nodes."""
+    return canonical(data, _listed)
+
+
+def _listed(node: Node) -> list[Json]:
+    if node.kind in _NUMBERED:  # most nodes
+        return [node.kind, node.head]
+    items = [node.kind, *(getattr(node, _FIELDS.get(item, "head")) for item in FORMS[node.kind])]
+    return items if node.attributes is None else [*items, node.attributes]
+
+
 def encoded(tree: Node) -> Json:
     """Return the lists in which a tree is stored."""
-    found: list[Json] = []
-    pending: list[tuple[list[Json], Iterable[Node]]] = [(found, [tree])]
-    while pending:
-        into, nodes = pending.pop()
-        for node in nodes:
-            kind = node.kind
-            if kind in _NUMBERED:  # most nodes
-                into.append([kind, node.head])
-                continue
-            data: list[Json] = [kind]
-            into.append(data)
-            for item in FORMS[kind]:
-                if item == "nodes":
-                    data.append([])
-                    pending.append((data[-1], node.nodes))
-                elif item == "node":  # the last one
-                    pending.append((data, node.nodes))
-                else:
-                    data.append(node.keys if item in _KEYS else node.head)
-            if node.attributes is not None:
-                pending.append((data, [node.attributes]))
-    return found[0]
+    return json.loads(tree_json(tree))
 
 
 def decoded(data: Json) -> Node:
@@ -172,19 +165,18 @@ def _opened(data: list[Json], pending: list[_Pending]) -> Node:
     if not _is_node(data) or data[0] not in FORMS:
         raise InvalidManifest(f"This is not a node of a tree: {_brief(data)}")
     node, form = Node(data[0]), FORMS[data[0]]
-    nodes: list[Node] | None = None
-    attributes = data[3:4] if node.kind == "ordered_dict" else ()
-    fits = len(data) - len(attributes) == len(form) + 1
+    attributes = data[3:4] if node.kind == "ordered_dict" else []
+    fits, inner = len(data) - len(attributes) == len(form) + 1, attributes
     for item, value in zip(form, data[1:], strict=False):
         fits = fits and _FITS[item](value)
-        if item in _KEYS:
-            node.keys = value
-        elif item in _NODES:
-            node.nodes = nodes = []
-            pending.append((nodes.append, value if item == "nodes" else [value]))
+        if item in ("nodes", "node"):
+            nodes: list[Node] = []
+            inner = value if item == "nodes" else [value]
+            node.nodes = nodes
+            pending.append((nodes.append, inner))
         else:
-            node.head = value
-    if not fits or (nodes is not None and node.kind in _KEY and len(node.keys) != len(pending[-1][1])):
+            setattr(node, _FIELDS.get(item, "head"), value)
+    if not fits or ({"keys", "nodes"} <= _HELD[node.kind] and len(node.keys) != len(inner)):
         raise InvalidManifest(f"A node of the kind {node.kind!r} is malformed")
     if attributes:
         pending.append((partial(setattr, node, "attributes"), attributes))

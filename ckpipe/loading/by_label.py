@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ckpipe.format.labels import Json
 from ckpipe.format.tree import MAPPINGS, Node, mapping
 from ckpipe.loading.stateful import is_extra_state
 
@@ -63,7 +62,7 @@ def regrouped(node: Node, live: Mapping[Any, Any], is_value: Callable[[Any], boo
     known = {key for key, _ in given if isinstance(key, str)}
     absent = [key for key in names if key not in known and not is_value(live[key])]
     groups: dict[str, Node] = {}
-    inside: dict[str, list[tuple[Json, Node]]] = {}
+    inside: dict[str, dict[str, Node]] = {}
     found: list[tuple[Any, Node]] = []
     for key, child in given:
         group = next((each for each in absent if str(key).startswith(f"{each}.")), None)
@@ -71,9 +70,9 @@ def regrouped(node: Node, live: Mapping[Any, Any], is_value: Callable[[Any], boo
             found.append((key, child))
             continue
         if group not in groups:
-            groups[group], inside[group] = Node("dict"), []
+            groups[group], inside[group] = Node("dict"), {}
             found.append((group, groups[group]))
-        inside[group].append((key[len(group) + 1 :], child))
+        inside[group][key[len(group) + 1 :]] = child
     for group, items in inside.items():
         groups[group].become(mapping(items))
     return node.with_items(found)

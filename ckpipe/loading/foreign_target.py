@@ -50,7 +50,7 @@ def fitted(
     path, kept, target = _place_of(into, structure.tree)
     nested = _with_ties(structure.tree, target)
     for key in reversed(path):
-        nested = mapping([(key, nested)])
+        nested = mapping({key: nested})
     values = list(part.values)
     adapted = _Optimizers(structure.tensors, values, select).named(nested, into, "")
     if adapted is structure.tree:
@@ -196,11 +196,11 @@ class _Optimizers:
             name, _, option = rest.rpartition(".")
             found[kind].setdefault(name, {})[option] = child
         groups: list[Node] = [
-            _mapping({"params": Node("list", nodes=[self._value(name)]), **options})
+            mapping({"params": Node("list", nodes=[self._value(name)]), **options})
             for name, options in found["param_groups"].items()
         ]
-        state = _mapping({name: _mapping(each) for name, each in found["state"].items()})
-        return _mapping({"state": state, "param_groups": Node("list", nodes=groups)})
+        state = mapping({name: mapping(each) for name, each in found["state"].items()})
+        return mapping({"state": state, "param_groups": Node("list", nodes=groups)})
 
     def _unnumbered(self, node: Node, optimizers: Sequence[Any], label: str) -> Node:
         """Return a state with the names of parameters in place of their numbers."""
@@ -233,7 +233,7 @@ class _Optimizers:
             items["state"] = state.with_items(
                 (names[key] if key in numbers else key, each) for key, each in state.items()
             )
-        return _mapping(items)
+        return mapping(items)
 
     def _opened(self, node: Node) -> Any:
         """Return a tree as Python's objects, with a description in place of each tensor."""
@@ -258,7 +258,7 @@ def _gathered(tree: Node, into: dict[Any, Any]) -> Node:
     parts = [each for each in ("model", *_OPTIMIZER_KEYS) if each in tree.keys and each not in into]
     if len(homes) != 1 or "model" not in parts:
         return tree
-    inner = mapping((key, node) for key, node in tree.items() if key in parts)
+    inner = mapping({key: node for key, node in tree.items() if key in parts})
     beside = [(key, node) for key, node in tree.items() if key not in parts]
     return tree.with_items([*beside, (homes[0], inner)])
 
@@ -269,7 +269,3 @@ _OPTIMIZER_KEYS = ("optimizer", "optim", "optimizers")
 
 def _is_flat(key: Json) -> bool:
     return isinstance(key, str) and key.startswith(("state.", "param_groups."))
-
-
-def _mapping(items: Mapping[str, Node]) -> Node:
-    return mapping(items.items())

@@ -525,6 +525,6 @@ def _flat(structure: Structure, labels: Collection[str]) -> Structure:
     )
     wanted = set(labels)
     numbers = [number for number, row in enumerate(rows) if row.label in wanted]
-    tensors = [(rows[number].label, Node("tensor", number)) for number in numbers]
-    wrappers = [each for each in wrappers_in(structure.tree) if each[0] in wanted]
-    return replace(structure, tree=mapping([*tensors, *wrappers]), tensors=rows)
+    nodes = {rows[number].label: Node("tensor", number) for number in numbers}
+    wrappers = {label: node for label, node in wrappers_in(structure.tree) if label in wanted}
+    return replace(structure, tree=mapping(nodes | wrappers), tensors=rows)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from operator import is_
@@ -307,18 +307,7 @@ class Matching:
             make = self.plan(child, where, value, Use.OFFERED if resizes else use)
             if use is not Use.IN_PLACE or not stays(make, value):
                 items.append((key, make))
-        if use is Use.IN_PLACE:
-            own = list(left.values())
-            for key in map(own.__getitem__, label_order(own)):
-                record.note_missing(held[key], join(label, key))
-        elif left:
-            record.objects_have_more = True
-            if not record.select.selects_all:
-                items += [
-                    (key, partial(same, held[key]))
-                    for key in left.values()
-                    if not record.is_selected(held[key], join(label, key))
-                ]
+        items += self._only_in_target({key: held[key] for key in left.values()}, label, use)
         attributes = None
         takes_them = use is not Use.IN_PLACE or isinstance(live, OrderedDict)
         if node.attributes is not None and takes_them:
@@ -337,6 +326,25 @@ class Matching:
         if use is Use.IN_PLACE and not items and attributes is None:
             return shell
         return MutableFactory(shell, fill)
+
+    def _only_in_target(
+        self, own: Mapping[Any, Any], label: str, use: Use | None
+    ) -> list[tuple[Any, Factory]]:
+        """Note the items that the saved mapping lacks; return those that an object keeps."""
+        record = self.record
+        if use is Use.IN_PLACE:
+            keys = list(own)
+            for key in map(keys.__getitem__, label_order(keys)):
+                record.note_missing(own[key], join(label, key))
+            return []
+        record.objects_have_more |= bool(own)
+        if record.select.selects_all:
+            return []
+        return [
+            (key, partial(same, each))
+            for key, each in own.items()
+            if not record.is_selected(each, join(label, key))
+        ]
 
     def _may_hold_objects(self, children: Sequence[tuple[Any, Node, str]]) -> bool:
         """Tell whether objects inside another one may be among children; tensors are none."""

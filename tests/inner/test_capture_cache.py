@@ -505,7 +505,7 @@ def test_parameters_and_buffers_stay_what_they_are(mesh: DeviceMesh) -> None:
         ("parameter", None, True), ("parameter", None, False), ("buffer", "transient", False)
     ]  # fmt: skip
     attributes = [leaf.attributes for leaf in captured.tensors]
-    assert attributes == [mapping([("colour", Node("value", 0))]), None, None]
+    assert attributes == [mapping({"colour": Node("value", 0)}), None, None]
 
 
 def placed(mesh: DeviceMesh, *placements: Any, shape: tuple[int, ...] = (4, 3)) -> DTensor:
