@@ -278,16 +278,17 @@ class Matching:
     # Containers
 
     def _mapping(self, node: Node, label: str, live: Any, use: Use | None) -> Factory:
-        if use is Use.IN_PLACE and not isinstance(live, dict):
+        in_place, sizable = use is Use.IN_PLACE, use in (Use.NAMED, Use.FITTING)
+        if in_place and not isinstance(live, dict):
             raise _wrong_kind(f"a {node.kind}", live, label)
         record, derive = self.record, self.record.saved.per_rank.derive
-        if record.by_label and use is Use.IN_PLACE:
+        if record.by_label and in_place:
             node = regrouped(node, live, _is_value)
         if derive is not None and is_generators(node):
             return self._derived(derive, node, label)
         children, held = children_of(node, label), live if isinstance(live, dict) else {}
         saved: list[Any] = []
-        if use is Use.IN_PLACE:
+        if in_place:
             children = _in_label_order(children)
         elif self._may_hold_objects(children):
             saved, children = [key for key, _, _ in children], _in_label_order(children)
@@ -300,16 +301,16 @@ class Matching:
                 value = held[left.pop(exact)]
             elif record.is_elsewhere(child, label, where, live, use):
                 continue
-            elif use is Use.IN_PLACE:
+            elif in_place:
                 record.unexpected += leaf_labels(child, where)
                 continue
-            resizes = use in (Use.NAMED, Use.FITTING) and is_extra_state(key)
+            resizes = sizable and is_extra_state(key)
             make = self.plan(child, where, value, Use.OFFERED if resizes else use)
-            if use is not Use.IN_PLACE or not stays(make, value):
+            if not in_place or not stays(make, value):
                 items.append((key, make))
         items += self._only_in_target({key: held[key] for key in left.values()}, label, use)
         attributes = None
-        takes_them = use is not Use.IN_PLACE or isinstance(live, OrderedDict)
+        takes_them = not in_place or isinstance(live, OrderedDict)
         if node.attributes is not None and takes_them:
             attributes = self.plan(node.attributes, join(label, "__dict__"))
 
@@ -322,8 +323,8 @@ class Matching:
             if attributes is not None:
                 self._builder.update(attributes, made)
 
-        shell = partial(same, live) if use is Use.IN_PLACE else empty_mapping(node)
-        if use is Use.IN_PLACE and not items and attributes is None:
+        shell = partial(same, live) if in_place else empty_mapping(node)
+        if in_place and not items and attributes is None:
             return shell
         return MutableFactory(shell, fill)
 

@@ -34,6 +34,7 @@ from ckpipe.errors import CkpipeError
 from ckpipe.events import Event
 from ckpipe.format.data_file import BlockRange, DataFiles
 from ckpipe.format.manifest import Layout, RankManifest, Structure
+from ckpipe.format.tree import Node
 from ckpipe.save.record import StageTimings
 from ckpipe.store.retry import RetryPolicy
 from ckpipe.types import CheckpointId, CheckpointInfo
@@ -303,6 +304,8 @@ class _Pickler(pickle.Pickler):
             return _unpack_error, _pack_error(value)
         if isinstance(value, BlockRange):  # the trainer's subclass also has the copies
             kind = BlockRange
+        if kind is Node:
+            return NotImplemented  # it pickles itself, as lists
         if is_dataclass(kind):
             return kind, tuple([getattr(value, name) for name in _names(kind)])
         if isinstance(value, Layout):
