@@ -11,6 +11,7 @@ import torch
 
 from ckpipe.format.checksum import chunk_count
 from ckpipe.format.manifest import ManifestDocument, RankManifest
+from ckpipe.format.tree import Node
 from ckpipe.planning import Captured, LocalPlanner, RankPlan
 from ckpipe.state.flatten import structure_of
 from ckpipe.state.placements import Mesh, Placement, Sharding, sharding
@@ -62,8 +63,8 @@ class World:
                 )
             )  # fmt: skip
             address += data.nbytes + 64
-        nodes = [["tensor", number] for number in range(self.tensors)]
-        return Captured(["dict", self.labels(), nodes], leaves, [])
+        nodes = [Node("tensor", number) for number in range(self.tensors)]
+        return Captured(Node("dict", None, self.labels(), nodes), leaves, [])
 
     def plan(self, rank: int) -> RankPlan:
         """Plan a rank from scratch."""

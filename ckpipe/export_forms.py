@@ -281,14 +281,14 @@ class _ExportPlan:
         rows: dict[str, TensorRow] = {}
         wrapped: dict[str, Node] = {}
         for structure in self.bundle.structures:
-            wrappers = dict(wrappers_in(structure))
+            wrappers = dict(wrappers_in(structure.tree))
             inside = tuple(f"{label}." for label in wrappers)
             for label, number in leaf_labels(structure.tree, "tensor"):
                 if not label.startswith(inside):
                     rows.setdefault(label, structure.tensors[number])
             wrapped |= wrappers
         for label, node in wrapped.items():
-            rows[label] = TensorRow(label, self._asked.dtype or "", tuple(node[1]["size"]))
+            rows[label] = TensorRow(label, self._asked.dtype or "", tuple(node.head["size"]))
         if part is None:
             trees = [each.tree for each in self.bundle.structures]
             part = _model_of(rows, [each for tree in trees for each in walk(tree)])
@@ -311,7 +311,7 @@ class _ExportPlan:
         for row in found.values():
             if not row.dtype:
                 raise UnsupportedState(
-                    f"This is a wrapper tensor of {wrapped[row.label][1]['class']}, which other "
+                    f"This is a wrapper tensor of {wrapped[row.label].head['class']}, which other "
                     "programs cannot read",
                     key=row.label,
                     hint="Set export.dtype, or --dtype of the command, to dequantise it",
@@ -367,18 +367,18 @@ def _check_plain(
         node, label = pending.pop()
         if part and not f"{label}.".startswith(f"{part}."):
             continue
-        kind, what = node[0], node[0].replace("_", " ")
-        plain = kind in _PLAIN_NODES or node[:2] == ["registered", "collections:Counter"]
+        kind, what = node.kind, node.kind.replace("_", " ")
+        plain = kind in _PLAIN_NODES or (kind, node.head) == ("registered", "collections:Counter")
         if kind == "tensor":
-            row = tensors[node[1]]
+            row = tensors[node.head]
             plain, what = row.kind in ("tensor", "parameter", "buffer"), f"{row.kind} tensor"
             pending += walk(row.attributes, label) if row.attributes else ()
         elif kind == "value":
-            value = values[node[1]]
+            value = values[node.head]
             what = f"{value[0]} value" if isinstance(value, list) else ""
             plain = not isinstance(value, list) or value[0] in _PLAIN_VALUES
-        elif kind == "ordered_dict" and len(node) > 3:
-            pending += walk(node[3], label)
+        elif node.attributes is not None:
+            pending += walk(node.attributes, label)
         if not plain:
             raise UnsupportedState(
                 f"This is a {what}, which torch.load refuses unless it may run code",
@@ -413,7 +413,7 @@ def _without_wrappers(named: dict[str, TensorRow]) -> dict[str, TensorRow]:
 
 def _model_of(labels: Iterable[str], nodes: Iterable[tuple[Node, str]]) -> str:
     """Return the label of the one model of a state; empty if all of it is one."""
-    mappings = [at for node, at in nodes if node[0] in MAPPINGS]
+    mappings = [at for node, at in nodes if node.kind in MAPPINGS]
     models = dict.fromkeys(at for at in mappings if re.fullmatch(r"([^.]+\.)?model", at))
     held = [at for at in models if any(each.startswith(f"{at}.") for each in labels)]
     heads = grouped_heads(at for _, at in nodes if not at.startswith("model."))

@@ -16,7 +16,7 @@ import torch
 
 from ckpipe.errors import UnsupportedTopology, UsageError
 from ckpipe.format.boxes import contiguous_stride
-from ckpipe.format.manifest import ManifestDocument
+from ckpipe.format.manifest import ManifestDocument, trees_of
 from ckpipe.format.tree import shared_containers
 from ckpipe.loading.chunks import StoredTensor, StoredTensors
 from ckpipe.loading.fill import with_lazy_bits
@@ -110,8 +110,7 @@ def lent_state(save: Save, held: Sequence[StagedBlock]) -> Any:
     saved = state_of_part(bundle, 0)
     stored = StoredTensors(bundle, saved.rows, saved.homes)
     targets = _LentTargets(stored, held)
-    attributes = (row.attributes for row in rows if row.attributes)
-    definitions = shared_containers([captured.tree, *attributes])
+    definitions = shared_containers(trees_of(captured.tree, rows))
     with torch.no_grad():
         record = MatchRecord(saved, targets, definitions, LoadRequest(pickle="allow"))
         return Matching(record).plan(captured.tree, "")()

@@ -175,8 +175,8 @@ def _planned(
             hint="Leave them out with the transform Drop, or copy the checkpoint with ckpipe.copy",
         )
     for node, label in walk(saved.tree):
-        if node[0] == "value":
-            refuse_unread(saved.values[node[1]], label)
+        if node.kind == "value":
+            refuse_unread(saved.values[node.head], label)
     stored = StoredTensors(document, saved.rows, saved.homes)
     for row in saved.rows:
         refuse_codes(row, row.cast or row.dtype, row.label)

@@ -235,13 +235,13 @@ def _leaves(tree: Node, kind: _Kind) -> Iterator[tuple[str, tuple[str, ...], Any
     pending: list[tuple[Node, str, tuple[str, ...]]] = [(tree, "", ())]
     while pending:
         node, label, path = pending.pop()
-        if node[0] == kind:
+        if node.kind == kind:
             unique = unique_label(label, taken)
             # The suffix that makes a label unique belongs to the last key.
             last = (unique[len(label) - len(path[-1]) :],) if path else (unique,)
-            yield unique, (*path[:-1], *last), node[1]
-        elif node[0] in WRAPPERS:
-            pending.append((node[-1], label, path))
+            yield unique, (*path[:-1], *last), node.head
+        elif node.kind in WRAPPERS:
+            pending.append((node.inner, label, path))
         else:
             start = len(label) + 1 if label else 0
             inner = [

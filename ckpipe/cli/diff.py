@@ -315,8 +315,11 @@ def _texts(bundle: ManifestDocument) -> dict[str, str]:
     for part in bundle.parts:
         taken: set[str] = set()
         for node, label in walk(bundle.structures[part.structure].tree):
-            if node[0] in ("value", "wrapper_tensor", *SETS):
-                value = part.values[node[1]] if node[0] == "value" else node[:2]
+            kind = node.kind
+            if kind in ("value", "wrapper_tensor", *SETS):
+                value = (
+                    part.values[node.head] if kind == "value" else [kind, node.head or node.keys]
+                )
                 found.setdefault(unique_label(label, taken), []).append(json.dumps(value))
     tensors = {label: f"{row.dtype}{list(row.shape)}" for label, row in _tensors(bundle).items()}
     return tensors | {

@@ -180,7 +180,7 @@ class _Tables:
                 item = Unread("an object that contains itself")
             self._above[depth:] = [id(item)]
         if isinstance(item, ForeignTensor):
-            return ["tensor", self._tensor(item, label)]
+            return Node("tensor", self._tensor(item, label))
         keys: list[Json] = []
         if type(item) in (dict, OrderedDict, set, frozenset):
             try:
@@ -192,17 +192,18 @@ class _Tables:
             kind = "dict" if type(item) is dict else "ordered_dict"
             nodes = [self.node(item[key], join(label, key), depth + 1) for key in item]
             attributes = dict(vars(item)) if kind == "ordered_dict" else {}
-            more = [self.node(attributes, join(label, "__dict__"), depth + 1)] if attributes else []
-            return [kind, keys, nodes, *more]
+            more = self.node(attributes, join(label, "__dict__"), depth + 1) if attributes else None
+            return Node(kind, None, keys, nodes, more)
         if type(item) is Counter:
-            return ["registered", "collections:Counter", self.node(dict(item), label, depth + 1)]
+            counts = self.node(dict(item), label, depth + 1)
+            return Node("registered", "collections:Counter", nodes=[counts])
         if type(item) in (list, tuple):
             nodes = [self.node(each, join(label, n), depth + 1) for n, each in enumerate(item)]
-            return [type(item).__name__, nodes]
+            return Node(type(item).__name__, nodes=nodes)
         if type(item) in (set, frozenset):
-            return [type(item).__name__, keys]
+            return Node(type(item).__name__, keys=keys)
         self.values.append(self._value(item))
-        return ["value", len(self.values) - 1]
+        return Node("value", len(self.values) - 1)
 
     def _value(self, item: Any) -> Json:
         if not isinstance(item, Unread):

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from ckpipe.errors import (
     DuplicateName,
@@ -20,7 +21,9 @@ from ckpipe.errors import (
 from ckpipe.format.boxes import Box
 from ckpipe.format.checksum import chunk_count
 from ckpipe.format.data_file import ALIGNMENT, MAX_HEADER_BYTES, item_bytes
+from ckpipe.format.labels import Json, decode_key
 from ckpipe.format.manifest import (
+    MAX_DIMENSIONS,
     MAX_NUMBER,
     Borrowed,
     Chunks,
@@ -31,9 +34,10 @@ from ckpipe.format.manifest import (
     RankManifest,
     Structure,
     TensorRow,
+    trees_of,
 )
 from ckpipe.format.names import data_file_name, group_ranks
-from ckpipe.format.tree import check_tree
+from ckpipe.format.tree import Node, containers, decoded, is_count
 
 _KINDS = frozenset(("tensor", "parameter", "buffer", "subclass", "numpy"))
 _LAZY = frozenset(("", "c", "n", "cn"))
@@ -53,7 +57,7 @@ def check_bundle(bundle: ManifestDocument) -> None:
     check_ranks(bundle)
     for structure in bundle.structures:
         _check_tensors(structure)
-        check_tree(structure)
+        _check_tree(structure)
     for part in bundle.parts:
         _check_part(bundle, part)
     _check_borrowed(bundle)
@@ -71,7 +75,7 @@ def check_virtual(document: ManifestDocument) -> None:
     """
     for structure, layout in zip(document.structures, document.layouts, strict=True):
         _check_tensors(structure)
-        check_tree(structure)
+        _check_tree(structure)
         _check_chunks(layout.chunks, layout.entries.nbytes, structure.tensors)
 
 
@@ -388,3 +392,88 @@ def _box_shape(box: Box, tensor: TensorRow) -> tuple[int, ...]:
             raise InvalidExtent(f"A box of {tensor.label!r:.200} leaves its shape")
         sizes.append(hi - lo)
     return tuple(sizes)
+
+
+def _check_tree(structure: Structure) -> None:
+    """Check the root node and the nodes of attributes.
+
+    Raises:
+        DuplicateName: If a container has a key twice.
+        InvalidManifest: If a node points to a row, value or container that does not exist, or
+            attributes or a wrapper tensor are malformed.
+    """
+    tree, *attributes = trees_of(structure.tree, structure.tensors)
+    limits = {"tensor": len(structure.tensors), "value": structure.values}
+    shared: set[int] = set()
+    references: set[int] = set()
+    for outer in containers([tree, *attributes]):
+        for node in (outer, *outer.nodes):
+            kind = node.kind
+            if kind == "ref":
+                references.add(node.head)
+            elif kind in limits and not 0 <= node.head < limits[kind]:
+                raise InvalidManifest(f"A node of the tree points to a {kind} that is not there")
+        if outer.kind == "wrapper_tensor":
+            _check_wrapper(outer, structure.version)
+        elif outer.kind == "shared":
+            if outer.head in shared:
+                raise DuplicateName(f"Two containers of the tree have the number {outer.head}")
+            shared.add(outer.head)
+        _check_keys(outer.keys)
+        if outer.attributes is not None:
+            attributes.append(outer.attributes)
+    if any(each.kind != "dict" for each in attributes):
+        raise InvalidManifest("Attributes are no dict in the tree")
+    missing = references - shared
+    if missing:
+        raise InvalidManifest(
+            f"A node refers to the shared container {min(missing)}, which is not there"
+        )
+
+
+def _check_wrapper(node: Node, version: int) -> None:
+    facts = node.head
+    fits = _has(facts, _WRAPPER) and (facts["shard"] is None or _has(facts["shard"], _SHARD))
+    if not fits or version < 2 or node.inner.kind != "dict":
+        raise InvalidManifest("A wrapper_tensor is malformed, or in version 1")
+    context, values = decoded(facts["context"][0]), facts["context"][1]
+    _check_tree(Structure(context, (), len(values)))
+    if any(each.kind in ("shared", "stateful") for each in containers([context])):
+        raise InvalidManifest("The context of a wrapper tensor is no plain data")
+
+
+def _has(data: Json, members: dict[str, Callable[[Any], bool]]) -> bool:
+    """Tell whether an object has exactly some members, each of its form."""
+    if type(data) is not dict or data.keys() != members.keys():
+        return False
+    return all(fits(data[name]) for name, fits in members.items())
+
+
+def _is_size(data: Json) -> bool:
+    return type(data) is list and len(data) <= MAX_DIMENSIONS and all(map(is_count, data))
+
+
+_WRAPPER: dict[str, Callable[[Any], bool]] = {
+    "class": lambda data: type(data) is str,
+    "context": lambda data: type(data) is list and len(data) == 2 and type(data[1]) is list,
+    "dtype": lambda data: type(data) is str,
+    "size": _is_size,
+    "stride": _is_size,
+    "kind": lambda data: data in ("tensor", "parameter", "buffer"),
+    "detail": lambda data: data in (None, "persistent", "transient"),
+    "requires_grad": lambda data: type(data) is bool,
+    "shard": lambda data: True,
+}
+_SHARD = {"layout": _WRAPPER["class"], "size": _is_size}
+"""The facts of a wrapper tensor and of its shard, and the check of each."""
+
+
+def _check_keys(keys: Sequence[Json]) -> None:
+    try:
+        if not set(map(type, keys)) <= {str}:
+            keys = [decode_key(key) for key in keys]
+        distinct = len(set(keys))
+    except RecursionError:
+        raise InvalidManifest("A key is nested too deeply") from None
+    if distinct < len(keys):
+        raise DuplicateName("A container of the tree has a key twice")

@@ -44,8 +44,9 @@ from ckpipe.format.manifest import (
     RankManifest,
     Structure,
     number_lists,
-    structure_form,
+    structure_text,
 )
+from ckpipe.format.tree import decoded
 from ckpipe.types import CheckpointId
 
 MAX_STORED_BYTES = 1 << 30
@@ -81,7 +82,7 @@ def encode_bundle(bundle: ManifestDocument) -> bytes:
     if bundle.group is not None:
         document["group"] = bundle.group
     # As iterators, so that their texts are never in memory together.
-    document["structures"] = (canonical(structure_form(each)) for each in bundle.structures)
+    document["structures"] = (structure_text(each) for each in bundle.structures)
     document["layouts"] = _layout_texts(bundle)
     try:
         document.update(_encode_parts(bundle.parts))
@@ -319,7 +320,7 @@ class _Reading:
         return guarded
 
     def _structure(self, data: Json, text: str) -> Structure:
-        tree = _member(data, "tree", list)
+        tree = decoded(_member(data, "tree", list))
         tensors = TENSORS.decode(data.get("tensors"))
         optimizers = OPTIMIZERS.decode(data["optimizers"]) if "optimizers" in data else ()
         structure = Structure(tree, tensors, _number(data, "values"), optimizers)

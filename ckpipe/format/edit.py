@@ -36,13 +36,15 @@ from ckpipe.format.manifest import (
 )
 from ckpipe.format.merge import differ_privately
 from ckpipe.format.tree import (
+    LEAVES,
     MAPPINGS,
     WRAPPERS,
     Node,
     children_of,
-    nodes_of,
+    containers,
+    mapping,
+    rewritten,
     walk,
-    with_nodes,
     wrappers_in,
 )
 from ckpipe.types import first_of
@@ -75,34 +77,34 @@ class Draft:
     sources: list[tuple[Derivation, ...]]
     optimizers: list[OptimizerRow]
     values: list[Json] = field(init=False, default_factory=list)
-    _leaves: tuple[Node, dict[str, Node]] = field(init=False, default=([], {}))
+    _leaves: tuple[Node, dict[str, Node]] = field(init=False, default=(Node("absent"), {}))
 
     def leaves(self) -> dict[str, Node]:
         """Return the leaves of the tree by label."""
         if self._leaves[0] is not self.tree:
-            found = {label: node for node, label in walk(self.tree) if _is_leaf(node)}
+            found = {label: node for node, label in walk(self.tree) if node.kind in LEAVES}
             self._leaves = self.tree, found
         return self._leaves[1]
 
     def tensors(self) -> dict[str, int]:
         """Return the number of each tensor in the tree, by the label of its leaf."""
-        return {label: node[1] for label, node in self.leaves().items() if node[0] == "tensor"}
+        return {label: node.head for label, node in self.leaves().items() if node.kind == "tensor"}
 
     def wrapped(self) -> dict[str, str]:
         """Return for each label in a wrapper tensor that of the outermost wrapper."""
-        wrappers = wrappers_in(replace(self.structure, tree=self.tree))
+        wrappers = wrappers_in(self.tree)
         return {where: label for label, node in wrappers for _, where in walk(node, label)}
 
     def add(self, row: TensorRow, sources: Sequence[Derivation]) -> Node:
         """Add a tensor, and return its leaf."""
         self.rows.append(row)
         self.sources.append(tuple(sources))
-        return ["tensor", len(self.rows) - 1]
+        return Node("tensor", len(self.rows) - 1)
 
     def add_value(self, value: Json) -> Node:
         """Add an inline value, and return its leaf."""
         self.values.append(value)
-        return ["value", self.structure.values + len(self.values) - 1]
+        return Node("value", self.structure.values + len(self.values) - 1)
 
     def move(self, moves: Moves, rename: Callable[[str], str] | None = None) -> None:
         """Put other leaves in place of some.
@@ -117,7 +119,7 @@ class Draft:
         """
         mover = _Mover(moves, rename)
         leaves = reversed(self.leaves().items())
-        before = {node[1]: label for label, node in leaves if node[0] == "tensor"}
+        before = {node.head: label for label, node in leaves if node.kind == "tensor"}
         self.tree = mover.moved(self.tree)
         self.optimizers = [
             replace(row, label=mover.containers[row.label])
@@ -130,10 +132,6 @@ class Draft:
             label = before.get(number)
             new = moves[label][0][0] if label == row.label and label in moves else rename(row.label)
             self.rows[number] = replace(row, label=new)
-
-
-def _is_leaf(node: Node) -> bool:
-    return node[0] in ("tensor", "value", "ref", "set", "frozenset")
 
 
 @dataclass(slots=True)
@@ -283,21 +281,12 @@ def _numbers_in_use(draft: Draft) -> list[int]:
     found: set[int] = set()
     pending: list[Node] = [draft.tree]
     while pending:
-        for node in _inner(pending.pop()):
-            if node[0] == "tensor" and node[1] not in found:
-                found.add(node[1])
-                attributes = draft.rows[node[1]].attributes
-                pending += [] if attributes is None else [attributes]
+        for outer in containers([pending.pop()]):
+            numbers = {each.head for each in (outer, *outer.nodes) if each.kind == "tensor"}
+            given = [draft.rows[number].attributes for number in numbers - found]
+            pending += [each for each in given if each is not None]
+            found |= numbers
     return sorted(found)
-
-
-def _inner(node: Node) -> Iterator[Node]:
-    """Yield a node and all nodes inside, also those of attributes."""
-    pending = [node]
-    while pending:
-        node = pending.pop()
-        yield node
-        pending += [*nodes_of(node), *(node[3:] if node[0] == "ordered_dict" else ())]
 
 
 def _structure(draft: Draft, numbers: Sequence[int]) -> Structure:
@@ -307,26 +296,21 @@ def _structure(draft: Draft, numbers: Sequence[int]) -> Structure:
     for number, row in zip(numbers, rows, strict=True):
         if known.setdefault(row.label, number) != number:
             raise two_with_one_name(row.label)
+
+    def renumbered(node: Node) -> Node:
+        return Node("tensor", places[node.head]) if node.kind == "tensor" else node
+
     rows = [
         row
         if row.attributes is None
-        else replace(row, attributes=_renumbered(row.attributes, places))
+        else replace(row, attributes=rewritten(row.attributes, renumbered))
         for row in rows
     ]
-    tree, optimizers = _renumbered(draft.tree, places), tuple(draft.optimizers)
+    tree, optimizers = rewritten(draft.tree, renumbered), tuple(draft.optimizers)
     values = draft.structure.values + len(draft.values)
     return replace(
         draft.structure, tree=tree, tensors=tuple(rows), values=values, optimizers=optimizers
     )
-
-
-def _renumbered(node: Node, places: Mapping[int, int]) -> Node:
-    if node[0] == "tensor":
-        return ["tensor", places[node[1]]]
-    made = with_nodes(node, [_renumbered(each, places) for each in nodes_of(node)])
-    if node[0] == "ordered_dict" and len(node) > 3:
-        made = [*made[:3], _renumbered(node[3], places)]
-    return made
 
 
 def _layout(draft: Draft, layout: Layout, numbers: Sequence[int]) -> Layout:
@@ -421,12 +405,12 @@ class _Mover:
 
     def moved(self, tree: Node) -> Node:
         """Return the new tree."""
-        if _is_leaf(tree):
+        if tree.kind in LEAVES:
             return tree
         head = self._head(tree, "", "")
         made = self._rebuilt(tree, "", head) or _emptied(tree)
         for part in reversed(head.split(".") if head else []):
-            made = ["dict", [part], [made]]
+            made = mapping({part: made})
         _insert(made, self._away)
         return made
 
@@ -435,7 +419,7 @@ class _Mover:
         return [
             (old, new)
             for each, old in walk(node, label)
-            if _is_leaf(each)
+            if each.kind in LEAVES
             for new, _ in self._moves.get(old, ((old, each),))
         ]
 
@@ -461,18 +445,17 @@ class _Mover:
     def _rebuilt(self, node: Node, label: str, to: str) -> Node | None:
         """Return a container with its new content; None if all of it has gone."""
         self.containers[label] = to
-        if node[0] in WRAPPERS:
-            if node[0] in ("registered", "wrapper_tensor") and any(
+        if node.kind in WRAPPERS:
+            if node.kind in ("registered", "wrapper_tensor") and any(
                 new != to + old[len(label) :] for old, new in self._after(node, label)
             ):
-                raise _fixed(label, f"of one {node[0]}")
-            inner = node[-1]
-            if _is_leaf(inner):
+                raise _fixed(label, f"of one {node.kind}")
+            if node.inner.kind in LEAVES:
                 return node
-            made = self._rebuilt(inner, label, to)
-            if made is None and node[0] == "shared":
-                made = _emptied(inner)  # references to it stay
-            return None if made is None else [*node[:-1], made]
+            made = self._rebuilt(node.inner, label, to)
+            if made is None and node.kind == "shared":
+                made = _emptied(node.inner)  # references to it stay
+            return None if made is None else node.with_nodes([made])
         return self._items(node, label, to)
 
     def _items(self, node: Node, label: str, to: str) -> Node | None:
@@ -481,41 +464,40 @@ class _Mover:
         heads: set[str] = set()
         for key, child, where in children:
             stays, own = join(to, key), [encode_key(key)]
-            if _is_leaf(child) or child[0] == "absent":
+            if child.kind in (*LEAVES, "absent"):
                 made = self._moves.get(where, ((stays, child),))
                 found += [(new, each, own if new == stays else []) for new, each in made]
-                if node[0] not in MAPPINGS and [new for new, _ in made] != [stays]:
-                    raise _fixed(where, f"an element of a {node[0]}")
+                if node.kind not in MAPPINGS and [new for new, _ in made] != [stays]:
+                    raise _fixed(where, f"an element of a {node.kind}")
                 continue
             head = self._head(child, where, stays)
             inner = self._rebuilt(child, where, head)
             if inner is not None:
                 found.append((head, inner, own if head == stays else []))
-                heads |= {head} if inner[0] in (*MAPPINGS, *WRAPPERS) else set()
-            if node[0] not in MAPPINGS and (inner is None or head != stays):
-                raise _fixed(where, f"an element of a {node[0]}")
-        if node[0] not in MAPPINGS:
-            return with_nodes(node, [each for _, each, _ in found])
-        keys: list[Json] = []
-        nodes: list[Node] = []
+                heads |= {head} if inner.kind in (*MAPPINGS, *WRAPPERS) else set()
+            if node.kind not in MAPPINGS and (inner is None or head != stays):
+                raise _fixed(where, f"an element of a {node.kind}")
+        if node.kind not in MAPPINGS:
+            return node.with_nodes(each for _, each, _ in found)
+        items: list[tuple[Json, Node]] = []
         taken: set[str] = set()
         for new, each, own in found:
             inside = not own and any(head in heads for head in _above(new))
             if not own and (inside or not new.startswith(f"{to}." if to else "")):
                 self._away.append((new, each))
                 continue
-            keys += own or [key_of(new[len(to) + 1 if to else 0 :])]
-            nodes.append(each)
-            if canonical(keys[-1]) in taken:
+            key = own[0] if own else key_of(new[len(to) + 1 if to else 0 :])
+            items.append((key, each))
+            if canonical(key) in taken:
                 raise two_with_one_name(new)
-            taken.add(canonical(keys[-1]))
-        return [node[0], keys, nodes, *node[3:]] if keys or not children else None
+            taken.add(canonical(key))
+        return node.with_items(items) if items or not children else None
 
 
 def _emptied(node: Node) -> Node:
-    if node[0] in WRAPPERS:
-        return [*node[:-1], _emptied(node[-1])]
-    return [node[0], [], [], *node[3:]] if node[0] in MAPPINGS else with_nodes(node, [])
+    if node.kind in WRAPPERS:
+        return node.with_nodes([_emptied(node.inner)])
+    return node.with_items([]) if node.kind in MAPPINGS else node.with_nodes([])
 
 
 def _above(label: str) -> Iterator[str]:
@@ -527,22 +509,26 @@ def _above(label: str) -> Iterator[str]:
 
 def _insert(tree: Node, away: Sequence[tuple[str, Node]]) -> None:
     """Put nodes into the innermost mappings of a new tree whose labels begin their own."""
-    containers = {label: node for node, label in walk(tree) if not _is_leaf(node)}
+    containers = {label: node for node, label in walk(tree) if node.kind not in LEAVES}
     taken: dict[str, set[str]] = {}
+    added: defaultdict[str, list[tuple[Json, Node]]] = defaultdict(list)
     for label, node in away:
         at = next((each for each in _above(label) if each in containers), "")
         here = containers[at]
-        if here[0] not in MAPPINGS:
-            raise _fixed(label, f"inside a {here[0]}")
+        if here.kind not in MAPPINGS:
+            raise _fixed(label, f"inside a {here.kind}")
         key = key_of(label[len(at) + 1 if at else 0 :])
         if at not in taken:
-            taken[at] = {each for each in here[1] if isinstance(each, str)}
+            taken[at] = {each for each in here.keys if isinstance(each, str)}
         if key in taken[at]:
             raise two_with_one_name(label)
         taken[at].add(key)
-        here[1].append(key)
-        here[2].append(node)
-        containers |= {where: each for each, where in walk(node, label) if not _is_leaf(each)}
+        added[at].append((key, node))
+        inner = walk(node, label)
+        containers |= {where: each for each, where in inner if each.kind not in LEAVES}
+    for at, items in added.items():
+        here = containers[at]
+        here.become(here.with_items([*here.items(), *items]))
 
 
 def _fixed(label: str, what: str) -> StructureMismatch:

@@ -263,9 +263,16 @@ def _reaches(label: str, pattern: str) -> bool:
     )
 
 
-def canonical(data: Json) -> str:
-    """Return a text that is equal for two JSON values only if they are equal in type and order."""
-    return json.dumps(data, separators=(",", ":"), allow_nan=False, check_circular=False)
+def canonical(data: Json, default: Callable[[Any], Json] | None = None) -> str:
+    """Return a text that is equal for two JSON values only if they are equal in type and order.
+
+    Args:
+        data: The value.
+        default: Returns the JSON form of an object in it that has another type.
+    """
+    return json.dumps(
+        data, separators=(",", ":"), allow_nan=False, check_circular=False, default=default
+    )
 
 
 class Numbering:

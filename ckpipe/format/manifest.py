@@ -26,6 +26,7 @@ from ckpipe.format.boxes import Box
 from ckpipe.format.checksum import chunk_count
 from ckpipe.format.labels import Json
 from ckpipe.format.names import launch_id, prefix
+from ckpipe.format.tree import Node, decoded, tree_json
 from ckpipe.types import CheckpointId
 
 FORMAT_VERSION = 2
@@ -61,7 +62,7 @@ class TensorRow:
     detail: str | None = None
     requires_grad: bool = False
     lazy: str = ""
-    attributes: list[Any] | None = None
+    attributes: Node | None = None
     cast: str | None = None
     scale: str | None = None
 
@@ -82,7 +83,7 @@ class OptimizerRow:
     shapes: tuple[tuple[int, ...] | None, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Structure:
     """The form of a state without its values.
 
@@ -94,11 +95,21 @@ class Structure:
         version: The version of the format that it needs, or that its object had.
     """
 
-    tree: list[Any]
+    tree: Node
     tensors: tuple[TensorRow, ...]
     values: int
     optimizers: tuple[OptimizerRow, ...] = ()
     version: int = 1
+
+    @cached_property
+    def tree_text(self) -> str:
+        """The JSON of the tree, kept for later saves of the structure."""
+        return tree_json(self.tree)
+
+
+def trees_of(tree: Node, tensors: Iterable[TensorRow]) -> list[Node]:
+    """Return the root node of a state, and the nodes of the attributes of its tensors."""
+    return [tree, *(row.attributes for row in tensors if row.attributes is not None)]
 
 
 class Entry(NamedTuple):
@@ -556,6 +567,11 @@ def nodes(cells: list[Any]) -> list[Any]:
     return _all(cells, list)
 
 
+def trees(cells: list[Any]) -> list[Any]:
+    """Read cells that are trees."""
+    return list(map(decoded, cells))
+
+
 def numbers(cells: list[Any]) -> list[Any]:
     """Read cells that are integers from 0 to ``MAX_NUMBER``."""
     _all(cells, int)
@@ -620,7 +636,7 @@ TENSORS = Table(
         Column("detail", optional(texts), None),
         Column("requires_grad", flags, False),
         Column("lazy", texts, ""),
-        Column("attributes", optional(nodes), None),
+        Column("attributes", optional(trees), None),
     ),
     TensorRow,
 )
@@ -697,13 +713,9 @@ SHARED = ("values", "writer", "metadata", "metrics")
 """The members of a part that are written once for all parts with equal values."""
 
 
-def structure_form(structure: Structure) -> dict[str, Json]:
-    """Return the JSON form of a structure."""
-    form = {
-        "tree": structure.tree,
-        "values": structure.values,
-        "tensors": TENSORS.encode(structure.tensors),
-    }
+def structure_text(structure: Structure) -> str:
+    """Return the JSON of a structure."""
+    form = {"values": structure.values, "tensors": TENSORS.encode(structure.tensors)}
     if structure.optimizers:
         form["optimizers"] = OPTIMIZERS.encode(structure.optimizers)
-    return form
+    return f'{{"tree":{structure.tree_text},{tree_json(form)[1:]}'

@@ -40,7 +40,7 @@ from ckpipe.format.manifest import (
     RankManifest,
     Structure,
     TensorRow,
-    structure_form,
+    structure_text,
 )
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ def _joined(
         own = source.structures[part.structure]
         if id(own) not in keys:
             keys[id(own)] = _layout_key(own)
-        structure = structures.number(own, lambda each: canonical(structure_form(each)))
+        structure = structures.number(own, structure_text)
         # Layouts with the same names, offsets and boxes are the same layout.
         layout = layouts.number(source.layouts[part.layout], keys[id(own)])
         shared = values.items[values.number(part.values)]

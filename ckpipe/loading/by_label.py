@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ckpipe.format.tree import MAPPINGS, Node
+from ckpipe.format.tree import MAPPINGS, Node, mapping
 from ckpipe.loading.stateful import is_extra_state
 
 
@@ -18,28 +18,29 @@ def flattened(node: Node) -> Node:
 
     Only extra state may be a mapping.
     """
-    if node[0] not in MAPPINGS:
+    if node.kind not in MAPPINGS:
         return node
-    keys, nodes = [], []
-    for key, child in zip(node[1], node[2], strict=True):
-        inner = child[1] if child[0] == "stateful" else child
-        if inner[0] not in MAPPINGS or not isinstance(key, str) or is_extra_state(key):
-            keys.append(key)
-            nodes.append(child)
-            continue
-        inner = flattened(inner)
-        keys += [f"{key}.{each}" for each in inner[1]]
-        nodes += inner[2]
-    return [node[0], keys, nodes, *node[3:]]
+    items = []
+    for key, child in node.items():
+        inner = _bare(child)
+        if inner.kind not in MAPPINGS or not isinstance(key, str) or is_extra_state(key):
+            items.append((key, child))
+        else:
+            items += [(f"{key}.{below}", each) for below, each in flattened(inner).items()]
+    return node.with_items(items)
+
+
+def _bare(node: Node) -> Node:
+    return node.inner if node.kind == "stateful" else node
 
 
 def flattened_at(node: Node, key: str | None) -> Node:
     """Return a mapping in which the state of a module is flat, under one key."""
-    if node[0] not in MAPPINGS or key not in node[1]:
+    if node.kind not in MAPPINGS or key not in node.keys:
         return node
-    pairs = zip(node[1], node[2], strict=True)
-    nodes = [flattened(child) if each == key else child for each, child in pairs]
-    return [node[0], node[1], nodes, *node[3:]]
+    return node.with_nodes(
+        flattened(child) if each == key else child for each, child in node.items()
+    )
 
 
 def regrouped(node: Node, live: Mapping[Any, Any], is_value: Callable[[Any], bool]) -> Node:
@@ -51,17 +52,17 @@ def regrouped(node: Node, live: Mapping[Any, Any], is_value: Callable[[Any], boo
         is_value: Tells whether an object of the target is neither a container nor a tensor.
     """
     names = [key for key in live if isinstance(key, str)]
-    given = list(zip(node[1], node[2], strict=True))
+    given = list(node.items())
     for at, (key, child) in reversed([*enumerate(given)]):
-        inner = child[1] if child[0] == "stateful" else child
+        inner = _bare(child)
         dotted = isinstance(key, str) and any(each.startswith(f"{key}.") for each in names)
-        if dotted and key not in live and inner[0] in MAPPINGS:
-            inner = flattened(inner)
-            keys = (f"{key}.{each}" for each in inner[1])
-            given[at : at + 1] = zip(keys, inner[2], strict=True)
+        if dotted and key not in live and inner.kind in MAPPINGS:
+            flat = flattened(inner).items()
+            given[at : at + 1] = [(f"{key}.{below}", each) for below, each in flat]
     known = {key for key, _ in given if isinstance(key, str)}
     absent = [key for key in names if key not in known and not is_value(live[key])]
     groups: dict[str, Node] = {}
+    inside: dict[str, dict[str, Node]] = {}
     found: list[tuple[Any, Node]] = []
     for key, child in given:
         group = next((each for each in absent if str(key).startswith(f"{each}.")), None)
@@ -69,8 +70,9 @@ def regrouped(node: Node, live: Mapping[Any, Any], is_value: Callable[[Any], boo
             found.append((key, child))
             continue
         if group not in groups:
-            groups[group] = ["dict", [], []]
+            groups[group], inside[group] = Node("dict"), {}
             found.append((group, groups[group]))
-        groups[group][1].append(key[len(group) + 1 :])
-        groups[group][2].append(child)
-    return [node[0], [key for key, _ in found], [each for _, each in found], *node[3:]]
+        inside[group][key[len(group) + 1 :]] = child
+    for group, items in inside.items():
+        groups[group].become(mapping(items))
+    return node.with_items(found)

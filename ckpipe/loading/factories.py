@@ -173,12 +173,12 @@ def tensor_object(row: TensorRow, plain: torch.Tensor) -> Any:
 
 def empty_mapping(node: Node) -> Callable[[], Any]:
     """Return the factory of the empty mapping of a node."""
-    if node[0] == "dict":
+    if node.kind == "dict":
         return dict
-    if node[0] == "ordered_dict":
+    if node.kind == "ordered_dict":
         return OrderedDict
-    assert node[0] == "default_dict", node[0]
-    name = node[3]
+    assert node.kind == "default_dict", node.kind
+    name = node.head
     if name is not None and name not in FACTORIES:
         raise InvalidManifest(f"A defaultdict has the unknown factory {name!r:.100}")
     return partial(defaultdict, None if name is None else FACTORIES[name])
@@ -186,11 +186,11 @@ def empty_mapping(node: Node) -> Callable[[], Any]:
 
 def named_tuple_class(node: Node, label: str) -> Any:
     """Return the class of a named tuple, whose fields are the saved ones."""
-    cls = resolve_class(node[1], tuple, label)
-    if list(getattr(cls, "_fields", ())) != node[2]:
+    cls = resolve_class(node.head, tuple, label)
+    if list(getattr(cls, "_fields", ())) != node.keys:
         raise StructureMismatch(
-            f"The named tuple {node[1]} has the fields {getattr(cls, '_fields', ())} here "
-            f"and {node[2]} in the checkpoint",
+            f"The named tuple {node.head} has the fields {getattr(cls, '_fields', ())} here "
+            f"and {node.keys} in the checkpoint",
             key=label or None,
         )
     return cls
@@ -198,11 +198,11 @@ def named_tuple_class(node: Node, label: str) -> Any:
 
 def dataclass_class(node: Node, label: str) -> Any:
     """Return the class of a dataclass, whose objects may have the saved attributes."""
-    cls = resolve_class(node[1], object, label)
+    cls = resolve_class(node.head, object, label)
     is_dataclass: bool = dataclasses.is_dataclass(cls)
     if not is_dataclass:
         raise StructureMismatch(f"{cls!r} was a dataclass when it was saved", key=label or None)
-    for name in node[2]:
+    for name in node.keys:
         if name.startswith("__") or not (cls.__dictoffset__ or hasattr(cls, name)):
             raise StructureMismatch(
                 f"Objects of the dataclass {cls.__qualname__} have no attribute {name!r:.100}",

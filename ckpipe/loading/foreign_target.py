@@ -17,7 +17,7 @@ import torch
 from ckpipe.errors import StructureMismatch
 from ckpipe.format.labels import Json, LabelFilter, decode_key, join
 from ckpipe.format.manifest import ManifestDocument, TensorRow
-from ckpipe.format.tree import MAPPINGS, Node
+from ckpipe.format.tree import MAPPINGS, Node, mapping
 from ckpipe.loading.by_label import flattened
 from ckpipe.loading.live_tensors import tie_of
 from ckpipe.loading.optimizers import check_counts, check_state
@@ -48,7 +48,7 @@ def fitted(
     path, kept, target = _place_of(into, structure.tree)
     nested = _with_ties(structure.tree, target)
     for key in reversed(path):
-        nested = ["dict", [key], [nested]]
+        nested = mapping({key: nested})
     values = list(part.values)
     adapted = _Optimizers(structure.tensors, values, select).named(nested, into, "")
     if adapted is structure.tree:
@@ -71,8 +71,8 @@ def _place_of(into: Any, tree: Node) -> tuple[list[str], list[str], Any]:
     path: list[str] = []
     kept: list[str] = []
     label = ""
-    while tree[0] in MAPPINGS:
-        names = {key for key in tree[1] if isinstance(key, str)}
+    while tree.kind in MAPPINGS:
+        names = {key for key in tree.keys if isinstance(key, str)}
         weights = getattr(type(into), form.WEIGHTS, None)
         if weights is not None:
             return (path if weights in names else [*path, weights]), kept, None
@@ -112,18 +112,17 @@ def _is_model(value: Any) -> bool:
 
 def _with_ties(tree: Node, into: Any) -> Node:
     """Return the tree with all names of tied tensors, of which other programs write one."""
-    if tree[0] not in MAPPINGS:
+    if tree.kind not in MAPPINGS:
         return tree
     if isinstance(into, dict):
-        nodes = [
+        return tree.with_nodes(
             _with_ties(node, into.get(key)) if isinstance(key, str) else node
-            for key, node in zip(tree[1], tree[2], strict=True)
-        ]
-        return [tree[0], tree[1], nodes, *tree[3:]]
+            for key, node in tree.items()
+        )
     if not isinstance(into, torch.nn.Module):
         return tree
     flat = flattened(tree)  # a transform may have put names below a prefix
-    known = dict(zip(flat[1], flat[2], strict=True))
+    known = dict(flat.items())
     ties: defaultdict[Hashable, list[str]] = defaultdict(list)
     for path, module in into.named_modules(remove_duplicate=False):
         for name, each in (*module._parameters.items(), *module._buffers.items()):
@@ -136,9 +135,9 @@ def _with_ties(tree: Node, into: Any) -> Node:
         for name in names
         if name not in known
     }
-    if not more or len(known) < len(flat[1]):  # of two equal names neither may win
+    if not more or len(known) < len(flat.keys):  # of two equal names neither may win
         return tree
-    return [flat[0], [*flat[1], *more], [*flat[2], *more.values()], *flat[3:]]
+    return flat.with_items([*flat.items(), *more.items()])
 
 
 class _Optimizers:
@@ -159,48 +158,47 @@ class _Optimizers:
 
     def named(self, tree: Node, into: Any, label: str) -> Node:
         """Return a tree with the optimizers of the training states in a target by name."""
-        if tree[0] not in MAPPINGS:
+        if tree.kind not in MAPPINGS:
             return tree
         if isinstance(into, dict):
             tree = _gathered(tree, into)
-            adapted = [
+            return tree.with_nodes(
                 self.named(node, into[key], join(label, key))
-                if node[0] in MAPPINGS and isinstance(key, str) and key in into
+                if node.kind in MAPPINGS and isinstance(key, str) and key in into
                 else node
-                for key, node in zip(tree[1], tree[2], strict=True)
-            ]
-            return [tree[0], tree[1], adapted, *tree[3:]]
-        name = next((each for each in _OPTIMIZER_KEYS if each in tree[1]), None)
+                for key, node in tree.items()
+            )
+        name = next((each for each in _OPTIMIZER_KEYS if each in tree.keys), None)
         if name is None or not form.is_training_state(into):
             return tree
         label = join(label, form.OPTIMIZER)
-        node = tree[2][tree[1].index(name)]
-        if node[0] in MAPPINGS and self._select.may_select(label):
-            if node[1] and all(map(_is_flat, node[1])):
+        node = tree.nodes[tree.keys.index(name)]
+        if node.kind in MAPPINGS and self._select.may_select(label):
+            if node.keys and all(map(_is_flat, node.keys)):
                 node = self._unflattened(node)
             else:
                 node = self._unnumbered(node, into.__ckpipe_look__()[1], label)
-        keys = [form.OPTIMIZER if key == name else key for key in tree[1]]
-        nodes = [node if key == name else each for key, each in zip(tree[1], tree[2], strict=True)]
-        return [tree[0], keys, nodes, *tree[3:]]
+        return tree.with_items(
+            (form.OPTIMIZER, node) if key == name else (key, each) for key, each in tree.items()
+        )
 
     def _value(self, value: Json) -> Node:
         self._values.append(value)
-        return ["value", len(self._values) - 1]
+        return Node("value", len(self._values) - 1)
 
     def _unflattened(self, node: Node) -> Node:
         """Return the nested form of a flat state, with a group of its own for each parameter."""
         found: dict[str, dict[str, dict[str, Node]]] = {"state": {}, "param_groups": {}}
-        for key, child in zip(node[1], node[2], strict=True):
+        for key, child in node.items():
             kind, _, rest = key.partition(".")
             name, _, option = rest.rpartition(".")
             found[kind].setdefault(name, {})[option] = child
         groups: list[Node] = [
-            _mapping({"params": ["list", [self._value(name)]], **options})
+            mapping({"params": Node("list", nodes=[self._value(name)]), **options})
             for name, options in found["param_groups"].items()
         ]
-        state = _mapping({name: _mapping(each) for name, each in found["state"].items()})
-        return _mapping({"state": state, "param_groups": ["list", groups]})
+        state = mapping({name: mapping(each) for name, each in found["state"].items()})
+        return mapping({"state": state, "param_groups": Node("list", nodes=groups)})
 
     def _unnumbered(self, node: Node, optimizers: Sequence[Any], label: str) -> Node:
         """Return a state with the names of parameters in place of their numbers."""
@@ -220,31 +218,32 @@ class _Optimizers:
         check_counts(optimizer, groups, label)
         check_state(optimizer, form.states_of(saved), groups, label)
         names = dict(zip(numbers, (each[0] for each in optimizers[0].names), strict=True))
-        items = dict(zip(node[1], node[2], strict=True))
-        items["param_groups"] = ["list", [
-            [each[0], each[1], [
-                ["list", [self._value(names[number]) for number in group["params"]]]
-                if key == "params" else child
-                for key, child in zip(each[1], each[2], strict=True)
-            ]]
-            for each, group in zip(items["param_groups"][1], groups, strict=True)
-        ]]  # fmt: skip
+        items = dict(node.items())
+        found = []
+        for each, group in zip(items["param_groups"].nodes, groups, strict=True):
+            params = Node("list", nodes=[self._value(names[number]) for number in group["params"]])
+            found.append(
+                each.with_nodes(params if key == "params" else child for key, child in each.items())
+            )
+        items["param_groups"] = Node("list", nodes=found)
         if "state" in items:
-            kind, keys, nodes, *_ = items["state"]
-            items["state"] = [kind, [names[key] if key in numbers else key for key in keys], nodes]
-        return _mapping(items)
+            state = items["state"]
+            items["state"] = state.with_items(
+                (names[key] if key in numbers else key, each) for key, each in state.items()
+            )
+        return mapping(items)
 
     def _opened(self, node: Node) -> Any:
         """Return a tree as Python's objects, with a description in place of each tensor."""
-        if node[0] == "tensor":
-            row = self._rows[node[1]]
+        if node.kind == "tensor":
+            row = self._rows[node.head]
             return SavedTensor(getattr(torch, row.dtype), row.shape)
-        if node[0] == "value":
-            data = self._values[node[1]]
+        if node.kind == "value":
+            data = self._values[node.head]
             return None if isinstance(data, list) and data[0] == UNREAD else decode_value(data)
-        if node[0] in MAPPINGS:
-            return dict(zip(map(decode_key, node[1]), map(self._opened, node[2]), strict=True))
-        return list(map(self._opened, node[1])) if node[0] in ("list", "tuple") else None
+        if node.kind in MAPPINGS:
+            return {decode_key(key): self._opened(each) for key, each in node.items()}
+        return list(map(self._opened, node.nodes)) if node.kind in ("list", "tuple") else None
 
 
 def _gathered(tree: Node, into: dict[Any, Any]) -> Node:
@@ -252,16 +251,14 @@ def _gathered(tree: Node, into: dict[Any, Any]) -> Node:
     homes = [
         key
         for key, value in into.items()
-        if form.is_training_state(value) and isinstance(key, str) and key not in tree[1]
+        if form.is_training_state(value) and isinstance(key, str) and key not in tree.keys
     ]
-    parts = [each for each in ("model", *_OPTIMIZER_KEYS) if each in tree[1] and each not in into]
+    parts = [each for each in ("model", *_OPTIMIZER_KEYS) if each in tree.keys and each not in into]
     if len(homes) != 1 or "model" not in parts:
         return tree
-    items = list(zip(tree[1], tree[2], strict=True))
-    inner = _mapping({key: node for key, node in items if key in parts})
-    beside = [(key, node) for key, node in items if key not in parts]
-    keys, nodes = zip(*beside, (homes[0], inner), strict=True)
-    return [tree[0], list(keys), list(nodes), *tree[3:]]
+    inner = mapping({key: node for key, node in tree.items() if key in parts})
+    beside = [(key, node) for key, node in tree.items() if key not in parts]
+    return tree.with_items([*beside, (homes[0], inner)])
 
 
 _OPTIMIZER_KEYS = (form.OPTIMIZER, "optim", "optimizers")
@@ -270,7 +267,3 @@ _OPTIMIZER_KEYS = (form.OPTIMIZER, "optim", "optimizers")
 
 def _is_flat(key: Json) -> bool:
     return isinstance(key, str) and key.startswith((f"{form.STATE}.", f"{form.PARAM_GROUPS}."))
-
-
-def _mapping(items: Mapping[str, Node]) -> Node:
-    return ["dict", list(items), list(items.values())]

@@ -17,7 +17,7 @@ from ckpipe.catalog.opened import Opened
 from ckpipe.errors import ShapeMismatch, StructureMismatch, UsageError
 from ckpipe.format.boxes import whole
 from ckpipe.format.manifest import Structure
-from ckpipe.format.tree import Node, shared_containers, wrappers_in
+from ckpipe.format.tree import Node, mapping, shared_containers, wrappers_in
 from ckpipe.interpreter import gc_paused
 from ckpipe.loading.chunks import StoredTensors
 from ckpipe.loading.factories import Factory
@@ -55,8 +55,8 @@ class LabelledTensors:
         flat = replace(document, structures=tuple(map(_flat, document.structures)))
         place = (0, 1) if rank is None else (rank, document.world_size)
         self._saved = state_for(flat, *place, "rank0")
-        self._nodes = dict(zip(self._saved.tree[1], self._saved.tree[2], strict=True))
-        self.wrappers = {label for label, node in self._nodes.items() if node[0] != "tensor"}
+        self._nodes = dict(self._saved.tree.items())
+        self.wrappers = {label for label, node in self._nodes.items() if node.kind != "tensor"}
         rows, homes = self._saved.rows, self._saved.homes
         self._stored = StoredTensors(flat, rows, homes, first_wins=first_wins)
 
@@ -76,7 +76,7 @@ class LabelledTensors:
         containers = shared_containers(nodes.values())
         record = MatchRecord(self._saved, targets, containers, LoadRequest(unwrap=unwrap))
         matching = Matching(record)
-        make = matching.plan(["dict", [*nodes], [*nodes.values()]], "")
+        make = matching.plan(mapping(nodes), "")
 
         def made() -> dict[str, torch.Tensor]:
             try:
@@ -85,7 +85,7 @@ class LabelledTensors:
             finally:
                 matching.forget()
 
-        for stored in [self._stored[nodes[each][1]] for each in nodes.keys() - self.wrappers]:
+        for stored in [self._stored[nodes[each].head] for each in nodes.keys() - self.wrappers]:
             refuse_codes(stored.row, stored.row.cast or stored.row.dtype, stored.label)
         targets.settle()
         return targets, made
@@ -145,7 +145,7 @@ class LabelledTensors:
                     "The checkpoint has no such tensor", key=label,
                     hint="ckpipe.inspect lists the labels of all",
                 )  # fmt: skip
-            tensor = self._stored[self._nodes[label][1]]
+            tensor = self._stored[self._nodes[label].head]
             box = (tuple(lower), tuple(map(add, lower, into.shape)))
             ends = zip(*box, tensor.shape, strict=False)
             fits = len(lower) == into.dim() == len(tensor.shape)
@@ -169,11 +169,9 @@ def _flat(structure: Structure) -> Structure:
         replace(row, kind="tensor", detail=None, requires_grad=False, attributes=None)
         for row in structure.tensors
     )
-    wrappers = dict(wrappers_in(structure))
-    labels = [row.label for row in rows]
-    nodes: list[Node] = [["tensor", number] for number in range(len(rows))]
-    tree: Node = ["dict", [*labels, *wrappers], [*nodes, *wrappers.values()]]
-    return replace(structure, tree=tree, tensors=rows)
+    nodes = {row.label: Node("tensor", number) for number, row in enumerate(rows)}
+    wrappers = dict(wrappers_in(structure.tree))
+    return replace(structure, tree=mapping(nodes | wrappers), tensors=rows)
 
 
 def boxes_of(boxes: Iterable[TensorBox]) -> list[TensorBox]:

@@ -26,7 +26,7 @@ from ckpipe.errors import (
 )
 from ckpipe.format.dtypes import NAMES
 from ckpipe.format.labels import LabelFilter, decode_float
-from ckpipe.format.manifest import ManifestDocument
+from ckpipe.format.manifest import ManifestDocument, trees_of
 from ckpipe.format.tree import children_of, shared_containers
 from ckpipe.interpreter import gc_paused, short_switch_interval
 from ckpipe.loading.chunks import NeedsFullIndex, StoredTensors
@@ -323,8 +323,8 @@ def match_all(
     stored = StoredTensors(bundle, saved.rows, saved.homes, first_wins=request.per_rank == "rank0")
     targets = Targets(stored, cast=request.cast, device=request.device)
     select, lenient = _selected(bundle, request, saved)
-    attributes = (row.attributes for row in saved.rows if row.attributes)
-    tree, definitions = pruned(saved.tree, select, shared_containers([saved.tree, *attributes]))
+    everything = shared_containers(trees_of(saved.tree, saved.rows))
+    tree, definitions = pruned(saved.tree, select, everything)
     record = MatchRecord(
         saved,
         targets,

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from operator import is_
@@ -72,7 +72,7 @@ class Matching:
         self._objects: dict[int, OpenedObject] = {}
         self._outer: list[Any] = []
         """The objects inside of whose state the walk is, from the outermost on."""
-        self._tree: Node = []
+        self._tree = Node("absent")
         self._homes: dict[int, str] | None = None
 
     def plan_target(self, target: Any, tree: Node) -> Factory:
@@ -130,7 +130,7 @@ class Matching:
             UnsupportedState: If it is pickled and that is refused.
             InvalidManifest: If the node contradicts the format.
         """
-        tag = node[0]
+        tag = node.kind
         if live is None and use is Use.IN_PLACE and tag != "absent":
             # None is a placeholder for any object, such as a state made at the first step.
             live = NOTHING
@@ -152,7 +152,7 @@ class Matching:
     # Tensors
 
     def _tensor(self, node: Node, label: str, live: Any, use: Use | None) -> Factory:
-        number, fillable = node[1], isinstance(live, FILLABLE)
+        number, fillable = node.head, isinstance(live, FILLABLE)
         wrapped = is_wrapper(live)
         if (use is Use.IN_PLACE and not fillable) or (wrapped and use is not Use.OFFERED):
             raise _wrong_kind("a plain tensor" if wrapped else "a tensor", live, label)
@@ -228,7 +228,7 @@ class Matching:
         return make
 
     def _wrapper_tensor(self, node: Node, label: str, live: Any, use: Use | None) -> Factory:
-        facts, inner, record = node[1], node[2], self.record
+        facts, inner, record = node.head, node.inner, self.record
         if use in (None, Use.OFFERED):
             cls, context = planned_wrapper(record, facts, label)
             make, unwrap = self.plan(inner, label), record.request.unwrap
@@ -239,11 +239,10 @@ class Matching:
             return wrap if unwrap is None else partial(unwrap, label, facts, wrap)
         if not is_wrapper(live):
             raise _wrong_kind(f"a wrapper tensor of {facts['class']}", live, label)
-        ranks = {
-            self._targets.stored.rank_of(each[1]) for each, _ in walk(inner) if each[0] == "tensor"
-        }
+        tensors = [each.head for each, _ in walk(inner) if each.kind == "tensor"]
         try:
-            held = fitting_parts(facts, inner[1], live, label, ranks)
+            ranks = set(map(self._targets.stored.rank_of, tensors))
+            held = fitting_parts(facts, inner.keys, live, label, ranks)
         except ShapeMismatch:
             if not record.skips_shapes:
                 raise
@@ -260,18 +259,18 @@ class Matching:
     # Values
 
     def _value(self, node: Node, label: str, live: Any, use: Use | None) -> Factory:
-        combined = node[1] in self.record.saved.per_rank.values
+        combined = node.head in self.record.saved.per_rank.values
         if not combined:
-            refuse_unread(self.record.saved.values[node[1]], label)
+            refuse_unread(self.record.saved.values[node.head], label)
         if use is Use.IN_PLACE and not combined and not _is_value(live):
             raise _wrong_kind("a plain value", live, label)
         return partial(same, self.record.value_of(node, label))
 
     def _set(self, node: Node, label: str, live: Any, use: Use | None) -> Factory:
         if use is Use.IN_PLACE and not isinstance(live, set | frozenset):
-            raise _wrong_kind(f"a {node[0]}", live, label)
-        kind = set if node[0] == "set" else frozenset
-        make = partial(kind, [decode_key(key) for key in node[1]])
+            raise _wrong_kind(f"a {node.kind}", live, label)
+        kind = set if node.kind == "set" else frozenset
+        make = partial(kind, [decode_key(key) for key in node.keys])
         if use is not Use.IN_PLACE or isinstance(live, frozenset):
             return make
         return partial(refill, live, make)
@@ -279,16 +278,17 @@ class Matching:
     # Containers
 
     def _mapping(self, node: Node, label: str, live: Any, use: Use | None) -> Factory:
-        if use is Use.IN_PLACE and not isinstance(live, dict):
-            raise _wrong_kind(f"a {node[0]}", live, label)
+        in_place, sizable = use is Use.IN_PLACE, use in (Use.NAMED, Use.FITTING)
+        if in_place and not isinstance(live, dict):
+            raise _wrong_kind(f"a {node.kind}", live, label)
         record, derive = self.record, self.record.saved.per_rank.derive
-        if record.by_label and use is Use.IN_PLACE:
+        if record.by_label and in_place:
             node = regrouped(node, live, _is_value)
         if derive is not None and is_generators(node):
             return self._derived(derive, node, label)
         children, held = children_of(node, label), live if isinstance(live, dict) else {}
         saved: list[Any] = []
-        if use is Use.IN_PLACE:
+        if in_place:
             children = _in_label_order(children)
         elif self._may_hold_objects(children):
             saved, children = [key for key, _, _ in children], _in_label_order(children)
@@ -301,29 +301,18 @@ class Matching:
                 value = held[left.pop(exact)]
             elif record.is_elsewhere(child, label, where, live, use):
                 continue
-            elif use is Use.IN_PLACE:
+            elif in_place:
                 record.unexpected += leaf_labels(child, where)
                 continue
-            resizes = use in (Use.NAMED, Use.FITTING) and is_extra_state(key)
+            resizes = sizable and is_extra_state(key)
             make = self.plan(child, where, value, Use.OFFERED if resizes else use)
-            if use is not Use.IN_PLACE or not stays(make, value):
+            if not in_place or not stays(make, value):
                 items.append((key, make))
-        if use is Use.IN_PLACE:
-            own = list(left.values())
-            for key in map(own.__getitem__, label_order(own)):
-                record.note_missing(held[key], join(label, key))
-        elif left:
-            record.objects_have_more = True
-            if not record.select.selects_all:
-                items += [
-                    (key, partial(same, held[key]))
-                    for key in left.values()
-                    if not record.is_selected(held[key], join(label, key))
-                ]
+        items += self._only_in_target({key: held[key] for key in left.values()}, label, use)
         attributes = None
-        takes_them = use is not Use.IN_PLACE or isinstance(live, OrderedDict)
-        if node[0] == "ordered_dict" and len(node) > 3 and takes_them:
-            attributes = self.plan(node[3], join(label, "__dict__"))
+        takes_them = not in_place or isinstance(live, OrderedDict)
+        if node.attributes is not None and takes_them:
+            attributes = self.plan(node.attributes, join(label, "__dict__"))
 
         def fill(made: Any) -> None:
             if saved:  # the order of its keys stays that of the save
@@ -334,14 +323,33 @@ class Matching:
             if attributes is not None:
                 self._builder.update(attributes, made)
 
-        shell = partial(same, live) if use is Use.IN_PLACE else empty_mapping(node)
-        if use is Use.IN_PLACE and not items and attributes is None:
+        shell = partial(same, live) if in_place else empty_mapping(node)
+        if in_place and not items and attributes is None:
             return shell
         return MutableFactory(shell, fill)
 
+    def _only_in_target(
+        self, own: Mapping[Any, Any], label: str, use: Use | None
+    ) -> list[tuple[Any, Factory]]:
+        """Note the items that the saved mapping lacks; return those that an object keeps."""
+        record = self.record
+        if use is Use.IN_PLACE:
+            keys = list(own)
+            for key in map(keys.__getitem__, label_order(keys)):
+                record.note_missing(own[key], join(label, key))
+            return []
+        record.objects_have_more |= bool(own)
+        if record.select.selects_all:
+            return []
+        return [
+            (key, partial(same, each))
+            for key, each in own.items()
+            if not record.is_selected(each, join(label, key))
+        ]
+
     def _may_hold_objects(self, children: Sequence[tuple[Any, Node, str]]) -> bool:
         """Tell whether objects inside another one may be among children; tensors are none."""
-        return bool(self._outer) and any(child[0] != "tensor" for _, child, _ in children)
+        return bool(self._outer) and any(child.kind != "tensor" for _, child, _ in children)
 
     def _derived(self, derive: Callable[[Any], Any], node: Node, label: str) -> Factory:
         """Plan random generators that are derived for this rank."""
@@ -355,15 +363,15 @@ class Matching:
 
     def _sequence(self, node: Node, label: str, live: Any, use: Use | None) -> Factory:
         if use is Use.IN_PLACE and not isinstance(live, list | deque):
-            raise _wrong_kind(f"a {node[0]}", live, label)
+            raise _wrong_kind(f"a {node.kind}", live, label)
         makers = self._elements(node, label, live, use)
         shell: Factory = list
         if use is Use.IN_PLACE:
             shell = partial(same, live)
-        elif node[0] == "deque":
-            if node[2] is not None and node[2] < len(makers):
+        elif node.kind == "deque":
+            if node.head is not None and node.head < len(makers):
                 raise InvalidManifest("A deque has more elements than it may have", key=label)
-            shell = partial(deque, maxlen=node[2])
+            shell = partial(deque, maxlen=node.head)
 
         def fill(made: Any) -> None:
             if len(made) != len(makers):
@@ -390,7 +398,7 @@ class Matching:
         for _, child, where in children[len(held) :]:
             if use is not Use.IN_PLACE:
                 makers.append(self.plan(child, where))
-            elif child[0] != "absent":
+            elif child.kind != "absent":
                 self.record.unexpected += leaf_labels(child, where)
         if use is Use.IN_PLACE:
             for number in range(len(children), len(held)):
@@ -399,12 +407,13 @@ class Matching:
         return makers
 
     def _tuple(self, node: Node, label: str, live: Any, use: Use | None) -> Factory:
-        named = node[0] == "named_tuple"
+        named = node.kind == "named_tuple"
+        fields = list(getattr(live, "_fields", ()))
         alike = isinstance(live, tuple) and (
-            list(getattr(live, "_fields", ())) == node[2] if named else not hasattr(live, "_fields")
+            fields == node.keys if named else not hasattr(live, "_fields")
         )
         if use is Use.IN_PLACE and not alike:
-            what = f"a named tuple with the fields {node[2]}" if named else "a tuple"
+            what = f"a named tuple with the fields {node.keys}" if named else "a tuple"
             raise _wrong_kind(what, live, label)
         cls: Any = type(live) if use is Use.IN_PLACE else tuple
         if named and use is not Use.IN_PLACE:
@@ -433,7 +442,7 @@ class Matching:
             fill = partial(self._builder.set_attributes, made, object.__setattr__)
             return MutableFactory(partial(object.__new__, cls), fill)
         if not dataclasses.is_dataclass(live) or isinstance(live, type):
-            raise _wrong_kind(f"a dataclass, {node[1]},", live, label)
+            raise _wrong_kind(f"a dataclass, {node.head},", live, label)
         found: list[tuple[str, Factory]] = []
         for name, child, where in children:
             if hasattr(live, name):
@@ -441,7 +450,7 @@ class Matching:
             else:
                 self.record.unexpected += leaf_labels(child, where)
         for field in dataclasses.fields(live):
-            if field.name not in node[2] and hasattr(live, field.name):
+            if field.name not in node.keys and hasattr(live, field.name):
                 self.record.note_missing(getattr(live, field.name), join(label, field.name))
         if type(live).__dataclass_params__.frozen:  # type: ignore[attr-defined]
             return partial(remake_frozen, live, found)
@@ -449,20 +458,20 @@ class Matching:
         return MutableFactory(partial(same, live), fill)
 
     def _stateful(self, node: Node, label: str, live: Any, use: Use | None) -> Factory:
-        return self.plan(node[1], label, live, use)
+        return self.plan(node.inner, label, live, use)
 
     def _registered(self, node: Node, label: str, live: Any, use: Use | None) -> Factory:
-        known = registered_as(node[1])
+        known = registered_as(node.head)
         if use is Use.IN_PLACE and known is not None and type(live) is not known.cls:
             raise _wrong_kind(f"a {known.name}", live, label)
         if known is None:
             raise StructureMismatch(
-                f"The checkpoint holds an object of the registered type {node[1]!r:.200}",
+                f"The checkpoint holds an object of the registered type {node.head!r:.200}",
                 key=label or None,
                 hint="Call ckpipe.register_type as the program that saved it did",
             )
         outer, self._outer = self._outer, []  # it is made anew, with all that is in it
-        inner = self.plan(node[2], label)
+        inner = self.plan(node.inner, label)
         self._outer = outer
 
         def make() -> Any:
@@ -474,7 +483,7 @@ class Matching:
     # Objects with load_state_dict
 
     def _object(self, node: Node, label: str, target: Any, use: Use | None) -> Factory:
-        inner = node[1] if node[0] == "stateful" else node
+        inner = node.inner if node.kind == "stateful" else node
         if self.record.by_label and isinstance(target, torch.nn.Module):
             inner = flattened(inner)
         elif self.record.by_label:
@@ -513,11 +522,11 @@ class Matching:
     # Shared containers
 
     def _shared(self, node: Node, label: str, live: Any, use: Use | None) -> Factory:
-        number = node[1]
+        number = node.head
         key = number, id(live) if use is Use.IN_PLACE or _is_object(live) else None
         planned = self._builder.planned
         if key not in planned:
-            if node[0] == "ref":  # In the order of labels, it may come before the container.
+            if node.kind == "ref":  # In the order of labels, it may come before the container.
                 label = self._home_of(number, label)
             planned[key] = never
             self._alive.append(live)
@@ -527,8 +536,8 @@ class Matching:
     def _home_of(self, number: int, label: str) -> str:
         """Return the label under which a shared container was saved, for a reference to it."""
         if self._homes is None:
-            places = walk(self._tree) if self._tree else ()
-            self._homes = {node[1]: where for node, where in places if node[0] == "shared"}
+            places = walk(self._tree)
+            self._homes = {node.head: where for node, where in places if node.kind == "shared"}
         return self._homes.get(number, label)
 
     def forget(self) -> None:
@@ -594,7 +603,7 @@ def _is_value(live: Any) -> bool:
 
 
 def _is_plain(live: Sequence[Any], children: list[tuple[Any, Node, str]]) -> bool:
-    return all(child[0] == "value" for _, child, _ in children) and all(map(_is_value, live))
+    return all(child.kind == "value" for _, child, _ in children) and all(map(_is_value, live))
 
 
 def _wrong_kind(saved: str, live: Any, label: str) -> StructureMismatch:

@@ -116,4 +116,4 @@ class MatchRecord:
 
     def value_of(self, node: Node, label: str) -> Any:
         """Return the inline value of a node."""
-        return self.saved.value_of(node[1], label, pickling=self.request.pickle == "allow")
+        return self.saved.value_of(node.head, label, pickling=self.request.pickle == "allow")

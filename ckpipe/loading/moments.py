@@ -222,10 +222,10 @@ def give_to_parts(edit: ManifestEdit) -> None:
         draft.move(moves)
         models = {f"{each}{form.OPTIMIZER}.{form.STATE}": f"{each}{form.MODEL}." for each in above}
         for node, label in list(walk(draft.tree)):
-            if node[0] in MAPPINGS and label in models:
+            if node.kind in MAPPINGS and label in models:
                 news = {k.removeprefix(models[label]) for each in parts.values() for k in each}
-                _nest(node, news)
-        draft.tree = [*draft.tree]
+                node.become(_nested(node, news))
+        draft.tree = draft.tree.with_nodes(draft.tree.nodes)
     edit.note(made)
 
 
@@ -238,7 +238,7 @@ def _places(
 ) -> Iterator[tuple[str, Node]]:
     """Yield the leaves that parts of a parameter have in place of one that it had."""
     leaf, old = draft.leaves()[label], form.place_of(edit.origins[label][0])
-    row = draft.rows[leaf[1]] if leaf[0] == "tensor" else None
+    row = draft.rows[leaf.head] if leaf.kind == "tensor" else None
     if old is None or (row is not None and row.shape and now.key != "step"):
         return
     own = parts.get(f"{old.model}{old.name}", {})
@@ -246,24 +246,23 @@ def _places(
     for name, shape in news.items() if not now.key or news.keys() != {now.name} else ():
         node, where = leaf, now.of(name)
         if row is not None and name != now.name:
-            node = draft.add(replace(row, label=where), draft.sources[leaf[1]])
+            node = draft.add(replace(row, label=where), draft.sources[leaf.head])
         elif now.home.startswith(f"{form.GROUPS}."):
             node = draft.add_value(encode_value(torch.Size(shape)))
         yield where, node
 
 
-def _nest(state: Node, names: Collection[str]) -> None:
-    """Put leaves with the name of a parameter in their key into a dict of this name."""
+def _nested(state: Node, names: Collection[str]) -> Node:
+    """Return a state with a dict for each parameter that begins the keys of leaves."""
     items: dict[Any, Node] = {}
     for key, node, _ in children_of(state, ""):
         name = next((each for each in _starts(str(key)) if each in names), None)
-        if name is None or node[0] not in ("tensor", "value"):
+        if name is None or node.kind not in ("tensor", "value"):
             items[key] = node
             continue
-        inner = items.setdefault(name, ["dict", [], []])
-        inner[1].append(str(key)[len(name) + 1 :])
-        inner[2].append(node)
-    state[1:3] = list(map(encode_key, items)), list(items.values())
+        inner = items.get(name, Node("dict"))
+        items[name] = inner.with_items([*inner.items(), (str(key)[len(name) + 1 :], node)])
+    return state.with_items((encode_key(key), each) for key, each in items.items())
 
 
 def check_moments(

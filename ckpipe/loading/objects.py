@@ -80,8 +80,8 @@ def open_object(record: MatchRecord, target: Any, node: Node, label: str) -> Ope
         if isinstance(target, RngState) and record.select.selects_all:
             with _same_form(target, label):
                 check_generators(_described(record, node, label), live)
-    if isinstance(live, dict) and node[0] in MAPPINGS:
-        names = {key if type(key) is str else decode_key(key) for key in node[1]}
+    if isinstance(live, dict) and node.kind in MAPPINGS:
+        names = {key if type(key) is str else decode_key(key) for key in node.keys}
         own = ((join(label, key), live[key]) for key in live if key not in names)
         record.kept += [where for where, each in own if record.is_selected(each, where)]
     return live, use, target.load_state_dict
@@ -134,7 +134,7 @@ def _rehearsed(
     Raises:
         TargetMismatch: If the module refuses the saved state.
     """
-    if not isinstance(live, dict) or node[0] not in MAPPINGS:
+    if not isinstance(live, dict) or node.kind not in MAPPINGS:
         return live
     left = len(record.left)
     given = empty_mapping(node)()
@@ -146,8 +146,8 @@ def _rehearsed(
         for key in live:
             if key not in given and not record.is_selected(live[key], join(label, key)):
                 given[key] = live[key]
-    if node[0] == "ordered_dict" and len(node) > 3:
-        vars(given).update(_described(record, node[3], join(label, "__dict__")))
+    if node.attributes is not None:
+        vars(given).update(_described(record, node.attributes, join(label, "__dict__")))
     found = rehearse(module, given, live, module.load_state_dict, label, partial(join, label))
     if found is None:
         return live
@@ -157,27 +157,27 @@ def _rehearsed(
 
 def _described(record: MatchRecord, node: Node, label: str) -> Any:
     """Return a saved tree as objects, with a description in place of each tensor."""
-    tag = node[0]
+    tag = node.kind
     if tag == "tensor":
-        stored = record.targets.stored[node[1]]
+        stored = record.targets.stored[node.head]
         held = partial(record.targets.held, stored)
         return SavedTensor(stored.loaded_dtype, tuple(stored.shape), held)
     if tag == "value":
         return record.value_of(node, label)
     if tag == "ref":
-        return _described(record, record.definitions[node[1]], label)
+        return _described(record, record.definitions[node.head], label)
     if tag == "wrapper_tensor":
-        size = tuple((node[1]["shard"] or node[1])["size"])
+        size = tuple((node.head["shard"] or node.head)["size"])
         like = partial(empty_wrapper, record, node, label)
-        return SavedTensor(dtype_of(node[1]["dtype"], label), size, like=like)
+        return SavedTensor(dtype_of(node.head["dtype"], label), size, like=like)
     if tag in WRAPPERS:
-        return _described(record, node[-1], label)
+        return _described(record, node.inner, label)
     if record.saved.per_rank.derive is not None and is_generators(node):
         return None  # It is made for this rank.
     children = [
         (key, _described(record, child, where))
         for key, child, where in children_of(node, label)
-        if child[0] != "absent" or tag not in MAPPINGS
+        if child.kind != "absent" or tag not in MAPPINGS
     ]
     if tag in MAPPINGS:
         return dict(children)

@@ -315,7 +315,7 @@ def _by_container(
     found: dict[str, dict[str, str]] = {}
     for draft in edit.drafts:
         for node, head in walk(draft.tree):
-            children = children_of(node, head) if node[0] in MAPPINGS else ()
+            children = children_of(node, head) if node.kind in MAPPINGS else ()
             labels = {key: at for key, _, at in children if at in rows and isinstance(key, str)}
             new = bare_names(labels) if bare else dict.fromkeys(labels)
             if labels:

@@ -34,7 +34,7 @@ from ckpipe.errors import (
 from ckpipe.format.labels import Json, LabelFilter, canonical
 from ckpipe.format.manifest import ManifestDocument, OptimizerRow, TensorRow
 from ckpipe.format.merge import differ_privately
-from ckpipe.format.tree import MAPPINGS, Node, nodes_of, walk, with_nodes
+from ckpipe.format.tree import MAPPINGS, Node, rewritten, walk
 from ckpipe.loading.chunks import NeedsFullIndex
 from ckpipe.loading.select import PerRankItems, PerRankPolicy
 from ckpipe.state.values import UNREAD, decode_value
@@ -271,12 +271,12 @@ def keep_generators_apart(
     for node, label in walk(saved.tree):
         if not is_generators(node):
             continue
-        leaves = [each[:2] for each, _ in walk(node) if each[0] in ("tensor", "value")]
-        numbers = {number for tag, number in leaves if tag == "tensor"}
+        leaves = [each for each, _ in walk(node)]
+        numbers = {each.head for each in leaves if each.kind == "tensor"}
         if not same_world or any(saved.homes[number][0] != rank for number in numbers):
             labels.add(label)
             tensors |= numbers
-            values.update(number for tag, number in leaves if tag == "value")
+            values.update(each.head for each in leaves if each.kind == "value")
     if not tensors:
         return saved
     items = replace(
@@ -291,15 +291,15 @@ def keep_generators_apart(
 
 def is_generators(node: Node) -> bool:
     """Tell whether a node is the ``state_dict`` of an ``RngState``."""
-    if node[0] not in MAPPINGS or "python" not in node[1]:
+    if node.kind not in MAPPINGS or not all(each in node.keys for each in _GENERATORS):
         return False
-    python = node[2][node[1].index("python")]
-    return (
-        "torch" in node[1]
-        and "numpy" in node[1]
-        and python[0] in MAPPINGS
-        and all(key in python[1] for key in ("version", "internal", "gauss"))
+    python = node.nodes[node.keys.index("python")]
+    return python.kind in MAPPINGS and all(
+        key in python.keys for key in ("version", "internal", "gauss")
     )
+
+
+_GENERATORS = ("python", "torch", "numpy")
 
 
 def _derived(rank: int, state: Any) -> Any:
@@ -316,8 +316,8 @@ def labels_of(saved: SavedState) -> frozenset[str]:
     """Return the labels of the tensors, values and generators that belong to a rank."""
     items = saved.per_rank
     own = {"tensor": items.tensors, "value": items.values}
-    leaves = [(node, label) for node, label in walk(saved.tree) if node[0] in own]
-    return items.generators | {label for (tag, number), label in leaves if number in own[tag]}
+    leaves = [(node, label) for node, label in walk(saved.tree) if node.kind in own]
+    return items.generators | {label for node, label in leaves if node.head in own[node.kind]}
 
 
 def exclude_labels(select: LabelFilter, labels: frozenset[str]) -> LabelFilter:
@@ -375,67 +375,65 @@ class _MergedTree:
         self.conflicts: set[int] = set()
         self._labels: dict[str, int] = {}
         self._shared: dict[Origin, int] = {}
-        self.tree: Node = ["absent"]
+        self.tree = Node("absent")
         for self._member in members:
             self._structure = bundle.structures[bundle.parts[self._member].structure]
             self.tree = self._merged(self.tree, self._structure.tree)
 
     def _adopted(self, node: Node) -> Node:
-        """Return a node of the member with the numbers of the merged tables."""
-        tag = node[0]
-        if tag == "tensor":
-            return ["tensor", self._tensor(node[1])]
-        if tag == "value":
-            return ["value", self._value(node[1])]
-        if tag == "shared":
-            return ["shared", self._container(node[1]), self._adopted(node[2])]
-        if tag == "ref":
-            return ["ref", self._container(node[1])]
-        adopted = with_nodes(node, map(self._adopted, nodes_of(node)))
-        if tag == "ordered_dict":  # and its attributes
-            adopted[3:] = map(self._adopted, node[3:])
-        return adopted
+        """Return a tree of the member with the numbers of the merged tables."""
+        numbers = {
+            "tensor": self._tensor,
+            "value": self._value,
+            "shared": self._container,
+            "ref": self._container,
+        }
+
+        def numbered(node: Node) -> Node:
+            number = numbers.get(node.kind)
+            return node if number is None else Node(node.kind, number(node.head), (), node.nodes)
+
+        return rewritten(node, numbered)
 
     def _merged(self, ours: Node, theirs: Node) -> Node:
-        if ours[0] == "absent":
+        if ours.kind == "absent":
             return self._adopted(theirs)
-        if theirs[0] in ("absent", "ref") or ours[0] == "ref":
+        if theirs.kind in ("absent", "ref") or ours.kind == "ref":
             return ours
-        if theirs[0] == "shared":
-            if ours[0] != "shared":
-                ours = ["shared", self._container(theirs[1]), ours]
-            self._shared[self._member, theirs[1]] = ours[1]
-            theirs = theirs[2]
-        if ours[0] == "shared":
-            return ["shared", ours[1], self._merged(ours[2], theirs)]
-        if ours[0] == theirs[0] in MAPPINGS:
+        if theirs.kind == "shared":
+            if ours.kind != "shared":
+                ours = Node("shared", self._container(theirs.head), nodes=[ours])
+            self._shared[self._member, theirs.head] = ours.head
+            theirs = theirs.inner
+        if ours.kind == "shared":
+            return ours.with_nodes([self._merged(ours.inner, theirs)])
+        if ours.kind == theirs.kind in MAPPINGS:
             return self._mapping(ours, theirs)
         if _alike(ours, theirs):
-            pairs = zip(nodes_of(ours), nodes_of(theirs), strict=True)
-            return with_nodes(ours, (self._merged(a, b) for a, b in pairs))
+            pairs = zip(ours.nodes, theirs.nodes, strict=True)
+            return ours.with_nodes(self._merged(a, b) for a, b in pairs)
         return self._leaf(ours, theirs)
 
     def _mapping(self, ours: Node, theirs: Node) -> Node:
-        known = {canonical(key): child for key, child in zip(theirs[1], theirs[2], strict=True)}
-        keys, nodes = list(ours[1]), []
-        for key, child in zip(ours[1], ours[2], strict=True):
+        known = {canonical(key): child for key, child in theirs.items()}
+        items = []
+        for key, child in ours.items():
             other = known.pop(canonical(key), None)
-            nodes.append(child if other is None else self._merged(child, other))
-        for key, child in zip(theirs[1], theirs[2], strict=True):
-            if canonical(key) in known:
-                keys.append(key)
-                nodes.append(self._adopted(child))
-        return [ours[0], keys, nodes, *ours[3:]]
+            items.append((key, child if other is None else self._merged(child, other)))
+        items += [
+            (key, self._adopted(child)) for key, child in theirs.items() if canonical(key) in known
+        ]
+        return ours.with_items(items)
 
     def _leaf(self, ours: Node, theirs: Node) -> Node:
-        if ours[0] == theirs[0] == "tensor":
-            number = self._tensor(theirs[1])
-            return ours if number == ours[1] else self._conflict(ours)
-        if ours[0] == theirs[0] == "value":
-            number = ours[1]
-            self.value_origins[number].append((self._member, theirs[1]))
+        if ours.kind == theirs.kind == "tensor":
+            number = self._tensor(theirs.head)
+            return ours if number == ours.head else self._conflict(ours)
+        if ours.kind == theirs.kind == "value":
+            number = ours.head
+            self.value_origins[number].append((self._member, theirs.head))
             differs = canonical(self.values[number]) != canonical(
-                self._bundle.parts[self._member].values[theirs[1]]
+                self._bundle.parts[self._member].values[theirs.head]
             )
             if differs and not self._first_wins:
                 self.conflicts.add(number)
@@ -449,7 +447,7 @@ class _MergedTree:
         self.values.append(None)
         self.value_origins.append([])
         self.conflicts.add(number)
-        return ["value", number]
+        return Node("value", number)
 
     def _tensor(self, number: int) -> int:
         row = self._structure.tensors[number]
@@ -476,6 +474,6 @@ class _MergedTree:
 
 def _alike(ours: Node, theirs: Node) -> bool:
     """Tell whether two containers differ only in their items."""
-    if ours[0] != theirs[0] or not 0 < len(nodes_of(ours)) == len(nodes_of(theirs)):
+    if not 0 < len(ours.nodes) == len(theirs.nodes):
         return False
-    return with_nodes(ours, []) == with_nodes(theirs, [])
+    return ours.with_nodes([]) == theirs.with_nodes([])

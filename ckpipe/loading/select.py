@@ -25,7 +25,6 @@ from ckpipe.format.tree import (
     shared_containers,
     with_selected,
 )
-from ckpipe.state.flatten import ABSENT
 from ckpipe.state.kinds import is_stateful, part_of_registered
 from ckpipe.types import PerRank
 
@@ -145,14 +144,13 @@ def _saved_labels(
     node: Node, label: str, known: Mapping[int, Node], above: frozenset[int]
 ) -> Iterator[str]:
     """Yield the labels of a saved node and of all nodes inside, except absent ones."""
-    tag = node[0]
-    if tag != "absent":
+    if node.kind != "absent":
         yield label
-    if tag in ("shared", "ref"):
-        if node[1] not in above:
-            yield from _saved_labels(known[node[1]], label, known, above | {node[1]})
-    elif tag in WRAPPERS:
-        yield from _saved_labels(node[-1], label, known, above)
+    if node.kind in ("shared", "ref"):
+        if node.head not in above:
+            yield from _saved_labels(known[node.head], label, known, above | {node.head})
+    elif node.kind in WRAPPERS:
+        yield from _saved_labels(node.inner, label, known, above)
     for _, child, where in children_of(node, label):
         yield from _saved_labels(child, where, known, above)
 
@@ -175,56 +173,61 @@ def pruned(
     """
     if select.selects_all:
         return tree, definitions
-    shared: dict[int, Node] = {}
-    left_out: list[str] = []
-    partial: set[int] = set()
+    pruning = _Pruning(select, definitions)
+    left = pruning.left_of(tree, "") or Node("absent")
+    return left, {**definitions, **pruning.shared}
 
-    def left_of(node: Node, label: str) -> Node | None:
+
+class _Pruning:
+    def __init__(self, select: LabelFilter, definitions: Mapping[int, Node]) -> None:
+        self._select, self._definitions = select, definitions
+        self.shared: dict[int, Node] = {}
+        self._partial: set[int] = set()
+        self._left_out = 0
+
+    def left_of(self, node: Node, label: str) -> Node | None:
         """Return a node without its unselected items; None if no item is left."""
-        tag = node[0]
-        if tag == "absent":
+        if node.kind == "absent":
             return None
-        if tag in ("tensor", "value", *SETS):
-            if select(label):
+        if node.kind in ("tensor", "value", *SETS):
+            if self._select(label):
                 return node
-            left_out.append(label)
+            self._left_out += 1
             return None
-        if tag in ("shared", "ref"):
-            number = node[1]
-            if number in shared:
-                if number in partial:
-                    left_out.append(label)
-                return ["ref", number]
-            shared[number] = list(ABSENT)
-            before = len(left_out)
-            inner = left_of(definitions[number], label)
-            if len(left_out) > before:
-                partial.add(number)
-            if inner is None:
-                del shared[number]
-                return None
-            shared[number] = inner
-            return ["shared", number, inner]
-        if tag in WRAPPERS:
-            before = len(left_out)
-            inner = left_of(node[-1], label)
-            if inner is not None and len(left_out) > before and not leaf_labels(inner, label):
-                inner = None  # Empty containers alone are no reason to load an object.
-            if (
-                tag in ("registered", "wrapper_tensor")
-                and inner is not None
-                and len(left_out) > before
-            ):
-                raise part_of_registered(label)
-            return None if inner is None else [*node[:-1], inner]
+        if node.kind in ("shared", "ref"):
+            return self._of_shared(node.head, label)
+        if node.kind in WRAPPERS:
+            return self._of_wrapper(node, label)
         children = children_of(node, label)
-        kept = [left_of(child, where) for _, child, where in children]
-        if all(child is None for child in kept) and (children or not select(label)):
+        kept = [self.left_of(child, where) for _, child, where in children]
+        if all(child is None for child in kept) and (children or not self._select(label)):
             return None
         return with_selected(node, kept)
 
-    left = left_of(tree, "") or list(ABSENT)
-    return left, {**definitions, **shared}
+    def _of_shared(self, number: int, label: str) -> Node | None:
+        if number in self.shared:
+            self._left_out += number in self._partial
+            return Node("ref", number)
+        self.shared[number] = Node("absent")
+        before = self._left_out
+        inner = self.left_of(self._definitions[number], label)
+        if self._left_out > before:
+            self._partial.add(number)
+        if inner is None:
+            del self.shared[number]
+            return None
+        self.shared[number] = inner
+        return Node("shared", number, nodes=[inner])
+
+    def _of_wrapper(self, node: Node, label: str) -> Node | None:
+        before = self._left_out
+        inner = self.left_of(node.inner, label)
+        if inner is not None and self._left_out > before:
+            if not leaf_labels(inner, label):
+                return None  # Empty containers alone are no reason to load an object.
+            if node.kind in ("registered", "wrapper_tensor"):
+                raise part_of_registered(label)
+        return None if inner is None else node.with_nodes([inner])
 
 
 Combine = Callable[[str, Sequence[Any]], Any]

@@ -344,8 +344,7 @@ def _refuse_other_class(obj: Any, lacks: list[str], label: str) -> None:
 
 
 def _inside(node: Node) -> Node:
-    inner: Node = node[2] if node[0] == "shared" else node
-    return inner
+    return node.inner if node.kind == "shared" else node
 
 
 _Shapes = Mapping[str, tuple[int, ...]]

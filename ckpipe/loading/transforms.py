@@ -228,7 +228,7 @@ def _followers(edit: ManifestEdit, name: Callable[[str], str]) -> dict[str, str]
     """
     found: dict[str, str] = {}
     for node, at in (each for draft in edit.drafts for each in walk(draft.tree)):
-        if node[0] not in MAPPINGS or MODEL not in node[1]:
+        if node.kind not in MAPPINGS or MODEL not in node.keys:
             continue
         model, optimizer, versions = (join(at, key) for key in (MODEL, OPTIMIZER, VERSIONS))
         members = _members(node)
@@ -259,9 +259,9 @@ def _followers(edit: ManifestEdit, name: Callable[[str], str]) -> dict[str, str]
 
 def _members(node: Node | None) -> dict[Any, Node]:
     """Return the items of a mapping, also of one in wrappers; none for any other node."""
-    while node and node[0] in WRAPPERS:
-        node = node[-1]
-    if not node or node[0] not in MAPPINGS:
+    while node and node.kind in WRAPPERS:
+        node = node.inner
+    if not node or node.kind not in MAPPINGS:
         return {}
     return {key: child for key, child, _ in children_of(node, "")}
 
@@ -388,8 +388,8 @@ def _second_names(edit: ManifestEdit) -> Iterator[tuple[str, str]]:
     """Yield the labels of leaves in containers that are held twice, with those of the copies."""
     for draft in edit.drafts:
         nodes = list(walk(draft.tree))
-        held = {node[1]: (node, label) for node, label in nodes if node[0] == "shared"}
-        copies = [(node[1], label) for node, label in nodes if node[0] == "ref"]
+        held = {node.head: (node, label) for node, label in nodes if node.kind == "shared"}
+        copies = [(node.head, label) for node, label in nodes if node.kind == "ref"]
         inside = {each: [label for _, label in walk(*held[each])] for each in dict(copies)}
         for each, second in copies:
             for label in inside[each]:

@@ -20,7 +20,7 @@ from ckpipe.format.boxes import contiguous_stride
 from ckpipe.format.dtypes import DTYPES, NAMES
 from ckpipe.format.labels import Json, canonical
 from ckpipe.format.manifest import TensorRow
-from ckpipe.format.tree import Node, children_of
+from ckpipe.format.tree import Node, children_of, decoded
 from ckpipe.interpreter import user_code
 from ckpipe.loading.factories import Factory, tensor_object
 from ckpipe.loading.fill import normal_tensors
@@ -159,7 +159,7 @@ def planned_wrapper(
         raise StructureMismatch(f"{path} was a wrapper class when it was saved", key=label or None)
     record.saved = replace(saved, values=values, per_rank=PerRankItems(), common=None)
     try:
-        return cls, record.plan(record, tree, label)
+        return cls, record.plan(record, decoded(tree), label)
     finally:
         record.saved = saved
 
@@ -233,22 +233,22 @@ def _empty(
     placements: Sequence[Any] = (),
 ) -> torch.Tensor:
     """Make a tensor to fill with a saved one, or this rank's part of it on a mesh."""
-    while node[0] in ("shared", "ref"):
-        node = record.definitions[node[1]]
+    while node.kind in ("shared", "ref"):
+        node = record.definitions[node.head]
     uneven = StructureMismatch(
         "This wrapper tensor is sharded in the target, and how its inner tensors are cut is "
         "unknown, or the ranks do not divide its size",
         key=label or None,
         hint=_SHARD,
     )
-    if node[0] == "tensor":
-        stored = record.targets.stored[node[1]]
+    if node.kind == "tensor":
+        stored = record.targets.stored[node.head]
         shape = part_shape(stored.shape, mesh, placements)
         if shape is None:
             raise uneven
         with normal_tensors():
             return torch.empty(shape, dtype=stored.dtype, device=device)
-    facts = node[1]
+    facts = node.head
     cls, make_context = planned_wrapper(record, facts, label, placed=mesh is not None)
     context, placements_of = make_context(), None
     if mesh is not None and facts["shard"] is None:
@@ -259,7 +259,7 @@ def _empty(
         context = resize(context, torch.Size(size))
         facts = {**facts, "size": size, "stride": contiguous_stride(size)}
     inner = {}
-    for name, child, below in children_of(node[2], label):
+    for name, child, below in children_of(node.inner, label):
         layout = (mesh, placements_of(name)) if placements_of else ()
         inner[name] = _empty(record, child, below, device, *layout)
     return put_together(cls, facts, context, inner, label)

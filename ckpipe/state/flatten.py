@@ -2,7 +2,7 @@
 
 Theory. A manifest describes a state by a *tree* that refers to every tensor and every inline value
 by a number. So ranks (and steps) that differ only in their values share one tree. A node of the
-tree is a list whose first item is its kind::
+tree (:class:`ckpipe.format.tree.Node`) is stored as a list whose first item is its kind::
 
     ["tensor", 3]                         the third row of the tensor table
     ["value", 7]                          the seventh inline value
@@ -39,14 +39,13 @@ import torch
 
 from ckpipe.errors import UnsupportedState, reason_of
 from ckpipe.format.labels import MAX_DIGITS, Json, LabelFilter, encode_key, join, unique_label
-from ckpipe.format.manifest import OptimizerRow, Structure, TensorRow
+from ckpipe.format.manifest import OptimizerRow, Structure, TensorRow, trees_of
 from ckpipe.format.tree import (
     SETS,
     Node,
+    container_node,
     leaf_labels,
-    node_of,
     version_of,
-    with_nodes,
     with_selected,
 )
 from ckpipe.state.kinds import (
@@ -173,7 +172,7 @@ def structure_of(captured: Captured) -> Structure:
         )
         for leaf in captured.tensors
     )  # fmt: skip
-    version = version_of(captured.tree, rows)
+    version = version_of(trees_of(captured.tree, rows))
     return Structure(captured.tree, rows, len(captured.values), captured.optimizers, version)
 
 
@@ -316,8 +315,6 @@ _FRAMES = 4
 """Calls for each container in another."""
 
 
-ABSENT: Node = ["absent"]
-
 _TENSOR = "Save a tensor over it: torch.empty(0, dtype=torch.uint8).set_(storage)"
 
 
@@ -340,7 +337,7 @@ def flatten(opened: OpenedState, select: LabelFilter, *, pickling: bool) -> Flat
         making._claims.append(("", told, making.asked.setdefault(id(opened.root), [])))
     with _depth_checked():
         tree = making.child(opened.root, 0, "")
-    making.finish(tree or ["absent"])
+    making.finish(tree or Node("absent"))
     return making
 
 
@@ -370,7 +367,7 @@ class Flattened:
     opened: OpenedState
     select: LabelFilter
     pickling: bool
-    captured: Captured = field(default_factory=lambda: Captured([], [], []))
+    captured: Captured = field(default_factory=lambda: Captured(Node("absent"), [], []))
     tensors: list[int] = field(default_factory=list)
     values: list[int] = field(default_factory=list)
     repeats: list[tuple[int, int]] = field(default_factory=list)
@@ -399,7 +396,7 @@ class Flattened:
         """Number the containers that are referenced."""
         for key, number in self._referenced.items():
             node = self._nodes[key]
-            node[:] = ["shared", number, list(node)]
+            node.become(Node("shared", number, nodes=[node.with_nodes(node.nodes)]))
         self.captured.tree, self.captured.replicated = tree, self._replicated
         self.repeatable = self.repeatable and not self.opened.repeated
 
@@ -440,7 +437,7 @@ class Flattened:
             told = is_replicated(below, obj)
             if told:
                 self._replicated.setdefault(number, replica_group(told))
-        return ["tensor", number]
+        return Node("tensor", number)
 
     def _new_tensor(self, obj: Any, number: int, label: str) -> None:
         name = unique_label(label, self._labels)
@@ -468,7 +465,7 @@ class Flattened:
             data = self._pickled(value, label)
         self.values.append(place)
         self.captured.values.append(data)
-        return ["value", len(self.values) - 1]
+        return Node("value", len(self.values) - 1)
 
     def _pickled(self, obj: Any, label: str) -> Json:
         self.repeatable = False
@@ -514,9 +511,8 @@ class Flattened:
         key = id(opened)
         if key in self._nodes:
             self.omitted |= key in self._partial
-            return ["ref", self._referenced.setdefault(key, len(self._referenced))]
-        node: Node = []
-        self._nodes[key] = node
+            return Node("ref", self._referenced.setdefault(key, len(self._referenced)))
+        self._nodes[key] = node = Node("absent")
         if opened.is_replicated is not None:
             self._claims.append((label, opened.is_replicated, self.asked.setdefault(key, [])))
         before, self.omitted = self.omitted, False
@@ -529,7 +525,8 @@ class Flattened:
         if filled is None and key not in self._referenced:
             del self._nodes[key]
             return None
-        node[:] = ABSENT if filled is None else filled
+        if filled is not None:
+            node.become(filled)
         return node
 
     def _note_optimizer(self, opened: Container, label: str) -> None:
@@ -542,7 +539,7 @@ class Flattened:
         kind, children, head = opened.kind, opened.children, opened.head
         if kind.name in SETS:
             if self.select(label):
-                return [kind.name, head]
+                return Node(kind.name, keys=head)
             self.omitted = True
             return None
         if kind.wraps:
@@ -559,15 +556,13 @@ class Flattened:
                 self._note_optimizer(opened, label)
             elif self.omitted:
                 raise part_of_registered(label)
-            return with_nodes(node_of(kind.name, head, []), [inner])
+            return container_node(kind.name, head, (), [inner])
         names = range(len(children)) if opened.keys is None else opened.keys
         keys = [each if type(each) is str else encode_key(each, label) for each in names]
         nodes = [self.child(opened, n, join(label, name)) for n, name in enumerate(names)]
         if kind is not DATACLASS and nodes and all(node is None for node in nodes):
             return None
-        filled = with_selected(node_of(kind.name, head, keys), nodes)
+        filled = with_selected(container_node(kind.name, head, keys, ()), nodes)
         if len(children) > len(names):  # the attributes of an ordered dict
-            extra = self.child(opened, len(names), join(label, "__dict__"))
-            if extra is not None:
-                filled.append(extra)
+            filled.attributes = self.child(opened, len(names), join(label, "__dict__"))
         return filled

@@ -29,7 +29,7 @@ from torch import nn
 
 from ckpipe.errors import InvalidManifest, UnsupportedState, UsageError
 from ckpipe.format.labels import Json, encode_key, label_part
-from ckpipe.format.tree import SETS, Node, node_of, with_nodes
+from ckpipe.format.tree import SETS, Node, container_node, encoded
 from ckpipe.interpreter import user_code
 from ckpipe.state.data_parallel import equal_places, place_of
 from ckpipe.state.tensors import is_wrapper
@@ -209,7 +209,7 @@ def open_wrapper(obj: Any, label: str, *, detached: bool = False) -> Wrapper:
     """
     apart, values = take_apart(obj, label, detached=detached), list[Json]()
     try:
-        apart.facts["context"] = [_context_node(apart.context, values), values]
+        apart.facts["context"] = [encoded(_context_node(apart.context, values)), values]
         return apart
     except (NotInline, UnsupportedState) as error:
         raise UnsupportedState(
@@ -230,16 +230,16 @@ def _context_node(value: Any, values: list[Json]) -> Node:
             values.append(encode_value(value))
         except NotInline:
             raise NotInline(f"a {class_path(type(value))}") from None
-        return ["value", len(values) - 1]
+        return Node("value", len(values) - 1)
     opened = Container(kind, value)
     opened.open()
     if kind.name in SETS:
-        return [kind.name, opened.head]
+        return Node(kind.name, keys=opened.head)
     if opened.keys is not None and len(opened.keys) < len(opened.children):
         raise NotInline("an OrderedDict with attributes")
     nodes = [_context_node(each, values) for each in opened.children]
     keys = [encode_key(key) for key in opened.keys or ()]
-    return with_nodes(node_of(kind.name, opened.head, keys), nodes)
+    return container_node(kind.name, opened.head, keys, nodes)
 
 
 DICT = Kind("dict", _mapping)

@@ -24,6 +24,7 @@ import torch
 from ckpipe.errors import UnsupportedState, UnsupportedTopology
 from ckpipe.format.dtypes import DTYPES, NAMES
 from ckpipe.format.labels import join
+from ckpipe.format.tree import Node
 from ckpipe.state.placements import (
     NO_MESH,
     Mesh,
@@ -76,7 +77,7 @@ class TensorLeaf:
     window: int
     nbytes: int
     contiguous: bool
-    attributes: list[Any] | None = None
+    attributes: Node | None = None
     sharding: Sharding | None = None
 
     @property

@@ -33,6 +33,7 @@ from ckpipe.errors import CkpipeError
 from ckpipe.events import Event
 from ckpipe.format.data_file import BlockRange, DataFiles
 from ckpipe.format.manifest import Layout, RankManifest, Structure
+from ckpipe.format.tree import Node
 from ckpipe.retention import Rule, from_data
 from ckpipe.save.record import StageTimings
 from ckpipe.types import CheckpointId, CheckpointInfo
@@ -288,6 +289,8 @@ class _MessagePickler(pickle.Pickler):
             return from_data, (value.to_data(),)
         if isinstance(value, BlockRange):  # the trainer's subclass also has the copies
             kind = BlockRange
+        if kind is Node:
+            return NotImplemented  # it pickles itself, as lists
         if is_dataclass(kind):
             return kind, tuple([getattr(value, name) for name in _names(kind)])
         if isinstance(value, Layout):

@@ -30,10 +30,11 @@ from ckpipe.format.manifest import (
     RankManifest,
     Structure,
     TensorRow,
+    trees_of,
 )
 from ckpipe.format.merge import merge
 from ckpipe.format.names import data_file_name
-from ckpipe.format.tree import version_of
+from ckpipe.format.tree import Node, version_of
 from ckpipe.loading.fill import boxed
 from ckpipe.loading.load import read_all
 from ckpipe.loading.request import LoadRequest
@@ -153,7 +154,7 @@ def captured_by(rank: int, tensors: Iterable[Tensor], replicated: Iterable[str] 
     """What the walk would find on a rank, with the labels of what is said to be replicated."""
     leaves, marked = held_by(rank, tensors), frozenset(replicated)
     numbers = {n: None for n, leaf in enumerate(leaves) if leaf.label in marked}
-    return Captured(["absent"], leaves, [], numbers)
+    return Captured(Node("absent"), leaves, [], numbers)
 
 
 class Ranks:
@@ -331,7 +332,7 @@ def structure_of(state: Any) -> tuple[Structure, Captured]:
         )
         for leaf in captured.tensors
     )  # fmt: skip
-    version = version_of(captured.tree, rows)
+    version = version_of(trees_of(captured.tree, rows))
     return Structure(
         captured.tree, rows, len(captured.values), captured.optimizers, version
     ), captured

@@ -30,6 +30,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import ckpipe
 from ckpipe.errors import UnsupportedState
 from ckpipe.format.labels import LabelFilter
+from ckpipe.format.tree import Node, mapping
 from ckpipe.planning import Captured, fingerprint
 from ckpipe.state.capture_cache import CaptureCache, capture_cache_of
 from ckpipe.state.flatten import OpenedState, flatten
@@ -504,7 +505,7 @@ def test_parameters_and_buffers_stay_what_they_are(mesh: DeviceMesh) -> None:
         ("parameter", None, True), ("parameter", None, False), ("buffer", "transient", False)
     ]  # fmt: skip
     attributes = [leaf.attributes for leaf in captured.tensors]
-    assert attributes == [["dict", ["colour"], [["value", 0]]], None, None]
+    assert attributes == [mapping({"colour": Node("value", 0)}), None, None]
 
 
 def placed(mesh: DeviceMesh, *placements: Any, shape: tuple[int, ...] = (4, 3)) -> DTensor:

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from ckpipe.errors import SaveError, UnsupportedState, UnsupportedTopology
 from ckpipe.format.boxes import Box
 from ckpipe.format.manifest import Chunk
+from ckpipe.format.tree import Node
 from ckpipe.plan import assignment, division
 from ckpipe.plan.assignment import decode_description, describe, in_rows, water_fill
 from ckpipe.plan.division import MIN_PIECE_BYTES
@@ -157,7 +158,7 @@ def test_globs_name_what_is_replicated_besides() -> None:
     def written(planner: LocalPlanner) -> Counter[str]:
         names: Counter[str] = Counter()
         for rank in range(5):
-            captured = Captured(["absent"], held_by(rank, tensors), [], {0: None})
+            captured = Captured(Node("absent"), held_by(rank, tensors), [], {0: None})
             plan = planner.plan(captured, rank=rank, world_size=5)
             names.update(entry.name for entry in plan.layout.entries)
         return names
@@ -190,14 +191,14 @@ def test_local_part_that_does_not_fit_its_placements_is_refused() -> None:
     leaves = held_by(0, [Tensor("w", on(mesh(2), (8,), 0))])
     leaves[0].sharding = on(mesh(2), (10,), 0)
     with pytest.raises(UnsupportedState, match=r"\[4\].*\[5\]") as caught:
-        LocalPlanner().plan(Captured([], leaves, []), rank=0, world_size=2)
+        LocalPlanner().plan(Captured(Node("absent"), leaves, []), rank=0, world_size=2)
     assert (caught.value.key, caught.value.rank) == ("w", 0)
 
 
 def test_mesh_placements_and_marks_are_in_the_fingerprint() -> None:
     def of(layout: Sharding, marked: Sequence[int] = ()) -> object:
         leaves = held_by(0, [Tensor("w", layout), Tensor("plain", (2,))])
-        return fingerprint(Captured([], leaves, [], dict.fromkeys(marked)))
+        return fingerprint(Captured(Node("absent"), leaves, [], dict.fromkeys(marked)))
 
     shape = (4, 4)
     first = of(on(mesh(2, 2), shape, 0, None))
@@ -418,7 +419,9 @@ def test_groups_that_contradict_each_other_are_named() -> None:
     groups = ((0, 1), (0, 1, 2), (0, 1, 2))
     message = "replicated over the ranks 0, 1 on rank 0 and over the ranks 0, 1, 2 on rank 1"
     with pytest.raises(UnsupportedState, match=message):
-        jointly(3, lambda rank: Captured([], held_by(rank, tensors), [], {0: groups[rank]}))
+        jointly(
+            3, lambda rank: Captured(Node("absent"), held_by(rank, tensors), [], {0: groups[rank]})
+        )
 
 
 @pytest.mark.parametrize("group", [(1, 2), (0, 3), (-1, 0)])
@@ -428,14 +431,16 @@ def test_a_group_without_its_rank_or_outside_of_the_world_is_refused(
     for layout in ((4, 2), on(mesh(3), (4, 2), None)):
         leaves = held_by(0, [Tensor("w", layout)])
         with pytest.raises(UnsupportedTopology, match="are said to hold this tensor alike"):
-            LocalPlanner().plan(Captured([], leaves, [], {0: group}), rank=0, world_size=3)
+            LocalPlanner().plan(
+                Captured(Node("absent"), leaves, [], {0: group}), rank=0, world_size=3
+            )
 
 
 def test_each_group_writes_a_tensor_once_and_leaves_it_to_no_other() -> None:
     tensors = [Tensor("large", (400, 250)), Tensor("small", (3,))]
     groups = [(0, 3), (1, 2, 4), (1, 2, 4), (0, 3), (1, 2, 4)]
     states = [
-        Captured([], held_by(rank, tensors), [], dict.fromkeys((0, 1), group))
+        Captured(Node("absent"), held_by(rank, tensors), [], dict.fromkeys((0, 1), group))
         for rank, group in enumerate(groups)
     ]
     for plans in (

@@ -38,6 +38,7 @@ from ckpipe.format.manifest import BundleKind, ManifestDocument, OptimizerRow, S
 from ckpipe.format.merge import merge
 from ckpipe.format.names import index_key, summary_id, summary_key
 from ckpipe.format.summary import Summary, decode_summary, encode_summary, summary_of
+from ckpipe.format.tree import Node
 from ckpipe.types import CheckpointId
 from tests.failure.test_hostile_checkpoints import state
 from tests.inner.made_up_ranks import ID, LIMIT, Borrowed, manifest_of
@@ -131,9 +132,9 @@ def test_garbage_is_refused(data: bytes) -> None:
 
 
 def test_tree_that_json_cannot_write_is_refused() -> None:
-    tree: list[Any] = ["absent"]
+    tree = Node("absent")
     for _ in range(100_000):
-        tree = ["list", [tree]]
+        tree = Node("list", nodes=[tree])
     bundle = replace(manifest(), structures=(Structure(tree, (), 0),))
     with pytest.raises(UnsupportedState):
         encode_bundle(bundle)
