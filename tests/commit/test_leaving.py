@@ -556,3 +556,18 @@ def test_a_save_that_fails_while_the_program_ends_is_logged() -> None:
     run = script(FAILING, flags=["-W", "ignore"])
     assert run.code == 0
     assert "A checkpoint failed: no room [step 4" in run.err
+
+
+def release_once_held(store: Stores) -> None:
+    store.slow.gate.wait_until_held()
+    store.slow.release()
+
+
+def test_leaving_on_an_exception_lets_staged_saves_finish(store: Stores) -> None:
+    store.slow.hold("write")
+    with pytest.raises(ZeroDivisionError), ckpipe.SyncPipeline(store.url) as pipeline:  # noqa: PT012
+        pipeline.save({"a": torch.ones(10)}, step=0)
+        threading.Thread(target=release_once_held, args=(store,)).start()
+        raise ZeroDivisionError
+    with ckpipe.SyncPipeline(store.url) as pipeline:
+        assert [each.step for each in pipeline.steps() if each.complete] == [0]

@@ -40,7 +40,7 @@ from ckpipe.format.merge import merge
 from ckpipe.format.names import index_key, summary_id, summary_key
 from ckpipe.format.summary import Summary, decode_summary, encode_summary, summary_of
 from ckpipe.types import CheckpointId
-from tests.failure.test_hostile_checkpoints import state
+from tests.damage.test_hostile_checkpoints import state
 from tests.inner.made_up_ranks import ID, LIMIT, Foreign, manifest_of
 from tests.support.stored_files import (
     SUMMARIES,

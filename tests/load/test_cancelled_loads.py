@@ -14,7 +14,7 @@ import torch
 from ckpipe.backend import ObjectReader
 from ckpipe.errors import StoreError
 from ckpipe.testing import MemoryBackend
-from tests.load.stored_states import load, store, verified
+from tests.support.stored_states import load, store, verified
 
 How = Literal["scope", "task"]
 

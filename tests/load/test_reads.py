@@ -22,9 +22,9 @@ from ckpipe.errors import (
 )
 from ckpipe.testing import MemoryBackend
 from tests.inner.made_up_ranks import load_as, request, store_ranks
-from tests.load.stored_states import BLOCK_BYTES, load, opened, store
 from tests.support.pipelines import Stores, stores
 from tests.support.stored_files import data_file_key, tombstone_key
+from tests.support.stored_states import BLOCK_BYTES, load, opened, store
 
 MIB = 1 << 20
 
