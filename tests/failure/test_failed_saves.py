@@ -19,7 +19,7 @@ def save_and_lose(store: Stores, pipeline: ckpipe.SyncPipeline) -> ckpipe.SyncSa
     return handle
 
 
-def test_failure_that_nobody_waited_for_is_raised_by_the_next_save(store: Stores) -> None:
+def test_a_failure_without_a_waiter_is_raised_by_the_next_save(store: Stores) -> None:
     with ckpipe.SyncPipeline(store.url) as pipeline:
         handle = save_and_lose(store, pipeline)
         with pytest.raises(errors.StoreFull):
@@ -29,7 +29,7 @@ def test_failure_that_nobody_waited_for_is_raised_by_the_next_save(store: Stores
         pipeline.save({"a": torch.ones(10)}, step=2, until="committed")
 
 
-def test_failure_that_nobody_waited_for_is_raised_on_leaving(store: Stores) -> None:
+def test_a_failure_without_a_waiter_is_raised_on_leaving(store: Stores) -> None:
     with pytest.raises(errors.StoreFull), ckpipe.SyncPipeline(store.url) as pipeline:
         save_and_lose(store, pipeline)
 

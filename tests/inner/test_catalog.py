@@ -323,7 +323,9 @@ def leftovers(draw: st.DrawFn) -> Leftovers:
 
 
 @given(leftovers(), st.sets(st.sampled_from(ATTEMPTS)), st.integers(0, 1))
-def test_only_what_is_old_and_nobodys_goes(found: Leftovers, running: set[str], days: int) -> None:
+def test_a_sweep_removes_only_what_is_old_and_unused(
+    found: Leftovers, running: set[str], days: int
+) -> None:
     threshold = DAY * days
     report = plan_sweep(found, NOW, threshold, running)
     assert {*report.remove} | {*report.keep} == {each.id for each in found.incomplete}

@@ -366,7 +366,7 @@ def text_of(data: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("world_size", WORLDS)
-def test_bundles_of_then_are_read(world_size: int) -> None:
+def test_earlier_bundles_are_read(world_size: int) -> None:
     for key, data in kept(world_size):
         if not key.endswith(".json"):
             continue
@@ -385,7 +385,7 @@ def test_bundles_fit_the_published_schema(world_size: int) -> None:
 
 
 @pytest.mark.parametrize("world_size", WORLDS)
-def test_summaries_of_then_say_what_the_index_says(world_size: int) -> None:
+def test_earlier_summaries_agree_with_the_index(world_size: int) -> None:
     index = decode_bundle(dict(kept(world_size))[index_key(ID)], key="", id=ID, kind="index")
     data = (DATA / f"world-{world_size}" / summary_key(ID)).read_bytes()
     assert decode_summary(ID, data).members == summary_of(index).members
@@ -424,7 +424,7 @@ def test_a_wrapper_tensor_is_in_version_2_only() -> None:
         decode_bundle(encode_json(document), key=name, id=id, kind="index")
 
 
-def test_data_file_of_then_opens_with_safetensors() -> None:
+def test_an_earlier_data_file_opens_with_safetensors() -> None:
     image = dict(kept(1))[data_file_key(ID)]
     found = safetensors.torch.load(image)
     assert torch.equal(found["model.weight"], torch.arange(12.0).reshape(3, 4))

@@ -78,7 +78,7 @@ async def test_what_was_just_saved_is_the_newest_for_coroutines(store: Stores) -
 
 
 @pytest.mark.parametrize("how", ["failed", "cancelled", "skipped", "the store is down"])
-def test_a_save_that_comes_to_nothing_does_not_count(store: Stores, how: str) -> None:
+def test_a_save_that_makes_no_checkpoint_does_not_count(store: Stores, how: str) -> None:
     upload = {"retries": 1, "backoff_seconds": 0.0, "backoff_max_seconds": 0.0}
     staging = {"block_bytes": 65536, "bytes": 1 << 19}
     pipeline = SettlingPipeline(store.url, upload=upload, staging=staging, on_busy="skip").open()

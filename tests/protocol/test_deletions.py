@@ -22,9 +22,12 @@ from tests.support.stored_files import index_key
 STATE: dict[str, Any] = {"a": torch.ones(100)}
 
 
-def remove(pipeline: ckpipe.SyncPipeline, how: str) -> object:
+def remove(pipeline: ckpipe.SyncPipeline, how: str) -> None:
     """Remove step 1 by name, or as what the rules do not keep."""
-    return pipeline.delete(1) if how == "delete" else pipeline.prune()
+    if how == "delete":
+        pipeline.delete(1)
+    else:
+        pipeline.prune()
 
 
 def raised_by(call: Callable[[], object]) -> errors.CkpipeError | None:

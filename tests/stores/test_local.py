@@ -147,7 +147,7 @@ async def test_a_root_is_made_by_the_first_write_and_stays(tmp_path: Path) -> No
     assert files_below(tmp_path) == ["a/b/x/y"]
 
 
-async def test_a_directory_that_may_not_be_read_is_in_nobodys_way(
+async def test_a_directory_that_may_not_be_read_disturbs_no_other(
     tmp_path: Path, backend: LocalBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scandir = os.scandir
