@@ -17,22 +17,39 @@ SIZE = 32 << 20
 STAGING: dict[str, Any] = {"block_bytes": 1 << 20}
 
 
-def resident() -> int:
-    """How many bytes of staging memory lie in memory: no other mapping is kept from children."""
-    found = nbytes = 0
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        if line.startswith("Rss:"):
-            nbytes = int(line.split()[1]) << 10
-        elif line.startswith("VmFlags:") and "dc" in line.split():  # MADV_DONTFORK
-            found += nbytes
-    return found
+class StagingMemory:
+    """The staging memory of pipelines that are opened from now on, by the mappings of the system.
 
+    No other mapping that comes meanwhile is kept from children.
+    """
 
-def until_resident(nbytes: int) -> None:
-    """Wait until so much staging memory lies in memory: a thread may be touching its last block."""
-    deadline = time.monotonic() + 60
-    while (found := resident()) != nbytes:
-        assert time.monotonic() < deadline, f"{found} bytes lie in memory, not {nbytes}"
+    def __init__(self) -> None:
+        self._earlier = set(self._mappings())
+
+    @staticmethod
+    def _mappings() -> dict[str, int]:
+        """The resident bytes of each mapping that children do not get, by its addresses."""
+        found, addresses, nbytes = dict[str, int](), "", 0
+        for line in Path("/proc/self/smaps").read_text().splitlines():
+            name, *values = line.split()
+            if not name.endswith(":"):
+                addresses = name
+            elif name == "Rss:":
+                nbytes = int(values[0]) << 10
+            elif name == "VmFlags:" and "dc" in values:  # MADV_DONTFORK
+                found[addresses] = nbytes
+        return found
+
+    def resident(self) -> int:
+        """How many bytes of it lie in memory."""
+        mappings = self._mappings()
+        return sum(mappings[each] for each in mappings.keys() - self._earlier)
+
+    def wait_until_gone(self) -> None:
+        """Wait until none of it lies in memory: a thread may be touching its last block."""
+        deadline = time.monotonic() + 60
+        while found := self.resident():
+            assert time.monotonic() < deadline, f"{found} bytes still lie in memory"
 
 
 def state() -> dict[str, Any]:
@@ -40,16 +57,17 @@ def state() -> dict[str, Any]:
 
 
 def test_memory_of_a_save_is_kept_until_it_is_given_back(tmp_path: Path) -> None:
+    memory = StagingMemory()
     with SettlingPipeline(tmp_path, staging=STAGING, worker="thread") as pipeline:
         pipeline.save(state(), step=0, until="committed")
         pipeline.save(state(), step=1, until="committed")
         settle(pipeline)
         kept = pipeline.statistics().pool_bytes
         assert kept >= SIZE
-        assert resident() > 0
+        assert 0 < memory.resident() <= kept
         assert pipeline.trim() == kept
         gc.collect()
-        until_resident(0)
+        memory.wait_until_gone()
         assert pipeline.trim() == 0, "nothing is left"
         pipeline.save(state(), step=2, until="committed")
         assert torch.equal(loaded_state(pipeline, 2)["w"], state()["w"])

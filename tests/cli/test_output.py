@@ -32,7 +32,7 @@ def test_names_from_a_store_cannot_steer_the_terminal(call: Commands, tmp_path: 
     assert "[bold]" in out
 
 
-def test_programs_get_json_whatever_goes_wrong(call: Commands, tmp_path: Path) -> None:
+def test_programs_get_json_after_any_failure(call: Commands, tmp_path: Path) -> None:
     one, _ = save_steps(tmp_path / "root", 1, 2)
     damage(tmp_path / "root", one)
     failing = [

@@ -12,7 +12,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -32,6 +31,8 @@ from tests.support.pipelines import Stores, loaded_state
 from tests.support.signals import signals_heard
 
 STATE = {"w": torch.ones(10)}
+NO_STATE: Any = None
+"""What every save refuses."""
 
 
 def test_open_and_close_do_what_the_block_does(store: Stores) -> None:
@@ -135,7 +136,7 @@ def test_an_error_of_a_handler_gives_no_save_up(store: Stores) -> None:
     before = signal.signal(signal.SIGUSR2, handle)
     store.slow.hold("write")
     saved = pipeline.save(STATE, step=0)
-    killing = threading.Thread(target=once, args=(lambda: pipeline._closing, kill_worker))
+    killing = threading.Thread(target=once_it_closes, args=(pipeline, kill_worker))
     try:
         with signals_heard(), pytest.raises(RuntimeError) as caught, pipeline:  # noqa: PT012
             killing.start()
@@ -149,9 +150,13 @@ def test_an_error_of_a_handler_gives_no_save_up(store: Stores) -> None:
     assert isinstance(caught.value.__context__, ValueError)
 
 
-def once(condition: Callable[[], bool], then: Callable[[], object]) -> None:
-    while not condition():
-        time.sleep(0.001)
+def once_it_closes(pipeline: ckpipe.SyncPipeline, then: Callable[[], object]) -> None:
+    """Ask for saves that are refused, until they are because the pipeline closes; do something."""
+    refused: Exception | None = None
+    while not isinstance(refused, errors.PipelineClosed):
+        with pytest.raises(errors.CkpipeError) as caught:
+            pipeline.save(NO_STATE)
+        refused = caught.value
     then()
 
 
@@ -209,17 +214,21 @@ async def first_save_held(store: Stores, pipeline: ckpipe.Pipeline) -> asyncio.T
     return saving
 
 
-def being_closed(pipeline: ckpipe.Pipeline) -> None:
-    """Return once a call to close the pipeline waits for its saves; blocking."""
-    while not pipeline._closing:
-        threading.Event().wait(0.001)
+async def being_closed(pipeline: ckpipe.Pipeline) -> None:
+    """Return once a call to close the pipeline waits for its saves."""
+    refused: Exception | None = None
+    while not isinstance(refused, errors.PipelineClosed):
+        await asyncio.sleep(0)
+        with pytest.raises(errors.CkpipeError) as caught:
+            await pipeline.save(NO_STATE)
+        refused = caught.value
 
 
 async def test_leaving_waits_for_a_save_that_has_not_begun(store: Stores) -> None:
     pipeline = await ckpipe.Pipeline(store.url, drain_timeout_seconds=0).open()
     saving = await first_save_held(store, pipeline)
     leaving = asyncio.create_task(pipeline.aclose())
-    await anyio.to_thread.run_sync(being_closed, pipeline)
+    await being_closed(pipeline)
     store.slow.release()
     await leaving
     assert (await saving).status == "committed"
@@ -556,3 +565,18 @@ def test_a_save_that_fails_while_the_program_ends_is_logged() -> None:
     run = script(FAILING, flags=["-W", "ignore"])
     assert run.code == 0
     assert "A checkpoint failed: no room [step 4" in run.err
+
+
+def release_once_held(store: Stores) -> None:
+    store.slow.gate.wait_until_held()
+    store.slow.release()
+
+
+def test_leaving_on_an_exception_lets_staged_saves_finish(store: Stores) -> None:
+    store.slow.hold("write")
+    with pytest.raises(ZeroDivisionError), ckpipe.SyncPipeline(store.url) as pipeline:  # noqa: PT012
+        pipeline.save({"a": torch.ones(10)}, step=0)
+        threading.Thread(target=release_once_held, args=(store,)).start()
+        raise ZeroDivisionError
+    with ckpipe.SyncPipeline(store.url) as pipeline:
+        assert [each.step for each in pipeline.steps() if each.complete] == [0]

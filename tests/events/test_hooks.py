@@ -260,7 +260,7 @@ class _Awaits:
         self.steps.append(event.step)
 
 
-def test_whatever_returns_something_to_await_is_awaited(tmp_path: Path) -> None:
+def test_a_hook_that_returns_an_awaitable_is_awaited(tmp_path: Path) -> None:
     hook = _Awaits()
     with ckpipe.SyncPipeline(tmp_path) as pipeline:
         pipeline.on_complete(hook)

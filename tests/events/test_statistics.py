@@ -92,7 +92,7 @@ def test_a_save_counts_whole_once_its_commit_is_known_and_never_twice(store: Sto
     assert pipeline.statistics().bytes == handle.report.bytes
 
 
-def test_every_save_ends_once_whatever_becomes_of_it(store: Stores) -> None:
+def test_every_save_ends_once_with_any_result(store: Stores) -> None:
     ended: list[tuple[int, str]] = []
 
     def listen(event: events.Event) -> None:

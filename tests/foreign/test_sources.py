@@ -61,7 +61,7 @@ def test_a_package_opens_files_and_what_ckpipe_refuses(tmp_path: Path, call: Com
     assert ckpipe.load(tmp_path / "run.rows").step == 4
 
 
-def test_a_package_that_cannot_be_imported_keeps_nobody_from_other_formats(
+def test_a_package_that_cannot_be_imported_leaves_other_formats_readable(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delitem(sys.modules, "my_package", raising=False)

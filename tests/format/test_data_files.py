@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,6 +16,7 @@ from safetensors.torch import load as load_safetensors
 import ckpipe
 from ckpipe.planning import LocalPlanner
 from ckpipe.testing import MemoryBackend
+from tests.support.pipelines import small_state
 from tests.support.tensor_states import SPECS, Spec, build
 
 BLOCK_BYTES = (1 << 16, (1 << 16) + 4096, 1 << 20)
@@ -123,3 +126,13 @@ async def test_bytes_that_no_tensor_has_are_zeros() -> None:
     memory = torch.full((8,), 255, dtype=torch.uint8)
     image, _ = await saved({"bytes": memory[1:7], "float": memory.view(torch.float32)[1:]})
     assert image.endswith(b"\0" + b"\xff" * 7)
+
+
+def test_data_file_opens_with_safetensors(tmp_path: Path) -> None:
+    with ckpipe.SyncPipeline(tmp_path / "run") as pipeline:
+        pipeline.save(small_state(), step=1, until="committed")
+    (path,) = (tmp_path / "run").glob("step-*/rank-00000.safetensors")
+    with safetensors.safe_open(path, framework="pt") as file:
+        assert file.metadata() == {"format": "pt", "ckpipe": "1"}
+        for key in ("turned", "half", "scalar", "empty"):
+            assert torch.equal(file.get_tensor(key), small_state()[key])

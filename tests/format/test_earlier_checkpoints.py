@@ -142,7 +142,7 @@ def blank(value: Any) -> Any:
 
 
 @each_feature
-def test_checkpoint_of_then_loads_alone(old: Callable[[str], Path], name: str) -> None:
+def test_an_earlier_checkpoint_loads_on_one_rank(old: Callable[[str], Path], name: str) -> None:
     feature = FEATURES[name]
     result = ckpipe.load(old(name), **feature.load)
     expected = feature.alone() if feature.alone else feature.state(0)
@@ -152,7 +152,7 @@ def test_checkpoint_of_then_loads_alone(old: Callable[[str], Path], name: str) -
 
 
 @pytest.mark.parametrize("name", [name for name, each in FEATURES.items() if each.ranks > 1])
-def test_checkpoint_of_then_loads_into_each_rank(old: Callable[[str], Path], name: str) -> None:
+def test_an_earlier_checkpoint_loads_into_each_rank(old: Callable[[str], Path], name: str) -> None:
     feature = FEATURES[name]
     for rank in range(feature.ranks)[:: max(1, feature.ranks // 4)]:
         with rank_of(rank, feature.ranks):
@@ -162,14 +162,16 @@ def test_checkpoint_of_then_loads_into_each_rank(old: Callable[[str], Path], nam
 
 
 @pytest.mark.parametrize("name", ["training", "captured"])
-def test_checkpoint_of_then_loads_into_objects(old: Callable[[str], Path], name: str) -> None:
+def test_an_earlier_checkpoint_loads_into_objects(old: Callable[[str], Path], name: str) -> None:
     target = FEATURES[name].state(0)
     blank([target["model"], target["optimizer"]])
     ckpipe.load(old(name), target)
     assert described(target) == described(FEATURES[name].state(0))
 
 
-def test_generators_of_then_draw_what_they_would_have_drawn(old: Callable[[str], Path]) -> None:
+def test_generators_of_an_earlier_checkpoint_draw_the_same_numbers(
+    old: Callable[[str], Path],
+) -> None:
     def draws() -> earlier_states.State:
         return {"python": random.random(), "numpy": np.random.rand(), "torch": torch.rand(1).item()}
 
@@ -223,7 +225,7 @@ async def saved(name: str) -> dict[str, bytes]:
 
 @pytest.mark.sample(8)
 @each_feature
-def test_what_is_written_now_is_what_was_written_then(
+def test_the_written_bytes_are_those_of_an_earlier_ckpipe(
     old: Callable[[str], Path], name: str
 ) -> None:
     then, now = objects(old(name)), anyio.run(saved, name)

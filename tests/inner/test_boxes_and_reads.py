@@ -319,7 +319,7 @@ def test_reads_stay_in_their_file_and_their_buffer(case: Case) -> None:
 
 
 @given(cases())
-def test_little_is_read_that_nobody_needs(case: Case) -> None:
+def test_few_bytes_are_read_that_are_not_needed(case: Case) -> None:
     needs = contiguous([absolute(case.data, need) for need in case.needs])
     allowed = sum(hi - lo + max(ALLOWANCE_BYTES, (hi - lo) // 10) for _, lo, hi in needs)
     assert (

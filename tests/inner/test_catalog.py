@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -41,7 +40,7 @@ from ckpipe.format.names import (
 )
 from ckpipe.format.summary import Summary, encode_summary, summary_of
 from ckpipe.retention import KeepBest, KeepEvery, KeepIf, KeepLast, Rule
-from ckpipe.testing import FaultyBackend, Landing, MemoryBackend
+from ckpipe.testing import FaultyBackend, MemoryBackend
 from ckpipe.testing.wrappers import Operation
 from ckpipe.types import CheckpointId, CheckpointInfo
 from tests.inner.made_up_ranks import manifest_of
@@ -102,63 +101,6 @@ async def test_a_lease_that_comes_before_the_tombstone_keeps_the_data() -> None:
     await finish_deletions(backend, finished, forget_before=LONG_AGO)
     assert lies_below(saved(1), await keys(backend)) == []
     assert finished == {saved(1)}
-
-
-@pytest.mark.parametrize("landing", list(Landing))
-async def test_a_lease_is_found_whenever_it_comes_before_a_reader_may_begin(
-    landing: Landing,
-) -> None:
-    """At every operation of a deletion a reader comes: it reads whole data, or is turned away."""
-    for number in range(1, 100):
-        backend = await with_checkpoints(1)
-        memory = backend.inner
-        before = len(backend.operations)
-        verdicts: list[bool] = []
-
-        async def read(memory: Any = memory, verdicts: list[bool] = verdicts) -> None:
-            lease = Lease(memory, str(saved(1)))
-            await lease.renew()
-            allowed = tombstone_key(saved(1)) not in await keys(memory)
-            verdicts.append(allowed)
-
-        def come(_: Operation, read: Any = read) -> None:
-            thread = threading.Thread(target=anyio.run, args=(read,))
-            thread.start()
-            thread.join()
-
-        backend.call(come, before + number, landing)
-        gone = await delete(backend, saved(1)) is Removal.GONE
-        if len(backend.operations) - before < number:
-            assert number > 5
-            return
-        if not verdicts:  # nothing lands where it finds no pin
-            continue
-        whole = len(lies_below(saved(1), await keys(backend))) == 2
-        assert not verdicts[0] or (whole and not gone)
-
-
-def test_the_newest_that_is_deleted_under_a_reader_gives_way_to_the_next(store: Stores) -> None:
-    with ckpipe.SyncPipeline(store.url) as pipeline:
-        infos = [pipeline.save(STATE, step=step).wait() for step in range(3)]
-
-        def is_lease(operation: Operation) -> bool:
-            return operation.verb == "put" and operation.key.startswith(LEASES)
-
-        store.faulty.call(lambda _: pipeline_delete(store, infos[2].id), is_lease)
-        result = pipeline.load()
-        assert result is not None
-        assert result.id == infos[1].id
-        store.faulty.call(lambda _: pipeline_delete(store, infos[1].id), is_lease, Landing.AFTER)
-        with pytest.raises(errors.CheckpointIncomplete, match="deleted just now"):
-            pipeline.load(step=1)
-
-
-def pipeline_delete(store: Stores, name: str) -> None:
-    id = CheckpointId.parse(name)
-    assert id is not None
-    thread = threading.Thread(target=anyio.run, args=(delete, store.memory, id))
-    thread.start()
-    thread.join()
 
 
 async def test_a_lease_is_renewed_while_work_lasts_and_released_after_it(
@@ -323,7 +265,9 @@ def leftovers(draw: st.DrawFn) -> Leftovers:
 
 
 @given(leftovers(), st.sets(st.sampled_from(ATTEMPTS)), st.integers(0, 1))
-def test_only_what_is_old_and_nobodys_goes(found: Leftovers, running: set[str], days: int) -> None:
+def test_a_sweep_removes_only_what_is_old_and_unused(
+    found: Leftovers, running: set[str], days: int
+) -> None:
     threshold = DAY * days
     report = plan_sweep(found, NOW, threshold, running)
     assert {*report.remove} | {*report.keep} == {each.id for each in found.incomplete}

@@ -400,12 +400,12 @@ def test_every_part_is_in_one_object_and_nothing_costs_less(
         assert cost(chosen) <= cost(tuple({(level, rank // span) for rank in ranks}))
 
 
-def test_nothing_but_the_own_part_is_needed_of_a_rank_that_leans_on_nobody() -> None:
+def test_a_rank_without_references_needs_only_its_own_part() -> None:
     assert nearest(16_384, (), 11_000) == ()
     assert nearest(16_384, (0,), 11_000) == ((0, 0),)
 
 
-def test_all_ranks_are_had_from_the_index() -> None:
+def test_all_ranks_are_read_from_the_index() -> None:
     assert nearest(64, range(64), 11_000) is None
     assert nearest(16_384, range(16_384), 11_000) is None
     assert nearest(16_384, range(100, 200), 11_000) == ((1, 1),)

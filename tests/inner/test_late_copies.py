@@ -238,7 +238,7 @@ def test_writes_beside_them_are_not_noticed(state: list[torch.Tensor]) -> None:
     assert watch.changed_in(sample) is None
 
 
-def test_what_lies_between_the_elements_of_a_tensor_is_nobodys() -> None:
+def test_memory_between_the_elements_of_a_tensor_has_no_owner() -> None:
     base = torch.zeros(100)
     sample, watch = made([base[::2], base.as_strided((3, 3), (1, 1))])
     base.fill_(1)

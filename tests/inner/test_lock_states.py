@@ -485,7 +485,7 @@ async def test_a_load_waits_for_what_devices_still_read(lock: StateLock) -> None
     assert is_free(lock)
 
 
-async def test_a_step_behind_a_load_breaks_a_deferred_capture_as_ever(
+async def test_a_step_behind_a_load_breaks_a_deferred_capture(
     lock: StateLock, threads: DaemonThreads
 ) -> None:
     capture = begun(lock)

@@ -40,7 +40,7 @@ from ckpipe.format.names import index_key, summary_id, summary_key
 from ckpipe.format.summary import Summary, decode_summary, encode_summary, summary_of
 from ckpipe.format.tree import Node
 from ckpipe.types import CheckpointId
-from tests.failure.test_hostile_checkpoints import state
+from tests.damage.test_hostile_checkpoints import state
 from tests.inner.made_up_ranks import ID, LIMIT, Borrowed, manifest_of
 from tests.support.stored_files import (
     SUMMARIES,
@@ -365,7 +365,7 @@ def text_of(data: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("world_size", WORLDS)
-def test_bundles_of_then_are_read(world_size: int) -> None:
+def test_earlier_bundles_are_read(world_size: int) -> None:
     for key, data in kept(world_size):
         if not key.endswith(".json"):
             continue
@@ -384,7 +384,7 @@ def test_bundles_fit_the_published_schema(world_size: int) -> None:
 
 
 @pytest.mark.parametrize("world_size", WORLDS)
-def test_summaries_of_then_say_what_the_index_says(world_size: int) -> None:
+def test_earlier_summaries_agree_with_the_index(world_size: int) -> None:
     index = decode_bundle(dict(kept(world_size))[index_key(ID)], key="", id=ID, kind="index")
     data = (DATA / f"world-{world_size}" / summary_key(ID)).read_bytes()
     assert decode_summary(ID, data).members == summary_of(index).members

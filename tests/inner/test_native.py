@@ -144,7 +144,7 @@ def test_reads_and_writes_up_to_the_last_byte_of_memory_and_no_further() -> None
 
 
 @both
-def test_the_sum_is_of_what_was_written_whoever_writes_to_the_source_meanwhile() -> None:
+def test_the_sum_is_of_the_written_bytes_while_others_write_to_the_source() -> None:
     source, target = np.zeros(8 << 20, np.uint8), np.zeros(8 << 20, np.uint8)
     over = threading.Event()
 

@@ -219,7 +219,7 @@ async def test_a_name_that_is_no_time_or_the_last_one_keeps_nobody_out(name: str
 
 @settings(max_examples=40)
 @given(st.data())
-async def test_whoever_votes_last_knows_the_greatest_vote(data: st.DataObject) -> None:
+async def test_the_last_to_vote_knows_the_greatest_vote(data: st.DataObject) -> None:
     size = data.draw(st.integers(1, 30))
     votes = data.draw(st.lists(st.integers(0, 10**12), min_size=size, max_size=size))
     order = data.draw(st.permutations(range(size)))

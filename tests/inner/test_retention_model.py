@@ -399,7 +399,7 @@ async def pin_beside(
     assert await left_of(world.store, id) == expected
 
 
-async def test_a_pin_that_succeeds_is_seen_by_whoever_removes() -> None:
+async def test_a_removal_sees_a_pin_that_succeeds() -> None:
     every = itertools.product(
         itertools.product(range(1, 9), range(1, 23)),
         itertools.product(Landing, Landing),

@@ -13,7 +13,7 @@ from ckpipe import Rename
 from ckpipe.distributed import training_state
 from ckpipe.errors import StructureMismatch, UsageError
 from ckpipe.testing import MemoryBackend
-from tests.load.stored_states import load, store
+from tests.support.stored_states import load, store
 
 
 class Hooked(nn.Module):

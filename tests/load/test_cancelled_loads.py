@@ -14,7 +14,7 @@ import torch
 from ckpipe.backend import ObjectReader
 from ckpipe.errors import StoreError
 from ckpipe.testing import MemoryBackend
-from tests.load.stored_states import load, store, verified
+from tests.support.stored_states import load, store, verified
 
 How = Literal["scope", "task"]
 
@@ -106,7 +106,7 @@ class Interrupted(Hanging):
         await super().read_into(key, offset, buffer)
 
 
-async def test_a_read_that_nobody_has_cancelled_is_not_lost_in_silence() -> None:
+async def test_a_read_that_was_not_cancelled_is_not_lost_in_silence() -> None:
     backend = Interrupted("")
     await store(state(), backend)
     with pytest.raises(StoreError, match="cancelled a read"):

@@ -13,7 +13,7 @@ from torch import nn
 import ckpipe
 from ckpipe.errors import UsageError
 from ckpipe.testing import MemoryBackend
-from tests.load.stored_states import load, store
+from tests.support.stored_states import load, store
 
 
 async def test_on_meta_nothing_is_read() -> None:

@@ -20,8 +20,8 @@ from ckpipe.errors import InvalidManifest, StructureMismatch, UnsupportedState
 from ckpipe.testing import MemoryBackend
 from tests.format.test_earlier_checkpoints import described
 from tests.inner.made_up_ranks import capture
-from tests.load.stored_states import load, round_trip, run_round_trip, store
 from tests.support.stored_files import document_of, sealed
+from tests.support.stored_states import load, round_trip, run_round_trip, store
 
 
 class Pair(NamedTuple):

@@ -84,7 +84,7 @@ def is_question(operation: Operation) -> bool:
 
 
 @pytest.mark.parametrize("loading", [[0, 1, 2], [0], [2]])
-def test_ranks_go_back_together_whoever_has_loaded(store: Stores, loading: list[int]) -> None:
+def test_ranks_go_back_together_if_any_has_loaded(store: Stores, loading: list[int]) -> None:
     with ranks(store.url, 3, keep_last=2) as world:
         for step in (4, 8):
             for pipeline in world:
@@ -239,7 +239,7 @@ def test_only_what_would_hide_an_older_checkpoint_is_waited_for(store: Stores) -
             assert {result.id} == again != {id}
 
 
-def test_a_fallback_agrees_at_once_whatever_failed(store: Stores) -> None:
+def test_a_fallback_agrees_at_once_after_a_failed_save(store: Stores) -> None:
     earlier = saved_earlier(store.url)
     with ranks(store.url, 2) as world, ThreadPoolExecutor(2) as threads:
         world[0].save(STATE, step=1).wait()

@@ -24,7 +24,7 @@ from ckpipe.errors import (
     SharingConflict,
     StructureMismatch,
 )
-from tests.load.stored_states import round_trip
+from tests.support.stored_states import round_trip
 
 
 class Pair(NamedTuple):

@@ -13,8 +13,8 @@ from ckpipe.distributed import training_state
 from ckpipe.errors import DtypeMismatch, ShapeMismatch, StructureMismatch, UsageError
 from ckpipe.testing import MemoryBackend
 from tests.inner.made_up_ranks import load_as, request, store_ranks
-from tests.load.stored_states import load, store
 from tests.support.placed_tensors import placed, rank_of
+from tests.support.stored_states import load, store
 
 
 class Net(nn.Module):

@@ -22,9 +22,9 @@ from ckpipe.errors import (
 )
 from ckpipe.testing import MemoryBackend
 from tests.inner.made_up_ranks import load_as, request, store_ranks
-from tests.load.stored_states import BLOCK_BYTES, load, opened, store
 from tests.support.pipelines import Stores, stores
 from tests.support.stored_files import data_file_key, tombstone_key
+from tests.support.stored_states import BLOCK_BYTES, load, opened, store
 
 MIB = 1 << 20
 
@@ -105,7 +105,7 @@ async def test_a_load_that_is_given_up_in_the_middle_keeps_no_buffer() -> None:
 
 
 @pytest.mark.parametrize("lost", ["gone", "silent", "damaged"])
-async def test_a_target_that_does_not_fit_goes_before_whatever_is_wrong_with_a_file(
+async def test_a_target_that_does_not_fit_is_told_before_damage_of_a_file(
     lost: str,
 ) -> None:
     backend, target = Remote(), {"a": torch.zeros(9), "b": torch.zeros(3)}
@@ -161,7 +161,7 @@ async def test_what_is_wrong_with_a_file_that_is_not_needed_does_not_matter(
         assert result.report.bytes == needed
 
 
-def test_a_checkpoint_that_is_being_deleted_says_so_whatever_else_is_wrong(
+def test_a_deletion_is_told_before_any_damage(
     shared: Stores,
 ) -> None:
     target = {"a": torch.zeros(8)}

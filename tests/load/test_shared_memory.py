@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import ckpipe
 from ckpipe.errors import SharingConflict
-from tests.load.stored_states import round_trip, run_round_trip
+from tests.support.stored_states import round_trip, run_round_trip
 
 
 async def test_overlapping_views_agree_or_not_byte_by_byte() -> None:

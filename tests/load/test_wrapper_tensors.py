@@ -403,17 +403,6 @@ def test_a_worker_process_saves_them(tmp_path: Path) -> None:
 # The format
 
 
-def test_only_objects_with_a_wrapper_have_the_newer_version(tmp_path: Path) -> None:
-    for name, state, version in (
-        ("plain", {"wrapper_tensor": [torch.ones(1), "wrapper_tensor"]}, 1),
-        ("wrapped", {"a": [scaled()]}, 2),
-        ("left out", {"a": [scaled()], "b": 1}, 1),
-    ):
-        kwargs = {"exclude": ["a"]} if name == "left out" else {}
-        save(tmp_path / name, state, step=1, **kwargs)
-        assert index_of(tmp_path / name)["version"] == version, name
-
-
 HOSTILE_CONTEXTS: list[Any] = [
     {"evil": [1]},
     [["value", 1], [1]],

@@ -8,11 +8,13 @@ import signal
 import threading
 import weakref
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ckpipe import StateLock
+import ckpipe
+from ckpipe import StateLock, errors
 from ckpipe.errors import LockMisuse, StateLockTimeout
 from tests.support.actors import PATIENCE, DaemonThreads, Held, is_free, noted, until
 from tests.support.command_line import forked
@@ -259,3 +261,21 @@ def test_repr_and_statistics_tell_who_and_why(lock: StateLock, threads: DaemonTh
     assert 0 <= holder.seconds < PATIENCE
     trainer.end()
     capture.result(PATIENCE)
+
+
+def test_saving_inside_mutating_raises_at_once(tmp_path: Path) -> None:
+    with ckpipe.SyncPipeline(tmp_path) as pipeline:
+        with pipeline.lock.mutating(), pytest.raises(errors.LockMisuse):
+            pipeline.save({"a": 1}, step=0)
+        pipeline.save({"a": 1}, step=0, until="committed")
+
+
+def test_a_trainer_that_holds_the_lock_fails_the_save_not_the_step(
+    tmp_path: Path, threads: DaemonThreads
+) -> None:
+    with ckpipe.SyncPipeline(tmp_path, lock={"timeout_seconds": 0.05}) as pipeline:
+        trainer = Held(threads, pipeline.lock.mutating)
+        with pytest.raises(errors.StateLockTimeout, match="trainer_0"):
+            pipeline.save({"a": 1}, step=0)
+        trainer.end()
+        pipeline.save({"a": 1}, step=1, until="committed")

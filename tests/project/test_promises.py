@@ -23,13 +23,38 @@ def found_in(file: str) -> frozenset[str]:
     return frozenset(found)
 
 
-def test_every_promise_names_a_test_that_is_there() -> None:
-    rows = [row for row in PAGE.read_text().splitlines() if row.startswith("| ")]
-    rows = [row for row in rows if row != "| promise | shown by |"]
-    assert len(rows) > 100
+def rows_by_heading() -> dict[str, list[str]]:
+    """The rows of promises under each heading."""
+    found: dict[str, list[str]] = {}
+    for line in PAGE.read_text().splitlines():
+        if line.startswith("## "):
+            found[line.removeprefix("## ")] = []
+        elif line.startswith("| ") and line != "| promise | shown by |":
+            found[[*found][-1]].append(line)
+    return found
+
+
+def folders() -> dict[str, str]:
+    """The heading of each folder of tests, which is empty for those of no promises."""
+    lines = (TESTS / "README.md").read_text().splitlines()
+    return {row[1]: row[2] for line in lines if (row := re.match(r"\| `(\w+)` \| (.*?) ?\|", line))}
+
+
+def test_every_promise_names_a_test_in_the_folder_of_its_heading() -> None:
+    headings = {heading: folder for folder, heading in folders().items() if heading}
+    assert list(headings) == list(rows_by_heading()), "tests/README.md has the same headings"
     lost = []
-    for row in rows:
-        shown = re.fullmatch(r"\| .+ \| `([\w/]+\.py)::([\w:]+)`( †)? \|", row)
-        if shown is None or shown[2] not in found_in(shown[1]):
-            lost.append(row)
-    assert not lost, "Name the test that shows it now:\n" + "\n".join(lost)
+    for heading, rows in rows_by_heading().items():
+        assert rows, f"no promise under {heading}"
+        for row in rows:
+            shown = re.fullmatch(r"\| .+ \| `((\w+)/[\w/]+\.py)::([\w:]+)`( †)? \|", row)
+            if shown is None or shown[2] != headings[heading] or shown[3] not in found_in(shown[1]):
+                lost.append(f"{heading} (tests/{headings[heading]}): {row}")
+    assert not lost, "Name the test that shows it now, in the folder of the heading:\n" + "\n".join(
+        lost
+    )
+
+
+def test_every_folder_of_tests_is_explained() -> None:
+    there = {path.parent.name for path in TESTS.glob("*/test_*.py")}
+    assert there == folders().keys()

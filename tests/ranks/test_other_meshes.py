@@ -94,7 +94,7 @@ async def test_a_rank_that_gets_no_place_for_its_part_is_told_what_to_pass() -> 
         assert caught.value.key == "w"
 
 
-async def test_elements_that_nobody_wrote_are_named_before_anything_is_touched() -> None:
+async def test_elements_that_no_rank_wrote_are_named_before_anything_is_touched() -> None:
     backend, full = MemoryBackend(), numbered(6, 2)
     held = rows(6, 3, 2)
     held[1] = [(((2, 0), (3, 2)), 1)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import concurrent.futures
-import contextlib
 import queue
 import re
 import threading
@@ -87,17 +86,6 @@ def test_rank_that_saves_twice_is_refused(store: Stores) -> None:
         world[1].save(state(1), step=1)
         with pytest.raises(errors.AttemptReused, match=r"step 1.*rank 1"):
             again.save(state(1), step=1)
-
-
-def test_of_processes_that_claim_one_rank_exactly_one_saves(store: Stores) -> None:
-    with contextlib.ExitStack() as stack, concurrent.futures.ThreadPoolExecutor(6) as pool:
-        opened = [
-            stack.enter_context(ckpipe.SyncPipeline(store.url, attempt_id="run")) for _ in range(6)
-        ]
-        racers = [pool.submit(pipeline.save, state(0), step=1) for pipeline in opened]
-        errors_seen = [racer.exception() for racer in racers]
-    assert sum(error is None for error in errors_seen) == 1
-    assert all(error is None or isinstance(error, errors.AttemptReused) for error in errors_seen)
 
 
 def test_no_way_to_agree_names_both_ways(store: Stores) -> None:
@@ -345,19 +333,6 @@ def test_requests_of_a_save_do_not_grow_with_the_world() -> None:
     assert counts[2].count("put") == 1
 
 
-def test_straggler_after_a_deletion_revives_nothing(store: Stores) -> None:
-    with ranks(store.url, 2, **FAST) as old:
-        name = old[0].save(state(0), step=9).wait().id
-        with ranks(store.url, 2, attempt_id="restart", **FAST) as new:
-            new[0].delete(name)
-            handle = old[1].save(state(1), step=9)
-            handle.wait()
-            settle(old[1])
-            with pytest.raises(errors.CheckpointIncomplete, match="deleted"):
-                handle.wait_complete(timeout=60)
-            assert new[1].latest() is None
-
-
 def test_a_rank_that_the_store_failed_loads_what_the_others_have_loaded(store: Stores) -> None:
     with ranks(store.url, 2, **FAST) as world:
         save_all(world, 1)
@@ -464,18 +439,6 @@ class TestRetention:
             save_all(world, 2)
             assert last.is_set()
             assert [info.step for info in world[0].steps()] == [2]
-
-    def test_ranks_that_prune_at_once(self, store: Stores) -> None:
-        with ranks(store.url, 3, **FAST) as world:
-            for step in (1, 2, 3):
-                save_all(world, step)
-        with ranks(store.url, 3, attempt_id="restart", keep_last=1, **FAST) as world:
-            threads = [threading.Thread(target=pipeline.prune) for pipeline in world]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-            assert [info.step for info in world[0].steps()] == [3]
 
     def test_deletion_leaves_nothing_of_any_rank(self, store: Stores) -> None:
         with ranks(store.url, 3, **FAST) as world:

@@ -128,7 +128,7 @@ def test_steps_and_seconds_together_part_no_ranks(store: Stores) -> None:
         assert training.saved[0] == training.saved[1]
 
 
-def test_a_rank_that_is_silent_holds_nobody_up_for_long(store: Stores) -> None:
+def test_a_silent_rank_holds_the_others_up_for_a_limited_time(store: Stores) -> None:
     grace = {"preemption": {"enabled": True, "signals": [], "grace_seconds": 0.4}}
     with ranks(store.url, 3, **LOOK, **grace) as world:
         # The third one's store has gone away: it hears nothing and says nothing.
@@ -155,7 +155,7 @@ def test_answers_of_the_store_that_are_lost_part_no_ranks(store: Stores) -> None
         assert training.saved == [[step]] * 3
 
 
-def test_nobody_asks_the_store_while_nothing_is_near(store: Stores) -> None:
+def test_no_rank_asks_the_store_while_no_save_is_near(store: Stores) -> None:
     with ranks(store.url, 2, save_every_seconds=1000, **LOOK) as world:
         before = len(store.faulty.operations)
         Training(world, most=2000).run()

@@ -121,20 +121,6 @@ def test_a_run_sweeps_others_and_not_itself(tmp_path: Path) -> None:
         assert {each.id for each in pipeline.steps()} == {own}
 
 
-def test_uploads_of_a_launch_are_left_alone_before_it_has_taken_a_lease(store: Stores) -> None:
-    """Its claim is all that tells of it, be leftovers of any age swept."""
-    settings = {"sweep_after_seconds": 0}
-    with ckpipe.SyncPipeline(store.url) as pipeline:
-        store.slow.hold("write")
-        handle = pipeline.save({"a": torch.zeros(1000)}, step=1)
-        store.slow.gate.wait_until_held()
-        with ckpipe.SyncPipeline(store.url, retention=settings) as other:
-            assert other.sweep().uploads == 0
-        store.slow.release()
-        assert handle.wait().complete
-        pipeline.verify(1)
-
-
 ALL: dict[str, Any] = {"retention": {"sweep_after_seconds": 0}}
 
 

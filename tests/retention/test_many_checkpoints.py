@@ -215,7 +215,7 @@ def puts_summary(operation: Operation) -> bool:
     return operation.verb == "put" and operation.key.startswith(SUMMARIES)
 
 
-async def test_nobody_waits_for_a_summary(store: Stores) -> None:
+async def test_no_save_waits_for_a_summary(store: Stores) -> None:
     gates = [store.faulty.pause(puts_summary, nth=nth) for nth in (1, 2)]
     async with ckpipe.Pipeline(store.url, worker="thread") as pipeline:
         handle = await pipeline.save({"w": 2}, step=2)
@@ -230,7 +230,7 @@ async def test_nobody_waits_for_a_summary(store: Stores) -> None:
     assert len(await summaries(store)) == 2
 
 
-async def test_nobody_waits_for_a_deletion(store: Stores) -> None:
+async def test_no_save_waits_for_a_deletion(store: Stores) -> None:
     async with ckpipe.Pipeline(store.url, worker="thread", keep_last=1) as pipeline:
         await (await pipeline.save({"w": torch.zeros(1 << 18)}, step=1)).complete()
         gate = store.faulty.pause(lambda each: each.verb == "delete" and "step-" in each.key)

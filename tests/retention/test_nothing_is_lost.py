@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import os
-import threading
 from pathlib import Path
 from typing import Any
 
-import anyio
 import pytest
 import torch
 
 import ckpipe
 from ckpipe import errors
-from tests.support.pipelines import Stores, loaded_state
-from tests.support.stored_files import LEASES
+from tests.support.pipelines import loaded_state
 
 STATE: dict[str, Any] = {"a": torch.ones(1000)}
 
@@ -154,45 +151,3 @@ def test_a_metric_that_no_float_can_hold_is_refused(tmp_path: Path) -> None:
         with pytest.raises(errors.UsageError, match="Metrics are numbers"):
             pipeline.save(STATE, step=1, metrics={"tokens": 10**400})
         assert pipeline.steps() == []
-
-
-def held_load(store: Stores, **which: Any) -> tuple[threading.Thread, list[ckpipe.LoadResult]]:
-    """Begin to load in a pipeline of its own, which is stopped at the first data."""
-    loaded: list[ckpipe.LoadResult] = []
-
-    def load() -> None:
-        with ckpipe.SyncPipeline(store.url) as reader:
-            result = reader.load(**which)
-            assert result is not None
-            loaded.append(result)
-
-    store.slow.hold("read_into")
-    thread = threading.Thread(target=load)
-    thread.start()
-    store.slow.gate.wait_until_held()
-    return thread, loaded
-
-
-async def leases_of(store: Stores) -> list[str]:
-    return [each.key async for each in store.memory.list(LEASES)]
-
-
-def test_what_another_pipeline_loads_is_not_pruned(store: Stores) -> None:
-    with ckpipe.SyncPipeline(store.url) as writer:
-        for step in range(3):
-            writer.save(STATE, step=step, until="committed")
-    reader, loaded = held_load(store, step=0)
-    with ckpipe.SyncPipeline(store.url, keep_last=1) as writer:
-        planned = writer.prune(dry_run=True)
-        assert writer.prune() == planned
-        assert [each.step for each in writer.steps()] == [0, 2]
-        (leased,) = [each.id for each in writer.steps() if each.step == 0]
-        assert "lease" in planned.reasons[leased]
-        with pytest.raises(errors.UsageError, match="lease"):
-            writer.delete(leased)
-        store.slow.release()
-        reader.join(30)
-        assert [each.step for each in loaded] == [0]
-        writer.prune()
-        assert [each.step for each in writer.steps()] == [2]
-    assert anyio.run(leases_of, store) == []

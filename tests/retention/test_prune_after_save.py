@@ -14,6 +14,7 @@ import anyio
 import pytest
 import torch
 
+import ckpipe
 from ckpipe.errors import StoreFull
 from ckpipe.events import Completed, Event
 from ckpipe.testing import Operation, SlowBackend
@@ -136,3 +137,29 @@ def test_tombstones_of_complete_checkpoints_do_not_pile_up_for_a_day(tmp_path: P
     with SettlingPipeline(tmp_path, keep_last=1) as pipeline:
         pipeline.prune()
         assert not list(marks.glob("*"))
+
+
+def test_keep_last_zero_saves_only_what_is_final(tmp_path: Path) -> None:
+    with ckpipe.SyncPipeline(tmp_path, keep_last=0) as pipeline:
+        assert pipeline.save({"a": 1}, step=0).status == "skipped"
+        pipeline.save({"a": 2}, step=1, final=True, until="committed")
+        assert [each.step for each in pipeline.steps()] == [1]
+    with pytest.warns(RuntimeWarning, match="final"):  # noqa: SIM117
+        with ckpipe.SyncPipeline(tmp_path, keep_last=0) as pipeline:
+            pipeline.save({"a": 1}, step=0)
+
+
+def test_retention_keeps_the_newest_and_what_was_resumed_and_pinned(tmp_path: Path) -> None:
+    with ckpipe.SyncPipeline(tmp_path) as pipeline:
+        for step in range(4):
+            pipeline.save({"step": step}, step=step, until="committed")
+    with ckpipe.SyncPipeline(tmp_path, keep_last=2) as pipeline:
+        pipeline.load(step=0)
+        pipeline.pin(1)
+        for step in range(10, 14):
+            pipeline.save({"step": step}, step=step, until="committed")
+    with ckpipe.SyncPipeline(tmp_path) as pipeline:
+        assert [each.step for each in pipeline.steps()] == [0, 1, 12, 13]
+        for info in pipeline.steps():
+            pipeline.verify(info)
+    assert not [path for path in tmp_path.glob("step-*") if "000000000011" in path.name]

@@ -11,12 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import safetensors
 import torch
 
 import ckpipe
 from ckpipe import errors, events
-from tests.support.actors import DaemonThreads, Held
 from tests.support.pipelines import Stores, loaded_state, same, small_state
 from tests.support.settling import SettlingPipeline, settle
 
@@ -33,16 +31,6 @@ async def test_saves_and_loads_the_same_bits(tmp_path: Path) -> None:
         assert result.step == 7
         assert math.isnan(result.metrics["loss"])
         assert result.metadata == {"a": [1]}
-
-
-def test_data_file_opens_with_safetensors(tmp_path: Path) -> None:
-    with ckpipe.SyncPipeline(tmp_path / "run") as pipeline:
-        pipeline.save(small_state(), step=1, until="committed")
-    (path,) = (tmp_path / "run").glob("step-*/rank-00000.safetensors")
-    with safetensors.safe_open(path, framework="pt") as file:
-        assert file.metadata() == {"format": "pt", "ckpipe": "1"}
-        for key in ("turned", "half", "scalar", "empty"):
-            assert torch.equal(file.get_tensor(key), small_state()[key])
 
 
 def test_state_may_change_as_soon_as_save_returns(store: Stores) -> None:
@@ -77,14 +65,6 @@ def test_same_step_twice_makes_two_checkpoints(tmp_path: Path) -> None:
         newest = loaded_state(pipeline, 5)
         older = loaded_state(pipeline, first.id)
         assert (newest, older) == ({"a": 2}, {"a": 1})
-
-
-async def test_empty_root_loads_nothing_and_named_step_raises(tmp_path: Path) -> None:
-    async with ckpipe.Pipeline(tmp_path) as pipeline:
-        assert await pipeline.load({"a": 1}) is None
-        assert await pipeline.latest() is None
-        with pytest.raises(errors.CheckpointNotFound, match="none"):
-            await pipeline.load(step=3)
 
 
 async def test_training_that_blocks_its_coroutine_stops_no_upload(store: Stores) -> None:
@@ -271,24 +251,6 @@ def test_no_save_begins_while_another_thread_closes(store: Stores) -> None:
         pipeline.save({"a": torch.ones(10)}, step=500)
 
 
-def test_saving_inside_mutating_raises_at_once(tmp_path: Path) -> None:
-    with ckpipe.SyncPipeline(tmp_path) as pipeline:
-        with pipeline.lock.mutating(), pytest.raises(errors.LockMisuse):
-            pipeline.save({"a": 1}, step=0)
-        pipeline.save({"a": 1}, step=0, until="committed")
-
-
-def test_a_trainer_that_holds_the_lock_fails_the_save_not_the_step(
-    tmp_path: Path, threads: DaemonThreads
-) -> None:
-    with ckpipe.SyncPipeline(tmp_path, lock={"timeout_seconds": 0.05}) as pipeline:
-        trainer = Held(threads, pipeline.lock.mutating)
-        with pytest.raises(errors.StateLockTimeout, match="trainer_0"):
-            pipeline.save({"a": 1}, step=0)
-        trainer.end()
-        pipeline.save({"a": 1}, step=1, until="committed")
-
-
 def test_unsupported_object_is_named_by_its_path(tmp_path: Path) -> None:
     with ckpipe.SyncPipeline(tmp_path) as pipeline:
         with pytest.raises(errors.UnsupportedState, match=r"outer\.inner\.1") as caught:
@@ -339,49 +301,6 @@ def test_a_pipeline_loads_by_pickle_if_it_saves_by_it(tmp_path: Path) -> None:
         pipeline.load()
 
 
-def save_and_lose(store: Stores, pipeline: ckpipe.SyncPipeline) -> ckpipe.SyncSaveHandle:
-    """Save step 0, which is staged and then fail."""
-    store.faulty.fail(errors.StoreFull("no room", key="x"), "write")
-    store.slow.hold("write")
-    handle = pipeline.save({"a": torch.ones(10)}, step=0)
-    store.slow.release()
-    return handle
-
-
-def test_failure_that_nobody_waited_for_is_raised_by_the_next_save(store: Stores) -> None:
-    with ckpipe.SyncPipeline(store.url) as pipeline:
-        handle = save_and_lose(store, pipeline)
-        with pytest.raises(errors.StoreFull):
-            handle._save.committed.result()
-        with pytest.raises(errors.StoreFull, match="step 0"):
-            pipeline.save({"a": torch.ones(10)}, step=1)
-        pipeline.save({"a": torch.ones(10)}, step=2, until="committed")
-
-
-def test_failure_that_nobody_waited_for_is_raised_on_leaving(store: Stores) -> None:
-    with pytest.raises(errors.StoreFull), ckpipe.SyncPipeline(store.url) as pipeline:
-        save_and_lose(store, pipeline)
-
-
-def test_failure_only_warns_if_asked_to(store: Stores) -> None:
-    with pytest.warns(RuntimeWarning, match="no room"):  # noqa: SIM117
-        with ckpipe.SyncPipeline(store.url, on_error="warn") as pipeline:
-            save_and_lose(store, pipeline)
-
-
-def test_failure_before_all_is_staged_only_warns_if_asked_to(store: Stores) -> None:
-    store.faulty.fail(errors.StoreFull("no room", key="x"), "write")
-    state = {"a": torch.ones(100_000)}
-    # Six blocks share the memory of one, so none but the first is copied before the fault.
-    staging = {"bytes": 65536, "block_bytes": 65536}
-    with pytest.warns(RuntimeWarning, match="no room"):  # noqa: PT031, SIM117
-        with ckpipe.SyncPipeline(store.url, on_error="warn", staging=staging) as pipeline:
-            handle = pipeline.save(state, step=0)
-            assert handle.status == "failed"
-    with pytest.raises(errors.StoreFull):
-        handle.wait()
-
-
 def test_a_save_that_waits_for_memory_ends_with_its_pipeline(store: Stores) -> None:
     staging = {"bytes": 65536, "block_bytes": 65536}
     state = {"a": torch.ones(10)}
@@ -408,47 +327,6 @@ def test_a_save_that_waits_for_memory_ends_with_its_pipeline(store: Stores) -> N
     saver.join(30)
     assert not saver.is_alive()
     assert [type(each) for each in raised] == [errors.DrainTimeout]
-
-
-def release_once_held(store: Stores) -> None:
-    store.slow.gate.wait_until_held()
-    store.slow.release()
-
-
-def test_leaving_on_an_exception_lets_staged_saves_finish(store: Stores) -> None:
-    store.slow.hold("write")
-    with pytest.raises(ZeroDivisionError), ckpipe.SyncPipeline(store.url) as pipeline:  # noqa: PT012
-        pipeline.save({"a": torch.ones(10)}, step=0)
-        threading.Thread(target=release_once_held, args=(store,)).start()
-        raise ZeroDivisionError
-    with ckpipe.SyncPipeline(store.url) as pipeline:
-        assert [each.step for each in pipeline.steps() if each.complete] == [0]
-
-
-def test_keep_last_zero_saves_only_what_is_final(tmp_path: Path) -> None:
-    with ckpipe.SyncPipeline(tmp_path, keep_last=0) as pipeline:
-        assert pipeline.save({"a": 1}, step=0).status == "skipped"
-        pipeline.save({"a": 2}, step=1, final=True, until="committed")
-        assert [each.step for each in pipeline.steps()] == [1]
-    with pytest.warns(RuntimeWarning, match="final"):  # noqa: SIM117
-        with ckpipe.SyncPipeline(tmp_path, keep_last=0) as pipeline:
-            pipeline.save({"a": 1}, step=0)
-
-
-def test_retention_keeps_the_newest_and_what_was_resumed_and_pinned(tmp_path: Path) -> None:
-    with ckpipe.SyncPipeline(tmp_path) as pipeline:
-        for step in range(4):
-            pipeline.save({"step": step}, step=step, until="committed")
-    with ckpipe.SyncPipeline(tmp_path, keep_last=2) as pipeline:
-        pipeline.load(step=0)
-        pipeline.pin(1)
-        for step in range(10, 14):
-            pipeline.save({"step": step}, step=step, until="committed")
-    with ckpipe.SyncPipeline(tmp_path) as pipeline:
-        assert [each.step for each in pipeline.steps()] == [0, 1, 12, 13]
-        for info in pipeline.steps():
-            pipeline.verify(info)
-    assert not [path for path in tmp_path.glob("step-*") if "000000000011" in path.name]
 
 
 class _Object:

@@ -49,7 +49,7 @@ def test_staged_tensors_are_lent_with_their_structure(store: Stores) -> None:
         handle.wait()
 
 
-def test_lent_memory_is_used_by_nobody_else_until_it_is_given_back(store: Stores) -> None:
+def test_lent_memory_is_not_used_again_until_it_is_given_back(store: Stores) -> None:
     tensor = torch.zeros(3 * BLOCK // 4)
     staging = {"block_bytes": BLOCK, "bytes": 16 * BLOCK}
     with ckpipe.SyncPipeline(store.url, guard=UNRELATED, staging=staging) as pipeline:

@@ -228,7 +228,7 @@ def test_many_small_tensors_are_copied_before_it_returns(store: Stores, slow: Sl
     assert not slow.reached.is_set()
 
 
-def test_small_tensors_that_nobody_owns_do_not_keep_large_ones_from_being_copied_late(
+def test_small_tensors_without_an_owner_do_not_keep_large_ones_from_being_copied_late(
     store: Stores, slow: SlowCopies
 ) -> None:
     training = Training()

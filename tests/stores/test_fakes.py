@@ -142,7 +142,7 @@ async def test_cancelled_waiter_leaves_the_gate() -> None:
     await gate.passed()
 
 
-def test_gate_says_that_nobody_came() -> None:
+def test_a_gate_says_that_no_task_came() -> None:
     gate = Gate()
     gate.hold()
     with pytest.raises(TimeoutError, match="0 of 2"):

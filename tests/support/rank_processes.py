@@ -384,6 +384,24 @@ def told(root: Path, what: str) -> dict[int, list[Any]]:
     return found
 
 
+def same_everywhere(root: Path, what: str, launch: slice = slice(None)) -> list[Any]:
+    """What all ranks told alike."""
+    found = {rank: values[launch] for rank, values in told(root, what).items()}
+    first = found[0]
+    assert all(values == first for values in found.values()), found
+    return first
+
+
+def newest_whole(root: Path, ranks: int) -> int | None:
+    """The newest step that all ranks have committed, whether or not somebody has noticed."""
+    found = [
+        int(each.name.split(".")[0].removeprefix("step-"))
+        for each in root.glob("step-*")
+        if len(list(each.glob("m/0/*/rank-*.json"))) == ranks
+    ]
+    return max(found, default=None)
+
+
 @contextmanager
 def gang() -> Iterator[Gang]:
     """The process that forks worlds, for as long as it is needed."""

@@ -13,7 +13,7 @@ import transformers
 
 import ckpipe
 from ckpipe.errors import ShapeMismatch, StructureMismatch, UsageError
-from tests.foreign.reference_models import GPT, Transformer
+from tests.transforms.reference_models import GPT, Transformer
 
 VOCABULARY, WIDTH, HEADS, KV_HEADS, INNER, LAYERS, CONTEXT = 96, 64, 8, 2, 128, 2, 32
 FORMS = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "gpt2": "GPT2"}

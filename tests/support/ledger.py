@@ -5,6 +5,7 @@ The ledgers lie in ``data/ledger``. ``CKPIPE_TEST_REGENERATE=1`` writes them ane
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import itertools
 import math
@@ -16,10 +17,16 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
+from typing import Any
+
+import torch
 
 import ckpipe
+from ckpipe import SyncPipeline
 from ckpipe.backend import Children, ObjectInfo, PutMode, Upload
+from ckpipe.events import Event, SaveEnded
 from ckpipe.testing import MemoryBackend
+from tests.support.rank_pipelines import open_rank
 
 DATA = Path(__file__).parents[1] / "data" / "ledger"
 REGENERATE = bool(os.environ.get("CKPIPE_TEST_REGENERATE"))
@@ -256,3 +263,73 @@ class RecordingUpload(Upload):
     async def abort(self) -> None:
         with self._ledger.call(self._rank, [self._key], "abort"):
             await self._inner.abort()
+
+
+SETTINGS: dict[str, Any] = {
+    "staging": {"block_bytes": 65536},
+    "plan": {"replicated": ["model.*"]},
+    "attempt_id": "run",
+}
+
+
+def state(rank: int, seed: int) -> dict[str, Any]:
+    """A state with replicas of several blocks, a tensor of the rank's own, and values."""
+    weight = torch.arange(120_000.0).view(300, 400) + seed
+    return {
+        "model": {"weight": weight, "bias": torch.arange(7.0)},
+        "mine": torch.full((1000,), rank + seed, dtype=torch.int16),
+        "epoch": seed,
+    }
+
+
+@contextlib.contextmanager
+def opened(ledger: Ledger, world_size: int, **fields: Any) -> Iterator[list[SyncPipeline]]:
+    """Open a pipeline for each rank, one after the other."""
+    with contextlib.ExitStack() as stack:
+        pipelines = []
+        for rank in range(world_size):
+            made = open_rank(ledger.url(rank), rank, world_size, **SETTINGS | fields)
+            stack.push(made)
+            pipelines.append(made)
+        yield pipelines
+
+
+def save(pipeline: SyncPipeline, state: Any, step: int) -> None:
+    """Save a state and wait until nothing more happens to the save."""
+    ended = threading.Event()
+
+    def listen(event: Event) -> None:
+        if isinstance(event, SaveEnded) and event.step == step:
+            ended.set()
+
+    pipeline.events.add(listen)
+    pipeline.save(state, step=step, metrics={"loss": step / 4}).wait()
+    assert ended.wait(60)
+    pipeline.events.remove(listen)
+
+
+def save_each(ledger: Ledger, pipelines: list[SyncPipeline], step: int, *, first: bool) -> None:
+    """Save a step by each rank, one after the other.
+
+    Args:
+        ledger: The store.
+        pipelines: The ranks.
+        step: The step; that of number 3 has more tensors than others.
+        first: Whether this launch has saved nothing yet.
+    """
+    for rank, pipeline in enumerate(pipelines):
+        more = {"more": torch.full((50_000,), float(rank))} if step == 3 else {}
+        save(pipeline, state(rank, step) | more, step)
+    if not first:
+        # Ranks that did not see the previous checkpoint complete look for it beside the save.
+        previous = rf"step-0*{step - 1}\.\w+\.0"
+        ledger.wait_for(rf"\d {previous}\.json: stat$", len(pipelines) - 1)
+        ledger.wait_for(rf"deleted/{previous}: stat -> ", len(pipelines) - 1)
+
+
+def prepare(ledger: Ledger, world_size: int, steps: int) -> None:
+    """Have an earlier launch save some steps."""
+    ledger.begin("before")
+    with opened(ledger, world_size, attempt_id="before") as pipelines:
+        for step in range(1, steps + 1):
+            save_each(ledger, pipelines, step, first=step == 1)

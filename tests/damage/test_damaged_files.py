@@ -28,8 +28,8 @@ from ckpipe.errors import (
     UsageError,
 )
 from ckpipe.testing import MemoryBackend
-from tests.load.stored_states import load, opened, store, verified
 from tests.support.stored_files import data_file_key, document_of, entries_of, index_key, sealed
+from tests.support.stored_states import load, opened, store, verified
 
 MIB = 1 << 20
 

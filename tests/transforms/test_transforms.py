@@ -42,7 +42,7 @@ from ckpipe.errors import (
     UsageError,
 )
 from ckpipe.testing import MemoryBackend
-from tests.load.stored_states import load, store
+from tests.support.stored_states import load, store
 
 MIB = 1 << 20
 

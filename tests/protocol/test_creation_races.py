@@ -11,6 +11,7 @@ from typing import TypeVar
 import ckpipe
 from ckpipe.testing import Landing
 from ckpipe.testing.wrappers import Operation
+from tests.protocol.processes import keys_of
 from tests.ranks.test_ranks import is_manifest, state
 from tests.support.pipelines import Stores, same
 from tests.support.rank_pipelines import ranks
@@ -82,4 +83,4 @@ def test_two_ranks_race_for_everything_that_is_created_once(store: Stores) -> No
         assert found == [(5, True, True), (7, True, False)]
     assert crossing.met == {"start": 1, "index": 3, "load": 3, "back": 1, "tombstone": 1, "pin": 1}
     # Nobody who comes second writes over the first, or leaves something of its own.
-    assert not [key for key in store.memory._store.objects if "000000000009" in key and "m/" in key]
+    assert not [key for key in keys_of(store) if "000000000009" in key and "m/" in key]
