@@ -358,7 +358,8 @@ def test_callbacks_can_be_copied(case: Case) -> None:
             self.copied = copy.deepcopy(trainer.callback_handler.callbacks)
             assert copy.deepcopy(trainer._ckpipe_pipeline) is trainer._ckpipe_pipeline
 
-    trainer = trained(of(case, "one", num_train_epochs=1), callbacks=[Copies()])
+    trainer = new_trainer(of(case, "one", num_train_epochs=1), callbacks=[Copies()])
+    trainer.train()
     kinds = [type(each) for each in trainer.callback_handler.callbacks]
     assert [type(each) for each in trainer.callback_handler.callbacks[-2].copied] == kinds
 
@@ -371,8 +372,7 @@ def test_another_run_deletes_nothing(case: Case) -> None:
     ]
     for number, (limit, settings) in enumerate(limits):
         once = {"load_best_model_at_end": False, "num_train_epochs": 1, **limit}
-        one = of(case, f"{number}", **once)
-        one["settings"] = settings
+        one = {**of(case, f"{number}", **once), "settings": settings}
         trained(one)
         (last,) = names(one)
         another = {**one, "arguments": one["arguments"] | {"max_steps": 8, "save_steps": 4}}
@@ -387,8 +387,7 @@ def test_best_stays_with_rules_of_the_user(case: Case) -> None:
     warnings.filterwarnings("ignore", "keep_last=0 keeps only final checkpoints")
     scores = [9.0, 1.0, 2.0, 3.0, 1.0, 2.0, 3.0]
     for keep_last, left in ((1, [3, 20]), (0, [])):
-        one = of(case, f"{keep_last}", num_train_epochs=2)
-        one["settings"] = {"keep_last": keep_last}
+        one = {**of(case, f"{keep_last}", num_train_epochs=2), "settings": {"keep_last": keep_last}}
         said = messages(logging.WARNING)
         weights = []
         for _ in range(2):
@@ -500,6 +499,7 @@ def test_order_by_length_goes_on(case: Case) -> None:
     samples = Samples(lengths=True)
     expected = outcome(trained(of(case, "whole", **arguments), samples=samples))
     found = outcome(resumed(of(case, "resumed", **arguments), 27, samples=samples))
+    assert len(found["seen"]) == len(expected["seen"]) - 27
     check_end(found, expected)
 
 
@@ -513,7 +513,9 @@ def test_only_adapters_are_saved(case: Case) -> None:
         return model
 
     expected, one = outcome(trained(of(case, "whole"), model=adapted)), of(case, "one")
-    check_end(outcome(resumed(one, 12, model=adapted)), expected)
+    found = outcome(resumed(one, 12, model=adapted))
+    assert len(found["seen"]) == len(expected["seen"]) - 12
+    check_end(found, expected)
     model = ckpipe.load(one["root"], include=["training.model"]).state["training"]["model"]
     assert model
     assert all("lora" in name for name in model), list(model)
@@ -597,8 +599,7 @@ def test_finished_runs_end_at_once(case: Case) -> None:
             assert left == found[0][0], length
             check_same(weights, found[0][1])
     longer = {**of(case, "0"), "arguments": one["arguments"] | {"max_steps": 9}}
-    trainer = trained(longer)
-    assert trainer.state.global_step == 9
+    assert trained(longer).state.global_step == 9
 
 
 @restart
@@ -637,10 +638,6 @@ def test_streams_are_passed_over_again(case: Case) -> None:
 
 @restart
 def test_generators_of_samplers_go_on(case: Case) -> None:
-    class OwnOrder(CkpipeTrainer):
-        def _get_train_sampler(self, *args: Any) -> Any:
-            return InTurns(20)
-
     class InTurns(Sampler[int]):
         """An order for each epoch, drawn from a generator of its own."""
 
@@ -652,6 +649,10 @@ def test_generators_of_samplers_go_on(case: Case) -> None:
 
         def __iter__(self) -> Iterator[int]:
             yield from torch.randperm(self.count, generator=self.generator).tolist()
+
+    class OwnOrder(CkpipeTrainer):
+        def _get_train_sampler(self, *args: Any) -> Any:
+            return InTurns(20)
 
     said = messages(logging.INFO)
     arguments = {"num_train_epochs": 3, "load_best_model_at_end": False}
@@ -684,17 +685,14 @@ def test_another_order_is_told(case: Case) -> None:
     ]
     for change, samples, expected in changes:
         said.clear()
-        again = {**one, "arguments": one["arguments"] | change}
-        stops = [Stops(7)]
-        again["arguments"] = again["arguments"] | {"save_strategy": "no"}
-        trained(again, samples=samples, callbacks=stops, resume="checkpoint-6")
+        again = {**one, "arguments": one["arguments"] | change | {"save_strategy": "no"}}
+        trained(again, samples=samples, callbacks=[Stops(7)], resume="checkpoint-6")
         assert any(GOES_ON in each for each in said) == (not expected), said
         assert any(each.endswith(expected) for each in said if "left out" in each) == bool(expected)
-    streamed = of(case, "stream", load_best_model_at_end=False, max_steps=12)
+    streamed = {"load_best_model_at_end": False, "max_steps": 12}
     for workers, step in ((0, 6), (0, 9), (1, 12)):
         said.clear()
-        again = {**streamed, "arguments": {**streamed["arguments"]}}
-        again["arguments"]["dataloader_num_workers"] = workers
+        again = of(case, "stream", dataloader_num_workers=workers, **streamed)
         trained(again, samples=Stream(20), callbacks=[Stops(step)])
         told = [each for each in said if "dataloader_num_workers was 0 and is 1" in each]
         assert bool(told) == bool(workers), said
