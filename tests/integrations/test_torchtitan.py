@@ -227,7 +227,7 @@ def test_last_weights_begin_a_run(case: Case) -> None:
             again.checkpointer.close()
 
 
-@setting
+@forked()
 def test_mistakes_are_told_by_the_config(case: Case) -> None:
     kind: Any = CkpipeCheckpointManager.Config
     assert kind(async_mode="Async").async_mode == "async"  # as torchtitan's own takes it
