@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from tests.support.rank_processes import Gang
 
 # Files that take its helpers may be collected before those that run the suite.
-pytest.register_assert_rewrite("ckpipe.testing.conformance")
+pytest.register_assert_rewrite("ckpipe.testing.conformance", "tests.integrations.trainer_ranks")
 
 settings.register_profile(
     "ckpipe", deadline=None, print_blob=True, max_examples=100 if EVERY else 20
@@ -61,14 +61,16 @@ _NOT_BLOCKING = ("threading.Lock.acquire", "threading.Lock.acquire_lock")
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave of a test with the mark ``sample`` so many cases, and of a class only its ``sample``.
 
-    That of a class is a number of tests or their names.
+    That of a class is a number of tests or their names. Marks with the same name for ``of`` leave
+    so many tests of a file.
     """
     if EVERY:
         return
     groups: dict[Any, list[pytest.Item]] = defaultdict(list)
     for item in items:
         if (mark := item.get_closest_marker("sample")) is not None:
-            groups[item.parent, getattr(item, "originalname", None), *mark.args].append(item)
+            name = mark.kwargs.get("of") or getattr(item, "originalname", None)
+            groups[item.parent, name, *mark.args].append(item)
         else:
             cls = getattr(item, "cls", None)
             groups[cls, None, getattr(cls, "sample", len(items))].append(item)

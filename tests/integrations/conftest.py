@@ -1,4 +1,4 @@
-"""A process that forks the ranks of a trainer, for each module of tests that names its program."""
+"""A process that forks the ranks of a trainer, for each module of tests: the module as a script."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support.fork_server import Forks, forks
+from tests.integrations.trainer_ranks import Runs
+from tests.support.fork_server import forks
 
 
 @pytest.fixture(scope="module")
-def server(request: pytest.FixtureRequest) -> Iterator[Forks]:
-    with forks(request.module.PROGRAM) as made:
-        yield made
+def run(request: pytest.FixtureRequest) -> Iterator[Runs]:
+    with forks(request.module.__file__) as server:
+        yield Runs(server)

@@ -1,54 +1,178 @@
-"""Runs of a trainer in processes of their own: begin one there, kill it, and compare what it does.
+"""Tests of a trainer whose bodies run in processes of their own, which they may kill.
 
-A program that forks runs is a module with functions that take a case. This module itself imports no
-trainer.
+A file of tests is also the program that forks these processes. It imports its trainer as a script
+only, so that pytest, which collects all tests, does without it. This module imports no trainer.
 """
 
 from __future__ import annotations
 
+import logging
 import os
-import pkgutil
 import random
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
+import ckpipe
+from ckpipe.integrations.pointers import Pointer, read_pointer
 from tests.support.differences import difference
 from tests.support.fork_server import Case, Forks, serve
+from tests.support.killed_runs import mortal_backend
+
+Body = Callable[[Case], None]
 
 LOGS = ("seen", "losses")
 """What a run notes at each step: a run that resumed has the end of it."""
 
-_NO_LONG_WAIT = {"settings": {"meeting_timeout_seconds": 30}}  # for a rank that was killed
 
-
-def begin_rank(case: Case, rank: int, number: int, **variables: str) -> None:
-    """Make a forked process a rank of a case: warnings raise, and several ranks join a group.
+class Runs:
+    """Runs functions of a file of tests in processes of their own.
 
     Args:
-        case: The case.
-        rank: The rank.
-        number: The number of the case.
+        server: The process that forks them: the file as a script, with :func:`serve_runs`.
+    """
+
+    def __init__(self, server: Forks) -> None:
+        self._server = server
+
+    def __call__(self, do: Body, case: Case, ranks: int = 1, **more: Any) -> list[int | None]:
+        """Run a function on some ranks; return their exit codes, None for one that was killed.
+
+        Args:
+            do: The function.
+            case: What it gets.
+            ranks: The number of processes. Several ones are joined by gloo.
+            more: Further fields of the case.
+        """
+        return self._server.ranks({**case, **more, "do": do.__name__}, ranks)
+
+
+def forked(ranks: int = 1, *, sample: int | None = None, **more: Any) -> Callable[[Body], Any]:
+    """Make a test of a function that takes a case and runs in processes of its own.
+
+    Args:
+        ranks: The number of processes.
+        sample: The short form runs so many of a file's tests that have this number.
+        more: Further fields of the case.
+    """
+
+    def decorate(body: Body) -> Any:
+        def test(run: Runs, tmp_path: Path) -> None:
+            assert run(body, new_case(tmp_path, **more), ranks) == [0] * ranks
+
+        test.__doc__ = body.__doc__
+        if body.__module__ == "__main__":
+            return body
+        return test if sample is None else pytest.mark.sample(sample, of="forked")(test)
+
+    return decorate
+
+
+def serve_runs(
+    *ignored: str, quiet: str | None = None, group: bool = False, **variables: str
+) -> None:
+    """Fork the ranks of cases, each of which calls the function of the program that it names.
+
+    Behind ``mortal://store`` they have a store at the root of the case, which kills the victim.
+
+    Args:
+        ignored: The beginnings of warnings that are no errors.
+        quiet: A package whose warnings to users are none.
+        group: Whether one rank alone joins a group as well.
         variables: Further variables of the environment of several ranks.
     """
-    warnings.simplefilter("error")
-    warnings.filterwarnings("ignore", "'set_vital' is deprecated")  # by torchdata
-    torch.set_num_threads(1)
-    size = case["ranks"]
-    if size > 1:
-        os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank))
-        os.environ.update(LOCAL_WORLD_SIZE=str(size), OMP_NUM_THREADS="1", **variables)
-        store = dist.FileStore(f"{case['out']}.store-{number}", size)  # type: ignore[attr-defined]
-        dist.init_process_group(
-            "gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=300)
-        )
-        dist.barrier()  # a rank that leaves earlier breaks the connecting of the others
+
+    def live(case: Case, rank: int, number: int) -> None:
+        warnings.simplefilter("error")
+        for each in ("'set_vital' is deprecated", *ignored):  # the first by torchdata
+            warnings.filterwarnings("ignore", each)
+        for kind in (UserWarning, FutureWarning) if quiet else ():
+            warnings.filterwarnings("ignore", category=kind, module=quiet or "")
+        torch.set_num_threads(1)
+        size = case["ranks"]
+        if size > 1 or group:
+            os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank))
+            os.environ.update(LOCAL_WORLD_SIZE=str(size), OMP_NUM_THREADS="1", **variables)
+            store = dist.FileStore(f"{case['out']}.store-{number}", size)  # type: ignore[attr-defined]
+            dist.init_process_group(
+                "gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=300)
+            )
+            dist.barrier()  # a rank that leaves earlier breaks the connecting of the others
+        mortal_backend(case if case.get("victim") == rank else {"root": case["root"]})
+        vars(sys.modules["__main__"])[case["do"]](case)
+
+    serve(live)
+
+
+def new_case(folder: Path, **more: Any) -> Case:
+    """The case of a run in a folder: the names of its checkpoints are in ``out``."""
+    (folder / "out").mkdir(parents=True, exist_ok=True)
+    return {"root": str(folder / "root"), "out": str(folder / "out"), **more}
+
+
+def of(case: Case, name: str, **more: Any) -> Case:
+    """The case of another run, in a folder of its own."""
+    return {**case, **new_case(Path(case["out"], name), **more)}
+
+
+def keep_outcome(case: Case, outcome: dict[str, Any]) -> None:
+    """Keep what this rank has come to, for :func:`outcomes`."""
+    torch.save(outcome, f"{case['out']}.result-{rank()}")
+
+
+def outcomes(case: Case, ranks: int) -> list[dict[str, Any]]:
+    """What the ranks of a run have come to."""
+    files = [f"{case['out']}.result-{rank}" for rank in range(ranks)]
+    return [torch.load(file, weights_only=False) for file in files]
+
+
+def rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def check_resumed(case: Case, undisturbed: list[dict[str, Any]], *, done: int = 0) -> None:
+    """Compare a run that resumed with the undisturbed one; so many batches are not repeated."""
+    for found, all_of_it in zip(outcomes(case, len(undisturbed)), undisturbed, strict=True):
+        assert len(found["seen"]) <= len(all_of_it["seen"]) - done
+        check_end(found, all_of_it)
+
+
+def check_end(found: dict[str, Any], undisturbed: dict[str, Any]) -> None:
+    """Compare what two runs have come to, one of which resumed and has the end of the logs only."""
+    logs = {name: undisturbed[name] for name in LOGS if name in undisturbed}
+    ends = {name: each[len(each) - len(found[name]) :] for name, each in logs.items()}
+    check_same(found, undisturbed | ends)
+
+
+def kill_inside_a_save(
+    run: Runs,
+    train: Body,
+    case: Case,
+    ranks: int,
+    victim: int,
+    operations: range,
+    chance: random.Random,
+) -> None:
+    """Kill a rank before or after one of these operations of its store; run all to the end."""
+    death = {"at": chance.choice(operations), "landing": chance.choice(["before", "after"])}
+    hurry = {"settings": {"meeting_timeout_seconds": 30}}  # of those that wait for the victim
+    codes = run(train, case, ranks, victim=victim, **death, **hurry)
+    if codes != [0] * ranks:  # a rank that makes fewer operations comes to its end
+        assert codes[victim] is None
+        assert run(train, case, ranks) == [0] * ranks
+
+
+def check_same(found: Any, expected: Any) -> None:
+    """Compare to the last bit."""
+    if (other := difference(found, expected)) is not None:
+        raise AssertionError(other)
 
 
 def whole(state: Any) -> Any:
@@ -60,81 +184,35 @@ def whole(state: Any) -> Any:
     return state.full_tensor() if hasattr(state, "full_tensor") else state
 
 
-def result(case: Case, rank: int) -> Any:
-    """What a rank of a run has come to."""
-    return torch.load(f"{case['out']}.result-{rank}", weights_only=False)
+def complete(case: Case) -> list[ckpipe.CheckpointInfo]:
+    """The complete checkpoints at a root."""
+    with ckpipe.SyncPipeline(case["root"], read_only=True, solo=True) as pipeline:
+        return [info for info in pipeline.steps() if info.complete]
 
 
-def serve_runs(*ignored: str) -> None:
-    """Fork the ranks of cases; ``do`` is a function of the program, or another one's full name.
-
-    Args:
-        ignored: The beginnings of warnings that are no errors.
-    """
-
-    def live(case: Case, rank: int, number: int) -> None:
-        begin_rank(case, rank, number)
-        for each in ignored:
-            warnings.filterwarnings("ignore", each)
-        found = vars(sys.modules["__main__"]).get(case["do"])
-        (found or pkgutil.resolve_name(case["do"]))(case)
-
-    serve(live)
+def ids(found: Iterable[Any]) -> set[str]:
+    """The ids of checkpoints, and of those that names of a trainer lead to."""
+    pointers = (read_pointer(each) if isinstance(each, Path) else each for each in found)
+    return {each.id for each in pointers if each is not None}
 
 
-def of(case: Case, name: str, **more: Any) -> Case:
-    """The case of a run of its own, in a folder that is there."""
-    folder = Path(case["out"]) / name
-    folder.mkdir(parents=True, exist_ok=True)
-    return {**case, "out": str(folder), "root": str(folder / "root"), **more}
+def pointer_at(name: Path | str) -> Pointer:
+    """What the name of a checkpoint leads to."""
+    pointer = read_pointer(name)
+    assert pointer is not None
+    return pointer
 
 
-def new_case(folder: Path, **more: Any) -> Case:
-    folder.mkdir(parents=True, exist_ok=True)
-    return {"do": "train", "root": str(folder / "root"), "out": str(folder / "out"), **more}
+def messages(level: int = logging.WARNING) -> list[str]:
+    """A list that grows with what ckpipe logs in this process."""
+    said: list[str] = []
+    handler = logging.Handler(level)
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("ckpipe")
+    logger.addHandler(handler)
+    logger.setLevel(level)
+    return said
 
 
-def undisturbed_run(server: Forks, case: Case, ranks: int) -> list[Any]:
-    """What the ranks of a run come to that nothing disturbs."""
-    assert server.ranks(case, ranks) == [0] * ranks
-    return [result(case, rank) for rank in range(ranks)]
-
-
-def check_resumed(case: Case, expected: list[Any], *, done: int = 0) -> None:
-    """Compare a run that resumed with the undisturbed one; so many batches are not repeated."""
-    for rank, undisturbed in enumerate(expected):
-        found, ends = result(case, rank), dict(undisturbed)
-        assert len(found["seen"]) <= len(undisturbed["seen"]) - done
-        for name in LOGS:
-            if name in undisturbed:
-                ends[name] = undisturbed[name][len(undisturbed[name]) - len(found[name]) :]
-        if (other := difference(found, ends)) is not None:
-            raise AssertionError(other)
-
-
-def check_killed(
-    server: Forks, case: Case, dies: Mapping[str, Any], expected: list[Any], *, done: int
-) -> None:
-    """Kill all ranks of a run where ``dies`` says, run it again, and compare."""
-    ranks = len(expected)
-    assert server.ranks({**case, **dies}, ranks) == [None] * ranks
-    assert server.ranks(case, ranks) == [0] * ranks
-    check_resumed(case, expected, done=done)
-
-
-def check_killed_inside_a_save(
-    server: Forks,
-    case: Case,
-    expected: list[Any],
-    chance: random.Random,
-    operations: range,
-    victim: int,
-) -> None:
-    """Kill a rank at one of these operations of its store, run all again, and compare."""
-    ranks = len(expected)
-    death = {"at": chance.choice(operations), "landing": chance.choice(["before", "after"])}
-    codes = server.ranks({**case, **death, "victim": victim, **_NO_LONG_WAIT}, ranks)
-    if codes != [0] * ranks:  # a rank that makes fewer operations comes to its end
-        assert codes[victim] is None
-        assert server.ranks(case, ranks) == [0] * ranks
-    check_resumed(case, expected)
+class Strange:
+    """An object that only pickle can save."""

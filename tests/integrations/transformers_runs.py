@@ -1,12 +1,11 @@
-"""Runs of the Hugging Face Trainer in processes of their own, which a case may kill.
-
-As a script this is a process that has imported transformers and forks the ranks of each case.
-"""
+"""A tiny training with the Hugging Face Trainer, which a case may kill."""
 
 from __future__ import annotations
 
+import copy
 import os
 import random
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +14,21 @@ import torch
 import torch._dynamo  # the first optimizer imports it
 import torch.distributed as dist
 import transformers
-from transformers import GPT2Config, GPT2LMHeadModel, TrainerCallback, TrainingArguments
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from torch.utils.data import IterableDataset
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    PretrainedConfig,
+    PreTrainedModel,
+    TrainerCallback,
+    TrainingArguments,
+)
 
 from ckpipe.integrations.transformers import CkpipeTrainer, CkpipeTrainerMixin
-from tests.integrations.trainer_ranks import serve_runs
 from tests.support.fork_server import Case
-from tests.support.killed_runs import die, mortal_backend
+from tests.support.killed_runs import die
 
 SAMPLES = 20
 TIMES = ("runtime", "per_second", "total_flos")
@@ -144,20 +152,100 @@ def outcome(trainer: Any) -> dict[str, Any]:
     }
 
 
-def dist_rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
+class Stops(TrainerCallback):
+    """Ends the training after a step, as a limit of time does."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_training_stop |= state.global_step == self.step
 
 
-def train(case: Case) -> None:
-    """Train from wherever the run is, and note all that it has come to."""
-    if "url" in case:
-        mortal_backend(case if case.get("victim") == dist_rank() else {"root": case["root"]})
-    trainer = new_trainer(case)
-    trainer.train(**case.get("train", {}))
-    rank = trainer.args.process_index
-    torch.save(outcome(trainer), f"{case['out']}.result-{rank}")
+def scripted(scores: Sequence[float]) -> Any:
+    """A metric that has these values, one after the other."""
+    values = iter(scores)
+    return lambda predictions: {"score": next(values)}
 
 
-if __name__ == "__main__":
-    # By peft, the second.
-    serve_runs("'pin_memory' argument is set as true", "`is_gradient_checkpointing` is deprecated")
+def trained(case: Case, kind: Any = CkpipeTrainer, resume: Any = None, **more: Any) -> Any:
+    """The trainer of a case after its training, from wherever the run is if nothing is given."""
+    trainer = new_trainer(case, kind, **more)
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer
+
+
+def resumed(case: Case, at: int, kind: Any = CkpipeTrainer, **more: Any) -> Any:
+    """Train to a step, begin anew as another process would, and train to the end."""
+    trained(case, kind, callbacks=[Stops(at)], **more)
+    return trained(case, kind, **more)
+
+
+class Normed(PreTrainedModel):
+    """A model with batch norm, in its head and in the base that peft freezes."""
+
+    config_class = PretrainedConfig
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.words, self.line, self.first = nn.Embedding(50, 8), nn.Linear(8, 8), nn.BatchNorm1d(8)
+        self.head = nn.Sequential(nn.BatchNorm1d(8), nn.Linear(8, 50))
+        self.post_init()
+
+    def forward(self, input_ids: Any = None, labels: Any = None, **kwargs: Any) -> Any:
+        found = self.head(self.first(self.line(self.words(input_ids)).mean(1)))
+        return {"loss": nn.functional.cross_entropy(found, labels[:, 0]), "logits": found}
+
+
+def normed() -> Any:
+    torch.manual_seed(7)
+    config = LoraConfig(r=2, target_modules=["line"], modules_to_save=["head"])
+    model = get_peft_model(Normed(PretrainedConfig()), config)
+    model.seen = []
+    return model
+
+
+class Stream(IterableDataset[Any]):
+    def __init__(self, count: int) -> None:
+        self.samples = Samples(count)
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self.samples[number] for number in range(self.samples.count))
+
+
+class Follows(TrainerCallback):
+    """Moves a reference model after the trained one, as that of trl."""
+
+    def __init__(self) -> None:
+        self.ref_model = new_model()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        moved = zip(self.ref_model.parameters(), kwargs["model"].parameters(), strict=True)
+        for reference, each in moved:
+            reference.data.lerp_(each.data, 0.5)
+
+
+class Mean(TrainerCallback):
+    """Keeps a mean of the weights, and tensors that stay as they are."""
+
+    def __init__(self) -> None:
+        self.probe, self.mean = torch.ones(3), list[torch.Tensor]()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        weights = [each.detach() for each in kwargs["model"].parameters()]
+        self.mean = self.mean or [each.clone() for each in weights]
+        for mean, each in zip(self.mean, weights, strict=True):
+            mean.lerp_(each, 0.5)
+
+
+class Teacher(CkpipeTrainer):
+    """Has a model beside the trained one that moves, and one that does not."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.moves, self.stays = copy.deepcopy(self.model), copy.deepcopy(self.model)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        for mean, each in zip(self.moves.parameters(), self.model.parameters(), strict=True):
+            mean.data.lerp_(each.data, 0.5)
+        return super().training_step(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""Runs of the trainers of trl that stop and go on, each a case of :mod:`trainer_runs`."""
+"""Trainers of trl with ckpipe: runs that stop go on to the bit."""
 
 from __future__ import annotations
 
@@ -6,18 +6,31 @@ import logging
 import os
 import warnings
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import pytest
 import torch
-import transformers
-from datasets import Dataset
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import GPT2Config, GPT2ForSequenceClassification, GPT2LMHeadModel
 
-from ckpipe.integrations.transformers import CkpipeTrainerMixin
-from tests.integrations.trainer_features import Stops, check_same, messages
+from tests.integrations.trainer_ranks import Runs, check_same, messages, new_case, serve_runs
 from tests.support.fork_server import Case
+from tests.support.sampling import EVERY
+
+if TYPE_CHECKING or __name__ == "__main__":  # pytest does without it
+    import transformers
+    import trl
+    from datasets import Dataset
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import GPT2Config, GPT2ForSequenceClassification, GPT2LMHeadModel
+
+    from ckpipe.integrations.transformers import CkpipeTrainerMixin
+    from tests.integrations.transformers_runs import Stops
+
+pytestmark = [
+    pytest.mark.skipif(find_spec("trl") is None, reason="pip install '.[integrations]'"),
+    pytest.mark.skipif(not EVERY, reason="the extra integrations is for make test-all"),
+]
 
 COUNT = 16
 TIMES = ("runtime", "per_second", "flos", "time", "train_loss")
@@ -32,11 +45,11 @@ def texts(seed: int) -> list[str]:
 PROMPTS, GOOD, BAD = texts(1), texts(2), texts(3)
 
 
-def new_model(kind: Any = GPT2LMHeadModel, **more: Any) -> Any:
+def new_model(kind: Any = None, **more: Any) -> Any:
     transformers.set_seed(7)
     ends = {"bos_token_id": 257, "eos_token_id": 257, "pad_token_id": 256}
     sizes = {"vocab_size": 258, "n_positions": 64, "n_embd": 16, "n_layer": 1, "n_head": 2}
-    return kind(GPT2Config(**sizes, **ends, **more))
+    return (kind or GPT2LMHeadModel)(GPT2Config(**sizes, **ends, **more))
 
 
 def new_tokens() -> Any:
@@ -76,6 +89,7 @@ GROUPS = {
     "steps_per_generation": 4,
     "num_iterations": 2,
 }
+
 SYNC = {"sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 0.5}
 
 TRAINERS: dict[str, tuple[str, dict[str, Any], Callable[[], dict[str, Any]]]] = {
@@ -109,8 +123,6 @@ TRAINERS: dict[str, tuple[str, dict[str, Any], Callable[[], dict[str, Any]]]] = 
 
 
 def train(case: Case, name: str, folder: str, *stops: Any) -> Any:
-    import trl
-
     base = Path(case["out"], "base")
     if not base.exists():
         new_model().save_pretrained(base)
@@ -150,7 +162,7 @@ def history(trainer: Any) -> list[dict[str, Any]]:
 
 
 def go_on(case: Case) -> None:
-    """Compare runs that stop inside a batch of generated texts and at the end of an epoch."""
+    """Stop inside a batch of generated texts, and at the end of an epoch."""
     warnings.simplefilter("ignore")  # trl uses what transformers has deprecated
     os.environ["HF_HUB_OFFLINE"] = "1"
     said = messages(logging.WARNING)
@@ -164,3 +176,14 @@ def go_on(case: Case) -> None:
             if (expected := getattr(whole, name, None)) is not None:
                 check_same(getattr(found, name).state_dict(), expected.state_dict())
     assert not said, said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_a_trainer_that_stops_goes_on_to_the_bit(run: Runs, tmp_path: Path, trainer: str) -> None:
+    assert run(go_on, new_case(tmp_path, trainer=trainer)) == [0]
+
+
+if __name__ == "__main__":
+    # By peft, the second.
+    serve_runs("'pin_memory' argument is set as true", "`is_gradient_checkpointing` is deprecated")
