@@ -35,10 +35,10 @@ from ckpipe.format.merge import merge
 from ckpipe.format.names import GROUP_SIZE, index_key, manifest_key
 from ckpipe.interpreter import gc_paused
 from ckpipe.loading.load import match_all
-from ckpipe.loading.read_plan import plan_reads
 from ckpipe.loading.request import LoadRequest
 from ckpipe.loading.stateful import InspectionMemo
 from ckpipe.planning import LocalPlanner, fingerprint
+from ckpipe.reading.read_plan import plan_reads
 from ckpipe.state.capture_cache import capture_cache_of
 from ckpipe.state.flatten import Flattened, OpenedState, flatten
 from ckpipe.store.registry import register_backend

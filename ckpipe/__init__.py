@@ -24,26 +24,16 @@ if TYPE_CHECKING:
     from ckpipe.backend import PutMode as PutMode
     from ckpipe.backend import Upload as Upload
     from ckpipe.backend import UploadLimits as UploadLimits
-    from ckpipe.batches import Batches as Batches
     from ckpipe.calls import copy as copy
     from ckpipe.calls import export as export
     from ckpipe.calls import import_checkpoint as import_checkpoint
     from ckpipe.calls import inspect as inspect
     from ckpipe.calls import load as load
     from ckpipe.calls import verify as verify
+    from ckpipe.data.batches import Batches as Batches
     from ckpipe.errors import CkpipeError as CkpipeError
     from ckpipe.handles import SaveHandle as SaveHandle
     from ckpipe.handles import SyncSaveHandle as SyncSaveHandle
-    from ckpipe.loading.name_tables import name_table as name_table
-    from ckpipe.loading.reshapes import Fuse as Fuse
-    from ckpipe.loading.reshapes import Rearrange as Rearrange
-    from ckpipe.loading.reshapes import Split as Split
-    from ckpipe.loading.reshapes import Stack as Stack
-    from ckpipe.loading.reshapes import Unstack as Unstack
-    from ckpipe.loading.transforms import Cast as Cast
-    from ckpipe.loading.transforms import Drop as Drop
-    from ckpipe.loading.transforms import Only as Only
-    from ckpipe.loading.transforms import Rename as Rename
     from ckpipe.lock.state_lock import StateLock as StateLock
     from ckpipe.plan.global_plan import GlobalPlanner as GlobalPlanner
     from ckpipe.plan.plan import LocalPlanner as LocalPlanner
@@ -61,6 +51,16 @@ if TYPE_CHECKING:
     from ckpipe.state_helpers import Progress as Progress
     from ckpipe.state_helpers import RngState as RngState
     from ckpipe.store.registry import register_backend as register_backend
+    from ckpipe.transforms.name_tables import name_table as name_table
+    from ckpipe.transforms.reshapes import Fuse as Fuse
+    from ckpipe.transforms.reshapes import Rearrange as Rearrange
+    from ckpipe.transforms.reshapes import Split as Split
+    from ckpipe.transforms.reshapes import Stack as Stack
+    from ckpipe.transforms.reshapes import Unstack as Unstack
+    from ckpipe.transforms.transform import Cast as Cast
+    from ckpipe.transforms.transform import Drop as Drop
+    from ckpipe.transforms.transform import Only as Only
+    from ckpipe.transforms.transform import Rename as Rename
     from ckpipe.types import CheckpointDescription as CheckpointDescription
     from ckpipe.types import CheckpointInfo as CheckpointInfo
     from ckpipe.types import CopyResult as CopyResult
@@ -75,7 +75,7 @@ if TYPE_CHECKING:
 
 _NAMES = {
     "backend": ("Backend", "Children", "ObjectInfo", "PutMode", "Upload", "UploadLimits"),
-    "batches": ("Batches",),
+    "data.batches": ("Batches",),
     "calls": ("copy", "export", "import_checkpoint", "inspect", "load", "verify"),
     "errors": ("CkpipeError",),
     "handles": ("SaveHandle", "SyncSaveHandle"),
@@ -90,9 +90,9 @@ _NAMES = {
     "state.wrappers": ("register_wrapper",),
     "state_helpers": ("Progress", "RngState"),
     "store.registry": ("register_backend",),
-    "loading.name_tables": ("name_table",),
-    "loading.reshapes": ("Fuse", "Rearrange", "Split", "Stack", "Unstack"),
-    "loading.transforms": ("Cast", "Drop", "Only", "Rename"),
+    "transforms.name_tables": ("name_table",),
+    "transforms.reshapes": ("Fuse", "Rearrange", "Split", "Stack", "Unstack"),
+    "transforms.transform": ("Cast", "Drop", "Only", "Rename"),
     "types": (
         "CheckpointDescription",
         "CheckpointInfo",

@@ -17,22 +17,22 @@ from ckpipe.catalog.copy import CopySettings, copy_checkpoint
 from ckpipe.catalog.find import top
 from ckpipe.catalog.inspect import data_bytes, describe
 from ckpipe.catalog.opened import Opened
+from ckpipe.convert.exports import export_url
+from ckpipe.convert.importing import import_opened
 from ckpipe.errors import CheckpointNotFound
-from ckpipe.exports import export_url
 from ckpipe.foreign.source import names_file, open_place, refuse_hub_id, split_file
 from ckpipe.format.labels import label_filter
-from ckpipe.importing import import_opened
-from ckpipe.loading.reader import verify as verify_opened
 from ckpipe.loading.request import LoadOptions
-from ckpipe.loading.transforms import Transform, transforms_of
 from ckpipe.loop_thread import LoopThread
 from ckpipe.memory.arena import Arena
 from ckpipe.options import parameters_of, showing
+from ckpipe.reading.reader import verify as verify_opened
 from ckpipe.running.pipeline import SyncPipeline
 from ckpipe.running.validation import Which, location, plain_step, which
 from ckpipe.settings import CommonFields, PipelineFields, Settings
 from ckpipe.store.registry import Access, open_store
 from ckpipe.store.retry import OnRead
+from ckpipe.transforms.transform import Transform, transforms_of
 from ckpipe.types import (
     CheckpointDescription,
     CheckpointInfo,

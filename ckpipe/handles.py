@@ -18,14 +18,14 @@ from ckpipe.errors import UnsupportedTopology, UsageError
 from ckpipe.format.boxes import contiguous_stride
 from ckpipe.format.manifest import ManifestDocument, trees_of
 from ckpipe.format.tree import shared_containers
-from ckpipe.loading.chunks import StoredTensor, StoredTensors
-from ckpipe.loading.fill import with_lazy_bits
 from ckpipe.loading.match import Matching
 from ckpipe.loading.match_record import MatchRecord
 from ckpipe.loading.request import LoadRequest
-from ckpipe.loading.saved_state import state_of_part
-from ckpipe.loading.targets import Targets
 from ckpipe.loop_thread import wait_for
+from ckpipe.reading.chunks import StoredTensor, StoredTensors
+from ckpipe.reading.fill import with_lazy_bits
+from ckpipe.reading.saved_state import state_of_part
+from ckpipe.reading.targets import Targets
 from ckpipe.save.context import Loan, SaveContext
 from ckpipe.save.save import Save, StagedBlock
 from ckpipe.state.tensors import MAX_ITEM

@@ -59,7 +59,7 @@ COMMANDS = (
         "export",
         "reading:export",
         "Write a checkpoint in a form for other programs.",
-        "ckpipe.exports",
+        "ckpipe.convert.exports",
     ),
     Command("rm", "housekeeping:rm", "Delete a checkpoint."),
     Command("pin", "housekeeping:pin_", "Protect a checkpoint from retention."),

@@ -235,7 +235,7 @@ def import_(
     The new checkpoint is complete or absent, even if the import is interrupted.
     """
     from ckpipe.calls import imported  # needs torch
-    from ckpipe.loading.name_tables import read_file
+    from ckpipe.transforms.name_tables import read_file
 
     async def work(screen: Screen) -> int:
         began = time.perf_counter()
@@ -323,8 +323,8 @@ def export(
     No file there is ever replaced.
     """
 
-    from ckpipe.exports import export_url  # needs torch
-    from ckpipe.loading.name_tables import read_file
+    from ckpipe.convert.exports import export_url  # needs torch
+    from ckpipe.transforms.name_tables import read_file
 
     content = {"part": part, "dtype": dtype, "max_shard_bytes": max_shard, "extra": extra}
     content["file_name"] = file_name

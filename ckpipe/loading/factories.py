@@ -26,7 +26,7 @@ import torch
 from ckpipe.errors import InvalidManifest, StructureMismatch
 from ckpipe.format.manifest import TensorRow
 from ckpipe.format.tree import Node
-from ckpipe.loading.fill import normal_tensors
+from ckpipe.reading.fill import normal_tensors
 from ckpipe.state.kinds import FACTORIES
 from ckpipe.state.tensors import BUFFER, NUMPY, PARAMETER, SUBCLASS, as_array
 from ckpipe.state.values import plain_numpy_dtype, resolve_class

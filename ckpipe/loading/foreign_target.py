@@ -19,9 +19,9 @@ from ckpipe.format.labels import Json, LabelFilter, decode_key, join
 from ckpipe.format.manifest import ManifestDocument, TensorRow
 from ckpipe.format.tree import MAPPINGS, Node, mapping
 from ckpipe.loading.by_label import flattened
-from ckpipe.loading.live_tensors import tie_of
 from ckpipe.loading.optimizers import check_counts, check_state
 from ckpipe.loading.stateful import SavedTensor
+from ckpipe.reading.live_tensors import tie_of
 from ckpipe.state import training_form as form
 from ckpipe.state.values import UNREAD, decode_value
 

@@ -19,18 +19,18 @@ from ckpipe.format.boxes import whole
 from ckpipe.format.manifest import Structure
 from ckpipe.format.tree import Node, mapping, shared_containers, wrappers_in
 from ckpipe.interpreter import gc_paused
-from ckpipe.loading.chunks import StoredTensors
 from ckpipe.loading.factories import Factory
 from ckpipe.loading.load import located, read_rounds, telling_touched
 from ckpipe.loading.match import Matching
 from ckpipe.loading.match_record import MatchRecord
-from ckpipe.loading.reader import ReadTally
 from ckpipe.loading.request import LoadRequest, Unwrap
-from ckpipe.loading.saved_state import state_for
-from ckpipe.loading.scales import refuse_codes
-from ckpipe.loading.targets import Targets
 from ckpipe.memory.arena import Arena
+from ckpipe.reading.chunks import StoredTensors
+from ckpipe.reading.reader import ReadTally
+from ckpipe.reading.saved_state import state_for
+from ckpipe.reading.targets import Targets
 from ckpipe.state.placements import HeldBox
+from ckpipe.transforms.scales import refuse_codes
 
 TensorBox = tuple[str, Sequence[int], torch.Tensor]
 """The label of a saved tensor, the lower corner of a box in it, and the tensor that takes it."""

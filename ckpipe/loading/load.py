@@ -29,27 +29,27 @@ from ckpipe.format.labels import LabelFilter, decode_float
 from ckpipe.format.manifest import ManifestDocument, trees_of
 from ckpipe.format.tree import children_of, shared_containers
 from ckpipe.interpreter import gc_paused, short_switch_interval
-from ckpipe.loading.chunks import NeedsFullIndex, StoredTensors
 from ckpipe.loading.factories import Factory
 from ckpipe.loading.foreign_target import fitted, has_place_for, parameters_of
 from ckpipe.loading.match import Matching
 from ckpipe.loading.match_record import MatchRecord
-from ckpipe.loading.reader import Reader, ReadTally, lane_buffers
 from ckpipe.loading.request import LoadRequest
-from ckpipe.loading.saved_state import (
+from ckpipe.loading.stateful import InspectionMemo
+from ckpipe.loop_thread import on_caller
+from ckpipe.memory.arena import Arena
+from ckpipe.reading.chunks import NeedsFullIndex, StoredTensors
+from ckpipe.reading.reader import Reader, ReadTally, lane_buffers
+from ckpipe.reading.saved_state import (
     SavedState,
     exclude_labels,
     keep_generators_apart,
     labels_of,
     state_for,
 )
-from ckpipe.loading.scales import refuse_codes, with_scales
-from ckpipe.loading.select import LenientFilter, pruned, unmatched
-from ckpipe.loading.stateful import InspectionMemo
-from ckpipe.loading.targets import LiveTensor, Targets
-from ckpipe.loading.transforms import transformed
-from ckpipe.loop_thread import on_caller
-from ckpipe.memory.arena import Arena
+from ckpipe.reading.select import LenientFilter, pruned, unmatched
+from ckpipe.reading.targets import LiveTensor, Targets
+from ckpipe.transforms.scales import refuse_codes, with_scales
+from ckpipe.transforms.transform import transformed
 from ckpipe.types import LoadReport, LoadResult, StageReport, first_of
 
 

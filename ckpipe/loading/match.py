@@ -42,17 +42,17 @@ from ckpipe.loading.factories import (
     stays,
     tensor_object,
 )
-from ckpipe.loading.live_tensors import FILLABLE, misfit, writable_view
 from ckpipe.loading.match_record import NOTHING, MatchRecord, Use
 from ckpipe.loading.objects import OpenedObject, open_object
-from ckpipe.loading.published_names import table_hint
-from ckpipe.loading.saved_state import is_generators, refuse_unread
-from ckpipe.loading.select import PerRankItems
 from ckpipe.loading.stateful import is_extra_state, mismatch, writable
 from ckpipe.loading.wrappers import fitting_parts, planned_wrapper, put_together
+from ckpipe.reading.live_tensors import FILLABLE, misfit, writable_view
+from ckpipe.reading.saved_state import is_generators, refuse_unread
+from ckpipe.reading.select import PerRankItems
 from ckpipe.state.kinds import is_stateful, registered_as, registered_for
 from ckpipe.state.tensors import is_wrapper
 from ckpipe.state.training_form import WEIGHTS
+from ckpipe.transforms.published_names import table_hint
 
 
 class Matching:

@@ -10,10 +10,10 @@ from typing import Any
 from ckpipe.format.labels import LabelFilter
 from ckpipe.format.tree import Node, leaf_labels
 from ckpipe.loading.request import LoadRequest
-from ckpipe.loading.saved_state import SavedState
-from ckpipe.loading.select import any_selected
 from ckpipe.loading.stateful import InspectionMemo
-from ckpipe.loading.targets import Targets
+from ckpipe.reading.saved_state import SavedState
+from ckpipe.reading.select import any_selected
+from ckpipe.reading.targets import Targets
 
 
 class Use(Enum):

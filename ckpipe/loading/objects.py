@@ -22,7 +22,6 @@ from ckpipe.loading.factories import empty_mapping
 from ckpipe.loading.match_record import NOTHING, MatchRecord, Use
 from ckpipe.loading.optimizers import check_optimizer, has_pre_hooks
 from ckpipe.loading.rehearsal import rehearse
-from ckpipe.loading.saved_state import is_generators
 from ckpipe.loading.stateful import (
     SavedObject,
     SavedTensor,
@@ -34,6 +33,7 @@ from ckpipe.loading.stateful import (
     saves_as_torch_does,
 )
 from ckpipe.loading.wrappers import empty_wrapper
+from ckpipe.reading.saved_state import is_generators
 from ckpipe.state_helpers import RngState
 
 OpenedObject = tuple[Any, Use, Callable[[Any], object]]

@@ -35,8 +35,8 @@ from torch.overrides import TorchFunctionMode
 
 from ckpipe.errors import ShapeMismatch, StructureMismatch, TargetMismatch, reason_of
 from ckpipe.interpreter import user_code
-from ckpipe.loading.live_tensors import is_placed
 from ckpipe.loading.stateful import SavedTensor, is_extra_state, is_fsdp_hook, mismatch
+from ckpipe.reading.live_tensors import is_placed
 from ckpipe.state.tensors import local_part
 
 

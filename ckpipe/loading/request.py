@@ -12,14 +12,14 @@ import torch
 
 from ckpipe.errors import UsageError
 from ckpipe.format.labels import Json, LabelFilter, globs_filter, label_filter
-from ckpipe.loading.reader import ReadTally
-from ckpipe.loading.select import PerRankPolicy
-from ckpipe.loading.targets import LiveTensor
-from ckpipe.loading.transforms import Transform, transforms_of
 from ckpipe.lock.state_lock import LoadHold
 from ckpipe.loop_thread import Caller
 from ckpipe.options import completed, one_of
+from ckpipe.reading.reader import ReadTally
+from ckpipe.reading.select import PerRankPolicy
+from ckpipe.reading.targets import LiveTensor
 from ckpipe.settings import Settings
+from ckpipe.transforms.transform import Transform, transforms_of
 from ckpipe.types import PicklePolicy
 
 Unwrap = Callable[[str, Mapping[str, Json], Callable[[], Any]], torch.Tensor]

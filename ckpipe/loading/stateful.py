@@ -35,10 +35,10 @@ from ckpipe.errors import StructureMismatch
 from ckpipe.format.labels import LabelFilter, join, unwrapped
 from ckpipe.format.manifest import TensorRow
 from ckpipe.format.tree import Node, children_of, leaf_labels
-from ckpipe.loading.chunks import HeldElements
-from ckpipe.loading.live_tensors import without_ties
 from ckpipe.loading.request import LoadRequest
-from ckpipe.loading.select import any_selected
+from ckpipe.reading.chunks import HeldElements
+from ckpipe.reading.live_tensors import without_ties
+from ckpipe.reading.select import any_selected
 from ckpipe.state_helpers import RngState, numpy_state, python_state
 from ckpipe.types import first_of
 

@@ -23,10 +23,10 @@ from ckpipe.format.manifest import TensorRow
 from ckpipe.format.tree import Node, children_of, decoded
 from ckpipe.interpreter import user_code
 from ckpipe.loading.factories import Factory, tensor_object
-from ckpipe.loading.fill import normal_tensors
-from ckpipe.loading.live_tensors import why_unplaceable, writable_view
 from ckpipe.loading.match_record import MatchRecord
-from ckpipe.loading.select import PerRankItems
+from ckpipe.reading.fill import normal_tensors
+from ckpipe.reading.live_tensors import why_unplaceable, writable_view
+from ckpipe.reading.select import PerRankItems
 from ckpipe.state.kinds import open_wrapper
 from ckpipe.state.tensors import (
     PLAIN_TYPES,

@@ -35,15 +35,14 @@ from ckpipe.errors import (
 from ckpipe.events import Completed, Event, EventBus, RankCommitted, SaveFailed, Staged
 from ckpipe.format import checksum
 from ckpipe.loading.request import LoadOptions, LoadRequest
-from ckpipe.loading.transforms import transforms_of
 from ckpipe.lock.guard import Guarded, StepGuard, guard, optimizers_of, swapped
 from ckpipe.lock.state_lock import LoadHold, StateLock, lock_of
 from ckpipe.loop_thread import Caller, LoopThread, call_at_exit
-from ckpipe.preemption import SignalWatch, StopRequest
+from ckpipe.preemption.last_save import LastSave, LastState
+from ckpipe.preemption.signals import SignalWatch, StopRequest
 from ckpipe.ranks.world import ALONE, Topology, World
 from ckpipe.running.coordinated_saves import END
 from ckpipe.running.engine import Engine, serve
-from ckpipe.running.last_save import LastSave, LastState
 from ckpipe.running.listeners import Hooks, Statistics, StatisticsRecorder, in_hook
 from ckpipe.running.validation import (
     absolute,
@@ -59,6 +58,7 @@ from ckpipe.running.validation import (
 from ckpipe.save.request import SaveCall, SaveOptions, SaveRequest
 from ckpipe.save.save import Save
 from ckpipe.settings import PipelineFields, Settings
+from ckpipe.transforms.transform import transforms_of
 from ckpipe.worker.crossing import refuse_to_train_as_worker
 
 logger = logging.getLogger("ckpipe")

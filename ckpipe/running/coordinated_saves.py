@@ -26,7 +26,7 @@ from ckpipe.errors import (
     StoreUnavailable,
 )
 from ckpipe.format.names import agreement_key
-from ckpipe.preemption import StopRequest
+from ckpipe.preemption.signals import StopRequest
 from ckpipe.ranks.agree import Vote, agree, agreed
 from ckpipe.ranks.launch import Launch
 from ckpipe.ranks.schedule import SaveSchedule, SaveStepAgreement

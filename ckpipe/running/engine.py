@@ -24,13 +24,12 @@ from ckpipe.errors import (
     naming_refusals,
 )
 from ckpipe.events import EventBus
-from ckpipe.loading.reader import verify
 from ckpipe.lock.state_lock import StateLock
 from ckpipe.loop_thread import LoopThread
 from ckpipe.memory.arena import Arena
 from ckpipe.memory.budget import ByteBudget
 from ckpipe.plan.check import choose_planner
-from ckpipe.preemption import StopRequest
+from ckpipe.preemption.signals import StopRequest
 from ckpipe.ranks.launch import (
     Launch,
     Rendezvous,
@@ -39,6 +38,7 @@ from ckpipe.ranks.launch import (
     unclaimed_attempt,
 )
 from ckpipe.ranks.world import Topology, World
+from ckpipe.reading.reader import verify
 from ckpipe.retention import Decision
 from ckpipe.running import lines
 from ckpipe.running.coordinated_saves import CoordinatedSaves

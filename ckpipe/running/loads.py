@@ -41,7 +41,6 @@ from ckpipe.format.labels import Json
 from ckpipe.format.manifest import ManifestDocument
 from ckpipe.loading.labelled_tensors import LabelledTensors, TensorBox
 from ckpipe.loading.load import LeavesUnfilled, MatchedLoad, read_all, telling_touched
-from ckpipe.loading.reader import ReadTally
 from ckpipe.loading.request import LoadRequest
 from ckpipe.loading.stateful import InspectionMemo
 from ckpipe.lock.state_lock import LoadHold
@@ -49,6 +48,7 @@ from ckpipe.loop_thread import on_caller
 from ckpipe.ranks.agree import Agreements, ObjectAgreements, TorchAgreements
 from ckpipe.ranks.launch import Launch, agreeing_store
 from ckpipe.ranks.world import Topology
+from ckpipe.reading.reader import ReadTally
 from ckpipe.running import lines
 from ckpipe.running.choose import begin_anew, choose
 from ckpipe.running.joint_loads import Joint, JointLoads

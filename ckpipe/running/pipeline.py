@@ -20,7 +20,7 @@ from ckpipe.loading.labelled_tensors import boxes_of
 from ckpipe.loading.request import LoadOptions
 from ckpipe.loop_thread import Caller, this_loop
 from ckpipe.options import showing
-from ckpipe.preemption import errors_of_handlers_deferred
+from ckpipe.preemption.signals import errors_of_handlers_deferred
 from ckpipe.retention import Decision
 from ckpipe.running.base import PipelineBase
 from ckpipe.running.validation import Which, location, note_failures, raise_or_warn, which

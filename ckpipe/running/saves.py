@@ -10,6 +10,7 @@ from operator import attrgetter
 import anyio
 from anyio.abc import TaskGroup
 
+from ckpipe.convert.exports import exported
 from ckpipe.errors import (
     CkpipeError,
     DrainTimeout,
@@ -25,7 +26,6 @@ from ckpipe.errors import (
 )
 from ckpipe.events import Completed, Event, SaveEnded, SaveFailed, SaveStarted
 from ckpipe.events import SaveSkipped as SkippedEvent
-from ckpipe.exports import exported
 from ckpipe.loop_thread import wait_for
 from ckpipe.ranks.agree import agree
 from ckpipe.ranks.launch import CheckpointNames, Launch

@@ -10,10 +10,10 @@ from anyio.streams.memory import MemoryObjectSendStream
 
 from ckpipe.errors import PipelineBusy, SaveError, StateChanged, StateLockTimeout, UsageError
 from ckpipe.interpreter import gc_paused
-from ckpipe.loading.select import unmatched
 from ckpipe.lock.state_lock import LockHold
 from ckpipe.loop_thread import on_caller
 from ckpipe.memory.cuda import events_behind
+from ckpipe.reading.select import unmatched
 from ckpipe.save.context import SaveContext
 from ckpipe.save.memory import reserve
 from ckpipe.save.program import devices_of

@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch import nn
 
 from ckpipe.errors import StructureMismatch
-from ckpipe.loading.live_tensors import tie_of, without_ties
 from ckpipe.loading.rehearsal import rehearse
 from ckpipe.loading.stateful import (
     LoadTargets,
@@ -29,6 +28,7 @@ from ckpipe.loading.stateful import (
     saves_as_torch_does,
     writable,
 )
+from ckpipe.reading.live_tensors import tie_of, without_ties
 from ckpipe.state.training_form import MODEL, OPTIMIZER, STATE, VERSIONS
 from ckpipe.training.names import ModelNames
 from ckpipe.training.optimizer_loading import OptimizerMatch, refuse_meta

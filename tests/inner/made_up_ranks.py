@@ -35,13 +35,13 @@ from ckpipe.format.manifest import (
 from ckpipe.format.merge import merge
 from ckpipe.format.names import data_file_name
 from ckpipe.format.tree import Node, version_of
-from ckpipe.loading.fill import boxed
 from ckpipe.loading.load import read_all
 from ckpipe.loading.request import LoadRequest
 from ckpipe.memory.arena import Arena
 from ckpipe.plan.assignment import assign, describe
 from ckpipe.plan.global_plan import PlanRounds, SharedPlan, divide
 from ckpipe.plan.plan import LocalPlanner, RankPlan, SourceRange, assemble
+from ckpipe.reading.fill import boxed
 from ckpipe.state.flatten import Captured, OpenedState, flatten
 from ckpipe.state.placements import Mesh, Placement, Sharding, sharding
 from ckpipe.state.tensors import TensorLeaf

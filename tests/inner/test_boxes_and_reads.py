@@ -29,7 +29,7 @@ from ckpipe.format.boxes import (
 from ckpipe.format.checksum import CHUNK_BYTES, chunk_count
 from ckpipe.format.entry_table import EntryTable
 from ckpipe.format.manifest import Entry, FileRow, Layout, ManifestDocument, RankManifest
-from ckpipe.loading.read_plan import (
+from ckpipe.reading.read_plan import (
     ALLOWANCE_BYTES,
     LEAST_BYTES,
     Need,

@@ -22,7 +22,7 @@ from torch._C._distributed_c10d import FileStore, HashStore
 import ckpipe
 from ckpipe.errors import UnsupportedTopology
 from ckpipe.format import names as object_names
-from ckpipe.preemption import SignalWatch, StopRequest
+from ckpipe.preemption.signals import SignalWatch, StopRequest
 from ckpipe.ranks import agree
 from ckpipe.ranks.agree import Vote
 from ckpipe.ranks.launch import CheckpointNames, Launch, Rendezvous, draft_launch

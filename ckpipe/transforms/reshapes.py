@@ -9,11 +9,11 @@ from dataclasses import replace
 from itertools import accumulate, chain, pairwise
 
 from ckpipe.errors import ShapeMismatch, StructureMismatch, UsageError
-from ckpipe.format.box_steps import Lift, Regroup, Shift, Step, Take
-from ckpipe.format.edit import ManifestEdit, two_with_one_name
 from ckpipe.format.manifest import TensorRow
 from ckpipe.format.tree import Node
-from ckpipe.loading.transforms import Pattern, Transform, check_numbered, texts, whole_numbers
+from ckpipe.transforms.box_steps import Lift, Regroup, Shift, Step, Take
+from ckpipe.transforms.edit import ManifestEdit, two_with_one_name
+from ckpipe.transforms.transform import Pattern, Transform, check_numbered, texts, whole_numbers
 from ckpipe.types import first_of
 
 

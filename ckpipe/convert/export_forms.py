@@ -34,15 +34,15 @@ from ckpipe.format.manifest import TensorRow
 from ckpipe.format.tree import MAPPINGS, Node, walk, wrappers_in
 from ckpipe.loading.labelled_tensors import LabelledTensors
 from ckpipe.loading.load import match_all
-from ckpipe.loading.published_names import PublishedNames
 from ckpipe.loading.request import LoadRequest
-from ckpipe.loading.scales import refuse_codes, with_scales
 from ckpipe.loading.stateful import InspectionMemo
-from ckpipe.loading.transforms import transformed, transforms_of
 from ckpipe.settings import Export
 from ckpipe.state.tensors import lazy_bits
 from ckpipe.state.training_form import grouped_heads, in_torch_form, is_of_state
 from ckpipe.state.values import UNREAD
+from ckpipe.transforms.published_names import PublishedNames
+from ckpipe.transforms.scales import refuse_codes, with_scales
+from ckpipe.transforms.transform import transformed, transforms_of
 from ckpipe.types import Form, first_of
 
 TORCH_FILE, DCP_METADATA = "state.pt", ".metadata"

@@ -17,8 +17,8 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
+from ckpipe.data.loader_order import Randomness, Snapshot
 from ckpipe.errors import UsageError
-from ckpipe.loader_order import Randomness, Snapshot
 from ckpipe.state.kinds import is_stateful
 from ckpipe.state_helpers import generators_differ
 

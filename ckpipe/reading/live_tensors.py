@@ -10,7 +10,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from ckpipe.errors import CkpipeError, DtypeMismatch, ShapeMismatch, StructureMismatch
-from ckpipe.loading.chunks import StoredTensor
+from ckpipe.reading.chunks import StoredTensor
 from ckpipe.state.placements import HeldBox
 from ckpipe.state.tensors import (
     FREED,

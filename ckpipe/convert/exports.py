@@ -9,7 +9,7 @@ of a state, or which version of torch, it was made from.
 
 A file is filled in windows, which bound the memory. The tensors of a load are views of the window,
 so that the reader puts verified bytes in their place. Several ranks plan the same files
-(:mod:`ckpipe.export_forms`) and divide them; the store tells when all are there.
+(:mod:`ckpipe.convert.export_forms`) and divide them; the store tells when all are there.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from ckpipe.catalog.find import stat_or_none
 from ckpipe.catalog.inspect import batches, data_bytes
 from ckpipe.catalog.leases import EXPORTING, under_lease
 from ckpipe.catalog.opened import Opened
+from ckpipe.convert.export_forms import ENDS, File, Gap, Part, plan_files, size_of
 from ckpipe.errors import (
     CheckpointIncomplete,
     CommitConflict,
@@ -39,12 +40,11 @@ from ckpipe.errors import (
     UsageError,
 )
 from ckpipe.events import CheckpointExported
-from ckpipe.export_forms import ENDS, File, Gap, Part, plan_files, size_of
-from ckpipe.loading.fill import with_lazy_bits
 from ckpipe.loading.labelled_tensors import LabelledTensors
 from ckpipe.loading.wrappers import dequantized
 from ckpipe.memory.arena import Arena
 from ckpipe.options import one_of
+from ckpipe.reading.fill import with_lazy_bits
 from ckpipe.save.context import SaveContext
 from ckpipe.save.follow_up import until_complete
 from ckpipe.save.save import Save

@@ -27,7 +27,7 @@ from ckpipe.format.data_file import SCALARS
 from ckpipe.format.dtypes import DTYPES, dtype_of
 from ckpipe.format.entry_table import EntryTable
 from ckpipe.format.manifest import Chunk, Layout, ManifestDocument, TensorRow
-from ckpipe.loading.read_plan import Need
+from ckpipe.reading.read_plan import Need
 from ckpipe.state.placements import HeldBox
 from ckpipe.state.tensors import overlaps_itself
 

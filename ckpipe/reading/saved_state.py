@@ -35,8 +35,8 @@ from ckpipe.format.labels import Json, LabelFilter, canonical
 from ckpipe.format.manifest import ManifestDocument, OptimizerRow, TensorRow
 from ckpipe.format.merge import differ_privately
 from ckpipe.format.tree import MAPPINGS, Node, rewritten, walk
-from ckpipe.loading.chunks import NeedsFullIndex
-from ckpipe.loading.select import PerRankItems, PerRankPolicy
+from ckpipe.reading.chunks import NeedsFullIndex
+from ckpipe.reading.select import PerRankItems, PerRankPolicy
 from ckpipe.state.values import UNREAD, decode_value
 from ckpipe.state_helpers import derived_generators
 

@@ -36,8 +36,8 @@ from ckpipe.format.boxes import (
     moved,
     whole,
 )
-from ckpipe.loading.chunks import ChunkCopy, StoredTensor
 from ckpipe.memory.native import copy_bytes
+from ckpipe.reading.chunks import ChunkCopy, StoredTensor
 from ckpipe.state.tensors import MAX_ITEM, overlaps_itself
 
 

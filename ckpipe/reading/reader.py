@@ -46,10 +46,10 @@ from ckpipe.errors import (
 from ckpipe.format.checksum import CHUNK_BYTES, crc32c
 from ckpipe.format.entry_table import EntryTable
 from ckpipe.interpreter import available_cpus, gc_paused
-from ckpipe.loading.fill import Destination, RawBytes
-from ckpipe.loading.read_plan import Need, Read, ReadChunks, least_read_bytes, plan_reads
 from ckpipe.memory.arena import Arena
 from ckpipe.memory.native import address_of, copy_bytes, copy_each, verify_copy_each
+from ckpipe.reading.fill import Destination, RawBytes
+from ckpipe.reading.read_plan import Need, Read, ReadChunks, least_read_bytes, plan_reads
 from ckpipe.store.retry import locate_damage, naming_unreadable, warn_of_damaged_transfer
 from ckpipe.threads import in_threads, on_loop
 from ckpipe.types import VerifyResult, first_of

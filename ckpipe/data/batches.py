@@ -16,8 +16,7 @@ from weakref import WeakSet
 
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
-from ckpipe.errors import TargetMismatch, UsageError
-from ckpipe.loader_order import (
+from ckpipe.data.loader_order import (
     Position,
     Randomness,
     SampleOrder,
@@ -26,9 +25,10 @@ from ckpipe.loader_order import (
     sampler_of,
     too_short,
 )
-from ckpipe.loader_streams import Stream
+from ckpipe.data.loader_streams import Stream
+from ckpipe.errors import TargetMismatch, UsageError
 from ckpipe.loading.stateful import LoadTargets, SavedObject, check_generators
-from ckpipe.preemption import note_batch, note_loader_error, workers_protected
+from ckpipe.preemption.signals import note_batch, note_loader_error, workers_protected
 from ckpipe.ranks.world import find_topology
 from ckpipe.state.kinds import is_stateful
 from ckpipe.state_helpers import RngState

@@ -40,7 +40,6 @@ from ckpipe.format.data_file import (
     EntryRange,
     stored_dtype,
 )
-from ckpipe.format.edit import placed
 from ckpipe.format.labels import Json, LabelFilter
 from ckpipe.format.manifest import (
     Chunk,
@@ -52,21 +51,19 @@ from ckpipe.format.manifest import (
     TensorRow,
 )
 from ckpipe.format.tree import walk
-from ckpipe.loading.chunks import StoredTensor, StoredTensors
-from ckpipe.loading.reader import Reader, lane_buffers
-from ckpipe.loading.saved_state import (
+from ckpipe.memory.arena import Arena, Block
+from ckpipe.plan.plan import lay_out
+from ckpipe.ranks.launch import draft_launch
+from ckpipe.ranks.world import Topology
+from ckpipe.reading.chunks import StoredTensor, StoredTensors
+from ckpipe.reading.reader import Reader, lane_buffers
+from ckpipe.reading.saved_state import (
     keep_generators_apart,
     labels_of,
     refuse_unread,
     state_for,
 )
-from ckpipe.loading.scales import refuse_codes
-from ckpipe.loading.targets import Targets
-from ckpipe.loading.transforms import Transform, transformed
-from ckpipe.memory.arena import Arena, Block
-from ckpipe.plan.plan import lay_out
-from ckpipe.ranks.launch import draft_launch
-from ckpipe.ranks.world import Topology
+from ckpipe.reading.targets import Targets
 from ckpipe.save.context import StoreContext
 from ckpipe.save.deliver import deliver
 from ckpipe.save.record import UNKNOWN, FilledBlock, SaveRecord
@@ -74,6 +71,9 @@ from ckpipe.settings import Retention, Settings
 from ckpipe.state.placements import HeldBox
 from ckpipe.store.retry import RetryingBackend
 from ckpipe.threads import run_sync
+from ckpipe.transforms.edit import placed
+from ckpipe.transforms.scales import refuse_codes
+from ckpipe.transforms.transform import Transform, transformed
 from ckpipe.types import CheckpointId, CheckpointInfo, first_of
 from ckpipe.version import __version__
 

@@ -21,7 +21,6 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 from ckpipe.errors import ShapeMismatch, StructureMismatch
-from ckpipe.format.box_steps import PlacedBox, Step
 from ckpipe.format.boxes import box_shape, contiguous_stride, whole
 from ckpipe.format.data_file import item_bytes
 from ckpipe.format.labels import Json, canonical, encode_key, join, key_of
@@ -47,6 +46,7 @@ from ckpipe.format.tree import (
     walk,
     wrappers_in,
 )
+from ckpipe.transforms.box_steps import PlacedBox, Step
 from ckpipe.types import first_of
 
 Moves = Mapping[str, Sequence[tuple[str, Node]]]

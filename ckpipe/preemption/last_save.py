@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckpipe.lock.guard import StepGuard
-from ckpipe.preemption import (
+from ckpipe.preemption.signals import (
     StopRequest,
     batches_received,
     errors_of_handlers_deferred,

@@ -22,13 +22,13 @@ from typing import Any, NamedTuple
 import torch
 
 from ckpipe.errors import StructureMismatch, TargetMismatch, UsageError
-from ckpipe.format.edit import ManifestEdit
 from ckpipe.format.labels import bare_names, join
 from ckpipe.format.manifest import TensorRow
 from ckpipe.format.tree import MAPPINGS, children_of, walk
 from ckpipe.loading.collectives import fsdp1_ranks
-from ckpipe.loading.reshapes import Fuse, Rearrange, Split, Stack, Unstack
-from ckpipe.loading.transforms import Rename, Transform
+from ckpipe.transforms.edit import ManifestEdit
+from ckpipe.transforms.reshapes import Fuse, Rearrange, Split, Stack, Unstack
+from ckpipe.transforms.transform import Rename, Transform
 
 _INSTEAD = "Load the folder with from_pretrained, and save what it returns with ckpipe"
 

@@ -21,8 +21,9 @@ import torch
 
 from ckpipe.errors import InvalidExtent, SharingConflict, StructureMismatch
 from ckpipe.format.boxes import contiguous_stride
-from ckpipe.loading.chunks import ChunkCopy, HeldElements, Regions, StoredTensor, StoredTensors
-from ckpipe.loading.fill import (
+from ckpipe.memory.cuda import events_behind
+from ckpipe.reading.chunks import ChunkCopy, HeldElements, Regions, StoredTensor, StoredTensors
+from ckpipe.reading.fill import (
     Destination,
     Elements,
     Pieces,
@@ -36,9 +37,8 @@ from ckpipe.loading.fill import (
     with_lazy_bits,
     write,
 )
-from ckpipe.loading.live_tensors import is_placed, regions_of, writable_view
-from ckpipe.loading.read_plan import Need
-from ckpipe.memory.cuda import events_behind
+from ckpipe.reading.live_tensors import is_placed, regions_of, writable_view
+from ckpipe.reading.read_plan import Need
 from ckpipe.state.tensors import MAX_ITEM, NUMPY, Shardings, lazy_bits, overlapping, window_bytes
 
 _MANY_PIECES = 8

@@ -24,12 +24,12 @@ from typing import Any
 import torch
 
 from ckpipe.errors import StructureMismatch
-from ckpipe.format.box_steps import Step
-from ckpipe.format.edit import Draft, ManifestEdit
 from ckpipe.format.labels import encode_key, unwrapped
 from ckpipe.format.tree import MAPPINGS, Node, children_of, walk
 from ckpipe.state import training_form as form
 from ckpipe.state.values import encode_value
+from ckpipe.transforms.box_steps import Step
+from ckpipe.transforms.edit import Draft, ManifestEdit
 
 
 @dataclass(slots=True)

@@ -22,14 +22,14 @@ import torch
 
 from ckpipe.errors import StructureMismatch, UsageError
 from ckpipe.format.dtypes import DTYPES, NAMES
-from ckpipe.format.edit import ManifestEdit, two_with_one_name
 from ckpipe.format.labels import LabelFilter, join, label_part
 from ckpipe.format.manifest import ManifestDocument, TensorRow
 from ckpipe.format.tree import MAPPINGS, WRAPPERS, Node, children_of, shared_containers, walk
-from ckpipe.loading.moments import check_moments, give_to_parts
-from ckpipe.loading.scales import with_scales
-from ckpipe.loading.select import pruned
+from ckpipe.reading.select import pruned
 from ckpipe.state.training_form import GROUPS, MODEL, OPTIMIZER, VERSIONS
+from ckpipe.transforms.edit import ManifestEdit, two_with_one_name
+from ckpipe.transforms.moments import check_moments, give_to_parts
+from ckpipe.transforms.scales import with_scales
 from ckpipe.types import first_of
 
 

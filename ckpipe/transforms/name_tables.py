@@ -20,13 +20,13 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 import ckpipe
 from ckpipe.errors import ShapeMismatch, StructureMismatch, UsageError
-from ckpipe.format.edit import ManifestEdit
-from ckpipe.loading.published_names import PublishedNames
-from ckpipe.loading.transforms import Transform
+from ckpipe.transforms.edit import ManifestEdit
+from ckpipe.transforms.published_names import PublishedNames
+from ckpipe.transforms.transform import Transform
 
 _FORM = '[[transform]] with kind = "Rename" and its arguments, such as names = {"0.*" = "up.*"}'
 
-_FOLDER = files("ckpipe.loading") / "names"
+_FOLDER = files("ckpipe.transforms") / "names"
 
 
 def _shipped() -> list[str]:
