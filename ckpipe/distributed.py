@@ -18,11 +18,10 @@ from torch.optim import Optimizer
 
 from ckpipe.errors import DtypeMismatch, ShapeMismatch, StructureMismatch, UsageError
 from ckpipe.format.labels import LabelFilter, join
-from ckpipe.loading.collectives import fsdp1_ranks
 from ckpipe.loading.stateful import LoadTargets, SavedObject, SavedTensor
 from ckpipe.loading.wrappers import fitting_parts
 from ckpipe.reading.live_tensors import is_placed
-from ckpipe.state.data_parallel import equal_places, place_of
+from ckpipe.state.data_parallel import equal_places, fsdp1_ranks, place_of
 from ckpipe.state.kinds import open_wrapper
 from ckpipe.state.tensors import is_wrapper, local_part, plain_parts
 from ckpipe.state.training_form import MODEL, OPTIMIZER, VERSIONS

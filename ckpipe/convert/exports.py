@@ -369,7 +369,7 @@ async def exported(context: SaveContext, save: Save) -> AsyncIterator[None]:
 
     Raises:
         TimeoutError: If the other ranks do not commit within ``incomplete_after_seconds``.
-        CkpipeError: Any error of :func:`ckpipe.exports.export`.
+        CkpipeError: Any error of :func:`ckpipe.convert.exports.export`.
     """
     form = save.request.export or context.settings.final_format
     policy = logging_policy(context.settings.upload)

@@ -1,9 +1,9 @@
 """Iterate over a DataLoader from a position that a checkpoint keeps.
 
-A :class:`~ckpipe.loader_order.SampleOrder` records the order of an epoch, and goes to a position
-without loading a sample. With ``exact_workers`` and for an ``IterableDataset`` without a state of
-its own the consumed batches are loaded and dropped: only that moves the generators or datasets in
-the workers on.
+A :class:`~ckpipe.data.loader_order.SampleOrder` records the order of an epoch, and goes to a
+position without loading a sample. With ``exact_workers`` and for an ``IterableDataset`` without a
+state of its own the consumed batches are loaded and dropped: only that moves the generators or
+datasets in the workers on.
 """
 
 from __future__ import annotations

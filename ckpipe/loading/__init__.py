@@ -1,3 +1,3 @@
-"""Load a checkpoint into a state: match, plan reads, read, verify, apply."""
+"""Load a checkpoint into a state: match both, read, and apply."""
 
 from __future__ import annotations

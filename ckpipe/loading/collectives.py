@@ -14,7 +14,6 @@ take part::
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -27,6 +26,7 @@ import torch.distributed as dist
 from ckpipe.format.labels import LabelFilter, join, label_order
 from ckpipe.interpreter import user_code
 from ckpipe.loading.stateful import InspectionMemo, live_state
+from ckpipe.state.data_parallel import fsdp1_ranks
 from ckpipe.state.kinds import is_stateful
 
 
@@ -102,14 +102,3 @@ def _ranks_of(obj: Any, label: str) -> Iterable[int]:
             ranks: Iterable[int] = own()
         return ranks
     return fsdp1_ranks(obj) if isinstance(obj, torch.nn.Module) else ()
-
-
-def fsdp1_ranks(module: torch.nn.Module) -> set[int]:
-    """Return the ranks that hold a module with those of FSDP1's wrappers in it; empty without."""
-    wrapper = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", None)
-    if wrapper is None:
-        return set()
-    flat = [each for each in module.modules() if isinstance(each, wrapper)]
-    groups = {each.process_group for each in flat}
-    groups |= {getattr(each, "_inter_node_pg", None) for each in flat} - {None}
-    return {rank for group in groups for rank in dist.get_process_group_ranks(group)}

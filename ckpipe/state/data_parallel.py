@@ -130,3 +130,14 @@ def _reduced(wrapper: DistributedDataParallel) -> Iterator[nn.Parameter]:
 def _reduces(hook: object) -> bool:
     name, home = getattr(hook, "__name__", ""), getattr(hook, "__module__", None) or ""
     return home.startswith("torch.distributed.") and name != "post_localSGD_hook"
+
+
+def fsdp1_ranks(module: nn.Module) -> set[int]:
+    """Return the ranks that hold a module with those of FSDP1's wrappers in it; empty without."""
+    wrapper = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", None)
+    if wrapper is None:
+        return set()
+    flat = [each for each in module.modules() if isinstance(each, wrapper)]
+    groups = {each.process_group for each in flat}
+    groups |= {getattr(each, "_inter_node_pg", None) for each in flat} - {None}
+    return {rank for group in groups for rank in dist.get_process_group_ranks(group)}

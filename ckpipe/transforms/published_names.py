@@ -25,7 +25,7 @@ from ckpipe.errors import StructureMismatch, TargetMismatch, UsageError
 from ckpipe.format.labels import bare_names, join
 from ckpipe.format.manifest import TensorRow
 from ckpipe.format.tree import MAPPINGS, children_of, walk
-from ckpipe.loading.collectives import fsdp1_ranks
+from ckpipe.state.data_parallel import fsdp1_ranks
 from ckpipe.transforms.edit import ManifestEdit
 from ckpipe.transforms.reshapes import Fuse, Rearrange, Split, Stack, Unstack
 from ckpipe.transforms.transform import Rename, Transform

@@ -1,0 +1,3 @@
+"""Give the batches of a data loader, and go on with them where a checkpoint was saved."""
+
+from __future__ import annotations
