@@ -28,7 +28,7 @@ import ckpipe
 from ckpipe.backend import PutMode
 from ckpipe.catalog.complete import publish_up
 from ckpipe.catalog.manifest_selection import read_near
-from ckpipe.format.codec import decode_bundle, encode_bundle
+from ckpipe.format.codec import decode_document, encode_document
 from ckpipe.format.labels import LabelFilter
 from ckpipe.format.manifest import ManifestDocument
 from ckpipe.format.merge import merge
@@ -197,7 +197,7 @@ async def _index(ranks: int) -> Figures:
     world, backend = World(ranks, SHARDS), Counted(MemoryBackend())
     manifest_bytes = 0
     for rank in range(ranks):
-        data = encode_bundle(world.manifest(rank))
+        data = encode_document(world.manifest(rank))
         manifest_bytes += len(data)
         await backend.put(manifest_key(ID, rank), data, PutMode.CREATE)
     before = _peak_bytes()
@@ -228,7 +228,7 @@ async def _near(backend: Counted, ranks: int) -> Figures:
     began = time.process_time()
     if await read_near(backend, ID, ranks // 2, ranks) is None:
         data = await backend.get(index_key(ID), max_bytes=1 << 30)
-        decode_bundle(data, key="index", id=ID, kind="index")
+        decode_document(data, key="index", id=ID, kind="index")
     seconds = time.process_time() - began
     return {
         "load: metadata requests": float(backend.verbs["get"]),
@@ -245,17 +245,17 @@ def load(ranks: int) -> Figures:
     """Measure the plan of a load of all chunks of a world, a thousand of each rank, in seconds."""
     world = World(ranks, TENSORS)
     manifests = [_read_back(world.manifest(rank)) for rank in range(ranks)]
-    data = encode_bundle(merge(manifests, "index"))
+    data = encode_document(merge(manifests, "index"))
     with gc_paused():
         began = time.process_time()
-        bundle = decode_bundle(data, key="index", id=ID, kind="index")
+        document = decode_document(data, key="index", id=ID, kind="index")
         decoded = time.process_time() - began
     shapes = zip(world.labels(), world.shardings, strict=True)
     target = {label: torch.zeros(spread.shape) for label, spread in shapes}
     request = LoadRequest(target)
 
     def planned() -> None:
-        matched = match_all(bundle, request, 0, 1, InspectionMemo())
+        matched = match_all(document, request, 0, 1, InspectionMemo())
         plan_reads(matched.targets.stored.data, matched.targets.rounds[0].needs, 16 << 20, 4096)
 
     return {
@@ -265,8 +265,8 @@ def load(ranks: int) -> Figures:
     }
 
 
-def _read_back(bundle: ManifestDocument) -> ManifestDocument:
-    return decode_bundle(encode_bundle(bundle), key="manifest", id=ID, kind="manifest")
+def _read_back(document: ManifestDocument) -> ManifestDocument:
+    return decode_document(encode_document(document), key="manifest", id=ID, kind="manifest")
 
 
 MEASURES: dict[str, Callable[[int], Figures]] = {

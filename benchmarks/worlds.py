@@ -91,10 +91,10 @@ def _sums(seed: int, count: int) -> Iterator[int]:
     return iter(drawn)
 
 
-def shard_count(bundle: ManifestDocument) -> int:
-    """Count the shards in the parts of a bundle."""
-    sizes = [len(layout.chunks) for layout in bundle.layouts]
-    return sum(sizes[part.layout] for part in bundle.parts)
+def shard_count(document: ManifestDocument) -> int:
+    """Count the shards in the parts of a document."""
+    sizes = [len(layout.chunks) for layout in document.layouts]
+    return sum(sizes[part.layout] for part in document.parts)
 
 
 def near(ranks: int, samples: int) -> list[int]:

@@ -106,9 +106,11 @@ def lent_state(save: Save, held: Sequence[StagedBlock]) -> Any:
     rows = tuple(replace(row, device="cpu") for row in structure.tensors)
     structure = replace(structure, tensors=rows)
     part = replace(part, files=tuple(file.row for file in program.plan.files))
-    bundle = ManifestDocument("manifest", save.id, 1, (structure,), (program.plan.layout,), (part,))
-    saved = state_of_part(bundle, 0)
-    stored = StoredTensors(bundle, saved.rows, saved.homes)
+    document = ManifestDocument(
+        "manifest", save.id, 1, (structure,), (program.plan.layout,), (part,)
+    )
+    saved = state_of_part(document, 0)
+    stored = StoredTensors(document, saved.rows, saved.homes)
     targets = _LentTargets(stored, held)
     definitions = shared_containers(trees_of(captured.tree, rows))
     with torch.no_grad():

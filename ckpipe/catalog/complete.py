@@ -48,8 +48,8 @@ from ckpipe.errors import (
 )
 from ckpipe.format import names
 from ckpipe.format.check import check_owners
-from ckpipe.format.codec import encode_bundle
-from ckpipe.format.manifest import BundleKind, ManifestDocument
+from ckpipe.format.codec import encode_document
+from ckpipe.format.manifest import DocumentKind, ManifestDocument
 from ckpipe.format.merge import merge
 from ckpipe.format.names import (
     GROUP_SIZE,
@@ -215,7 +215,7 @@ async def _merge(
     """Merge a full directory into a group or the index; None if the checkpoint is deleted."""
     wanted = [(level, number) for number in members(level, directory, world_size)]
     try:
-        bundles = await read_members(backend, id, wanted, world_size)
+        documents = await read_members(backend, id, wanted, world_size)
     except MissingObject:
         if await stat_or_none(backend, tombstone_key(id)):
             return None
@@ -223,11 +223,11 @@ async def _merge(
 
     def merge_members() -> tuple[ManifestDocument, bytes]:
         with gc_paused():
-            merged = merge(bundles, "group" if group else "index", group)
+            merged = merge(documents, "group" if group else "index", group)
             if group is None:
                 # Readers of the index would refuse it, so it must not complete the checkpoint.
                 check_owners(merged)
-            return merged, encode_bundle(merged)
+            return merged, encode_document(merged)
 
     return await threads.run_sync(merge_members)
 
@@ -263,7 +263,7 @@ async def read_member(
         key: Its key, if it was listed.
 
     Returns:
-        The bundle, and its bytes on the store.
+        The document, and its bytes on the store.
 
     Raises:
         MissingObject: If it is not there.
@@ -272,12 +272,12 @@ async def read_member(
         StoreError: If the store failed.
     """
     key = key or member_key(id, level, number)
-    kind: BundleKind = "group" if level else "manifest"
-    bundle, data = await read_document(backend, id, key, kind)
-    place = bundle.group if level else (0, bundle.parts[0].rank)
-    if bundle.world_size != world_size:
+    kind: DocumentKind = "group" if level else "manifest"
+    document, data = await read_document(backend, id, key, kind)
+    place = document.group if level else (0, document.parts[0].rank)
+    if document.world_size != world_size:
         raise InvalidManifest(
-            f"This {kind} was written by one of {bundle.world_size} ranks, and another says that "
+            f"This {kind} was written by one of {document.world_size} ranks, and another says that "
             f"there are {world_size}",
             step=id.step,
             key=key,
@@ -285,7 +285,7 @@ async def read_member(
         )
     if place != (level, number):
         raise InvalidManifest(f"This {kind} is not the one of its key", step=id.step, key=key)
-    return bundle, data
+    return document, data
 
 
 async def list_members(backend: Backend, index: ManifestDocument) -> dict[Member, str]:
@@ -322,8 +322,8 @@ async def read_matching(
     """
     level, number = member
     try:
-        bundle, data = await read_member(backend, index.id, level, number, index.world_size, key)
-        for part in bundle.parts:
+        document, data = await read_member(backend, index.id, level, number, index.world_size, key)
+        for part in document.parts:
             known = index.parts[part.rank]
             if replace(part, structure=known.structure, layout=known.layout) != known:
                 raise InvalidManifest("The index was not made of this object", key=key)
@@ -479,5 +479,5 @@ async def _world_size(backend: Backend, id: CheckpointId) -> int | None:
     key = min([each.key async for each in backend.list(prefix)], default=None)
     if key is None:
         return None
-    bundle, _ = await read_document(backend, id, key, "manifest")
-    return bundle.world_size
+    document, _ = await read_document(backend, id, key, "manifest")
+    return document.world_size

@@ -113,7 +113,7 @@ async def copy_checkpoint(
             incomplete.
         StoreError: If a store failed; the target stays incomplete.
     """
-    bundle, index = await read_document(source, id, index_key(id), "index")
+    document, index = await read_document(source, id, index_key(id), "index")
     if await stat_or_none(target, tombstone_key(id)) is not None:
         raise UsageError(
             "The checkpoint was deleted on the target, and its tombstone is still there",
@@ -124,16 +124,16 @@ async def copy_checkpoint(
         await _same(target, index_key(id), index)
     sizes: list[int] = []
     copied: list[int] = []
-    for rank in range(len(bundle.parts)):
-        data = EntryTable(bundle)
+    for rank in range(len(document.parts)):
+        data = EntryTable(document)
         data.join(rank)
         for number in range(len(data.files)):
             file = _FileCopy(source, target, id, data, number, settings)
             sizes.append(file.size)
             copied += [file.size] if await file.bring() else []
-    await _copy_metadata(source, target, bundle, settings)
+    await _copy_metadata(source, target, document, settings)
     await _create(target, index_key(id), index)
-    await write_summary_of(target, bundle)
+    await write_summary_of(target, document)
     return CopyResult(str(id), len(sizes), sum(sizes), len(copied), sum(copied))
 
 

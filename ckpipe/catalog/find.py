@@ -24,8 +24,8 @@ from ckpipe.errors import (
     ObjectNotFound,
     StoreUnavailable,
 )
-from ckpipe.format.codec import MAX_STORED_BYTES, MOST_ROWS, decode_bundle
-from ckpipe.format.manifest import BundleKind, ManifestDocument
+from ckpipe.format.codec import MAX_STORED_BYTES, MOST_ROWS, decode_document
+from ckpipe.format.manifest import DocumentKind, ManifestDocument
 from ckpipe.format.names import (
     DELETED,
     PINS,
@@ -331,7 +331,7 @@ async def read_index(backend: Backend, id: CheckpointId) -> ManifestDocument:
 
 
 async def read_document(
-    backend: Backend, id: CheckpointId, key: str, kind: BundleKind
+    backend: Backend, id: CheckpointId, key: str, kind: DocumentKind
 ) -> tuple[ManifestDocument, bytes]:
     """Read and validate an index, a group object or a manifest.
 
@@ -346,7 +346,7 @@ async def read_document(
 
     def decode(data: bytes) -> tuple[ManifestDocument, bytes]:
         with gc_paused():
-            return decode_bundle(data, key=key, id=id, kind=kind, most_rows=most_rows), data
+            return decode_document(data, key=key, id=id, kind=kind, most_rows=most_rows), data
 
     try:
         async with naming_unreadable(backend, id.step):

@@ -1,6 +1,6 @@
 """Describe an index for display: names, shapes, sizes, sharing, ranks and inline values.
 
-Pure: it uses validated bundles, and no bytes of tensors.
+Pure: it uses validated documents, and no bytes of tensors.
 """
 
 from __future__ import annotations
@@ -31,43 +31,45 @@ _LONGEST_PREVIEW = 60
 Item = TypeVar("Item")
 
 
-def describe(bundle: ManifestDocument, select: LabelFilter | None = None) -> CheckpointDescription:
+def describe(
+    document: ManifestDocument, select: LabelFilter | None = None
+) -> CheckpointDescription:
     """Describe an index, for people and for other programs.
 
     Args:
-        bundle: The index, validated.
+        document: The index, validated.
         select: Selects the tensors and values to include; None for all.
     """
-    first = bundle.parts[0]
+    first = document.parts[0]
     wanted = select or LabelFilter()
     return CheckpointDescription(
-        id=None if bundle.source else str(bundle.id),
-        step=bundle.step,
-        world_size=bundle.world_size,
-        files=sum(len(part.files) for part in bundle.parts),
-        bytes=data_bytes(bundle),
+        id=None if document.source else str(document.id),
+        step=document.step,
+        world_size=document.world_size,
+        files=sum(len(part.files) for part in document.parts),
+        bytes=data_bytes(document),
         started=first.started,
-        final=any(part.final for part in bundle.parts),
+        final=any(part.final for part in document.parts),
         resumed_from=first.resumed_from,
-        line="" if bundle.source else bundle.line,
+        line="" if document.source else document.line,
         writer=first.writer,
         metadata=first.metadata,
         metrics=first.metrics,
-        tensors=tuple(each for each in _tensors(bundle) if wanted(each.label)),
-        values=tuple(each for each in _values(bundle) if wanted(each.label)),
+        tensors=tuple(each for each in _tensors(document) if wanted(each.label)),
+        values=tuple(each for each in _values(document) if wanted(each.label)),
         wrappers={
             label: f"{facts['class'].rpartition(':')[2]} of {facts['dtype']}{facts['size']}"
-            for structure in bundle.structures
+            for structure in document.structures
             for label, _, facts in _leaves(structure.tree, "wrapper_tensor")
             if wanted(label)
         },
-        source=bundle.source,
+        source=document.source,
     )
 
 
-def data_bytes(bundle: ManifestDocument) -> int:
-    """Return the size of all data files of a bundle's parts."""
-    return sum(file.size for part in bundle.parts for file in part.files)
+def data_bytes(document: ManifestDocument) -> int:
+    """Return the size of all data files of a document's parts."""
+    return sum(file.size for part in document.parts for file in part.files)
 
 
 def tensor_bytes(row: TensorRow) -> int:
@@ -80,7 +82,11 @@ _EXPANSION, _ALWAYS_BYTES = 4, 1 << 30
 
 
 def check_expansion(
-    work: str, bundles: Sequence[ManifestDocument], nbytes: int, sizes: Mapping[str, int], hint: str
+    work: str,
+    documents: Sequence[ManifestDocument],
+    nbytes: int,
+    sizes: Mapping[str, int],
+    hint: str,
 ) -> None:
     """Refuse work on far more bytes than checkpoints store.
 
@@ -89,7 +95,7 @@ def check_expansion(
 
     Args:
         work: The name of the work, for the error.
-        bundles: The indexes of the checkpoints.
+        documents: The indexes of the checkpoints.
         nbytes: The bytes that the work takes.
         sizes: The bytes of its tensors, by their labels.
         hint: The remedy, for the error.
@@ -97,14 +103,14 @@ def check_expansion(
     Raises:
         UsageError: If these are far more bytes than the checkpoints store.
     """
-    stored = sum(map(data_bytes, bundles))
+    stored = sum(map(data_bytes, documents))
     if nbytes <= _EXPANSION * stored + _ALWAYS_BYTES:
         return
     label, largest = max(sizes.items(), key=lambda each: each[1])
     raise UsageError(
         f"{work} would take {size_text(nbytes)}, {size_text(largest)} of them for this tensor, "
         f"where {size_text(stored)} are stored",
-        step=bundles[0].id.step,
+        step=documents[0].id.step,
         key=label,
         hint=hint,
     )
@@ -127,14 +133,14 @@ def batches(
         yield group
 
 
-def _tensors(bundle: ManifestDocument) -> Iterator[TensorDescription]:
+def _tensors(document: ManifestDocument) -> Iterator[TensorDescription]:
     rows: dict[str, TensorRow] = {}
     ranks: defaultdict[str, list[int]] = defaultdict(list)
     boxes: defaultdict[str, set[Json]] = defaultdict(set)
     shared: defaultdict[str, dict[str, None]] = defaultdict(dict)
-    also = _other_labels(bundle)
-    for part in bundle.parts:
-        structure, layout = bundle.structures[part.structure], bundle.layouts[part.layout]
+    also = _other_labels(document)
+    for part in document.parts:
+        structure, layout = document.structures[part.structure], document.layouts[part.layout]
         for row in structure.tensors:
             rows.setdefault(row.label, row)
             ranks[row.label].append(part.rank)
@@ -144,7 +150,7 @@ def _tensors(bundle: ManifestDocument) -> Iterator[TensorDescription]:
         for group in _sharing(layout, labels):
             for label in group:
                 shared[label].update(dict.fromkeys(each for each in group if each != label))
-    differing = labels_per_rank(bundle)
+    differing = labels_per_rank(document)
     for label, row in rows.items():
         yield TensorDescription(
             label, row.dtype, row.shape, tensor_bytes(row), row.kind, row.device,
@@ -153,9 +159,9 @@ def _tensors(bundle: ManifestDocument) -> Iterator[TensorDescription]:
         )  # fmt: skip
 
 
-def _other_labels(bundle: ManifestDocument) -> defaultdict[str, dict[str, None]]:
+def _other_labels(document: ManifestDocument) -> defaultdict[str, dict[str, None]]:
     found: defaultdict[str, dict[str, None]] = defaultdict(dict)
-    for structure in bundle.structures:
+    for structure in document.structures:
         seen: set[int] = set()
         for label, number in leaf_labels(structure.tree, "tensor"):
             if number in seen:
@@ -174,35 +180,35 @@ def _sharing(layout: Layout, labels: list[str]) -> Iterator[list[str]]:
     yield from (list(group) for group in groups.values() if len(group) > 1)
 
 
-def labels_per_rank(bundle: ManifestDocument) -> set[str]:
+def labels_per_rank(document: ManifestDocument) -> set[str]:
     """Return the labels of private tensors that differ between ranks."""
     found = {
-        bundle.structures[number].tensors[tensor].label
-        for number, each in enumerate(bundle.per_rank)
+        document.structures[number].tensors[tensor].label
+        for number, each in enumerate(document.per_rank)
         for tensor in each.tensors
-        if tensor < len(bundle.structures[number].tensors)
+        if tensor < len(document.structures[number].tensors)
     }
-    if len(bundle.structures) == 1:
+    if len(document.structures) == 1:
         return found
     # per_rank compares the ranks of one structure. Now compare structures, by their first ranks.
     firsts: dict[int, int] = {}
-    for number, part in enumerate(bundle.parts):
+    for number, part in enumerate(document.parts):
         firsts.setdefault(part.structure, number)
     holders: defaultdict[str, list[tuple[int, int]]] = defaultdict(list)
     for structure, number in firsts.items():
-        private = bundle.layouts[bundle.parts[number].layout].private
-        for tensor, row in enumerate(bundle.structures[structure].tensors):
+        private = document.layouts[document.parts[number].layout].private
+        for tensor, row in enumerate(document.structures[structure].tensors):
             if tensor in private:
                 holders[row.label].append((number, tensor))
-    return found | {label for label, each in holders.items() if differ_privately(bundle, each)}
+    return found | {label for label, each in holders.items() if differ_privately(document, each)}
 
 
-def _values(bundle: ManifestDocument) -> Iterator[ValueDescription]:
+def _values(document: ManifestDocument) -> Iterator[ValueDescription]:
     found: dict[str, str] = {}
     ranks: defaultdict[str, list[int]] = defaultdict(list)
     differing: set[str] = set()
-    paths = [list(leaf_labels(structure.tree, "value")) for structure in bundle.structures]
-    for part in bundle.parts:
+    paths = [list(leaf_labels(structure.tree, "value")) for structure in document.structures]
+    for part in document.parts:
         for label, number in paths[part.structure]:
             text = _preview(part, number)
             if found.setdefault(label, text) != text:
@@ -217,7 +223,7 @@ def leaf_labels(tree: Node, kind: Literal["tensor", "value"]) -> Iterator[tuple[
     return ((label, number) for label, _, number in _leaves(tree, kind))
 
 
-def key_paths(bundle: ManifestDocument) -> dict[str, tuple[str, ...]]:
+def key_paths(document: ManifestDocument) -> dict[str, tuple[str, ...]]:
     """Return the keys in the label of each tensor and value; a key may itself contain dots.
 
     If a tensor and a value have the same label, the keys are those of the value.
@@ -225,7 +231,7 @@ def key_paths(bundle: ManifestDocument) -> dict[str, tuple[str, ...]]:
     return {
         label: path
         for kind in _KINDS
-        for structure in reversed(bundle.structures)
+        for structure in reversed(document.structures)
         for label, path, _ in _leaves(structure.tree, kind)
     }
 

@@ -93,7 +93,7 @@ async def read_near(
         world_size: The number of ranks that load.
 
     Returns:
-        A bundle of these parts. None if the caller should read the index instead: it costs no
+        A document of these parts. None if the caller should read the index instead: it costs no
         more, or the checkpoint has another world size, or one of the parts cannot be used.
 
     Raises:
@@ -119,6 +119,6 @@ def _others(own: ManifestDocument, rank: int, size: int) -> tuple[Member, ...] |
     return nearest(own.world_size, owners - {rank}, size)
 
 
-def _gathered(bundles: list[ManifestDocument]) -> ManifestDocument:
+def _gathered(documents: list[ManifestDocument]) -> ManifestDocument:
     with gc_paused():
-        return gathered(bundles)
+        return gathered(documents)

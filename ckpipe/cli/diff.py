@@ -301,27 +301,27 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().view(torch.uint8)
 
 
-def _tensors(bundle: ManifestDocument) -> dict[str, TensorRow]:
+def _tensors(document: ManifestDocument) -> dict[str, TensorRow]:
     rows: dict[str, TensorRow] = {}
-    for part in bundle.parts:
-        for row in bundle.structures[part.structure].tensors:
+    for part in document.parts:
+        for row in document.structures[part.structure].tensors:
             rows.setdefault(row.label, row)
     return rows
 
 
-def _texts(bundle: ManifestDocument) -> dict[str, str]:
+def _texts(document: ManifestDocument) -> dict[str, str]:
     """Write tensors and inline values as text; if values differ between ranks, those of all."""
     found: dict[str, list[str]] = {}
-    for part in bundle.parts:
+    for part in document.parts:
         taken: set[str] = set()
-        for node, label in walk(bundle.structures[part.structure].tree):
+        for node, label in walk(document.structures[part.structure].tree):
             kind = node.kind
             if kind in ("value", "wrapper_tensor", *SETS):
                 value = (
                     part.values[node.head] if kind == "value" else [kind, node.head or node.keys]
                 )
                 found.setdefault(unique_label(label, taken), []).append(json.dumps(value))
-    tensors = {label: f"{row.dtype}{list(row.shape)}" for label, row in _tensors(bundle).items()}
+    tensors = {label: f"{row.dtype}{list(row.shape)}" for label, row in _tensors(document).items()}
     return tensors | {
         label: texts[0] if len(set(texts)) == 1 else " | ".join(texts)
         for label, texts in found.items()

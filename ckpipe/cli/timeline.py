@@ -160,12 +160,12 @@ async def _read_reports(
     return [_report(each) for each in manifests], world_size
 
 
-def _report(bundle: ManifestDocument) -> RankReport:
-    part = bundle.parts[0]
+def _report(document: ManifestDocument) -> RankReport:
+    part = document.parts[0]
     try:
-        report = None if bundle.report is None else save_report_from_data(bundle.report)
+        report = None if document.report is None else save_report_from_data(document.report)
     except CkpipeError as error:
-        raise error.located(step=bundle.id.step, rank=part.rank) from None
+        raise error.located(step=document.id.step, rank=part.rank) from None
     return RankReport(part.rank, part.started, report)
 
 

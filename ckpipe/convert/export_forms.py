@@ -127,17 +127,17 @@ def plan_files(
     plan = _ExportPlan(opened, asked, select, expanded=expanded)
     plan_form, _ = _FORMS[form]
     files = plan_form(plan)
-    return Opened(opened.store, plan.bundle), files
+    return Opened(opened.store, plan.document), files
 
 
 class _ExportPlan:
     def __init__(
         self, opened: Opened, asked: Export, select: LabelFilter, *, expanded: bool
     ) -> None:
-        self._store, bundle = opened.store, opened.document
+        self._store, document = opened.store, opened.document
         if transforms := transforms_of(asked.transform):
-            bundle, _ = transformed(bundle, [each.exported() for each in transforms], select)
-        self.bundle, self._asked, self._expanded = bundle, asked, expanded
+            document, _ = transformed(document, [each.exported() for each in transforms], select)
+        self.document, self._asked, self._expanded = document, asked, expanded
 
     def torch_file(self) -> list[File]:
         """Plan one file that ``torch.load`` reads; it holds expanded tensors as they are stored."""
@@ -149,7 +149,7 @@ class _ExportPlan:
         named = _without_wrappers(self._named(self._asked.part))
         self._cast(named)
         labels = [row.label for row in named.values()]
-        made = LabelledTensors(Opened(self._store, self.bundle)).fresh(labels, self._unwrap)[1]()
+        made = LabelledTensors(Opened(self._store, self.document)).fresh(labels, self._unwrap)[1]()
         tied = defaultdict[Any, list[tuple[str, torch.Tensor, TensorRow]]](list)
         for name, row in named.items():
             tensor = made[row.label]
@@ -221,7 +221,7 @@ class _ExportPlan:
                 parts += [*archive, bytes(-length % _ALIGNMENT)]
                 at += length + -length % _ALIGNMENT
             files.append(File(name, parts))
-        metadata.storage_meta = StorageMeta(save_id=self.bundle.name)
+        metadata.storage_meta = StorageMeta(save_id=self.document.name)
         metadata.version = CURRENT_DCP_VERSION
         return [*files, File(DCP_METADATA, [pickle.dumps(metadata)])]
 
@@ -245,8 +245,8 @@ class _ExportPlan:
 
     def _structures(self) -> Iterator[tuple[Any, Sequence[Any]]]:
         """Yield each structure with the values of the lowest rank that has it."""
-        first = {part.structure: part for part in reversed(self.bundle.parts)}
-        for number, structure in enumerate(self.bundle.structures):
+        first = {part.structure: part for part in reversed(self.document.parts)}
+        for number, structure in enumerate(self.document.structures):
             yield structure, first[number].values
 
     def _without_values(self, select: LabelFilter) -> tuple[Any, dict[str, torch.Tensor]]:
@@ -257,7 +257,7 @@ class _ExportPlan:
             return plain[label]
 
         request = LoadRequest(select=select, strict=False, per_rank="rank0", unwrap=unwrap)
-        load = match_all(self.bundle, request, 0, 1, InspectionMemo())
+        load = match_all(self.document, request, 0, 1, InspectionMemo())
         state = load.make()
         load.matching.forget()
         return state, load.targets.made | plain
@@ -280,7 +280,7 @@ class _ExportPlan:
         """
         rows: dict[str, TensorRow] = {}
         wrapped: dict[str, Node] = {}
-        for structure in self.bundle.structures:
+        for structure in self.document.structures:
             wrappers = dict(wrappers_in(structure.tree))
             inside = tuple(f"{label}." for label in wrappers)
             for label, number in leaf_labels(structure.tree, "tensor"):
@@ -290,7 +290,7 @@ class _ExportPlan:
         for label, node in wrapped.items():
             rows[label] = TensorRow(label, self._asked.dtype or "", tuple(node.head["size"]))
         if part is None:
-            trees = [each.tree for each in self.bundle.structures]
+            trees = [each.tree for each in self.document.structures]
             part = _model_of(rows, [each for tree in trees for each in walk(tree)])
         beginning = f"{part}." if part else ""
         found: dict[str, TensorRow] = {}
@@ -330,17 +330,17 @@ class _ExportPlan:
             return replace(row, cast=dtype)
 
         if dtype is not None:
-            self.bundle = with_scales(self.bundle)
+            self.document = with_scales(self.document)
             structures = [
                 replace(each, tensors=tuple(map(cast, each.tensors)))
-                for each in self.bundle.structures
+                for each in self.document.structures
             ]
-            self.bundle = replace(self.bundle, structures=tuple(structures))
+            self.document = replace(self.document, structures=tuple(structures))
 
     def _check_size(self, sizes: Mapping[str, int]) -> None:
         if not self._expanded:
             hint = "Leave the tensor out, or pass expanded=True (--expanded in the command)"
-            check_expansion("An export", [self.bundle], sum(sizes.values()), sizes, hint)
+            check_expansion("An export", [self.document], sum(sizes.values()), sizes, hint)
 
 
 _FORMS: dict[Form, tuple[Callable[[_ExportPlan], list[File]], tuple[str, ...]]] = {

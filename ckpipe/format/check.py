@@ -1,6 +1,6 @@
-"""Check that the numbers of a bundle from a store are consistent.
+"""Check that the numbers of a document from a store are consistent.
 
-Types are checked when the bundle is read. Code that uses a bundle may rely on both checks.
+Types are checked when the document is read. Code that uses a document may rely on both checks.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ _LAZY = frozenset(("", "c", "n", "cn"))
 _MAX_CRC = 0xFFFFFFFF
 
 
-def check_bundle(bundle: ManifestDocument) -> None:
-    """Check that a bundle agrees with itself and with the format.
+def check_document(document: ManifestDocument) -> None:
+    """Check that a document agrees with itself and with the format.
 
     Raises:
         UnsafePath: If a file's name is not the one that the format gives it.
@@ -54,15 +54,15 @@ def check_bundle(bundle: ManifestDocument) -> None:
         WrongWorldSize: If its ranks are not those of its kind and world size.
         InvalidManifest: If there is another contradiction.
     """
-    check_ranks(bundle)
-    for structure in bundle.structures:
+    check_ranks(document)
+    for structure in document.structures:
         _check_tensors(structure)
         _check_tree(structure)
-    for part in bundle.parts:
-        _check_part(bundle, part)
-    _check_borrowed(bundle)
-    check_owners(bundle)
-    _check_per_rank(bundle)
+    for part in document.parts:
+        _check_part(document, part)
+    _check_borrowed(document)
+    check_owners(document)
+    _check_per_rank(document)
 
 
 def check_virtual(document: ManifestDocument) -> None:
@@ -71,7 +71,7 @@ def check_virtual(document: ManifestDocument) -> None:
     Its files are not laid out as ckpipe's are: they may have holes, and have no checksums.
 
     Raises:
-        CorruptCheckpoint: As :func:`check_bundle` does.
+        CorruptCheckpoint: As :func:`check_document` does.
     """
     for structure, layout in zip(document.structures, document.layouts, strict=True):
         _check_tensors(structure)
@@ -79,28 +79,28 @@ def check_virtual(document: ManifestDocument) -> None:
         _check_chunks(layout.chunks, layout.entries.nbytes, structure.tensors)
 
 
-def _facts_of(bundle: ManifestDocument, structure: int, layout: int) -> LayoutFacts:
-    return facts_of(bundle.layouts[layout], bundle.structures[structure].tensors)
+def _facts_of(document: ManifestDocument, structure: int, layout: int) -> LayoutFacts:
+    return facts_of(document.layouts[layout], document.structures[structure].tensors)
 
 
-def check_ranks(bundle: ManifestDocument) -> None:
-    """Check that a bundle holds exactly the ranks of its kind, in order.
+def check_ranks(document: ManifestDocument) -> None:
+    """Check that a document holds exactly the ranks of its kind, in order.
 
     Raises:
         WrongWorldSize: If it does not.
     """
-    ranks = [part.rank for part in bundle.parts]
-    if bundle.kind == "manifest":
+    ranks = [part.rank for part in document.parts]
+    if document.kind == "manifest":
         expected = range(ranks[0], ranks[0] + 1) if ranks else range(0)
-    elif bundle.kind == "index":
-        expected = range(bundle.world_size)
+    elif document.kind == "index":
+        expected = range(document.world_size)
     else:
-        expected = group_ranks(*(bundle.group or (0, 0)), bundle.world_size)
+        expected = group_ranks(*(document.group or (0, 0)), document.world_size)
     # Lengths first: a made-up world size must not become a list.
     fits = len(ranks) == len(expected) > 0 and ranks == list(expected)
-    if not fits or expected.stop > bundle.world_size:
+    if not fits or expected.stop > document.world_size:
         raise WrongWorldSize(
-            f"The ranks of the {bundle.kind} are not those of a world of {bundle.world_size}"
+            f"The ranks of the {document.kind} are not those of a world of {document.world_size}"
         )
 
 
@@ -133,14 +133,14 @@ def check_dtypes(rows: Sequence[TensorRow]) -> dict[str, int]:
     return {dtype: size for dtype, size in sizes.items() if size}
 
 
-def _check_part(bundle: ManifestDocument, part: RankManifest) -> None:
-    if part.structure >= len(bundle.structures) or part.layout >= len(bundle.layouts):
+def _check_part(document: ManifestDocument, part: RankManifest) -> None:
+    if part.structure >= len(document.structures) or part.layout >= len(document.layouts):
         raise InvalidManifest(
             "A part points to a structure or layout that is not there", rank=part.rank
         )
-    if len(part.values) != bundle.structures[part.structure].values:
+    if len(part.values) != document.structures[part.structure].values:
         raise InvalidManifest("A part has another number of values than its tree", rank=part.rank)
-    facts = _facts_of(bundle, part.structure, part.layout)
+    facts = _facts_of(document, part.structure, part.layout)
     if len(part.files) != len(facts.data_bytes):
         raise InvalidManifest("A part has another number of files than its entries", rank=part.rank)
     for number, (file, nbytes) in enumerate(zip(part.files, facts.data_bytes, strict=True)):
@@ -167,38 +167,38 @@ def _check_part(bundle: ManifestDocument, part: RankManifest) -> None:
         )
 
 
-def _check_borrowed(bundle: ManifestDocument) -> None:
-    """Check the chunks of each rank against the entries of their owners in this bundle."""
-    place_of = {part.rank: (part.structure, part.layout) for part in bundle.parts}
+def _check_borrowed(document: ManifestDocument) -> None:
+    """Check the chunks of each rank against the entries of their owners in this document."""
+    place_of = {part.rank: (part.structure, part.layout) for part in document.parts}
     for structure, layout in dict.fromkeys(place_of.values()):
-        borrowed = _facts_of(bundle, structure, layout).borrowed
-        if borrowed.owner and max(borrowed.owner) >= bundle.world_size:
+        borrowed = _facts_of(document, structure, layout).borrowed
+        if borrowed.owner and max(borrowed.owner) >= document.world_size:
             raise WrongWorldSize("A chunk is owned by a rank outside the world")
         for owner, entry, end, tensor, _ in zip(*borrowed, strict=True):
             # Entries of a rank of another group are checked when that group is read.
             place = place_of.get(owner)
             if entry >= 0 and place is not None:
-                label = bundle.structures[structure].tensors[tensor].label
-                _check_in_entry(entry, end, _facts_of(bundle, *place).sizes, label)
+                label = document.structures[structure].tensors[tensor].label
+                _check_in_entry(entry, end, _facts_of(document, *place).sizes, label)
 
 
-def check_owners(bundle: ManifestDocument) -> None:
+def check_owners(document: ManifestDocument) -> None:
     """Check that owners have written the chunks that other ranks leave to them without a place.
 
-    Owners outside the bundle are not checked.
+    Owners outside the document are not checked.
 
     Args:
-        bundle: The bundle, with all other checks done.
+        document: The document, with all other checks done.
 
     Raises:
         InvalidManifest: If an owner has not written such a chunk. Ranks that hold the same shard
             have then disagreed about its name, dtype, shape or replication.
     """
-    place_of = {part.rank: (part.structure, part.layout) for part in bundle.parts}
+    place_of = {part.rank: (part.structure, part.layout) for part in document.parts}
     left: dict[int, list[tuple[array[int], array[int], int]]] = {}
     for structure, layout in dict.fromkeys(place_of.values()):
         unknown: dict[int, tuple[array[int], array[int], int]] = {}
-        borrowed = _facts_of(bundle, structure, layout).borrowed
+        borrowed = _facts_of(document, structure, layout).borrowed
         for owner, entry, _, tensor, identity in zip(*borrowed, strict=True):
             if entry < 0 and owner in place_of:
                 if owner not in unknown:
@@ -209,10 +209,10 @@ def check_owners(bundle: ManifestDocument) -> None:
             left.setdefault(owner, []).append(wanted)
     for owner, wanted_of_others in left.items():
         structure, layout = place_of[owner]
-        own = _facts_of(bundle, structure, layout).own
+        own = _facts_of(document, structure, layout).own
         if own is None:
-            rows = bundle.structures[structure].tensors
-            own = _own_identities(bundle.layouts[layout].chunks, rows)
+            rows = document.structures[structure].tensors
+            own = _own_identities(document.layouts[layout].chunks, rows)
         written = set(own)
         for identities, tensors, structure in wanted_of_others:
             if not written.issuperset(identities):
@@ -221,10 +221,10 @@ def check_owners(bundle: ManifestDocument) -> None:
                     for identity, tensor in zip(identities, tensors, strict=True)
                     if identity not in written
                 )
-                label = bundle.structures[structure].tensors[tensor].label
+                label = document.structures[structure].tensors[tensor].label
                 raise InvalidManifest(
                     "Others leave this tensor or a part of it to a rank that has not written it",
-                    step=bundle.id.step,
+                    step=document.id.step,
                     rank=owner,
                     key=label[:200],
                     hint="Ranks must agree on names, shapes, dtypes and replicated tensors; a "
@@ -232,12 +232,12 @@ def check_owners(bundle: ManifestDocument) -> None:
                 )
 
 
-def _check_per_rank(bundle: ManifestDocument) -> None:
-    if bundle.kind != "index":
+def _check_per_rank(document: ManifestDocument) -> None:
+    if document.kind != "index":
         return
-    if len(bundle.per_rank) != len(bundle.structures):
+    if len(document.per_rank) != len(document.structures):
         raise InvalidManifest("The member per_rank has not one element for each structure")
-    for each, structure in zip(bundle.per_rank, bundle.structures, strict=True):
+    for each, structure in zip(document.per_rank, document.structures, strict=True):
         too_large = max(each.tensors, default=-1) >= len(structure.tensors)
         if too_large or max(each.values, default=-1) >= structure.values:
             raise InvalidManifest("The member per_rank names a tensor or value that is not there")

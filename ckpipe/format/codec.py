@@ -1,6 +1,6 @@
-"""Write and read bundles as ``docs/format.md`` defines them.
+"""Write and read documents as ``docs/format.md`` defines them.
 
-Values that several ranks share are written once: structures and layouts, which a bundle numbers
+Values that several ranks share are written once: structures and layouts, which a document numbers
 anyway, and lists of inline values, writers, metadata and metrics, which are numbered here. Two
 such values are the same if their JSON is the same text; Python's ``==`` would take True for 1.
 """
@@ -21,7 +21,7 @@ from ckpipe.errors import (
     UnsupportedState,
     UnsupportedVersion,
 )
-from ckpipe.format.check import check_bundle, check_dtypes, facts_of
+from ckpipe.format.check import check_document, check_dtypes, facts_of
 from ckpipe.format.checksummed_json import Element, decode_json, encode_json, says_newer
 from ckpipe.format.data_file import STORED_ITEM_BYTES
 from ckpipe.format.labels import Json, Numbering, canonical, decode_float
@@ -35,8 +35,8 @@ from ckpipe.format.manifest import (
     PARTS,
     SHARED,
     TENSORS,
-    BundleKind,
     Chunks,
+    DocumentKind,
     Entries,
     Layout,
     ManifestDocument,
@@ -56,59 +56,59 @@ FORMAT_NAME = "ckpipe"
 _WINDOW = "~window"
 
 MOST_ROWS = 1 << 18
-"""Number of chunks of a bundle that are kept as columns; further layouts are kept as text."""
+"""Number of chunks of a document that are kept as columns; further layouts are kept as text."""
 
 
-def encode_bundle(bundle: ManifestDocument) -> bytes:
-    """Encode a bundle in its stored form; equal bundles give equal bytes.
+def encode_document(document: ManifestDocument) -> bytes:
+    """Encode a document in its stored form; equal documents give equal bytes.
 
     Args:
-        bundle: The bundle.
+        document: The document.
 
     Raises:
         OversizedMetadata: If it is larger than a reader accepts.
         UnsupportedState: If the tree is nested too deeply to be written.
         ValueError: If metadata holds a float that is not finite.
     """
-    document: dict[str, Any] = {
+    members: dict[str, Any] = {
         "format": FORMAT_NAME,
-        "version": max((each.version for each in bundle.structures), default=1),
-        "kind": bundle.kind,
-        "step": bundle.id.step,
-        "attempt": bundle.id.attempt,
-        "count": bundle.id.count,
-        "world_size": bundle.world_size,
+        "version": max((each.version for each in document.structures), default=1),
+        "kind": document.kind,
+        "step": document.id.step,
+        "attempt": document.id.attempt,
+        "count": document.id.count,
+        "world_size": document.world_size,
     }
-    if bundle.group is not None:
-        document["group"] = bundle.group
+    if document.group is not None:
+        members["group"] = document.group
     # As iterators, so that their texts are never in memory together.
-    document["structures"] = (structure_text(each) for each in bundle.structures)
-    document["layouts"] = _layout_texts(bundle)
+    members["structures"] = (structure_text(each) for each in document.structures)
+    members["layouts"] = _layout_texts(document)
     try:
-        document.update(_encode_parts(bundle.parts))
-        if bundle.kind == "index":
-            document["per_rank"] = [
-                {"tensors": each.tensors, "values": each.values} for each in bundle.per_rank
+        members.update(_encode_parts(document.parts))
+        if document.kind == "index":
+            members["per_rank"] = [
+                {"tensors": each.tensors, "values": each.values} for each in document.per_rank
             ]
-        if bundle.report is not None:
-            document["report"] = bundle.report
-        return encode_json(document, MAX_STORED_BYTES)
+        if document.report is not None:
+            members["report"] = document.report
+        return encode_json(members, MAX_STORED_BYTES)
     except OversizedMetadata as error:
-        raise error.located(step=bundle.id.step) from None
+        raise error.located(step=document.id.step) from None
     except RecursionError:
         raise UnsupportedState(
-            "The state is nested too deeply", step=bundle.id.step, hint="Flatten it"
+            "The state is nested too deeply", step=document.id.step, hint="Flatten it"
         ) from None
 
 
-def _layout_texts(bundle: ManifestDocument) -> Iterator[str]:
+def _layout_texts(document: ManifestDocument) -> Iterator[str]:
     """Yield the JSON of the layouts, in order, each with the number of its structure."""
     structure_of: dict[int, int] = {}
-    for part in bundle.parts:
+    for part in document.parts:
         structure_of.setdefault(part.layout, part.structure)
-    labels_of = [tuple(row.label for row in each.tensors) for each in bundle.structures]
+    labels_of = [tuple(row.label for row in each.tensors) for each in document.structures]
     numbers_of = [{label: n for n, label in enumerate(labels)} for labels in labels_of]
-    for number, layout in enumerate(bundle.layouts):
+    for number, layout in enumerate(document.layouts):
         structure = structure_of.get(number, 0)
         labels = labels_of[structure] if labels_of else ()
         numbers = numbers_of[structure] if numbers_of else {}
@@ -163,16 +163,16 @@ def _encode_parts(parts: tuple[RankManifest, ...]) -> dict[str, Json]:
     return data
 
 
-def decode_bundle(
+def decode_document(
     data: bytes,
     *,
     key: str,
     id: CheckpointId,
-    kind: BundleKind,
+    kind: DocumentKind,
     max_bytes: int = MAX_STORED_BYTES,
     most_rows: int = MOST_ROWS,
 ) -> ManifestDocument:
-    """Read and validate a bundle, which may be hostile.
+    """Read and validate a document, which may be hostile.
 
     Args:
         data: The content of ``key``.
@@ -195,42 +195,42 @@ def decode_bundle(
     """
     reading = _Reading(most_rows)
     try:
-        document = decode_json(data, max_bytes, reading.elements)
-        _check_version(document)
-        _check_identity(document, id, kind)
-        structures = _list(document, "structures")
-        if document["version"] > 1:
-            structures = [replace(each, version=document["version"]) for each in structures if each]
-        report = document.get("report")
-        bundle = ManifestDocument(
+        members = decode_json(data, max_bytes, reading.elements)
+        _check_version(members)
+        _check_identity(members, id, kind)
+        structures = _list(members, "structures")
+        if members["version"] > 1:
+            structures = [replace(each, version=members["version"]) for each in structures if each]
+        report = members.get("report")
+        document = ManifestDocument(
             kind,
             id,
-            _number(document, "world_size"),
+            _number(members, "world_size"),
             tuple(structures),
-            reading.layouts(_list(document, "layouts")),
-            _decode_parts(document),
-            _decode_group(document) if kind == "group" else None,
-            _decode_per_rank(document, len(structures)) if kind == "index" else (),
+            reading.layouts(_list(members, "layouts")),
+            _decode_parts(members),
+            _decode_group(members) if kind == "group" else None,
+            _decode_per_rank(members, len(structures)) if kind == "index" else (),
             # Not validated: a report of the past must not keep a checkpoint from loading.
             report if isinstance(report, dict) else None,
         )
-        check_bundle(bundle)
+        check_document(document)
     except (CorruptCheckpoint, UnsupportedVersion) as error:
         if isinstance(error, CorruptCheckpoint) and says_newer(data, FORMAT_VERSION):
             error = _newer()
         error.key = error.key or key
         raise error.located(step=id.step) from None
-    return bundle
+    return document
 
 
 class _TextLayout(Layout):
-    """A checked layout of a large bundle, kept as its JSON text; each access parses its columns.
+    """A checked layout of a large document, kept as its JSON text; each access parses its columns.
 
     Merging needs no more than the text, which is a tenth of the columns' size.
 
     Args:
         layout: The layout, checked.
-        text: Its JSON behind the number of its structure, which differs between bundles.
+        text: Its JSON behind the number of its structure, which differs between documents.
         labels: The labels of the structure, to which the names of its entries refer.
     """
 
@@ -292,7 +292,7 @@ def _with_names(columns: list[list[Any]], labels: Sequence[str]) -> Entries:
 
 
 class _Reading:
-    """The structures and layouts of a bundle, decoded one by one while the bundle is read.
+    """The structures and layouts of a document, decoded one by one while the document is read.
 
     Errors in them are raised later, after the check of the version: in a newer format they may have
     any form.
@@ -361,9 +361,9 @@ class _Reading:
         return tuple(layouts)
 
 
-def _check_version(document: Mapping[str, Json]) -> None:
-    version = document.get("version")
-    if document.get("format") != FORMAT_NAME or type(version) is not int or version < 1:
+def _check_version(members: Mapping[str, Json]) -> None:
+    version = members.get("version")
+    if members.get("format") != FORMAT_NAME or type(version) is not int or version < 1:
         raise InvalidManifest("The object was not written by ckpipe")
     if version > FORMAT_VERSION:
         raise _newer()
@@ -377,19 +377,19 @@ def _newer() -> UnsupportedVersion:
     )
 
 
-def _check_identity(document: Mapping[str, Json], id: CheckpointId, kind: BundleKind) -> None:
+def _check_identity(members: Mapping[str, Json], id: CheckpointId, kind: DocumentKind) -> None:
     expected = {"kind": kind, "step": id.step, "attempt": id.attempt, "count": id.count}
     for name, value in expected.items():
-        found = document.get(name)
+        found = members.get(name)
         if type(found) is not type(value) or found != value:
             raise InvalidManifest(f"The object's {name} is {found!r:.100} instead of {value!r}")
 
 
-def _decode_parts(document: Mapping[str, Json]) -> tuple[RankManifest, ...]:
-    columns = PARTS.columns_of(document.get("parts"))
+def _decode_parts(members: Mapping[str, Json]) -> tuple[RankManifest, ...]:
+    columns = PARTS.columns_of(members.get("parts"))
     names = [each.name for each in PARTS.columns]
     for name in SHARED:
-        items, cells = _list(document, name), columns[names.index(name)]
+        items, cells = _list(members, name), columns[names.index(name)]
         if name == "values":
             if not all(isinstance(item, list) for item in items):
                 raise InvalidManifest("The inline values of a part are not a list")
@@ -405,28 +405,28 @@ def _decode_parts(document: Mapping[str, Json]) -> tuple[RankManifest, ...]:
     return tuple(map(RankManifest, *columns))
 
 
-def _decode_group(document: Mapping[str, Json]) -> tuple[int, int]:
-    found = document.get("group")
+def _decode_group(members: Mapping[str, Json]) -> tuple[int, int]:
+    found = members.get("group")
     if not isinstance(found, list) or list(map(type, found)) != [int, int]:
         raise InvalidManifest("The group object does not name its group")
     return found[0], found[1]
 
 
-def _decode_per_rank(document: Mapping[str, Json], structures: int) -> tuple[PerRank, ...]:
-    found = document.get("per_rank")
+def _decode_per_rank(members: Mapping[str, Json], structures: int) -> tuple[PerRank, ...]:
+    found = members.get("per_rank")
     if not found:
         return (PerRank(),) * structures
     try:
         return tuple(
             PerRank(*number_lists([_member(each, "tensors", list), _member(each, "values", list)]))
-            for each in _list(document, "per_rank")
+            for each in _list(members, "per_rank")
         )
     except ValueError as error:
         raise InvalidManifest(f"The member per_rank is malformed: {error}") from None
 
 
-def _list(document: Mapping[str, Json], name: str) -> list[Any]:
-    found: list[Any] = _member(document, name, list)
+def _list(members: Mapping[str, Json], name: str) -> list[Any]:
+    found: list[Any] = _member(members, name, list)
     return found
 
 

@@ -16,7 +16,7 @@ class EntryTable:
     touches few of the parts, so the others cost nothing.
 
     Args:
-        bundle: The bundle that has the parts.
+        document: The document that has the parts.
 
     Attributes:
         verified: Whether the entries have checksums; those of foreign files have none.
@@ -30,9 +30,9 @@ class EntryTable:
         first_sums: For each entry, the number of its first checksum; a last one for the end.
     """
 
-    def __init__(self, bundle: ManifestDocument) -> None:
-        self._bundle = bundle
-        self.verified = bundle.source is None
+    def __init__(self, document: ManifestDocument) -> None:
+        self._document = document
+        self.verified = document.source is None
         self.files: list[FileRow] = []
         self.keys: list[str] = []
         self.ranks: list[int] = []
@@ -60,15 +60,15 @@ class EntryTable:
         if base is not None:
             return base
         base, file = len(self.sizes), len(self.files)
-        manifest = self._bundle.parts[part]
-        entries = self._bundle.layouts[manifest.layout].entries
+        manifest = self._document.parts[part]
+        entries = self._document.layouts[manifest.layout].entries
         headers = [each.header_bytes for each in manifest.files]
         places = zip(entries.file, entries.offset, strict=True)
         self._bases[part] = base
         self._firsts.append(base)
         self._rows.append(entries)
         self.files += manifest.files
-        self.keys += [each.key(self._bundle.id) for each in manifest.files]
+        self.keys += [each.key(self._document.id) for each in manifest.files]
         self.ranks += [manifest.rank] * len(manifest.files)
         self.sizes += entries.nbytes
         self.entry_files += [file + each for each in entries.file]

@@ -1,8 +1,8 @@
 """Manifests, group objects and indexes as data, and the tables in which they are written.
 
-All three are a *bundle*: tables that its parts share, and one part for each rank. A manifest has
+All three are a *document*: tables that its parts share, and one part for each rank. A manifest has
 one part, a group object the parts of its group, an index all parts. ``docs/format.md`` defines the
-written form of a bundle and explains every column; :mod:`ckpipe.format.codec` writes, reads and
+written form of a document and explains every column; :mod:`ckpipe.format.codec` writes, reads and
 validates it.
 
 A table is a JSON object with one array for each column. A column in which every row has the
@@ -32,7 +32,7 @@ from ckpipe.types import CheckpointId
 FORMAT_VERSION = 2
 """The newest version that is read. Each object has the least version that describes it."""
 
-BundleKind = Literal["manifest", "group", "index"]
+DocumentKind = Literal["manifest", "group", "index"]
 
 
 @dataclass(slots=True, unsafe_hash=True)  # a frozen one takes ten times as long to make
@@ -317,7 +317,7 @@ class Borrowed(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LayoutFacts:
-    """The facts of a layout that the check of a bundle needs.
+    """The facts of a layout that the check of a document needs.
 
     Args:
         sizes: Bytes of each entry.
@@ -361,8 +361,8 @@ class RankManifest:
 
     Args:
         rank: The rank.
-        structure: The number of its structure in the bundle.
-        layout: The number of its layout in the bundle.
+        structure: The number of its structure in the document.
+        layout: The number of its layout in the document.
         values: Its inline values, encoded.
         files: Its data files.
         checksums: CRC-32C of every mebibyte of every entry, counted from the entry's start.
@@ -425,7 +425,7 @@ class ManifestDocument:
             and ``id`` is no name of a checkpoint. None for all that ckpipe has written.
     """
 
-    kind: BundleKind
+    kind: DocumentKind
     id: CheckpointId
     world_size: int
     structures: tuple[Structure, ...]

@@ -32,7 +32,7 @@ from ckpipe.format.codec import layout_text
 from ckpipe.format.data_file import item_bytes
 from ckpipe.format.labels import Json, Numbering, canonical
 from ckpipe.format.manifest import (
-    BundleKind,
+    DocumentKind,
     Layout,
     ManifestDocument,
     PerRank,
@@ -52,12 +52,12 @@ _MIX = 0x9E3779B97F4A7C15
 
 
 def merge(
-    bundles: Iterable[ManifestDocument], kind: BundleKind, group: tuple[int, int] | None = None
+    documents: Iterable[ManifestDocument], kind: DocumentKind, group: tuple[int, int] | None = None
 ) -> ManifestDocument:
     """Merge manifests, or group objects, of one checkpoint into a group object or the index.
 
     Args:
-        bundles: At least one, in any order; together they hold each rank once.
+        documents: At least one, in any order; together they hold each rank once.
         kind: The kind of the result; a world of one rank writes the ``index`` of one manifest.
         group: Level and number of a group object.
 
@@ -66,28 +66,28 @@ def merge(
             result.
         InvalidManifest: If they are not of one checkpoint.
     """
-    merged = _joined(list(bundles), kind, group)
+    merged = _joined(list(documents), kind, group)
     check_ranks(merged)
     return replace(merged, per_rank=_per_rank(merged)) if kind == "index" else merged
 
 
-def gathered(bundles: Iterable[ManifestDocument]) -> ManifestDocument:
-    """Collect the parts of some ranks of one checkpoint in a bundle outside the merge tree.
+def gathered(documents: Iterable[ManifestDocument]) -> ManifestDocument:
+    """Collect the parts of some ranks of one checkpoint in a document outside the merge tree.
 
-    The bundle has each rank once.
+    The document has each rank once.
 
     Args:
-        bundles: At least one; a rank may be in several.
+        documents: At least one; a rank may be in several.
 
     Raises:
         WrongWorldSize: If they do not agree on the world size.
         InvalidManifest: If they are not of one checkpoint.
     """
-    return _joined(list(bundles), "group", None)
+    return _joined(list(documents), "group", None)
 
 
 def _joined(
-    found: list[ManifestDocument], kind: BundleKind, group: tuple[int, int] | None
+    found: list[ManifestDocument], kind: DocumentKind, group: tuple[int, int] | None
 ) -> ManifestDocument:
     first = found[0]
     if any(each.id != first.id for each in found):
@@ -132,13 +132,13 @@ def _digest(*texts: str) -> bytes:
     return state.digest()
 
 
-def _per_rank(bundle: ManifestDocument) -> tuple[PerRank, ...]:
-    members: list[list[RankManifest]] = [[] for _ in bundle.structures]
-    for part in bundle.parts:
+def _per_rank(document: ManifestDocument) -> tuple[PerRank, ...]:
+    members: list[list[RankManifest]] = [[] for _ in document.structures]
+    for part in document.parts:
         members[part.structure].append(part)
-        facts_of(bundle.layouts[part.layout], bundle.structures[part.structure].tensors)
-    private = [layout.private for layout in bundle.layouts]
-    shared = _differing_copies(bundle)
+        facts_of(document.layouts[part.layout], document.structures[part.structure].tensors)
+    private = [layout.private for layout in document.layouts]
+    shared = _differing_copies(document)
     return tuple(
         PerRank(
             tuple(sorted({*_differing_tensors(each, private), *copies})), _differing_values(each)
@@ -176,11 +176,11 @@ def _differing_tensors(
     return differing
 
 
-def differ_privately(bundle: ManifestDocument, holders: Sequence[tuple[int, int]]) -> bool:
+def differ_privately(document: ManifestDocument, holders: Sequence[tuple[int, int]]) -> bool:
     """Tell whether parts hold different private tensors under one label.
 
     Args:
-        bundle: An index.
+        document: An index.
         holders: Numbers of parts with different structures, each with the number of the tensor.
     """
     if len(holders) < 2:
@@ -188,10 +188,10 @@ def differ_privately(bundle: ManifestDocument, holders: Sequence[tuple[int, int]
     found: list[tuple[Any, ...]] = []
     shapes = set()
     for number, tensor in holders:
-        part = bundle.parts[number]
-        row = bundle.structures[part.structure].tensors[tensor]
+        part = document.parts[number]
+        row = document.structures[part.structure].tensors[tensor]
         shapes.add((row.shape, row.dtype))
-        place = bundle.layouts[part.layout].private.get(tensor)
+        place = document.layouts[part.layout].private.get(tensor)
         if place is not None:
             found.append((place[0], part.checksums[place[1]]))
     return len(shapes) > 1 or (len(found) == len(holders) and len(set(found)) > 1)
@@ -200,14 +200,14 @@ def differ_privately(bundle: ManifestDocument, holders: Sequence[tuple[int, int]
 # Copies of several groups of ranks
 
 
-def _differing_copies(bundle: ManifestDocument) -> list[set[int]]:
+def _differing_copies(document: ManifestDocument) -> list[set[int]]:
     """Return for each structure the tensors of which groups of ranks have written different copies.
 
     Args:
-        bundle: A bundle of all ranks.
+        document: A document of all ranks.
     """
-    found: list[set[int]] = [set() for _ in bundle.structures]
-    copies = _Copies(bundle)
+    found: list[set[int]] = [set() for _ in document.structures]
+    copies = _Copies(document)
     if copies.any:
         for tensor in copies.differing():
             for structure, numbers in enumerate(copies.numbers):
@@ -224,14 +224,14 @@ class _Copies:
         numbers: For each structure, the numbers of its tensors there, by their common numbers.
     """
 
-    def __init__(self, bundle: ManifestDocument) -> None:
-        self._bundle = bundle
-        self._pairs = list(dict.fromkeys((part.structure, part.layout) for part in bundle.parts))
+    def __init__(self, document: ManifestDocument) -> None:
+        self._document = document
+        self._pairs = list(dict.fromkeys((part.structure, part.layout) for part in document.parts))
         self.any = any(self._borrowed(*pair).owner for pair in self._pairs)
         self._rows: list[TensorRow] = []
         self._common: list[list[int]] = []
         known: dict[tuple[Any, ...], int] = {}
-        for structure in bundle.structures if self.any else ():
+        for structure in document.structures if self.any else ():
             numbers = []
             for row in structure.tensors:
                 number = known.setdefault((row.label, row.dtype, row.shape), len(self._rows))
@@ -282,7 +282,7 @@ class _Copies:
         """Join the ranks that leave chunks of a tensor to each other."""
         found = _Groups()
         layouts: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
-        for part in self._bundle.parts:
+        for part in self._document.parts:
             layouts[part.structure, part.layout].append(part.rank)
         for (structure, layout), ranks in layouts.items():
             borrowed, numbers = self._borrowed(structure, layout), self._common[structure]
@@ -293,8 +293,8 @@ class _Copies:
         return found
 
     def _borrowed(self, structure: int, layout: int) -> Any:
-        tensors = self._bundle.structures[structure].tensors
-        return facts_of(self._bundle.layouts[layout], tensors).borrowed
+        tensors = self._document.structures[structure].tensors
+        return facts_of(self._document.layouts[layout], tensors).borrowed
 
     def _size(self, number: int) -> int:
         row = self._rows[number]
@@ -335,8 +335,8 @@ class _Copies:
         """
         import numpy as np
 
-        for part in self._bundle.parts:
-            private = self._bundle.layouts[part.layout].private
+        for part in self._document.parts:
+            private = self._document.layouts[part.layout].private
             numbers = self._common[part.structure]
             for tensor in private:
                 number = numbers[tensor]
@@ -351,9 +351,9 @@ class _Copies:
     def _written(self, rank: int, identity: int) -> tuple[Any, ...]:
         """Return the facts and checksums of the bytes that a rank has written of a chunk."""
         if rank not in self._own:
-            part = self._bundle.parts[rank]
-            layout = self._bundle.layouts[part.layout]
-            tensors = self._bundle.structures[part.structure].tensors
+            part = self._document.parts[rank]
+            layout = self._document.layouts[part.layout]
+            tensors = self._document.structures[part.structure].tensors
             entries, own = layout.entries, dict[int, tuple[Any, ...]]()
             ends = [0, *accumulate(map(chunk_count, entries.nbytes))]
             for chunk in layout.chunks:

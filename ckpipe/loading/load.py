@@ -62,7 +62,7 @@ class MatchedLoad:
     """A load whose target fits: the destinations of bytes, and the function to apply the rest.
 
     Args:
-        bundle: The checkpoint's index.
+        document: The checkpoint's index.
         request: The arguments of the load.
         rank: The rank that loads.
         targets: The tensors to fill.
@@ -75,7 +75,7 @@ class MatchedLoad:
         transformed: The labels that saved ones are loaded under, as far as transforms changed them.
     """
 
-    bundle: ManifestDocument
+    document: ManifestDocument
     request: LoadRequest
     rank: int
     targets: Targets
@@ -94,7 +94,7 @@ class MatchedLoad:
             CkpipeError: If an object refuses its state.
         """
         began, asked = time.perf_counter(), self.request.began
-        with located(self.bundle.step, self.rank):
+        with located(self.document.step, self.rank):
             state = await on_caller(self.request.caller, self._put_in_place)
         ended = time.perf_counter()
         stages = {**self.stages, "apply": StageReport(ended - began, began=began - asked)}
@@ -104,12 +104,12 @@ class MatchedLoad:
             ended - asked,
             nbytes,
             self.tally.reads,
-            unverified_bytes=0 if self.bundle.source is None else nbytes,
+            unverified_bytes=0 if self.document.source is None else nbytes,
         )
-        part = self.bundle.parts[0]
+        part = self.document.parts[0]
         return LoadResult(
-            id=None if self.bundle.source else str(self.bundle.id),
-            step=self.bundle.step or 0,
+            id=None if self.document.source else str(self.document.id),
+            step=self.document.step or 0,
             state=state,
             metadata=part.metadata,
             metrics={name: decode_float(value) for name, value in part.metrics.items()},
@@ -117,7 +117,7 @@ class MatchedLoad:
             unexpected=self.unexpected,
             report=report,
             transformed=self.transformed,
-            source=self.bundle.source,
+            source=self.document.source,
         )
 
     def _put_in_place(self) -> Any:
@@ -131,7 +131,7 @@ class MatchedLoad:
                     if isinstance(error, CkpipeError):
                         error.target_touched = True
                     error.add_note(
-                        f"The target is half loaded from {self.bundle.name}: {touched}. "
+                        f"The target is half loaded from {self.document.name}: {touched}. "
                         "Mend the object that raised, or leave it out with exclude, and load again"
                     )
                 raise
@@ -190,19 +190,19 @@ async def read_all(
             values for them.
         StoreError: If the store failed.
     """
-    found, bundle = time.perf_counter(), opened.document
+    found, document = time.perf_counter(), opened.document
     quick = short_switch_interval(request.switch_interval)
-    with located(bundle.step, rank), _refusing_to_mix(request), quick:
+    with located(document.step, rank), _refusing_to_mix(request), quick:
         if request.hold is not None:
             await request.hold.take()
         began = time.perf_counter()
         place, memo = (rank, world_size), InspectionMemo()
         if before_match is not None:
             await before_match(memo)
-        load = await on_caller(request.caller, _match, bundle, request, *place, memo)
+        load = await on_caller(request.caller, _match, document, request, *place, memo)
         if load is None:
-            bundle = await read_index(opened.store, bundle.id)
-            load = await on_caller(request.caller, _match, bundle, request, *place, memo)
+            document = await read_index(opened.store, document.id)
+            load = await on_caller(request.caller, _match, document, request, *place, memo)
             assert load is not None, "the index has the parts of all ranks"
         _check_fills(load.targets, request.filled)
         matched = time.perf_counter()
@@ -285,16 +285,20 @@ def located(step: int | None, rank: int | None) -> Iterator[None]:
 
 
 def _match(
-    bundle: ManifestDocument, request: LoadRequest, rank: int, world_size: int, memo: InspectionMemo
+    document: ManifestDocument,
+    request: LoadRequest,
+    rank: int,
+    world_size: int,
+    memo: InspectionMemo,
 ) -> MatchedLoad | None:
     """Match the target with a checkpoint; return None if the given parts may not suffice."""
     try:
         with gc_paused(), request.holding():
-            return match_all(bundle, request, rank, world_size, memo)
+            return match_all(document, request, rank, world_size, memo)
     except NeedsFullIndex:
         return None
     except CkpipeError:
-        if not bundle.whole:
+        if not document.whole:
             return None  # The parts of all ranks may fit, or give a better error.
         raise
     except RecursionError:
@@ -305,7 +309,11 @@ def _match(
 
 
 def match_all(
-    bundle: ManifestDocument, request: LoadRequest, rank: int, world_size: int, memo: InspectionMemo
+    document: ManifestDocument,
+    request: LoadRequest,
+    rank: int,
+    world_size: int,
+    memo: InspectionMemo,
 ) -> MatchedLoad:
     """Check that the target fits, and plan the load; nothing is read or changed.
 
@@ -314,15 +322,17 @@ def match_all(
         CkpipeError: As :func:`read_all` does.
     """
     fresh, kept, above = request.into is None, list[str](), ""
-    bundle, told = _edited(bundle, request)
-    if bundle.source is not None and not fresh:
-        bundle, select, kept, above = fitted(bundle, request.into, request.select)
+    document, told = _edited(document, request)
+    if document.source is not None and not fresh:
+        document, select, kept, above = fitted(document, request.into, request.select)
         request = request.selecting(select)
-    saved = state_for(bundle, rank, world_size, request.per_rank, fresh=fresh)
-    saved = keep_generators_apart(saved, bundle, rank, world_size, request.per_rank)
-    stored = StoredTensors(bundle, saved.rows, saved.homes, first_wins=request.per_rank == "rank0")
+    saved = state_for(document, rank, world_size, request.per_rank, fresh=fresh)
+    saved = keep_generators_apart(saved, document, rank, world_size, request.per_rank)
+    stored = StoredTensors(
+        document, saved.rows, saved.homes, first_wins=request.per_rank == "rank0"
+    )
     targets = Targets(stored, cast=request.cast, device=request.device)
-    select, lenient = _selected(bundle, request, saved)
+    select, lenient = _selected(document, request, saved)
     everything = shared_containers(trees_of(saved.tree, saved.rows))
     tree, definitions = pruned(saved.tree, select, everything)
     record = MatchRecord(
@@ -336,7 +346,7 @@ def match_all(
         memo=memo,
     )
     matching = Matching(record)
-    missing = [*kept, *_named_in_vain(bundle, request)]
+    missing = [*kept, *_named_in_vain(document, request)]
     unexpected: list[str] = []
     if fresh:
         make = matching.plan(tree, "")
@@ -344,7 +354,7 @@ def match_all(
         make = matching.plan_target(request.into, tree)
         missing = [*missing, *record.missing]
         unexpected = record.unexpected
-        if not bundle.whole and (missing or unexpected or record.objects_have_more):
+        if not document.whole and (missing or unexpected or record.objects_have_more):
             raise NeedsFullIndex
         missing += record.kept
         unexpected = [*unexpected, *record.left]
@@ -354,11 +364,11 @@ def match_all(
     _refuse_codes(record, fresh=fresh)
     targets.settle()
     labels = tuple(missing), tuple(unexpected)
-    return MatchedLoad(bundle, request, rank, targets, make, *labels, matching, transformed=told)
+    return MatchedLoad(document, request, rank, targets, make, *labels, matching, transformed=told)
 
 
 def _edited(
-    bundle: ManifestDocument, request: LoadRequest
+    document: ManifestDocument, request: LoadRequest
 ) -> tuple[ManifestDocument, Mapping[str, tuple[str, ...]]]:
     """Apply the transforms; return also the new labels of saved ones."""
     target = request.into
@@ -367,16 +377,16 @@ def _edited(
         return request.select(label) and (target is None or has_place_for(target, label))
 
     if request.cast:
-        bundle = with_scales(bundle)
+        document = with_scales(document)
     if not request.transform:
-        return bundle, {}
-    if not bundle.whole:
+        return document, {}
+    if not document.whole:
         raise NeedsFullIndex
-    return transformed(bundle, request.transform, of_use, parameters_of(target))
+    return transformed(document, request.transform, of_use, parameters_of(target))
 
 
 def _selected(
-    bundle: ManifestDocument, request: LoadRequest, saved: SavedState
+    document: ManifestDocument, request: LoadRequest, saved: SavedState
 ) -> tuple[LabelFilter, LenientFilter | None]:
     """Select the labels to load; the second filter is the same if labels may differ."""
     select = request.select
@@ -385,7 +395,7 @@ def _selected(
     allowed = request.allow_missing, request.allow_unexpected
     if request.into is None or not any(each.patterns[0] for each in allowed):
         return select, None
-    if not bundle.whole:
+    if not document.whole:
         raise NeedsFullIndex
     lenient = LenientFilter(select, *allowed, saved.tree, request.into)
     return lenient, lenient
@@ -401,15 +411,15 @@ def _refuse_codes(record: MatchRecord, *, fresh: bool) -> None:
             refuse_codes(row, row.cast, row.label)
 
 
-def _named_in_vain(bundle: ManifestDocument, request: LoadRequest) -> list[str]:
+def _named_in_vain(document: ManifestDocument, request: LoadRequest) -> list[str]:
     """Return the names of ``include`` that no rank has saved, if the request is not strict.
 
     Raises:
         StructureMismatch: If there is such a name and the request is strict.
     """
-    trees = [each.tree for each in bundle.structures]
+    trees = [each.tree for each in document.structures]
     absent = unmatched(request.select, trees)
-    if absent and not bundle.whole:
+    if absent and not document.whole:
         raise NeedsFullIndex
     if absent and request.strict:
         held = sorted({label for tree in trees for _, _, label in children_of(tree, "")})

@@ -81,7 +81,7 @@ class MatchRecord:
 
     @property
     def by_label(self) -> bool:
-        """Whether labels count and not containers: dotted keys and mappings are the same."""
+        """True if labels count and not containers: dotted keys and mappings are the same."""
         return bool(self.request.transform)
 
     def is_selected(self, live: Any, label: str) -> bool:

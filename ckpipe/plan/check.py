@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from ckpipe.errors import CkpipeError, UsageError
 from ckpipe.format.box_cover import BoxIndex
 from ckpipe.format.boxes import Box, box_shape, box_volume
-from ckpipe.format.check import check_bundle
+from ckpipe.format.check import check_document
 from ckpipe.format.dtypes import DTYPES
 from ckpipe.format.manifest import Chunk, ManifestDocument, RankManifest
 from ckpipe.interpreter import user_code
@@ -122,10 +122,10 @@ def _check_tables(plan: RankPlan, captured: Captured) -> None:
             token="", started="", writer={},
         )  # fmt: skip
         structure = captured.described(structure_of)
-        bundle = ManifestDocument(
+        document = ManifestDocument(
             "manifest", _NOBODY, plan.world_size, (structure,), (plan.layout,), (part,)
         )
-        check_bundle(bundle)
+        check_document(document)
     except CkpipeError as error:
         raise _Wrong(f"is not valid: {error.message}") from error
     for number, file in enumerate(plan.files):

@@ -171,7 +171,7 @@ class StoredTensors:
     """The tensors of a saved state, looked up and proved covered on access.
 
     Args:
-        bundle: The checkpoint, or some of its parts. In an index, a part's number is its rank.
+        document: The checkpoint, or some of its parts. In an index, a part's number is its rank.
         rows: The rows of the state's tensors.
         homes: For each of them, a part that lists it, and its number there.
         first_wins: Whether the lowest rank's values are taken where ranks saved different ones.
@@ -182,14 +182,14 @@ class StoredTensors:
 
     def __init__(
         self,
-        bundle: ManifestDocument,
+        document: ManifestDocument,
         rows: Sequence[TensorRow],
         homes: Sequence[tuple[int, int]],
         *,
         first_wins: bool = False,
     ) -> None:
-        self._bundle, self._rows, self._homes = bundle, rows, homes
-        self.data = EntryTable(bundle)
+        self._document, self._rows, self._homes = document, rows, homes
+        self.data = EntryTable(document)
         self._first_wins = first_wins
         self._known: dict[int, StoredTensor] = {}
         self._held: dict[int, RankChunks] = {}
@@ -221,7 +221,7 @@ class StoredTensors:
 
     def rank_of(self, number: int) -> int:
         """Return the rank whose tensor has a number."""
-        return self._bundle.parts[self._homes[number][0]].rank
+        return self._document.parts[self._homes[number][0]].rank
 
     def _look_up(self, number: int, part: int, inner: int, row: TensorRow) -> StoredTensor:
         dtype = dtype_of(row.dtype, row.label)
@@ -271,9 +271,9 @@ class StoredTensors:
             found, missing = self._covered(stored, self._everywhere(stored.row), wanted)
         known = [
             any(row.label == stored.label for row in each.tensors)
-            for each in self._bundle.structures
+            for each in self._document.structures
         ]
-        without = [part.rank for part in self._bundle.parts if not known[part.structure]]
+        without = [part.rank for part in self._document.parts if not known[part.structure]]
         return HeldElements(
             any(box_volume(box) for _, box, _ in found),
             not any(box_volume(box) for box in missing),
@@ -445,7 +445,7 @@ class StoredTensors:
         Raises:
             NeedsFullIndex: If not all parts are here.
         """
-        if not self._bundle.whole:
+        if not self._document.whole:
             raise NeedsFullIndex
         if self._everything is None:
             self._everything = self._gathered()
@@ -453,27 +453,27 @@ class StoredTensors:
 
     def _held_by(self, part: int) -> RankChunks:
         """Return the chunks of a part, by tensor."""
-        layout = self._bundle.parts[part].layout
+        layout = self._document.parts[part].layout
         found = self._held.get(layout)
         if found is None:
-            found = self._held[layout] = RankChunks(self._bundle.layouts[layout])
+            found = self._held[layout] = RankChunks(self._document.layouts[layout])
         return found
 
     def _row(self, part: int, tensor: int) -> TensorRow:
         """Return the row of a tensor in a part's structure."""
-        return self._bundle.structures[self._bundle.parts[part].structure].tensors[tensor]
+        return self._document.structures[self._document.parts[part].structure].tensors[tensor]
 
     def _written(self, owner: int, chunk: Chunk, row: TensorRow) -> list[ChunkRef]:
         """Return the owner's chunk to which another rank's chunk refers, if there is one."""
-        part = self._bundle.number_of(owner)
+        part = self._document.number_of(owner)
         if part is None:
-            if self._bundle.whole:
+            if self._document.whole:
                 return []
             raise NeedsFullIndex
         if chunk.entry is not None:
             return [(part, chunk)]
-        structure = self._bundle.parts[part].structure
-        known = self._bundle.structures[structure].tensors
+        structure = self._document.parts[part].structure
+        known = self._document.structures[structure].tensors
         if structure not in self._numbers:
             self._numbers[structure] = {each.label: n for n, each in enumerate(known)}
         number = self._numbers[structure].get(row.label)
@@ -487,13 +487,13 @@ class StoredTensors:
     def _gathered(self) -> dict[_Key, list[ChunkRef]]:
         found: defaultdict[_Key, list[ChunkRef]] = defaultdict(list)
         told: list[tuple[Callable[[ChunkRef], object], ChunkRef]] = []
-        lists = [[found[_key(row)] for row in each.tensors] for each in self._bundle.structures]
-        for number, part in enumerate(self._bundle.parts):
+        lists = [[found[_key(row)] for row in each.tensors] for each in self._document.structures]
+        for number, part in enumerate(self._document.parts):
             by_tensor = lists[part.structure]
-            for chunk in self._bundle.layouts[part.layout].chunks:
+            for chunk in self._document.layouts[part.layout].chunks:
                 if chunk.owner is None:
                     by_tensor[chunk.tensor].append((number, chunk))
-                elif chunk.entry is not None and chunk.owner < len(self._bundle.parts):
+                elif chunk.entry is not None and chunk.owner < len(self._document.parts):
                     told.append((by_tensor[chunk.tensor].append, (chunk.owner, chunk)))
         # Behind the ranks' own chunks, of which they are nearly always duplicates.
         for append, candidate in told:

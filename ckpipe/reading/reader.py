@@ -464,11 +464,11 @@ async def verify(opened: Opened, arena: Arena, *, lanes: int) -> VerifyResult:
             damaged file names all others. If a foreign file has changed meanwhile.
         StoreError: If the store failed.
     """
-    backend, bundle = opened.store, opened.document
+    backend, document = opened.store, opened.document
     files, damaged = 0, list[CorruptCheckpoint]()
-    with naming_refusals(step=bundle.step), lane_buffers(arena, backend, lanes) as buffers:
-        for number in range(len(bundle.parts)):
-            data = EntryTable(bundle)
+    with naming_refusals(step=document.step), lane_buffers(arena, backend, lanes) as buffers:
+        for number in range(len(document.parts)):
+            data = EntryTable(document)
             await anyio.to_thread.run_sync(data.join, number)
             needs: list[list[Need]] = [[] for _ in data.files]
             for n, size in enumerate(data.sizes):
@@ -488,6 +488,6 @@ async def verify(opened: Opened, arena: Arena, *, lanes: int) -> VerifyResult:
             first.message += f"; damaged are also {first_of([each.key for each in others])}"
         raise first
     if not opened.unverified:
-        await check_members(backend, bundle)
+        await check_members(backend, document)
     await opened.check_unchanged()
-    return VerifyResult(opened.id, files, data_bytes(bundle), bundle.source)
+    return VerifyResult(opened.id, files, data_bytes(document), document.source)

@@ -138,10 +138,10 @@ def _unpickled(data: list[Any], label: str, *, allowed: bool) -> Any:
         ) from error
 
 
-def state_of_part(bundle: ManifestDocument, number: int) -> SavedState:
+def state_of_part(document: ManifestDocument, number: int) -> SavedState:
     """Return the state that one rank saved."""
-    part = bundle.parts[number]
-    structure = bundle.structures[part.structure]
+    part = document.parts[number]
+    structure = document.structures[part.structure]
     homes = [(number, tensor) for tensor in range(len(structure.tensors))]
     return SavedState(
         structure.tree, structure.tensors, homes, part.values, PerRankItems(),
@@ -150,7 +150,7 @@ def state_of_part(bundle: ManifestDocument, number: int) -> SavedState:
 
 
 def state_for(
-    bundle: ManifestDocument,
+    document: ManifestDocument,
     rank: int,
     world_size: int,
     policy: PerRankPolicy,
@@ -160,26 +160,26 @@ def state_for(
     """Return the state that a rank of a world loads.
 
     Args:
-        bundle: The checkpoint's index. If the number of ranks is unchanged, some of its parts with
-            that of the rank are enough; the state is then the rank's own save.
+        document: The checkpoint's index. If the number of ranks is unchanged, some of its parts
+            with that of the rank are enough; the state is then the rank's own save.
         rank: The rank that loads.
         world_size: The number of ranks that load.
         policy: The policy for values that belong to one rank each.
         fresh: Whether there is no target, which could have labels of other ranks.
     """
-    same = world_size == bundle.world_size
-    if not bundle.whole:
-        number = bundle.number_of(rank)
+    same = world_size == document.world_size
+    if not document.whole:
+        number = document.number_of(rank)
         if number is None or not same:
             raise NeedsFullIndex
-        return state_of_part(bundle, number)
+        return state_of_part(document, number)
     base = rank if same else 0
-    if len(bundle.structures) > 1 and not (same and fresh):
-        return _merged_state(bundle, base, None if same else policy)
-    saved = state_of_part(bundle, base)
-    if same or policy == "rank0" or not bundle.per_rank:
+    if len(document.structures) > 1 and not (same and fresh):
+        return _merged_state(document, base, None if same else policy)
+    saved = state_of_part(document, base)
+    if same or policy == "rank0" or not document.per_rank:
         return saved
-    differing, parts = bundle.per_rank[0], bundle.parts
+    differing, parts = document.per_rank[0], document.parts
     items = PerRankItems(
         policy if callable(policy) else None,
         {number: [(part, number) for part in range(len(parts))] for number in differing.tensors},
@@ -188,31 +188,33 @@ def state_for(
     return replace(saved, per_rank=items)
 
 
-def _merged_state(bundle: ManifestDocument, base: int, policy: PerRankPolicy | None) -> SavedState:
+def _merged_state(
+    document: ManifestDocument, base: int, policy: PerRankPolicy | None
+) -> SavedState:
     """Return the merged state of ranks with different structures.
 
     Args:
-        bundle: The checkpoint's index.
+        document: The checkpoint's index.
         base: The part that takes precedence over the others.
         policy: The policy for values that belong to one rank each; None takes those of the base.
     """
-    members = {bundle.parts[base].structure: base}
-    for number, part in enumerate(bundle.parts):
+    members = {document.parts[base].structure: base}
+    for number, part in enumerate(document.parts):
         members.setdefault(part.structure, number)
     first_wins = policy is None or policy == "rank0"
-    merged = _MergedTree(bundle, list(members.values()), first_wins=first_wins)
+    merged = _MergedTree(document, list(members.values()), first_wins=first_wins)
     items = PerRankItems()
     if not first_wins:
         combine = policy if callable(policy) else None
-        items = PerRankItems(combine, *_differing(bundle, merged))
+        items = PerRankItems(combine, *_differing(document, merged))
     homes = [origins[0] for origins in merged.tensor_origins]
-    labels = [frozenset(label for _, label in walk(each.tree)) for each in bundle.structures]
+    labels = [frozenset(label for _, label in walk(each.tree)) for each in document.structures]
     common = frozenset.intersection(*labels)
-    own = labels[bundle.parts[base].structure] if policy is None else common
+    own = labels[document.parts[base].structure] if policy is None else common
     optimizers = {
         row.label: row
         for number in reversed(members)
-        for row in bundle.structures[number].optimizers
+        for row in document.structures[number].optimizers
     }
     return SavedState(
         merged.tree, merged.rows, homes, merged.values, items, common,
@@ -221,46 +223,46 @@ def _merged_state(bundle: ManifestDocument, base: int, policy: PerRankPolicy | N
 
 
 def _differing(
-    bundle: ManifestDocument, merged: _MergedTree
+    document: ManifestDocument, merged: _MergedTree
 ) -> tuple[dict[int, list[Origin]], dict[int, list[Json]]]:
     """Return the tensors and values of a merged tree that differ between ranks, with all copies."""
     ranks = defaultdict(list)
-    for number, part in enumerate(bundle.parts):
+    for number, part in enumerate(document.parts):
         ranks[part.structure].append(number)
 
     def everywhere(origins: list[Origin]) -> list[Origin]:
-        found = [(p, n) for part, n in origins for p in ranks[bundle.parts[part].structure]]
+        found = [(p, n) for part, n in origins for p in ranks[document.parts[part].structure]]
         return sorted(found)
 
     tensors = {
         number: everywhere(origins)
         for number, origins in enumerate(merged.tensor_origins)
-        if any(n in bundle.per_rank[bundle.parts[p].structure].tensors for p, n in origins)
-        or differ_privately(bundle, origins)
+        if any(n in document.per_rank[document.parts[p].structure].tensors for p, n in origins)
+        or differ_privately(document, origins)
     }
     values = {
-        number: [bundle.parts[p].values[n] for p, n in everywhere(origins)]
+        number: [document.parts[p].values[n] for p, n in everywhere(origins)]
         for number, origins in enumerate(merged.value_origins)
         if number in merged.conflicts
-        or any(n in bundle.per_rank[bundle.parts[p].structure].values for p, n in origins)
+        or any(n in document.per_rank[document.parts[p].structure].values for p, n in origins)
     }
     return tensors, values
 
 
 def keep_generators_apart(
-    saved: SavedState, bundle: ManifestDocument, rank: int, world_size: int, policy: PerRankPolicy
+    saved: SavedState, document: ManifestDocument, rank: int, world_size: int, policy: PerRankPolicy
 ) -> SavedState:
     """Mark the random generators of a saved state that another rank may load as well.
 
     Args:
         saved: The state that the rank loads.
-        bundle: The checkpoint of the state.
+        document: The checkpoint of the state.
         rank: The rank that loads.
         world_size: The number of ranks that load.
         policy: The policy for values that belong to one rank each. A function is not called for
             generators: they are derived, as with ``"derive"``.
     """
-    same_world = world_size == bundle.world_size
+    same_world = world_size == document.world_size
     if (same_world and saved.common is None) or (world_size == 1 and policy == "rank0"):
         return saved
     if not any(row.dtype == "uint8" and "torch" in row.label for row in saved.rows):
@@ -351,7 +353,7 @@ class _MergedTree:
     """Merge the trees of some parts; a node of several parts is taken from the first.
 
     Args:
-        bundle: The checkpoint's index.
+        document: The checkpoint's index.
         members: The numbers of the parts, each of a structure of its own.
         first_wins: Whether the first part is also right where parts contradict each other.
 
@@ -365,9 +367,9 @@ class _MergedTree:
     """
 
     def __init__(
-        self, bundle: ManifestDocument, members: Sequence[int], *, first_wins: bool
+        self, document: ManifestDocument, members: Sequence[int], *, first_wins: bool
     ) -> None:
-        self._bundle, self._first_wins = bundle, first_wins
+        self._document, self._first_wins = document, first_wins
         self.rows: list[TensorRow] = []
         self.tensor_origins: list[list[Origin]] = []
         self.values: list[Json] = []
@@ -377,7 +379,7 @@ class _MergedTree:
         self._shared: dict[Origin, int] = {}
         self.tree = Node("absent")
         for self._member in members:
-            self._structure = bundle.structures[bundle.parts[self._member].structure]
+            self._structure = document.structures[document.parts[self._member].structure]
             self.tree = self._merged(self.tree, self._structure.tree)
 
     def _adopted(self, node: Node) -> Node:
@@ -433,7 +435,7 @@ class _MergedTree:
             number = ours.head
             self.value_origins[number].append((self._member, theirs.head))
             differs = canonical(self.values[number]) != canonical(
-                self._bundle.parts[self._member].values[theirs.head]
+                self._document.parts[self._member].values[theirs.head]
             )
             if differs and not self._first_wins:
                 self.conflicts.add(number)
@@ -464,7 +466,7 @@ class _MergedTree:
         return found
 
     def _value(self, number: int) -> int:
-        self.values.append(self._bundle.parts[self._member].values[number])
+        self.values.append(self._document.parts[self._member].values[number])
         self.value_origins.append([(self._member, number)])
         return len(self.values) - 1
 

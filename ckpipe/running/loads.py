@@ -472,7 +472,7 @@ class Loads:
         if joint is not None:
             await self._joint.all_at("applying", joint, events.name, events.step)
         result = await load.apply()
-        lines.record(self._context.store.catalog, load.bundle)
+        lines.record(self._context.store.catalog, load.document)
         assert result.report is not None
         events.loaded(result.report)
         return result

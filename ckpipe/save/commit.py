@@ -23,9 +23,9 @@ from ckpipe.errors import (
     StoreFull,
 )
 from ckpipe.events import Completed, RankCommitted
-from ckpipe.format.codec import MAX_STORED_BYTES, decode_bundle, encode_bundle
+from ckpipe.format.codec import MAX_STORED_BYTES, decode_document, encode_document
 from ckpipe.format.data_file import DataFiles
-from ckpipe.format.manifest import BundleKind, ManifestDocument
+from ckpipe.format.manifest import DocumentKind, ManifestDocument
 from ckpipe.format.names import index_key, launch_id, manifest_key
 from ckpipe.format.summary import REMEDY, Summary, summary_of
 from ckpipe.interpreter import gc_paused
@@ -58,12 +58,12 @@ async def run(
         StoreError: If the store failed; nothing was written, unless this rank has committed.
     """
     id, alone = save.id, context.world_size == 1
-    kind: BundleKind = "index" if alone else "manifest"
+    kind: DocumentKind = "index" if alone else "manifest"
     key = index_key(id) if alone else manifest_key(id, save.rank)
     async with inbox, out:
         async for files in inbox:
             with save.clock.timing("commit"):
-                bundle, data = await threads.run_sync(_drawn_up, save, context, kind, files)
+                document, data = await threads.run_sync(_drawn_up, save, context, kind, files)
                 await _create_or_read_back(save, context, kind, key, data)
             info = CheckpointInfo(
                 save.name,
@@ -74,7 +74,7 @@ async def run(
                 reason="" if alone else _OTHERS,
             )
             if alone:
-                known = summary_of(bundle)
+                known = summary_of(document)
                 context.catalog.summaries.learn(info.id, known)
                 info = filled(replace(info, saved_at=datetime.now(UTC)), known)
             else:
@@ -128,7 +128,7 @@ async def _tell_copies(save: SaveRecord, context: StoreContext, summary: Summary
 
 
 def _drawn_up(
-    save: SaveRecord, context: StoreContext, kind: BundleKind, files: DataFiles
+    save: SaveRecord, context: StoreContext, kind: DocumentKind, files: DataFiles
 ) -> tuple[ManifestDocument, bytes]:
     """Make this rank's manifest document, and encode it."""
     structure, part = save.contents()
@@ -140,16 +140,16 @@ def _drawn_up(
         line=launch_id(save.id.attempt) if context.catalog.line is None else context.catalog.line,
     )
     report = save.report().to_data() if context.settings.keep_reports else None
-    bundle = ManifestDocument(
+    document = ManifestDocument(
         kind, save.id, context.world_size, (structure,), (files.layout,), (part,),
         report=report,
     )  # fmt: skip
     with gc_paused():
-        return bundle, encode_bundle(bundle)
+        return document, encode_document(document)
 
 
 async def _create_or_read_back(
-    save: SaveRecord, context: StoreContext, kind: BundleKind, key: str, data: bytes
+    save: SaveRecord, context: StoreContext, kind: DocumentKind, key: str, data: bytes
 ) -> None:
     """Create this rank's object once; read it back if the answer was lost."""
     tries = Tries(telling(context.retry, context.events, save.id, save.rank))
@@ -166,7 +166,7 @@ async def _create_or_read_back(
 
 
 async def _read_back_is_ours(
-    save: SaveRecord, context: StoreContext, kind: BundleKind, key: str, cause: BaseException
+    save: SaveRecord, context: StoreContext, kind: DocumentKind, key: str, cause: BaseException
 ) -> bool:
     """Read the object back: True if it is ours, False if there is none.
 
@@ -176,8 +176,8 @@ async def _read_back_is_ours(
     """
     try:
         found = await context.retrying.get(key, max_bytes=MAX_STORED_BYTES)
-        bundle = await threads.run_sync(
-            lambda: decode_bundle(found, key=key, id=save.id, kind=kind)
+        document = await threads.run_sync(
+            lambda: decode_document(found, key=key, id=save.id, kind=kind)
         )
     except ObjectNotFound:
         return False
@@ -188,7 +188,7 @@ async def _read_back_is_ours(
             key=key,
             hint="Nothing was deleted. Check the store; verify() tells whether it is complete",
         ) from cause
-    if any(part.rank == save.rank and part.token == save.token for part in bundle.parts):
+    if any(part.rank == save.rank and part.token == save.token for part in document.parts):
         return True
     raise CommitConflict(
         "Another writer has committed under this name",

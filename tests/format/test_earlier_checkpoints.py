@@ -187,7 +187,7 @@ def test_generators_of_an_earlier_checkpoint_draw_the_same_numbers(
 
 
 def normalised(data: bytes) -> str:
-    """The text of a bundle without what is different in each save; that is well formed."""
+    """The text of a document without what is different in each save; that is well formed."""
     text = text_of(data)
     document = json.loads(text + "}")
     assert json.dumps(document, separators=(",", ":")) == text + "}"

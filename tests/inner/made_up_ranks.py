@@ -18,7 +18,7 @@ from ckpipe.backend import Backend
 from ckpipe.catalog.opened import Opened
 from ckpipe.format.boxes import Box
 from ckpipe.format.checksum import CHUNK_BYTES, crc32c
-from ckpipe.format.codec import decode_bundle, encode_bundle
+from ckpipe.format.codec import decode_document, encode_document
 from ckpipe.format.data_file import encode_header, stored_dtype
 from ckpipe.format.labels import LabelFilter
 from ckpipe.format.manifest import (
@@ -433,10 +433,10 @@ async def store(
     state: Any, backend: Backend, *, rank: int = 0, world_size: int = 1
 ) -> ManifestDocument:
     """Write the data files of a rank's state and return its manifest."""
-    bundle, images = manifest_of(state, rank, world_size, planned_for=world_size)
+    document, images = manifest_of(state, rank, world_size, planned_for=world_size)
     for key, image in images.items():
         await _write(backend, key, image)
-    return bundle
+    return document
 
 
 async def _write(backend: Backend, key: str, image: bytes) -> None:
@@ -470,8 +470,10 @@ async def store_ranks(
     return merged(manifests)
 
 
-def _read_back(bundle: ManifestDocument) -> ManifestDocument:
-    return decode_bundle(encode_bundle(bundle), key="index", id=bundle.id, kind=bundle.kind)
+def _read_back(document: ManifestDocument) -> ManifestDocument:
+    return decode_document(
+        encode_document(document), key="index", id=document.id, kind=document.kind
+    )
 
 
 def _rank(
@@ -512,8 +514,8 @@ def _rank(
         token=f"{rank:032x}", started="2026-11-21T03:42:05.123+00:00", writer=WRITER,
     )  # fmt: skip
     layout = Layout(tuple(entries), tuple(chunks))
-    bundle = ManifestDocument("manifest", ID, world_size, (structure,), (layout,), (part,))
-    return bundle, header + bytes(data) if entries else b""
+    document = ManifestDocument("manifest", ID, world_size, (structure,), (layout,), (part,))
+    return document, header + bytes(data) if entries else b""
 
 
 def _bounds(box: Box) -> str:
@@ -529,11 +531,11 @@ def _sums(entries: Sequence[Entry], data: bytes) -> tuple[int, ...]:
 
 
 async def load_as(
-    backend: Backend, bundle: ManifestDocument, rank: int, world_size: int, request: LoadRequest
+    backend: Backend, document: ManifestDocument, rank: int, world_size: int, request: LoadRequest
 ) -> LoadResult:
     """Load as one rank of a world, with two lanes and blocks of 2 MiB."""
     arena = Arena(2 << 20)
-    opened = Opened(backend, bundle)
+    opened = Opened(backend, document)
     ready = await read_all(opened, request, arena, lanes=2, rank=rank, world_size=world_size)
     return await ready.apply()
 

@@ -26,7 +26,7 @@ from ckpipe.catalog.leases import LEASE_LIFE, Lease, live_subjects, under_lease
 from ckpipe.catalog.summaries import Summaries
 from ckpipe.catalog.sweep import Leftovers, plan_sweep, uploads_before
 from ckpipe.errors import CheckpointNotFound, CorruptCheckpoint, StoreError
-from ckpipe.format.codec import encode_bundle
+from ckpipe.format.codec import encode_document
 from ckpipe.format.labels import encode_float
 from ckpipe.format.manifest import ManifestDocument
 from ckpipe.format.names import (
@@ -355,7 +355,7 @@ async def told_and_untold(everything: Sequence[Saved]) -> tuple[MemoryBackend, M
     told, untold = MemoryBackend(), MemoryBackend()
     for step, each in enumerate(everything):
         index = index_of(step, each)
-        data = encode_bundle(index) if each.index_is_whole else b"{}"
+        data = encode_document(index) if each.index_is_whole else b"{}"
         for backend in (told, untold):
             await backend.put(index_key(index.id), data, PutMode.CREATE)
         summary = summary_of(index)
@@ -482,7 +482,7 @@ async def test_what_a_running_launch_keeps_is_known_for_sure() -> None:
             id = CheckpointId(attempt, step, 0)
             index = replace(index_of(step, Saved(1.0, False, True, "right", 1.0)), id=id)
             whole = (attempt, step) != (launches[0], 2)
-            data = encode_bundle(index) if whole else b"{}"
+            data = encode_document(index) if whole else b"{}"
             await told.put(index_key(id), data, PutMode.CREATE)
             summary = encode_summary(id, summary_of(index))
             await told.put(summary_key(id), summary, PutMode.CREATE)
@@ -510,7 +510,7 @@ async def test_what_takes_the_place_of_another_in_a_stretch_can_be_read() -> Non
     for step, count in ((1, 0), (1, 1), (2, 0), (3, 0), (4, 0)):
         id = CheckpointId(ATTEMPT, step, count)
         index = replace(index_of(step, Saved(1.0, False, True, "right", 1.0)), id=id)
-        data = b"{}" if count else encode_bundle(index)
+        data = b"{}" if count else encode_document(index)
         await told.put(index_key(id), data, PutMode.CREATE)
         summary = encode_summary(id, summary_of(index))
         await told.put(summary_key(id), summary, PutMode.CREATE)

@@ -30,7 +30,7 @@ from ckpipe.errors import (
     WrongWorldSize,
 )
 from ckpipe.format import names
-from ckpipe.format.codec import encode_bundle
+from ckpipe.format.codec import encode_document
 from ckpipe.format.manifest import ManifestDocument
 from ckpipe.format.merge import merge
 from ckpipe.format.names import (
@@ -67,7 +67,7 @@ def manifests(size: int) -> list[ManifestDocument]:
 
 async def commit(backend: Backend, manifest: ManifestDocument) -> None:
     key = manifest_key(ID, manifest.parts[0].rank)
-    await backend.put(key, encode_bundle(manifest), PutMode.CREATE)
+    await backend.put(key, encode_document(manifest), PutMode.CREATE)
 
 
 async def stored(backend: Backend, key: str) -> bytes | None:
@@ -113,7 +113,7 @@ async def _race(every: list[ManifestDocument], dead: set[int], waves: list[list[
     healers = await asyncio.gather(*(complete_from_top(backend, ID, size) for _ in range(3)))
     assert all(outcome.complete for outcome in healers)
     assert created + sum(outcome.index is not None for outcome in healers) == 1
-    assert await stored(backend, index_key(ID)) == encode_bundle(merge(every, "index"))
+    assert await stored(backend, index_key(ID)) == encode_document(merge(every, "index"))
 
 
 async def test_absent_ranks_are_named_and_nothing_is_completed(narrow: None) -> None:
@@ -138,7 +138,7 @@ async def test_damaged_manifest_is_never_merged_and_listing_goes_on() -> None:
     backend, every = MemoryBackend(), manifests(3)
     for manifest in every[:2]:
         await commit(backend, manifest)
-    damaged = bytearray(encode_bundle(every[2]))
+    damaged = bytearray(encode_document(every[2]))
     damaged[40] ^= 1
     await backend.put(manifest_key(ID, 2), bytes(damaged), PutMode.CREATE)
     with pytest.raises(ChecksumMismatch, match=r"rank-00002\.json"):
@@ -167,7 +167,7 @@ async def test_manifest_under_the_name_of_another_is_refused() -> None:
     backend, every = MemoryBackend(), manifests(3)
     await commit(backend, every[0])
     await commit(backend, every[1])
-    await backend.put(manifest_key(ID, 2), encode_bundle(every[1]), PutMode.CREATE)
+    await backend.put(manifest_key(ID, 2), encode_document(every[1]), PutMode.CREATE)
     with pytest.raises(InvalidManifest, match="not the one of its key"):
         await publish_up(backend, ID, 2, 3)
     await backend.delete([manifest_key(ID, 2)])
@@ -257,8 +257,8 @@ def names_of(index: ManifestDocument) -> list[str]:
 @given(st.permutations(range(7)))
 def test_order_does_not_matter(order: list[int]) -> None:
     every = world(7)
-    expected = encode_bundle(merge(every, "index"))
-    assert encode_bundle(merge([every[rank] for rank in order], "index")) == expected
+    expected = encode_document(merge(every, "index"))
+    assert encode_document(merge([every[rank] for rank in order], "index")) == expected
 
 
 def test_what_differs_between_ranks_is_marked() -> None:
@@ -464,8 +464,8 @@ async def saved(backend: Backend, make: Callable[[int], Any]) -> None:
     """Save as each rank would, up to the index."""
     for rank in range(RANKS):
         with rank_of(rank, RANKS):
-            bundle = await store(make(rank), backend, rank=rank, world_size=RANKS)
-        await backend.put(manifest_key(ID, rank), encode_bundle(bundle), PutMode.CREATE)
+            document = await store(make(rank), backend, rank=rank, world_size=RANKS)
+        await backend.put(manifest_key(ID, rank), encode_document(document), PutMode.CREATE)
         await publish_up(backend, ID, rank, RANKS)
 
 

@@ -1,4 +1,4 @@
-"""Bundles survive being written, changed ones fail, and those of version 1 stay readable.
+"""Documents survive being written, changed ones fail, and those of version 1 stay readable.
 
 The files of version 1 are of one rank with all that is odd about states, of three ranks, and of two
 hundred, whose index is compressed. They are never written again: a change that makes it necessary
@@ -33,12 +33,18 @@ from ckpipe.errors import (
     WrongWorldSize,
 )
 from ckpipe.format.checksummed_json import decode_json, encode_json, json_text
-from ckpipe.format.codec import decode_bundle, encode_bundle
-from ckpipe.format.manifest import BundleKind, ManifestDocument, OptimizerRow, Structure, TensorRow
+from ckpipe.format.codec import decode_document, encode_document
+from ckpipe.format.manifest import (
+    DocumentKind,
+    ManifestDocument,
+    OptimizerRow,
+    Structure,
+    TensorRow,
+)
 from ckpipe.format.merge import merge
 from ckpipe.format.names import index_key, summary_id, summary_key
 from ckpipe.format.summary import Summary, decode_summary, encode_summary, summary_of
-from ckpipe.format.tree import Node
+from ckpipe.format.tree import FORMS, Node
 from ckpipe.types import CheckpointId
 from tests.damage.test_hostile_checkpoints import state
 from tests.inner.made_up_ranks import ID, LIMIT, Borrowed, manifest_of
@@ -60,7 +66,7 @@ def manifest() -> ManifestDocument:
 
 
 def read(data: bytes, kind: Any = "manifest", **options: Any) -> ManifestDocument:
-    return decode_bundle(data, key=KEY, id=ID, kind=kind, **options)
+    return decode_document(data, key=KEY, id=ID, kind=kind, **options)
 
 
 def large_manifest() -> ManifestDocument:
@@ -68,18 +74,18 @@ def large_manifest() -> ManifestDocument:
 
 
 def test_round_trip_of_a_compressed_manifest() -> None:
-    bundle = large_manifest()
-    data = encode_bundle(bundle)
+    document = large_manifest()
+    data = encode_document(document)
     assert not data.startswith(b"{")
     assert zlib.decompress(data) == json_text(data, LIMIT)
     assert 4 * len(data) < len(json_text(data, LIMIT))
-    assert read(data) == bundle
+    assert read(data) == document
 
 
 def test_rows_that_were_read_pickle_and_replace_like_others() -> None:
-    bundle = read(encode_bundle(manifest()))
-    assert pickle.loads(pickle.dumps(bundle)) == bundle
-    row = bundle.structures[0].tensors[0]
+    document = read(encode_document(manifest()))
+    assert pickle.loads(pickle.dumps(document)) == document
+    row = document.structures[0].tensors[0]
     assert replace(row, label="x") == TensorRow("x", row.dtype, row.shape)
 
 
@@ -90,21 +96,21 @@ def optimizer_manifest() -> ManifestDocument:
 
 def test_facts_of_optimizers_are_written_and_merged() -> None:
     row = OptimizerRow("o", "torch.optim.sgd:SGD", ((2, 3), None))
-    index = merge([read(encode_bundle(optimizer_manifest()))], "index")
-    decoded = read(encode_bundle(index), "index")
+    index = merge([read(encode_document(optimizer_manifest()))], "index")
+    decoded = read(encode_document(index), "index")
     assert decoded.structures[0].optimizers == (row,)
-    schema = json.loads((DOCS / "schema" / "bundle.json").read_text())
-    document = {**document_of(encode_bundle(index)), "crc32c": "00000000"}
-    jsonschema.validate(document, schema)
+    schema = json.loads((DOCS / "schema" / "document.json").read_text())
+    members = {**document_of(encode_document(index)), "crc32c": "00000000"}
+    jsonschema.validate(members, schema)
 
 
 @pytest.mark.parametrize("column", ["label", "kind", "shapes"])
 @pytest.mark.parametrize("cells", [None, [1], [[1]], [["x"]], ["x", "x", "x"], [[[-1]]], 7])
 def test_malformed_facts_of_optimizers_are_refused(column: str, cells: Any) -> None:
-    document = document_of(encode_bundle(optimizer_manifest()))
-    document["structures"][0]["optimizers"][column] = cells
+    members = document_of(encode_document(optimizer_manifest()))
+    members["structures"][0]["optimizers"][column] = cells
     with pytest.raises(InvalidManifest):
-        read(sealed(document))
+        read(sealed(members))
 
 
 @pytest.mark.parametrize(("most_plain", "first"), [(100, b"\x78"), (100_000, b"{")])
@@ -112,7 +118,7 @@ def test_every_flipped_bit_and_every_truncation_is_found(
     most_plain: int, first: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ckpipe.format.checksummed_json.PLAIN_BYTES", most_plain)
-    data = encode_bundle(manifest_of({"w": torch.ones(2), "n": 1})[0])
+    data = encode_document(manifest_of({"w": torch.ones(2), "n": 1})[0])
     assert data.startswith(first)
     read(data)
     damaged = [data[:size] for size in range(len(data))]
@@ -135,21 +141,21 @@ def test_tree_that_json_cannot_write_is_refused() -> None:
     tree = Node("absent")
     for _ in range(100_000):
         tree = Node("list", nodes=[tree])
-    bundle = replace(manifest(), structures=(Structure(tree, (), 0),))
+    document = replace(manifest(), structures=(Structure(tree, (), 0),))
     with pytest.raises(UnsupportedState):
-        encode_bundle(bundle)
+        encode_document(document)
 
 
 def test_floats_that_are_not_finite_never_reach_the_json() -> None:
     with pytest.raises(ValueError, match="Out of range float"):
-        encode_bundle(manifest_of({}, metadata={"loss": float("nan")})[0])
+        encode_document(manifest_of({}, metadata={"loss": float("nan")})[0])
 
 
 def test_members_that_a_later_writer_adds_are_ignored() -> None:
-    document = document_of(encode_bundle(manifest()))
-    document["hint"] = {"x": 1}
-    document["parts"]["colour"] = ["red"]
-    assert read(sealed(document)) == manifest()
+    members = document_of(encode_document(manifest()))
+    members["hint"] = {"x": 1}
+    members["parts"]["colour"] = ["red"]
+    assert read(sealed(members)) == manifest()
 
 
 def index() -> ManifestDocument:
@@ -165,37 +171,37 @@ def index() -> ManifestDocument:
     )
 
 
-def test_text_and_columns_are_the_same_bundle() -> None:
-    data = encode_bundle(index())
+def test_text_and_columns_are_the_same_document() -> None:
+    data = encode_document(index())
     lean, full = read(data, "index", most_rows=0), read(data, "index", most_rows=1 << 20)
     assert lean == full == index()
-    assert encode_bundle(lean) == encode_bundle(full) == data
+    assert encode_document(lean) == encode_document(full) == data
     # The number of a layout's structure is no part of what is kept.
     assert len({id(layout) for layout in lean.layouts}) == len(lean.layouts) == 3
 
 
 @pytest.mark.parametrize("most_rows", [0, 1 << 20])
 def test_layouts_may_stand_before_their_structures(most_rows: int) -> None:
-    document = document_of(encode_bundle(index()))
-    turned = {name: document[name] for name in reversed(document)}
+    members = document_of(encode_document(index()))
+    turned = {name: members[name] for name in reversed(members)}
     assert read(sealed(turned), "index", most_rows=most_rows) == index()
 
 
 @pytest.mark.parametrize("most_rows", [0, 1 << 20])
 def test_a_layout_is_checked_with_every_structure_that_parts_pair_it_with(most_rows: int) -> None:
-    document = document_of(encode_bundle(index()))
+    members = document_of(encode_document(index()))
     # The second layout has two tensors; the first structure has one.
-    document["parts"]["structure"][1] = 0
+    members["parts"]["structure"][1] = 0
     with pytest.raises(InvalidManifest, match="not there"):
-        read(sealed(document), "index", most_rows=most_rows)
+        read(sealed(members), "index", most_rows=most_rows)
 
 
 @pytest.mark.parametrize("most_rows", [0, 1 << 20])
 def test_hostile_layouts_are_refused(most_rows: int) -> None:
     def damaged(path: tuple[str, str], value: list[object]) -> bytes:
-        document = document_of(encode_bundle(index()))
-        document["layouts"][1][path[0]][path[1]] = value
-        return sealed(document)
+        members = document_of(encode_document(index()))
+        members["layouts"][1][path[0]][path[1]] = value
+        return sealed(members)
 
     cases: list[tuple[tuple[str, str], list[object], type[CorruptCheckpoint]]] = [
         (("entries", "offset"), [0, 9], InvalidExtent),
@@ -211,11 +217,11 @@ def test_hostile_layouts_are_refused(most_rows: int) -> None:
 
 
 def test_what_a_reader_would_refuse_for_its_size_is_not_written() -> None:
-    document = {"a": "x" * 1000}
-    size = len(encode_json(document))
-    assert encode_json(document, size + 1)
+    members = {"a": "x" * 1000}
+    size = len(encode_json(members))
+    assert encode_json(members, size + 1)
     with pytest.raises(OversizedMetadata):
-        encode_json(document, size - 1)
+        encode_json(members, size - 1)
 
 
 # What others may have made up, with right checksums
@@ -236,9 +242,9 @@ def test_white_space_and_empty_arrays_are_read() -> None:
     assert found == {"a": 1, "x": [], "y": [-1, -2]}
 
 
-def _change(document: dict[str, Any], path: str, value: Any) -> None:
+def _change(members: dict[str, Any], path: str, value: Any) -> None:
     *way, last = [int(each) if each.isdigit() else each for each in path.split("/")]
-    target: Any = document
+    target: Any = members
     for each in way:
         target = target[each]
     target[last] = value
@@ -246,7 +252,7 @@ def _change(document: dict[str, Any], path: str, value: Any) -> None:
 
 @given(st.data())
 def test_no_change_of_a_manifest_raises_anything_but_our_errors(data: st.DataObject) -> None:
-    document = document_of(encode_bundle(manifest()))
+    members = document_of(encode_document(manifest()))
     scalars = st.one_of(
         st.none(), st.booleans(), st.integers(-2, 10), st.integers(), st.floats(allow_nan=False,
         allow_infinity=False), st.text(max_size=3), st.sampled_from(["tensor", "dict", "ref"]),
@@ -256,15 +262,15 @@ def test_no_change_of_a_manifest_raises_anything_but_our_errors(data: st.DataObj
         lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner),
         max_leaves=5,
     )
-    places = list(_places(document))
+    places = list(_places(members))
     for _ in range(data.draw(st.integers(1, 3))):
         container, key = data.draw(st.sampled_from(places))
         container[key] = data.draw(anything)
     try:
-        bundle = read(sealed(document))
+        document = read(sealed(members))
     except (CorruptCheckpoint, UnsupportedVersion):
         return
-    assert encode_bundle(read(encode_bundle(bundle))) == encode_bundle(bundle)
+    assert encode_document(read(encode_document(document))) == encode_document(document)
 
 
 def _places(data: Any) -> Any:
@@ -276,7 +282,7 @@ def _places(data: Any) -> Any:
 
 
 def test_plain_object_over_the_limit_is_refused() -> None:
-    data = encode_bundle(manifest())
+    data = encode_document(manifest())
     assert read(data, max_bytes=len(data)) == manifest()
     with pytest.raises(OversizedMetadata):
         read(data, max_bytes=len(data) - 1)
@@ -285,14 +291,14 @@ def test_plain_object_over_the_limit_is_refused() -> None:
 def test_group_and_index_have_exactly_their_ranks() -> None:
     every = [manifest_of({"v": rank}, rank, 250)[0] for rank in range(250)]
     group = merge(every[100:200], "group", (1, 1))
-    data = encode_bundle(group)
+    data = encode_document(group)
     assert read(data, "group").group == (1, 1)
     for change in ([1, 0], [1, 3], [2, 0], [0, 1], [1, -1], [1, 10**30], [1]):
-        document = document_of(data)
-        document["group"] = change
+        members = document_of(data)
+        members["group"] = change
         with pytest.raises(InvalidManifest):
-            read(sealed(document), "group")
-    index = document_of(encode_bundle(merge(every, "index")))
+            read(sealed(members), "group")
+    index = document_of(encode_document(merge(every, "index")))
     for world_size in (249, 251, 1 << 60):
         index["world_size"] = world_size
         with pytest.raises(WrongWorldSize):
@@ -321,16 +327,16 @@ def test_a_chunk_of_another_rank_must_be_what_that_one_wrote(
     state = {"b": torch.ones(2), "a": torch.ones(4)}
     own = manifest_of(state, 1, 2, borrowed={"a": Borrowed(0, entry)})[0]
     index = merge([manifest_of({"z": torch.zeros(3), **state}, 0, 2)[0], own], "index")
-    assert read(encode_bundle(index), "index") == index
-    assert read(encode_bundle(own)) == own
-    document = document_of(encode_bundle(index))
-    _change(document, path, value)
+    assert read(encode_document(index), "index") == index
+    assert read(encode_document(own)) == own
+    members = document_of(encode_document(index))
+    _change(members, path, value)
     with pytest.raises(error):
-        read(sealed(document), "index")
+        read(sealed(members), "index")
 
 
 def test_what_differs_between_ranks_must_be_there() -> None:
-    index = document_of(encode_bundle(merge([manifest()], "index")))
+    index = document_of(encode_document(merge([manifest()], "index")))
     assert read(sealed(index), "index").per_rank
     wrongs: list[Any] = [
         [{"tensors": [4], "values": []}], [{"tensors": [], "values": [3]}], [{}], [1]
@@ -344,7 +350,7 @@ def test_what_differs_between_ranks_must_be_there() -> None:
 DATA = Path(__file__).parents[1] / "data" / "format-v1"
 FORMAT = Path(__file__).parents[2] / "docs" / "format.md"
 SCHEMAS = Path(__file__).parents[2] / "docs" / "schema"
-SCHEMA = SCHEMAS / "bundle.json"
+SCHEMA = SCHEMAS / "document.json"
 WORLDS = (1, 3, 200)
 
 
@@ -355,7 +361,7 @@ def kept(world_size: int) -> Iterator[tuple[str, bytes]]:
             yield path.relative_to(root).as_posix(), path.read_bytes()
 
 
-def kind_of(key: str) -> BundleKind:
+def kind_of(key: str) -> DocumentKind:
     return "index" if "/" not in key else "group" if "group-" in key else "manifest"
 
 
@@ -365,17 +371,17 @@ def text_of(data: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("world_size", WORLDS)
-def test_earlier_bundles_are_read(world_size: int) -> None:
+def test_earlier_documents_are_read(world_size: int) -> None:
     for key, data in kept(world_size):
         if not key.endswith(".json"):
             continue
-        bundle = decode_bundle(data, key=key, id=ID, kind=kind_of(key))
-        assert bundle.world_size == world_size
-        assert text_of(encode_bundle(bundle)) == text_of(data)
+        document = decode_document(data, key=key, id=ID, kind=kind_of(key))
+        assert document.world_size == world_size
+        assert text_of(encode_document(document)) == text_of(data)
 
 
 @pytest.mark.parametrize("world_size", WORLDS)
-def test_bundles_fit_the_published_schema(world_size: int) -> None:
+def test_documents_fit_the_published_schema(world_size: int) -> None:
     schema = json.loads(SCHEMA.read_text())
     validator = jsonschema.Draft202012Validator(schema)
     for key, data in kept(world_size):
@@ -385,7 +391,7 @@ def test_bundles_fit_the_published_schema(world_size: int) -> None:
 
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_earlier_summaries_agree_with_the_index(world_size: int) -> None:
-    index = decode_bundle(dict(kept(world_size))[index_key(ID)], key="", id=ID, kind="index")
+    index = decode_document(dict(kept(world_size))[index_key(ID)], key="", id=ID, kind="index")
     data = (DATA / f"world-{world_size}" / summary_key(ID)).read_bytes()
     assert decode_summary(ID, data).members == summary_of(index).members
     assert encode_summary(ID, summary_of(index)) == data
@@ -399,28 +405,28 @@ def test_earlier_summaries_agree_with_the_index(world_size: int) -> None:
 )
 def test_schema_refuses_what_the_format_refuses(name: str, value: Any) -> None:
     schema = json.loads(SCHEMA.read_text())
-    document = document_of(dict(kept(1))[index_key(ID)])
+    members = document_of(dict(kept(1))[index_key(ID)])
     validator = jsonschema.Draft202012Validator(schema)
-    document["crc32c"] = "00000000"
-    assert validator.is_valid(document)
-    document[name] = value
-    assert not validator.is_valid(document)
+    members["crc32c"] = "00000000"
+    assert validator.is_valid(members)
+    members[name] = value
+    assert not validator.is_valid(members)
 
 
 def test_a_wrapper_tensor_is_in_version_2_only() -> None:
     with tarfile.open(DATA.parent / "features" / "wrappers.tar.xz") as archive:
         (name,) = [each for each in archive.getnames() if re.fullmatch(r"step-[^/]*\.json", each)]
         data = archive.extractfile(name).read()  # type: ignore[union-attr]
-    document = document_of(data)
-    assert document["version"] == 2
+    members = document_of(data)
+    assert members["version"] == 2
     schema = json.loads(SCHEMA.read_text())
-    jsonschema.Draft202012Validator(schema).validate(document | {"crc32c": "00000000"})
+    jsonschema.Draft202012Validator(schema).validate(members | {"crc32c": "00000000"})
     id = CheckpointId.parse(name.removesuffix(".json"))
     assert id is not None
-    decode_bundle(data, key=name, id=id, kind="index")
-    document["version"] = 1
+    decode_document(data, key=name, id=id, kind="index")
+    members["version"] = 1
     with pytest.raises(InvalidManifest, match="wrapper_tensor"):
-        decode_bundle(encode_json(document), key=name, id=id, kind="index")
+        decode_document(encode_json(members), key=name, id=id, kind="index")
 
 
 def test_example_in_the_documentation_is_what_is_written() -> None:
@@ -429,7 +435,7 @@ def test_example_in_the_documentation_is_what_is_written() -> None:
     weight = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
     state = {"model": {"w": weight, "n": torch.tensor(7)}, "lr": 0.5, 1: None}
     manifest, _ = manifest_of(state, metrics={"loss": 0.25})
-    written = encode_bundle(merge([manifest], "index"))
+    written = encode_document(merge([manifest], "index"))
     # Compared as text, since 1 and true are equal to Python.
     assert json.dumps(json.loads(example[1])) == json.dumps(json.loads(written))
 
@@ -501,3 +507,11 @@ def test_names_of_all_versions_belong_to_their_checkpoint() -> None:
         assert summary_id(f"{SUMMARIES}{ID}{rest}") == ID
     for key in (f"{SUMMARIES}{ID}", f"{SUMMARIES}x.json", f"{ID}.json", f"{SUMMARIES}{ID}.a/b"):
         assert summary_id(key) is None
+
+
+def test_the_schema_and_the_format_have_all_kinds_of_nodes() -> None:
+    schema = json.loads(SCHEMA.read_text())
+    (kinds,) = schema["$defs"]["node"]["prefixItems"]
+    assert set(kinds["enum"]) == FORMS.keys()
+    text = FORMAT.read_text()
+    assert [kind for kind in FORMS if not re.search(f'["`]{kind}["`]', text)] == []

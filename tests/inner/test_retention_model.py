@@ -24,7 +24,7 @@ from ckpipe.catalog.find import discover
 from ckpipe.catalog.leases import Lease
 from ckpipe.catalog.summaries import Summaries
 from ckpipe.errors import CheckpointIncomplete, CheckpointNotFound, UsageError
-from ckpipe.format.codec import encode_bundle
+from ckpipe.format.codec import encode_document
 from ckpipe.format.labels import encode_float
 from ckpipe.format.manifest import ManifestDocument
 from ckpipe.format.names import index_key, manifest_key, pin_key, prefix, tombstone_key
@@ -52,15 +52,15 @@ class Crash(BaseException):
 
 
 def manifest(id: CheckpointId, rank: int, loss: float) -> ManifestDocument:
-    bundle = _manifest_of_rank(rank)
-    (part,) = bundle.parts
-    return replace(bundle, id=id, parts=(replace(part, metrics={"loss": encode_float(loss)}),))
+    document = _manifest_of_rank(rank)
+    (part,) = document.parts
+    return replace(document, id=id, parts=(replace(part, metrics={"loss": encode_float(loss)}),))
 
 
 @functools.cache
 def _manifest_of_rank(rank: int) -> ManifestDocument:
-    bundle, _ = manifest_of({"t": torch.tensor([rank])}, rank, 2)
-    return bundle
+    document, _ = manifest_of({"t": torch.tensor([rank])}, rank, 2)
+    return document
 
 
 @dataclass
@@ -91,7 +91,7 @@ class World:
         for rank in range(2):
             await self.store.put(f"{id}/rank-{rank:05d}.safetensors", b"x", PutMode.CREATE)
             if rank < min(committed, 2):
-                data = encode_bundle(manifest(id, rank, loss))
+                data = encode_document(manifest(id, rank, loss))
                 await self.store.put(manifest_key(id, rank), data, PutMode.CREATE)
         if committed == 3:
             await publish_up(self.store, id, 1, 2)

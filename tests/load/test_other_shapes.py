@@ -72,13 +72,13 @@ async def test_an_optimizer_refuses_moments_of_another_shape() -> None:
 
 async def test_a_sharded_target_is_compared_by_its_global_shape() -> None:
     backend = MemoryBackend()
-    bundle = await store_ranks(backend, [{"w": torch.ones(4, 2), "v": torch.ones(4)}])
+    document = await store_ranks(backend, [{"w": torch.ones(4, 2), "v": torch.ones(4)}])
     with rank_of(1, 2):
         target: dict[str, Any] = {
             "w": placed(torch.zeros(6, 2), (2,), (Shard(0),)),
             "v": placed(torch.zeros(4), (2,), (Shard(0),)),
         }
-        result = await load_as(backend, bundle, 1, 2, request(target, strict="shapes"))
+        result = await load_as(backend, document, 1, 2, request(target, strict="shapes"))
         assert result.missing == ("w",)
         assert not target["w"].to_local().any()
         assert target["v"].to_local().tolist() == [1, 1]

@@ -140,8 +140,8 @@ async def test_what_is_wrong_with_a_file_that_is_not_needed_does_not_matter(
 ) -> None:
     backend = kind()
     mine, other = {"a": torch.ones(3 * MIB)}, {"b": torch.full((3 * MIB,), 2.0)}
-    bundle = await store_ranks(backend, [{"m": mine}, {"m": other}])
-    unneeded = data_file_key(bundle.id)
+    document = await store_ranks(backend, [{"m": mine}, {"m": other}])
+    unneeded = data_file_key(document.id)
     if lost == "gone":
         await backend.delete([unneeded])
     elif lost == "damaged":
@@ -150,7 +150,7 @@ async def test_what_is_wrong_with_a_file_that_is_not_needed_does_not_matter(
         backend.silent = frozenset([unneeded])
     target = {"m": {"b": torch.zeros(3 * MIB)}}
     with fail_after(20):
-        result = await load_as(backend, bundle, 0, 2, request(target))
+        result = await load_as(backend, document, 0, 2, request(target))
     assert bool((target["m"]["b"] == 2).all())
     assert result.report is not None
     needed = 12 * MIB

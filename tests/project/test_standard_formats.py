@@ -87,7 +87,7 @@ def test_each_form_of_an_export_is_described() -> None:
 MADE_UP_SOURCE = '''
 """A format of another program: a file is one tensor of bytes."""
 
-from ckpipe.sources import Extent, ForeignTensor, virtual_manifest
+from ckpipe import sources
 
 
 class MadeUpSource:
@@ -98,11 +98,11 @@ class MadeUpSource:
 
     async def describe(self, store, listing, place):
         files = [each for each in listing if each.key.endswith(".made")]
-        state = {
-            each.key[:-5]: ForeignTensor("uint8", (each.size,), (Extent(each.key, 0, each.size),))
-            for each in files
-        }
-        return virtual_manifest(state, files, place)
+        state = {}
+        for each in files:
+            extent = sources.Extent(each.key, 0, each.size)
+            state[each.key[:-5]] = sources.ForeignTensor("uint8", (each.size,), (extent,))
+        return sources.virtual_manifest(state, files, place)
 '''
 FOREIGN_LOADS = """
 import ckpipe, torch

@@ -53,44 +53,44 @@ async def sharded(backend: MemoryBackend, full: torch.Tensor, world_size: int) -
 
 async def test_a_plain_target_is_put_together_in_every_world_size() -> None:
     backend, full = MemoryBackend(), numbered(5, 3)
-    bundle = await sharded(backend, full, 3)
+    document = await sharded(backend, full, 3)
     for rank, world_size in ((0, 1), (1, 2), (2, 3)):
         for target in (torch.zeros(5, 3), torch.zeros(3, 5).t(), torch.zeros(10, 3)[::2]):
-            await load_as(backend, bundle, rank, world_size, request({"w": target}))
+            await load_as(backend, document, rank, world_size, request({"w": target}))
             assert torch.equal(target, full)
 
 
 async def test_values_are_converted_only_if_asked_to() -> None:
     backend, full = MemoryBackend(), numbered(5, 3)
-    bundle = await sharded(backend, full, 3)
+    document = await sharded(backend, full, 3)
     with rank_of(1, 2):
         target = {"w": placed(torch.zeros(5, 3, dtype=torch.float64), (2,), (Shard(0),))}
         with pytest.raises(DtypeMismatch):
-            await load_as(backend, bundle, 1, 2, request(target))
-        await load_as(backend, bundle, 1, 2, request(target, cast=True))
+            await load_as(backend, document, 1, 2, request(target))
+        await load_as(backend, document, 1, 2, request(target, cast=True))
         assert torch.equal(target["w"].to_local(), full[3:].double())
 
 
 async def test_what_does_not_fit_is_refused_untouched() -> None:
     backend, full = MemoryBackend(), numbered(4, 2)
-    bundle = await sharded(backend, full, 2)
+    document = await sharded(backend, full, 2)
     with rank_of(0, 2):
         larger = {"w": placed(torch.zeros(6, 2), (2,), (Shard(0),))}
         with pytest.raises(ShapeMismatch):
-            await load_as(backend, bundle, 0, 2, request(larger))
+            await load_as(backend, document, 0, 2, request(larger))
         assert not larger["w"].to_local().any()
         summed: dict[str, Any] = {"w": placed(torch.zeros(4, 2), (2,), (Replicate(),))}
         summed["w"]._spec.placements = (Partial(),)
         with pytest.raises(StructureMismatch, match="sum of several"):
-            await load_as(backend, bundle, 0, 2, request(summed))
+            await load_as(backend, document, 0, 2, request(summed))
 
 
 async def test_a_rank_that_gets_no_place_for_its_part_is_told_what_to_pass() -> None:
     backend, full = MemoryBackend(), numbered(4, 2)
-    bundle = await sharded(backend, full, 2)
+    document = await sharded(backend, full, 2)
     for world_size in (2, 3):
         with pytest.raises(StructureMismatch, match="training_state") as caught:
-            await load_as(backend, bundle, 0, world_size, request())
+            await load_as(backend, document, 0, world_size, request())
         assert caught.value.key == "w"
 
 
@@ -99,10 +99,10 @@ async def test_elements_that_no_rank_wrote_are_named_before_anything_is_touched(
     held = rows(6, 3, 2)
     held[1] = [(((2, 0), (3, 2)), 1)]
     states = [{"first": torch.ones(2), "w": full}] * 3
-    bundle = await store_ranks(backend, states, [{"w": each} for each in held])
+    document = await store_ranks(backend, states, [{"w": each} for each in held])
     target = {"first": torch.zeros(2), "w": torch.zeros(6, 2)}
     with pytest.raises(InvalidManifest, match=r"\[3, 0\] to \[4, 2\]") as caught:
-        await load_as(backend, bundle, 0, 1, request(target))
+        await load_as(backend, document, 0, 1, request(target))
     assert caught.value.key == "w"
     assert not target["first"].any()
     with rank_of(0, 3):
@@ -110,7 +110,7 @@ async def test_elements_that_no_rank_wrote_are_named_before_anything_is_touched(
             "first": torch.zeros(2),
             "w": placed(torch.zeros(6, 2), (3,), (Shard(0),)),
         }
-        await load_as(backend, bundle, 0, 3, request(fine))
+        await load_as(backend, document, 0, 3, request(fine))
         assert torch.equal(fine["w"].to_local(), full[:2])
 
 
@@ -167,15 +167,15 @@ def test_boxes_of_any_ranks_load_into_any_mesh(
 
     async def main() -> None:
         backend = MemoryBackend()
-        bundle = await store_ranks(backend, [{"w": full}] * len(held), held)
+        document = await store_ranks(backend, [{"w": full}] * len(held), held)
         with rank_of(rank, rows * columns):
             target = placed(torch.zeros(shape), (rows, columns), placements)
             try:
-                await load_as(backend, bundle, rank, rows * columns, request({"w": target}))
+                await load_as(backend, document, rank, rows * columns, request({"w": target}))
             except PerRankValue:  # groups of ranks have cut it in two ways, which do not compare
                 assert not target.to_local().any()
                 whichever = request({"w": target}, per_rank="rank0")
-                await load_as(backend, bundle, rank, rows * columns, whichever)
+                await load_as(backend, document, rank, rows * columns, whichever)
             expected = placed(full, (rows, columns), placements)
             assert torch.equal(target.to_local(), expected.to_local())
 
@@ -188,16 +188,16 @@ def test_boxes_of_any_ranks_load_into_any_mesh(
 async def test_no_more_is_read_than_the_part_that_is_wanted() -> None:
     backend = MemoryBackend()
     full = torch.randn(64, 1 << 19)  # rows of 2 MiB
-    bundle = await sharded(backend, full, 2)
+    document = await sharded(backend, full, 2)
     with rank_of(1, 4):
         target = {"w": placed(torch.zeros_like(full), (4,), (Shard(0),))}
-        result = await load_as(backend, bundle, 1, 4, request(target))
+        result = await load_as(backend, document, 1, 4, request(target))
         assert torch.equal(target["w"].to_local(), full[16:32])
         assert result.report is not None
         assert result.report.bytes <= 1.1 * 16 * (2 << 20)
     with rank_of(1, 4):
         target = {"w": placed(torch.zeros_like(full), (4,), (Shard(1),))}
-        result = await load_as(backend, bundle, 1, 4, request(target))
+        result = await load_as(backend, document, 1, 4, request(target))
         assert torch.equal(target["w"].to_local(), full[:, 1 << 17 : 1 << 18])
         assert result.report is not None
         assert result.report.bytes <= 64 * ((1 << 19) + (2 << 20))
@@ -215,21 +215,21 @@ def own_states(n: int) -> list[dict[str, Any]]:
 
 async def test_with_another_number_only_what_is_common_loads_unasked() -> None:
     backend = MemoryBackend()
-    bundle = await store_ranks(backend, own_states(3))
+    document = await store_ranks(backend, own_states(3))
     for key in ("seed", "noise"):
         target = {"lr": 0.0, "step": torch.tensor(0), key: own_states(1)[0][key]}
         with pytest.raises(PerRankValue) as caught:
-            await load_as(backend, bundle, 1, 2, request(target, strict=False))
+            await load_as(backend, document, 1, 2, request(target, strict=False))
         assert caught.value.key == key
         assert target["step"].item() == 0
     common = request(include=["lr", "step"])
-    state = (await load_as(backend, bundle, 1, 2, common)).state
+    state = (await load_as(backend, document, 1, 2, common)).state
     assert state == {"lr": 0.5, "step": torch.tensor(7)}
 
 
 async def test_what_differs_can_be_dropped_taken_from_rank_0_or_combined() -> None:
     backend = MemoryBackend()
-    bundle = await store_ranks(backend, own_states(3))
+    document = await store_ranks(backend, own_states(3))
 
     def target() -> dict[str, Any]:
         return {"seed": -1, "lr": 0.0, "noise": torch.zeros(2) - 1, "step": torch.tensor(0)}
@@ -241,7 +241,7 @@ async def test_what_differs_can_be_dropped_taken_from_rank_0_or_combined() -> No
 
     for policy, seed in (("drop", -1), ("rank0", 0), (total, 3)):
         for into in (target(), None):
-            result = await load_as(backend, bundle, 0, 1, request(into, per_rank=policy))
+            result = await load_as(backend, document, 0, 1, request(into, per_rank=policy))
             if into is None and policy == "drop":
                 assert set(result.state) == {"lr", "step"}
                 continue
@@ -257,9 +257,9 @@ async def test_what_differs_can_be_dropped_taken_from_rank_0_or_combined() -> No
 async def test_a_target_that_ties_what_differs_is_refused() -> None:
     backend, full = MemoryBackend(), numbered(4, 3)
     held = [{"a": each, "b": each} for each in rows(4, 2, 3)]
-    bundle = await store_ranks(backend, [{"a": full, "b": full + 1}] * 2, held)
+    document = await store_ranks(backend, [{"a": full, "b": full + 1}] * 2, held)
     with rank_of(1, 2):
         tied = placed(torch.zeros(4, 3), (2,), (Shard(0),))
         with pytest.raises(SharingConflict):
-            await load_as(backend, bundle, 1, 2, request({"a": tied, "b": tied.view(4, 3)}))
+            await load_as(backend, document, 1, 2, request({"a": tied, "b": tied.view(4, 3)}))
         assert not tied.to_local().any()

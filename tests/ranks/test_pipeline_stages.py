@@ -46,47 +46,47 @@ async def stored(*states: Any) -> tuple[MemoryBackend, Any]:
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 async def test_stages_may_be_cut_anew_in_any_number(world_size: int) -> None:
-    backend, bundle = await stored(stage(0, 1), stage(2), stage(3, 4))
+    backend, document = await stored(stage(0, 1), stage(2), stage(3, 4))
     for rank, layers in enumerate([(0,), (1, 2, 3), (4, 0)]):
         if rank < world_size:
             target = blank(*layers)
-            result = await load_as(backend, bundle, rank, world_size, request(target))
+            result = await load_as(backend, document, rank, world_size, request(target))
             assert repr(target) == repr(stage(*layers))
             assert (result.missing, result.unexpected) == ((), ())
 
 
 async def test_with_as_many_ranks_a_fresh_state_is_the_ranks_own() -> None:
-    backend, bundle = await stored(stage(0, seed=1), stage(2, seed=2))
+    backend, document = await stored(stage(0, seed=1), stage(2, seed=2))
     for rank, own in enumerate([stage(0, seed=1), stage(2, seed=2)]):
-        assert repr((await load_as(backend, bundle, rank, 2, request())).state) == repr(own)
+        assert repr((await load_as(backend, document, rank, 2, request())).state) == repr(own)
         target = blank(2 - 2 * rank, seed=0)
-        await load_as(backend, bundle, rank, 2, request(target))
+        await load_as(backend, document, rank, 2, request(target))
         assert repr(target) == repr(stage(2 - 2 * rank, seed=rank + 1))
 
 
 async def test_what_no_rank_had_is_missing_and_what_all_had_is_unexpected() -> None:
-    backend, bundle = await stored(stage(0), stage(1))
+    backend, document = await stored(stage(0), stage(1))
     with pytest.raises(StructureMismatch, match=r"missing.*layer7"):
-        await load_as(backend, bundle, 0, 3, request(blank(0, 7)))
+        await load_as(backend, document, 0, 3, request(blank(0, 7)))
     without_norm = {key: item for key, item in blank(1).items() if key != "norm"}
     with pytest.raises(StructureMismatch, match=r"unexpected.*norm"):
-        await load_as(backend, bundle, 0, 3, request(without_norm))
+        await load_as(backend, document, 0, 3, request(without_norm))
 
 
 async def test_values_that_differ_between_structures_belong_to_a_rank() -> None:
-    backend, bundle = await stored(
+    backend, document = await stored(
         stage(0, seed=1, noise=torch.zeros(2), log=[1]),
         stage(1, seed=2, noise=torch.ones(3), log=[1, 2]),
     )
     for key in ("seed", "noise", "log"):
         target = {key: stage(0, seed=0, noise=torch.zeros(2), log=[0])[key]}
         with pytest.raises(PerRankValue) as caught:
-            await load_as(backend, bundle, 0, 1, request(target, strict=False))
+            await load_as(backend, document, 0, 1, request(target, strict=False))
         assert caught.value.key == key
     target = blank(1, seed=9, noise=torch.ones(2), log=[9])
-    await load_as(backend, bundle, 0, 1, request(target, per_rank="drop"))
+    await load_as(backend, document, 0, 1, request(target, per_rank="drop"))
     assert repr(target) == repr(stage(1, seed=9, noise=torch.ones(2), log=[9]))
-    await load_as(backend, bundle, 0, 1, request(target, per_rank="rank0"))
+    await load_as(backend, document, 0, 1, request(target, per_rank="rank0"))
     assert repr(target) == repr(stage(1, seed=1, noise=torch.zeros(2), log=[1]))
 
     def longest(label: str, values: Any) -> Any:
@@ -94,7 +94,7 @@ async def test_values_that_differ_between_structures_belong_to_a_rank() -> None:
         return max(values, key=lambda each: each.numel()) if label == "noise" else max(values)
 
     target = {"seed": 0, "noise": torch.zeros(3)}
-    await load_as(backend, bundle, 0, 1, request(target, per_rank=longest, strict=False))
+    await load_as(backend, document, 0, 1, request(target, per_rank=longest, strict=False))
     assert repr(target) == repr({"seed": 2, "noise": torch.ones(3)})
 
 
@@ -141,34 +141,34 @@ def test_each_rank_gets_all_of_the_optimizer_that_it_saved(tmp_path: Path) -> No
 @pytest.mark.parametrize("always", [False, True])
 async def test_a_fresh_object_gets_what_its_own_rank_had_of_it_and_no_more(always: bool) -> None:
     begun = {1: 10, 2: 20}, {2: 21, 3: 30}, {4: 40}
-    backend, bundle = await stored(*({"data": Shards(each)} for each in begun))
+    backend, document = await stored(*({"data": Shards(each)} for each in begun))
     for rank, own in enumerate(begun):
         data = Shards(always=always)
-        result = await load_as(backend, bundle, rank, 3, request({"data": data}))
+        result = await load_as(backend, document, rank, 3, request({"data": data}))
         assert data.begun == own
         assert result.unexpected == ()
 
 
 async def test_an_object_that_only_one_rank_had_comes_back_to_it() -> None:
-    backend, bundle = await stored({"a": 1, "data": Shards({1: 10})}, {"a": 1})
+    backend, document = await stored({"a": 1, "data": Shards({1: 10})}, {"a": 1})
     data = Shards()
-    await load_as(backend, bundle, 0, 2, request({"a": 0, "data": data}))
+    await load_as(backend, document, 0, 2, request({"a": 0, "data": data}))
     assert data.begun == {1: 10}
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
 async def test_an_object_moves_to_another_rank_with_all_its_state(world_size: int) -> None:
     saved = adamw(3, steps=2)
-    backend, bundle = await stored({"first": adamw(2, steps=1)}, {"last": saved})
+    backend, document = await stored({"first": adamw(2, steps=1)}, {"last": saved})
     target = {"last": adamw(3, steps=0)}
-    await load_as(backend, bundle, 0, world_size, request(target))
+    await load_as(backend, document, 0, world_size, request(target))
     assert repr(target["last"].state_dict()) == repr(saved.state_dict())
 
 
 async def test_what_an_object_goes_without_in_another_world_is_named() -> None:
-    backend, bundle = await stored(*({"data": Shards({0: 5, n: n})} for n in (1, 2)))
+    backend, document = await stored(*({"data": Shards({0: 5, n: n})} for n in (1, 2)))
     target = {"data": Shards(always=True)}
-    result = await load_as(backend, bundle, 0, 1, request(target))
+    result = await load_as(backend, document, 0, 1, request(target))
     assert target["data"].begun == {0: 5}
     assert result.unexpected == ("data.begun.1", "data.begun.2")
 
@@ -183,8 +183,8 @@ trees = st.recursive(
 
 async def merged(*states: Any) -> Any:
     """The state that one process gets of ranks that saved these."""
-    backend, bundle = await stored(*states)
-    return (await load_as(backend, bundle, 0, 1, request())).state
+    backend, document = await stored(*states)
+    return (await load_as(backend, document, 0, 1, request())).state
 
 
 @given(st.dictionaries(keys, trees, max_size=4), st.dictionaries(keys, trees, max_size=4))

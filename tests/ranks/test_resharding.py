@@ -64,7 +64,7 @@ def local_parts(state: dict[str, Any]) -> list[torch.Tensor]:
 async def test_what_ranks_save_loads_into_any_mesh(saved: int, width: int) -> None:
     mesh, placements = LAYOUTS[saved]
     backend = MemoryBackend()
-    bundle = await store_planned(
+    document = await store_planned(
         backend, lambda rank: tensors(mesh, placements, 1.0, width), math.prod(mesh)
     )
     for mesh, placements in LAYOUTS:
@@ -72,10 +72,10 @@ async def test_what_ranks_save_loads_into_any_mesh(saved: int, width: int) -> No
         for rank in (0, world_size - 1):
             with rank_of(rank, world_size):
                 target = tensors(mesh, placements, 0.0, width)
-                await load_as(backend, bundle, rank, world_size, request(target))
+                await load_as(backend, document, rank, world_size, request(target))
                 expected = tensors(mesh, placements, 1.0, width)
                 assert same(local_parts(target), local_parts(expected))
-    state = (await load_as(backend, bundle, 0, 1, request())).state
+    state = (await load_as(backend, document, 0, 1, request())).state
     with rank_of(0, 1):
         expected = tensors((1,), (Replicate(),), 1.0, width)
         assert same(local_parts(state), local_parts(expected))
@@ -85,7 +85,7 @@ async def test_what_ranks_save_loads_into_any_mesh(saved: int, width: int) -> No
 async def test_a_local_part_of_another_shape_than_its_placements_say_is_not_filled() -> None:
     backend = MemoryBackend()
     full = torch.arange(1.0, 36.0).reshape(7, 5)
-    bundle = await store_planned(backend, lambda rank: {"w": placed(full, (2,), (Shard(0),))}, 2)
+    document = await store_planned(backend, lambda rank: {"w": placed(full, (2,), (Shard(0),))}, 2)
     with rank_of(0, 2):
         mesh = init_device_mesh("cpu", (2,))
         local = torch.zeros(1, 5)
@@ -93,7 +93,7 @@ async def test_a_local_part_of_another_shape_than_its_placements_say_is_not_fill
             local, mesh, [Shard(0)], run_check=False, shape=full.shape, stride=full.stride()
         )
         with pytest.raises(ShapeMismatch, match=r"\[1, 5\].*\[4, 5\].*rank 0, key 'w'"):
-            await load_as(backend, bundle, 0, 2, request({"w": wrong}))
+            await load_as(backend, document, 0, 2, request({"w": wrong}))
     assert not local.any()
 
 

@@ -231,7 +231,7 @@ async def test_tls_where_none_is_spoken(
 @pytest.mark.parametrize("scheme", BACKENDS)
 @pytest.mark.parametrize("content", [None, "no certificate"])
 async def test_certificates_that_are_none(scheme: str, content: str | None, tmp_path: Path) -> None:
-    file = tmp_path / "bundle.pem"
+    file = tmp_path / "document.pem"
     if content is not None:
         file.write_text(content)
     with pytest.raises(errors.StoreError, match=rf"{file}.*option 'ca_bundle'") as found:

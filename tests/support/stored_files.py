@@ -52,7 +52,7 @@ def crc32c(data: bytes, previous: int = 0) -> int:
 
 
 def text_of(data: bytes) -> str:
-    """The text of a bundle without its checksum, after both sums have been checked."""
+    """The text of a document without its checksum, after both sums have been checked."""
     if data[:1] != b"{":
         stream, total = data[:-4], int.from_bytes(data[-4:], "big")
         assert crc32c(stream) == total
@@ -63,24 +63,24 @@ def text_of(data: bytes) -> str:
 
 
 def document_of(data: bytes) -> Document:
-    """The JSON of a bundle without its checksum, after both sums have been checked."""
+    """The JSON of a document without its checksum, after both sums have been checked."""
     document: Document = json.loads(text_of(data) + "}")
     return document
 
 
 def sealed(document: Document) -> bytes:
-    """A bundle of JSON with right checksums, as an attacker would write it."""
+    """A document of JSON with right checksums, as an attacker would write it."""
     text = sealed_text(json.dumps(document, separators=(",", ":")).encode()[:-1])
     return text if len(text) <= 65536 else packed(text)
 
 
 def sealed_text(body: bytes) -> bytes:
-    """The text of a bundle but its last brace, with a right checksum behind it."""
+    """The text of a document but its last brace, with a right checksum behind it."""
     return body + b',"crc32c":"%08x"}' % crc32c(body)
 
 
 def packed(text: bytes) -> bytes:
-    """A text as a compressed bundle, with a right checksum."""
+    """A text as a compressed document, with a right checksum."""
     stream = zlib.compress(text)
     return stream + crc32c(stream).to_bytes(4, "big")
 
@@ -107,7 +107,7 @@ def summary_data(id: object, nbytes: int, metrics: Document, **other: Any) -> by
 
 
 def forge(path: Path, change: Callable[[Document], object]) -> None:
-    """Change what a bundle says, and give it checksums that are right."""
+    """Change what a document says, and give it checksums that are right."""
     document = document_of(path.read_bytes())
     change(document)
     path.write_bytes(sealed(document))

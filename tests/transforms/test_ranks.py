@@ -79,14 +79,14 @@ async def test_any_layout_is_transformed_into_any_other(
     backend, rank = MemoryBackend(), rank % loaded_by
     blocks = {label: cut(tuple(each.shape), saved_dim, saved_by) for label, each in FULL.items()}
     held = [{label: blocks[label][n] for label in FULL} for n in range(saved_by)]
-    bundle = await store_ranks(backend, [FULL] * saved_by, held)
+    document = await store_ranks(backend, [FULL] * saved_by, held)
     with rank_of(rank, loaded_by):
         wanted, target = {}, {}
         for label, full in EXPECTED.items():
             dim = min(loaded_dim, full.ndim - 1)
             target[label] = placed(torch.zeros_like(full), (loaded_by,), (Shard(dim),))
             wanted[label] = placed(full, (loaded_by,), (Shard(dim),)).to_local()
-        await load_as(backend, bundle, rank, loaded_by, request(target, transform=TRANSFORMS))
+        await load_as(backend, document, rank, loaded_by, request(target, transform=TRANSFORMS))
         for label, local in wanted.items():
             assert target[label].dtype is local.dtype
             assert torch.equal(target[label].to_local(), local), label
@@ -99,19 +99,19 @@ async def test_ranks_that_saved_different_labels_are_put_together() -> None:
         {"e": {str(n): experts[n] for n in own}, "common": torch.ones(2)}
         for own in ((0, 2), (1, 3))
     ]
-    bundle = await store_ranks(backend, states)
+    document = await store_ranks(backend, states)
     transform = [Stack("e.{}", "e.all")]
     target: Any = {"e": {"all": torch.zeros(4, 3, 2)}, "common": torch.zeros(2)}
     for rank, world_size in ((0, 1), (1, 2), (2, 3)):
         target["e"]["all"].zero_()
         result = await load_as(
-            backend, bundle, rank, world_size, request(target, transform=transform)
+            backend, document, rank, world_size, request(target, transform=transform)
         )
         assert torch.equal(target["e"]["all"], torch.stack(experts))
         assert result.transformed["e.3"] == ("e.all",)
     clash = request(target, transform=[Rename({"e.0": "e.1"})])
     with pytest.raises(StructureMismatch, match="one name"):
-        await load_as(backend, bundle, 0, 1, clash)
+        await load_as(backend, document, 0, 1, clash)
 
 
 async def test_values_of_each_rank_are_not_mixed_by_a_transform() -> None:
@@ -119,7 +119,7 @@ async def test_values_of_each_rank_are_not_mixed_by_a_transform() -> None:
         backend = MemoryBackend()
         own = [{"q": torch.full((2,), float(n)), "k": torch.full((2,), 1.0 + n)} for n in (0, 1)]
         own[1] |= layers  # ranks of other structures are compared in another way
-        bundle = await store_ranks(backend, own)
+        document = await store_ranks(backend, own)
         for transform, name in (
             ([Fuse(["q", "k"], "qk")], "qk"),
             ([Split("q", ["a", "b"])], "a"),
@@ -127,12 +127,12 @@ async def test_values_of_each_rank_are_not_mixed_by_a_transform() -> None:
             target = {name: torch.zeros(4 if name == "qk" else 1)}
             loose = request(target, transform=transform, strict=False)
             with pytest.raises(PerRankValue):
-                await load_as(backend, bundle, 0, 1, loose)
+                await load_as(backend, document, 0, 1, loose)
             assert not target[name].any()
         fused = {"qk": torch.zeros(4)}
         await load_as(
             backend,
-            bundle,
+            document,
             1,
             2,
             request(fused, transform=[Fuse(["q", "k"], "qk")], strict=False),
