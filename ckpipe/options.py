@@ -2,7 +2,8 @@
 
 A key is declared as ``name: Annotated[type, default]``, with a docstring. ``**options:
 Unpack[...]`` gives the keys to type checkers and editors; :func:`showing` gives them, with their
-defaults and docstrings, to ``help()`` and :func:`inspect.signature`.
+defaults and docstrings, to ``help()`` and :func:`inspect.signature`. Note 78 of ``docs/design.md``
+tells why.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""A checkpoint that is open to be read: one of ckpipe, or one that another program wrote."""
+"""A checkpoint that is open to be read: one of ckpipe, or one that another program wrote.
+
+Note 81 of ``docs/design.md`` tells why it is one value.
+"""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 On the store a node is a list whose first item is its kind, as :mod:`ckpipe.state.flatten` shows.
 In memory it is a :class:`Node`. Only this module knows the positions in the lists. A tree from a
 store may be hostile, and its nesting must not exhaust Python's stack, so reading keeps a stack of
-its own.
+its own. Note 80 of ``docs/design.md`` tells why a node is an object.
 """
 
 from __future__ import annotations

@@ -9,7 +9,8 @@ steps.
 torch counts every change that is made through a tensor or its views. It does not count writes
 through ``.data``, NumPy or DLPack, nor those of a fused step that is not guarded. So some bytes of
 host memory are compared as well, before the copy of a block, in the block, and after it: a swap of
-weights, a mask or a norm changes most of a tensor, and thereby its sample.
+weights, a mask or a norm changes most of a tensor, and thereby its sample. Notes 51 and 53 of
+``docs/design.md`` tell what was tried.
 """
 
 from __future__ import annotations

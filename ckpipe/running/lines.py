@@ -9,8 +9,8 @@ one line, also if they go back or fall back, and a script without a load, or a s
 the root, deletes nothing of others.
 
 Each rank writes the name into its manifest. The chain of ``resumed_from`` would not do: it breaks
-when retention deletes a link. The line of a checkpoint is that of its first rank that had loaded
-(:attr:`ckpipe.format.manifest.ManifestDocument.line`).
+when retention deletes a link (note 24 of ``docs/design.md``). The line of a checkpoint is that of
+its first rank that had loaded (:attr:`ckpipe.format.manifest.ManifestDocument.line`).
 """
 
 from __future__ import annotations

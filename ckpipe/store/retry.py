@@ -257,7 +257,8 @@ async def create_once(
     """Create an object unless it exists; return whether this call has created it.
 
     If it exists, another writer has created it, or an earlier try whose answer was lost: a caller
-    that must know reads it back. ``docs/design.md`` lists what proves an object to be one's own.
+    that must know reads it back. Note 4 of ``docs/design.md`` lists the proofs that
+    an object is one's own.
 
     Args:
         backend: The store.

@@ -1,4 +1,7 @@
-"""Decide whether a pipeline can use a worker process, and make its first message."""
+"""Decide whether a pipeline can use a worker process, and make its first message.
+
+Note 79 of ``docs/design.md`` tells in which form the settings cross.
+"""
 
 from __future__ import annotations
 

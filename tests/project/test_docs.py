@@ -196,6 +196,21 @@ def test_links_to_files_lead_to_files(page: Path) -> None:
     assert [target for target in files if not (page.parent / target).exists()] == []
 
 
+def test_decision_notes_are_numbered_and_cited_by_their_numbers() -> None:
+    design = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
+    numbers = [int(number) for number in re.findall(r"^#### (\d+)\. ", design, re.MULTILINE)]
+    assert numbers == [*range(1, len(numbers) + 1)]
+    sources = [path.read_text(encoding="utf-8") for path in (ROOT / "ckpipe").rglob("*.py")]
+    cited = [
+        int(number)
+        for text in sources
+        for notes in re.findall(r"\b[Nn]otes? ([\d and]+) of\s+``docs/design.md``", text)
+        for number in re.findall(r"\d+", notes)
+    ]
+    assert len(cited) > 5
+    assert set(cited) <= set(numbers)
+
+
 def test_files_that_the_design_names_are_there() -> None:
     named = set(
         re.findall(
