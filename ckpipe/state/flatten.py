@@ -1,4 +1,4 @@
-"""The walk over a state: from nested objects to a tree of plain JSON, tensors and values.
+"""The walk over a state: from nested objects to a tree of nodes, tensors and values.
 
 Theory. A manifest describes a state by a *tree* that refers to every tensor and every inline value
 by a number. So ranks (and steps) that differ only in their values share one tree. A node of the

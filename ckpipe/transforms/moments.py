@@ -1,4 +1,8 @@
-"""Check that the state of optimizers follows its parameters through transforms.
+"""Let the state of optimizers follow its parameters through transforms, or refuse them.
+
+A :class:`~ckpipe.Rename` of parameters renames their state too (:func:`followers_of`). Parts of a
+cut parameter get state of their own (:func:`give_to_parts`). At the end all state is proved to have
+followed (:func:`check_moments`).
 
 Theory. :mod:`ckpipe.state.training_form` tells optimizers by their labels. The state of one stands
 under the names of parameters, or under their numbers. Its parameters are looked for around it: in
@@ -24,8 +28,8 @@ from typing import Any
 import torch
 
 from ckpipe.errors import StructureMismatch
-from ckpipe.format.labels import encode_key, unwrapped
-from ckpipe.format.tree import MAPPINGS, Node, children_of, walk
+from ckpipe.format.labels import encode_key, join, label_part, unwrapped
+from ckpipe.format.tree import MAPPINGS, WRAPPERS, Node, children_of, walk
 from ckpipe.state import training_form as form
 from ckpipe.state.values import encode_value
 from ckpipe.transforms.box_steps import Step
@@ -192,6 +196,58 @@ def _tensors(edit: ManifestEdit, before: ManifestEdit) -> dict[str, _Tensor]:
             for source, steps in draft.sources[number]:
                 known.sources[tuple(names[source]), steps] = None
     return found
+
+
+def followers_of(edit: ManifestEdit, name: Callable[[str], str]) -> dict[str, str]:
+    """Return the new labels of all that a ``training_state`` keeps under names of its model.
+
+    That is the state of optimizers, in the form of :mod:`ckpipe.state.training_form`, and the
+    versions of modules.
+
+    Args:
+        edit: The edit.
+        name: Returns the new name of a label.
+    """
+    found: dict[str, str] = {}
+    for node, at in (each for draft in edit.drafts for each in walk(draft.tree)):
+        if node.kind not in MAPPINGS or form.MODEL not in node.keys:
+            continue
+        model, optimizer, versions = (
+            join(at, key) for key in (form.MODEL, form.OPTIMIZER, form.VERSIONS)
+        )
+        members = _members(node)
+        held, known = _members(members.get(form.OPTIMIZER)), _members(members.get(form.VERSIONS))
+        names: dict[str, str] = {}
+        for key in _members(members[form.MODEL]) if held or known else ():
+            new = name(join(model, key))
+            if isinstance(key, str) and new.startswith(f"{name(model)}."):
+                names[key] = new[len(name(model)) + 1 :]
+        changed = {key: new for key, new in names.items() if new != label_part(key)}
+        for kind, group in held.items() if changed and form.GROUPS in held else ():
+            for first, inner in _members(group).items():
+                old = join(f"{optimizer}.{kind}", first)
+                new = f"{name(optimizer)}.{kind}.{changed.get(first) or label_part(first)}"
+                if first in changed:
+                    found |= {label: new + label[len(old) :] for _, label in walk(inner, old)}
+                for key in _members(_members(inner).get("params") if kind == form.GROUPS else None):
+                    if key in changed:
+                        found[join(f"{old}.params", key)] = f"{new}.params.{changed[key]}"
+        for module in known if changed else ():
+            inside = [key for key in names if key.startswith(f"{module}.")]
+            ends = [(names[key], key[len(module) :]) for key in inside]
+            heads = {new.removesuffix(end) if new.endswith(end) else None for new, end in ends}
+            if len(heads) == 1 and (head := heads.pop()):
+                found[join(versions, module)] = f"{name(versions)}.{head}"
+    return found
+
+
+def _members(node: Node | None) -> dict[Any, Node]:
+    """Return the items of a mapping, also of one in wrappers; none for any other node."""
+    while node and node.kind in WRAPPERS:
+        node = node.inner
+    if not node or node.kind not in MAPPINGS:
+        return {}
+    return {key: child for key, child, _ in children_of(node, "")}
 
 
 def give_to_parts(edit: ManifestEdit) -> None:

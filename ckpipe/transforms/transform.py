@@ -22,13 +22,12 @@ import torch
 
 from ckpipe.errors import StructureMismatch, UsageError
 from ckpipe.format.dtypes import DTYPES, NAMES
-from ckpipe.format.labels import LabelFilter, join, label_part
+from ckpipe.format.labels import LabelFilter
 from ckpipe.format.manifest import ManifestDocument, TensorRow
-from ckpipe.format.tree import MAPPINGS, WRAPPERS, Node, children_of, shared_containers, walk
+from ckpipe.format.tree import Node, shared_containers, walk
 from ckpipe.reading.select import pruned
-from ckpipe.state.training_form import GROUPS, MODEL, OPTIMIZER, VERSIONS
 from ckpipe.transforms.edit import ManifestEdit, two_with_one_name
-from ckpipe.transforms.moments import check_moments, give_to_parts
+from ckpipe.transforms.moments import check_moments, followers_of, give_to_parts
 from ckpipe.transforms.scales import with_scales
 from ckpipe.types import first_of
 
@@ -190,7 +189,7 @@ class Rename(Transform):
         for pattern, _ in self._patterns:
             if self._strict and not any(map(pattern.match, edit.origins)):
                 raise self._matches_nothing(pattern.glob, edit)
-        followers = _followers(edit, self._name) if self._leads else {}
+        followers = followers_of(edit, self._name) if self._leads else {}
 
         def name(label: str) -> str:
             return followers.get(label) or self._name(label)
@@ -214,56 +213,6 @@ class Rename(Transform):
             leaves = draft.leaves()
             moves = {old: [(new, leaves[old])] for old, new in news.items() if old in leaves}
             draft.move(moves, name)
-
-
-def _followers(edit: ManifestEdit, name: Callable[[str], str]) -> dict[str, str]:
-    """Return the new labels of all that a ``training_state`` keeps under names of its model.
-
-    That is the state of optimizers, in the form of :mod:`ckpipe.state.training_form`, and the
-    versions of modules.
-
-    Args:
-        edit: The edit.
-        name: Returns the new name of a label.
-    """
-    found: dict[str, str] = {}
-    for node, at in (each for draft in edit.drafts for each in walk(draft.tree)):
-        if node.kind not in MAPPINGS or MODEL not in node.keys:
-            continue
-        model, optimizer, versions = (join(at, key) for key in (MODEL, OPTIMIZER, VERSIONS))
-        members = _members(node)
-        held, known = _members(members.get(OPTIMIZER)), _members(members.get(VERSIONS))
-        names: dict[str, str] = {}
-        for key in _members(members[MODEL]) if held or known else ():
-            new = name(join(model, key))
-            if isinstance(key, str) and new.startswith(f"{name(model)}."):
-                names[key] = new[len(name(model)) + 1 :]
-        changed = {key: new for key, new in names.items() if new != label_part(key)}
-        for kind, group in held.items() if changed and GROUPS in held else ():
-            for first, inner in _members(group).items():
-                old = join(f"{optimizer}.{kind}", first)
-                new = f"{name(optimizer)}.{kind}.{changed.get(first) or label_part(first)}"
-                if first in changed:
-                    found |= {label: new + label[len(old) :] for _, label in walk(inner, old)}
-                for key in _members(_members(inner).get("params") if kind == GROUPS else None):
-                    if key in changed:
-                        found[join(f"{old}.params", key)] = f"{new}.params.{changed[key]}"
-        for module in known if changed else ():
-            inside = [key for key in names if key.startswith(f"{module}.")]
-            ends = [(names[key], key[len(module) :]) for key in inside]
-            heads = {new.removesuffix(end) if new.endswith(end) else None for new, end in ends}
-            if len(heads) == 1 and (head := heads.pop()):
-                found[join(versions, module)] = f"{name(versions)}.{head}"
-    return found
-
-
-def _members(node: Node | None) -> dict[Any, Node]:
-    """Return the items of a mapping, also of one in wrappers; none for any other node."""
-    while node and node.kind in WRAPPERS:
-        node = node.inner
-    if not node or node.kind not in MAPPINGS:
-        return {}
-    return {key: child for key, child, _ in children_of(node, "")}
 
 
 class Only(Transform):
