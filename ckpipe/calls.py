@@ -86,7 +86,7 @@ def load(
     alone = {**options, "fallback": False}  # a checkpoint of another program has no older ones
     place = location(url)
     refuse_hub_id(place or "")
-    source = None if step is not None or "initial" in fields else place
+    source = place if step is None else None
     if place is not None:
         given.setdefault("initial", place)
     if source is not None and names_file(source):
@@ -99,7 +99,7 @@ def load(
     with SyncPipeline(place, settings=settings, **given) as pipeline:
         # One list of the root: a folder of another program is not asked for marks of ckpipe.
         backend = pipeline._engine.catalog.backend
-        if source is not None and pipeline._call(top, backend)[0] is None:
+        if source and "initial" not in fields and pipeline._call(top, backend)[0] is None:
             return pipeline.load(into, source=source, **alone)  # type: ignore[return-value]
         return _newest(pipeline, into, step, **options)
 

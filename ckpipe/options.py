@@ -18,7 +18,7 @@ from functools import cache
 from inspect import Parameter
 from itertools import pairwise
 from textwrap import TextWrapper
-from typing import Any, Literal, TypeVar, cast, get_origin
+from typing import Any, Literal, TypeVar, cast, get_origin, get_type_hints
 
 from ckpipe.errors import UsageError
 
@@ -86,6 +86,8 @@ def showing(kind: type) -> Callable[[F], F]:
         at = sum(each.kind is Parameter.POSITIONAL_OR_KEYWORD for each in shown)
         shown[at:at] = parameters_of(kind).values()
         function.__signature__ = signature.replace(parameters=shown)  # type: ignore[attr-defined]
+        function.__annotations__.pop("options", None)
+        function.__annotations__ |= get_type_hints(kind)
         text = inspect.getdoc(function) or ""
         before, mark, after = text.partition("\n    options: ")
         _, _, rest = after.partition("\n")

@@ -122,7 +122,7 @@ def _call(app: typer.Typer, options: Sequence[str]) -> int:
         raise
     except Exception as caught:
         error: Any = caught
-        # Typer documents click under a private name; only click's errors have a message.
+        # Typer bundles click under a private name; only click's errors have a message.
         explain = getattr(error, "format_message", None)
         if explain is None:
             raise

@@ -6,7 +6,7 @@ follows from the metadata is derived once, however often tensors are read.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Container, Iterable, Sequence
 from dataclasses import replace
 from operator import add
 
@@ -44,15 +44,25 @@ class LabelledTensors:
         rank: The rank whose tensors to take, if ranks hold different ones; None assembles tensors
             of all ranks, and takes private ones from the lowest rank.
         first_wins: Whether the lowest rank's values are taken where ranks saved different ones.
+        labels: The labels of tensors that are asked for; None for all.
 
     Attributes:
         wrappers: The labels of wrapper tensors.
     """
 
     @gc_paused()
-    def __init__(self, opened: Opened, rank: int | None = None, *, first_wins: bool = True) -> None:
+    def __init__(
+        self,
+        opened: Opened,
+        rank: int | None = None,
+        *,
+        first_wins: bool = True,
+        labels: Container[str] | None = None,
+    ) -> None:
         self._opened, document = opened, opened.document
-        flat = replace(document, structures=tuple(map(_flat, document.structures)))
+        flat = replace(
+            document, structures=tuple(_flat(each, labels) for each in document.structures)
+        )
         place = (0, 1) if rank is None else (rank, document.world_size)
         self._saved = state_for(flat, *place, "rank0")
         self._nodes = dict(self._saved.tree.items())
@@ -164,14 +174,16 @@ class LabelledTensors:
         return targets
 
 
-def _flat(structure: Structure) -> Structure:
+def _flat(structure: Structure, labels: Container[str] | None) -> Structure:
     rows = tuple(
         replace(row, kind="tensor", detail=None, requires_grad=False, attributes=None)
         for row in structure.tensors
     )
     nodes = {row.label: Node("tensor", number) for number, row in enumerate(rows)}
-    wrappers = dict(wrappers_in(structure.tree))
-    return replace(structure, tree=mapping(nodes | wrappers), tensors=rows)
+    nodes |= dict(wrappers_in(structure.tree))
+    if labels is not None:
+        nodes = {label: node for label, node in nodes.items() if label in labels}
+    return replace(structure, tree=mapping(nodes), tensors=rows)
 
 
 def boxes_of(boxes: Iterable[TensorBox]) -> list[TensorBox]:

@@ -38,6 +38,7 @@ from ckpipe.loading.request import LoadOptions, LoadRequest
 from ckpipe.lock.guard import Guarded, StepGuard, guard, optimizers_of, swapped
 from ckpipe.lock.state_lock import LoadHold, StateLock, lock_of
 from ckpipe.loop_thread import Caller, LoopThread, call_at_exit
+from ckpipe.options import completed
 from ckpipe.preemption.last_save import LastSave, LastState
 from ckpipe.preemption.signals import SignalWatch, StopRequest
 from ckpipe.ranks.world import ALONE, Topology, World
@@ -576,6 +577,7 @@ class PipelineBase:
         options: SaveOptions,
     ) -> SaveRequest:
         """Check the arguments of ``save``, and report earlier failures; on the caller's thread."""
+        options = completed(f"{type(self).__name__}.save", SaveOptions, options)
         number = None if step is None else plain_step(step)
         request = SaveRequest(state, number, self._settings, self._guards, caller, call, **options)
         raise_or_warn(self._engine.saves.take_failures(), self._settings.on_error)
@@ -606,6 +608,7 @@ class PipelineBase:
 
     def _load_request(self, into: Any, caller: Caller | None, options: LoadOptions) -> LoadRequest:
         """Check the arguments of ``load``; on the caller's thread."""
+        options = completed(f"{type(self).__name__}.load", LoadOptions, options)
         request = LoadRequest(into, self._settings, caller, **options)
         self._engine.world.check(saves=False)
         if self._settings.preemption.enabled:

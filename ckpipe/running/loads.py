@@ -273,7 +273,8 @@ class Loads:
             await self._saves.settled(which)
             info = await find_repaired(store.retrying, which)
             async with store.catalog.opened(info.key) as opened:
-                take = partial(LabelledTensors, opened, first_wins=False)
+                labels = {label for label, _, _ in boxes}
+                take = partial(LabelledTensors, opened, first_wins=False, labels=labels)
                 await (await anyio.to_thread.run_sync(take)).fill(boxes, arena, lanes)
             lines.record(store.catalog, opened.document)
 

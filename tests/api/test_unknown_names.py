@@ -6,8 +6,9 @@ import collections
 import dataclasses
 import enum
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_type_hints
 
 import pytest
 import torch
@@ -255,3 +256,22 @@ def test_an_unknown_option_is_refused_with_the_nearest(tmp_path: Path) -> None:
         assert pipeline.steps() == []
     with pytest.raises(errors.SettingsError, match="exclud"):
         ckpipe.load(tmp_path, exclud=["model"])  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize(
+    "name", ["settings", "caller", "call", "guards", "unwrap", "begun", "select"]
+)
+def test_no_argument_of_the_inside_is_an_option(tmp_path: Path, name: str) -> None:
+    given: dict[str, Any] = {name: None}
+    with ckpipe.SyncPipeline(tmp_path) as pipeline:
+        with pytest.raises(TypeError, match=rf"save\(\) got an unexpected .*'{name}'"):
+            pipeline.save(state(), 1, **given)
+        with pytest.raises(TypeError, match=rf"load\(\) got an unexpected .*'{name}'"):
+            pipeline.load(state(), **given)
+
+
+@pytest.mark.parametrize("call", [ckpipe.load, ckpipe.Pipeline.load, ckpipe.SyncPipeline.load])
+def test_types_of_options_can_be_looked_up(call: Callable[..., Any]) -> None:
+    hints = get_type_hints(call)
+    assert hints["strict"] == bool | Literal["shapes"]
+    assert "options" not in hints

@@ -142,6 +142,12 @@ def test_calls_take_the_newest_complete_checkpoint(tmp_path: Path) -> None:
     assert ckpipe.import_checkpoint(tmp_path / "a", tmp_path / "c").step == 1
 
 
+def test_a_file_is_loaded_with_any_initial(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(2)}, tmp_path / "w.pt")
+    for initial in (None, str(tmp_path / "w.pt")):
+        assert ckpipe.load(tmp_path / "w.pt", initial=initial).state["w"].tolist() == [1.0, 1.0]
+
+
 def test_a_place_without_a_checkpoint_is_told_by_every_call(tmp_path: Path) -> None:
     (tmp_path / "model.gguf").write_bytes(b"GGUF")
     calls = (
