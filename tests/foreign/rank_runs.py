@@ -18,6 +18,7 @@ import ckpipe
 from ckpipe.distributed import training_state
 from ckpipe.events import CheckpointExported
 from tests.support.fork_server import Case
+from tests.support.pipelines import load
 from tests.support.rank_processes import SETTINGS, collectives, tell
 from tests.support.wrapped_models import Net, trained, wrapped
 
@@ -41,8 +42,7 @@ def into_wrappers(case: Case) -> None:
                 state: Any = {"model": model if form == "raw" else training_state(model)}
                 if form == "raw" and kind == "ddp":
                     state = {"model": model.module}
-                result = pipeline.load(state, source=case["files"][kind])
-                assert result is not None
+                result = load(pipeline, state, source=case["files"][kind])
                 assert (result.id, result.source) == (None, case["files"][kind])
                 found = {
                     name.removeprefix("module."): whole(each)

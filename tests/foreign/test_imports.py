@@ -27,7 +27,7 @@ from ckpipe.errors import (
     UsageError,
 )
 from ckpipe.testing import Landing
-from tests.foreign.places import assert_loaded, counted, weights
+from tests.foreign.places import assert_loaded, counted, replaced_at_second_look, weights
 from tests.foreign.test_torch_files import everything
 from tests.support.command_line import (
     Commands,
@@ -91,8 +91,7 @@ def test_an_imported_checkpoint_is_an_ordinary_one(write: Write, tmp_path: Path)
     source, root = write(tmp_path, large()), tmp_path / "run"
     with ckpipe.SyncPipeline(root) as pipeline:
         pipeline.save({"old": 1}, step=900, until="committed")
-    with counted(source) if source.is_dir() else counted(source.parent) as (url, _):
-        place = url if source.is_dir() else f"{url}/{source.name}"
+    with counted(source) as (place, _):
         made = [
             ckpipe.import_checkpoint(source, root, step=3, staging=SMALL.staging),
             ckpipe.import_checkpoint(place, root),
@@ -309,17 +308,7 @@ def test_a_source_that_changes_meanwhile_leaves_nothing(change: str, tmp_path: P
     folder, root = tmp_path / "weights", tmp_path / "run"
     folder.mkdir()
     save_file(weights(), folder / "model.safetensors")
-    looks = []
-
-    def spoil(key: str) -> None:
-        looks.append(key)
-        if len(looks) == 2:  # the first is before the header is read
-            path = folder / key
-            shutil.copy(path, tmp_path / "new")
-            with (tmp_path / "new").open("r+b") as file:
-                file.truncate(path.stat().st_size - (change == "shortened"))
-            (tmp_path / "new").rename(path)
-
+    spoil = replaced_at_second_look(folder, shorter=change == "shortened")
     with counted(folder, spoil) as (url, _), pytest.raises(CorruptCheckpoint) as raised:
         ckpipe.import_checkpoint(url, root)
     assert raised.value.key == "model.safetensors"
