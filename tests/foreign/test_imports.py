@@ -6,7 +6,6 @@ import json
 import shutil
 import signal
 import struct
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from torch.distributed.checkpoint.state_dict_saver import save as save_distributed
 
 import ckpipe
 from ckpipe.errors import (
@@ -27,6 +25,7 @@ from ckpipe.errors import (
     UsageError,
 )
 from ckpipe.testing import Landing
+from tests.foreign.dcp_folders import save as save_by_dcp
 from tests.foreign.places import assert_loaded, counted, replaced_at_second_look, weights
 from tests.foreign.test_torch_files import everything
 from tests.support.command_line import (
@@ -61,9 +60,7 @@ def of_torch(folder: Path, state: Any) -> Path:
 
 
 def of_dcp(folder: Path, state: Any) -> Path:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        save_distributed(state, checkpoint_id=folder / "dcp", no_dist=True)
+    save_by_dcp(state, folder / "dcp")
     return folder / "dcp"
 
 
