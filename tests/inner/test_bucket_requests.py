@@ -378,10 +378,12 @@ async def test_a_connection_that_breaks(lent: list[int]) -> None:
         writer.close()
 
     async with serving(Server(broken, whole(BODY))) as server, aiohttp.ClientSession() as session:
+        buffer = bytearray(len(BODY))
         with pytest.raises(aiohttp.ClientPayloadError):
-            await read(session, server, memoryview(bytearray(len(BODY))))
+            await read(session, server, memoryview(buffer))
         assert len(lent) == 1
-        await check_read(session, server)
+        assert await read(session, server, memoryview(buffer)) == len(BODY)
+        assert buffer == BODY
 
 
 async def test_a_connection_that_goes_silent(monkeypatch: pytest.MonkeyPatch) -> None:
