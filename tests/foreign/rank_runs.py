@@ -18,6 +18,7 @@ import ckpipe
 from ckpipe.distributed import training_state
 from ckpipe.events import CheckpointExported
 from tests.support.fork_server import Case
+from tests.support.pipelines import load
 from tests.support.rank_processes import SETTINGS, collectives, tell
 from tests.support.wrapped_models import Net, trained, wrapped
 
@@ -41,8 +42,7 @@ def into_wrappers(case: Case) -> None:
                 state: Any = {"model": model if form == "raw" else training_state(model)}
                 if form == "raw" and kind == "ddp":
                     state = {"model": model.module}
-                result = pipeline.load(state, source=case["files"][kind])
-                assert result is not None
+                result = load(pipeline, state, source=case["files"][kind])
                 assert (result.id, result.source) == (None, case["files"][kind])
                 found = {
                     name.removeprefix("module."): whole(each)
@@ -82,9 +82,8 @@ def share_of_rows(case: Case) -> None:
             target["w"].to_local().fill_(0)
             before = _memory("VmRSS")
             Path("/proc/self/clear_refs").write_text("5")  # begin a new peak
-            result = pipeline.load(target, source=file)
+            result = load(pipeline, target, source=file)
             used = _memory("VmHWM") - before
-            assert result is not None
             assert result.report is not None
             tell(case, read=result.report.bytes, needed=target["w"].to_local().nbytes, used=used)
             expected = safetensors.torch.load_file(case["files"][0])["w"]

@@ -13,8 +13,16 @@ import ckpipe
 from ckpipe.errors import CheckpointNotFound, CorruptCheckpoint, StoreError, UsageError
 from ckpipe.testing import FaultyBackend
 from tests.foreign.places import Counted, assert_loaded, counted, weights
-from tests.foreign.test_imports import WRITERS, Write, objects, of_hugging_face, of_torch
+from tests.foreign.test_imports import (
+    WRITERS,
+    Write,
+    objects,
+    of_dcp,
+    of_hugging_face,
+    of_torch,
+)
 from tests.support.command_line import Commands, damage, save_steps
+from tests.support.pipelines import load
 from tests.support.rank_pipelines import ranks
 
 
@@ -23,8 +31,7 @@ def test_commands_and_calls_take_what_others_wrote(
     write: Write, tmp_path: Path, call: Commands
 ) -> None:
     source, state = write(tmp_path, weights()), weights()
-    with counted(source if source.is_dir() else tmp_path) as (url, _):
-        place = url if source.is_dir() else f"{url}/{source.name}"
+    with counted(source) as (place, _):
         about = ckpipe.inspect(place)
         tensors = {each.label: each for each in about.tensors}
         assert {name: list(each.shape) for name, each in tensors.items()} == {
@@ -94,6 +101,19 @@ def test_a_load_looks_for_no_marks_of_ckpipe_beside_what_others_wrote(
     assert asked - {""}
     assert [key for key in asked if ".ckpipe" in key] == []
     assert [each for each in caplog.messages if "training" in each] == []
+
+
+@pytest.mark.parametrize(
+    ("write", "besides"), [(of_hugging_face, 64 << 10), (of_torch, 512 << 10), (of_dcp, 256 << 10)]
+)
+def test_only_what_is_wanted_is_read(
+    write: Write, besides: int, tmp_path: Path, pipeline: ckpipe.SyncPipeline
+) -> None:
+    tensors = {f"w{n}": torch.full((1 << 20,), float(n)) for n in range(8)}
+    with counted(write(tmp_path, tensors)) as (place, opened):
+        result = load(pipeline, source=place, include=["w3"])
+        assert torch.equal(result.state["w3"], tensors["w3"])
+        assert sum(each.bytes for each in opened) <= 1.1 * (4 << 20) + besides
 
 
 def test_inspect_reads_metadata_only(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ from ckpipe.errors import (
     UsageError,
 )
 from tests.foreign.dcp_folders import save
-from tests.foreign.places import assert_loaded, counted, load, weights
+from tests.foreign.places import assert_loaded, counted, weights
 from tests.foreign.test_hostile import MARK, Mark, refused
 from tests.support.rank_processes import Gang, told
 
@@ -105,18 +105,6 @@ def test_folders_of_ranks_apart_and_incomplete_ones_are_refused_by_name(tmp_path
     metadata.unlink()
     with pytest.raises(UsageError, match=r"incomplete.*\.metadata"):
         ckpipe.load(tmp_path)
-
-
-def test_only_what_is_wanted_is_read(tmp_path: Path) -> None:
-    state = {f"w{n}": torch.full((1 << 20,), float(n)) for n in range(8)}
-    save(state, tmp_path / "dcp")
-    with (
-        ckpipe.SyncPipeline(tmp_path / "run") as pipeline,
-        counted(tmp_path / "dcp") as (url, opened),
-    ):
-        result = load(pipeline, source=url, include=["w3"])
-        assert torch.equal(result.state["w3"], state["w3"])
-        assert sum(each.bytes for each in opened) <= 1.1 * (4 << 20) + (256 << 10)
 
 
 def test_the_structure_of_items_is_read_together(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ import ckpipe
 from ckpipe import errors
 from ckpipe.distributed import training_state
 from ckpipe.events import CheckpointExported
+from tests.support.one_checkpoint import save_one
 from tests.support.pipelines import Stores, same
 from tests.support.rank_pipelines import ranks
 from tests.support.settling import settle
@@ -48,11 +49,6 @@ def trained() -> tuple[Tied, torch.optim.Optimizer]:
     model.mid(model.embed(torch.arange(5))).sum().backward()
     optimizer.step()
     return model, optimizer
-
-
-def save(root: Path | str, state: Any, **settings: Any) -> str:
-    with ckpipe.SyncPipeline(root, **settings) as pipeline:
-        return pipeline.save(state, step=1).wait().id
 
 
 def blank(value: Any) -> Any:
@@ -79,9 +75,9 @@ def dcp_loaded(folder: Path, like: Any) -> Any:
 
 def test_weights_load_by_safetensors_with_tied_tensors_once(tmp_path: Path) -> None:
     model, _ = trained()
-    save(tmp_path / "run", {"model": model})
+    save_one(tmp_path / "run", {"model": model})
     done = ckpipe.export(tmp_path / "run", tmp_path / "out")
-    assert (done.step, done.files) == (1, ("model.safetensors",))
+    assert (done.step, done.files) == (5, ("model.safetensors",))
     assert done.url == str(tmp_path / "out")
     assert done.bytes == (tmp_path / "out/model.safetensors").stat().st_size
     found = safetensors.torch.load_file(tmp_path / "out/model.safetensors")
@@ -103,7 +99,7 @@ def test_views_that_are_not_the_same_tensor_are_all_written(tmp_path: Path) -> N
         "scalar": torch.tensor(2.0),
         "pair": torch.tensor(2.0),
     }
-    save(tmp_path / "run", state)
+    save_one(tmp_path / "run", state)
     ckpipe.export(tmp_path / "run", tmp_path / "out")
     found = safetensors.torch.load_file(tmp_path / "out/model.safetensors")
     del state["again"]
@@ -119,7 +115,7 @@ def test_tensors_on_the_same_bytes_of_other_kinds_are_no_duplicates(tmp_path: Pa
         "negative": complex.conj().imag,
         "again": bits.view(torch.int32),
     }
-    save(tmp_path / "run", state)
+    save_one(tmp_path / "run", state)
     for form in ("hf", "dcp"):
         ckpipe.export(tmp_path / "run", tmp_path / form, form=form)
     found = safetensors.torch.load_file(tmp_path / "hf/model.safetensors")
@@ -133,7 +129,7 @@ def test_tensors_on_the_same_bytes_of_other_kinds_are_no_duplicates(tmp_path: Pa
 def test_weights_have_the_names_that_the_state_has(tmp_path: Path) -> None:
     names = ["a@b", "~", "~1", "x.y", "~0@"]
     state = {"net@1": {name: torch.tensor([float(n)]) for n, name in enumerate(names)}}
-    save(tmp_path / "run", state)
+    save_one(tmp_path / "run", state)
     expected = dict(sorted(state["net@1"].items()))
     for part in ("net~11", None):
         ckpipe.export(tmp_path / "run", tmp_path / str(part), part=part)
@@ -152,14 +148,16 @@ def test_weights_have_the_names_that_the_state_has(tmp_path: Path) -> None:
 ])  # fmt: skip
 @pytest.mark.parametrize("form", ["hf", "dcp"])
 def test_two_tensors_of_one_name_are_refused(tmp_path: Path, state: Any, form: Any) -> None:
-    save(tmp_path / "run", state)
+    save_one(tmp_path / "run", state)
     with pytest.raises(errors.UnsupportedState, match=r"(?i)two|same|twice"):
         ckpipe.export(tmp_path / "run", tmp_path / "out", form=form)
     assert not (tmp_path / "out").exists()
 
 
 def test_one_of_several_models_must_be_named(tmp_path: Path) -> None:
-    save(tmp_path / "run", {name: {"model": {"w": torch.ones(2)}} for name in ("gen", "critic")})
+    save_one(
+        tmp_path / "run", {name: {"model": {"w": torch.ones(2)}} for name in ("gen", "critic")}
+    )
     with pytest.raises(errors.UsageError, match=r"gen\.model, critic\.model") as refused:
         ckpipe.export(tmp_path / "run", tmp_path / "out")
     assert "export.part" in str(refused.value.hint)
@@ -183,7 +181,7 @@ def test_flat_names_of_a_model_are_told_from_those_beside(
             return {key: tensors(each) for key, each in value.items()}
         return torch.full((2,), value) if isinstance(value, int) else value
 
-    save(tmp_path / "run", tensors(state))
+    save_one(tmp_path / "run", tensors(state))
     ckpipe.export(tmp_path / "run", tmp_path / "out")
     found = safetensors.torch.load_file(tmp_path / "out/model.safetensors")
     assert sorted(found) == expected
@@ -191,7 +189,7 @@ def test_flat_names_of_a_model_are_told_from_those_beside(
 
 def test_shards_have_an_index_as_transformers_writes_it(tmp_path: Path) -> None:
     model, _ = trained()
-    save(tmp_path / "run", {"model": model})
+    save_one(tmp_path / "run", {"model": model})
     (tmp_path / "config.json").write_text("{}")
     done = ckpipe.export(
         tmp_path / "run", tmp_path / "out", max_shard_bytes=2000, extra=[tmp_path / "config.json"]
@@ -214,7 +212,7 @@ def test_shards_have_an_index_as_transformers_writes_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize("form", ["hf", "torch", "dcp"])
 def test_transforms_then_part_then_dtype(tmp_path: Path, form: Any) -> None:
     weights = {"qkv.weight": torch.randn(6, 4), "ids": torch.arange(3), "w": scaled()}
-    save(tmp_path / "run", {"net": weights, "log": datetime.date(2026, 1, 2)})
+    save_one(tmp_path / "run", {"net": weights, "log": datetime.date(2026, 1, 2)})
     ckpipe.export(
         tmp_path / "run",
         tmp_path / "out",
@@ -298,7 +296,7 @@ OTHERS: dict[str, Any] = {
 
 
 def test_torch_load_opens_all_that_is_plain(tmp_path: Path) -> None:
-    save(tmp_path / "run", PLAIN)
+    save_one(tmp_path / "run", PLAIN)
     done = ckpipe.export(tmp_path / "run", tmp_path / "out", form="torch")
     assert done.files == ("state.pt",)
     found = torch.load(tmp_path / "out/state.pt")
@@ -318,7 +316,7 @@ def test_torch_load_opens_all_that_is_plain(tmp_path: Path) -> None:
 @pytest.mark.parametrize("form", ["torch", "dcp"])
 def test_what_is_not_plain_is_named_and_left_out_only_when_asked(tmp_path: Path, form: Any) -> None:
     state = {"model": {"w": torch.ones(2)}, **OTHERS}
-    save(tmp_path / "run", state)
+    save_one(tmp_path / "run", state)
     for name in OTHERS:
         rest = [each for each in OTHERS if each != name]
         with pytest.raises(errors.UnsupportedState, match="which torch") as refused:
@@ -340,7 +338,7 @@ def test_dcp_loads_what_was_saved(tmp_path: Path) -> None:
     model, optimizer = trained()
     plain = {name: PLAIN[name] for name in PLAIN if name not in ("empty", "scheduler", "rng")}
     state = {"model": model, "optimizer": optimizer, "epoch": 4, **plain}
-    save(tmp_path / "run", state)
+    save_one(tmp_path / "run", state)
     done = ckpipe.export(tmp_path / "run", tmp_path / "out", form="dcp", max_shard_bytes=9000)
     assert done.files[-1] == ".metadata"
     assert len(done.files) > 3
@@ -377,7 +375,7 @@ def test_dcp_loads_what_was_saved(tmp_path: Path) -> None:
 def test_dcp_gets_no_list_that_lacks_an_element(tmp_path: Path, value: Any, lacks: Any) -> None:
     optimizer = torch.optim.AdamW([nn.Parameter(torch.ones(1))]).state_dict()  # no step, no state
     state = {"w": torch.ones(2), "x": value, "optimizer": optimizer}
-    save(tmp_path / "run", state)
+    save_one(tmp_path / "run", state)
     if lacks:
         with pytest.raises(errors.UnsupportedState, match="no empty dict") as refused:
             ckpipe.export(tmp_path / "run", tmp_path / "out", form="dcp")
@@ -399,7 +397,7 @@ def test_dcp_has_the_optimizer_of_a_training_state_as_torch_has_it(tmp_path: Pat
     optimizer = torch.optim.AdamW(groups)
     model(torch.ones(3, 4)).sum().backward()
     optimizer.step()
-    save(tmp_path / "run", {"training": training_state(model, optimizer)})
+    save_one(tmp_path / "run", {"training": training_state(model, optimizer)})
     ckpipe.export(tmp_path / "run", tmp_path / "out", form="dcp", part="training")
     expected = optimizer.state_dict()
     model_state, optimizer_state = get_state_dict(model, optimizer)
@@ -421,7 +419,7 @@ def test_dcp_has_the_optimizer_of_a_training_state_as_torch_has_it(tmp_path: Pat
 def test_export_is_repeated_alike_and_never_replaces_another(
     tmp_path: Path, store: Stores, form: Any
 ) -> None:
-    save(store.url, {"model": {"w": torch.randn(300), "x": torch.randn(300)}})
+    save_one(store.url, {"model": {"w": torch.randn(300), "x": torch.randn(300)}})
     done = ckpipe.export(store.url, tmp_path / "out", form=form)
     first = {each.name: each.read_bytes() for each in (tmp_path / "out").iterdir()}
     assert ckpipe.export(store.url, tmp_path / "out", form=form) == done
@@ -471,7 +469,7 @@ def test_ranks_answer_for_the_files_of_each_other_and_tell_of_the_same(
 
 
 def test_wrong_arguments_are_refused_and_nothing_is_written(tmp_path: Path) -> None:
-    save(tmp_path / "run", {"model": {"w": torch.ones(2, dtype=torch.complex128)}})
+    save_one(tmp_path / "run", {"model": {"w": torch.ones(2, dtype=torch.complex128)}})
     (tmp_path / "model.safetensors").write_bytes(b"")
     out = tmp_path / "out"
     for match, arguments in {
@@ -495,7 +493,7 @@ def test_wrong_arguments_are_refused_and_nothing_is_written(tmp_path: Path) -> N
 
 
 def test_coroutine_may_call_it(tmp_path: Path) -> None:
-    save(tmp_path / "run", {"w": torch.ones(2)})
+    save_one(tmp_path / "run", {"w": torch.ones(2)})
 
     async def main() -> None:
         ckpipe.export(tmp_path / "run", tmp_path / "out")

@@ -118,35 +118,29 @@ def refused(folder: Path, expected: type[CkpipeError], place: str = "") -> Ckpip
 
 
 @pytest.mark.parametrize("lie", SAFETENSORS)
-def test_safetensors_files_that_lie(lie: str, tmp_path: Path) -> None:
-    folder = tmp_path / "theirs"
-    folder.mkdir()
+def test_safetensors_files_that_lie(lie: str, theirs: Path) -> None:
     data, expected = SAFETENSORS[lie]
-    (folder / "model.safetensors").write_bytes(data)
-    error = refused(folder, expected)
+    (theirs / "model.safetensors").write_bytes(data)
+    error = refused(theirs, expected)
     assert isinstance(error, CorruptCheckpoint)
     assert error.key == "model.safetensors"
 
 
 @pytest.mark.parametrize("lie", INDEXES)
-def test_indexes_that_lie(lie: str, tmp_path: Path) -> None:
-    folder = tmp_path / "theirs"
-    folder.mkdir()
+def test_indexes_that_lie(lie: str, tmp_path: Path, theirs: Path) -> None:
     data, expected = INDEXES[lie]
     for name in ("theirs/good.safetensors", "good.safetensors"):
         (tmp_path / name).write_bytes(GOOD)
-    (folder / "model.safetensors.index.json").write_bytes(data)
-    assert refused(folder, expected).key == "model.safetensors.index.json"
+    (theirs / "model.safetensors.index.json").write_bytes(data)
+    assert refused(theirs, expected).key == "model.safetensors.index.json"
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json"])
-def test_a_header_or_index_over_100_mb_is_refused_unread(name: str, tmp_path: Path) -> None:
-    folder = tmp_path / "theirs"
-    folder.mkdir()
-    (folder / "good.safetensors").write_bytes(GOOD)
-    (folder / name).write_bytes((100_000_001).to_bytes(8, "little"))
-    os.truncate(folder / name, 100_000_009)
-    error = refused(folder, OversizedMetadata)
+def test_a_header_or_index_over_100_mb_is_refused_unread(name: str, theirs: Path) -> None:
+    (theirs / "good.safetensors").write_bytes(GOOD)
+    (theirs / name).write_bytes((100_000_001).to_bytes(8, "little"))
+    os.truncate(theirs / name, 100_000_009)
+    error = refused(theirs, OversizedMetadata)
     assert error.key == name
     assert "save it with ckpipe or in more files" in str(error.hint)
 
@@ -336,21 +330,17 @@ ZIPS: dict[str, tuple[Callable[[Path], bytes], type[CkpipeError]]] = {
 
 @pytest.mark.sample(24)
 @pytest.mark.parametrize("lie", ZIPS)
-def test_torch_files_that_lie(lie: str, tmp_path: Path) -> None:
-    folder = tmp_path / "theirs"
-    folder.mkdir()
+def test_torch_files_that_lie(lie: str, tmp_path: Path, theirs: Path) -> None:
     make, expected = ZIPS[lie]
-    (folder / "state.pt").write_bytes(make(tmp_path / MARK))
-    error = refused(folder, expected, "/state.pt")
+    (theirs / "state.pt").write_bytes(make(tmp_path / MARK))
+    error = refused(theirs, expected, "/state.pt")
     assert not (tmp_path / MARK).exists()
     assert error.key is not None
 
 
-def test_good_files_pass_the_same_test(tmp_path: Path) -> None:
+def test_good_files_pass_the_same_test(theirs: Path) -> None:
     """The refusals above are not those of the test."""
-    folder = tmp_path / "theirs"
-    folder.mkdir()
-    (folder / "model.safetensors").write_bytes(GOOD)
-    assert ckpipe.load(folder).state["w"].tolist() == [0.0]
-    (folder / "state.pt").write_bytes(torch_zip(tensor(), DATA))
-    assert ckpipe.load(folder / "state.pt").state["w"].tolist() == [0.0, 0.0]
+    (theirs / "model.safetensors").write_bytes(GOOD)
+    assert ckpipe.load(theirs).state["w"].tolist() == [0.0]
+    (theirs / "state.pt").write_bytes(torch_zip(tensor(), DATA))
+    assert ckpipe.load(theirs / "state.pt").state["w"].tolist() == [0.0, 0.0]

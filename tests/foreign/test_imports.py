@@ -6,7 +6,6 @@ import json
 import shutil
 import signal
 import struct
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from torch.distributed.checkpoint.state_dict_saver import save as save_distributed
 
 import ckpipe
 from ckpipe.errors import (
@@ -27,7 +25,8 @@ from ckpipe.errors import (
     UsageError,
 )
 from ckpipe.testing import Landing
-from tests.foreign.places import assert_loaded, counted, weights
+from tests.foreign.dcp_folders import save as save_by_dcp
+from tests.foreign.places import assert_loaded, counted, replaced_at_second_look, weights
 from tests.foreign.test_torch_files import everything
 from tests.support.command_line import (
     Commands,
@@ -61,9 +60,7 @@ def of_torch(folder: Path, state: Any) -> Path:
 
 
 def of_dcp(folder: Path, state: Any) -> Path:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        save_distributed(state, checkpoint_id=folder / "dcp", no_dist=True)
+    save_by_dcp(state, folder / "dcp")
     return folder / "dcp"
 
 
@@ -91,8 +88,7 @@ def test_an_imported_checkpoint_is_an_ordinary_one(write: Write, tmp_path: Path)
     source, root = write(tmp_path, large()), tmp_path / "run"
     with ckpipe.SyncPipeline(root) as pipeline:
         pipeline.save({"old": 1}, step=900, until="committed")
-    with counted(source) if source.is_dir() else counted(source.parent) as (url, _):
-        place = url if source.is_dir() else f"{url}/{source.name}"
+    with counted(source) as (place, _):
         made = [
             ckpipe.import_checkpoint(source, root, step=3, staging=SMALL.staging),
             ckpipe.import_checkpoint(place, root),
@@ -309,17 +305,7 @@ def test_a_source_that_changes_meanwhile_leaves_nothing(change: str, tmp_path: P
     folder, root = tmp_path / "weights", tmp_path / "run"
     folder.mkdir()
     save_file(weights(), folder / "model.safetensors")
-    looks = []
-
-    def spoil(key: str) -> None:
-        looks.append(key)
-        if len(looks) == 2:  # the first is before the header is read
-            path = folder / key
-            shutil.copy(path, tmp_path / "new")
-            with (tmp_path / "new").open("r+b") as file:
-                file.truncate(path.stat().st_size - (change == "shortened"))
-            (tmp_path / "new").rename(path)
-
+    spoil = replaced_at_second_look(folder, shorter=change == "shortened")
     with counted(folder, spoil) as (url, _), pytest.raises(CorruptCheckpoint) as raised:
         ckpipe.import_checkpoint(url, root)
     assert raised.value.key == "model.safetensors"

@@ -15,8 +15,7 @@ import ckpipe
 from ckpipe.distributed import training_state
 from ckpipe.errors import ShapeMismatch, StructureMismatch
 from tests.foreign.dcp_folders import save
-from tests.foreign.places import load
-from tests.support.pipelines import same
+from tests.support.pipelines import load, same
 
 FORMS: dict[str, Callable[[Any, Any], Any]] = {
     "torch": lambda model, optimizer: (model.state_dict(), optimizer.state_dict()),

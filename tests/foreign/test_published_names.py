@@ -18,6 +18,7 @@ import ckpipe
 from ckpipe.distributed import training_state
 from ckpipe.errors import StructureMismatch, UsageError
 from tests.support.command_line import Commands
+from tests.support.one_checkpoint import save_one
 
 TEXT: dict[str, Any] = {
     "vocab_size": 64,
@@ -294,8 +295,7 @@ def test_an_export_keeps_the_name_that_save_pretrained_keeps_of_tied_ones(
     config = cls.config_class(**TIED[name], tie_word_embeddings=True)
     model, theirs, ours = cls(config), tmp_path / "theirs", tmp_path / "ours"
     model.save_pretrained(theirs)
-    with ckpipe.SyncPipeline(tmp_path / "run") as pipeline:
-        pipeline.save({"model": model}, step=1).wait()
+    save_one(tmp_path / "run", {"model": model}, step=1)
     ckpipe.export(tmp_path / "run", ours, extra=[theirs / "config.json"])
     table = ckpipe.name_table("transformers", model=model)
     ckpipe.export(tmp_path / "run", tmp_path / "table", transform=table)
@@ -308,8 +308,7 @@ def test_an_export_keeps_the_name_that_save_pretrained_keeps_of_tied_ones(
 
 def test_an_export_has_the_file_name_that_is_asked_for(tmp_path: Path, call: Commands) -> None:
     net = torch.nn.Linear(4, 4)
-    with ckpipe.SyncPipeline(tmp_path / "run") as pipeline:
-        pipeline.save({"model": net}, step=1).wait()
+    save_one(tmp_path / "run", {"model": net}, step=1)
     name = "diffusion_pytorch_model.safetensors"
     done = ckpipe.export(tmp_path / "run", tmp_path / "one", file_name=name)
     assert done.files == (name,)
@@ -354,8 +353,7 @@ def test_an_export_has_no_names_of_wrappers(
         "part": {"model": wrapped},
         "dict": {"model": wrapped.state_dict()},
     }
-    with ckpipe.SyncPipeline(tmp_path / "run") as pipeline:
-        pipeline.save(states[form], step=1).wait()
+    save_one(tmp_path / "run", states[form], step=1)
     with caplog.at_level("INFO", "ckpipe"):
         ckpipe.export(tmp_path / "run", tmp_path / "out")
     found = weights_in(tmp_path / "out")
@@ -366,8 +364,7 @@ def test_an_export_has_no_names_of_wrappers(
 
 def test_a_module_called_module_beside_another_keeps_its_name(tmp_path: Path) -> None:
     net = torch.nn.ModuleDict({"module": torch.nn.Linear(2, 2), "head": torch.nn.Linear(2, 2)})
-    with ckpipe.SyncPipeline(tmp_path / "run") as pipeline:
-        pipeline.save({"model": net}, step=1).wait()
+    save_one(tmp_path / "run", {"model": net}, step=1)
     ckpipe.export(tmp_path / "run", tmp_path / "out")
     assert weights_in(tmp_path / "out").keys() == net.state_dict().keys()
 
@@ -378,8 +375,7 @@ def test_a_state_that_is_one_model_is_exported_whole(form: str, tmp_path: Path) 
     model.save_pretrained(theirs)
     source = theirs if form == "folder" else tmp_path / "run"
     if form != "folder":
-        with ckpipe.SyncPipeline(source) as pipeline:
-            pipeline.save(model if form == "module" else model.state_dict(), step=1).wait()
+        save_one(source, model if form == "module" else model.state_dict(), step=1)
     ckpipe.export(source, tmp_path / "out")
     assert weights_in(tmp_path / "out").keys() == weights_in(theirs).keys()
 
@@ -395,8 +391,7 @@ def test_a_training_state_is_exported_under_published_names(
     sum(each.square().sum() for each in model.parameters()).backward()
     optimizer.step()
     model.save_pretrained(tmp_path / "published")
-    with ckpipe.SyncPipeline(tmp_path / "run") as pipeline:
-        pipeline.save(training_state(model, optimizer), step=1).wait()
+    save_one(tmp_path / "run", training_state(model, optimizer), step=1)
     table = ckpipe.name_table("transformers", model=model)
 
     def export() -> None:

@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 import ckpipe
 from ckpipe.errors import DtypeMismatch
+from tests.support.one_checkpoint import save_one
 from tests.support.pipelines import same
 
 FLOAT8 = torch.float8_e4m3fn
@@ -126,8 +127,7 @@ def test_a_cast_passes_codes_that_are_not_of_use(unused: str, tmp_path: Path) ->
     else:
         ckpipe.load(source, into, transform=rules, **given)
     assert torch.equal(into["m.norm.weight"], state["m.norm.weight"].bfloat16())
-    with ckpipe.SyncPipeline(tmp_path / "run") as pipeline:
-        pipeline.save({"model": state}, step=1).wait()
+    save_one(tmp_path / "run", {"model": state}, step=1)
     part = {"model": {"m.norm.weight": torch.zeros(4, dtype=torch.bfloat16)}}
     ckpipe.load(tmp_path / "run", part, transform=rules[:1], strict=False)
     assert part["model"]["m.norm.weight"].all()
@@ -184,8 +184,7 @@ def test_the_reader_that_the_hint_names_applies_the_scales(tmp_path: Path) -> No
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     weights = {label: torch.zeros(4, 4)}
     load(weights, storage_reader=QuantizedHuggingFaceStorageReader(str(tmp_path)), no_dist=True)
-    with ckpipe.SyncPipeline(tmp_path / "run") as pipeline:
-        pipeline.save(weights, step=1).wait()
+    save_one(tmp_path / "run", weights, step=1)
     assert torch.equal(ckpipe.load(tmp_path / "run").state[label], state[label].float() * 0.5)
 
 

@@ -11,8 +11,10 @@ import torch
 
 import ckpipe
 from ckpipe import errors
-from tests.foreign.places import assert_loaded, counted, load
+from tests.foreign.places import assert_loaded, counted
 from tests.support.command_line import Commands
+from tests.support.one_checkpoint import save_one
+from tests.support.pipelines import load
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "sources.md"
 
@@ -32,32 +34,30 @@ def _installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(site))
 
 
-def test_a_package_adds_a_format_by_its_entry_point(tmp_path: Path) -> None:
-    folder = tmp_path / "theirs"
-    folder.mkdir()
+def test_a_package_adds_a_format_by_its_entry_point(theirs: Path) -> None:
     expected = {"a": torch.randn(3, 100_000), "b": torch.randn(2, 1)}
     for name, values in expected.items():
         rows = len(values).to_bytes(8, "little")
-        (folder / f"{name}.rows").write_bytes(rows + values.numpy().tobytes())
-    assert_loaded(ckpipe.load(folder), expected, folder)
-    with counted(folder) as (url, _):
+        (theirs / f"{name}.rows").write_bytes(rows + values.numpy().tobytes())
+    assert_loaded(ckpipe.load(theirs), expected, theirs)
+    with counted(theirs) as (url, _):
         assert_loaded(ckpipe.load(url), expected, url)
 
 
-def test_a_package_opens_files_and_what_ckpipe_refuses(tmp_path: Path, call: Commands) -> None:
-    folder, expected = tmp_path / "theirs", {"a": torch.ones(2, 3)}
-    folder.mkdir()
-    file = folder / "a.rows"
+def test_a_package_opens_files_and_what_ckpipe_refuses(
+    tmp_path: Path, call: Commands, theirs: Path
+) -> None:
+    expected = {"a": torch.ones(2, 3)}
+    file = theirs / "a.rows"
     file.write_bytes((2).to_bytes(8, "little") + expected["a"].numpy().tobytes())
     for refused in ("_METADATA", "common.pt", "metadata.json", "model.gguf"):
-        (folder / refused).write_bytes(b"")
-    for place in (folder, file):
+        (theirs / refused).write_bytes(b"")
+    for place in (theirs, file):
         assert_loaded(ckpipe.load(place), expected, place)
         with ckpipe.SyncPipeline(tmp_path / "run") as pipeline:
             assert_loaded(load(pipeline, source=place), expected, place)
         assert call("ls", place, "--json").data["foreign"]["format"] == "rows"
-    with ckpipe.SyncPipeline(tmp_path / "run.rows") as pipeline:
-        pipeline.save({"a": 1}, step=4)
+    save_one(tmp_path / "run.rows", {"a": 1}, step=4)
     assert ckpipe.load(tmp_path / "run.rows").step == 4
 
 
@@ -74,11 +74,9 @@ def test_a_package_that_cannot_be_imported_leaves_other_formats_readable(
 
 
 @pytest.mark.parametrize("content", [b"short", bytes(12), b"\x03" + bytes(11)])
-def test_a_file_that_lies_is_refused(tmp_path: Path, content: bytes) -> None:
-    folder = tmp_path / "theirs"
-    folder.mkdir()
-    (folder / "a.rows").write_bytes(content)
+def test_a_file_that_lies_is_refused(content: bytes, theirs: Path) -> None:
+    (theirs / "a.rows").write_bytes(content)
     target = {"a": torch.ones(1)}
     with pytest.raises(errors.CorruptCheckpoint, match=r"a\.rows"):
-        ckpipe.load(folder, target)
+        ckpipe.load(theirs, target)
     assert target["a"].item() == 1

@@ -14,9 +14,10 @@ import ckpipe
 from ckpipe.backend import PutMode
 from ckpipe.errors import CorruptCheckpoint, StoreError
 from tests.foreign.dcp_folders import save
-from tests.foreign.places import Tensors, assert_loaded, load, weights
+from tests.foreign.places import Tensors, assert_loaded, weights
 from tests.foreign.test_weights import FORMS
 from tests.support.bucket_stores import Seen, behind_proxy
+from tests.support.pipelines import load
 
 
 @pytest.fixture(params=["moto_server", "gcs_server"])
@@ -92,13 +93,11 @@ class Replaces:
         raise AssertionError("a load that fails has given it state")
 
 
-def test_an_object_that_is_replaced_meanwhile_is_an_error(seen: Seen, tmp_path: Path) -> None:
-    folder = tmp_path / "theirs"
-    folder.mkdir()
-    torch.save({"w": torch.ones(9), "object": {"a": 1}}, folder / "state.pt")
-    url = put(seen, folder, "replaced") + "/state.pt"
-    torch.save({"w": torch.zeros(9), "object": {"a": 1}}, folder / "state.pt")
-    other = Replaces(seen, "replaced/state.pt", (folder / "state.pt").read_bytes())
+def test_an_object_that_is_replaced_meanwhile_is_an_error(seen: Seen, theirs: Path) -> None:
+    torch.save({"w": torch.ones(9), "object": {"a": 1}}, theirs / "state.pt")
+    url = put(seen, theirs, "replaced") + "/state.pt"
+    torch.save({"w": torch.zeros(9), "object": {"a": 1}}, theirs / "state.pt")
+    other = Replaces(seen, "replaced/state.pt", (theirs / "state.pt").read_bytes())
     # Google Cloud Storage reads the version that it began with, or none.
     what = "replaced or changed|overwritten while it was read"
     with pytest.raises((CorruptCheckpoint, StoreError), match=what) as raised:

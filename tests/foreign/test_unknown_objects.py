@@ -28,9 +28,8 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 import ckpipe
 from ckpipe.errors import InvalidManifest, UnsupportedState
-from tests.foreign.places import load
 from tests.foreign.test_hostile import DATA, MARK, Mark, laughs, refused, tensor, torch_zip
-from tests.support.pipelines import same
+from tests.support.pipelines import load, same
 
 MADE: list[object] = []
 

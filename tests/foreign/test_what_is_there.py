@@ -16,6 +16,8 @@ from safetensors.torch import save as safetensors
 
 import ckpipe
 from ckpipe.errors import BackendNotFound, CheckpointNotFound, CkpipeError, StoreError, UsageError
+from tests.support.one_checkpoint import save_one
+from tests.support.pipelines import load
 
 SAFETENSORS = safetensors({"w": torch.ones(3)})
 HUB = r"source=huggingface_hub\.snapshot_download\('o/n'\)"
@@ -65,7 +67,7 @@ FOLDERS: dict[str, tuple[list[str], str, str]] = {
 
 @pytest.mark.parametrize("name", FOLDERS)
 def test_a_folder_that_is_no_root_tells_its_contents_and_the_line(
-    tmp_path: Path, name: str
+    tmp_path: Path, name: str, pipeline: ckpipe.SyncPipeline
 ) -> None:
     files, tells, below = FOLDERS[name]
     place = tmp_path / name
@@ -76,10 +78,7 @@ def test_a_folder_that_is_no_root_tells_its_contents_and_the_line(
     with pytest.raises(CheckpointNotFound, match=tells) as caught:
         ckpipe.load(place)
     assert str(place) in str(caught.value)
-    with (
-        ckpipe.SyncPipeline(tmp_path / "run") as pipeline,
-        pytest.raises(CheckpointNotFound, match=tells),
-    ):
+    with pytest.raises(CheckpointNotFound, match=tells):
         pipeline.load({"w": torch.zeros(3)}, source=place)
     if below:
         assert f"pipeline.load(state, source={str(place / below)!r})" in str(caught.value)
@@ -119,8 +118,7 @@ def test_a_run_tells_that_its_root_has_checkpoints_of_another_program(
             pytest.raises(CheckpointNotFound, match=f"another program .*{tells}"),
         ):
             begin(pipeline)
-    with ckpipe.SyncPipeline(tmp_path) as pipeline:
-        pipeline.save({"w": 1}, step=1)
+    save_one(tmp_path, {"w": 1}, step=1)
     with ckpipe.SyncPipeline(tmp_path) as pipeline:
         assert pipeline.load() is not None
     assert not [each for each in caplog.records if "another program" in each.getMessage()]
@@ -142,17 +140,16 @@ def test_a_root_with_other_files_begins_without_a_warning(
     "name", ["model.safetensors", "pytorch_model.bin", "model-00001-of-00002.safetensors"]
 )
 def test_a_link_of_the_hubs_cache_whose_file_is_gone(
-    tmp_path: Path, name: str, config: bool
+    tmp_path: Path, name: str, config: bool, pipeline: ckpipe.SyncPipeline
 ) -> None:
     (tmp_path / name).symlink_to("../../blobs/gone")
     if config:
         (tmp_path / "config.json").touch()
-    with ckpipe.SyncPipeline(tmp_path / "run") as pipeline:
-        for call in (ckpipe.load, lambda place: pipeline.load(source=place)):
-            with pytest.raises(CheckpointNotFound, match=rf"links lead are gone: {name}"):
-                call(tmp_path)
-            with pytest.raises(StoreError, match=r"link to a file that is gone.*Download"):
-                call(tmp_path / name)
+    for call in (ckpipe.load, lambda place: pipeline.load(source=place)):
+        with pytest.raises(CheckpointNotFound, match=rf"links lead are gone: {name}"):
+            call(tmp_path)
+        with pytest.raises(StoreError, match=r"link to a file that is gone.*Download"):
+            call(tmp_path / name)
 
 
 @pytest.mark.parametrize("prefix", ["", "file://"])
@@ -207,8 +204,7 @@ def test_a_file_of_another_library_tells_what_to_do(tmp_path: Path, name: str) -
     for use in (ckpipe.load, ckpipe.inspect):
         with pytest.raises(UsageError, match=f"{FILES[name]}.*safetensors.numpy.save_file"):
             use(tmp_path / name)
-    with ckpipe.SyncPipeline(tmp_path / "runs" / name) as pipeline:  # a root may have such a name
-        pipeline.save({"w": 1}, step=3)
+    save_one(tmp_path / "runs" / name, {"w": 1}, step=3)  # a root may have such a name
     assert ckpipe.load(tmp_path / "runs" / name).step == 3
 
 
@@ -224,9 +220,7 @@ def test_files_of_any_name_are_known_by_their_first_bytes(tmp_path: Path, name: 
         assert ckpipe.load(f"file://{tmp_path / name}").state["w"].sum() == 3
         assert ckpipe.inspect(tmp_path / name).tensors
         with ckpipe.SyncPipeline(tmp_path / "run") as pipeline:
-            loaded = pipeline.load(source=tmp_path / name)
-            assert loaded is not None
-            assert loaded.state["w"].sum() == 3
+            assert load(pipeline, source=tmp_path / name).state["w"].sum() == 3
 
 
 SCRIPT = (("a/data.pkl", b""), ("a/code/__torch__/linear.py", b"class Linear: ..."))
@@ -240,17 +234,18 @@ OTHERS: dict[str, tuple[bytes, str]] = {
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_a_file_that_is_no_checkpoint_says_what_it_is(tmp_path: Path, name: str) -> None:
+def test_a_file_that_is_no_checkpoint_says_what_it_is(
+    tmp_path: Path, name: str, pipeline: ckpipe.SyncPipeline
+) -> None:
     content, says = OTHERS[name]
     (tmp_path / name).write_bytes(content)
     if "script" in name:
         with zipfile.ZipFile(tmp_path / name, "w") as file:
             for record, data in SCRIPT:
                 file.writestr(record, data, zipfile.ZIP_DEFLATED if data else zipfile.ZIP_STORED)
-    with ckpipe.SyncPipeline(tmp_path / "run") as pipeline:
-        for call in (ckpipe.load, lambda place: pipeline.load(source=place)):
-            with pytest.raises(CkpipeError, match=says):
-                call(tmp_path / name)
+    for call in (ckpipe.load, lambda place: pipeline.load(source=place)):
+        with pytest.raises(CkpipeError, match=says):
+            call(tmp_path / name)
 
 
 def _loaded(place: Any) -> object:
@@ -317,16 +312,15 @@ def test_the_line_that_the_error_of_save_gives_is_right(tmp_path: Path) -> None:
     assert ckpipe.load(tmp_path / "run").step == 7
 
 
-def test_strict_false_is_about_dicts_only(tmp_path: Path) -> None:
+def test_strict_false_is_about_dicts_only(tmp_path: Path, pipeline: ckpipe.SyncPipeline) -> None:
     """As the pages say: the keys of a module are named to be left out."""
     torch.save({"a": 1, "model": {"weight": torch.ones(2, 2), "old": 1.0}}, tmp_path / "a.pt")
     state: dict[str, Any] = {"model": torch.nn.Linear(2, 2), "b": 2}
-    with ckpipe.SyncPipeline(tmp_path / "run") as pipeline:
 
-        def load(**how: Any) -> None:
-            pipeline.load(state, source=tmp_path / "a.pt", strict=False, **how)
+    def load(**how: Any) -> None:
+        pipeline.load(state, source=tmp_path / "a.pt", strict=False, **how)
 
-        with pytest.raises(CkpipeError, match="allow_missing"):
-            load()
-        load(allow_missing=["model.bias"], allow_unexpected=["model.old"])
+    with pytest.raises(CkpipeError, match="allow_missing"):
+        load()
+    load(allow_missing=["model.bias"], allow_unexpected=["model.old"])
     assert state["model"].weight.sum() == 4

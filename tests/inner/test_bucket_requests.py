@@ -288,6 +288,13 @@ async def read(session: aiohttp.ClientSession, server: Server, buffer: memoryvie
         return await fill(response, buffer)
 
 
+async def check_read(session: aiohttp.ClientSession, server: Server, body: bytes = BODY) -> None:
+    """Check that a read brings a body."""
+    buffer = bytearray(len(body))
+    assert await read(session, server, memoryview(buffer)) == len(body)
+    assert buffer == body
+
+
 @pytest.fixture
 def lent(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many bytes each connection that was lent was lent for."""
@@ -302,34 +309,27 @@ def lent(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return sizes
 
 
-async def test_a_connection_serves_on_after_it_was_lent(lent: list[int]) -> None:
-    async with serving(Server(whole(BODY))) as server, aiohttp.ClientSession() as session:
+@pytest.mark.parametrize("tls", [False, True])
+async def test_a_connection_serves_on_after_it_was_lent(
+    lent: list[int], tmp_path: Path, tls: bool
+) -> None:
+    shown, trusting = None, None
+    if tls:
+        certificate, key = self_signed(tmp_path)
+        shown = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        shown.load_cert_chain(certificate, key)
+        trusting = aiohttp.TCPConnector(ssl=ssl.create_default_context(cafile=str(certificate)))
+    async with (
+        serving(Server(whole(BODY)), shown) as server,
+        aiohttp.ClientSession(connector=trusting) as session,
+    ):
         for _ in range(4):
-            buffer = bytearray(len(BODY))
-            assert await read(session, server, memoryview(buffer)) == len(BODY)
-            assert buffer == BODY
+            await check_read(session, server)
         async with session.get(server.url) as response:
             assert await response.read() == BODY
     assert server.connections == 1
     assert len(lent) == 4
     assert min(lent) > MIB
-
-
-async def test_bodies_over_tls(lent: list[int], tmp_path: Path) -> None:
-    certificate, key = self_signed(tmp_path)
-    shown = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    shown.load_cert_chain(certificate, key)
-    trusting = aiohttp.TCPConnector(ssl=ssl.create_default_context(cafile=str(certificate)))
-    async with (
-        serving(Server(whole(BODY)), shown) as server,
-        aiohttp.ClientSession(connector=trusting) as session,
-    ):
-        for _ in range(3):
-            buffer = bytearray(len(BODY))
-            assert await read(session, server, memoryview(buffer)) == len(BODY)
-            assert buffer == BODY
-        assert server.connections == 1
-    assert len(lent) == 3
 
 
 @settings(max_examples=15, deadline=None)
@@ -349,9 +349,7 @@ def test_bodies_in_any_pieces(first: int, sizes: list[int]) -> None:
     async def work() -> None:
         async with serving(Server(answer)) as server, aiohttp.ClientSession() as session:
             for _ in range(2):
-                buffer = bytearray(len(body))
-                assert await read(session, server, memoryview(buffer)) == len(body)
-                assert buffer == body
+                await check_read(session, server, body)
             assert server.connections == 1
 
     asyncio.run(work())
@@ -361,9 +359,7 @@ async def test_what_is_encoded_takes_the_other_way(lent: list[int]) -> None:
     packed = whole(gzip.compress(BODY, 1), "Content-Encoding: gzip")
     async with serving(Server(chunked, packed)) as server, aiohttp.ClientSession() as session:
         for _ in range(2):
-            buffer = bytearray(len(BODY))
-            assert await read(session, server, memoryview(buffer)) == len(BODY)
-            assert buffer == BODY
+            await check_read(session, server)
     assert lent == []
 
 
@@ -454,8 +450,6 @@ async def test_memory_is_let_go_when_a_read_is_cancelled(
             await reading
         buffer[:] = bytes(len(BODY))
         more.set()
-        again = bytearray(len(BODY))
-        assert await read(session, server, memoryview(again)) == len(BODY)
-        assert again == BODY
+        await check_read(session, server)
         assert buffer == bytes(len(BODY))
         assert server.connections == 2

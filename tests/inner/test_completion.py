@@ -70,6 +70,14 @@ async def commit(backend: Backend, manifest: ManifestDocument) -> None:
     await backend.put(key, encode_document(manifest), PutMode.CREATE)
 
 
+async def all_committed() -> tuple[MemoryBackend, FaultyBackend]:
+    """A store to which three ranks have committed, and a way to it that tests can make fail."""
+    memory = MemoryBackend()
+    for manifest in manifests(3):
+        await commit(memory, manifest)
+    return memory, FaultyBackend(memory)
+
+
 async def stored(backend: Backend, key: str) -> bytes | None:
     if key not in {each.key async for each in backend.list()}:
         return None
@@ -177,12 +185,16 @@ async def test_manifest_under_the_name_of_another_is_refused() -> None:
         await publish_up(backend, ID, 2, 3)
 
 
-async def test_deletion_between_the_look_and_the_index_wins() -> None:
-    memory, every = MemoryBackend(), manifests(3)
-    backend = FaultyBackend(memory)
-    for manifest in every:
-        await commit(backend, manifest)
-    gate = backend.pause(lambda each: (each.verb, each.key) == ("put", index_key(ID)))
+def is_index(operation: Operation) -> bool:
+    return (operation.verb, operation.key) == ("put", index_key(ID))
+
+
+@pytest.mark.parametrize(
+    "meanwhile", [is_index, "get"], ids=["the index is put", "members are read"]
+)
+async def test_deletion_in_the_middle_of_completion_wins(meanwhile: Any) -> None:
+    memory, backend = await all_committed()
+    gate = backend.pause(meanwhile)
     completing = asyncio.create_task(publish_up(backend, ID, 2, 3))
     await asyncio.to_thread(gate.wait_until_held)
     await delete.delete(memory, ID)
@@ -191,24 +203,8 @@ async def test_deletion_between_the_look_and_the_index_wins() -> None:
     assert await stored(memory, index_key(ID)) is None
 
 
-async def test_deletion_while_members_are_read_is_no_error() -> None:
-    memory, every = MemoryBackend(), manifests(3)
-    backend = FaultyBackend(memory)
-    for manifest in every:
-        await commit(backend, manifest)
-    gate = backend.pause("get")
-    completing = asyncio.create_task(publish_up(backend, ID, 2, 3))
-    await asyncio.to_thread(gate.wait_until_held)
-    await delete.delete(memory, ID)
-    gate.release()
-    assert (await completing).deleted
-
-
 async def test_member_that_vanishes_without_a_tombstone_is_missing() -> None:
-    memory, every = MemoryBackend(), manifests(3)
-    backend = FaultyBackend(memory)
-    for manifest in every:
-        await commit(backend, manifest)
+    memory, backend = await all_committed()
     gate = backend.pause("get")
     completing = asyncio.create_task(publish_up(backend, ID, 2, 3))
     await asyncio.to_thread(gate.wait_until_held)

@@ -13,6 +13,7 @@ from torch import nn
 import ckpipe
 from ckpipe.errors import UsageError
 from ckpipe.testing import MemoryBackend
+from tests.support.one_checkpoint import save_one
 from tests.support.stored_states import load, store
 
 
@@ -45,7 +46,6 @@ async def test_devices_that_are_not_here_or_not_needed_are_refused() -> None:
 
 
 def test_a_load_of_a_folder_takes_a_device(tmp_path: Path) -> None:
-    with ckpipe.SyncPipeline(tmp_path) as pipeline:
-        pipeline.save({"a": torch.ones(2)}, 1).wait()
+    save_one(tmp_path, {"a": torch.ones(2)}, step=1)
     for given in ("cpu", torch.device("cpu"), None):
         assert ckpipe.load(tmp_path, device=given).state["a"].tolist() == [1, 1]

@@ -6,6 +6,7 @@ import copy
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -22,6 +23,7 @@ from torch.optim import lr_scheduler
 from ckpipe import Progress, RngState, SyncPipeline
 from ckpipe.distributed import training_state
 from ckpipe.errors import CkpipeError, ShapeMismatch, StructureMismatch
+from tests.support.pipelines import load
 from tests.support.placed_tensors import rank_of
 
 # torch's functions that register hooks have no types.
@@ -293,9 +295,8 @@ def test_objects_of_the_saved_class_load(pipeline: SyncPipeline) -> None:
     pipeline.save({"all": saved, "scaler": GradScaler("cpu", init_scale=4)}, step=0).wait()
     target = [kind(optimizer_of(2)) for kind in kinds]
     disabled = GradScaler("cpu", enabled=False)
-    result = pipeline.load({"all": target, "scaler": disabled})
+    result = load(pipeline, {"all": target, "scaler": disabled})
     assert [each.state_dict() for each in target] == [each.state_dict() for each in saved]
-    assert result is not None
     assert "scaler.scale" in result.unexpected
 
 
@@ -360,19 +361,11 @@ class ExtraFirst(Extra):
         self.extra = torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
-def observer(channels: int) -> Any:
-    from torch.ao.quantization.observer import PerChannelMinMaxObserver
+def per_channel(name: str, channels: int) -> Any:
+    """A layer with a module of quantisation that may have seen so many channels."""
+    from torch.ao import quantization
 
-    made = PerChannelMinMaxObserver()
-    if channels:
-        made(torch.rand(channels, 4))
-    return nn.Sequential(linear(), made)
-
-
-def fake_quantize(channels: int) -> Any:
-    from torch.ao.quantization import default_per_channel_weight_fake_quant
-
-    made = default_per_channel_weight_fake_quant()
+    made = getattr(quantization, name)()
     if channels:
         made(torch.rand(channels, 4))
     return nn.Sequential(linear(), made)
@@ -398,8 +391,9 @@ def first(count: int) -> Any:
 
 
 SIZES: dict[str, tuple[Callable[[int], Any], list[tuple[int, int]]]] = {
-    "observer": (observer, [(3, 0), (0, 3), (3, 5)]),
-    "fake quantize": (fake_quantize, [(3, 0), (3, 5)]),
+    "observer": (partial(per_channel, "PerChannelMinMaxObserver"), [(3, 0), (0, 3), (3, 5)]),
+    "fake quantize": (
+        partial(per_channel, "default_per_channel_weight_fake_quant"), [(3, 0), (3, 5)]),
     "lazy": (lazy, [(3, 0)]),
     "own resize": (Resizing, [(3, 5), (5, 3)]),
     "extra bytes": (with_bytes, [(3, 5), (5, 3)]),

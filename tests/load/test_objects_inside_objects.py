@@ -22,8 +22,8 @@ from torch.optim.lr_scheduler import (
 )
 
 import ckpipe
-from ckpipe import SyncPipeline
 from ckpipe.errors import ShapeMismatch, StructureMismatch
+from tests.support.one_checkpoint import load_one, save_one
 
 State = dict[str, Any]
 
@@ -122,27 +122,17 @@ def inner_of(members: Any) -> Any:
     return members
 
 
-def saved(state: State, root: Path) -> None:
-    with SyncPipeline(root) as pipeline:
-        pipeline.save(state, step=1)
-
-
-def loaded(state: State, root: Path) -> None:
-    with SyncPipeline(root) as pipeline:
-        assert pipeline.load(state) is not None
-
-
 @pytest.mark.sample(12)
 @pytest.mark.parametrize("outer", [Outer, AsItsDict, Extra])
 @pytest.mark.parametrize("hold", HOLDERS)
 def test_the_targets_own_object_is_filled_and_handed_over(
     outer: Callable[[Any], Any], hold: Callable[[Any], Any], tmp_path: Path
 ) -> None:
-    saved({"outer": outer(hold(Inner(7)))}, tmp_path)
+    save_one(tmp_path, {"outer": outer(hold(Inner(7)))})
     own = Inner(1)
     tensor = own.tensor
     target = outer(hold(own))
-    loaded({"outer": target}, tmp_path)
+    load_one(tmp_path, {"outer": target})
     assert inner_of(target.members) is own
     assert (own.number, own.loads) == (7, 1)
     assert own.tensor is tensor
@@ -156,11 +146,11 @@ def test_the_targets_own_object_is_filled_and_handed_over(
 def test_a_target_without_such_an_object_is_refused_by_name(
     outer: Callable[[Any], Any], hold: Callable[[Any], Any], other: Any, tmp_path: Path
 ) -> None:
-    saved({"a": torch.ones(2), "outer": outer(hold(Inner(7)))}, tmp_path)
+    save_one(tmp_path, {"a": torch.ones(2), "outer": outer(hold(Inner(7)))})
     members = {} if other == "absent" else hold(other)
     target = {"a": torch.zeros(2), "outer": outer(members)}
     with pytest.raises(StructureMismatch) as caught:
-        loaded(target, tmp_path)
+        load_one(tmp_path, target)
     assert "load_state_dict" in str(caught.value)
     assert caught.value.key is not None
     assert caught.value.key.startswith("outer")
@@ -172,36 +162,36 @@ def test_a_target_without_such_an_object_is_refused_by_name(
 def test_an_inner_module_that_does_not_fit_is_refused_untouched(
     outer: Callable[[Any], Any], tmp_path: Path
 ) -> None:
-    saved({"outer": outer([Inner(7), nn.Linear(2, 2)])}, tmp_path)
+    save_one(tmp_path, {"outer": outer([Inner(7), nn.Linear(2, 2)])})
     own = Inner(1)
     with pytest.raises(ShapeMismatch, match=r"outer.*members\.1\.weight"):
-        loaded({"outer": outer([own, nn.Linear(3, 2)])}, tmp_path)
+        load_one(tmp_path, {"outer": outer([own, nn.Linear(3, 2)])})
     assert (own.number, own.loads, own.tensor.tolist()) == (1, 0, [1.0, 1.0, 1.0])
 
 
 def test_a_target_that_hands_out_a_state_dict_gets_one(tmp_path: Path) -> None:
-    saved({"outer": Outer([Inner(7)])}, tmp_path)
+    save_one(tmp_path, {"outer": Outer([Inner(7)])})
     target = Outer([Inner(1).state_dict()])
-    loaded({"outer": target}, tmp_path)
+    load_one(tmp_path, {"outer": target})
     assert target.members[0]["number"] == 7
 
 
 def test_an_object_that_is_in_the_state_too_is_loaded_once(tmp_path: Path) -> None:
     inner = Inner(7)
-    saved({"inner": inner, "outers": [Outer(inner), AsItsDict([inner])]}, tmp_path)
+    save_one(tmp_path, {"inner": inner, "outers": [Outer(inner), AsItsDict([inner])]})
     own = Inner(1)
     first, second = Outer(own), AsItsDict([own])
-    loaded({"inner": own, "outers": [first, second]}, tmp_path)
+    load_one(tmp_path, {"inner": own, "outers": [first, second]})
     assert first.members is second.members[0] is own
     assert (own.number, own.loads) == (7, 1)
 
 
 def test_what_was_one_object_fills_two_of_the_target(tmp_path: Path) -> None:
     inner = Inner(7)
-    saved({"outers": [Outer(inner), Outer(inner)]}, tmp_path)
+    save_one(tmp_path, {"outers": [Outer(inner), Outer(inner)]})
     first, second = Inner(1), Inner(2)
     outers = [Outer(first), Outer(second)]
-    loaded({"outers": outers}, tmp_path)
+    load_one(tmp_path, {"outers": outers})
     assert [each.members for each in outers] == [first, second]
     assert (first.number, second.number) == (7, 7)
 
@@ -214,9 +204,9 @@ def test_an_object_that_holds_itself_is_handed_over(tmp_path: Path) -> None:
         back.members.append(outer)
         return outer, back, inner
 
-    saved({"outer": ring(7)[0]}, tmp_path)
+    save_one(tmp_path, {"outer": ring(7)[0]})
     outer, back, inner = ring(1)
-    loaded({"outer": outer}, tmp_path)
+    load_one(tmp_path, {"outer": outer})
     assert outer.members["back"] is back
     assert back.members[0] is inner
     assert back.members[1] is outer
@@ -224,11 +214,10 @@ def test_an_object_that_holds_itself_is_handed_over(tmp_path: Path) -> None:
 
 
 def test_a_label_that_is_left_out_keeps_its_object(tmp_path: Path) -> None:
-    saved({"outer": Outer({"one": Inner(7), "two": Inner(8)})}, tmp_path)
+    save_one(tmp_path, {"outer": Outer({"one": Inner(7), "two": Inner(8)})})
     one, two = Inner(1), Inner(2)
     target = Outer({"one": one, "two": two})
-    with SyncPipeline(tmp_path) as pipeline:
-        pipeline.load({"outer": target}, exclude=["outer.members.two.*"])
+    load_one(tmp_path, {"outer": target}, exclude=["outer.members.two.*"])
     assert target.members == {"one": one, "two": two}
     assert (one.number, two.number, two.loads) == (7, 2, 0)
 
@@ -295,9 +284,9 @@ def test_a_scheduler_inside_a_scheduler_goes_on(kind: str, tmp_path: Path) -> No
     whole = rates(built(), 12)
     state = built()
     rates(state, 6)
-    saved(state, tmp_path)
+    save_one(tmp_path, state)
     again = built()
-    loaded(again, tmp_path)
+    load_one(tmp_path, again)
     assert rates(again, 6) == whole[6:]
     schedule = again["schedule"]
     inner = getattr(schedule, "after", None) or schedule._schedulers[-1]
@@ -305,6 +294,6 @@ def test_a_scheduler_inside_a_scheduler_goes_on(kind: str, tmp_path: Path) -> No
 
 
 def test_a_fresh_load_has_the_state_of_the_inner_object(tmp_path: Path) -> None:
-    saved({"outer": Outer([Inner(7)])}, tmp_path)
+    save_one(tmp_path, {"outer": Outer([Inner(7)])})
     state = ckpipe.load(tmp_path).state
     assert state["outer"]["members"][0]["number"] == 7

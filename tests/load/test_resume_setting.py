@@ -17,6 +17,8 @@ from ckpipe.errors import CheckpointNotFound, UsageError
 from ckpipe.testing import FaultyBackend
 from ckpipe_local import LocalBackend
 from tests.support.dead_runs import crash
+from tests.support.one_checkpoint import save_one
+from tests.support.pipelines import load
 from tests.support.rank_pipelines import ranks
 
 REMAINS = {
@@ -95,19 +97,16 @@ def test_a_start_without_a_checkpoint_says_why_or_is_refused(
 
 
 def test_never_begins_anew_beside_checkpoints_and_its_saves_are_newer(tmp_path: Path) -> None:
-    with ckpipe.SyncPipeline(tmp_path) as pipeline:
-        pipeline.save({"w": 1}, step=500)
+    save_one(tmp_path, {"w": 1}, step=500)
     with ckpipe.SyncPipeline(tmp_path, resume="never") as pipeline:
         assert pipeline.load() is None
         assert pipeline.choose() is None
-        named = pipeline.load(step=500)
-        assert named is not None
+        assert pipeline.load(step=500) is not None
         pipeline.save({"w": 2}, step=1)
     policies: list[Any] = ["auto", "must"]
     for resume in policies:
         with ckpipe.SyncPipeline(tmp_path, resume=resume) as pipeline:
-            loaded, chosen = pipeline.load(), pipeline.choose()
-        assert loaded is not None
+            loaded, chosen = load(pipeline), pipeline.choose()
         assert chosen is not None
         assert (loaded.state, loaded.step, loaded.id) == ({"w": 2}, 1, chosen.id)
 

@@ -17,6 +17,7 @@ import torch
 import ckpipe
 from ckpipe import errors
 from ckpipe.distributed import training_state
+from tests.support.one_checkpoint import index_of, save_one
 from tests.support.stored_files import document_of, sealed
 from tests.support.wrapper_tensors import (
     CONTEXT,
@@ -45,26 +46,16 @@ class Layer(torch.nn.Module):
         self.register_buffer("table", nested(start=start))
 
 
-def save(root: Path, state: Any, **kwargs: Any) -> None:
-    with ckpipe.SyncPipeline(str(root)) as pipeline:
-        pipeline.save(state, **kwargs).wait()
-
-
-def index_of(root: Path) -> dict[str, Any]:
-    (path,) = root.glob("step-*.json")
-    return document_of(path.read_bytes())
-
-
 @pytest.mark.parametrize("make", [scaled, halves, nested])
 def test_a_fresh_load_makes_the_wrapper(tmp_path: Path, make: Callable[..., Any]) -> None:
-    save(tmp_path, {"w": make(), "n": 1}, step=1)
+    save_one(tmp_path, {"w": make(), "n": 1}, step=1)
     loaded = ckpipe.load(tmp_path).state["w"]
     assert equal(loaded, make())
     assert not isinstance(loaded, torch.nn.Parameter)
 
 
 def test_inner_tensors_alias_again(tmp_path: Path) -> None:
-    save(tmp_path, {"w": nested()}, step=1)
+    save_one(tmp_path, {"w": nested()}, step=1)
     inner = ckpipe.load(tmp_path).state["w"].codes
     inner.whole[5] = 100
     assert inner.second[2] == 100
@@ -76,7 +67,7 @@ def test_parameters_and_buffers_stay_what_they_were(tmp_path: Path) -> None:
         "frozen": torch.nn.Parameter(scaled(), requires_grad=False),
         "buffer": torch.nn.Buffer(scaled(), persistent=False),
     }
-    save(tmp_path, state, step=1)
+    save_one(tmp_path, state, step=1)
     loaded = ckpipe.load(tmp_path).state
     assert isinstance(loaded["parameter"], torch.nn.Parameter)
     assert loaded["parameter"].requires_grad
@@ -88,7 +79,7 @@ def test_parameters_and_buffers_stay_what_they_were(tmp_path: Path) -> None:
 
 def test_a_wrapper_in_two_places_is_one_again(tmp_path: Path) -> None:
     one = scaled()
-    save(tmp_path, {"a": one, "b": [one]}, step=1)
+    save_one(tmp_path, {"a": one, "b": [one]}, step=1)
     loaded = ckpipe.load(tmp_path).state
     assert loaded["a"] is loaded["b"][0]
     assert equal(loaded["a"], one)
@@ -97,7 +88,7 @@ def test_a_wrapper_in_two_places_is_one_again(tmp_path: Path) -> None:
 def test_wrappers_over_one_inner_tensor_share_it_again(tmp_path: Path) -> None:
     one = scaled()
     other = Scaled(one.codes, torch.zeros(4), CONTEXT, one.shape)
-    save(tmp_path, {"a": one, "b": other}, step=1)
+    save_one(tmp_path, {"a": one, "b": other}, step=1)
     loaded = ckpipe.load(tmp_path).state
     loaded["a"].codes[0, 0] = 99
     assert loaded["b"].codes[0, 0] == 99
@@ -105,7 +96,7 @@ def test_wrappers_over_one_inner_tensor_share_it_again(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("make", [scaled, halves, nested])
 def test_a_load_in_place_fills_inner_tensors(tmp_path: Path, make: Callable[..., Any]) -> None:
-    save(tmp_path, {"w": make(), "n": 1}, step=1)
+    save_one(tmp_path, {"w": make(), "n": 1}, step=1)
     target = {"w": make(start=20), "n": 0}
     live = target["w"]
     ckpipe.load(tmp_path, target)
@@ -113,27 +104,18 @@ def test_a_load_in_place_fills_inner_tensors(tmp_path: Path, make: Callable[...,
     assert equal(live, make())
 
 
-def test_modules_are_filled_in_place(tmp_path: Path) -> None:
-    save(tmp_path, {"model": Layer()}, step=1)
+@pytest.mark.parametrize("form", [lambda layer: layer, training_state])
+def test_modules_are_filled_in_place(tmp_path: Path, form: Callable[[Layer], Any]) -> None:
+    save_one(tmp_path, {"model": form(Layer())}, step=1)
     layer = Layer(start=30)
     parts = layer.weight, layer.weight.codes, layer.table.codes.whole
-    ckpipe.load(tmp_path, {"model": layer})
+    ckpipe.load(tmp_path, {"model": form(layer)})
     assert layer.weight is layer.tied is parts[0]
     assert layer.weight.codes is parts[1]
     assert layer.table.codes.whole is parts[2]
     assert equal(layer.weight.detach(), scaled())
     assert equal(layer.table, nested())
     assert torch.equal(layer.plain, torch.zeros(3))
-
-
-def test_training_state_saves_and_loads_them(tmp_path: Path) -> None:
-    save(tmp_path, {"train": training_state(Layer())}, step=1)
-    layer = Layer(start=30)
-    codes = layer.weight.codes
-    ckpipe.load(tmp_path, {"train": training_state(layer)})
-    assert layer.weight.codes is codes
-    assert equal(layer.weight.detach(), scaled())
-    assert equal(layer.table, nested())
 
 
 def stepped(start: int, **context: Any) -> tuple[Layer, torch.optim.Optimizer]:
@@ -194,7 +176,7 @@ def test_optimizers_that_keep_them(tmp_path: Path) -> None:
 
     for wrap in (lambda m, o: {"o": o}, lambda m, o: {"t": training_state(m, o)}):
         root = tmp_path / str(len(list(tmp_path.iterdir())))
-        save(root, wrap(*stepped(0)), step=1)
+        save_one(root, wrap(*stepped(0)), step=1)
         model, optimizer = stepped(20)
         live = optimizer.state[model.weight]["momentum_buffer"]
         ckpipe.load(root, wrap(model, optimizer))
@@ -223,7 +205,7 @@ def test_optimizers_that_keep_them(tmp_path: Path) -> None:
     ],
 )
 def test_another_wrapper_is_refused_by_key(tmp_path: Path, target: Any, match: str) -> None:
-    save(tmp_path, {"a": {"w": scaled()}, "n": torch.ones(1)}, step=1)
+    save_one(tmp_path, {"a": {"w": scaled()}, "n": torch.ones(1)}, step=1)
     state: dict[str, Any] = {"a": {"w": target}, "n": torch.zeros(1)}
     with pytest.raises(errors.TargetMismatch, match=match) as caught:
         ckpipe.load(tmp_path, state, cast=True)
@@ -232,7 +214,7 @@ def test_another_wrapper_is_refused_by_key(tmp_path: Path, target: Any, match: s
 
 
 def test_a_plain_tensor_never_goes_into_a_wrapper(tmp_path: Path) -> None:
-    save(tmp_path, {"w": torch.ones(4, 3)}, step=1)
+    save_one(tmp_path, {"w": torch.ones(4, 3)}, step=1)
     target = {"w": scaled()}
     with pytest.raises(errors.StructureMismatch, match="plain tensor") as caught:
         ckpipe.load(tmp_path, target, cast=True)
@@ -286,7 +268,7 @@ ckpipe.register_type(Registered, to_state=lambda obj: obj.rows, from_state=Regis
     ids=["none", "values", "dicts", "sets", "collections", "objects"],
 )
 def test_contexts_come_back_as_they_were(tmp_path: Path, context: Any) -> None:
-    save(tmp_path, {"w": scaled(context=context)}, step=1)
+    save_one(tmp_path, {"w": scaled(context=context)}, step=1)
     made = ckpipe.load(tmp_path).state["w"].context
     assert made == context
     assert type(made) is type(context)
@@ -302,7 +284,7 @@ def test_contexts_come_back_as_they_were(tmp_path: Path, context: Any) -> None:
 
 
 def test_devices_of_contexts_do_not_count(tmp_path: Path) -> None:
-    save(tmp_path, {"w": scaled(context=[torch.device("cuda", 1)])}, step=1)
+    save_one(tmp_path, {"w": scaled(context=[torch.device("cuda", 1)])}, step=1)
     assert ckpipe.load(tmp_path).state["w"].context == [torch.device("cpu")]
     target = {"w": scaled(start=9, context=[torch.device("meta")])}
     ckpipe.load(tmp_path, target)
@@ -324,7 +306,7 @@ def test_a_class_that_is_not_imported_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     saved = halves()
-    save(tmp_path, {"w": saved, "n": 1}, step=1)
+    save_one(tmp_path, {"w": saved, "n": 1}, step=1)
     monkeypatch.delattr("tests.support.wrapper_tensors.Halves")
     with pytest.raises(errors.StructureMismatch, match="is not defined here") as caught:
         ckpipe.load(tmp_path)
@@ -335,7 +317,7 @@ def test_a_class_that_is_not_imported_is_named(
 
 
 def test_filters_take_a_wrapper_as_a_whole(tmp_path: Path) -> None:
-    save(tmp_path, {"w": scaled(), "v": nested(), "n": 1}, step=1)
+    save_one(tmp_path, {"w": scaled(), "v": nested(), "n": 1}, step=1)
     assert ckpipe.load(tmp_path, include=["w"]).state.keys() == {"w"}
     assert ckpipe.load(tmp_path, exclude=["v", "w.*"]).state == {"n": 1}
     target = {"w": scaled(start=9), "v": nested(start=9)}
@@ -347,7 +329,7 @@ def test_filters_take_a_wrapper_as_a_whole(tmp_path: Path) -> None:
 
 
 def test_only_wrappers_of_the_same_parts_are_filled_with_strict_shapes(tmp_path: Path) -> None:
-    save(tmp_path, {"w": scaled(), "v": scaled(), "n": torch.ones(1)}, step=1)
+    save_one(tmp_path, {"w": scaled(), "v": scaled(), "n": torch.ones(1)}, step=1)
     target = {"w": scaled(rows=5), "v": scaled(start=9), "n": torch.zeros(2)}
     result = ckpipe.load(tmp_path, target, strict="shapes")
     assert set(result.missing) == {"w", "n"}
@@ -378,7 +360,7 @@ def test_only_wrappers_of_the_same_parts_are_filled_with_strict_shapes(tmp_path:
 def test_transforms_take_a_wrapper_as_a_whole(
     tmp_path: Path, transform: Any, label: str | None, expected: Any
 ) -> None:
-    save(tmp_path, {"m": {"w": scaled(), "v": scaled(start=3), "b": torch.ones(2)}}, step=1)
+    save_one(tmp_path, {"m": {"w": scaled(), "v": scaled(start=3), "b": torch.ones(2)}}, step=1)
     if isinstance(expected, torch.dtype):
         found = ckpipe.load(tmp_path, transform=[transform]).state["m"]
         assert equal(found[label], scaled())
@@ -446,8 +428,8 @@ HOSTILE_NODES: list[tuple[int, Any]] = [
 
 
 def test_hostile_wrappers_are_refused(tmp_path: Path) -> None:
-    save(tmp_path, {"w": scaled(), "n": 1}, step=1)
-    (path,) = tmp_path.glob("step-*.json")
+    save_one(tmp_path, {"w": scaled(), "n": 1}, step=1)
+    path = index_of(tmp_path, step=1)
     right = path.read_bytes()
     for change, value in HOSTILE_NODES:
         document = document_of(right)
@@ -463,5 +445,5 @@ def test_hostile_wrappers_are_refused(tmp_path: Path) -> None:
 
 
 def test_nothing_of_it_is_pickled(tmp_path: Path) -> None:
-    save(tmp_path, {"w": nested(), "o": scaled()}, step=1)
-    assert '"pickle"' not in json.dumps(index_of(tmp_path))
+    save_one(tmp_path, {"w": nested(), "o": scaled()}, step=1)
+    assert '"pickle"' not in json.dumps(document_of(index_of(tmp_path, step=1).read_bytes()))

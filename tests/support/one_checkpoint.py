@@ -9,7 +9,9 @@ from typing import Any
 import ckpipe
 
 
-def save_one(root: Path, state: Any, step: int = 5, **arguments: Any) -> ckpipe.CheckpointInfo:
+def save_one(
+    root: Path | str, state: Any, step: int = 5, **arguments: Any
+) -> ckpipe.CheckpointInfo:
     with ckpipe.SyncPipeline(root) as pipeline:
         return pipeline.save(state, step=step, **arguments).wait()
 

@@ -96,13 +96,25 @@ def stores() -> Iterator[Stores]:
     yield made
 
 
+def load(pipeline: ckpipe.SyncPipeline, into: Any = None, **options: Any) -> ckpipe.LoadResult:
+    """Load a checkpoint that is there; return the result."""
+    result = pipeline.load(into, **options)
+    assert result is not None
+    return result
+
+
+def newest(pipeline: ckpipe.SyncPipeline) -> ckpipe.CheckpointInfo:
+    """Find the newest complete checkpoint, which is there."""
+    found = pipeline.latest()
+    assert found is not None
+    return found
+
+
 def loaded_state(
     pipeline: ckpipe.SyncPipeline, step: int | str | ckpipe.CheckpointInfo | None = None
 ) -> Any:
     """Load a checkpoint that is there, or the newest, as a fresh state."""
-    result = pipeline.load(step=step)
-    assert result is not None
-    return result.state
+    return load(pipeline, step=step).state
 
 
 async def awaited_state(pipeline: ckpipe.Pipeline, step: int | None = None) -> Any:

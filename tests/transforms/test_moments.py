@@ -14,6 +14,7 @@ import ckpipe
 from ckpipe import Drop, Fuse, Rearrange, Rename, Split, Stack, Unstack, name_table
 from ckpipe.distributed import training_state
 from ckpipe.errors import StructureMismatch
+from tests.support.one_checkpoint import save_one
 
 AT = "layers.0.attention."
 NAMES = [f"{AT}w{each}.weight" for each in "qkvo"]
@@ -129,15 +130,13 @@ def imported(source: Path, transform: list[Any], folder: Path) -> Any:
 
 
 def exported(source: Path, transform: list[Any], folder: Path) -> Any:
-    with ckpipe.SyncPipeline(folder / "own") as pipeline:
-        pipeline.save(torch.load(source), step=1).wait()
+    save_one(folder / "own", torch.load(source), step=1)
     done = ckpipe.export(folder / "own", folder / "out", form="torch", transform=transform)
     return torch.load(Path(done.url) / "state.pt")
 
 
 def own(source: Path, transform: list[Any], folder: Path) -> Any:
-    with ckpipe.SyncPipeline(folder / "own") as pipeline:
-        pipeline.save(torch.load(source), step=1).wait()
+    save_one(folder / "own", torch.load(source), step=1)
     return ckpipe.load(folder / "own", transform=transform).state
 
 
@@ -381,8 +380,7 @@ def test_state_of_no_single_parameter_is_refused(place: str, rule: str, tmp_path
         return total
 
     optimizer.step(loss)  # type: ignore[no-untyped-call]
-    with ckpipe.SyncPipeline(tmp_path / "run") as pipeline:
-        pipeline.save(TARGETS[place](model, optimizer), step=1).wait()
+    save_one(tmp_path / "run", TARGETS[place](model, optimizer), step=1)
     rules = {
         "turned": Rearrange("*model.a.weight", [-1, -1], [1, 0]),
         "exchanged": Rename({"*model.a": "*model.b", "*model.b": "*model.a"}),

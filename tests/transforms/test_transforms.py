@@ -42,6 +42,8 @@ from ckpipe.errors import (
     UsageError,
 )
 from ckpipe.testing import MemoryBackend
+from tests.support import pipelines
+from tests.support.one_checkpoint import save_one
 from tests.support.stored_states import load, store
 
 MIB = 1 << 20
@@ -305,8 +307,7 @@ def test_parts_of_a_parameter_have_its_moments_steps_and_group(
     rules: Any, parts: Any, way: str, tmp_path: Path
 ) -> None:
     saved, optimizer = trained("a b c d", 0.1, steps=2)
-    with ckpipe.SyncPipeline(tmp_path / "run") as pipeline:
-        pipeline.save({"t": training_state(saved, optimizer)}, 1).wait()
+    save_one(tmp_path / "run", {"t": training_state(saved, optimizer)}, step=1)
     mine = saved.get_parameter("a.weight")
     target = nn.Module()
     wanted = {name: take(mine.detach()) for name, take in parts.items()}
@@ -346,8 +347,7 @@ def test_parts_of_a_parameter_have_its_moments_steps_and_group(
 
 def test_only_what_would_hold_the_old_state_is_refused(tmp_path: Path) -> None:
     model, optimizer = trained("a b c d", 0.1, steps=1)
-    with ckpipe.SyncPipeline(tmp_path / "run") as pipeline:
-        pipeline.save(training_state(model, optimizer), 1).wait()
+    save_one(tmp_path / "run", training_state(model, optimizer), step=1)
     rule = [Rearrange("model.a.weight", [[2, 2], -1], [[1, 0], 2])]
     done = ckpipe.export(tmp_path / "run", form="hf", transform=rule)
     weights = ckpipe.load(done.url).state
@@ -881,9 +881,7 @@ def test_the_argument_is_a_list_of_transforms(tmp_path: Path) -> None:
         for wrong in (Rename({"a": "b"}), [{"a": "b"}], 3):
             with pytest.raises(UsageError, match="list of transforms"):
                 pipeline.load(transform=wrong)  # type: ignore[arg-type]
-        result = pipeline.load(transform=[Rename({"a": "b"})])
-        assert result is not None
-        assert list(result.state) == ["b"]
+        assert list(pipelines.load(pipeline, transform=[Rename({"a": "b"})]).state) == ["b"]
     assert list(ckpipe.load(tmp_path, transform=[Rename({"a": "c"})]).state) == ["c"]
 
 
