@@ -18,6 +18,7 @@ import ckpipe
 from ckpipe import errors
 from ckpipe.distributed import training_state
 from tests.support.fork_server import Case
+from tests.support.pipelines import load_existing
 from tests.support.rank_processes import SETTINGS, tell
 from tests.support.wrapper_tensors import inner_of
 from tests.support.wrapper_tensors import same_bytes as same
@@ -141,8 +142,7 @@ def go_on(case: Case) -> None:
             if kind == "float8":
                 del others["new"]  # it has no scale yet
             for other in others.values():
-                result = pipeline.load({"t": training_state(*other)})
-                assert result is not None
+                result = load_existing(pipeline, {"t": training_state(*other)})
                 assert all("frozen" in each for each in result.missing), result.missing
         saved = [[each.clone() for each in inner_of(m).values()] for m in moments(trainer)]
         if kind == "fsdp 4 bit":
