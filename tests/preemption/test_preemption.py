@@ -162,20 +162,6 @@ def test_all_handlers_that_come_later_are_called(tmp_path: Path, calls: list[int
     signal.signal(signal.SIGUSR2, original)
 
 
-async def test_a_handler_of_the_event_loop_is_called_too(tmp_path: Path, calls: list[int]) -> None:
-    original = signal.getsignal(signal.SIGUSR2)
-    loop, heard = asyncio.get_running_loop(), asyncio.Event()
-    async with ckpipe.Pipeline(tmp_path, **USR2) as pipeline:
-        loop.add_signal_handler(signal.SIGUSR2, heard.set)
-        assert not pipeline.should_save(1)
-        send()
-        await heard.wait()
-        assert pipeline.preempted
-        assert pipeline.should_save(1)
-    loop.remove_signal_handler(signal.SIGUSR2)
-    signal.signal(signal.SIGUSR2, original)
-
-
 def test_signals_need_the_main_thread_and_the_programs_own_event_does_not(tmp_path: Path) -> None:
     seen: list[str] = []
 

@@ -18,6 +18,7 @@ from ckpipe import errors
 from tests.support.fork_server import Case
 from tests.support.pipelines import loaded_state
 from tests.support.rank_processes import Gang
+from tests.support.stored_files import data_bytes
 
 WORLD = 4
 
@@ -106,16 +107,10 @@ def test_process_without_ranks_loads_all_of_it(root: Path) -> None:
 
 
 def test_every_byte_is_written_once_and_by_all_ranks(root: Path) -> None:
-    files = sorted(root.glob("step-*/rank-*.safetensors"))
-    assert len(files) == WORLD
-    sizes = [file.stat().st_size - header_bytes(file) for file in files]
+    sizes = data_bytes(root)
+    assert len(sizes) == WORLD
     state = whole_state()
     tensors = [*state.pop("model").values(), *state.values()]
     total = sum(tensor.nbytes for tensor in tensors)
     assert sum(sizes) == total
     assert max(sizes) <= 1.05 * total / WORLD
-
-
-def header_bytes(file: Path) -> int:
-    with file.open("rb") as opened:
-        return 8 + int.from_bytes(opened.read(8), "little")

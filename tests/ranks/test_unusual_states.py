@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors import safe_open
 
 import ckpipe
 from ckpipe.errors import PerRankValue
@@ -18,6 +17,7 @@ from tests.ranks.unusual_states import FULL, ODD
 from tests.support.pipelines import load_existing, loaded_state
 from tests.support.rank_processes import Gang, told
 from tests.support.sampling import EVERY, SEED
+from tests.support.stored_files import entry_names
 
 chance = random.Random(SEED)
 
@@ -132,19 +132,13 @@ def test_stages_and_experts_whose_ranks_have_other_names(
     world: Gang, root: Path, plan: str
 ) -> None:
     world.succeed("tests.ranks.unusual_state_runs:save_stages", root, 4, plan=plan)
-    names = [name for path in root.rglob("rank-*.safetensors") for name in entry_names(path)]
+    names = entry_names(root)
     assert [names.count(f"bias{stage}") for stage in range(2)] == [1 + (plan == "local")] * 2
     world.succeed("tests.ranks.unusual_state_runs:load_stages", root, 2)
     with ckpipe.SyncPipeline(root, solo=True) as pipeline:
         result = load_existing(pipeline, exclude=["rng"])
         assert sorted(result.state["experts"]) == ["e0", "e1", "e2", "e3"]
         assert torch.equal(result.state["layer1"], FULL + 1)
-
-
-def entry_names(path: Path) -> list[str]:
-    """The names of the tensors in a data file."""
-    with safe_open(path, "pt") as file:
-        return list(file.keys())
 
 
 def test_all_ranks_load_the_same_while_others_commit(world: Gang, root: Path) -> None:
@@ -173,7 +167,7 @@ def test_straggler_of_a_launch_that_is_over_does_not_become_the_newest(
 
 def test_tied_weights_stay_tied_over_any_number_of_ranks(world: Gang, root: Path) -> None:
     world.succeed("tests.ranks.unusual_state_runs:tied", root, 3, save=True)
-    names = [name for path in root.rglob("rank-*.safetensors") for name in entry_names(path)]
+    names = entry_names(root)
     weights = [name for name in names if name.startswith("training.model.")]
     assert len(weights) == 3, "each rank writes its part once, for both names"
     world.succeed("tests.ranks.unusual_state_runs:tied", root, 2, save=False)

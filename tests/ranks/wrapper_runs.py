@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -183,9 +182,3 @@ def moments_of_none(trainer: Trainer) -> list[torch.Tensor]:
     """The parameters of a trainer that has not stepped, as local tensors."""
     assert not trainer[1].state
     return [each.detach().to_local() for each in trainer[0].parameters()]  # type: ignore[attr-defined]
-
-
-def data_bytes(root: str) -> int:
-    """The bytes of all data files of a store."""
-    files = [path.read_bytes() for path in Path(root).glob("step-*/rank-*.safetensors")]
-    return sum(len(each) - 8 - int.from_bytes(each[:8], "little") for each in files)

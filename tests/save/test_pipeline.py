@@ -161,27 +161,18 @@ class TestBusy:
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-def test_state_larger_than_the_budget_streams_through_it(tmp_path: Path, overlap: bool) -> None:
-    state = {f"w{n}": torch.randn(30_000 + n, generator=torch.Generator()) for n in range(20)}
-    staging = {"bytes": 4 * 65536, "block_bytes": 65536, "overlap": overlap}
+def test_a_state_larger_than_the_memory_for_it_is_saved(tmp_path: Path, overlap: bool) -> None:
+    state = {str(n): torch.full((100_000 + n,), float(n)) for n in range(20)}
+    staging = {"bytes": 262_144, "block_bytes": 65_536, "overlap": overlap}
     with SettlingPipeline(tmp_path, staging=staging) as pipeline:
-        for step in range(3):
-            pipeline.save(state, step=step, until="committed")
-            settle(pipeline)
-            assert 0 < pipeline.trim() <= 4 * 65536
-        assert same(loaded_state(pipeline), state)
-
-
-def test_a_state_larger_than_the_memory_for_it_is_saved(tmp_path: Path) -> None:
-    state = {str(n): torch.full((100_000,), float(n)) for n in range(20)}
-    staging = {"bytes": 262_144, "block_bytes": 65_536}
-    with ckpipe.SyncPipeline(tmp_path, staging=staging) as pipeline:
         used = []
         pipeline.events.add(lambda event: used.append(pipeline.statistics().budget_used))
-        pipeline.save(state, step=1).wait()
-        loaded = loaded_state(pipeline)
+        for step in range(3):
+            pipeline.save(state, step=step).wait()
+            settle(pipeline)
+            assert 0 < pipeline.trim() <= 262_144
+        assert same(loaded_state(pipeline), state)
     assert 0 < max(used) <= 262_144
-    assert all(torch.equal(loaded[key], tensor) for key, tensor in state.items())
 
 
 def test_one_pipeline_follows_a_state_that_changes_its_shape(tmp_path: Path) -> None:

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors import safe_open
 
 from ckpipe import SyncPipeline
 from ckpipe.distributed import TrainingState, training_state
 from tests.support.rank_processes import Gang, told
 from tests.support.sampling import EVERY
+from tests.support.stored_files import entry_names
 from tests.support.wrapped_models import Net, trained
 
 WORLDS = [("fsdp", 3, "hsdp", 4)]
@@ -50,7 +50,7 @@ def test_copies_on_meshes_of_their_own_are_written_once_if_ranks_plan_together(
         "replicated": True,
     }  # fmt: skip
     world.succeed("train", root, 4, **case)
-    names = [name for path in root.rglob("rank-*.safetensors") for name in entry_names(path)]
+    names = entry_names(root)
     halves = [name for name in names if name.startswith("training.model.first.weight@")]
     assert sorted(halves) == [
         f"training.model.first.weight@{box}" for box in ("0,0:6,8", "6,0:12,8")
@@ -58,12 +58,6 @@ def test_copies_on_meshes_of_their_own_are_written_once_if_ranks_plan_together(
     world.succeed("train", root, 1, kind="plain", first=0, save=False, step=1)
     losses = [loss for values in told(root, "loss").values() for loss in values]
     assert losses == pytest.approx([losses[0]] * 5, rel=1e-5)
-
-
-def entry_names(path: Path) -> list[str]:
-    """The names of the tensors in a data file."""
-    with safe_open(path, "pt") as file:
-        return list(file.keys())
 
 
 def made(optimizer: type[torch.optim.Optimizer], **options: Any) -> tuple[Net, Any]:
