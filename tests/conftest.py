@@ -8,6 +8,7 @@ import os
 import signal
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -177,6 +178,12 @@ def generators() -> Iterator[None]:
     """Leave the random generators as they were."""
     with generators_left():
         yield
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """The place of a run, beside which there is room for more."""
+    return tmp_path / "run"
 
 
 @pytest.fixture

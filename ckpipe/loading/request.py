@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
-from typing import Annotated, Any, Literal, TypedDict, Unpack
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict, Unpack
 
 import torch
 
@@ -18,9 +18,11 @@ from ckpipe.options import completed, one_of
 from ckpipe.reading.reader import ReadTally
 from ckpipe.reading.select import PerRankPolicy
 from ckpipe.reading.targets import LiveTensor
-from ckpipe.settings import Settings
 from ckpipe.transforms.transform import Transform, transforms_of
 from ckpipe.types import PicklePolicy
+
+if TYPE_CHECKING:
+    from ckpipe.settings import Settings
 
 Unwrap = Callable[[str, Mapping[str, Json], Callable[[], Any]], torch.Tensor]
 """Makes a plain tensor of a fresh wrapper tensor: of its label, its facts, and its factory."""

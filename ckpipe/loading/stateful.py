@@ -24,7 +24,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import reduce
 from itertools import chain, takewhile
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -35,12 +35,20 @@ from ckpipe.errors import StructureMismatch
 from ckpipe.format.labels import LabelFilter, join, unwrapped
 from ckpipe.format.manifest import TensorRow
 from ckpipe.format.tree import Node, children_of, leaf_labels
-from ckpipe.loading.request import LoadRequest
 from ckpipe.reading.chunks import HeldElements
 from ckpipe.reading.live_tensors import without_ties
 from ckpipe.reading.select import any_selected
 from ckpipe.state_helpers import RngState, numpy_state, python_state
 from ckpipe.types import first_of
+
+if TYPE_CHECKING:
+    from ckpipe.loading.request import LoadRequest
+
+
+def _plain_request() -> LoadRequest:
+    from ckpipe.loading.request import LoadRequest  # imports settings, which batches do without
+
+    return LoadRequest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +114,7 @@ class SavedObject:
     label: str = ""
     select: LabelFilter = field(default_factory=LabelFilter)
     common: frozenset[str] | None = None
-    request: LoadRequest = field(default_factory=LoadRequest)
+    request: LoadRequest = field(default_factory=_plain_request)
     memo: InspectionMemo = field(default_factory=InspectionMemo)
     from_others: frozenset[str] = frozenset()
     above: str = ""

@@ -189,7 +189,7 @@ async def _until_finished(
         names = await _unfinished(backend, which)
         if not names or await is_decided():
             return
-        if not told:
+        if not told and seconds > 0:
             logger.info("Workers of an earlier launch still finish %s", ", ".join(names))
             told = True
     logger.warning("The load no longer waits for %s", ", ".join(names))

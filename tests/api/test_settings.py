@@ -327,6 +327,6 @@ def test_every_setting_is_described(model: type[BaseModel]) -> None:
     assert [name for name, info in model.model_fields.items() if not info.description] == []
 
 
-def test_retention_rules_do_not_import_pydantic() -> None:
-    code = "import sys, ckpipe.retention; sys.exit('pydantic' in sys.modules)"
-    assert script(code).code == 0
+@pytest.mark.parametrize("use", ["import ckpipe.retention", "import ckpipe; ckpipe.Batches"])
+def test_rules_and_batches_do_not_import_pydantic(use: str) -> None:
+    assert script(f"{use}; import sys; sys.exit('pydantic' in sys.modules)").code == 0

@@ -15,7 +15,7 @@ import ckpipe
 from ckpipe.distributed import training_state
 from tests.foreign.rank_runs import whole
 from tests.support.fork_server import Case
-from tests.support.pipelines import load
+from tests.support.pipelines import load_existing
 from tests.support.rank_processes import SETTINGS, tell
 from tests.support.wrapped_models import trained, wrapped
 
@@ -73,7 +73,7 @@ def load_from_dcp(case: Case) -> None:
         for form in ("nested", "flat"):
             model, optimizer = made(case["kind"], steps=1)
             state = {"training": training_state(model, optimizer)}
-            load(pipeline, state, source=f"{case['root']}.{form}")
+            load_existing(pipeline, state, source=f"{case['root']}.{form}")
             assert optimizer.param_groups[0]["lr"] == 0.03
             found = facts(model, optimizer)
             assert found.keys() == expected.keys()

@@ -18,7 +18,7 @@ import ckpipe
 from ckpipe.distributed import training_state
 from ckpipe.events import CheckpointExported
 from tests.support.fork_server import Case
-from tests.support.pipelines import load
+from tests.support.pipelines import load_existing
 from tests.support.rank_processes import SETTINGS, collectives, tell
 from tests.support.wrapped_models import Net, trained, wrapped
 
@@ -42,7 +42,7 @@ def into_wrappers(case: Case) -> None:
                 state: Any = {"model": model if form == "raw" else training_state(model)}
                 if form == "raw" and kind == "ddp":
                     state = {"model": model.module}
-                result = load(pipeline, state, source=case["files"][kind])
+                result = load_existing(pipeline, state, source=case["files"][kind])
                 assert (result.id, result.source) == (None, case["files"][kind])
                 found = {
                     name.removeprefix("module."): whole(each)
@@ -82,7 +82,7 @@ def share_of_rows(case: Case) -> None:
             target["w"].to_local().fill_(0)
             before = _memory("VmRSS")
             Path("/proc/self/clear_refs").write_text("5")  # begin a new peak
-            result = load(pipeline, target, source=file)
+            result = load_existing(pipeline, target, source=file)
             used = _memory("VmHWM") - before
             assert result.report is not None
             tell(case, read=result.report.bytes, needed=target["w"].to_local().nbytes, used=used)

@@ -22,7 +22,7 @@ from tests.foreign.test_imports import (
     of_torch,
 )
 from tests.support.command_line import Commands, damage, save_steps
-from tests.support.pipelines import load
+from tests.support.pipelines import load_existing
 from tests.support.rank_pipelines import ranks
 
 
@@ -111,7 +111,7 @@ def test_only_what_is_wanted_is_read(
 ) -> None:
     tensors = {f"w{n}": torch.full((1 << 20,), float(n)) for n in range(8)}
     with counted(write(tmp_path, tensors)) as (place, opened):
-        result = load(pipeline, source=place, include=["w3"])
+        result = load_existing(pipeline, source=place, include=["w3"])
         assert torch.equal(result.state["w3"], tensors["w3"])
         assert sum(each.bytes for each in opened) <= 1.1 * (4 << 20) + besides
 

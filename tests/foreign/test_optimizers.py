@@ -15,7 +15,7 @@ import ckpipe
 from ckpipe.distributed import training_state
 from ckpipe.errors import ShapeMismatch, StructureMismatch
 from tests.foreign.dcp_folders import save
-from tests.support.pipelines import load, same
+from tests.support.pipelines import load_existing, same
 
 FORMS: dict[str, Callable[[Any, Any], Any]] = {
     "torch": lambda model, optimizer: (model.state_dict(), optimizer.state_dict()),
@@ -80,11 +80,11 @@ def test_every_form_goes_on_where_it_was(kind: str, tmp_path: Path) -> None:
                     into = {"step": 0, "training": training_state(other, theirs)}
                 if (form, target) == ("flat", "live"):
                     with pytest.raises(StructureMismatch, match="training_state"):
-                        load(pipeline, into, source=place)
+                        load_existing(pipeline, into, source=place)
                     assert theirs.param_groups[0]["lr"] == pytest.approx(0.7)
                     continue
                 kept = ["step"] if target == "named" else []
-                load(pipeline, into, source=place, exclude=kept)
+                load_existing(pipeline, into, source=place, exclude=kept)
                 assert target == "named" or into["step"] == 2
                 assert same(dict(other.state_dict()), dict(model.state_dict())), (form, target)
                 assert same(theirs.state_dict(), optimizer.state_dict()), (form, target)
@@ -104,11 +104,13 @@ def test_numbers_of_other_parameters_are_refused(tmp_path: Path) -> None:
             ):
                 before = [each.detach().clone() for each in parameters]
                 with pytest.raises(error, match=what):
-                    load(pipeline, training_state(model, *optimizers), source=place)
+                    load_existing(pipeline, training_state(model, *optimizers), source=place)
                 assert same(before, [each.detach() for each in parameters])
                 assert not any(each.state for each in optimizers)
             model_alone = training_state(model, one, two)
-            assert load(pipeline, model_alone, source=place, include=["model"]).missing == ()
+            assert (
+                load_existing(pipeline, model_alone, source=place, include=["model"]).missing == ()
+            )
 
 
 def test_the_names_that_the_tutorials_of_torch_give(tmp_path: Path) -> None:
@@ -126,7 +128,9 @@ def test_the_names_that_the_tutorials_of_torch_give(tmp_path: Path) -> None:
             {"epoch": 0, "model": other, "optimizer": theirs},
             {"epoch": 0, "training": training_state(other, theirs)},
         ):
-            load(pipeline, into, source=tmp_path / "old.pt", transform=[ckpipe.Rename(names)])
+            load_existing(
+                pipeline, into, source=tmp_path / "old.pt", transform=[ckpipe.Rename(names)]
+            )
             assert into["epoch"] == 3
             assert same(theirs.state_dict(), optimizer.state_dict())
 
@@ -139,5 +143,5 @@ def test_a_list_of_optimizers_is_no_training_state(tmp_path: Path) -> None:
         ckpipe.SyncPipeline(tmp_path / "run") as pipeline,
         pytest.raises(StructureMismatch, match="a list") as raised,
     ):
-        load(pipeline, training_state(model, optimizer), source=tmp_path / "old.pt")
+        load_existing(pipeline, training_state(model, optimizer), source=tmp_path / "old.pt")
     assert raised.value.key == "optimizer"

@@ -14,7 +14,7 @@ from ckpipe import errors
 from tests.foreign.places import assert_loaded, counted
 from tests.support.command_line import Commands
 from tests.support.one_checkpoint import save_one
-from tests.support.pipelines import load
+from tests.support.pipelines import load_existing
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "sources.md"
 
@@ -55,7 +55,7 @@ def test_a_package_opens_files_and_what_ckpipe_refuses(
     for place in (theirs, file):
         assert_loaded(ckpipe.load(place), expected, place)
         with ckpipe.SyncPipeline(tmp_path / "run") as pipeline:
-            assert_loaded(load(pipeline, source=place), expected, place)
+            assert_loaded(load_existing(pipeline, source=place), expected, place)
         assert call("ls", place, "--json").data["foreign"]["format"] == "rows"
     save_one(tmp_path / "run.rows", {"a": 1}, step=4)
     assert ckpipe.load(tmp_path / "run.rows").step == 4

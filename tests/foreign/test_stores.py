@@ -17,7 +17,7 @@ from tests.foreign.dcp_folders import save
 from tests.foreign.places import Tensors, assert_loaded, weights
 from tests.foreign.test_weights import FORMS
 from tests.support.bucket_stores import Seen, behind_proxy
-from tests.support.pipelines import load
+from tests.support.pipelines import load_existing
 
 
 @pytest.fixture(params=["moto_server", "gcs_server"])
@@ -69,7 +69,7 @@ def test_all_formats_are_read_from_a_bucket(seen: Seen, tmp_path: Path) -> None:
         for form in ("one_file", "in_shards", "torch", "dcp"):
             file = written(form, tmp_path / form, tensors)
             url = put(seen, tmp_path / form, form) + file
-            assert_loaded(load(pipeline, source=url), tensors, url)
+            assert_loaded(load_existing(pipeline, source=url), tensors, url)
             reads = [each for each in seen.requests if each.operation == "Get"]
             assert reads
             assert all("range" in map(str.lower, each.headers) for each in reads), form

@@ -15,7 +15,7 @@ from torch import nn
 import ckpipe
 from ckpipe.errors import ShapeMismatch, StructureMismatch, UnsupportedState
 from tests.foreign.places import assert_loaded, counted, weights
-from tests.support.pipelines import load, same
+from tests.support.pipelines import load_existing, same
 
 
 def everything() -> dict[str, Any]:
@@ -62,7 +62,7 @@ def test_a_file_fills_a_state_in_place(tmp_path: Path, pipeline: ckpipe.SyncPipe
     expected = torch.load(file, weights_only=True)
     target = {name: torch.zeros_like(expected[name]) for name in names}
     with counted(tmp_path) as (url, _):
-        result = load(pipeline, target, source=f"{url}/state.pt", include=list(names))
+        result = load_existing(pipeline, target, source=f"{url}/state.pt", include=list(names))
     assert result.state is target
     assert all(torch.equal(each, expected[name]) for name, each in target.items())
 
@@ -85,7 +85,7 @@ def test_a_training_script_goes_on_from_its_old_file(
     torch.save(old, tmp_path / "old.pt")
     other, theirs = trained()
     state = {"model": other, "optimizer": theirs, "step": 0}
-    load(pipeline, state, source=tmp_path / "old.pt")
+    load_existing(pipeline, state, source=tmp_path / "old.pt")
     assert state["step"] == 2
     assert same(dict(other.state_dict()), dict(model.state_dict()))
     assert same(theirs.state_dict(), optimizer.state_dict())

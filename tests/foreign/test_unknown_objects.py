@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 import ckpipe
 from ckpipe.errors import InvalidManifest, UnsupportedState
 from tests.foreign.test_hostile import DATA, MARK, Mark, laughs, refused, tensor, torch_zip
-from tests.support.pipelines import load, same
+from tests.support.pipelines import load_existing, same
 
 MADE: list[object] = []
 
@@ -389,7 +389,9 @@ def unharmed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_placeholders_run_nothing_and_weights_beside_them_load(tmp_path: Path) -> None:
     file = hostile(tmp_path / "theirs", **PLACEHOLDERS)
     with ckpipe.SyncPipeline(tmp_path / "run") as pipeline:
-        assert same(load(pipeline, source=file, include=["w"]).state, {"w": torch.zeros(2)})
+        assert same(
+            load_existing(pipeline, source=file, include=["w"]).state, {"w": torch.zeros(2)}
+        )
         for name in PLACEHOLDERS:
             with pytest.raises(UnsupportedState) as raised:
                 pipeline.load(source=file, include=[name])

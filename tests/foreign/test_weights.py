@@ -28,7 +28,7 @@ from ckpipe.errors import (
 )
 from tests.foreign.places import Tensors, assert_loaded, counted, replaced_at_second_look, weights
 from tests.support.one_checkpoint import save_one
-from tests.support.pipelines import load
+from tests.support.pipelines import load_existing
 
 
 def one_file(folder: Path, tensors: Tensors) -> None:
@@ -71,9 +71,9 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 
 def test_a_folder_loads_to_the_bit(folder: Path, pipeline: ckpipe.SyncPipeline) -> None:
-    assert_loaded(load(pipeline, source=folder), weights(), folder)
+    assert_loaded(load_existing(pipeline, source=folder), weights(), folder)
     target = {name: torch.zeros_like(tensor) for name, tensor in weights().items()}
-    result = load(pipeline, target, source=str(folder))
+    result = load_existing(pipeline, target, source=str(folder))
     assert_loaded(result, weights(), folder)
     assert result.state is target
     assert result.report is not None
@@ -90,12 +90,12 @@ def test_headers_and_indexes_of_nearly_100_mb_are_read(
     long = {"note": "n" * (mib << 20)}
     whole, shards = tmp_path / "whole.safetensors", tmp_path / "shards"
     safetensors.torch.save_file(weights(), whole, long)
-    assert_loaded(load(pipeline, source=whole), weights(), whole)
+    assert_loaded(load_existing(pipeline, source=whole), weights(), whole)
     shards.mkdir()
     in_shards(shards, weights())
     index = shards / "model.safetensors.index.json"
     index.write_text(json.dumps({**json.loads(index.read_text()), "metadata": long}))
-    assert_loaded(load(pipeline, source=shards), weights(), shards)
+    assert_loaded(load_existing(pipeline, source=shards), weights(), shards)
 
 
 RARE = ("float4_e2m1fn_x2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu", "complex64")
@@ -119,9 +119,9 @@ def bits(tensors: Tensors) -> dict[str, Any]:
 
 def test_rare_dtypes_are_read_and_exported(tmp_path: Path, pipeline: ckpipe.SyncPipeline) -> None:
     one_file(tmp_path, rare())
-    assert bits(load(pipeline, source=tmp_path).state) == bits(rare())
+    assert bits(load_existing(pipeline, source=tmp_path).state) == bits(rare())
     target = rare(value=0)
-    load(pipeline, target, source=tmp_path)
+    load_existing(pipeline, target, source=tmp_path)
     assert bits(target) == bits(rare())
     pipeline.save({"model": rare()}, step=1).wait()
     ckpipe.export(tmp_path / "run", tmp_path / "out")
@@ -154,7 +154,7 @@ def test_dtypes_that_torch_or_safetensors_lack_are_refused_by_name(
 
 def test_a_folder_loads_by_ranged_requests(folder: Path, pipeline: ckpipe.SyncPipeline) -> None:
     with counted(folder) as (url, _):
-        assert_loaded(load(pipeline, source=url), weights(), url)
+        assert_loaded(load_existing(pipeline, source=url), weights(), url)
         assert_loaded(ckpipe.load(url), weights(), url)
 
 
@@ -222,7 +222,7 @@ def test_weights_go_to_the_model_of_any_state(
             with pytest.raises(StructureMismatch):
                 pipeline.load(state, source=tmp_path)
             continue
-        result = load(pipeline, state, source=tmp_path)
+        result = load_existing(pipeline, state, source=tmp_path)
         assert holds(net, net_state())
         assert result.missing == kept
         assert result.state is state
@@ -235,7 +235,7 @@ def test_a_source_is_no_checkpoint(tmp_path: Path) -> None:
     one_file(tmp_path, net_state())
     net = Net()
     with ckpipe.SyncPipeline(tmp_path / "run") as pipeline:
-        load(pipeline, net, source=tmp_path)
+        load_existing(pipeline, net, source=tmp_path)
         assert pipeline.latest() is None
         assert pipeline.save(net).wait().step == 0
         for wrong in ({"step": 0}, {"fallback": True}):
@@ -249,7 +249,7 @@ def test_the_first_start_and_a_restart_are_the_same_line(tmp_path: Path) -> None
     for _ in range(3):
         net = Net()
         with ckpipe.SyncPipeline(tmp_path / "run", initial=tmp_path) as pipeline:
-            result = load(pipeline, {"model": net})
+            result = load_existing(pipeline, {"model": net})
             found.append((result.step, result.source))
             assert torch.equal(net.inner.bias, net_state()["inner.bias"] + result.step)
             with torch.no_grad():
@@ -300,7 +300,7 @@ def test_transforms_see_the_names_of_the_file(
     one_file(tmp_path, {f"module.{name}": each for name, each in net_state().items()})
     net = Net()
     rules = [ckpipe.Rename({"module.*": "*"})]
-    result = load(pipeline, wrap(net), source=tmp_path, transform=rules)
+    result = load_existing(pipeline, wrap(net), source=tmp_path, transform=rules)
     assert result.transformed["module.inner.bias"] == ("inner.bias",)
     assert all(torch.equal(net.state_dict()[name], each) for name, each in net_state().items())
     fresh = ckpipe.load(tmp_path, transform=[ckpipe.Only("module.inner")]).state
@@ -328,7 +328,7 @@ def test_what_does_not_fit_is_refused_before_a_byte_is_written(
             pipeline.load(target, source=tmp_path)
         assert all(torch.equal(each, torch.ones_like(each)) for each in target.values())
     cast = {"inner.weight": torch.ones(4, 4, dtype=torch.float64)}
-    load(pipeline, cast, source=tmp_path, strict=False, cast=True)
+    load_existing(pipeline, cast, source=tmp_path, strict=False, cast=True)
     assert torch.equal(cast["inner.weight"].float(), net_state()["inner.weight"])
 
 
@@ -361,7 +361,7 @@ def test_a_name_in_two_files_is_refused_unless_the_index_decides(
     index.write_text(
         json.dumps({"weight_map": {"w": "b.safetensors", "own of a": "a.safetensors"}})
     )
-    assert load(pipeline, source=tmp_path).state["w"].item() == 2
+    assert load_existing(pipeline, source=tmp_path).state["w"].item() == 2
     index.write_text(json.dumps({"weight_map": {"w": "c.safetensors"}}))
     with pytest.raises(MissingObject, match=r"c\.safetensors, which is not in the folder"):
         pipeline.load(source=tmp_path)
@@ -376,7 +376,7 @@ def test_one_whole_file_counts_before_an_index(
 ) -> None:
     in_shards(tmp_path, weights(seed=1))
     one_file(tmp_path, weights())  # as when a model of shards was saved again, with a larger limit
-    assert_loaded(load(pipeline, source=tmp_path), weights(), tmp_path)
+    assert_loaded(load_existing(pipeline, source=tmp_path), weights(), tmp_path)
     bins = tmp_path / "bins"
     bins.mkdir()
     for name, value in (("pytorch_model.bin", 1), ("adapter_model.bin", 2), ("other.bin", 3)):
@@ -384,7 +384,7 @@ def test_one_whole_file_counts_before_an_index(
     index = bins / "pytorch_model.bin.index.json"
     index.write_text(json.dumps({"weight_map": {"w": "other.bin"}}))
     for expected in (1, 3, 2):
-        assert load(pipeline, source=bins).state["w"].item() == expected
+        assert load_existing(pipeline, source=bins).state["w"].item() == expected
         (bins / "pytorch_model.bin" if expected == 1 else index).unlink(missing_ok=True)
 
 
@@ -407,11 +407,11 @@ def test_shards_that_are_missing_are_named(
         save = torch.save if name.endswith(".bin") else safetensors.torch.save_file
         save({f"w{number}": torch.ones(2)}, tmp_path / name)
     with pytest.raises(MissingObject, match=missing) as caught:
-        load(pipeline, source=tmp_path)
-    assert list(load(pipeline, source=tmp_path / there[0]).state) == ["w0"]
+        load_existing(pipeline, source=tmp_path)
+    assert list(load_existing(pipeline, source=tmp_path / there[0]).state) == ["w0"]
     if "had nothing to save" in str(caught.value):  # do as it says
         (tmp_path / there[0]).rename(tmp_path / there[0].replace("shard-00002", "shard-00001"))
-        assert list(load(pipeline, source=tmp_path).state) == ["w0"]
+        assert list(load_existing(pipeline, source=tmp_path).state) == ["w0"]
     else:
         assert "shard-00002" not in there[0]
 

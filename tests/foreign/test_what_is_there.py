@@ -17,7 +17,7 @@ from safetensors.torch import save as safetensors
 import ckpipe
 from ckpipe.errors import BackendNotFound, CheckpointNotFound, CkpipeError, StoreError, UsageError
 from tests.support.one_checkpoint import save_one
-from tests.support.pipelines import load
+from tests.support.pipelines import load_existing
 
 SAFETENSORS = safetensors({"w": torch.ones(3)})
 HUB = r"source=huggingface_hub\.snapshot_download\('o/n'\)"
@@ -220,7 +220,7 @@ def test_files_of_any_name_are_known_by_their_first_bytes(tmp_path: Path, name: 
         assert ckpipe.load(f"file://{tmp_path / name}").state["w"].sum() == 3
         assert ckpipe.inspect(tmp_path / name).tensors
         with ckpipe.SyncPipeline(tmp_path / "run") as pipeline:
-            assert load(pipeline, source=tmp_path / name).state["w"].sum() == 3
+            assert load_existing(pipeline, source=tmp_path / name).state["w"].sum() == 3
 
 
 SCRIPT = (("a/data.pkl", b""), ("a/code/__torch__/linear.py", b"class Linear: ..."))
@@ -317,10 +317,10 @@ def test_strict_false_is_about_dicts_only(tmp_path: Path, pipeline: ckpipe.SyncP
     torch.save({"a": 1, "model": {"weight": torch.ones(2, 2), "old": 1.0}}, tmp_path / "a.pt")
     state: dict[str, Any] = {"model": torch.nn.Linear(2, 2), "b": 2}
 
-    def load(**how: Any) -> None:
+    def load_existing(**how: Any) -> None:
         pipeline.load(state, source=tmp_path / "a.pt", strict=False, **how)
 
     with pytest.raises(CkpipeError, match="allow_missing"):
-        load()
-    load(allow_missing=["model.bias"], allow_unexpected=["model.old"])
+        load_existing()
+    load_existing(allow_missing=["model.bias"], allow_unexpected=["model.old"])
     assert state["model"].weight.sum() == 4

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 
 import ckpipe
 import ckpipe.distributed
-from tests.support.pipelines import Stores, loaded_state
+from tests.support.pipelines import Stores, load_existing, loaded_state
 
 pytestmark = [
     pytest.mark.gpu,
@@ -165,9 +165,7 @@ def test_a_run_goes_on_to_the_bit(tmp_path: Path, options: str, worker: Any) -> 
     again = Run(2, **OPTIONS[options])
     again.steps(1)
     with ckpipe.SyncPipeline(tmp_path) as pipeline:
-        result = pipeline.load(again.state)
-        assert result is not None
-        assert result.step == 3
+        assert load_existing(pipeline, again.state).step == 3
     assert again.steps(4) == expected
     for one, other in zip(run.model.parameters(), again.model.parameters(), strict=True):
         assert torch.equal(one, other)

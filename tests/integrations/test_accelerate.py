@@ -36,12 +36,12 @@ from tests.integrations.trainer_ranks import (
     Runs,
     Strange,
     check_end,
+    check_kills_inside_saves,
     check_resumed,
     complete,
     forked,
     ids,
     keep_outcome,
-    kill_inside_a_save,
     messages,
     new_case,
     of,
@@ -49,7 +49,7 @@ from tests.integrations.trainer_ranks import (
     serve_runs,
 )
 from tests.support.fork_server import Case
-from tests.support.sampling import EVERY, SEED, sample
+from tests.support.sampling import SEED, sample
 from tests.training.streams import ByEpoch, Each, Once, Stream
 
 if TYPE_CHECKING or __name__ == "__main__":  # pytest does without it
@@ -123,12 +123,10 @@ def test_a_killed_run_goes_on_to_the_bit(
 def test_a_run_killed_inside_a_save_goes_on_to_the_bit(
     run: Runs, undisturbed: Callable[[int, bool], list[Any]], tmp_path: Path, ranks: int
 ) -> None:
-    chance = random.Random(SEED)
-    for number in range(8 if EVERY else 1):
-        case = new_case(tmp_path / f"{number}", url="mortal://store")
-        victim = chance.randrange(ranks)
-        kill_inside_a_save(run, train, case, ranks, victim, range(8, 40), chance)
-        check_resumed(case, undisturbed(ranks, True))
+    def case_of(name: str) -> Case:
+        return new_case(tmp_path / name, url="mortal://store")
+
+    check_kills_inside_saves(run, train, case_of, undisturbed(ranks, True), range(8, 40))
 
 
 def names(case: Case) -> list[str]:

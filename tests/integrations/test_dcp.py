@@ -397,6 +397,12 @@ def test_two_saves_at_once_do_not_mix(case: Case) -> None:
             assert found[f"w{rank}"] == number
 
 
+def save_two(root: Path) -> None:
+    for number, name in enumerate("ab"):
+        state, writer = {"n": torch.tensor(number)}, CkpipeStorageWriter(root)
+        dcp.save(state, checkpoint_id=name, storage_writer=writer, no_dist=True)
+
+
 def load(name: str, reader: CkpipeStorageReader, planner: Any = None) -> int:
     state = {"n": torch.tensor(-1)}
     dcp.load(state, checkpoint_id=name, storage_reader=reader, planner=planner, no_dist=True)
@@ -443,10 +449,7 @@ REMADE: dict[str, Any] = {
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_load_planner_may_make_plans_anew(tmp_path: Path) -> None:
-    for number, name in enumerate("ab"):
-        state = {"n": torch.tensor(number)}
-        writer = CkpipeStorageWriter(tmp_path)
-        dcp.save(state, checkpoint_id=name, storage_writer=writer, no_dist=True)
+    save_two(tmp_path)
     for (kind, remade), step in product(REMADE.items(), ("local", "global", "finish")):
         planner = RemakingPlanner(**{step: remade})
         assert load("a", CkpipeStorageReader(tmp_path), planner) == 0, (kind, step)
@@ -596,10 +599,7 @@ class PlannerWithAnotherLoad(DefaultLoadPlanner):
 
 @pytest.mark.filterwarnings("ignore")
 def test_two_loads_at_once_do_not_mix(tmp_path: Path) -> None:
-    for number, name in enumerate("ab"):
-        writer = CkpipeStorageWriter(tmp_path)
-        state = {"n": torch.tensor(number)}
-        dcp.save(state, checkpoint_id=name, storage_writer=writer, no_dist=True)
+    save_two(tmp_path)
     reader, other = CkpipeStorageReader(tmp_path), CkpipeStorageReader(tmp_path)
     with pytest.raises(CheckpointException, match="use one CkpipeStorageReader at once"):
         load("a", reader, PlannerWithAnotherLoad(reader))

@@ -32,13 +32,13 @@ from ckpipe.testing import FaultyBackend
 from ckpipe_local import LocalBackend
 from tests.integrations.trainer_ranks import (
     Runs,
+    check_kills_inside_saves,
     check_resumed,
     check_same,
     complete,
     forked,
     ids,
     keep_outcome,
-    kill_inside_a_save,
     messages,
     new_case,
     of,
@@ -49,7 +49,7 @@ from tests.integrations.trainer_ranks import (
 )
 from tests.support.fork_server import Case
 from tests.support.killed_runs import die
-from tests.support.sampling import EVERY, SEED
+from tests.support.sampling import SEED
 
 if TYPE_CHECKING or __name__ == "__main__":  # pytest does without it
     import lightning as pl
@@ -143,12 +143,13 @@ def test_a_killed_run_goes_on_to_the_bit(
 def test_a_run_killed_inside_a_save_goes_on_to_the_bit(
     run: Runs, undisturbed: dict[str, Any], tmp_path: Path, strategy: str
 ) -> None:
-    chance, how = random.Random(SEED), STRATEGIES[strategy]
-    for number in range(8 if EVERY else 1):
-        case = new_case(tmp_path / f"{number}", url="mortal://store", **how)
-        victim = chance.randrange(how["ranks"]) if strategy == "fsdp2" else 0
-        kill_inside_a_save(run, train, case, how["ranks"], victim, range(20, 90), chance)
-        check_resumed(case, undisturbed[strategy])
+    def case_of(name: str) -> Case:
+        return new_case(tmp_path / name, url="mortal://store", **STRATEGIES[strategy])
+
+    victims = None if strategy == "fsdp2" else 1
+    check_kills_inside_saves(
+        run, train, case_of, undisturbed[strategy], range(20, 90), victims=victims
+    )
 
 
 def names(case: Case) -> list[str]:

@@ -21,11 +21,11 @@ from ckpipe.testing import SlowBackend
 from ckpipe_local import LocalBackend
 from tests.integrations.trainer_ranks import (
     Runs,
+    check_kills_inside_saves,
     check_resumed,
     complete,
     forked,
     keep_outcome,
-    kill_inside_a_save,
     messages,
     new_case,
     of,
@@ -34,7 +34,7 @@ from tests.integrations.trainer_ranks import (
     whole,
 )
 from tests.support.fork_server import Case
-from tests.support.sampling import EVERY, SEED
+from tests.support.sampling import SEED
 
 if TYPE_CHECKING or __name__ == "__main__":  # pytest does without it
     from torchtitan.components.checkpointer import CheckpointManager
@@ -88,12 +88,12 @@ def test_a_killed_run_goes_on_to_the_bit(
 def test_a_run_killed_inside_a_save_goes_on_to_the_bit(
     run: Runs, undisturbed: list[Any], tmp_path: Path
 ) -> None:
-    chance = random.Random(SEED)
-    for number in range(8 if EVERY else 1):
-        fields = {"folder": "mortal://store", "last_save_model_only": False}
-        case, victim = new_case(tmp_path / f"{number}", fields=fields), chance.randrange(RANKS)
-        kill_inside_a_save(run, train, case, RANKS, victim, range(10, 50), chance)
-        check_resumed(case, undisturbed)
+    fields = {"folder": "mortal://store", "last_save_model_only": False}
+
+    def case_of(name: str) -> Case:
+        return new_case(tmp_path / name, fields=fields)
+
+    check_kills_inside_saves(run, train, case_of, undisturbed, range(10, 50))
 
 
 @setting

@@ -34,13 +34,13 @@ from tests.integrations.trainer_ranks import (
     Runs,
     Strange,
     check_end,
+    check_kills_inside_saves,
     check_resumed,
     check_same,
     complete,
     forked,
     ids,
     keep_outcome,
-    kill_inside_a_save,
     messages,
     new_case,
     outcomes,
@@ -48,7 +48,7 @@ from tests.integrations.trainer_ranks import (
     serve_runs,
 )
 from tests.support.fork_server import Case
-from tests.support.sampling import EVERY, SEED, sample
+from tests.support.sampling import SEED, sample
 
 if TYPE_CHECKING or __name__ == "__main__":  # pytest does without it
     import transformers
@@ -126,12 +126,10 @@ def test_a_killed_run_goes_on_to_the_bit(
 def test_a_run_killed_inside_a_save_goes_on_to_the_bit(
     run: Runs, undisturbed: dict[int, Any], tmp_path: Path, ranks: int
 ) -> None:
-    chance = random.Random(SEED)
-    for number in range(8 if EVERY else 1):
-        case = run_case(tmp_path / f"{number}", ranks, url="mortal://store")
-        victim = chance.randrange(ranks)
-        kill_inside_a_save(run, train, case, ranks, victim, range(8, 40), chance)
-        check_resumed(case, undisturbed[ranks])
+    def case_of(name: str) -> Case:
+        return run_case(tmp_path / name, ranks, url="mortal://store")
+
+    check_kills_inside_saves(run, train, case_of, undisturbed[ranks], range(8, 40))
 
 
 def other_ranks_go_on(case: Case) -> None:

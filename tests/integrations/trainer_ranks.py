@@ -25,6 +25,7 @@ from ckpipe.integrations.pointers import Pointer, read_pointer
 from tests.support.differences import difference
 from tests.support.fork_server import Case, Forks, serve
 from tests.support.killed_runs import mortal_backend
+from tests.support.sampling import EVERY, SEED
 
 Body = Callable[[Case], None]
 
@@ -151,22 +152,35 @@ def check_end(found: dict[str, Any], undisturbed: dict[str, Any]) -> None:
     check_same(found, undisturbed | ends)
 
 
-def kill_inside_a_save(
+def check_kills_inside_saves(
     run: Runs,
     train: Body,
-    case: Case,
-    ranks: int,
-    victim: int,
+    case_of: Callable[[str], Case],
+    undisturbed: list[dict[str, Any]],
     operations: range,
-    chance: random.Random,
+    *,
+    victims: int | None = None,
 ) -> None:
-    """Kill a rank before or after one of these operations of its store; run all to the end."""
-    death = {"at": chance.choice(operations), "landing": chance.choice(["before", "after"])}
-    hurry = {"settings": {"meeting_timeout_seconds": 30}}  # of those that wait for the victim
-    codes = run(train, case, ranks, victim=victim, **death, **hurry)
-    if codes != [0] * ranks:  # a rank that makes fewer operations comes to its end
-        assert codes[victim] is None
-        assert run(train, case, ranks) == [0] * ranks
+    """Check that runs go on to the bit one of whose ranks was killed inside a save.
+
+    Args:
+        run: Runs the ranks.
+        train: What they do.
+        case_of: Makes the case of a run, by its name.
+        undisturbed: What the ranks of a run come to that nothing disturbs.
+        operations: Before or after one of these operations of its store a rank is killed.
+        victims: Only so many of the first ranks may be killed.
+    """
+    chance, ranks = random.Random(SEED), len(undisturbed)
+    for number in range(8 if EVERY else 1):
+        case, victim = case_of(f"{number}"), chance.randrange(victims or ranks)
+        death = {"at": chance.choice(operations), "landing": chance.choice(["before", "after"])}
+        hurry = {"settings": {"meeting_timeout_seconds": 30}}  # of those that wait for the victim
+        codes = run(train, case, ranks, victim=victim, **death, **hurry)
+        if codes != [0] * ranks:  # a rank that makes fewer operations comes to its end
+            assert codes[victim] is None
+            assert run(train, case, ranks) == [0] * ranks
+        check_resumed(case, undisturbed)
 
 
 def check_same(found: Any, expected: Any) -> None:

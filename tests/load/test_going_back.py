@@ -14,7 +14,7 @@ import ckpipe
 from ckpipe import errors
 from ckpipe.testing.wrappers import Landing, Operation
 from ckpipe.types import CheckpointId
-from tests.support.pipelines import Stores, load, loaded_state, newest
+from tests.support.pipelines import Stores, load_existing, loaded_state, newest_of
 from tests.support.rank_pipelines import open_rank, ranks
 from tests.support.settling import SettlingPipeline, settle
 
@@ -39,12 +39,12 @@ def test_a_restart_finds_what_was_saved_after_going_back(tmp_path: Path) -> None
         saved(pipeline, 3, 5, 10)
         loaded_state(pipeline, 5)
         (six,) = saved(pipeline, 6)
-        latest = newest(pipeline)
+        latest = newest_of(pipeline)
         assert latest.key == six > abandoned > good
         kept = pipeline.prune(dry_run=True).keep
         assert kept[0] == latest.id
     with ckpipe.SyncPipeline(tmp_path, keep_last=1) as pipeline:
-        assert load(pipeline).step == 6
+        assert load_existing(pipeline).step == 6
         pipeline.prune()
         assert complete(pipeline) == [5, 6], "the newest, and what its run went back to"
         (seven,) = saved(pipeline, 7)
@@ -94,7 +94,7 @@ def test_ranks_go_back_together_if_any_has_loaded(store: Stores, loading: list[i
                 world[rank].save(STATE, step=step).wait()
         for pipeline in world:
             settle(pipeline)
-        assert newest(world[1]).step == 6
+        assert newest_of(world[1]).step == 6
         assert set(complete(world[1])) - {4} == {5, 6}, "4 stays if rank 0 has resumed from it"
         asked = [each for each in store.faulty.operations if is_question(each)]
     assert 1 <= len(asked) <= 6, "once for each rank that goes back, and never in a straight run"
@@ -120,7 +120,7 @@ def test_a_store_that_fails_at_going_back_costs_that_save(store: Stores) -> None
             world[0].save(STATE, step=5)
         for pipeline in world:
             pipeline.save(STATE, step=6).wait()
-        assert newest(world[0]).step == 6
+        assert newest_of(world[0]).step == 6
 
 
 def failed(pipeline: ckpipe.SyncPipeline, step: int) -> None:
@@ -143,7 +143,7 @@ def saved_earlier(url: str) -> str:
 
 def loaded(world: list[ckpipe.SyncPipeline], **fields: Any) -> set[str | None]:
     """The ids that ranks load, one after the other."""
-    return {load(each, step=1, **fields).id for each in world}
+    return {load_existing(each, step=1, **fields).id for each in world}
 
 
 HURRY: dict[str, Any] = {"load": {"agreement_timeout_seconds": 0.1}}
@@ -232,7 +232,7 @@ def test_only_what_would_hide_an_older_checkpoint_is_waited_for(store: Stores) -
         again = saved_again(world)
         for each in world:
             settle(each)
-            assert {load(each, step=1).id} == again != {id}
+            assert {load_existing(each, step=1).id} == again != {id}
 
 
 def test_a_fallback_agrees_at_once_after_a_failed_save(store: Stores) -> None:
@@ -289,7 +289,7 @@ def test_a_first_save_that_fails_on_one_rank_counts_on_it_too(
         later = {"a": torch.zeros(100)}
         for handle in [each.save(later, step=5 if goes_back else 8) for each in world]:
             handle.wait()
-        later_id = newest(world[0]).id
+        later_id = newest_of(world[0]).id
         assert later_id != earlier
         for pipeline in world:
             assert not loaded_state(pipeline, later_id)["a"].any()

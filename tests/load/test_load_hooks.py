@@ -23,7 +23,7 @@ from torch.optim import lr_scheduler
 from ckpipe import Progress, RngState, SyncPipeline
 from ckpipe.distributed import training_state
 from ckpipe.errors import CkpipeError, ShapeMismatch, StructureMismatch
-from tests.support.pipelines import load
+from tests.support.pipelines import load_existing
 from tests.support.placed_tensors import rank_of
 
 # torch's functions that register hooks have no types.
@@ -295,7 +295,7 @@ def test_objects_of_the_saved_class_load(pipeline: SyncPipeline) -> None:
     pipeline.save({"all": saved, "scaler": GradScaler("cpu", init_scale=4)}, step=0).wait()
     target = [kind(optimizer_of(2)) for kind in kinds]
     disabled = GradScaler("cpu", enabled=False)
-    result = load(pipeline, {"all": target, "scaler": disabled})
+    result = load_existing(pipeline, {"all": target, "scaler": disabled})
     assert [each.state_dict() for each in target] == [each.state_dict() for each in saved]
     assert "scaler.scale" in result.unexpected
 

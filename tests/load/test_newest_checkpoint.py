@@ -14,7 +14,7 @@ import torch
 import ckpipe
 from ckpipe import errors
 from ckpipe.events import Completed, RankCommitted, Staged
-from tests.support.pipelines import Stateful, Stores, load, loaded_state, newest
+from tests.support.pipelines import Stateful, Stores, load_existing, loaded_state, newest_of
 from tests.support.rank_pipelines import one_rank, ranks
 from tests.support.settling import SettlingPipeline, settle
 
@@ -58,7 +58,7 @@ def test_what_was_just_saved_is_the_newest(
                 training["model"].weight.fill_(step)
             pipeline.save(training, step=step, until=until)
             target = None if fresh else trained(-1)[0]
-            result = load(pipeline, target, fallback=fallback)
+            result = load_existing(pipeline, target, fallback=fallback)
             assert result.step == step
             found = result.state["model"]["weight"] if target is None else target["model"].weight
             assert found.unique().tolist() == [step]
@@ -120,7 +120,7 @@ def test_a_hook_loads_the_very_save_that_calls_it(store: Stores, kind: Any) -> N
     with ckpipe.SyncPipeline(store.url) as pipeline:
 
         def hear(event: Any) -> None:
-            found.append(load(pipeline).step)
+            found.append(load_existing(pipeline).step)
 
         {Staged: pipeline.on_staged, RankCommitted: pipeline.on_committed}.get(
             kind, pipeline.on_complete
@@ -153,7 +153,7 @@ def test_a_load_does_not_wait_for_the_save_that_calls_it(store: Stores) -> None:
     with ckpipe.SyncPipeline(store.url) as pipeline:
 
         def look() -> dict[str, int]:
-            found.append(load(pipeline).step)
+            found.append(load_existing(pipeline).step)
             return {"found": found[-1]}
 
         pipeline.save(state(1), step=1)
@@ -169,7 +169,7 @@ def test_latest_and_steps_tell_what_is_complete_now(store: Stores) -> None:
         store.slow.gate.wait_until_held()
         best = pipeline.best("loss")
         assert best is not None
-        assert newest(pipeline).step == best.step == 1
+        assert newest_of(pipeline).step == best.step == 1
         assert [info.step for info in pipeline.steps() if info.complete] == [1]
         store.slow.release()
 
@@ -182,7 +182,7 @@ def test_ranks_load_what_they_have_just_saved(store: Stores) -> None:
             found = []
             for step in range(1, 4):
                 pipelines[rank].save(state(step), step=step)
-                found.append(load(pipelines[rank]).step)
+                found.append(load_existing(pipelines[rank]).step)
             return found
 
         assert list(threads.map(saved_and_loaded, range(2))) == [[1, 2, 3], [1, 2, 3]]

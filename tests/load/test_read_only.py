@@ -18,7 +18,7 @@ from ckpipe.errors import (
     UnsupportedTopology,
 )
 from tests.support.command_line import damage
-from tests.support.pipelines import load, loaded_state, newest
+from tests.support.pipelines import load_existing, loaded_state, newest_of
 from tests.support.rank_processes import Gang, told
 from tests.support.stored_files import LEASES
 
@@ -45,7 +45,7 @@ def test_looking_and_loading_change_nothing(root: Path) -> None:
     before = everything(root)
     with ckpipe.SyncPipeline(root, read_only=True) as pipeline:
         assert [info.step for info in pipeline.steps()] == [1, 2]
-        assert newest(pipeline).step == 2
+        assert newest_of(pipeline).step == 2
         assert pipeline.verify(1).files == 1
         assert loaded_state(pipeline)["weights"].tolist() == [2.0] * 5
         target = {"weights": torch.zeros(5)}
@@ -65,7 +65,7 @@ def test_a_run_that_goes_on_is_loaded_from(root: Path) -> None:
         lease.write_bytes(b"{}")
         before = everything(root)
         with ckpipe.SyncPipeline(root, read_only=True) as pipeline:
-            assert load(pipeline).step == 2
+            assert load_existing(pipeline).step == 2
         assert everything(root) == before
 
 
@@ -98,7 +98,7 @@ def test_one_of_many_ranks_names_what_it_loads(root: Path, monkeypatch: pytest.M
             pipeline.load()
         with pytest.raises(UnsupportedTopology, match="without fallback"):
             pipeline.load(step=1, fallback=True)
-        loaded = load(pipeline, step=1, per_rank="rank0")
+        loaded = load_existing(pipeline, step=1, per_rank="rank0")
         assert loaded.state["weights"].tolist() == [1.0] * 5
     assert everything(root) == before
 

@@ -18,7 +18,7 @@ from ckpipe.testing import FaultyBackend
 from ckpipe_local import LocalBackend
 from tests.support.dead_runs import crash
 from tests.support.one_checkpoint import save_one
-from tests.support.pipelines import load
+from tests.support.pipelines import load_existing
 from tests.support.rank_pipelines import ranks
 
 REMAINS = {
@@ -106,7 +106,7 @@ def test_never_begins_anew_beside_checkpoints_and_its_saves_are_newer(tmp_path: 
     policies: list[Any] = ["auto", "must"]
     for resume in policies:
         with ckpipe.SyncPipeline(tmp_path, resume=resume) as pipeline:
-            loaded, chosen = load(pipeline), pipeline.choose()
+            loaded, chosen = load_existing(pipeline), pipeline.choose()
         assert chosen is not None
         assert (loaded.state, loaded.step, loaded.id) == ({"w": 2}, 1, chosen.id)
 

@@ -15,7 +15,7 @@ import torch
 import ckpipe
 from ckpipe.errors import LockMisuse, PipelineClosed
 from tests.support.actors import PATIENCE, DaemonThreads, Held, is_free, until
-from tests.support.pipelines import loaded_state
+from tests.support.pipelines import loaded_state, newest_of
 
 
 class Slow:
@@ -324,9 +324,7 @@ def test_a_load_that_falls_back_keeps_the_lock_and_asks_the_state_again(
 ) -> None:
     slow, lock = training.slow, pipeline.lock
     slow.go_on.set()
-    newest = pipeline.latest()
-    assert newest is not None
-    (file,) = (tmp_path / "one").glob(f"{newest.id}*/*.safetensors")
+    (file,) = (tmp_path / "one").glob(f"{newest_of(pipeline).id}*/*.safetensors")
     damaged = bytearray(file.read_bytes())
     damaged[-1] ^= 1
     file.write_bytes(damaged)

@@ -21,7 +21,7 @@ import ckpipe
 from ckpipe.errors import CaptureTooSlow
 from ckpipe.settings import Lock
 from tests.support.actors import PATIENCE, DaemonThreads
-from tests.support.pipelines import Stores
+from tests.support.pipelines import Stores, load_existing
 from tests.support.sampling import EVERY
 
 SECONDS = 30.0 if EVERY else 0.5
@@ -146,9 +146,7 @@ class Checked:
         except CaptureTooSlow:
             self.too_slow += 1
             return
-        result = self.pipeline.load(step=handle.id)
-        assert result is not None
-        numbers = numbers_in(result.state)
+        numbers = numbers_in(load_existing(self.pipeline, step=handle.id).state)
         assert len(numbers) == 1, f"step {handle.step} holds {sorted(numbers)}"
         self.whole += 1
 

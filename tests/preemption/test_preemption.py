@@ -17,7 +17,7 @@ import torch
 import ckpipe
 from ckpipe import errors
 from tests.support.actors import PATIENCE, DaemonThreads
-from tests.support.pipelines import Stores
+from tests.support.pipelines import Stateful, Stores, load_existing
 from tests.support.rank_pipelines import open_rank
 
 STATE: dict[str, Any] = {"a": torch.ones(100)}
@@ -162,20 +162,6 @@ def test_all_handlers_that_come_later_are_called(tmp_path: Path, calls: list[int
     signal.signal(signal.SIGUSR2, original)
 
 
-async def test_a_handler_of_the_event_loop_is_called_too(tmp_path: Path, calls: list[int]) -> None:
-    original = signal.getsignal(signal.SIGUSR2)
-    loop, heard = asyncio.get_running_loop(), asyncio.Event()
-    async with ckpipe.Pipeline(tmp_path, **USR2) as pipeline:
-        loop.add_signal_handler(signal.SIGUSR2, heard.set)
-        assert not pipeline.should_save(1)
-        send()
-        await heard.wait()
-        assert pipeline.preempted
-        assert pipeline.should_save(1)
-    loop.remove_signal_handler(signal.SIGUSR2)
-    signal.signal(signal.SIGUSR2, original)
-
-
 def test_signals_need_the_main_thread_and_the_programs_own_event_does_not(tmp_path: Path) -> None:
     seen: list[str] = []
 
@@ -234,9 +220,7 @@ def test_what_keeps_only_final_ones_is_saved_before_it_is_stopped(tmp_path: Path
         assert run.save(STATE, step=1).wait(30).complete
     # It goes on from there, and what the last one saves as final takes the place.
     with ckpipe.SyncPipeline(tmp_path, keep_last=0) as run:
-        loaded = run.load()
-        assert loaded is not None
-        assert loaded.step == 1
+        assert load_existing(run).step == 1
         assert run.save(STATE, step=2).status == "skipped"
         run.save(STATE, step=3, final=True).wait(30)
     with ckpipe.SyncPipeline(tmp_path, keep_last=0) as run:
@@ -265,22 +249,14 @@ def test_settings_say_it_in_short_and_at_length(monkeypatch: pytest.MonkeyPatch)
             ckpipe.Settings(preemption={"signals": [name]})
 
 
-class Signals:
-    """Sends a signal to this process whenever its state is read.
+def signals(number: int) -> Stateful:
+    """An object that sends a signal to this process whenever its state is read."""
 
-    Args:
-        number: The signal.
-    """
+    def state() -> dict[str, Any]:
+        os.kill(os.getpid(), number)
+        return STATE
 
-    def __init__(self, number: int) -> None:
-        self.number = number
-
-    def state_dict(self) -> dict[str, Any]:
-        os.kill(os.getpid(), self.number)
-        return {"a": torch.ones(100)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        pass
+    return Stateful(state)
 
 
 @contextmanager
@@ -299,7 +275,7 @@ def raises_at(number: int, error: BaseException) -> Iterator[None]:
 @pytest.mark.parametrize("until", ["captured", "staged", "committed"])
 def test_an_error_of_a_handler_waits_until_the_state_is_copied(tmp_path: Path, until: Any) -> None:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(3))], lr=0.1)
-    state = {"first": Signals(signal.SIGCHLD), "second": torch.ones(3), "optimizer": optimizer}
+    state = {"first": signals(signal.SIGCHLD), "second": torch.ones(3), "optimizer": optimizer}
     with (
         raises_at(signal.SIGCHLD, RuntimeError("a worker died")),
         ckpipe.SyncPipeline(tmp_path, guard=optimizer) as pipeline,
@@ -308,13 +284,13 @@ def test_an_error_of_a_handler_waits_until_the_state_is_copied(tmp_path: Path, u
             pipeline.save(state, step=1, until=until)
         assert pipeline.load(step=1) is not None
         with pytest.raises(RuntimeError, match="a worker died"):
-            pipeline.save({"first": Signals(signal.SIGCHLD), "second": object()}, step=2)
+            pipeline.save({"first": signals(signal.SIGCHLD), "second": object()}, step=2)
         with pytest.raises(errors.UnsupportedState):
             pipeline.save(state, step=3)
 
 
 async def test_an_error_of_a_handler_waits_for_all_saves_of_a_loop(tmp_path: Path) -> None:
-    state = {"first": Signals(signal.SIGCHLD)}
+    state = {"first": signals(signal.SIGCHLD)}
     with raises_at(signal.SIGCHLD, RuntimeError("a worker died")):
         async with ckpipe.Pipeline(tmp_path) as pipeline:
             saves = [pipeline.save(state, step=step) for step in range(3)]
@@ -325,7 +301,7 @@ async def test_an_error_of_a_handler_waits_for_all_saves_of_a_loop(tmp_path: Pat
 
 
 def test_a_timer_still_ends_a_save(tmp_path: Path) -> None:
-    state = {"first": Signals(signal.SIGALRM)}
+    state = {"first": signals(signal.SIGALRM)}
     with (
         raises_at(signal.SIGALRM, TimeoutError("it takes too long")),
         ckpipe.SyncPipeline(tmp_path) as pipeline,

@@ -22,6 +22,7 @@ import ckpipe
 from tests.support.actors import PATIENCE, DaemonThreads
 from tests.support.command_line import forked
 from tests.support.killed_runs import note, notes
+from tests.support.pipelines import newest_of
 from tests.support.rank_processes import SETTINGS, Gang, private, told
 
 USR2: dict[str, Any] = {"preemption": {"enabled": True, "signals": ["SIGUSR2"]}}
@@ -391,13 +392,10 @@ def train_until_told(case: dict[str, Any]) -> None:
                 return
 
 
-def test_a_rank_calls_the_others_from_a_collective(world: Gang, tmp_path: Path) -> None:
-    root = tmp_path / "run"
-    assert world.run("tests.preemption.test_signals_in_c_calls:train_until_told", root, 2) == [0, 0]
+def test_a_rank_calls_the_others_from_a_collective(world: Gang, root: Path) -> None:
+    world.succeed("tests.preemption.test_signals_in_c_calls:train_until_told", root, 2)
     saved = told(root, "saved")
     assert len(saved[0]) == 1
     assert saved[0] == saved[1]
     with ckpipe.SyncPipeline(root, solo=True) as pipeline:
-        info = pipeline.latest()
-        assert info is not None
-        assert [info.step] == saved[0]
+        assert [newest_of(pipeline).step] == saved[0]

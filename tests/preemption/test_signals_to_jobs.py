@@ -23,6 +23,7 @@ from ckpipe import errors
 from tests.preemption.preempted_runs import STEP_SECONDS, Run
 from tests.support.fork_server import Case, Forks, forks
 from tests.support.killed_runs import notes
+from tests.support.pipelines import Stateful, load_existing
 from tests.support.sampling import EVERY, SEED
 
 PROGRAM = str(Path(__file__).with_name("preempted_runs.py"))
@@ -82,8 +83,7 @@ def check(root: Path, case: Case) -> None:
     """Check that the newest checkpoint is the whole state of the last step."""
     run = Run(case)
     with ckpipe.SyncPipeline(root) as pipeline:
-        loaded = pipeline.load(run.state)
-    assert loaded is not None
+        loaded = load_existing(pipeline, run.state)
     assert loaded.step == noted(root, "step")[-1]
     assert (run.weight.item(), run.position) == (loaded.step, loaded.step)
 
@@ -92,9 +92,8 @@ def check(root: Path, case: Case) -> None:
 @pytest.mark.parametrize("number", range(RUNS))
 @pytest.mark.parametrize(("method", "persistent", "bound"), CELLS)
 def test_the_last_step_is_saved_whenever_the_job_is_told_to_stop(
-    trainers: Forks, tmp_path: Path, method: str, persistent: bool, bound: str, number: int
+    trainers: Forks, root: Path, method: str, persistent: bool, bound: str, number: int
 ) -> None:
-    root = tmp_path / "run"
     case = {"root": str(root), "method": method, "persistent": persistent, "bound": bound}
     moment = random.Random(f"{SEED} {method} {persistent} {bound} {number}")
     first, delay = moment.randrange(1, 14), moment.random() * 2 * STEP_SECONDS
@@ -123,9 +122,8 @@ def stop_at_once(root: Path) -> Callable[[int], None]:
 
 
 def test_workers_end_with_the_program_and_their_own_function_is_called(
-    trainers: Forks, tmp_path: Path
+    trainers: Forks, root: Path
 ) -> None:
-    root = tmp_path / "run"
     case = {**FORKED, "root": str(root), "held": True, "init": True}
     assert run_job(trainers, case, stop_at_once(root)) == 0
     assert sorted(noted(root, "worker")) == [0, 1]
@@ -134,18 +132,16 @@ def test_workers_end_with_the_program_and_their_own_function_is_called(
 
 @pytest.mark.parametrize("every", [1000, 2])
 def test_a_loader_that_fails_after_the_stop_loses_no_step(
-    trainers: Forks, tmp_path: Path, every: int
+    trainers: Forks, root: Path, every: int
 ) -> None:
-    root = tmp_path / "run"
     case = {**FORKED, "root": str(root), "dies": 3, "every": every}
     assert run_job(trainers, case, lambda group: None) == 1
     check(root, case)
 
 
 def test_an_epoch_that_cannot_begin_after_the_stop_loses_no_step(
-    trainers: Forks, tmp_path: Path
+    trainers: Forks, root: Path
 ) -> None:
-    root = tmp_path / "run"
     case = {"method": "spawn", "persistent": False, "bound": "data", "root": str(root), "starts": 1}
     assert run_job(trainers, case, lambda group: None) == 1
     check(root, case | {"starts": None})
@@ -154,9 +150,8 @@ def test_an_epoch_that_cannot_begin_after_the_stop_loses_no_step(
 @pytest.mark.parametrize("ranks", [2, 3] if EVERY else [2])
 @pytest.mark.parametrize("every", [1000, 2])
 def test_ranks_whose_loaders_fail_after_the_same_step_lose_no_step(
-    trainers: Forks, tmp_path: Path, every: int, ranks: int
+    trainers: Forks, root: Path, every: int, ranks: int
 ) -> None:
-    root = tmp_path / "run"
     case = {**FORKED, "root": str(root), "dies": [3] * ranks, "every": every}
     assert trainers.ranks(case, ranks) == [1] * ranks
     run = Run({**case, "dies": None})
@@ -168,9 +163,8 @@ def test_ranks_whose_loaders_fail_after_the_same_step_lose_no_step(
 
 
 def test_ranks_whose_loaders_fail_after_different_steps_tell_what_is_lost(
-    trainers: Forks, tmp_path: Path
+    trainers: Forks, root: Path, tmp_path: Path
 ) -> None:
-    root = tmp_path / "run"
     case: Case = {**FORKED, "root": str(root), "dies": [2, 3], "every": 1000, "grace": 2}
     trainers.ranks(case, 2)
     for rank, step in enumerate(case["dies"]):
@@ -184,8 +178,7 @@ def test_ranks_whose_loaders_fail_after_different_steps_tell_what_is_lost(
 
 
 @pytest.mark.parametrize("every", [1000, 2])
-def test_steps_that_are_lost_are_told(trainers: Forks, tmp_path: Path, every: int) -> None:
-    root = tmp_path / "run"
+def test_steps_that_are_lost_are_told(trainers: Forks, root: Path, every: int) -> None:
     case = {**FORKED, "root": str(root), "dies": 3, "every": every, "unguarded": True}
     assert run_job(trainers, case, lambda group: None) == 1
     (warning,) = [line for line in notes(root) if line.startswith("WARNING A stop")]
@@ -195,36 +188,28 @@ def test_steps_that_are_lost_are_told(trainers: Forks, tmp_path: Path, every: in
     )
 
 
-class Refusing:
-    """A part of a state that can be saved or not.
+def refusing_at_the_end(error: BaseException) -> dict[str, Any]:
+    """A state that can be saved once."""
+    parts: Iterator[torch.Tensor] = iter([torch.ones(1)])
 
-    Args:
-        error: Raised by ``state_dict``.
-    """
+    def part() -> torch.Tensor:
+        if (found := next(parts, None)) is None:
+            raise error
+        return found
 
-    def __init__(self) -> None:
-        self.error: BaseException | None = None
-
-    def state_dict(self) -> dict[str, Any]:
-        if self.error is not None:
-            raise self.error
-        return {"a": torch.ones(1)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        pass
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(3))], lr=0.1)
+    return {"part": Stateful(part), "optimizer": optimizer}
 
 
 @pytest.mark.parametrize("error", [ValueError("refused"), KeyboardInterrupt("refused")])
 def test_a_pipeline_is_closed_although_its_last_save_fails(
     tmp_path: Path, error: BaseException
 ) -> None:
-    part, optimizer = Refusing(), torch.optim.SGD([torch.nn.Parameter(torch.ones(3))], lr=0.1)
-    state = {"part": part, "optimizer": optimizer}
-    pipeline = ckpipe.SyncPipeline(tmp_path, guard=optimizer, preemption=True)
+    state = refusing_at_the_end(error)
+    pipeline = ckpipe.SyncPipeline(tmp_path, guard=state["optimizer"], preemption=True)
     with pytest.raises(type(error), match="refused"), pipeline:  # noqa: PT012
         pipeline.save(state, step=1)
         assert not pipeline.should_save(2)
-        part.error = error
         pipeline.preempt()
     with pytest.raises(errors.PipelineClosed):
         pipeline.steps()
@@ -234,14 +219,12 @@ def test_a_pipeline_is_closed_although_its_last_save_fails(
 async def test_an_awaiting_pipeline_is_closed_although_its_last_save_fails(
     tmp_path: Path, error: BaseException
 ) -> None:
-    part, optimizer = Refusing(), torch.optim.SGD([torch.nn.Parameter(torch.ones(3))], lr=0.1)
-    state = {"part": part, "optimizer": optimizer}
-    pipeline = ckpipe.Pipeline(tmp_path, guard=optimizer, preemption=True)
+    state = refusing_at_the_end(error)
+    pipeline = ckpipe.Pipeline(tmp_path, guard=state["optimizer"], preemption=True)
     with pytest.raises(type(error), match="refused"):  # noqa: PT012
         async with pipeline:
             await pipeline.save(state, step=1)
             assert not pipeline.should_save(2)
-            part.error = error
             pipeline.preempt()
     with pytest.raises(errors.PipelineClosed):
         await pipeline.steps()
@@ -283,9 +266,7 @@ def test_the_last_save_is_not_that_of_another_state(tmp_path: Path, saves: bool)
                 pipeline.load({"model": copy.deepcopy(model)}, step=0, include=["model.*"])
                 pipeline.preempt()
     with ckpipe.SyncPipeline(tmp_path) as pipeline:
-        loaded = pipeline.load(state)
-    assert loaded is not None
-    assert (loaded.step, data.batch) == (2, 2)
+        assert (load_existing(pipeline, state).step, data.batch) == (2, 2)
 
 
 def test_a_state_that_contains_itself_is_saved_before_the_stop(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import ckpipe
 from ckpipe.errors import PermissionDenied
 from ckpipe.testing import Operation
 from tests.support.actors import PATIENCE, DaemonThreads
-from tests.support.pipelines import Stores
+from tests.support.pipelines import Stores, newest_of
 from tests.support.rank_pipelines import open_rank
 from tests.support.signals import signals_heard
 
@@ -55,6 +55,11 @@ def leave(
     return raised.value
 
 
+def newest_step(store: Stores) -> int:
+    with ckpipe.SyncPipeline(store.url) as pipeline:
+        return newest_of(pipeline).step
+
+
 def test_an_error_of_a_handler_ends_no_vote(store: Stores) -> None:
     """Workers of a loader die one after the other, and torch's handler raises for each."""
     heard, main = threading.Event(), threading.get_ident()
@@ -74,10 +79,7 @@ def test_an_error_of_a_handler_ends_no_vote(store: Stores) -> None:
     finally:
         signal.signal(signal.SIGCHLD, before)
     assert any("another worker died" in note for note in error.__notes__)
-    with ckpipe.SyncPipeline(store.url) as pipeline:
-        newest = pipeline.latest()
-    assert newest is not None
-    assert newest.step == 2
+    assert newest_step(store) == 2
 
 
 def test_votes_that_cannot_be_deleted_cost_no_step(store: Stores) -> None:
@@ -89,10 +91,7 @@ def test_votes_that_cannot_be_deleted_cost_no_step(store: Stores) -> None:
     other = DaemonThreads().submit(leave, *ranks[1])
     leave(*ranks[0])
     other.result(PATIENCE)
-    with ckpipe.SyncPipeline(store.url) as pipeline:
-        newest = pipeline.latest()
-    assert newest is not None
-    assert newest.step == 2
+    assert newest_step(store) == 2
 
 
 def test_a_store_that_does_not_answer_ends_the_vote(store: Stores) -> None:

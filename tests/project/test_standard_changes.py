@@ -19,7 +19,11 @@ def copy(tmp_path: Path) -> ChangedTree:
 
 
 SHOWN = """
+import asyncio
 import inspect
+import ckpipe
+
+state = {"a": 1}
 
 def check_shown(function):
     option = inspect.signature(function).parameters["made_up"]
@@ -29,25 +33,10 @@ def check_shown(function):
 """
 
 
-def test_an_option_of_a_load_is_three_places(copy: ChangedTree) -> None:
-    copy.add("LoadOptions", 'made_up: Annotated[str, "none"]\n"""Do what is made up."""')
-    copy.add(
-        "LoadRequest.__init__",
-        'self.made_up = one_of("made_up", given["made_up"], "none", "some")',
-    )
-    copy.add("MatchedLoad.apply", "self.missing = (*self.missing, self.request.made_up)")
-    assert copy.places == 3
-
-    ran = copy.run(
-        SHOWN
-        + """
-import asyncio
-import ckpipe
-
+LOADS = """
 for function in (ckpipe.load, ckpipe.Pipeline.load, ckpipe.SyncPipeline.load):
     check_shown(function)
 
-state = {"a": 1}
 with ckpipe.SyncPipeline("run") as pipeline:
     pipeline.save(state, 1, until="committed")
     assert pipeline.load(state).missing == ("none",)
@@ -64,29 +53,10 @@ try:
 except ckpipe.errors.UsageError as error:
     print(error)
 """
-    )
-    assert ran.out == "made_up is 'none' or 'some', not 'more'\n"
-
-
-def test_an_option_of_a_save_is_three_places(copy: ChangedTree) -> None:
-    copy.add("SaveOptions", 'made_up: Annotated[str, "none"]\n"""Do what is made up."""')
-    copy.add(
-        "SaveRequest.__init__",
-        'self.made_up = one_of("made_up", given["made_up"], "none", "some", step=step)',
-    )
-    copy.add("Save.__init__", 'request.metadata["made up"] = request.made_up')
-    assert copy.places == 3
-
-    ran = copy.run(
-        SHOWN
-        + """
-import asyncio
-import ckpipe
-
+SAVES = """
 for function in (ckpipe.Pipeline.save, ckpipe.SyncPipeline.save):
     check_shown(function)
 
-state = {"a": 1}
 with ckpipe.SyncPipeline("run") as pipeline:
     pipeline.save(state, 1)
     pipeline.save(state, 2, made_up="some")
@@ -104,5 +74,23 @@ async def main():
 asyncio.run(main())
 assert ckpipe.load("run").metadata == {"made up": "some"}
 """
-    )
-    assert ran.out == "made_up is 'none' or 'some', not 'more' [step 4]\n"
+OPTIONS = {
+    "Load": ("", "MatchedLoad.apply", "self.missing = (*self.missing, self.request.made_up)"),
+    "Save": (", step=step", "Save.__init__", 'request.metadata["made up"] = request.made_up'),
+}
+"""Of each call what its refusal names besides, and what the option does, and where."""
+
+
+@pytest.mark.parametrize(
+    ("call", "program", "where"), [("Load", LOADS, ""), ("Save", SAVES, " [step 4]")]
+)
+def test_an_option_of_a_call_is_three_places(
+    copy: ChangedTree, call: str, program: str, where: str
+) -> None:
+    named, place, effect = OPTIONS[call]
+    copy.add(f"{call}Options", 'made_up: Annotated[str, "none"]\n"""Do what is made up."""')
+    checked = f'one_of("made_up", given["made_up"], "none", "some"{named})'
+    copy.add(f"{call}Request.__init__", f"self.made_up = {checked}")
+    copy.add(place, effect)
+    assert copy.places == 3
+    assert copy.run(SHOWN + program).out == f"made_up is 'none' or 'some', not 'more'{where}\n"

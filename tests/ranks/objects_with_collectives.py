@@ -20,6 +20,7 @@ from ckpipe.errors import StoreUnavailable, UnsupportedTopology
 from ckpipe.testing import FaultyBackend
 from ckpipe_local import LocalBackend
 from tests.support.fork_server import Case
+from tests.support.pipelines import load_existing
 from tests.support.rank_processes import SETTINGS, tell
 
 
@@ -144,12 +145,9 @@ def another_order(case: Case) -> None:
                 number = 2 * step + again
                 pipeline.save(state, step=number).wait_complete(timeout=300)
                 dist.barrier()
-            result = pipeline.load(state, step=number)
-            assert result is not None
+            load_existing(pipeline, state, step=number)
             if name != "FSDP1":
-                fresh = pipeline.load(step=number)
-                assert fresh is not None
-                assert list(fresh.state) == list(state), name
+                assert list(load_existing(pipeline, step=number).state) == list(state), name
 
 
 class Declared(Meets):

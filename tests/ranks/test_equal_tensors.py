@@ -17,13 +17,11 @@ from tests.support.sampling import sample
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("plan", ["local", "global"])
-def test_each_rank_gets_back_what_it_saved(world: Gang, tmp_path: Path, plan: str) -> None:
-    root = tmp_path / "run"
+def test_each_rank_gets_back_what_it_saved(
+    world: Gang, root: Path, tmp_path: Path, plan: str
+) -> None:
     rows = sample(ROWS, 8)
-    assert (
-        world.run("tests.ranks.equal_tensors:save", root, RANKS, plan=plan, rows=rows)
-        == [0] * RANKS
-    )
+    world.succeed("tests.ranks.equal_tensors:save", root, RANKS, plan=plan, rows=rows)
     wrong = []
     for rank, every in told(root, "loaded").items():
         for name, form, values in every:
@@ -40,9 +38,7 @@ def test_each_rank_gets_back_what_it_saved(world: Gang, tmp_path: Path, plan: st
 
     steps = [[name, form, id] for name, form, id, _ in saved]
     other = tmp_path / "other"
-    assert world.run(
-        "tests.ranks.equal_tensors:load_alone", other, 1, saved=str(root), steps=steps
-    ) == [0]
+    world.succeed("tests.ranks.equal_tensors:load_alone", other, 1, saved=str(root), steps=steps)
     for name, form, values in told(other, "alone")[0]:
         row = ROWS[name]
         alone = [[1.0]] * len(values) if row.values == "all" else "PerRankValue"

@@ -45,25 +45,25 @@ def save_after_one_rank_loaded(case: Case) -> None:
     assert sorted(found) == [False, True], found
 
 
-def test_ranks_that_would_save_other_steps_are_asked_for_one(world: Gang, tmp_path: Path) -> None:
-    root = tmp_path / "run"
+@pytest.fixture
+def saved(root: Path) -> Path:
+    """A root with the steps 10 and 40 of one process."""
     with ckpipe.SyncPipeline(root, solo=True) as pipeline:
         for step in (10, 40):
             pipeline.save(STATE, step=step).wait()
-    assert world.run("tests.ranks.test_lines:save_after_one_rank_loaded", root, 2) == [0, 0]
+    return root
+
+
+def test_ranks_that_would_save_other_steps_are_asked_for_one(world: Gang, saved: Path) -> None:
+    world.succeed("tests.ranks.test_lines:save_after_one_rank_loaded", saved, 2)
 
 
 @pytest.mark.parametrize("loads", [[], [0], [0, 1]], ids=str)
 def test_ranks_that_are_given_no_step_go_on_together(
-    world: Gang, tmp_path: Path, loads: list[int]
+    world: Gang, saved: Path, loads: list[int]
 ) -> None:
-    root = tmp_path / "run"
-    with ckpipe.SyncPipeline(root, solo=True) as pipeline:
-        for step in (10, 40):
-            pipeline.save(STATE, step=step).wait()
-    do = "tests.ranks.test_lines:save_without_steps"
-    assert world.run(do, root, 2, loads=loads) == [0, 0]
-    with ckpipe.SyncPipeline(root, solo=True, read_only=True) as pipeline:
+    world.succeed("tests.ranks.test_lines:save_without_steps", saved, 2, loads=loads)
+    with ckpipe.SyncPipeline(saved, solo=True, read_only=True) as pipeline:
         infos = [each for each in pipeline.steps() if each.complete]
     assert [each.step for each in infos][-1] == 42
     if loads:

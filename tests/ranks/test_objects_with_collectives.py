@@ -17,9 +17,7 @@ pytestmark = pytest.mark.timeout(1200)
 
 def test_objects_are_asked_in_one_order_on_all_ranks(world: Gang, tmp_path: Path) -> None:
     case = {"states": list(STATES)}
-    assert world.run(
-        "tests.ranks.objects_with_collectives:another_order", tmp_path / "run", 2, **case
-    ) == [0, 0]
+    world.succeed("tests.ranks.objects_with_collectives:another_order", tmp_path / "run", 2, **case)
 
 
 FAULTS: dict[str, tuple[Any, Any]] = {
@@ -36,15 +34,12 @@ FAULTS: dict[str, tuple[Any, Any]] = {
 CELLS = list(itertools.product(JOINT, FAULTS, (False, True), (None, 2)))
 
 
-def test_no_rank_waits_in_a_collective_for_one_that_failed(world: Gang, tmp_path: Path) -> None:
+def test_no_rank_waits_in_a_collective_for_one_that_failed(world: Gang, root: Path) -> None:
     cells = sample(CELLS, 6)
     if not EVERY:
         cells.append(("training state", "damage", False, None))
         cells.append(("declared", "stays away", False, None))
-    root = tmp_path / "run"
-    assert world.run(
-        "tests.ranks.objects_with_collectives:fails_on_one_rank", root, 2, cells=cells
-    ) == [0, 0]
+    world.succeed("tests.ranks.objects_with_collectives:fails_on_one_rank", root, 2, cells=cells)
     found = told(root, "found")
     for number, cell in enumerate(cells):
         _, fault, fallback, _ = cell

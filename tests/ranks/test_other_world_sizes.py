@@ -12,6 +12,7 @@ import torch
 
 import ckpipe
 from ckpipe.distributed import training_state
+from tests.support.pipelines import load_existing
 from tests.support.rank_processes import Gang, told
 from tests.support.sampling import EVERY, SEED
 from tests.support.wrapped_models import Net, trained
@@ -30,11 +31,10 @@ def drawn() -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize(("saved", "loaded"), drawn())
 def test_any_number_of_ranks_loads_what_any_other_saved(
-    world: Gang, tmp_path: Path, saved: int, loaded: int
+    world: Gang, root: Path, saved: int, loaded: int
 ) -> None:
-    root = tmp_path / "run"
-    assert world.run("divide", root, saved, rows=ROWS, first=3, saves=1) == [0] * saved
-    assert world.run("divide", root, loaded, rows=ROWS, first=4, saves=0) == [0] * loaded
+    world.succeed("divide", root, saved, rows=ROWS, first=3, saves=1)
+    world.succeed("divide", root, loaded, rows=ROWS, first=4, saves=0)
     steps = [step for values in told(root, "loaded").values() for step in values]
     assert sorted(steps, key=str) == [3] * loaded + [None] * saved
 
@@ -51,17 +51,14 @@ def close(found: Any, expected: Any) -> None:
 
 
 def test_a_bare_process_takes_all_or_parts_of_what_sharded_ranks_saved(
-    world: Gang, tmp_path: Path
+    world: Gang, root: Path
 ) -> None:
-    root = tmp_path / "run"
-    assert world.run("train", root, 2, kind="fsdp", first=3, save=True, step=3) == [0, 0]
+    world.succeed("train", root, 2, kind="fsdp", first=3, save=True, step=3)
     net, optimizer = bare()
     trained(net, optimizer, range(3))
     expected = training_state(net, optimizer).state_dict()
     with ckpipe.SyncPipeline(root, solo=True) as pipeline:
-        fresh = pipeline.load(per_rank="rank0")
-        assert fresh is not None
-        found = fresh.state["training"]
+        found = load_existing(pipeline, per_rank="rank0").state["training"]
         # What is in front of a normalization has no gradient but rounding, which Adam enlarges.
         noise = ("first.bias", "norm.running_mean")
         exact = {name: value for name, value in found["model"].items() if name not in noise}
@@ -76,8 +73,7 @@ def only_part(pipeline: ckpipe.SyncPipeline, saved: dict[str, torch.Tensor]) -> 
     """One layer into a module that is no more than it."""
     layer = torch.nn.Linear(8, 12)
     target = {"training": {"model": {f"first.{k}": v for k, v in layer.named_parameters()}}}
-    loaded = pipeline.load(target, include=["training.model.first"], strict=False)
-    assert loaded is not None
+    load_existing(pipeline, target, include=["training.model.first"], strict=False)
     for name, value in layer.named_parameters():
         assert torch.equal(value, saved[f"first.{name}"])
 

@@ -273,8 +273,7 @@ def test_another_world_than_at_open_is_refused(worlds: Forks, tmp_path: Path, aw
     assert touched == {"smaller"}, "it saved before"
 
 
-def test_spawned_ranks_that_join_after_opening_save_nothing(tmp_path: Path) -> None:
-    root = tmp_path / "run"
+def test_spawned_ranks_that_join_after_opening_save_nothing(root: Path) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

@@ -16,7 +16,7 @@ import ckpipe
 from ckpipe import errors, events
 from ckpipe.testing import Landing
 from ckpipe.testing.wrappers import Operation
-from tests.support.pipelines import Stores, same, stores
+from tests.support.pipelines import Stores, load_existing, newest_of, same, stores
 from tests.support.rank_pipelines import one_rank, open_rank, ranks
 from tests.support.settling import settle
 from tests.support.stored_files import document_of, manifest_key, sealed
@@ -208,9 +208,7 @@ class TestHealing:
                 world[1].save(state(1), step=2)
             store.faulty.heal()
         with one_rank(store.url, 0, 2, attempt_id="restart") as pipeline:
-            newest = pipeline.latest()
-            assert newest is not None
-            assert newest.step == 1
+            assert newest_of(pipeline).step == 1
             assert [info.complete for info in pipeline.steps()] == [True, False]
 
     def test_waiting_for_completion_heals(self, store: Stores) -> None:
@@ -454,8 +452,7 @@ def test_each_rank_gets_its_own_back(store: Stores) -> None:
         save_all(world, 2)
     with ranks(store.url, 3, attempt_id="restart", **FAST) as world:
         for rank, pipeline in enumerate(world):
-            result = pipeline.load()
-            assert result is not None
+            result = load_existing(pipeline)
             assert result.step == 2
             assert same(result.state, state(rank))
             pipeline.verify(2)
@@ -467,7 +464,5 @@ def test_straggler_of_an_old_attempt_does_not_become_the_newest(store: Stores) -
         with ranks(store.url, 2, attempt_id="restart", **FAST) as new:
             save_all(new, 5)
             old[1].save(state(1), step=9).wait_complete(timeout=60)
-            newest = new[0].latest()
-            assert newest is not None
-            assert newest.step == 5
+            assert newest_of(new[0]).step == 5
             assert [(info.step, info.complete) for info in new[1].steps()] == [(9, True), (5, True)]

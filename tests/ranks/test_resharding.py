@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +20,10 @@ from ckpipe.distributed import training_state
 from ckpipe.errors import ShapeMismatch
 from ckpipe.testing import MemoryBackend
 from tests.inner.made_up_ranks import load_as, request, store_planned
-from tests.support.fork_server import FRESH
+from tests.support.fork_server import Case
 from tests.support.pipelines import same
 from tests.support.placed_tensors import placed, rank_of
+from tests.support.rank_processes import Gang, tell, told
 
 LAYOUTS: list[tuple[tuple[int, ...], tuple[Any, ...]]] = [
     ((3,), (Shard(0),)),
@@ -137,57 +136,35 @@ def losses(state: dict[str, Any], steps: int) -> list[float]:
     return found
 
 
-def _save(rank: int, world_size: int, path: str) -> None:
+def save(case: Case) -> None:
+    """Train on sharded ranks, save, and tell how the training goes on."""
     state = training(sharded=True)
     losses(state, 4)
-    with ckpipe.SyncPipeline(f"{path}/run", attempt_id="saving") as pipeline:
+    with ckpipe.SyncPipeline(case["root"], attempt_id="saving") as pipeline:
         pipeline.save(saved_state(state), step=4).wait_complete(timeout=300)
-    torch.save(losses(state, 3), f"{path}/expected-{rank}.pt")
+    tell(case, expected=losses(state, 3))
 
 
-def _load(rank: int, world_size: int, path: str) -> None:
+def load(root: str | Path, world_size: int) -> list[float]:
+    """Load as one of so many ranks, and train on."""
     state = training(sharded=world_size > 1)
     target = {**saved_state(state), "epoch": torch.tensor(0), "progress": {}}
-    with ckpipe.SyncPipeline(f"{path}/run", attempt_id=f"loading-{world_size}") as pipeline:
+    with ckpipe.SyncPipeline(root, attempt_id=f"loading-{world_size}") as pipeline:
         pipeline.load(target, step=4, strict=False)
     assert target["epoch"] == 7
-    torch.save(losses(state, 3), f"{path}/found-{rank}.pt")
+    return losses(state, 3)
 
 
-def _rank(rank: int, world_size: int, path: str, work: Any) -> None:
-    torch.set_num_threads(1)
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{path}/{work.__name__}-{world_size}",
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(seconds=300),
-    )
-    work(rank, world_size, path)
-    dist.destroy_process_group()
-
-
-def run_ranks(world_size: int, path: Path, work: Any) -> None:
-    ranks = [
-        FRESH.Process(target=_rank, args=(rank, world_size, str(path), work))
-        for rank in range(world_size)
-    ]
-    for each in ranks:
-        each.start()
-    for each in ranks:
-        each.join()
-    assert [each.exitcode for each in ranks] == [0] * world_size
+def go_on(case: Case) -> None:
+    """Load on sharded ranks, and tell how the training goes on."""
+    tell(case, found=load(case["root"], case["ranks"]))
 
 
 def test_fsdp_goes_on_with_other_numbers_of_ranks_as_if_it_had_never_stopped(
-    tmp_path: Path,
+    world: Gang, root: Path
 ) -> None:
-    run_ranks(4, tmp_path, _save)
-
-    expected = torch.load(tmp_path / "expected-0.pt")
-    _load(0, 1, str(tmp_path))
-    assert torch.load(tmp_path / "found-0.pt") == pytest.approx(expected, rel=1e-4)
-    run_ranks(3, tmp_path, _load)
-    for rank in range(3):
-        assert torch.load(tmp_path / f"found-{rank}.pt") == pytest.approx(expected, rel=1e-4)
+    world.succeed("tests.ranks.test_resharding:save", root, 4)
+    expected = pytest.approx(told(root, "expected")[0][0], rel=1e-4)
+    assert load(root, 1) == expected
+    world.succeed("tests.ranks.test_resharding:go_on", root, 3)
+    assert told(root, "found") == {rank: [expected] for rank in range(3)}

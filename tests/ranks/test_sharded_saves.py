@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +15,10 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 import ckpipe
 from ckpipe import errors
-from tests.support.fork_server import FRESH
+from tests.support.fork_server import Case
 from tests.support.pipelines import loaded_state
+from tests.support.rank_processes import Gang
+from tests.support.stored_files import data_bytes
 
 WORLD = 4
 
@@ -67,19 +67,13 @@ def spread_state(rank: int) -> dict[str, Any]:
     }
 
 
-def run_rank(rank: int, root: str) -> None:
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(WORLD))
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{root}/rendezvous",
-        rank=rank,
-        world_size=WORLD,
-        timeout=timedelta(seconds=300),
-    )
+def save_and_load(case: Case) -> None:
+    """Save in one of the ranks, and load where it was."""
+    root, rank = case["root"], dist.get_rank()
     state, whole = spread_state(rank), whole_state()
     strided = state["strided"].to_local().clone()  # torch 2.10 cannot put it together
     plan = {"replicated": ["vector"]}
-    with ckpipe.SyncPipeline(f"{root}/run", attempt_id="first", plan=plan) as pipeline:
+    with ckpipe.SyncPipeline(root, attempt_id="first", plan=plan) as pipeline:
         pipeline.save(state, step=5).wait_complete(timeout=300)
         with torch.no_grad():
             for each in (state["model"][0].weight, state["strided"], state["vector"]):
@@ -89,23 +83,17 @@ def run_rank(rank: int, root: str) -> None:
     assert torch.equal(state["vector"], whole["vector"])
     assert torch.equal(state["strided"].to_local(), strided)
     # A mesh of which not all ranks save is no checkpoint of its own.
-    alone = ckpipe.SyncPipeline(f"{root}/alone-{rank}", solo=True)
+    alone = ckpipe.SyncPipeline(f"{root}-alone-{rank}", solo=True)
     with alone as pipeline, pytest.raises(errors.UnsupportedTopology, match="on a mesh"):
         pipeline.save(state, step=5).wait()
-    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def root(world: Gang, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint that four processes have saved, and loaded where it was."""
-    path = tmp_path_factory.mktemp("ranks")
-    ranks = [FRESH.Process(target=run_rank, args=(rank, str(path))) for rank in range(WORLD)]
-    for each in ranks:
-        each.start()
-    for each in ranks:
-        each.join()
-    assert [each.exitcode for each in ranks] == [0] * WORLD
-    return path / "run"
+    root = tmp_path_factory.mktemp("ranks") / "run"
+    world.succeed("tests.ranks.test_sharded_saves:save_and_load", root, WORLD)
+    return root
 
 
 def test_process_without_ranks_loads_all_of_it(root: Path) -> None:
@@ -119,16 +107,10 @@ def test_process_without_ranks_loads_all_of_it(root: Path) -> None:
 
 
 def test_every_byte_is_written_once_and_by_all_ranks(root: Path) -> None:
-    files = sorted(root.glob("step-*/rank-*.safetensors"))
-    assert len(files) == WORLD
-    sizes = [file.stat().st_size - header_bytes(file) for file in files]
+    sizes = data_bytes(root)
+    assert len(sizes) == WORLD
     state = whole_state()
     tensors = [*state.pop("model").values(), *state.values()]
     total = sum(tensor.nbytes for tensor in tensors)
     assert sum(sizes) == total
     assert max(sizes) <= 1.05 * total / WORLD
-
-
-def header_bytes(file: Path) -> int:
-    with file.open("rb") as opened:
-        return 8 + int.from_bytes(opened.read(8), "little")

@@ -16,6 +16,7 @@ import ckpipe
 from ckpipe import errors
 from ckpipe.distributed import training_state
 from tests.support.placed_tensors import rank_of
+from tests.support.stored_files import data_bytes
 from tests.support.wrapper_tensors import CONTEXT, Scaled, equal, scaled
 
 ROWS = [Shard(0)]
@@ -98,9 +99,7 @@ def test_each_rank_gets_its_shard_back(
 
 def test_replicas_of_a_shard_are_written_once(tmp_path: Path) -> None:
     save(tmp_path, 4, (2, 2), [Replicate(), Shard(0)])
-    files = [path.read_bytes() for path in tmp_path.glob("step-*/rank-*.safetensors")]
-    data = sum(len(each) - 8 - int.from_bytes(each[:8], "little") for each in files)
-    assert data == scaled(8).codes.nbytes + scaled(8).scale.nbytes
+    assert sum(data_bytes(tmp_path)) == scaled(8).codes.nbytes + scaled(8).scale.nbytes
 
 
 @pytest.mark.parametrize(

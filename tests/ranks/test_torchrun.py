@@ -12,6 +12,7 @@ import pytest
 import ckpipe
 from tests.ranks.torchrun_rank import SAVES
 from tests.support.command_line import TORCHRUN, forked
+from tests.support.pipelines import newest_of
 from tests.support.rank_processes import told
 
 SCRIPT = Path(__file__).with_name("torchrun_rank.py")
@@ -33,7 +34,7 @@ def rendezvous(kind: str) -> list[str]:
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(("plan", "kind"), CASES)
-def test_restarted_ranks_are_a_new_attempt_and_go_on(plan: str, kind: str, tmp_path: Path) -> None:
+def test_restarted_ranks_are_a_new_attempt_and_go_on(plan: str, kind: str, root: Path) -> None:
     """With a static rendezvous the ranks of all launches share one store, ckpipe's keys in it.
 
     torch gives gloo that store too, without a prefix of the launch's own, so that every other
@@ -41,7 +42,6 @@ def test_restarted_ranks_are_a_new_attempt_and_go_on(plan: str, kind: str, tmp_p
     variable that gives each launch a store of its own is for other rendezvous.) Therefore the ranks
     remove gloo's keys, and only those, before they join.
     """
-    root = tmp_path / "run"
     # Without it torch's own restart over gloo meets the keys of the launch before.
     environment = os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
     options = ["--nproc_per_node=2", "--max-restarts=1", "--monitor-interval=0.1"]
@@ -55,7 +55,6 @@ def test_restarted_ranks_are_a_new_attempt_and_go_on(plan: str, kind: str, tmp_p
     assert resumed >= 2
     assert again > attempt
     with ckpipe.SyncPipeline(root) as pipeline:
-        newest = pipeline.latest()
-        assert newest is not None
+        newest = newest_of(pipeline)
         assert (newest.step, newest.attempt) == (SAVES - 1, again)
         pipeline.verify(newest)

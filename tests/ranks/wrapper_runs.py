@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ import ckpipe
 from ckpipe import errors
 from ckpipe.distributed import training_state
 from tests.support.fork_server import Case
+from tests.support.pipelines import load_existing
 from tests.support.rank_processes import SETTINGS, tell
 from tests.support.wrapper_tensors import inner_of
 from tests.support.wrapper_tensors import same_bytes as same
@@ -141,8 +141,7 @@ def go_on(case: Case) -> None:
             if kind == "float8":
                 del others["new"]  # it has no scale yet
             for other in others.values():
-                result = pipeline.load({"t": training_state(*other)})
-                assert result is not None
+                result = load_existing(pipeline, {"t": training_state(*other)})
                 assert all("frozen" in each for each in result.missing), result.missing
         saved = [[each.clone() for each in inner_of(m).values()] for m in moments(trainer)]
         if kind == "fsdp 4 bit":
@@ -183,9 +182,3 @@ def moments_of_none(trainer: Trainer) -> list[torch.Tensor]:
     """The parameters of a trainer that has not stepped, as local tensors."""
     assert not trainer[1].state
     return [each.detach().to_local() for each in trainer[0].parameters()]  # type: ignore[attr-defined]
-
-
-def data_bytes(root: str) -> int:
-    """The bytes of all data files of a store."""
-    files = [path.read_bytes() for path in Path(root).glob("step-*/rank-*.safetensors")]
-    return sum(len(each) - 8 - int.from_bytes(each[:8], "little") for each in files)

@@ -14,7 +14,7 @@ import ckpipe
 from ckpipe import errors
 from ckpipe.testing import Landing
 from ckpipe.testing.wrappers import Operation
-from tests.support.pipelines import Stores
+from tests.support.pipelines import Stores, newest_of
 from tests.support.rank_pipelines import one_rank, ranks
 from tests.support.settling import settle
 from tests.support.stored_files import ATTEMPTS
@@ -92,9 +92,7 @@ def test_a_save_is_named_by_the_time_of_opening(store: Stores) -> None:
         for step in (5, 6):
             quick.save(STATE, step=step).wait()
         slow.save(STATE, step=9).wait()
-        newest = slow.latest()
-        assert newest is not None
-        assert newest.step == 6
+        assert newest_of(slow).step == 6
 
 
 def test_a_claim_whose_answer_was_lost_is_known_again(store: Stores) -> None:

@@ -49,7 +49,7 @@ from tests.inner.made_up_ranks import (
     unwritten,
     written,
 )
-from tests.support.pipelines import loaded_state
+from tests.support.pipelines import loaded_state, newest_of
 from tests.support.rank_pipelines import ranks
 from tests.support.sampling import EVERY, SEED
 from tests.support.stored_files import document_of, index_key
@@ -78,9 +78,7 @@ def state_of(rank: int) -> dict[str, Any]:
 
 def planners_of(pipeline: ckpipe.SyncPipeline, root: Path) -> set[str]:
     """The planners that the ranks of the newest checkpoint have used."""
-    newest = pipeline.latest()
-    assert newest is not None
-    index = document_of((root / index_key(newest.id)).read_bytes())
+    index = document_of((root / index_key(newest_of(pipeline).id)).read_bytes())
     return {writer["planner"] for writer in index["writer"]}
 
 
@@ -285,8 +283,7 @@ def test_ranks_plan_together_and_later_alone(tmp_path: Path) -> None:
             handle = pipeline.save(state_of(rank), step=2)
             handle.wait()
             assert not handle.report.planned
-        newest = opened[0].latest()
-        assert newest is not None
+        newest = newest_of(opened[0])
         assert newest.step == 2
         assert planners_of(opened[0], tmp_path) == {"GlobalPlanner"}
         opened[0].verify(newest)

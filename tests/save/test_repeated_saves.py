@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import ckpipe
+from tests.support.pipelines import load_existing
 from tests.support.sampling import EVERY, SEED
 from tests.support.stored_files import document_of, sealed
 
@@ -82,8 +83,7 @@ def test_saves_of_a_changing_state_are_each_its_own(
             saved[step] = _copy(training.state)
             pipeline.save(training.state, step=step, metrics={"loss": float(step)}).wait()
         for step, expected in saved.items():
-            result = pipeline.load(step=step)
-            assert result is not None
+            result = load_existing(pipeline, step=step)
             assert result.metrics == {"loss": float(step)}
             _check_same(result.state, expected)
     indexes = sorted(tmp_path.glob("*.json"))

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 import signal
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,7 +19,6 @@ from tests.support.actors import PATIENCE, DaemonThreads, is_free
 from tests.support.pipelines import Stores, awaited_state, loaded_state
 
 PATIENT: dict[str, Any] = {"lock": {"max_step_wait_seconds": PATIENCE}}
-SMALL_BLOCKS: dict[str, Any] = {"staging": {"block_bytes": 1 << 16}}
 
 
 def data_copy(weight: nn.Parameter, value: torch.Tensor) -> None:
@@ -142,75 +140,24 @@ def test_a_swap_under_the_lock_waits_for_the_copy(
         assert torch.equal(held.weight, held.own)
 
 
-class Ema:
-    """Averages with the methods and the uncounted copies of diffusers' ``EMAModel``."""
-
-    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
-        self.averages = [each.detach().clone().neg_() for each in parameters]
-        self.kept: list[torch.Tensor] = []
-
-    def store(self, parameters: Iterable[nn.Parameter]) -> None:
-        self.kept = [each.detach().clone() for each in parameters]
-
-    def copy_to(self, parameters: Iterable[nn.Parameter]) -> None:
-        for average, each in zip(self.averages, parameters, strict=True):
-            each.data.copy_(average.data)
-
-    def restore(self, parameters: Iterable[nn.Parameter]) -> None:
-        for kept, each in zip(self.kept, parameters, strict=True):
-            each.data.copy_(kept.data)
-
-
-class Loop:
-    """A training loop that evaluates averages after each save."""
-
-    def __init__(self) -> None:
-        torch.manual_seed(0)
-        self.model = nn.Sequential(*(nn.Linear(120, 120) for _ in range(20)))
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
-        self.ema = Ema(self.model.parameters())
-        self.state = {"model": self.model, "optimizer": self.optimizer}
-
-    @contextmanager
-    def own_swap(self) -> Iterator[None]:
-        self.ema.store(self.model.parameters())
-        self.ema.copy_to(self.model.parameters())
-        yield
-        self.ema.restore(self.model.parameters())
-
-    def run(self, pipeline: ckpipe.SyncPipeline, swap: Callable[[], Any]) -> list[bool]:
-        """Save and evaluate; return for each save whether it was committed, all of them exact."""
-        committed = []
-        for step in range(10):
-            handle = pipeline.save(self.state, step=step, until="captured")
-            saved = copy.deepcopy(self.model.state_dict())
-            with swap():
-                self.model(torch.ones(120)).sum().item()
-            try:
-                handle.wait()
-            except errors.StateChanged:
-                committed.append(False)
-            else:
-                committed.append(True)
-                found = loaded_state(pipeline, step)["model"]
-                assert all(torch.equal(found[name], each) for name, each in saved.items())
-            self.model(torch.ones(120)).square().mean().backward()
-            self.optimizer.step()
-        return committed
-
-
-def test_a_loop_whose_swaps_take_no_lock_saves_no_mixture(store: Stores) -> None:
-    loop = Loop()
-    with ckpipe.SyncPipeline(store.url, guard=loop.optimizer, **SMALL_BLOCKS) as pipeline:
-        loop.run(pipeline, loop.own_swap)
-
-
 def test_a_loop_that_swaps_in_one_line_commits_every_save(store: Stores) -> None:
-    loop = Loop()
-    fields = {**PATIENT, **SMALL_BLOCKS}
-    with ckpipe.SyncPipeline(store.url, guard=loop.optimizer, **fields) as pipeline:
-        parameters, averages = loop.model.parameters, loop.ema.averages
-        assert all(loop.run(pipeline, lambda: pipeline.swapped(parameters(), averages)))
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(120, 120) for _ in range(20)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    averages = [each.detach().clone().neg_() for each in model.parameters()]
+    fields: dict[str, Any] = {**PATIENT, "staging": {"block_bytes": 1 << 16}}
+    with ckpipe.SyncPipeline(store.url, guard=optimizer, **fields) as pipeline:
+        for step in range(10):
+            state = {"model": model, "optimizer": optimizer}
+            handle = pipeline.save(state, step=step, until="captured")
+            saved = copy.deepcopy(model.state_dict())
+            with pipeline.swapped(model.parameters(), averages):
+                model(torch.ones(120)).sum().item()
+            handle.wait()
+            found = loaded_state(pipeline, step)["model"]
+            assert all(torch.equal(found[name], each) for name, each in saved.items())
+            model(torch.ones(120)).square().mean().backward()
+            optimizer.step()
 
 
 def test_an_averaged_model_is_updated_and_evaluated_beside_saves(store: Stores) -> None:

@@ -140,6 +140,20 @@ def test_a_step_that_would_wait_too_long_goes_on_and_the_save_fails(
         assert [each.step for each in pipeline.steps()] == [4]
 
 
+def test_a_captured_save_holds_its_own_step(store: Stores) -> None:
+    weight = torch.nn.Parameter(torch.zeros(500_000))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    weight.grad = torch.ones_like(weight)
+    with ckpipe.SyncPipeline(store.url, guard=optimizer) as pipeline:
+        for step in range(3):
+            handle = pipeline.save({"weight": weight}, step=step, until="captured")
+            optimizer.step()
+        handle.wait()
+        for step in range(3):
+            expected = torch.full_like(weight, -float(step))
+            assert torch.equal(loaded_state(pipeline, step)["weight"], expected)
+
+
 async def test_a_coroutine_that_never_awaits_trains_on(store: Stores) -> None:
     training = Training()
     async with ckpipe.Pipeline(store.url, guard=training.optimizer, **PATIENT) as pipeline:
@@ -535,21 +549,6 @@ async def test_a_cancelled_save_keeps_the_lock_while_a_thread_still_reads(
         training.optimizer.step()
         assert handle.status == "cancelled"
         assert is_free(pipeline.lock)
-
-
-def test_a_captured_save_holds_its_own_step(store: Stores) -> None:
-    weight = torch.nn.Parameter(torch.zeros(500_000))
-    optimizer = torch.optim.SGD([weight], lr=1.0)
-    weight.grad = torch.ones_like(weight)
-    with ckpipe.SyncPipeline(store.url, guard=optimizer) as pipeline:
-        for step in range(3):
-            handle = pipeline.save({"weight": weight}, step=step, until="captured")
-            optimizer.step()
-        handle.wait()
-        for step in range(3):
-            assert torch.equal(
-                load(pipeline, step)["weight"], torch.full_like(weight, -float(step))
-            )
 
 
 def test_a_change_beside_a_captured_save_is_never_saved(store: Stores) -> None:

@@ -12,6 +12,7 @@ import torch
 import ckpipe
 from ckpipe.backend import Backend
 from ckpipe.testing import FaultyBackend, MemoryBackend, SlowBackend
+from ckpipe.types import LoadResult
 
 _numbers = itertools.count()
 
@@ -96,25 +97,25 @@ def stores() -> Iterator[Stores]:
     yield made
 
 
-def load(pipeline: ckpipe.SyncPipeline, into: Any = None, **options: Any) -> ckpipe.LoadResult:
-    """Load a checkpoint that is there; return the result."""
-    result = pipeline.load(into, **options)
+def load_existing(pipeline: ckpipe.SyncPipeline, *args: Any, **how: Any) -> LoadResult:
+    """Load a checkpoint that is there, as ``pipeline.load`` does."""
+    result = pipeline.load(*args, **how)
     assert result is not None
     return result
 
 
-def newest(pipeline: ckpipe.SyncPipeline) -> ckpipe.CheckpointInfo:
-    """Find the newest complete checkpoint, which is there."""
-    found = pipeline.latest()
-    assert found is not None
-    return found
+def newest_of(pipeline: ckpipe.SyncPipeline) -> ckpipe.CheckpointInfo:
+    """Return the newest checkpoint, which must be there."""
+    newest = pipeline.latest()
+    assert newest is not None
+    return newest
 
 
 def loaded_state(
     pipeline: ckpipe.SyncPipeline, step: int | str | ckpipe.CheckpointInfo | None = None
 ) -> Any:
     """Load a checkpoint that is there, or the newest, as a fresh state."""
-    return load(pipeline, step=step).state
+    return load_existing(pipeline, step=step).state
 
 
 async def awaited_state(pipeline: ckpipe.Pipeline, step: int | None = None) -> Any:

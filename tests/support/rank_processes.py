@@ -373,6 +373,10 @@ class Gang:
         """Run a world; return the exit codes of its ranks, None for one that was killed."""
         return self._process.ranks({"do": do, "root": str(root), **case}, ranks)
 
+    def succeed(self, do: str, root: Path, ranks: int, **case: Any) -> None:
+        """Run a world of which all ranks come to their end."""
+        assert self.run(do, root, ranks, **case) == [0] * ranks
+
 
 def told(root: Path, what: str) -> dict[int, list[Any]]:
     """What each rank has told of one thing, in order."""

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from awscrt import checksums
+from safetensors import safe_open
 
 ATTEMPTS, DELETED = ".ckpipe/attempts/", ".ckpipe/deleted/"
 LEASES, PINS = ".ckpipe/leases/", ".ckpipe/pins/"
@@ -29,6 +30,21 @@ def index_key(id: object) -> str:
 def data_file_key(id: object, rank: int = 0, number: int = 0) -> str:
     """The key of one of the data files of a rank."""
     return f"{id}/rank-{rank:05d}{f'.{number}' * (number > 0)}.safetensors"
+
+
+def data_bytes(root: Path | str) -> list[int]:
+    """The bytes behind the header of each data file below a folder."""
+    files = (path.read_bytes() for path in sorted(Path(root).rglob("rank-*.safetensors")))
+    return [len(each) - 8 - int.from_bytes(each[:8], "little") for each in files]
+
+
+def entry_names(root: Path) -> list[str]:
+    """The names of the tensors in all data files below a folder."""
+    names = []
+    for path in root.rglob("rank-*.safetensors"):
+        with safe_open(path, "pt") as file:
+            names += list(file.keys())
+    return names
 
 
 def manifest_key(id: object, rank: int) -> str:

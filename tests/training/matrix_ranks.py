@@ -15,6 +15,7 @@ from ckpipe import CkpipeError, SyncPipeline
 from ckpipe.distributed import training_state
 from tests.support.differences import difference
 from tests.support.fork_server import Case
+from tests.support.pipelines import load_existing
 from tests.support.rank_processes import SETTINGS, tell
 from tests.training.matrix_cells import RANKS, SCENARIOS, TRIPLED, Cell, Saved
 from tests.training.matrix_models import Trained, make
@@ -119,8 +120,7 @@ def _load_one(pipeline: SyncPipeline, step: int, cell: Cell, was: dict[str, Any]
     missing: tuple[str, ...] = ()
     try:
         state = {"training": training_state(trained.model, *trained.optimizers)}
-        result = pipeline.load(state, step=step, cast=scenario.cast)
-        assert result is not None
+        result = load_existing(pipeline, state, step=step, cast=scenario.cast)
         missing, found = result.missing, "loads"
     except CkpipeError as error:
         found = f"raises: {type(error).__name__}: {error}"[:400]

@@ -18,6 +18,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from ckpipe import CkpipeError, SyncPipeline
 from ckpipe.distributed import training_state
 from tests.support.fork_server import Case
+from tests.support.pipelines import load_existing
 from tests.support.rank_processes import SETTINGS, tell
 
 
@@ -95,9 +96,8 @@ def save_and_load(case: Case) -> None:
                     before = local_state(net, optimizer)
                     missing: Any = ()
                     try:
-                        result = pipeline.load({"t": training_state(net, optimizer)}, step=number)
-                        assert result is not None
-                        missing = result.missing
+                        target = {"t": training_state(net, optimizer)}
+                        missing = load_existing(pipeline, target, step=number).missing
                         error = None
                     except CkpipeError as caught:
                         error = f"{type(caught).__name__}: {caught}"

@@ -133,14 +133,19 @@ LOSING: dict[str, Loop] = {
 }
 
 
+def run(root: Path, loop: Loop, times: int, **how: Any) -> None:
+    """Go through a loop so many times."""
+    with SyncPipeline(root, solo=True) as pipeline:
+        training = Training(pipeline, **how)
+        for number in range(times):
+            loop(training, number)
+
+
 @pytest.mark.parametrize("name", LOSING)
 def test_gradients_that_a_save_lost_are_told_of_once(
     name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with SyncPipeline(tmp_path) as pipeline:
-        training = Training(pipeline)
-        for number in range(5):
-            LOSING[name](training, number)
+    run(tmp_path, LOSING[name], 5)
     (told,) = [each.getMessage() for each in caplog.records]
     assert "between accumulated gradients" in told
     assert "AdamW" in told
@@ -256,18 +261,11 @@ KEEPING: dict[str, Loop] = {
 def test_no_other_save_is_told_of(
     name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with SyncPipeline(tmp_path) as pipeline:
-        training = Training(pipeline)
-        for number in range(6):
-            KEEPING[name](training, number)
+    run(tmp_path, KEEPING[name], 6)
     assert not caplog.records
 
 
 # Wrapped models, whose gradients are DTensors, or views of buckets
-
-
-def ddp(model: nn.Module) -> nn.Module:
-    return DistributedDataParallel(model)
 
 
 def ddp_with_views(model: nn.Module) -> nn.Module:
@@ -280,7 +278,7 @@ def sharded(model: nn.Module) -> nn.Module:
 
 
 @pytest.mark.usefixtures("process_group")
-@pytest.mark.parametrize("wrap", [ddp, ddp_with_views, sharded])
+@pytest.mark.parametrize("wrap", [DistributedDataParallel, ddp_with_views, sharded])
 @pytest.mark.parametrize(
     "name", ["cleared first", "readme", "after zeros", "thrown away, new", "thrown away, zeros"]
 )
@@ -290,11 +288,7 @@ def test_it_is_the_same_for_wrapped_models(
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    loop = {**LOSING, **KEEPING}[name]
-    with SyncPipeline(tmp_path / "root", solo=True) as pipeline:
-        training = Training(pipeline, AdamW, wrap)
-        for number in range(4):
-            loop(training, number)
+    run(tmp_path / "root", {**LOSING, **KEEPING}[name], 4, wrap=wrap)
     told = [each for each in caplog.records if "accumulated gradients" in each.getMessage()]
     # The views of a bucket come back as the same tensors, and one count is of all.
     assert len(told) == (name in LOSING and wrap is not ddp_with_views)
@@ -303,17 +297,16 @@ def test_it_is_the_same_for_wrapped_models(
 def test_a_closure_that_computes_gradients_is_no_alarm(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with SyncPipeline(tmp_path) as pipeline:
-        training = Training(pipeline, LBFGS)
-
+    def loop(training: Training, number: int) -> None:
         def closure() -> float:
             training.optimizer.zero_grad()
             training.backward()
             return 0.0
 
-        for _ in range(3):
-            training.optimizer.step(closure)
-            training.save()
+        training.optimizer.step(closure)
+        training.save()
+
+    run(tmp_path, loop, 3, optimizer=LBFGS)
     assert not caplog.records
 
 

@@ -72,14 +72,31 @@ def stopped(data: Batches, count: int) -> tuple[Seen, dict[str, Any]]:
                 return seen, copy.deepcopy(data.state_dict())
 
 
-def check_goes_on(make: Callable[[], DataLoader[Any]], counts: Iterable[int]) -> None:
-    """Check that runs that stop after some batches go on as the whole run does."""
+def whole_and_stopped(
+    make: Callable[[], DataLoader[Any]], count: int, **how: Any
+) -> tuple[Seen, dict[str, Any]]:
+    """What a run sees, and the state of another one that stops after some batches."""
     seed(1)
     whole = over(make())
+    seed(1)
+    first, state = stopped(Batches(make(), **how), count)
+    assert first == whole[:count]
+    return whole, state
+
+
+def two_epochs(data: Any) -> list[Any]:
+    """What is left of two epochs, with a number that the loop draws after each batch."""
+    return [
+        [each.tolist() for each in batch] + [float(torch.rand(1))]
+        for _ in range(getattr(data, "epoch", 0), 2)
+        for batch in data
+    ]
+
+
+def check_goes_on(make: Callable[[], DataLoader[Any]], counts: Iterable[int]) -> None:
+    """Check that runs that stop after some batches go on as the whole run does."""
     for count in counts:
-        seed(1)
-        first, state = stopped(Batches(make()), count)
-        assert first == whole[:count]
+        whole, state = whole_and_stopped(make, count)
         assert resumed(make, state) == whole[count:]
 
 
@@ -332,10 +349,7 @@ def test_a_load_after_iter_applies_or_ends_the_iteration(tmp_path: Path, advance
 
 
 def test_a_position_that_waits_is_saved_as_it_is() -> None:
-    seed(1)
-    whole = over(shuffled())
-    seed(1)
-    _, state = stopped(Batches(shuffled()), 8)
+    whole, state = whole_and_stopped(shuffled, 8)
     data = Batches(shuffled())
     data.load_state_dict(state)
     torch.rand(1)
@@ -659,13 +673,8 @@ def stateful_loader(**options: Any) -> DataLoader[Any]:
 @pytest.mark.parametrize("kind", STREAMS)
 def test_an_iterable_dataset_goes_on(tmp_path: Path, kind: str) -> None:
     make = STREAMS[kind]
-
-    def both(data: Any) -> list[Any]:
-        return [[each.tolist() for each in batch] + [float(torch.rand(1))] for batch in data]
-
     seed(1)
-    bare = make()
-    whole = both(bare) + both(bare)
+    whole = two_epochs(make())
     for count in (2, 5, 6):
         seed(1)
         data = Batches(make())
@@ -676,10 +685,7 @@ def test_an_iterable_dataset_goes_on(tmp_path: Path, kind: str) -> None:
                 seed(2)
                 data = Batches(make())
                 pipeline.load({"data": data})
-        rest = both(data)
-        if data.epoch < 2:
-            rest += both(data)
-        assert rest == whole[count + 1 :]
+        assert two_epochs(data) == whole[count + 1 :]
         if kind == "with a state":
             assert data.dataset.made == 48 - 4 * (count + 1), "none was made twice"
 
@@ -699,21 +705,14 @@ def test_augmentations_in_workers_go_on_if_batches_are_loaded_again(count: int) 
     def make() -> DataLoader[Any]:
         return DataLoader(Samples(draws=True), batch_size=4, shuffle=True, num_workers=2)
 
-    def both(data: Any) -> list[Any]:
-        return [[each.tolist() for each in batch] + [float(torch.rand(1))] for batch in data]
-
     seed(1)
-    bare = make()
-    whole = both(bare) + both(bare)
+    whole = two_epochs(make())
     seed(1)
     _, state = stopped(Batches(make(), exact_workers=True), count)
     seed(2)
     data = Batches(make(), exact_workers=True)
     data.load_state_dict(state)
-    rest = both(data)
-    if data.epoch < 2:
-        rest += both(data)
-    assert rest == whole[count:]
+    assert two_epochs(data) == whole[count:]
     with pytest.raises(TargetMismatch, match="was 'loading' and is 'sampler'"):
         Batches(make()).load_state_dict(state)
 
@@ -744,12 +743,7 @@ def test_an_iteration_that_cannot_begin_moves_nothing(count: int, exact_workers:
         inner.fails = False
         return copy.deepcopy(data.state_dict())
 
-    seed(1)
-    whole = over(make())
-    seed(1)
-    data = Batches(make(), exact_workers=exact_workers)
-    first, state = stopped(data, count)
-    assert first == whole[:count]
+    whole, state = whole_and_stopped(make, count, exact_workers=exact_workers)
     seed(5)
     data = Batches(make(), exact_workers=exact_workers)
     data.load_state_dict(state)
@@ -883,10 +877,7 @@ def test_a_part_of_a_position_is_refused(tmp_path: Path) -> None:
 
 
 def test_torch_saves_and_loads_the_state(tmp_path: Path) -> None:
-    seed(1)
-    whole = over(shuffled())
-    seed(1)
-    _, state = stopped(Batches(shuffled()), 8)
+    whole, state = whole_and_stopped(shuffled, 8)
     torch.save(state, tmp_path / "state.pt")
     assert resumed(shuffled, torch.load(tmp_path / "state.pt")) == whole[8:]
 

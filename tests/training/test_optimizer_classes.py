@@ -21,6 +21,7 @@ from ckpipe import SyncPipeline
 from ckpipe.distributed import training_state
 from ckpipe.errors import CkpipeError, ShapeMismatch, StructureMismatch, UsageError
 from tests.support.differences import difference
+from tests.support.pipelines import newest_of
 from tests.support.sampling import sample
 
 Form = Literal["plain", "training"]
@@ -82,9 +83,7 @@ def pipeline(tmp_path: Path) -> Iterator[SyncPipeline]:
 
 def save(pipeline: SyncPipeline, form: Form, net: nn.Module, optimizer: Optimizer) -> int:
     pipeline.save(state_of(form, net, optimizer)).wait()
-    newest = pipeline.latest()
-    assert newest is not None
-    return newest.step
+    return newest_of(pipeline).step
 
 
 def load(

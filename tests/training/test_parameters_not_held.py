@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
@@ -19,6 +19,7 @@ from ckpipe import SyncPipeline
 from ckpipe.distributed import training_state
 from ckpipe.errors import UnsupportedState
 from tests.support.rank_pipelines import ranks
+from tests.training.test_accumulated_gradients import sharded
 
 State = dict[str, Any]
 
@@ -233,32 +234,22 @@ def test_labels_that_are_left_out_on_purpose_are_no_alarm(
 # Wrappers of a process group
 
 
-def ddp(model: nn.Module) -> nn.Module:
-    return DistributedDataParallel(model)
-
-
-def sharded(model: nn.Module) -> nn.Module:
-    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
-    return model
-
-
-def flattened(model: nn.Module) -> nn.Module:
-    mesh = init_device_mesh("cpu", (1,))
+def flattened(model: nn.Module, *, use_orig_params: bool = False) -> nn.Module:
+    device, mesh = torch.device("cpu"), init_device_mesh("cpu", (1,))
     return FullyShardedDataParallel(
-        model, device_id=torch.device("cpu"), device_mesh=mesh, use_orig_params=False
+        model, device_id=device, device_mesh=mesh, use_orig_params=use_orig_params
     )
 
 
 def flattened_with_names(model: nn.Module) -> nn.Module:
-    mesh = init_device_mesh("cpu", (1,))
-    return FullyShardedDataParallel(
-        model, device_id=torch.device("cpu"), device_mesh=mesh, use_orig_params=True
-    )
+    return flattened(model, use_orig_params=True)
 
 
 @pytest.mark.usefixtures("process_group")
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
-@pytest.mark.parametrize("wrap", [ddp, sharded, flattened, flattened_with_names])
+@pytest.mark.parametrize(
+    "wrap", [DistributedDataParallel, sharded, flattened, flattened_with_names]
+)
 def test_wrapped_models_are_no_alarm(
     wrap: Callable[[nn.Module], nn.Module], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

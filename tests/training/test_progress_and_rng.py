@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 import ckpipe
 from ckpipe import Progress, RngState
+from tests.support.pipelines import load_existing
 from tests.support.random_numbers import seed
 
 pytestmark = pytest.mark.usefixtures("generators")
@@ -155,8 +156,7 @@ def test_an_attribute_that_an_older_checkpoint_lacks_is_kept_and_named(tmp_path:
             (["w", "progress.epoch", "progress.tokens"], ("progress.tokens",)),
         ):
             progress.epoch = 0
-            result = pipeline.load(state, include=chosen, strict=chosen is None)
-            assert result is not None
+            result = load_existing(pipeline, state, include=chosen, strict=chosen is None)
             assert set(result.missing) == set(missing)
             assert (progress.epoch, progress.tokens, progress.seen) == (3, 5, [1])
         assert vars(progress) == {"epoch": 3, "tokens": 5, "seen": [1], "dropped": "later"}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -26,8 +26,10 @@ from ckpipe.errors import (
 )
 from ckpipe.types import LoadResult
 from tests.support.differences import difference
+from tests.support.pipelines import load_existing
 
 Run = tuple[nn.Module, Optimizer]
+_Net = TypeVar("_Net", bound=nn.Module)
 
 
 class Net(nn.Module):
@@ -106,20 +108,24 @@ def save(pipeline: SyncPipeline, net: Any, *optimizers: Optimizer) -> None:
     pipeline.save({"training": training_state(net, *optimizers)}).wait()
 
 
+def trained_and_saved(
+    pipeline: SyncPipeline, run: tuple[_Net, Optimizer]
+) -> tuple[_Net, Optimizer]:
+    """Train a model, and save it."""
+    step(*run)
+    save(pipeline, *run)
+    return run
+
+
 def stored(
     pipeline: SyncPipeline, kind: Callable[..., Optimizer] = AdamW, **options: Any
 ) -> tuple[Net, Optimizer]:
     """Make and train a model, and save it."""
-    net, optimizer = made(kind, **options)
-    step(net, optimizer)
-    save(pipeline, net, optimizer)
-    return net, optimizer
+    return trained_and_saved(pipeline, made(kind, **options))
 
 
 def load(pipeline: SyncPipeline, net: Any, *optimizers: Optimizer, **how: Any) -> LoadResult:
-    result = pipeline.load({"training": training_state(net, *optimizers)}, **how)
-    assert result is not None
-    return result
+    return load_existing(pipeline, {"training": training_state(net, *optimizers)}, **how)
 
 
 def refused(
@@ -242,9 +248,7 @@ class TestGroups:
     def test_options_of_groups_without_parameters_are_kept(
         self, pipeline: SyncPipeline, names: tuple[str | None, ...], lr: Any
     ) -> None:
-        net, optimizer = self.with_empty_groups(*names, lr=lr)
-        step(net, optimizer)
-        save(pipeline, net, optimizer)
+        net, optimizer = trained_and_saved(pipeline, self.with_empty_groups(*names, lr=lr))
         for other_lr in (9.0, torch.tensor(9.0)):
             other, its = self.with_empty_groups(*names[::-1], seed=1, lr=other_lr)
             load(pipeline, other, its)
@@ -267,9 +271,7 @@ class TestGroups:
     def test_another_number_of_groups_without_parameters_is_refused(
         self, pipeline: SyncPipeline
     ) -> None:
-        net, optimizer = self.with_empty_groups(None)
-        step(net, optimizer)
-        save(pipeline, net, optimizer)
+        net, optimizer = trained_and_saved(pipeline, self.with_empty_groups(None))
         expected = step(net, optimizer)
         for names in ((), (None, None)):
             other, its = self.with_empty_groups(*names, seed=1)
@@ -460,17 +462,13 @@ class TestTied:
         return net, Adam(net.parameters(), lr=0.1)
 
     def test_any_name_will_do(self, pipeline: SyncPipeline) -> None:
-        net, optimizer = self.run(tied=True)
-        step(net, optimizer)
-        save(pipeline, net, optimizer)
+        net, optimizer = trained_and_saved(pipeline, self.run(tied=True))
         other, its = self.run(tied=True, seed=1, first="two")
         load(pipeline, other, its)
         assert step(other, its) == step(net, optimizer)
 
     def test_those_that_differ_are_never_tied(self, pipeline: SyncPipeline) -> None:
-        net, optimizer = self.run(tied=False)
-        step(net, optimizer)
-        save(pipeline, net, optimizer)
+        trained_and_saved(pipeline, self.run(tied=False))
         refused(pipeline, SharingConflict, "one|two", *self.run(tied=True, seed=1))
 
 

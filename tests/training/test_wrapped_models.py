@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors import safe_open
 
 from ckpipe import SyncPipeline
 from ckpipe.distributed import TrainingState, training_state
 from tests.support.rank_processes import Gang, told
 from tests.support.sampling import EVERY
+from tests.support.stored_files import entry_names
 from tests.support.wrapped_models import Net, trained
 
 WORLDS = [("fsdp", 3, "hsdp", 4)]
@@ -31,11 +31,10 @@ if EVERY:
     WORLDS,
 )
 def test_training_goes_on_in_another_wrapper(
-    world: Gang, tmp_path: Path, saved: str, ranks: int, loaded: str, again: int
+    world: Gang, root: Path, saved: str, ranks: int, loaded: str, again: int
 ) -> None:
-    root = tmp_path / "run"
-    assert world.run("train", root, ranks, kind=saved, first=3, save=True, step=3) == [0] * ranks
-    assert world.run("train", root, again, kind=loaded, first=0, save=False, step=3) == [0] * again
+    world.succeed("train", root, ranks, kind=saved, first=3, save=True, step=3)
+    world.succeed("train", root, again, kind=loaded, first=0, save=False, step=3)
     losses = [loss for values in told(root, "loss").values() for loss in values]
     assert losses == pytest.approx([losses[0]] * len(losses), rel=1e-5)
     names = [each for values in told(root, "names").values() for each in values]
@@ -44,28 +43,21 @@ def test_training_goes_on_in_another_wrapper(
 
 
 def test_copies_on_meshes_of_their_own_are_written_once_if_ranks_plan_together(
-    world: Gang, tmp_path: Path
+    world: Gang, root: Path
 ) -> None:
-    root = tmp_path / "run"
     case = {
         "kind": "copies", "first": 1, "save": True, "step": 1, "settings": {"plan": "global"},
         "replicated": True,
     }  # fmt: skip
-    assert world.run("train", root, 4, **case) == [0] * 4
-    names = [name for path in root.rglob("rank-*.safetensors") for name in entry_names(path)]
+    world.succeed("train", root, 4, **case)
+    names = entry_names(root)
     halves = [name for name in names if name.startswith("training.model.first.weight@")]
     assert sorted(halves) == [
         f"training.model.first.weight@{box}" for box in ("0,0:6,8", "6,0:12,8")
     ]
-    assert world.run("train", root, 1, kind="plain", first=0, save=False, step=1) == [0]
+    world.succeed("train", root, 1, kind="plain", first=0, save=False, step=1)
     losses = [loss for values in told(root, "loss").values() for loss in values]
     assert losses == pytest.approx([losses[0]] * 5, rel=1e-5)
-
-
-def entry_names(path: Path) -> list[str]:
-    """The names of the tensors in a data file."""
-    with safe_open(path, "pt") as file:
-        return list(file.keys())
 
 
 def made(optimizer: type[torch.optim.Optimizer], **options: Any) -> tuple[Net, Any]:

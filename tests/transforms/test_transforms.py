@@ -881,7 +881,9 @@ def test_the_argument_is_a_list_of_transforms(tmp_path: Path) -> None:
         for wrong in (Rename({"a": "b"}), [{"a": "b"}], 3):
             with pytest.raises(UsageError, match="list of transforms"):
                 pipeline.load(transform=wrong)  # type: ignore[arg-type]
-        assert list(pipelines.load(pipeline, transform=[Rename({"a": "b"})]).state) == ["b"]
+        assert list(pipelines.load_existing(pipeline, transform=[Rename({"a": "b"})]).state) == [
+            "b"
+        ]
     assert list(ckpipe.load(tmp_path, transform=[Rename({"a": "c"})]).state) == ["c"]
 
 

@@ -17,7 +17,7 @@ import pytest
 import torch.distributed as dist
 
 import ckpipe
-from tests.support.pipelines import loaded_state, same
+from tests.support.pipelines import load_existing, loaded_state, same
 from tests.support.rank_processes import Gang, tell, told
 from tests.support.sampling import EVERY
 from tests.support.stored_files import LEASES
@@ -43,9 +43,8 @@ def leases_of(root: Path) -> list[str]:
 
 @pytest.mark.parametrize("leaves", ["kill", "fork", "exit", "raise"] if EVERY else ["fork"])
 def test_what_was_staged_is_committed_and_old_ones_pruned(
-    mortal: Trainers, tmp_path: Path, leaves: str
+    mortal: Trainers, root: Path, leaves: str
 ) -> None:
-    root = tmp_path / "run"
     group, worker = mortal.run(root, leaves)
     try:
         await_end(worker)
@@ -61,8 +60,9 @@ def test_what_was_staged_is_committed_and_old_ones_pruned(
     assert leases_of(root) == []
 
 
-def test_without_survival_nothing_is_committed(mortal: Trainers, tmp_path: Path) -> None:
-    root = tmp_path / "run"
+def test_without_survival_nothing_is_committed(
+    mortal: Trainers, root: Path, tmp_path: Path
+) -> None:
     held_store.install(tmp_path)
     with held_store.held(root):
         case = {"url": f"held://{root}", "path": [str(tmp_path)], "survive": False}
@@ -76,9 +76,8 @@ def test_without_survival_nothing_is_committed(mortal: Trainers, tmp_path: Path)
 
 
 def test_the_next_trainer_waits_for_a_worker_that_still_finishes(
-    mortal: Trainers, tmp_path: Path
+    mortal: Trainers, root: Path, tmp_path: Path
 ) -> None:
-    root = tmp_path / "run"
     held_store.install(tmp_path)
     with ckpipe.SyncPipeline(root) as pipeline, ThreadPoolExecutor(1) as threads:
         with held_store.held(root):
@@ -107,9 +106,7 @@ def test_waiting_for_a_worker_is_bounded(
         lease = tmp_path / LEASES / name / "somebody.0"
         lease.parent.mkdir(parents=True)
         lease.touch()
-        result = pipeline.load(step=which)
-        assert result is not None
-        assert result.id == first.id
+        assert load_existing(pipeline, step=which).id == first.id
     assert f"The load no longer waits for {name}" in caplog.text
 
 
@@ -132,8 +129,7 @@ def resume(case: dict[str, Any]) -> None:
     """Load what is newest, as one of several ranks, each of which waits as long as it is told."""
     worker = {"resume_wait_seconds": case["waits"][dist.get_rank()]}
     with ckpipe.SyncPipeline(case["root"], worker=worker, **SETTINGS) as pipeline:
-        result = pipeline.load(per_rank="rank0")
-        assert result is not None
+        result = load_existing(pipeline, per_rank="rank0")
         assert same(result.state, state_of(result.step))
         tell(case, loaded=result.step)
 
