@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import ckpipe
+from tests.support.pipelines import loaded
 
 
 def save_one(root: Path, state: Any, step: int = 5, **arguments: Any) -> ckpipe.CheckpointInfo:
@@ -16,9 +17,7 @@ def save_one(root: Path, state: Any, step: int = 5, **arguments: Any) -> ckpipe.
 
 def load_one(root: Path, into: Any = None, **arguments: Any) -> Any:
     with ckpipe.SyncPipeline(root) as pipeline:
-        result = pipeline.load(into, **arguments)
-    assert result is not None
-    return result
+        return loaded(pipeline, into, **arguments)
 
 
 def verify_one(root: Path, step: int = 5) -> None:

@@ -96,13 +96,31 @@ def stores() -> Iterator[Stores]:
     yield made
 
 
+def loaded(
+    pipeline: ckpipe.SyncPipeline, target: Any = None, /, *args: Any, **options: Any
+) -> ckpipe.LoadResult:
+    """Load a checkpoint that is there."""
+    result = pipeline.load(target, *args, **options)
+    assert result is not None, "no checkpoint was found"
+    return result
+
+
 def loaded_state(
     pipeline: ckpipe.SyncPipeline, step: int | str | ckpipe.CheckpointInfo | None = None
 ) -> Any:
     """Load a checkpoint that is there, or the newest, as a fresh state."""
-    result = pipeline.load(step=step)
-    assert result is not None
-    return result.state
+    return loaded(pipeline, step=step).state
+
+
+def checked_whole(
+    pipeline: ckpipe.SyncPipeline, content: Callable[[int], Any]
+) -> list[ckpipe.CheckpointInfo]:
+    """Check that each complete checkpoint verifies and loads what its step has; return them."""
+    complete = [info for info in pipeline.steps() if info.complete]
+    for info in complete:
+        pipeline.verify(info)
+        assert same(loaded_state(pipeline, info), content(info.step)), f"{info.id} has other values"
+    return complete
 
 
 async def awaited_state(pipeline: ckpipe.Pipeline, step: int | None = None) -> Any:
