@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 import mmap
 import os
+import random
 import signal
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -171,6 +172,12 @@ def saves_by_a_worker() -> None:
     """With CKPIPE_TEST_WORKER set, saves to local disk go through worker processes."""
     if os.environ.get("CKPIPE_TEST_WORKER"):
         LocalBackend.prefers_worker = True
+
+
+@pytest.fixture(params=[SEED], ids=[f"seed={SEED}"])
+def chance(request: pytest.FixtureRequest) -> random.Random:
+    """A generator that draws from the seed of this run, which a failure shows."""
+    return random.Random(request.param)
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ import torch
 
 import ckpipe
 from ckpipe import errors
-from tests.support.pipelines import Stores
+from tests.support.pipelines import Stores, load_existing
 from tests.support.rank_pipelines import ranks
 from tests.support.settling import settle
 
@@ -32,12 +32,10 @@ def test_a_load_tells_of_globs_that_name_nothing(tmp_path: Path) -> None:
         for target in (None, state()):
             with pytest.raises(errors.StructureMismatch, match=r"optimzer.*holds empty, model"):
                 pipeline.load(target, include=["model.*", "optimzer"])
-            result = pipeline.load(target, include=["model.*", "optimzer"], strict=False)
-            assert result is not None
+            result = load_existing(pipeline, target, include=["model.*", "optimzer"], strict=False)
             assert result.missing == ("optimzer",)
             for globs in (["model"], ["*.w"], ["empty"], ["other.x"], ["model.head"], []):
-                result = pipeline.load(target, include=globs)
-                assert result is not None
+                result = load_existing(pipeline, target, include=globs)
                 assert result.missing == ()
 
 
@@ -75,8 +73,7 @@ def test_a_state_that_is_empty_by_itself_is_saved(tmp_path: Path, nothing: Any) 
         selections: list[dict[str, Any]] = [{}, {"exclude": ["*"]}, {"include": []}]
         for step, selection in enumerate(selections):
             pipeline.save(nothing, step=step, **selection).wait()
-            result = pipeline.load()
-            assert result is not None
+            result = load_existing(pipeline)
             assert (result.step, result.state) == (step, nothing)
         pipeline.save({"s": {1}, "x": 1}, step=9, include=["s"]).wait()
 
@@ -105,12 +102,10 @@ def test_references_that_multiply_are_not_followed_for_ever(tmp_path: Path) -> N
     looped["me"] = looped
     with ckpipe.SyncPipeline(tmp_path) as pipeline:
         pipeline.save({"tree": tree}, step=1).wait()
-        result = pipeline.load(include=["tree.*.leaf"])
-        assert result is not None
+        result = load_existing(pipeline, include=["tree.*.leaf"])
         found = result.state["tree"]
         pipeline.save({"loop": looped}, step=2).wait()
-        result = pipeline.load(include=["loop.x", "loop.me.me", "loop.y"], strict=False)
-        assert result is not None
+        result = load_existing(pipeline, include=["loop.x", "loop.me.me", "loop.y"], strict=False)
         assert result.missing == ("loop.me.me", "loop.y")
     for _ in range(40):
         assert found[0] is found[1]
@@ -183,8 +178,7 @@ def test_a_class_that_is_gone_is_named_with_its_key(
         with pytest.raises(errors.StructureMismatch, match=type(value).__name__) as caught:
             pipeline.load()
         assert caught.value.key == "in.it"
-        rest = pipeline.load(exclude=["in.it"])
-        assert rest is not None
+        rest = load_existing(pipeline, exclude=["in.it"])
         assert rest.state["in"]["n"] == 1
 
 
@@ -242,8 +236,7 @@ def test_an_object_that_is_left_out_is_neither_asked_nor_loaded(
         assert target["number"] == 1
         assert asked.calls == []
         pipeline.save(state, step=2, until="committed", **select)
-        fresh = pipeline.load()
-        assert fresh is not None
+        fresh = load_existing(pipeline)
         assert fresh.state == {"number": 1}
 
 

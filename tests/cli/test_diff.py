@@ -13,9 +13,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import ckpipe
 from ckpipe.cli.diff import Comparison, TensorDifference
-from tests.support.command_line import Commands, damage, save_steps
+from tests.support.command_line import Commands, damage, save, save_steps
 from tests.support.fork_server import ForkedProgram
 from tests.support.rank_pipelines import ranks
 from tests.support.signals import HEARING
@@ -25,12 +24,6 @@ ODD_DTYPES = [
     torch.bool, torch.uint8, torch.uint16, torch.uint64, torch.int64, torch.float16,
     torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.complex64,
 ]  # fmt: skip
-
-
-def save(root: Path, *states: dict[str, Any]) -> None:
-    with ckpipe.SyncPipeline(root) as pipeline:
-        for step, state in enumerate(states):
-            pipeline.save(state, step=step, until="committed")
 
 
 def compare_tensors(first: torch.Tensor, second: torch.Tensor) -> TensorDifference | None:

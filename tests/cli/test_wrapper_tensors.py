@@ -6,21 +6,13 @@ import sys
 from importlib import import_module
 from pathlib import Path
 from textwrap import dedent
-from typing import Any
 
 import pytest
 import safetensors.torch
 import torch
 
-import ckpipe
-from tests.support.command_line import Commands
+from tests.support.command_line import Commands, save
 from tests.support.wrapper_tensors import CONTEXT, Granularity, halves, nested, scaled
-
-
-def save(root: Path, *states: dict[str, Any]) -> None:
-    with ckpipe.SyncPipeline(root) as pipeline:
-        for step, state in enumerate(states):
-            pipeline.save(state, step=step, until="committed")
 
 
 def test_info_shows_class_and_inner_tensors(tmp_path: Path, call: Commands) -> None:

@@ -13,8 +13,8 @@ import ckpipe
 from tests.support import killed_runs
 from tests.support.fork_server import Forks, forks
 from tests.support.killed_runs import SAVES, notes, state_of
-from tests.support.pipelines import loaded_state, same
-from tests.support.sampling import EVERY, SEED
+from tests.support.pipelines import checked_whole
+from tests.support.sampling import EVERY
 
 SAMPLE = 4
 KILLS = 60 if EVERY else 4
@@ -27,11 +27,6 @@ def mortal() -> Iterator[Forks]:
         yield made
 
 
-@pytest.fixture(params=[SEED], ids=[f"seed={SEED}"])
-def chance(request: pytest.FixtureRequest) -> random.Random:
-    return random.Random(request.param)
-
-
 def committed(root: Path) -> list[int]:
     """The steps that runs on this root reported committed."""
     return [int(line.split()[1]) for line in notes(root) if line.startswith("committed")]
@@ -41,10 +36,7 @@ def check(root: Path) -> None:
     """Open what a killed run has left: all of it is complete and right, or does not count."""
     reported = committed(root)
     with ckpipe.SyncPipeline(root) as pipeline:
-        complete = [info for info in pipeline.steps() if info.complete]
-        for info in complete:
-            pipeline.verify(info)
-            assert same(loaded_state(pipeline, info), state_of(info.step))
+        complete = checked_whole(pipeline, state_of)
         if reported:
             assert complete[-1].step >= reported[-1]
         for info in pipeline.steps():

@@ -29,7 +29,7 @@ from ckpipe.backend import PutMode
 from ckpipe.testing import FaultyBackend, Landing
 from ckpipe.testing.wrappers import Operation
 from ckpipe_local import LocalBackend
-from tests.support.pipelines import loaded_state, same
+from tests.support.pipelines import checked_whole
 from tests.support.sampling import EVERY, SEED
 
 SAMPLE = 6
@@ -141,10 +141,7 @@ def check_after_power_returns(disk: Disk, committed: list[int]) -> list[int]:
     disk.unmount()
     disk.switch_on()
     with ckpipe.SyncPipeline(disk.root, **SETTINGS) as pipeline:
-        complete = [info for info in pipeline.steps() if info.complete]
-        for info in complete:
-            pipeline.verify(info)
-            assert same(loaded_state(pipeline, info), content(info.step))
+        complete = checked_whole(pipeline, content)
         steps = [info.step for info in complete]
         assert set(committed) <= set(steps)
         pipeline.save(content(99), step=99).wait()

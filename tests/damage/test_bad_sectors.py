@@ -14,7 +14,7 @@ import torch
 import ckpipe
 from ckpipe import errors
 from ckpipe.testing.wrappers import Operation
-from tests.support.pipelines import Stores, same
+from tests.support.pipelines import Stores, load_existing, same
 from tests.support.rank_pipelines import ranks
 
 FAST: dict[str, Any] = {"upload": {"backoff_seconds": 0, "retries": 2}, "load": {"lanes": 1}}
@@ -62,8 +62,7 @@ def test_one_object_is_damage(store: Stores, end: str, into: bool) -> None:
             assert (caught.value.step, caught.value.key) == (2, key)
         assert pipeline.verify(1).files == 1
         with pytest.warns(RuntimeWarning, match="cannot be read"):
-            result = pipeline.load(blank() if into else None, fallback=True)
-    assert result is not None
+            result = load_existing(pipeline, blank() if into else None, fallback=True)
     assert result.report is not None
     assert (result.step, list(result.report.damaged)) == (1, [second])
     assert same(result.state, state(1))
@@ -98,8 +97,7 @@ def test_an_error_that_passes_is_none(store: Stores) -> None:
     _, second = save_two(store.url)
     store.faulty.fail(unreadable("x"), reads(second, ".safetensors"), times=2)
     with ckpipe.SyncPipeline(store.url, read_only=True, **FAST) as pipeline:
-        result = pipeline.load(fallback=True)
-    assert result is not None
+        result = load_existing(pipeline, fallback=True)
     assert result.step == 2
 
 
@@ -143,6 +141,5 @@ def test_bad_blocks_of_a_local_disk(
         assert caught.value.target_touched is bool(target["b"].any()) is True
         assert len(tries) == 4  # one by a thread, and three requests
         with pytest.warns(RuntimeWarning, match="cannot be read"):
-            result = pipeline.load(target, fallback=True)
-        assert result is not None
+            load_existing(pipeline, target, fallback=True)
         assert same(target, state(1))

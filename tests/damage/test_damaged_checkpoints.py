@@ -19,7 +19,7 @@ from ckpipe import errors, events, register_backend
 from ckpipe.backend import ObjectReader
 from ckpipe_local import LocalBackend
 from tests.support.one_checkpoint import data_of, index_of, load_one, save_one, says
-from tests.support.pipelines import loaded_state, same, small_state
+from tests.support.pipelines import load_existing, loaded_state, same, small_state
 from tests.support.sampling import EVERY, SEED
 from tests.support.stored_files import Document, forge
 
@@ -128,8 +128,7 @@ def test_fallback_loads_the_newest_that_is_whole(saved: Path) -> None:
     with ckpipe.SyncPipeline(saved) as pipeline:
         pipeline.events.add(told.append)
         with pytest.warns(RuntimeWarning, match="step-000000000006.* is damaged: Truncated"):
-            result = pipeline.load(fallback=True)
-    assert result is not None
+            result = load_existing(pipeline, fallback=True)
     assert result.step == 5
     assert same(result.state, small_state(5))
     (event,) = [each for each in told if isinstance(each, events.CheckpointDamaged)]
@@ -196,8 +195,7 @@ def test_file_that_is_cut_off_while_it_is_read_from_the_page_cache(tmp_path: Pat
             pipeline.load()
         says(caught.value, "step 5", "rank 0", "key 'step-000000000005", "bytes")
         with pytest.warns(RuntimeWarning, match="damaged"):
-            result = pipeline.load(fallback=True)
-    assert result is not None
+            result = load_existing(pipeline, fallback=True)
     assert result.step == 1
     assert same(result.state, state)
 

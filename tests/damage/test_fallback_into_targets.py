@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 
 import ckpipe
 from ckpipe import errors
-from tests.support.pipelines import Stores, values
+from tests.support.pipelines import Stores, load_existing, values
 from tests.support.rank_pipelines import ranks
 
 FAST: dict[str, Any] = {"upload": {"backoff_seconds": 0, "retries": 1}, "load": {"lanes": 1}}
@@ -48,26 +49,27 @@ def save(store: Stores, old: State, new: State, *, old_ranks: int = 1) -> None:
         pipeline.save(new, step=2)
 
 
+def data_file(store: Stores, name: str) -> tuple[str, Any]:
+    """The only data file whose key begins like this, and its key."""
+    (found,) = [
+        each
+        for each in store.memory._store.objects.items()
+        if each[0].startswith(name) and each[0].endswith(".safetensors")
+    ]
+    return found
+
+
 def flip(store: Stores, name: str, at: int) -> None:
     """Flip a bit of the only data file whose key begins like this."""
-    (key,) = [
-        key
-        for key in store.memory._store.objects
-        if key.startswith(name) and key.endswith(".safetensors")
-    ]
-    found = store.memory._store.objects[key]
+    key, found = data_file(store, name)
     data = bytearray(found.data)
     data[at] ^= 1
     store.memory._store.objects[key] = type(found)(bytes(data), found.modified)
 
 
 def header_bytes(store: Stores, name: str) -> int:
-    (data,) = [
-        found.data
-        for key, found in store.memory._store.objects.items()
-        if key.startswith(name) and key.endswith(".safetensors")
-    ]
-    return 8 + int.from_bytes(data[:8], "little")
+    _, found = data_file(store, name)
+    return 8 + int.from_bytes(found.data[:8], "little")
 
 
 NEWEST = "step-000000000002"
@@ -114,6 +116,16 @@ def target_of(case: Case) -> tuple[Any, torch.Tensor, torch.Tensor]:
     return zeros, zeros["a"], zeros["b"]
 
 
+@contextlib.contextmanager
+def falling_back(store: Stores) -> Iterator[ckpipe.SyncPipeline]:
+    """A pipeline that tells of a damaged checkpoint."""
+    with (
+        ckpipe.SyncPipeline(store.url, **FAST) as pipeline,
+        pytest.warns(RuntimeWarning, match="is damaged"),
+    ):
+        yield pipeline
+
+
 @pytest.mark.parametrize("how", [*HOWS, *UNFIT])
 def test_an_older_one_that_lacks_what_is_filled_is_not_taken(store: Stores, how: str) -> None:
     case = (HOWS | UNFIT)[how]()
@@ -134,8 +146,7 @@ def test_an_older_one_that_lacks_what_is_filled_is_not_taken(store: Stores, how:
         assert values(b) == [0 if how == "shared memory" else 2]
         if how in HOWS and how != "drop":  # a fresh state holds no values of another step
             with pytest.warns(RuntimeWarning, match="is damaged"):
-                fresh = pipeline.load(fallback=True)
-            assert fresh is not None
+                fresh = load_existing(pipeline, fallback=True)
             assert fresh.step == 1
 
 
@@ -146,12 +157,8 @@ def test_an_older_one_is_taken_if_nothing_is_filled(store: Stores, how: str) -> 
     save(store, old, new, old_ranks=old_ranks)
     flip(store, NEWEST, header_bytes(store, NEWEST))
     target, a, b = target_of(case)
-    with (
-        ckpipe.SyncPipeline(store.url, **FAST) as pipeline,
-        pytest.warns(RuntimeWarning, match="is damaged"),
-    ):
-        result = pipeline.load(target, fallback=True, **options)
-    assert result is not None
+    with falling_back(store) as pipeline:
+        result = load_existing(pipeline, target, fallback=True, **options)
     assert result.step == 1
     assert (values(a), values(b)) == ([1], [0])
 
@@ -163,11 +170,7 @@ def test_one_that_does_not_fit_says_so_if_nothing_is_filled(store: Stores, how: 
     save(store, old, new, old_ranks=old_ranks)
     flip(store, NEWEST, header_bytes(store, NEWEST))
     target, _, _ = target_of(case)
-    with (
-        ckpipe.SyncPipeline(store.url, **FAST) as pipeline,
-        pytest.warns(RuntimeWarning, match="is damaged"),
-        pytest.raises(errors.TargetMismatch) as caught,
-    ):
+    with falling_back(store) as pipeline, pytest.raises(errors.TargetMismatch) as caught:
         pipeline.load(target, fallback=True, **options)
     assert not caught.value.target_touched
     assert not any(tensor.any() for tensor in target.values())
@@ -178,10 +181,7 @@ def test_an_older_one_that_fills_the_same_is_taken(store: Stores, strict: bool) 
     save(store, {**filled(1), "c": 1}, {**filled(2), "c": 2})
     flip(store, NEWEST, -1)
     target = {**filled(0), "c": 0}
-    with (
-        ckpipe.SyncPipeline(store.url, **FAST) as pipeline,
-        pytest.warns(RuntimeWarning, match="is damaged"),
-    ):
+    with falling_back(store) as pipeline:
         pipeline.load(target, fallback=True, strict=strict)
     assert {name: values(each) for name, each in target.items()} == {name: [1] for name in "abc"}
 
@@ -191,11 +191,7 @@ def test_all_damaged_says_that_a_later_one_filled_a_part(store: Stores) -> None:
     flip(store, NEWEST, header_bytes(store, NEWEST))
     flip(store, "step-000000000001", -1)
     target = filled(0)
-    with (
-        ckpipe.SyncPipeline(store.url, **FAST) as pipeline,
-        pytest.warns(RuntimeWarning, match="is damaged"),
-        pytest.raises(errors.ChecksumMismatch) as caught,
-    ):
+    with falling_back(store) as pipeline, pytest.raises(errors.ChecksumMismatch) as caught:
         pipeline.load(target, fallback=True)
     assert (caught.value.step, caught.value.target_touched) == (2, True)
     assert values(target["b"]) == [1]

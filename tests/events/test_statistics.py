@@ -34,6 +34,12 @@ QUICK: dict[str, Any] = {
 }  # fmt: skip
 
 
+def check_by_schema(lines: list[Any]) -> None:
+    schema = json.loads(SCHEMA.read_text())
+    for each in lines:
+        jsonschema.validate(each, schema)
+
+
 def test_statistics_count_everything(store: Stores) -> None:
     pipeline = ckpipe.SyncPipeline(store.url, **QUICK)
     assert pipeline.statistics() == ckpipe.Statistics(lanes=4)
@@ -138,9 +144,7 @@ def test_lines_of_json_tell_every_event(store: Stores, tmp_path: Path) -> None:
         "Completed", "RankCommitted", "Retrying", "SaveEnded", "SaveStarted", "Staged",
     ]  # fmt: skip
     assert "Pruned" in [each["event"] for each in found]
-    schema = json.loads(SCHEMA.read_text())
-    for each in found:
-        jsonschema.validate(each, schema)
+    check_by_schema(found)
     (ended,) = [e for e in found if e["event"] == "SaveEnded" and e["step"] == 1]
     assert ended["status"] == "committed"
     assert ended["report"]["stages"]["upload"]["bytes"] == ended["report"]["bytes"]
@@ -175,9 +179,7 @@ def test_progress_is_written_if_it_is_wanted_and_a_stream_stays_open(store: Stor
         pipeline.load()
         lines(events.LoadProgress("id", 1, 0, 5, 7))
     found = [json.loads(line) for line in out.getvalue().splitlines()]
-    schema = json.loads(SCHEMA.read_text())
-    for each in found:
-        jsonschema.validate(each, schema)
+    check_by_schema(found)
     loading = [each["event"] for each in found if each["event"].startswith("Load")]
     assert loading == ["LoadStarted", "Loaded", "LoadProgress"]
     blocks = [each for each in found if each["event"] == "BlockUploaded"]

@@ -22,7 +22,7 @@ import ckpipe
 from ckpipe import errors
 from tests.failure.mounts import mounted
 from tests.support.one_checkpoint import load_one, save_one, says, verify_one
-from tests.support.pipelines import loaded_state, same, small_state
+from tests.support.pipelines import load_existing, loaded_state, same, small_state
 
 # Targets that cannot be written
 
@@ -201,8 +201,7 @@ def test_integers_that_no_reader_would_take_are_refused(tmp_path: Path, state: A
     state = {"at": 10**4300}
     with ckpipe.SyncPipeline(tmp_path, pickle="allow") as pipeline:
         pipeline.save(state, step=9).wait()
-        result = pipeline.load(pickle="allow")
-        assert result is not None
+        result = load_existing(pipeline, pickle="allow")
         assert result.state == state
 
 

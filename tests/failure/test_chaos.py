@@ -25,7 +25,8 @@ from ckpipe.types import CheckpointId, CheckpointInfo
 from tests.failure import chaos_runs
 from tests.failure.chaos_runs import Ledger, digest, install
 from tests.support.fork_server import Forks, forks
-from tests.support.sampling import EVERY, SEED
+from tests.support.pipelines import load_existing
+from tests.support.sampling import EVERY
 
 SAVES = 200 if EVERY else 12
 DAYS = 2 * 86_400
@@ -42,11 +43,6 @@ def night(tmp_path: Path) -> Iterator[Forks]:
     install(tmp_path / "path")
     with forks(chaos_runs.__file__, tmp_path / "path") as made:
         yield made
-
-
-@pytest.fixture(params=[SEED], ids=[f"seed={SEED}"])
-def chance(request: pytest.FixtureRequest) -> random.Random:
-    return random.Random(request.param)
 
 
 @pytest.fixture
@@ -152,15 +148,14 @@ class Night:
             for info in complete:
                 if info.id in self.digests and info is not complete[-1]:
                     continue
-                result = pipeline.load(step=info)
-                assert result is not None
+                result = load_existing(pipeline, step=info)
                 found = digest(result.state)
                 assert found == result.metadata["digest"]
                 assert found in saved
                 assert told.get(info.id, found) == found
                 self.digests[info.id] = found
-            result = pipeline.load()
-            assert (result.id if result else None) == (complete[-1].id if complete else None)
+            newest = pipeline.load()
+            assert (newest.id if newest else None) == (complete[-1].id if complete else None)
         return complete
 
     def _check_resumed(self) -> None:
@@ -240,8 +235,7 @@ def test_a_night_in_fast_motion(
         kept = [info.id for info in pipeline.steps()]
         for id in kept:
             pipeline.verify(id)
-        result = pipeline.load()
-        assert result is not None
+        result = load_existing(pipeline)
         assert result.id == run.newest
         assert digest(result.state) == run.digests[run.newest]
     assert left_over(root, kept) == ["notes.txt"]

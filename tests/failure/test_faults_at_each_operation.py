@@ -25,7 +25,7 @@ import ckpipe
 from ckpipe import errors
 from ckpipe.testing import Landing
 from ckpipe.testing.wrappers import Operation
-from tests.support.pipelines import Stores, loaded_state, same, stores
+from tests.support.pipelines import Stores, checked_whole, load_existing, loaded_state, same, stores
 from tests.support.sampling import EVERY, SEED
 from tests.support.settling import SettlingPipeline, UnderWay, settle
 
@@ -72,8 +72,7 @@ def go(store: Stores, run: Run) -> None:
         try:
             for step in (1, 2):
                 save(pipeline, run, step)
-            result = pipeline.load()
-            assert result is not None
+            result = load_existing(pipeline)
             assert same(result.state, content(result.step))
         finally:
             check_memory(pipeline)
@@ -105,10 +104,7 @@ def check_store(store: Stores, run: Run, *, orphans: int = 0) -> None:
     store.faulty.heal()
     assert stale_uploads(store) <= orphans
     with ckpipe.SyncPipeline(store.url, **SETTINGS) as pipeline:
-        complete = [info for info in pipeline.steps() if info.complete]
-        for info in complete:
-            pipeline.verify(info)
-            assert same(loaded_state(pipeline, info), content(info.step))
+        checked_whole(pipeline, content)
         if run.committed:
             newest = pipeline.latest()
             assert newest is not None

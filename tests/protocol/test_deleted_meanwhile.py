@@ -13,7 +13,7 @@ import torch
 import ckpipe
 from ckpipe import errors
 from ckpipe.testing.wrappers import Operation
-from tests.support.pipelines import Stores, values
+from tests.support.pipelines import Stores, load_existing, values
 from tests.support.stored_files import tombstone_key
 
 FAST: dict[str, Any] = {
@@ -57,6 +57,20 @@ def reads_data(id: str) -> Callable[[Operation], bool]:
     return lambda operation: operation.verb == "read_into" and operation.key.startswith(id)
 
 
+def replace_at(
+    store: Stores, old: tuple[str, Objects], new: Objects, nth: int, *, swept: bool
+) -> None:
+    """Put an old checkpoint there; have a new one replace it at the nth request for its data."""
+    id, objects = old
+    store.memory._store.objects |= objects
+
+    def prune(_: Operation) -> None:
+        store.memory._store.objects |= new
+        delete(store, id, swept=swept)
+
+    store.faulty.call(prune, reads_data(id), nth=nth)
+
+
 @pytest.mark.sample(12)
 @pytest.mark.parametrize("swept", [False, True])
 @pytest.mark.parametrize("fallback", [False, True])
@@ -72,13 +86,7 @@ def test_the_newest_is_replaced_by_the_next_and_a_named_one_is_told(
     named: bool,
 ) -> None:
     (id, old), (_, new) = save_apart(store, state(1), state(2))
-    store.memory._store.objects |= old
-
-    def prune(_: Operation) -> None:
-        store.memory._store.objects |= new
-        delete(store, id, swept=swept)
-
-    store.faulty.call(prune, reads_data(id), nth=nth)
+    replace_at(store, (id, old), new, nth, swept=swept)
     target = {name: torch.zeros_like(each) for name, each in state(1).items()}
     with ckpipe.SyncPipeline(store.url, read_only=True, **FAST) as pipeline:
         given = target if into else None
@@ -89,8 +97,7 @@ def test_the_newest_is_replaced_by_the_next_and_a_named_one_is_told(
             return
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            result = pipeline.load(given, fallback=fallback)
-    assert result is not None
+            result = load_existing(pipeline, given, fallback=fallback)
     assert result.report is not None
     assert (result.step, result.report.damaged) == (2, {})
     assert all(bool((each == 2).all()) for each in result.state.values())
@@ -100,18 +107,11 @@ def test_the_newest_is_replaced_by_the_next_and_a_named_one_is_told(
 @pytest.mark.parametrize("nth", [1, 2])
 def test_the_next_is_not_mixed_with_it(store: Stores, fallback: bool, nth: int) -> None:
     (id, old), (_, new) = save_apart(store, state(1), state(2, b=False))
-    store.memory._store.objects |= old
-
-    def prune(_: Operation) -> None:
-        store.memory._store.objects |= new
-        delete(store, id, swept=False)
-
-    store.faulty.call(prune, reads_data(id), nth=nth)
+    replace_at(store, (id, old), new, nth, swept=False)
     target = {name: torch.zeros_like(each) for name, each in state(1).items()}
     with ckpipe.SyncPipeline(store.url, read_only=True, **FAST) as pipeline:
         if nth == 1:
-            result = pipeline.load(target, fallback=fallback, strict=False)
-            assert result is not None
+            result = load_existing(pipeline, target, fallback=fallback, strict=False)
             assert (result.step, values(target["b"])) == (2, [0])
             return
         with pytest.raises(errors.CheckpointIncomplete, match="deleted just now") as caught:

@@ -12,7 +12,7 @@ import torch
 import ckpipe
 from ckpipe import errors
 from tests.protocol.processes import another, keys_of
-from tests.support.pipelines import Stores, stores
+from tests.support.pipelines import Stores, load_existing, stores
 from tests.support.rank_pipelines import open_rank, ranks
 from tests.support.sampling import sample
 from tests.support.settling import settle
@@ -67,8 +67,7 @@ def test_deaths_and_races_of_ranks_end_in_one_index(dying: int) -> None:
                 assert (index_key(id) in keys_of(store)) == lives
                 if lives:
                     finders[0].verify(2)
-                    result = finders[0].load(step=2, per_rank="rank0")
-                    assert result is not None
+                    result = load_existing(finders[0], step=2, per_rank="rank0")
                     assert result.id == id
 
 

@@ -11,7 +11,7 @@ import ckpipe
 from ckpipe import errors
 from ckpipe.testing import Landing, Operation
 from tests.protocol.processes import Stopped, another, keys_of, with_steps
-from tests.support.pipelines import Stores, same, small_state, stores
+from tests.support.pipelines import Stores, load_existing, same, small_state, stores
 from tests.support.stored_files import LEASES
 
 
@@ -84,8 +84,7 @@ def test_the_newest_that_is_deleted_before_its_lease_gives_way_to_the_next(store
             thread.join()
 
         store.faulty.call(lambda _: remove(2), is_lease)
-        result = reader.load()
-        assert result is not None
+        result = load_existing(reader)
         assert result.id == infos[1].id
         store.faulty.call(lambda _: remove(1), is_lease, Landing.AFTER)
         with pytest.raises(errors.CheckpointIncomplete, match="deleted just now"):

@@ -11,7 +11,7 @@ import torch
 
 import ckpipe
 from ckpipe import errors
-from tests.support.pipelines import loaded_state
+from tests.support.pipelines import load_existing, loaded_state
 
 STATE: dict[str, Any] = {"a": torch.ones(1000)}
 
@@ -43,8 +43,7 @@ def test_damaged_checkpoints_take_no_place_among_those_to_keep(
         assert decision.reasons[ids[newest]] == "the newest"
         assert "cannot be read" in decision.reasons[ids[3]]
         with pytest.warns(RuntimeWarning, match="is damaged"):
-            result = pipeline.load(fallback=True)
-        assert result is not None
+            result = load_existing(pipeline, fallback=True)
         assert result.step == newest
 
 
@@ -122,8 +121,7 @@ def test_a_root_that_others_use_too_stays_as_it_is(tmp_path: Path) -> None:
             pipeline.save(STATE, step=step).wait()
         pipeline.prune()
         pipeline.sweep()
-        result = pipeline.load()
-        assert result is not None
+        result = load_existing(pipeline)
         assert result.step == 3
         assert [info.step for info in pipeline.steps() if info.complete] == [2, 3]
     assert not (root / first / "rank-00000.safetensors").exists()
@@ -141,8 +139,7 @@ def test_the_first_and_the_last_step_there_are(tmp_path: Path) -> None:
         assert [info.step for info in pipeline.steps()] == [0, 2**31, 10**12 - 1]
         with pytest.raises(errors.UsageError, match="A step is"):
             pipeline.save(STATE, step=10**12)
-        result = pipeline.load()
-        assert result is not None
+        result = load_existing(pipeline)
         assert result.step == 10**12 - 1
 
 

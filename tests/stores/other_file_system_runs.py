@@ -13,7 +13,7 @@ import torch
 
 import ckpipe
 from ckpipe.errors import CkpipeError
-from tests.support.pipelines import loaded_state, same
+from tests.support.pipelines import checked_whole, load_existing, same
 
 SETTINGS: dict[str, Any] = {
     "worker": "thread",
@@ -63,8 +63,7 @@ def use(root: str, committed: list[int], errors: list[str]) -> None:
                     committed.append(step)
             try:
                 if committed:
-                    result = pipeline.load(step=committed[-1])
-                    assert result is not None
+                    result = load_existing(pipeline, step=committed[-1])
                     assert same(result.state, content(committed[-1]))
                 if len(committed) > 1:
                     pipeline.delete(committed[-2])
@@ -82,10 +81,7 @@ def check(root: str, committed: list[int]) -> list[str]:
     """
     with ckpipe.SyncPipeline(root, **SETTINGS) as pipeline:
         found = pipeline.steps()
-        complete = [info for info in found if info.complete]
-        for info in complete:
-            pipeline.verify(info)
-            assert same(loaded_state(pipeline, info), content(info.step))
+        complete = checked_whole(pipeline, content)
         if committed:
             assert max(info.step for info in complete) >= committed[-1]
         pipeline.save(content(9), step=9, until="committed")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -434,6 +435,22 @@ async def test_credentials_that_another_program_renews_are_read_for_the_next_tok
                     await backend.get("a", max_bytes=1)
 
 
+@contextlib.asynccontextmanager
+async def tokens_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[list[str]]:
+    """A server that gives tokens of the machine's own identity; the requests that it had."""
+    asked: list[str] = []
+
+    async def give(request: web.Request) -> web.Response:
+        asked.append(request.path)
+        return web.json_response({"access_token": "the machine's", "expires_in": 3600})
+
+    app = web.Application()
+    app.router.add_get("/token", give)
+    async with TestServer(app) as machine:
+        monkeypatch.setattr(token, "GCE_ENDPOINT_TOKEN", str(machine.make_url("/token")))
+        yield asked
+
+
 @pytest.mark.parametrize("begun", ["with a file", "with the machine's own"])
 async def test_the_identity_stays_when_a_stored_file_comes_or_goes(
     guarded: GcsServer,
@@ -445,16 +462,7 @@ async def test_the_identity_stays_when_a_stored_file_comes_or_goes(
     bucket, file = await make_bucket(guarded), credentials()
     stored = tmp_path / "application_default_credentials.json"
     monkeypatch.setenv("CLOUDSDK_CONFIG", str(tmp_path))
-    asked: list[str] = []
-
-    async def give(_: web.Request) -> web.Response:
-        asked.append("the machine")
-        return web.json_response({"access_token": "the machine's", "expires_in": 3600})
-
-    app = web.Application()
-    app.router.add_get("/token", give)
-    async with TestServer(app) as machine:
-        monkeypatch.setattr(token, "GCE_ENDPOINT_TOKEN", str(machine.make_url("/token")))
+    async with tokens_of_the_machine(monkeypatch) as asked:
         if begun == "with a file":
             os.replace(file, stored)
             async with with_tokens(guarded, bucket) as backend:
@@ -515,14 +523,7 @@ async def test_no_other_identity_is_taken_for_a_file_that_cannot_be_used(
         monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(file))
     said = {"option": "the option 'credentials_file'", "gcloud": "gcloud auth application-default"}
     by = said.get(named, "GOOGLE_APPLICATION_CREDENTIALS")
-
-    async def give(_: web.Request) -> web.Response:
-        return web.json_response({"access_token": "the machine's", "expires_in": 3600})
-
-    app = web.Application()
-    app.router.add_get("/token", give)
-    async with TestServer(app) as machine:
-        monkeypatch.setattr(token, "GCE_ENDPOINT_TOKEN", str(machine.make_url("/token")))
+    async with tokens_of_the_machine(monkeypatch):
         with pytest.raises(errors.PermissionDenied, match=f"{file}.*{by}") as caught:
             async with with_tokens(guarded, "any-bucket", **options) as backend:
                 await backend.get("a", max_bytes=1)

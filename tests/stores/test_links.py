@@ -19,6 +19,7 @@ from ckpipe_local import LocalBackend
 from tests.support.pipelines import loaded_state
 
 STATE: dict[str, Any] = {"a": torch.arange(1000.0)}
+SWEEPING: Any = {"keep_last": 1, "lines": "all", "sweep_after_seconds": 0}
 
 
 def files_below(directory: Path) -> dict[str, bytes]:
@@ -88,8 +89,6 @@ def test_a_link_that_comes_after_the_tombstone_ends_the_deletion(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     root, place = tmp_path / "root", tmp_path / "place"
-    retention = {"keep_last": 1, "lines": "all", "sweep_after_seconds": 0}
-    settings: dict[str, Any] = {"retention": retention}
     with ckpipe.SyncPipeline(root) as pipeline:
         first, _ = [pipeline.save(STATE, step=step).wait() for step in (1, 2)]
     before = moved(root, first.id, place)
@@ -97,7 +96,7 @@ def test_a_link_that_comes_after_the_tombstone_ends_the_deletion(
     tombstone.parent.mkdir(exist_ok=True)
     tombstone.write_text("{}")
     os.utime(tombstone, (0, 0))
-    with ckpipe.SyncPipeline(root, **settings) as pipeline:
+    with ckpipe.SyncPipeline(root, retention=SWEEPING) as pipeline:
         pipeline.prune()
         assert not tombstone.exists()
         assert [info.step for info in pipeline.steps()] == [2]
@@ -112,8 +111,6 @@ def test_what_others_put_into_a_checkpoint_stays_and_is_told_once(
     elsewhere.mkdir()
     (elsewhere / "precious").write_text("mine")
     root = tmp_path / "root"
-    retention = {"keep_last": 1, "lines": "all", "sweep_after_seconds": 0}
-    settings: dict[str, Any] = {"retention": retention}
     with ckpipe.SyncPipeline(root) as pipeline:
         first = pipeline.save(STATE, step=1).wait()
     below = root / first.id
@@ -123,7 +120,7 @@ def test_what_others_put_into_a_checkpoint_stays_and_is_told_once(
         (below / name).write_text("mine")
     (below / "folder").symlink_to(elsewhere)
     for step in (2, 3):
-        with ckpipe.SyncPipeline(root, **settings) as pipeline:
+        with ckpipe.SyncPipeline(root, retention=SWEEPING) as pipeline:
             pipeline.save(STATE, step=step).wait()
             pipeline.prune()
             report = pipeline.sweep()

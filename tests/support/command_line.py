@@ -98,7 +98,11 @@ main()
 def forked(program: str | Path, *arguments: object, **options: Any) -> Done:
     """Run Python code in a process that is forked, since its start is not tested; wait for it."""
     with ForkedProgram(program, *arguments, **options) as process:
-        out, err = process.communicate()
+        return _end_of(process)
+
+
+def _end_of(process: ForkedProgram) -> Done:
+    out, err = process.communicate()
     assert process.returncode is not None
     return Done(process.returncode, out, err)
 
@@ -128,9 +132,7 @@ def interrupted(
     """What :func:`stuck` has printed and returned after a signal."""
     with stuck(verbs, *arguments, **options) as process:
         process.send_signal(signum)
-        out, err = process.communicate()
-    assert process.returncode is not None
-    return Done(process.returncode, out, err)
+        return _end_of(process)
 
 
 def ends_by_failed_request(
@@ -162,6 +164,13 @@ def ends_by_failed_request(
 def damage(root: Path, id: str, at: int = -3) -> None:
     """Flip a bit of a data file."""
     flip(root / data_file_key(id), at)
+
+
+def save(root: Path, *states: dict[str, Any]) -> None:
+    """Save states as the steps from 0 on."""
+    with ckpipe.SyncPipeline(root) as pipeline:
+        for step, state in enumerate(states):
+            pipeline.save(state, step=step, until="committed")
 
 
 def save_steps(url: object, *steps: int, **settings: Any) -> list[str]:

@@ -8,7 +8,6 @@ import os
 import sys
 import urllib.request
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -17,25 +16,13 @@ from urllib.parse import quote
 import ckpipe
 from ckpipe.errors import UsageError
 from ckpipe_gcs import GcsBackend
-from tests.support.server_processes import free_ports, running
+from tests.support.server_processes import LocalServer, free_ports, running
 
 HERE = Path(__file__).parent
 
 
-@dataclass(frozen=True)
-class GcsServer:
-    """A server that runs.
-
-    Args:
-        port: Its port.
-    """
-
-    port: int
-
-    @property
-    def url(self) -> str:
-        """Where it answers."""
-        return f"http://127.0.0.1:{self.port}"
+class GcsServer(LocalServer):
+    """A server of the API of Google Cloud Storage."""
 
     def make_bucket(self, name: str) -> None:
         """Make a bucket; blocks."""

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import ckpipe
+from tests.support.pipelines import load_existing
 
 
 def save_one(
@@ -18,9 +19,7 @@ def save_one(
 
 def load_one(root: Path, into: Any = None, **arguments: Any) -> Any:
     with ckpipe.SyncPipeline(root) as pipeline:
-        result = pipeline.load(into, **arguments)
-    assert result is not None
-    return result
+        return load_existing(pipeline, into, **arguments)
 
 
 def verify_one(root: Path, step: int = 5) -> None:

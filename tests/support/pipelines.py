@@ -118,6 +118,17 @@ def loaded_state(
     return load_existing(pipeline, step=step).state
 
 
+def checked_whole(
+    pipeline: ckpipe.SyncPipeline, content: Callable[[int], Any]
+) -> list[ckpipe.CheckpointInfo]:
+    """Check that each complete checkpoint verifies and loads what its step has; return them."""
+    complete = [info for info in pipeline.steps() if info.complete]
+    for info in complete:
+        pipeline.verify(info)
+        assert same(loaded_state(pipeline, info), content(info.step)), f"{info.id} has other values"
+    return complete
+
+
 async def awaited_state(pipeline: ckpipe.Pipeline, step: int | None = None) -> Any:
     """Load a checkpoint that is there, or the newest, as a fresh state."""
     result = await pipeline.load(step=step)

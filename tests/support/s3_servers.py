@@ -10,7 +10,6 @@ import os
 import shutil
 import sys
 from collections.abc import Awaitable, Callable, Iterable, Iterator
-from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,7 +20,7 @@ from botocore.loaders import create_loader
 import ckpipe
 from ckpipe.errors import UsageError
 from ckpipe_s3 import S3Backend
-from tests.support.server_processes import free_ports, running
+from tests.support.server_processes import LocalServer, free_ports, running
 
 KEY, SECRET = "ckpipetest", "not-a-secret-at-all"
 T = TypeVar("T")
@@ -33,20 +32,8 @@ def _models() -> Any:
     return create_loader()
 
 
-@dataclass(frozen=True)
-class S3Server:
-    """A server that runs.
-
-    Args:
-        port: Its port.
-    """
-
-    port: int
-
-    @property
-    def url(self) -> str:
-        """Where it answers."""
-        return f"http://127.0.0.1:{self.port}"
+class S3Server(LocalServer):
+    """An S3 server."""
 
     def client(self) -> Any:
         """A client of its own for a test, as an asynchronous context manager."""

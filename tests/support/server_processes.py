@@ -11,9 +11,26 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 START_SECONDS = 60
+
+
+@dataclass(frozen=True)
+class LocalServer:
+    """A server that runs.
+
+    Args:
+        port: Its port.
+    """
+
+    port: int
+
+    @property
+    def url(self) -> str:
+        """Where it answers."""
+        return f"http://127.0.0.1:{self.port}"
 
 
 def free_ports(count: int) -> list[int]:

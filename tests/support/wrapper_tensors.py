@@ -28,8 +28,22 @@ class Range(NamedTuple):
 class _Wrapper(torch.Tensor):
     """Pass the few operations of both classes on to each inner tensor."""
 
-    names: tuple[str, ...]
+    names: tuple[str, str]
+    looks_like: torch.dtype
     context: Any
+
+    @staticmethod
+    def __new__(cls, first: torch.Tensor, second: torch.Tensor, context: Any, size: Any) -> Any:
+        made = torch.Tensor._make_wrapper_subclass(
+            cls, size, dtype=cls.looks_like, device=first.device
+        )
+        for name, inner in zip(cls.names, (first, second), strict=True):
+            setattr(made, name, inner)
+        made.context = context
+        return made
+
+    def __init__(self, *_: Any) -> None:
+        pass
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         return list(self.names), self.context
@@ -61,19 +75,9 @@ class Scaled(_Wrapper):
     """Codes with a scale for each row; the codes may be a wrapper."""
 
     names = ("codes", "scale")
+    looks_like = torch.float32
     codes: torch.Tensor
     scale: torch.Tensor
-
-    @staticmethod
-    def __new__(cls, codes: torch.Tensor, scale: torch.Tensor, context: Any, size: Any) -> Any:
-        made = torch.Tensor._make_wrapper_subclass(
-            cls, size, dtype=torch.float32, device=codes.device
-        )
-        made.codes, made.scale, made.context = codes, scale, context
-        return made
-
-    def __init__(self, *_: Any) -> None:
-        pass
 
     def dequantize(self) -> torch.Tensor:
         return self.codes.float() * self.scale[:, None]
@@ -83,19 +87,9 @@ class Halves(_Wrapper):
     """A buffer, and a view of its second half."""
 
     names = ("whole", "second")
+    looks_like = torch.bfloat16
     whole: torch.Tensor
     second: torch.Tensor
-
-    @staticmethod
-    def __new__(cls, whole: torch.Tensor, second: torch.Tensor, context: Any, size: Any) -> Any:
-        made = torch.Tensor._make_wrapper_subclass(
-            cls, size, dtype=torch.bfloat16, device=whole.device
-        )
-        made.whole, made.second, made.context = whole, second, context
-        return made
-
-    def __init__(self, *_: Any) -> None:
-        pass
 
 
 CONTEXT = {"granularity": Granularity(1), "range": Range(-1.0, 1.0), "dtype": torch.int8}
