@@ -57,7 +57,7 @@ class Numbers(Dataset[Any]):
     def __getitem__(self, index: int) -> float:
         time.sleep(self.seconds)
         if self.dies is not None and index == 2 * self.dies:
-            while f"told {self.dies}" not in notes(Path(self.root)):
+            while f"looked {self.dies}" not in notes(Path(self.root)):
                 time.sleep(0.001)
             os.kill(os.getppid(), signal.SIGTERM)
             os.kill(os.getpid(), signal.SIGKILL)
@@ -148,9 +148,9 @@ def main(case: Case) -> None:
                 note(root, f"step {step}")
                 if pipeline.should_save(step):
                     pipeline.save(run.state, step=step)
-                note(root, f"told {step}")
                 if pipeline.preempted:
                     return
+                note(root, f"looked {step}")  # from here on the loop asks for a batch
 
 
 def live(case: Case, rank: int, number: int) -> None:

@@ -61,6 +61,7 @@ refusal(form="torch", target="other", extra=["out/all.raw"])
 """
 
 
+@pytest.mark.sample(2, of="changes")
 def test_a_form_of_an_export_is_three_places(tree: ChangedTree) -> None:
     tree.add("Form", '"raw"')
     tree.add("_FORMS", '"raw": (_ExportPlan.raw, (".raw",))')
@@ -122,6 +123,7 @@ for place in ("a.made", "folder"):
 """
 
 
+@pytest.mark.sample(2, of="changes")
 def test_a_format_to_read_is_two_places(tree: ChangedTree) -> None:
     tree.create("foreign/made_up.py", MADE_UP_SOURCE)
     tree.add("_OWN_SOURCES", '"ckpipe.foreign.made_up:MadeUpSource": (".made",)')
@@ -157,6 +159,7 @@ assert run(["import", "run", "again", "--transform", "file.toml"]) != 0
 """
 
 
+@pytest.mark.sample(2, of="changes")
 def test_a_transform_is_its_class_and_its_name(tree: ChangedTree) -> None:
     module = ckpipe.Rename.__module__
     path, last = f"{module.partition('.')[2].replace('.', '/')}.py", "import Rename as Rename\n"
@@ -203,6 +206,7 @@ for command in (["info", "run", "1"], ["diff", "run", "1", "1"], ["verify", "run
 """
 
 
+@pytest.mark.sample(2, of="changes")
 def test_a_container_is_an_entry_in_three_tables(tree: ChangedTree) -> None:
     tree.add("FORMS", '"user_list": ("nodes",),')
     tree.add("_EXACT", '__import__("collections").UserList: Kind("user_list", _sequence),')
@@ -272,6 +276,7 @@ print(
 """
 
 
+@pytest.mark.sample(2, of="changes")
 def test_a_verb_is_three_methods_and_a_command_is_two_places(tree: ChangedTree) -> None:
     tree.add("Catalog", IN_CATALOG)
     tree.add("Pipeline", IN_PIPELINE)
@@ -318,6 +323,7 @@ print(first, state["a"])
 """
 
 
+@pytest.mark.sample(2, of="changes")
 def test_a_trainer_is_one_file(tree: ChangedTree) -> None:
     tree.create("integrations/made_up.py", MADE_UP_TRAINER)
     assert tree.places == 1
