@@ -152,11 +152,14 @@ class Catalog:
         return None if info is None else await self.inspected(info)
 
     async def inspected(self, info: CheckpointInfo) -> CheckpointInfo:
-        """Add the summary of the index, which is cached for the last checkpoint asked for."""
+        """Add the summary of the index, which is cached for the last checkpoint asked for.
+
+        It is not read for the info of a commit, which has it, also if a worker has committed.
+        """
         known = self.summaries.known.get(info.id)
         if known is not None and known.metadata is not None:
             return filled(info, known)
-        last = self._last_inspected
+        last = self._last_inspected if info.metadata is None else info
         if last is None or last.id != info.id or last.bytes is None:
             (last,) = await inspected(self.backend, [info], Summaries())
             self._last_inspected = last

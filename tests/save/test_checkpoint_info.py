@@ -53,6 +53,19 @@ def test_infos_say_what_was_saved(tmp_path: Path, worker: Any, given: Any) -> No
         assert said(pipeline.steps(metadata=True)[0]) == expected
 
 
+@pytest.mark.parametrize("worker", ["thread", "process"])
+def test_the_info_of_a_commit_needs_no_read_of_its_index(tmp_path: Path, worker: Any) -> None:
+    with ckpipe.SyncPipeline(tmp_path, worker=worker) as pipeline:
+        handle = pipeline.save({"w": torch.zeros(7)}, 1, **LONG)
+        first = handle.wait()
+        (index,) = tmp_path.glob("step-*.json")
+        index.write_bytes(b"{}")
+        whole = handle.wait_complete()
+        assert not whole.reason
+        assert said(whole) == said(first) == (*LONG.values(), data_bytes(tmp_path, 1), 1)
+        assert whole.metadata is not first.metadata
+
+
 def test_long_metadata_are_not_kept_in_memory(tmp_path: Path) -> None:
     """A trainer may put its whole log into the metadata of each checkpoint."""
     with ckpipe.SyncPipeline(tmp_path) as pipeline:
