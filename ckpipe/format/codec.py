@@ -195,7 +195,7 @@ def decode_document(
     """
     reading = _Reading(most_rows)
     try:
-        members = decode_json(data, max_bytes, reading.elements)
+        members = decode_json(data, max_bytes, reading.elements())
         _check_version(members)
         _check_identity(members, id, kind)
         structures = _list(members, "structures")
@@ -303,7 +303,10 @@ class _Reading:
         self._structures: list[Structure] = []
         self._labels: list[tuple[str, ...]] = []
         self._error: CorruptCheckpoint | None = None
-        self.elements: dict[str, Element] = {
+
+    def elements(self) -> dict[str, Element]:
+        """Return the functions that read them; if kept here, they would be a cycle."""
+        return {
             "structures": self._guarded(self._structure),
             "layouts": self._guarded(self._layout),
         }

@@ -12,6 +12,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from sys import intern
 from typing import Any
 
 from ckpipe.errors import InvalidManifest
@@ -150,13 +151,13 @@ def decoded(data: Json) -> Node:
         for item in items:
             is_pair = type(item) is list and len(item) == 2
             if is_pair and item[0] in _NUMBERED and type(item[1]) is int:  # most nodes
-                put(Node(item[0], item[1]))
+                put(Node(intern(item[0]), item[1]))
             else:
                 put(_opened(item, pending))
     return found[0]
 
 
-_Pending = tuple[Callable[[Node], object], list[Json]]
+_Pending = tuple[Callable[[Node], object], Sequence[Json]]
 """Lists of nodes that are still to be read, and the function that takes each."""
 
 
@@ -164,20 +165,21 @@ def _opened(data: list[Json], pending: list[_Pending]) -> Node:
     """Return the node of a list, and note what is still to be read for it."""
     if not _is_node(data) or data[0] not in FORMS:
         raise InvalidManifest(f"This is not a node of a tree: {_brief(data)}")
-    node, form = Node(data[0]), FORMS[data[0]]
+    node, form = Node(intern(data[0])), FORMS[data[0]]
     attributes = data[3:4] if node.kind == "ordered_dict" else []
-    fits, inner = len(data) - len(attributes) == len(form) + 1, attributes
+    fits = len(data) - len(attributes) == len(form) + 1
     for item, value in zip(form, data[1:], strict=False):
         fits = fits and _FITS[item](value)
-        if item in ("nodes", "node"):
-            nodes: list[Node] = []
-            inner = value if item == "nodes" else [value]
-            node.nodes = nodes
-            pending.append((nodes.append, inner))
+        if item == "node":
+            node.nodes = [value]
         else:
             setattr(node, _FIELDS.get(item, "head"), value)
+    inner, nodes = node.nodes, list[Node]()
     if not fits or ({"keys", "nodes"} <= _HELD[node.kind] and len(node.keys) != len(inner)):
         raise InvalidManifest(f"A node of the kind {node.kind!r} is malformed")
+    if inner:
+        node.nodes = nodes
+        pending.append((nodes.append, inner))
     if attributes:
         pending.append((partial(setattr, node, "attributes"), attributes))
     return node

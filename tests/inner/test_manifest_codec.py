@@ -7,6 +7,7 @@ breaks the checkpoints of all users.
 
 from __future__ import annotations
 
+import gc
 import json
 import pickle
 import re
@@ -45,6 +46,7 @@ from ckpipe.format.merge import merge
 from ckpipe.format.names import index_key, summary_id, summary_key
 from ckpipe.format.summary import Summary, decode_summary, encode_summary, summary_of
 from ckpipe.format.tree import FORMS, Node
+from ckpipe.interpreter import gc_paused
 from ckpipe.types import CheckpointId
 from tests.damage.test_hostile_checkpoints import state
 from tests.inner.made_up_ranks import ID, LIMIT, Borrowed, manifest_of
@@ -87,6 +89,14 @@ def test_rows_that_were_read_pickle_and_replace_like_others() -> None:
     assert pickle.loads(pickle.dumps(document)) == document
     row = document.structures[0].tensors[0]
     assert replace(row, label="x") == TensorRow("x", row.dtype, row.shape)
+
+
+def test_a_read_manifest_that_is_dropped_leaves_no_garbage() -> None:
+    data = encode_document(manifest())
+    gc.collect()
+    with gc_paused():
+        read(data)
+        assert gc.collect() == 0
 
 
 def optimizer_manifest() -> ManifestDocument:
