@@ -99,8 +99,8 @@ def load(
     with SyncPipeline(place, settings=settings, **given) as pipeline:
         # One list of the root: a folder of another program is not asked for marks of ckpipe.
         backend = pipeline._engine.catalog.backend
-        looks = "initial" not in fields and pipeline.settings.resume != "must"
-        if source and looks and pipeline._call(top, backend)[0] is None:
+        only_own = "initial" in fields or pipeline.settings.resume == "must"
+        if source and not only_own and pipeline._call(top, backend)[0] is None:
             return pipeline.load(into, source=source, **alone)  # type: ignore[return-value]
         return _newest(pipeline, into, step, **options)
 
