@@ -386,7 +386,7 @@ def test_modules_are_there_without_being_imported_by_name() -> None:
         f"import sys, ckpipe; {light}; print([n for n in ('torch', 'anyio') if n in sys.modules])"
     )
     assert run(code) == "[]\n"
-    for name in sample(MODULES, 2):
+    for name in sample(MODULES, 1):
         assert run(f"import ckpipe; print(ckpipe.{name}.__name__)") == f"ckpipe.{name}\n"
     assert run("import ckpipe; print(ckpipe.distributed.training_state.__name__)")
 

@@ -122,7 +122,7 @@ def inner_of(members: Any) -> Any:
     return members
 
 
-@pytest.mark.sample(12)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("outer", [Outer, AsItsDict, Extra])
 @pytest.mark.parametrize("hold", HOLDERS)
 def test_the_targets_own_object_is_filled_and_handed_over(
@@ -139,7 +139,7 @@ def test_the_targets_own_object_is_filled_and_handed_over(
     assert tensor.tolist() == [7.0, 7.0, 7.0]
 
 
-@pytest.mark.sample(12)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("outer", [Outer, AsItsDict, Extra])
 @pytest.mark.parametrize("hold", [HOLDERS[n] for n in (0, 1, 3, 8)])
 @pytest.mark.parametrize("other", [None, 0, "none", "absent"])

@@ -63,7 +63,7 @@ def names_step(error: BaseException, step: int) -> bool:
     return f"step {step}" in str(error) and f"step-{step:012}" in str(error)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @damages
 @summaries
 def test_the_second_best_is_not_given_for_a_damaged_best(
@@ -94,7 +94,7 @@ def test_a_summary_tells_that_a_damaged_index_is_not_of_the_best(root: Path, dam
         assert names_step(caught.value, 40)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @damages
 @summaries
 def test_a_name_does_not_lead_to_the_older_checkpoint_of_that_name(
@@ -157,7 +157,7 @@ def test_what_is_found_by_place_says_that_its_content_is_unknown(
         assert "damaged: " in call("ls", root, *options).out.splitlines()[1]
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @damages
 @pytest.mark.parametrize(
     ("step", "rule", "stay"),

@@ -80,7 +80,7 @@ STARTS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("fields", STARTS, ids=str)
 @pytest.mark.parametrize("rule", RULES)
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 def test_a_launch_that_loaded_nothing_deletes_nothing_of_another(
     tmp_path: Path, rule: str, fields: dict[str, Any]
 ) -> None:

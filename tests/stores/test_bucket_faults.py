@@ -148,7 +148,7 @@ GCS_PASSING = (Fault.UNAVAILABLE, Fault.THROTTLED, Fault.RESET_BEFORE, Fault.LOS
 S3_SAVE, S3_LOAD, GCS_SAVE, GCS_LOAD = map(range, (18, 16, 24, 14))
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @cases(
     "turn, fault",
     itertools.product(S3_SAVE, S3_PASSING),
@@ -164,7 +164,7 @@ def test_each_request_of_a_save_in_turn(store: Faulty, turn: int, fault: Fault) 
     store.look(complete=True)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @cases(
     "turn, fault",
     itertools.product(S3_LOAD, S3_PASSING),
@@ -178,7 +178,7 @@ def test_each_request_of_a_load_in_turn(store: Faulty, turn: int, fault: Fault) 
     assert store.proxy.faults() == (turn < len(store.proxy.log))
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @cases(
     "operation, fault, times",
     itertools.product((*S3_WRITES, "Head", "List"), S3_PASSING[:-1], (4,)),

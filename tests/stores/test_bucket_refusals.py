@@ -144,7 +144,7 @@ async def _call(backend: Backend, operation: str, key: str) -> Callable[[], Awai
     return calls[operation]
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("number", range(8))
 async def test_permanent_refusals_are_told_at_once(seen: Seen, number: int) -> None:
     operation = OPERATIONS[seen.scheme][number]
@@ -164,7 +164,7 @@ async def test_permanent_refusals_are_told_at_once(seen: Seen, number: int) -> N
             assert "set the option 'checksum' to 'md5' or 'none'" in str(error)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("number", range(8))
 async def test_passing_refusals_are_retried(seen: Seen, number: int) -> None:
     operation = OPERATIONS[seen.scheme][number]

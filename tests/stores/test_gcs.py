@@ -504,7 +504,7 @@ UNUSABLE: dict[str, Callable[[Path], object]] = {
 }
 
 
-@pytest.mark.sample(7)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("what", "named"), list(itertools.product(UNUSABLE, ["option", "variable", "gcloud"]))
 )

@@ -183,7 +183,7 @@ SAMPLERS: dict[str, Callable[[], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.sample(12)
+@pytest.mark.sample(7)
 @pytest.mark.parametrize("loader", ["DataLoader", "StatefulDataLoader"])
 @pytest.mark.parametrize("sampler", SAMPLERS)
 def test_each_sampler_goes_on_in_the_same_order(loader: str, sampler: str) -> None:
@@ -197,7 +197,7 @@ def test_each_sampler_goes_on_in_the_same_order(loader: str, sampler: str) -> No
     check_goes_on(make, [1, batches, batches + 2, 2 * batches, 3 * batches])
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("loader", ["DataLoader", "StatefulDataLoader"])
 @pytest.mark.parametrize("count", [1, 6, 8])
 def test_persistent_workers_go_on_between_and_inside_epochs(loader: str, count: int) -> None:
@@ -564,7 +564,7 @@ def distributed(rank: int, world_size: int, batch_size: int, shuffle: bool = Tru
     return Batches(DataLoader(dataset, batch_size=batch_size, sampler=sampler))
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("consumed", "after", "before"),
     list(itertools.product([0, 16, 48], [1, 2, 4], [1, 2, 4])),

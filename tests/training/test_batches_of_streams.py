@@ -107,7 +107,7 @@ def whole(kind: str, loader: str, workers: int, persistent: bool, tells: bool) -
     return found
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(("cell", "stop"), CASES)
 def test_later_epochs_are_those_of_the_whole_run(tmp_path: Path, cell: Any, stop: Moment) -> None:
     kind, loader, workers, persistent, tells = cell
@@ -123,7 +123,7 @@ def test_later_epochs_are_those_of_the_whole_run(tmp_path: Path, cell: Any, stop
     assert first + rest == expected
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("again", [(1, 3), (1, 6), (2, 2)])
 @pytest.mark.parametrize("same", [False, True])
 @pytest.mark.parametrize("kind", ["once", "each", "Hugging Face", "interleaved"])

@@ -34,7 +34,7 @@ KINDS: dict[str, Callable[..., Optimizer]] = {
     if isinstance(kind, type) and issubclass(kind, Optimizer) and kind is not Optimizer
 }
 PAIRS = [pair for pair in itertools.product(KINDS, KINDS) if pair[0] != pair[1]]
-SAMPLE = sample(PAIRS, 12)
+SAMPLE = sample(PAIRS, 8)
 
 
 class Net(nn.Module):
@@ -148,7 +148,7 @@ def _assert_as_torch(optimizer: Optimizer, twin: Optimizer, case: str) -> None:
         assert {key: here[key] for key in wanted} == wanted, case
 
 
-@pytest.mark.sample(12)
+@pytest.mark.sample(8)
 @each_form
 @pytest.mark.parametrize("name", KINDS)
 def test_the_same_class_gets_its_state(pipeline: SyncPipeline, form: Form, name: str) -> None:
@@ -248,7 +248,7 @@ class Blocks(Optimizer):
             self.state[each] = {"block": torch.full((7,), float(each.numel()))}
 
 
-@pytest.mark.sample(12)
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("kind", [*KINDS.values(), Blocks])
 @pytest.mark.parametrize("steps", [0, 1])
 def test_parameters_in_another_order_are_refused_by_their_shapes(

@@ -79,7 +79,7 @@ CASES: dict[str, tuple[Any, Any]] = {
 }
 
 
-@pytest.mark.sample(14)
+@pytest.mark.sample(8)
 @each_form
 @pytest.mark.parametrize("steps", [0, 1])
 @pytest.mark.parametrize("case", CASES)

@@ -149,7 +149,7 @@ MATRIX = [
 ]
 
 
-@pytest.mark.sample(24)
+@pytest.mark.sample(12)
 @pytest.mark.parametrize(("place", "form", "rule", "way"), MATRIX)
 def test_moments_follow_or_the_transforms_are_refused(
     place: str, form: str, rule: str, way: Callable[..., Any], tmp_path: Path

@@ -300,7 +300,7 @@ PARTS: list[tuple[list[Any], dict[str, Callable[[torch.Tensor], torch.Tensor]]]]
 ]  # fmt: skip
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("way", ["load", "import", "export"])
 @pytest.mark.parametrize(("rules", "parts"), PARTS)
 def test_parts_of_a_parameter_have_its_moments_steps_and_group(
