@@ -34,6 +34,9 @@ Until = Literal["captured", "staged", "committed"]
 Form = Literal["torch", "hf", "dcp"]
 """The form of an export."""
 
+DTYPE_ALIASES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
+"""Short names of dtypes, which a user may write in place of torch's names."""
+
 PerRank = Literal["raise", "drop", "rank0", "derive"]
 """The treatment of per-rank values by a load of another number of ranks."""
 
