@@ -22,6 +22,9 @@ from ckpipe.cli.commands import (
 )
 from ckpipe.cli.screen import Screen
 
+_NO_BRACES = str.maketrans("", "", "{}")
+"""Typer writes ``{URL}`` for an argument that must be given."""
+
 
 def _show_version(ctx: typer.Context, value: bool) -> None:
     if value:
@@ -127,18 +130,24 @@ def _call(app: typer.Typer, options: Sequence[str]) -> int:
         if explain is None:
             raise
         if getattr(error, "option_name", None) == "--settings":
-            error.message += ". Put it before the command: ckpipe --settings FILE COMMAND"
+            place = "Put it before the command: ckpipe --settings FILE COMMAND"
+            error.message = f"{error.message.rstrip('.')}. {place}"
         # Typer checks choices by pydantic, which puts this before its message.
         error.message = error.message.removeprefix("Value error, ")
-        if options[:1] == ["--json"]:
-            Screen(True).failure("UsageError", explain())
-        else:
-            try:
-                error.show()
-            except OSError:
-                drop(sys.stderr)
+        screen = Screen(options[:1] == ["--json"])
+        if not options:  # the help of the whole program
+            screen.note(explain())
+            return 2
+        screen.failure("UsageError", " ".join(explain().split()))
+        if (ctx := getattr(error, "ctx", None)) is not None and not screen.as_json:
+            screen.note(_usage(ctx))
         return 2
     return code if isinstance(code, int) else 0
+
+
+def _usage(ctx: typer.Context) -> str:
+    usage = " ".join(ctx.get_usage().translate(_NO_BRACES).split())
+    return f"{usage}; {ctx.command_path} --help tells more"
 
 
 def _json_first(arguments: Sequence[str]) -> list[str]:

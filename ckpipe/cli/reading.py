@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import typer
 from anyio import to_thread
@@ -28,7 +28,7 @@ from ckpipe.errors import (
 )
 from ckpipe.foreign.source import Place, open_place
 from ckpipe.store.registry import Access, open_store
-from ckpipe.types import CheckpointInfo, Form, size_text
+from ckpipe.types import CheckpointId, CheckpointInfo, Form, size_text
 
 T = TypeVar("T")
 
@@ -265,7 +265,8 @@ ExportTarget = Annotated[
     str | None,
     typer.Argument(
         metavar="TARGET",
-        help="The folder to write; else <id>.<form> beside the checkpoint.",
+        help="The folder to write, or for torch a file such as x.pt; by default, and for -, "
+        "<id>.<form> beside the checkpoint.",
         show_default=False,
     ),
 ]
@@ -276,12 +277,9 @@ ExportForm = Annotated[
         "torch.distributed.checkpoint."
     ),
 ]
-StepOption = Annotated[
-    str | None, typer.Option(help="A step or an id; by default the newest complete checkpoint.")
-]
 Dtype = Annotated[
-    str | None,
-    typer.Option(help="The dtype of all floating-point tensors: float32, bfloat16, float16."),
+    Literal["bf16", "fp16", "fp32", "bfloat16", "float16", "float32"] | None,
+    typer.Option(help="The dtype of all floating-point tensors."),
 ]
 Imports = Annotated[
     list[str] | None,
@@ -297,9 +295,9 @@ def export(
     ctx: typer.Context,
     url: Url,
     target: ExportTarget = None,
+    step: MaybeStep = None,
     *,
     form: ExportForm,
-    step: StepOption = None,
     part: Annotated[
         str | None, typer.Option(help="The label of the part to export; else export.part.")
     ] = None,
@@ -329,9 +327,13 @@ def export(
     content = {"part": part, "dtype": dtype, "max_shard_bytes": max_shard, "extra": extra}
     content["file_name"] = file_name
     given: dict[str, Any] = {name: each for name, each in content.items() if each is not None}
+    to = None if target == "-" else target
 
     async def work(screen: Screen) -> int:
         began = time.perf_counter()
+        if to and step is None and (isinstance(wanted(to), int) or CheckpointId.parse(to)):
+            hint = f"Write the target first: ckpipe export {url} - {to}, or ./{to} for a folder"
+            raise UsageError(f"{to} is a step, and stands where the target stands", hint=hint)
         for module in imports or ():
             await to_thread.run_sync(_import, module)
         if transform is not None:
@@ -339,13 +341,14 @@ def export(
         settings = screen.settings.override(export=given)
         with screen.meter("exporting") as meter:
             done = await export_url(
-                url, target, settings, form, wanted(step),
+                url, to, settings, form, wanted(step),
                 expanded=expanded, on_read=meter.advance, expect=meter.expect,
             )  # fmt: skip
         data = asdict(done) | {"form": form, "seconds": _seconds_since(began)}
         what = f"{size_text(done.bytes)} in {_files_text(len(done.files))}"
         name = url if done.step is None else f"step {done.step}"
-        sentence = f"exported {name}: {what} to {done.url}"
+        where = f"{done.url}/{done.files[0]}" if len(done.files) == 1 else done.url
+        sentence = f"exported {name}: {what} to {where}"
         screen.result(data, Text(visible(sentence)))
         return OK
 
