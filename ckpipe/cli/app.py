@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
@@ -60,10 +61,12 @@ def make_app(words: Sequence[str]) -> typer.Typer:
     Args:
         words: The arguments after ``ckpipe``.
     """
+    if "_CKPIPE_COMPLETE" in os.environ:  # a shell asks, in its own way, and no command runs
+        asked = os.environ.get("COMP_WORDS", os.environ.get("_TYPER_COMPLETE_ARGS", ""))
+        words = [*asked.split(), "--help"]
     app = typer.Typer(
         name="ckpipe",
         no_args_is_help=True,
-        add_completion=False,
         rich_markup_mode=None,
         pretty_exceptions_enable=False,
         epilog=EPILOG,

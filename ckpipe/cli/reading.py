@@ -18,7 +18,7 @@ from rich.text import Text
 
 from ckpipe.catalog.copy import CopySettings, copy_checkpoint
 from ckpipe.catalog.inspect import data_bytes
-from ckpipe.cli.running import FOUND, OK, Expanded, MaybeStep, Url, serve, wanted
+from ckpipe.cli.running import FOUND, OK, Expanded, MaybeStep, Url, serve, steps_of_root, wanted
 from ckpipe.cli.screen import Screen, visible
 from ckpipe.errors import (
     CheckpointIncomplete,
@@ -132,8 +132,8 @@ _SIDE = "A step or an id; - for the newest, or for the checkpoint of another pro
 def diff(
     ctx: typer.Context,
     url: Url,
-    first: Annotated[str, typer.Argument(metavar="A", help=_SIDE)],
-    second: Annotated[str, typer.Argument(metavar="B", help=_SIDE)],
+    first: Annotated[str, typer.Argument(metavar="A", help=_SIDE, autocompletion=steps_of_root)],
+    second: Annotated[str, typer.Argument(metavar="B", help=_SIDE, autocompletion=steps_of_root)],
     other: Annotated[
         str | None, typer.Option("--in", metavar="URL", help="The URL of B, if it is another one.")
     ] = None,

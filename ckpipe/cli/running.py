@@ -32,11 +32,27 @@ NO_LINE = "-"
 Url = Annotated[
     str, typer.Argument(metavar="URL", help="The root of the checkpoints.", show_default=False)
 ]
-Step = Annotated[str, typer.Argument(metavar="STEP", help="A step, or the id of a checkpoint.")]
+
+
+def steps_of_root(ctx: typer.Context, incomplete: str) -> list[tuple[str, str]]:
+    """Complete a step or id; import what that needs only then."""
+    from ckpipe.cli.completion import steps
+
+    return steps(ctx, incomplete)
+
+
+Step = Annotated[
+    str,
+    typer.Argument(
+        metavar="STEP", help="A step, or the id of a checkpoint.", autocompletion=steps_of_root
+    ),
+]
 MaybeStep = Annotated[
     str | None,
     typer.Argument(
-        metavar="STEP", help="A step or an id; by default the newest complete checkpoint."
+        metavar="STEP",
+        help="A step or an id; by default the newest complete checkpoint.",
+        autocompletion=steps_of_root,
     ),
 ]
 Expanded = Annotated[
