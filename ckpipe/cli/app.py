@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,6 +23,9 @@ from ckpipe.cli.commands import (
     version_text,
 )
 from ckpipe.cli.screen import Screen
+
+_ASKED = "COMP_WORDS", "_TYPER_COMPLETE_ARGS"
+"""The variables in which bash, and other shells, give the line that they complete."""
 
 _NO_BRACES = str.maketrans("", "", "{}")
 """Typer writes ``{URL}`` for an argument that must be given."""
@@ -62,8 +66,8 @@ def make_app(words: Sequence[str]) -> typer.Typer:
         words: The arguments after ``ckpipe``.
     """
     if "_CKPIPE_COMPLETE" in os.environ:  # a shell asks, in its own way, and no command runs
-        asked = os.environ.get("COMP_WORDS", os.environ.get("_TYPER_COMPLETE_ARGS", ""))
-        words = [*asked.split(), "--help"]
+        asked = (os.environ.get(name, "").split() for name in _ASKED)
+        words = [*chain(*asked), "--help"]
     app = typer.Typer(
         name="ckpipe",
         no_args_is_help=True,

@@ -287,9 +287,7 @@ class Cast(Transform):
         texts(self, dtypes)
         self._dtypes: dict[str, str] = {}
         for glob, given in dtypes.items():
-            dtype = given
-            if isinstance(given, str):
-                dtype = DTYPES.get(DTYPE_ALIASES.get(given, given))
+            dtype = DTYPES.get(DTYPE_ALIASES.get(given, given)) if isinstance(given, str) else given
             if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
                 raise UsageError(
                     f"Cast: {given!r:.100} is no floating-point dtype",

@@ -140,7 +140,7 @@ def in_zsh(environment: dict[str, str], steps: Sequence[tuple[str, str]]) -> Non
         os.waitpid(pid, 0)
 
 
-@pytest.mark.timeout(30)
+@pytest.mark.timeout(300)
 def test_zsh_completes_and_runs_nothing_of_a_hostile_store(
     shell: dict[str, str], tmp_path: Path
 ) -> None:
