@@ -223,8 +223,9 @@ class LoadResult:
 
     def __repr__(self) -> str:
         rows = self._rows()
-        facts = ", ".join(f"{name} {value}" for name, value in rows[1:] if name != "took")
-        return f"<LoadResult {rows[0][1]}: {facts}, {self.report}>"
+        facts = [f"{name} {value}" for name, value in rows[1:] if name != "took"]
+        facts += [] if self.report is None else [repr(self.report)]
+        return f"<LoadResult {rows[0][1]}: {', '.join(facts)}>"
 
     def _repr_html_(self) -> str:
         return html_table(type(self).__name__, self._rows())

@@ -327,13 +327,10 @@ def export(
     content = {"part": part, "dtype": dtype, "max_shard_bytes": max_shard, "extra": extra}
     content["file_name"] = file_name
     given: dict[str, Any] = {name: each for name, each in content.items() if each is not None}
-    to = None if target == "-" else target
 
     async def work(screen: Screen) -> int:
         began = time.perf_counter()
-        if to and step is None and (isinstance(wanted(to), int) or CheckpointId.parse(to)):
-            hint = f"Write the target first: ckpipe export {url} - {to}, or ./{to} for a folder"
-            raise UsageError(f"{to} is a step, and stands where the target stands", hint=hint)
+        to = _target_of(url, target, step)
         for module in imports or ():
             await to_thread.run_sync(_import, module)
         if transform is not None:
@@ -353,6 +350,23 @@ def export(
         return OK
 
     serve(ctx, work)
+
+
+def _target_of(url: str, target: str | None, step: str | None) -> str | None:
+    """Return the target of an export; None for one beside the checkpoint.
+
+    Raises:
+        UsageError: If it is a step, and no step stands behind it.
+    """
+    if target is None or target == "-":
+        return None
+    if step is None and (isinstance(wanted(target), int) or CheckpointId.parse(target)):
+        raise UsageError(
+            f"{target} is a step, and stands where the target stands",
+            hint=f"Write the target first: ckpipe export {url} - {target}, or ./{target} for a "
+            "folder",
+        )
+    return target
 
 
 def _import(module: str) -> None:
