@@ -313,16 +313,17 @@ def export(
     Args:
         url: The root of the checkpoints: a plain path, ``file:///…``, or the URL of another
             backend.
-        target: The folder to write, on a store of any kind; created if missing. None writes
-            ``<id>.<form>`` beside the checkpoint.
+        target: The folder to write, on a store of any kind; created if missing. As ``"torch"``, a
+            name that ends in ``.pt``, ``.pth``, ``.bin``, ``.ckpt`` or ``.tar`` is the file itself.
+            None writes ``<id>.<form>`` beside the checkpoint.
         step: A step, the id of a checkpoint, or its info; None takes the newest complete one.
         form: ``"hf"`` for safetensors as ``save_pretrained`` of transformers writes them,
             ``"torch"`` for a file that ``torch.load`` opens, or ``"dcp"`` for a folder that
             ``torch.distributed.checkpoint.load`` reads, on any number of ranks.
         part: The label of the part to export; None for ``model`` as ``"hf"``, and for all of the
             state otherwise.
-        dtype: ``"float32"``, ``"bfloat16"`` or ``"float16"`` for all floating-point tensors; None
-            leaves them as they were saved.
+        dtype: ``"float32"``, ``"bfloat16"`` or ``"float16"`` (or ``"fp32"``, ``"bf16"``,
+            ``"fp16"``) for all floating-point tensors; None leaves them as they were saved.
         transform: Transforms of the checkpoint, in their order.
         extra: Files to copy beside the weights, such as ``config.json``.
         file_name: The file of ``"hf"``; None for ``model.safetensors``.

@@ -22,6 +22,7 @@ from ckpipe.loading.match import Matching
 from ckpipe.loading.match_record import MatchRecord
 from ckpipe.loading.request import LoadRequest
 from ckpipe.loop_thread import wait_for
+from ckpipe.notebook import html_table
 from ckpipe.reading.chunks import StoredTensor, StoredTensors
 from ckpipe.reading.fill import with_lazy_bits
 from ckpipe.reading.saved_state import state_of_part
@@ -29,7 +30,7 @@ from ckpipe.reading.targets import Targets
 from ckpipe.save.context import Loan, SaveContext
 from ckpipe.save.save import Save, StagedBlock
 from ckpipe.state.tensors import MAX_ITEM
-from ckpipe.types import CheckpointInfo, SaveReport, SaveStatus
+from ckpipe.types import CheckpointInfo, SaveReport, SaveStatus, size_text
 
 if TYPE_CHECKING:
     from ckpipe.running.base import PipelineBase
@@ -213,6 +214,15 @@ class _Handle:
     def __repr__(self) -> str:
         report = repr(self.report).partition(" ")[2].removesuffix(">")
         return f"<{type(self).__name__} {self.id} {self.status}: {report}>"
+
+    def _repr_html_(self) -> str:
+        report = self.report
+        size = f"{size_text(report.bytes)} in {report.tensors} tensors"
+        rows = [("step", str(self.step)), ("status", self.status), ("id", self.id), ("size", size)]
+        times = (("staged", report.staged_seconds), ("durable", report.durable_seconds))
+        rows += [(name, f"in {took:.3g} s") for name, took in times if took is not None]
+        rows += [("bottleneck", report.bottleneck)] if report.bottleneck else []
+        return html_table(type(self).__name__, rows)
 
 
 class SaveHandle(_Handle):

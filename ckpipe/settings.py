@@ -39,7 +39,7 @@ from pydantic import (
 from ckpipe.backend import without_secrets
 from ckpipe.errors import SettingsError
 from ckpipe.retention import KeepLast, Rule, from_data
-from ckpipe.types import Form, OnError, PerRank, PicklePolicy, Planner
+from ckpipe.types import DTYPE_ALIASES, Form, OnError, PerRank, PicklePolicy, Planner
 
 _PREFIX = "CKPIPE_"
 _NOT_SETTINGS = ("CKPIPE_TEST_", "CKPIPE_BENCH_", "CKPIPE_DEMO_", "CKPIPE_NATIVE")
@@ -315,6 +315,12 @@ Size = Annotated[int, BeforeValidator(_parse_size)]
 BlockSize = Annotated[Size, Field(ge=64 * 1024, multiple_of=4096)]
 """The size of a block in bytes: a multiple of 4096, at least 64 KiB."""
 
+ExportDtype = Annotated[
+    Literal["float32", "bfloat16", "float16"],
+    BeforeValidator(lambda text: DTYPE_ALIASES.get(str(text), text)),
+]
+"""The dtype of an export; also by its short name."""
+
 RuleData = Annotated[
     Rule, PlainValidator(from_data), PlainSerializer(lambda rule: rule.to_data(), return_type=Any)
 ]
@@ -517,8 +523,9 @@ class Export(_Group):
     ``"hf"``, None exports ``model``, at the top of the state or one level below, or all of the
     state if there is no ``model``; of several models one must be named."""
 
-    dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """The dtype of all floating-point tensors of the export. Tensors that wrap others, such as
+    dtype: ExportDtype | None = None
+    """The dtype of all floating-point tensors of the export: ``float32``, ``bfloat16`` or
+    ``float16``, also written ``fp32``, ``bf16`` or ``fp16``. Tensors that wrap others, such as
     quantised weights, are dequantised to it. None exports tensors as they were saved, and refuses
     those that wrap others."""
 

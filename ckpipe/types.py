@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from datetime import UTC, datetime
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from ckpipe.errors import InvalidManifest
+from ckpipe.notebook import html_table, names_text, shown
 
 if TYPE_CHECKING:
     from ckpipe.plan.plan import RankPlan
@@ -33,6 +35,9 @@ Until = Literal["captured", "staged", "committed"]
 
 Form = Literal["torch", "hf", "dcp"]
 """The form of an export."""
+
+DTYPE_ALIASES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
+"""Short names of dtypes, which a user may write in place of torch's names."""
 
 PerRank = Literal["raise", "drop", "rank0", "derive"]
 """The treatment of per-rank values by a load of another number of ranks."""
@@ -147,8 +152,46 @@ class CheckpointInfo:
         """The parsed id."""
         return CheckpointId(self.attempt, self.step, self.count)
 
+    def _repr_html_(self) -> str:
+        rows = [*zip(_INFO, self._cells(), strict=True)]
+        rows += [("metadata", names_text(self.metadata))] if self.metadata else []
+        rows += [("launch", self.attempt), *([("line", self.line)] if self.line else [])]
+        return html_table(type(self).__name__, rows)
 
-@dataclass(frozen=True, slots=True)
+    def _cells(self) -> tuple[object, ...]:
+        state = "complete" if self.complete else "incomplete"
+        parts = [state, *(["pinned"] if self.pinned else []), *([self.reason] * bool(self.reason))]
+        return (
+            self.step,
+            "" if self.saved_at is None else f"{self.saved_at:%Y-%m-%d %H:%M:%S}Z",
+            "" if self.bytes is None else size_text(self.bytes),
+            self.world_size or "",
+            ", ".join(parts),
+            metrics_text(self.metrics or {}),
+            self.id,
+        )
+
+
+_INFO = ("step", "saved at", "size", "ranks", "state", "metrics", "id")
+_MOST_ROWS = 50
+
+
+class CheckpointList(list[CheckpointInfo]):
+    """A list of checkpoints that a notebook shows as a table."""
+
+    def __getitem__(self, index: Any) -> Any:
+        found = super().__getitem__(index)
+        return CheckpointList(found) if isinstance(index, slice) else found
+
+    def _repr_html_(self) -> str:
+        more = len(self) - _MOST_ROWS
+        title = f"{len(self):,} checkpoint{'s' * (len(self) != 1)}"
+        if more > 0:
+            title += f": the last {_MOST_ROWS}, without the {more} before them"
+        return html_table(title, (each._cells() for each in self[-_MOST_ROWS:]), _INFO)
+
+
+@dataclass(frozen=True, slots=True, repr=False)
 class LoadResult:
     """A loaded checkpoint.
 
@@ -177,6 +220,34 @@ class LoadResult:
     report: LoadReport | None = field(default=None, compare=False)
     transformed: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     source: str | None = None
+
+    def __repr__(self) -> str:
+        rows = self._rows()
+        facts = [f"{name} {value}" for name, value in rows[1:] if name != "took"]
+        facts += [] if self.report is None else [repr(self.report)]
+        return f"<LoadResult {rows[0][1]}: {', '.join(facts)}>"
+
+    def _repr_html_(self) -> str:
+        return html_table(type(self).__name__, self._rows())
+
+    def _rows(self) -> list[tuple[str, str]]:
+        """Return the facts in which it has something, with few names of many."""
+        rows = [("loaded", shown(self.id or self.source)), ("step", str(self.step))]
+        if self.metrics:
+            rows.append(("metrics", metrics_text(self.metrics)))
+        report = self.report
+        named: dict[str, Collection[str]] = {
+            "metadata": self.metadata,
+            "missing": self.missing,
+            "unexpected": self.unexpected,
+            "transformed": self.transformed,
+            "damaged": {} if report is None else report.damaged,
+        }
+        rows += [(name, names_text(names)) for name, names in named.items() if names]
+        if report is not None:
+            took = f"{size_text(report.bytes)} in {report.seconds:.3g} s. {report.bottleneck}"
+            rows.append(("took", took))
+        return rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -619,6 +690,13 @@ def first_of(names: Sequence[object], most: int = 20) -> str:
     more = len(names) - most
     named = ", ".join(map(str, names[:most]))
     return f"{named} and {more} more" if more > 0 else named
+
+
+def metrics_text(metrics: Mapping[str, Any], most: int = 3) -> str:
+    """Write the first metrics, and how many there are besides."""
+    numbers = ((name, f"{x:.6g}" if isinstance(x, float) else x) for name, x in metrics.items())
+    first = [f"{shown(name, 60)}={number}" for name, number in islice(numbers, most)]
+    return " ".join(first) + (f" and {len(metrics) - most} more" if len(metrics) > most else "")
 
 
 def size_text(nbytes: float) -> str:

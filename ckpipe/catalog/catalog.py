@@ -82,7 +82,7 @@ from ckpipe.format.names import launch_id, pin_key, summary_key
 from ckpipe.format.summary import Summary
 from ckpipe.retention import BestMode, Candidate, Decision, KeepBest, Rule, decide
 from ckpipe.threads import BackgroundTask
-from ckpipe.types import CheckpointId, CheckpointInfo
+from ckpipe.types import CheckpointId, CheckpointInfo, CheckpointList
 
 PINNED = "it is pinned"
 RESUMED = "the newest checkpoint's run resumed from it"
@@ -141,10 +141,11 @@ class Catalog:
         known = await repaired(self.backend, (await self._listed()).infos())
         infos = [each for each in reversed(known) if each.reason != DELETING]
         if metadata:
-            return await inspected(self.backend, infos, self.summaries)
+            return CheckpointList(await inspected(self.backend, infos, self.summaries))
         complete = [each for each in infos if each.complete]
         await SummaryQuery(self.backend, complete, self.summaries, few=0).read_stored()
-        return [replace(self.summaries.filled(each), metadata=None) for each in infos]
+        filled = (replace(self.summaries.filled(each), metadata=None) for each in infos)
+        return CheckpointList(filled)
 
     async def latest(self) -> CheckpointInfo | None:
         """Find the newest complete checkpoint."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,6 +23,12 @@ from ckpipe.cli.commands import (
     version_text,
 )
 from ckpipe.cli.screen import Screen
+
+_ASKED = "COMP_WORDS", "_TYPER_COMPLETE_ARGS"
+"""The variables in which bash, and other shells, give the line that they complete."""
+
+_NO_BRACES = str.maketrans("", "", "{}")
+"""Typer writes ``{URL}`` for an argument that must be given."""
 
 
 def _show_version(ctx: typer.Context, value: bool) -> None:
@@ -57,10 +65,12 @@ def make_app(words: Sequence[str]) -> typer.Typer:
     Args:
         words: The arguments after ``ckpipe``.
     """
+    if "_CKPIPE_COMPLETE" in os.environ:  # a shell asks, in its own way, and no command runs
+        asked = (os.environ.get(name, "").split() for name in _ASKED)
+        words = [*chain(*asked), "--help"]
     app = typer.Typer(
         name="ckpipe",
         no_args_is_help=True,
-        add_completion=False,
         rich_markup_mode=None,
         pretty_exceptions_enable=False,
         epilog=EPILOG,
@@ -127,18 +137,24 @@ def _call(app: typer.Typer, options: Sequence[str]) -> int:
         if explain is None:
             raise
         if getattr(error, "option_name", None) == "--settings":
-            error.message += ". Put it before the command: ckpipe --settings FILE COMMAND"
+            place = "Put it before the command: ckpipe --settings FILE COMMAND"
+            error.message = f"{error.message.rstrip('.')}. {place}"
         # Typer checks choices by pydantic, which puts this before its message.
         error.message = error.message.removeprefix("Value error, ")
-        if options[:1] == ["--json"]:
-            Screen(True).failure("UsageError", explain())
-        else:
-            try:
-                error.show()
-            except OSError:
-                drop(sys.stderr)
+        screen = Screen(options[:1] == ["--json"])
+        if not options:  # the help of the whole program
+            screen.note(explain())
+            return 2
+        screen.failure("UsageError", " ".join(explain().split()))
+        if (ctx := getattr(error, "ctx", None)) is not None and not screen.as_json:
+            screen.note(_usage(ctx))
         return 2
     return code if isinstance(code, int) else 0
+
+
+def _usage(ctx: typer.Context) -> str:
+    usage = " ".join(ctx.get_usage().translate(_NO_BRACES).split())
+    return f"{usage}; {ctx.command_path} --help tells more"
 
 
 def _json_first(arguments: Sequence[str]) -> list[str]:

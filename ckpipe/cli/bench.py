@@ -7,8 +7,10 @@ limits and not results.
 
 from __future__ import annotations
 
+import json
 import mmap
 import secrets
+import shutil
 import statistics
 import threading
 import time
@@ -17,6 +19,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import product
+from pathlib import Path
 from typing import Annotated, Literal
 
 import anyio
@@ -34,8 +37,9 @@ from ckpipe.errors import UsageError
 from ckpipe.format.checksum import crc32c
 from ckpipe.format.names import BENCH
 from ckpipe.settings import Size
-from ckpipe.store.registry import Access, open_store
+from ckpipe.store.registry import Access, open_store, scheme_of
 from ckpipe.threads import run_lanes
+from ckpipe.types import size_text
 
 
 def bench(
@@ -55,6 +59,7 @@ def bench(
     async def work(screen: Screen) -> int:
         tried = _numbers(lanes), _bytes(blocks, "--blocks")
         (nbytes,) = _bytes(object_size, "--size")[:1]
+        await anyio.to_thread.run_sync(_check_sizes, url, *tried, nbytes)
         with screen.meter("measuring") as meter:
             meter.expect(2 * nbytes * (len(tried[0]) * len(tried[1]) + 1))
             async with open_store(url, screen.settings, Access.CREATE) as backend:
@@ -84,6 +89,39 @@ def _bytes(text: str, name: str) -> list[int]:
     return list(dict.fromkeys(found))
 
 
+def _check_sizes(url: str, lanes: Sequence[int], blocks: Sequence[int], nbytes: int) -> None:
+    """Refuse sizes that measure nothing, or that do not fit into memory or on the disk; block."""
+    from ckpipe.save.memory import available_bytes  # needs torch
+
+    if min([*lanes, *blocks, nbytes], default=0) < 1:
+        raise UsageError("Lanes, blocks and objects have a size of at least 1")
+    most = max(lanes) * max(blocks)
+    memory = available_bytes()
+    if most > memory:
+        raise UsageError(
+            f"{max(lanes)} lanes with blocks of {_setting(max(blocks))} need {size_text(most)} of "
+            f"memory, and {size_text(memory)} are free",
+            hint="Try fewer lanes with --lanes, or smaller blocks with --blocks",
+        )
+    least = max(most, _LEAST_BYTES)
+    if nbytes < least:
+        raise UsageError(
+            f"An object of {size_text(nbytes)} measures nothing: {max(lanes)} lanes with blocks of "
+            f"{_setting(max(blocks))} need one of {_setting(least)}",
+            hint=f"Write --size {-(-least >> 20)}MiB or more, of the size of your checkpoints",
+        )
+    if scheme_of(url) == "file":
+        folder = Path(url.removeprefix("file://")).absolute()
+        there = next(each for each in (folder, *folder.parents) if each.exists())
+        free = shutil.disk_usage(there).free
+        if nbytes > free:
+            raise UsageError(
+                f"An object of {size_text(nbytes)} does not fit on the disk of {there}, which has "
+                f"{size_text(free)} free",
+                hint="Write a smaller --size, or name a root on another disk",
+            )
+
+
 def _gigabytes(rate: float) -> str:
     return f"{rate / 1e9:.2f} GB/s"
 
@@ -106,12 +144,26 @@ def _shown(found: Measurements, advice: Advice) -> Iterator[RenderableType]:
     yield table(headings, rows, *headings)
     beside = "?" if found.write_beside is None else _gigabytes(found.write_beside)
     yield Text(f"beside a thread of pure Python: {beside} written from a thread")
+    groups: dict[str, dict[str, int | str]] = {
+        "upload": {"lanes": advice.upload_lanes},
+        "load": {"lanes": advice.load_lanes},
+        "staging": {"block_bytes": _setting(advice.block_bytes)},
+    }
+    keywords = ", ".join(f"{name}={json.dumps(group)}" for name, group in groups.items())
+    tables = "".join(
+        f"\n[{group}]\n{name} = {json.dumps(value)}\n"
+        for group, members in groups.items()
+        for name, value in members.items()
+    )
     yield Text(
-        f"{advice.bottleneck}.\nSet upload.lanes to {advice.upload_lanes}, load.lanes to "
-        f"{advice.load_lanes}, staging.block_bytes to {_setting(advice.block_bytes)} and worker to "
-        f"{advice.worker}."
+        f"{advice.bottleneck}.\n\nKeywords of a pipeline:\n\n"
+        f'{keywords}, worker="{advice.worker}"\n\n'
+        f'Or a file of settings, in TOML:\n\nworker = "{advice.worker}"\n{tables}'.rstrip()
     )
 
+
+_LEAST_BYTES = 32 << 20
+"""The least object to measure: of a smaller one the start and end take most of the time."""
 
 _SMALL_PUTS = 9
 _MEMORY_BYTES = 64 << 20
@@ -226,11 +278,9 @@ async def measure(
         meter: Shows the progress.
 
     Raises:
-        UsageError: If a number or size is not at least 1, or the store cannot have such blocks.
+        UsageError: If the store cannot have such blocks.
         StoreError: If the store failed.
     """
-    if min([*lanes, *block_bytes, object_bytes], default=0) < 1:
-        raise UsageError("Lanes, blocks and objects have a size of at least 1")
     least = backend.limits.min_block_bytes
     if min(block_bytes) < least:
         raise UsageError(

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from ckpipe.catalog.inspect import batches, check_expansion, labels_per_rank, tensor_bytes
 from ckpipe.catalog.opened import Opened
-from ckpipe.cli.running import FOUND, OK
+from ckpipe.cli.running import FOUND, OK, no_match
 from ckpipe.cli.screen import Meter, Screen, one_line, table
 from ckpipe.foreign.source import open_place
 from ckpipe.format.labels import LabelFilter, label_filter, unique_label
@@ -56,8 +56,9 @@ async def differences(
             infos = await one.chosen(steps[0]), await two.chosen(steps[1])
             async with one.opened(infos[0]) as left, two.opened(infos[1]) as right:
                 documents = left.document, right.document
-                if not any(map(select, {*_texts(documents[0]), *_texts(documents[1])})):
-                    screen.matches_nothing(patterns)
+                names = {*_texts(documents[0]), *_texts(documents[1])}
+                if patterns and not any(map(select, names)):
+                    raise no_match(patterns, sorted(names))
                 found = compare_structures(*documents, select)
                 differing: list[TensorDifference] = []
                 if not structure:

@@ -20,7 +20,7 @@ from ckpipe.catalog.find import (
     recheck,
 )
 from ckpipe.catalog.inspect import data_bytes, describe, key_paths
-from ckpipe.cli.running import NO_LINE, OK, MaybeStep, Url, serve, wanted
+from ckpipe.cli.running import NO_LINE, OK, MaybeStep, Url, no_match, serve, wanted
 from ckpipe.cli.screen import Screen, of_things, one_line, table
 from ckpipe.errors import CheckpointNotFound, CorruptCheckpoint, UnsupportedVersion
 from ckpipe.foreign.source import Place, open_place
@@ -178,11 +178,11 @@ def info(
             found = await place.chosen(wanted(step))
             async with place.opened(found, lease=False) as opened:
                 about = describe(opened.document, label_filter(match))
+        if match and not (about.tensors or about.values or about.wrappers):
+            raise no_match(match, key_paths(opened.document))
         pinned, saved_at = (found.pinned, found.saved_at) if found else (False, None)
         data = {**asdict(about), "pinned": pinned, "saved_at": saved_at}
         screen.result(data, *_shown_tree(about, pinned, key_paths(opened.document), depth))
-        if not (about.tensors or about.values):
-            screen.matches_nothing(match)
         return OK
 
     serve(ctx, work)

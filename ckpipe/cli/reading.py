@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import typer
 from anyio import to_thread
@@ -18,7 +18,7 @@ from rich.text import Text
 
 from ckpipe.catalog.copy import CopySettings, copy_checkpoint
 from ckpipe.catalog.inspect import data_bytes
-from ckpipe.cli.running import FOUND, OK, Expanded, MaybeStep, Url, serve, wanted
+from ckpipe.cli.running import FOUND, OK, Expanded, MaybeStep, Url, serve, steps_of_root, wanted
 from ckpipe.cli.screen import Screen, visible
 from ckpipe.errors import (
     CheckpointIncomplete,
@@ -28,7 +28,7 @@ from ckpipe.errors import (
 )
 from ckpipe.foreign.source import Place, open_place
 from ckpipe.store.registry import Access, open_store
-from ckpipe.types import CheckpointInfo, Form, size_text
+from ckpipe.types import CheckpointId, CheckpointInfo, Form, size_text
 
 T = TypeVar("T")
 
@@ -132,8 +132,8 @@ _SIDE = "A step or an id; - for the newest, or for the checkpoint of another pro
 def diff(
     ctx: typer.Context,
     url: Url,
-    first: Annotated[str, typer.Argument(metavar="A", help=_SIDE)],
-    second: Annotated[str, typer.Argument(metavar="B", help=_SIDE)],
+    first: Annotated[str, typer.Argument(metavar="A", help=_SIDE, autocompletion=steps_of_root)],
+    second: Annotated[str, typer.Argument(metavar="B", help=_SIDE, autocompletion=steps_of_root)],
     other: Annotated[
         str | None, typer.Option("--in", metavar="URL", help="The URL of B, if it is another one.")
     ] = None,
@@ -265,7 +265,8 @@ ExportTarget = Annotated[
     str | None,
     typer.Argument(
         metavar="TARGET",
-        help="The folder to write; else <id>.<form> beside the checkpoint.",
+        help="The folder to write, or for torch a file such as x.pt; by default, and for -, "
+        "<id>.<form> beside the checkpoint.",
         show_default=False,
     ),
 ]
@@ -276,12 +277,9 @@ ExportForm = Annotated[
         "torch.distributed.checkpoint."
     ),
 ]
-StepOption = Annotated[
-    str | None, typer.Option(help="A step or an id; by default the newest complete checkpoint.")
-]
 Dtype = Annotated[
-    str | None,
-    typer.Option(help="The dtype of all floating-point tensors: float32, bfloat16, float16."),
+    Literal["bf16", "fp16", "fp32", "bfloat16", "float16", "float32"] | None,
+    typer.Option(help="The dtype of all floating-point tensors."),
 ]
 Imports = Annotated[
     list[str] | None,
@@ -297,9 +295,9 @@ def export(
     ctx: typer.Context,
     url: Url,
     target: ExportTarget = None,
+    step: MaybeStep = None,
     *,
     form: ExportForm,
-    step: StepOption = None,
     part: Annotated[
         str | None, typer.Option(help="The label of the part to export; else export.part.")
     ] = None,
@@ -332,6 +330,7 @@ def export(
 
     async def work(screen: Screen) -> int:
         began = time.perf_counter()
+        to = _target_of(url, target, step)
         for module in imports or ():
             await to_thread.run_sync(_import, module)
         if transform is not None:
@@ -339,17 +338,35 @@ def export(
         settings = screen.settings.override(export=given)
         with screen.meter("exporting") as meter:
             done = await export_url(
-                url, target, settings, form, wanted(step),
+                url, to, settings, form, wanted(step),
                 expanded=expanded, on_read=meter.advance, expect=meter.expect,
             )  # fmt: skip
         data = asdict(done) | {"form": form, "seconds": _seconds_since(began)}
         what = f"{size_text(done.bytes)} in {_files_text(len(done.files))}"
         name = url if done.step is None else f"step {done.step}"
-        sentence = f"exported {name}: {what} to {done.url}"
+        where = f"{done.url}/{done.files[0]}" if len(done.files) == 1 else done.url
+        sentence = f"exported {name}: {what} to {where}"
         screen.result(data, Text(visible(sentence)))
         return OK
 
     serve(ctx, work)
+
+
+def _target_of(url: str, target: str | None, step: str | None) -> str | None:
+    """Return the target of an export; None for one beside the checkpoint.
+
+    Raises:
+        UsageError: If it is a step, and no step stands behind it.
+    """
+    if target is None or target == "-":
+        return None
+    if step is None and (isinstance(wanted(target), int) or CheckpointId.parse(target)):
+        raise UsageError(
+            f"{target} is a step, and stands where the target stands",
+            hint=f"Write the target first: ckpipe export {url} - {target}, or ./{target} for a "
+            "folder",
+        )
+    return target
 
 
 def _import(module: str) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from difflib import get_close_matches
 from typing import Annotated
 
 import anyio
@@ -17,9 +18,13 @@ from ckpipe.errors import (
     UsageError,
     naming_refusals,
 )
+from ckpipe.types import first_of
 
 OK, FOUND, WRONG_USE, STORE_FAILED = 0, 1, 2, 3
 """The exit codes of commands that end by themselves."""
+
+_MOST_NAMES, _LONGEST_NAME = 2000, 200
+"""The names that are compared with a glob which matches none, and their length."""
 
 NO_LINE = "-"
 """The name of the line of checkpoints that were saved by a version that knew no lines."""
@@ -27,11 +32,27 @@ NO_LINE = "-"
 Url = Annotated[
     str, typer.Argument(metavar="URL", help="The root of the checkpoints.", show_default=False)
 ]
-Step = Annotated[str, typer.Argument(metavar="STEP", help="A step, or the id of a checkpoint.")]
+
+
+def steps_of_root(ctx: typer.Context, incomplete: str) -> list[tuple[str, str]]:
+    """Complete a step or id; import what that needs only then."""
+    from ckpipe.cli.completion import steps
+
+    return steps(ctx, incomplete)
+
+
+Step = Annotated[
+    str,
+    typer.Argument(
+        metavar="STEP", help="A step, or the id of a checkpoint.", autocompletion=steps_of_root
+    ),
+]
 MaybeStep = Annotated[
     str | None,
     typer.Argument(
-        metavar="STEP", help="A step or an id; by default the newest complete checkpoint."
+        metavar="STEP",
+        help="A step or an id; by default the newest complete checkpoint.",
+        autocompletion=steps_of_root,
     ),
 ]
 Expanded = Annotated[
@@ -65,6 +86,21 @@ def serve(ctx: typer.Context, work: Callable[[Screen], Awaitable[int]]) -> None:
         else:
             code = STORE_FAILED
     raise typer.Exit(code)
+
+
+def no_match(patterns: Sequence[str], names: Iterable[str]) -> UsageError:
+    """Return the error for globs of ``--match`` that select none of the names of a checkpoint."""
+    asked = [each.strip("*?.") for each in patterns]
+    most = max(each.count(".") for each in asked) + 1
+    cut = (name[:_LONGEST_NAME].split(".") for name in names)
+    known = [*dict.fromkeys(".".join(each[:depth]) for each in cut for depth in (1, most))]
+    near = [name for each in asked for name in get_close_matches(each, known[:_MOST_NAMES], 3)]
+    return UsageError(
+        f"No name matches {' or '.join(each or repr(each) for each in patterns)}",
+        hint=f"The nearest names are: {first_of([*dict.fromkeys(near)] or known, 5)}"
+        if known
+        else "The checkpoint has no names",
+    )
 
 
 def wanted(text: str | None) -> int | str | None:

@@ -204,11 +204,6 @@ class Screen:
         except OSError:
             drop(sys.stderr)
 
-    def matches_nothing(self, patterns: Sequence[str] | None) -> None:
-        """Note that no name matches any of the globs, if there are globs."""
-        if patterns:
-            self.note(f"no name matches {' or '.join(each or repr(each) for each in patterns)}")
-
     def meter(self, action: str, total: int | None = None, unit: Unit = of_bytes) -> Meter:
         """Replace the spinner by a :class:`Meter` of an action."""
         self.spinner.end()

@@ -19,6 +19,7 @@ import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, closing
+from dataclasses import replace
 from functools import partial
 from typing import get_args
 
@@ -72,6 +73,7 @@ async def export(
     target: Backend,
     folder: str,
     *,
+    name: str | None = None,
     expanded: bool = False,
     rank: int = 0,
     world_size: int = 1,
@@ -86,6 +88,7 @@ async def export(
         policy: The retry policy for writing blocks.
         target: The target store, which retries its requests too.
         folder: The folder there, with a ``/`` at its end; empty for the root.
+        name: The name of the file, if the form has only one; None for that of the form.
         expanded: Whether it may write far more bytes than the checkpoint stores.
         rank: The number of this process among those that write the export together.
         world_size: Their number.
@@ -107,10 +110,14 @@ async def export(
     plan = partial(plan_files, opened, form, settings.export, expanded=expanded)
     opened, files = await threads.run_sync(plan)
     tensors = await threads.run_sync(LabelledTensors, opened)
+    if name is not None:
+        files = [replace(each, name=name) for each in files]
     names, last = [each.name for each in files], files[-1]
     work = _Writer(opened, tensors, arena, settings, policy, target, folder)
-    # Weights of another export might be taken by a reader of this one.
-    if others := sorted(each for each in there.difference(names) if each.endswith(ENDS)):
+    # Weights of another export might be taken by a reader of this one, unless it names its file.
+    if name is None and (
+        others := sorted(each for each in there.difference(names) if each.endswith(ENDS))
+    ):
         raise work.conflict("This file belongs to another export", others[0])
     # Other ranks may be on machines without these files.
     extra = await threads.run_sync(_extra_files, settings.export.extra) if rank == 0 else []
@@ -317,7 +324,8 @@ async def export_url(
 
     Args:
         url: The root.
-        target: The folder to write; None for one beside the checkpoint.
+        target: The folder to write, or as ``"torch"`` the file, if its name ends like one; None
+            for a folder beside the checkpoint.
         settings: The settings, with the content of the export.
         form: The form.
         step: The step or id of the checkpoint; None for the newest complete one.
@@ -330,9 +338,13 @@ async def export_url(
         UsageError: If there is no such form.
         CkpipeError: As :func:`export` does.
     """
-    from ckpipe.foreign.source import open_place  # a run that saves does without it
+    from ckpipe.foreign.files import TORCH_FILES  # a run that saves does without them
+    from ckpipe.foreign.source import open_place, split_file
 
     one_of("form", form, *get_args(Form))
+    root, name = target or url, None
+    if target is not None and form == "torch" and target.endswith(TORCH_FILES):
+        root, name = split_file(target)
     access = Access.CHANGE if target is None else Access.CREATE
     async with (
         open_place(url, settings, on_read) as place,
@@ -344,14 +356,14 @@ async def export_url(
                 hint="Name the folder to write",
             )
         expect(data_bytes(opened.document))
-        async with open_store(target or url, settings, access) as store:
+        async with open_store(root, settings, access) as store:
             with closing(Arena(settings.staging.block_bytes)) as arena:
                 folder = f"{opened.id}.{form}/" if target is None else ""
                 files, size = await export(
                     opened, arena, settings, form, CopySettings.of(settings).policy, store, folder,
-                    expanded=expanded,
+                    name=name, expanded=expanded,
                 )  # fmt: skip
-    where = without_secrets(f"{(target or url).rstrip('/')}/{folder}").rstrip("/")
+    where = without_secrets(f"{root.rstrip('/')}/{folder}").rstrip("/") or "/"
     return ExportResult(opened.id, opened.document.step, where, files, size)
 
 

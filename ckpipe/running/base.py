@@ -38,6 +38,7 @@ from ckpipe.loading.request import LoadOptions, LoadRequest
 from ckpipe.lock.guard import Guarded, StepGuard, guard, optimizers_of, swapped
 from ckpipe.lock.state_lock import LoadHold, StateLock, lock_of
 from ckpipe.loop_thread import Caller, LoopThread, call_at_exit
+from ckpipe.notebook import html_table
 from ckpipe.options import completed
 from ckpipe.preemption.last_save import LastSave, LastState
 from ckpipe.preemption.signals import SignalWatch, StopRequest
@@ -306,9 +307,15 @@ class PipelineBase:
 
     def __repr__(self) -> str:
         past = self._recorder.describe(self._under_way())
-        inside = self._opened.describe() if self._opened and self._loop else "closed"
-        text = f"{self.url} [{inside}{' | ' if past else ''}{past}]"
+        text = f"{self.url} [{self._inside()}{' | ' if past else ''}{past}]"
         return f"<{type(self).__name__} {text}>"
+
+    def _repr_html_(self) -> str:
+        rows = [("root", self.url), ("state", self._inside()), *self.statistics()._rows()]
+        return html_table(type(self).__name__, rows)
+
+    def _inside(self) -> str:
+        return self._opened.describe() if self._opened and self._loop else "closed"
 
     def _under_way(self) -> list[Save]:
         return self._opened.saves.under_way() if self._opened else []

@@ -35,6 +35,7 @@ from ckpipe.events import (
     Staged,
 )
 from ckpipe.interpreter import refuse_exit, user_code
+from ckpipe.notebook import html_table
 from ckpipe.save.context import SaveContext
 from ckpipe.save.request import SaveCall
 from ckpipe.save.save import Save
@@ -193,7 +194,7 @@ class Hooks:
                 self._idle.set()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Statistics:
     """The work of a pipeline, done and under way, in numbers.
 
@@ -232,6 +233,29 @@ class Statistics:
     def throughput(self) -> float:
         """Committed bytes per second of :attr:`active_seconds`; 0 before the first save."""
         return self.bytes / self.active_seconds if self.active_seconds else 0.0
+
+    def __repr__(self) -> str:
+        return f"<Statistics {', '.join(f'{name} {value}' for name, value in self._rows())}>"
+
+    def _repr_html_(self) -> str:
+        return html_table(type(self).__name__, self._rows())
+
+    def _rows(self) -> list[tuple[str, str]]:
+        saves = ", ".join(f"{count} {status}" for status, count in sorted(self.saves.items()))
+        rows = [("saves", saves or "none")]
+        if self.bytes:
+            rate = f"{size_text(self.throughput)}/s"
+            rows.append(("committed", f"{size_text(self.bytes)} at {rate}"))
+        if self.saves:
+            rows.append(("staged", f"in {self.staged_seconds:.3g} s"))
+        if slowest := max(self.seconds, key=lambda name: self.seconds[name], default=None):
+            rows.append(("slowest stage", f"{slowest} {self.seconds[slowest]:.3g} s"))
+        if self.retries:
+            rows.append(("retries", f"{self.retries}"))
+        if self.budget_capacity:
+            used = f"{size_text(self.budget_used)} of {size_text(self.budget_capacity)}"
+            rows.append(("memory", f"{used}, {size_text(self.pool_bytes)} kept"))
+        return rows
 
 
 def _with(total: Statistics, status: SaveStatus, report: SaveReport | None) -> Statistics:

@@ -29,7 +29,7 @@ from ckpipe.reading.select import pruned
 from ckpipe.transforms.edit import ManifestEdit, two_with_one_name
 from ckpipe.transforms.moments import check_moments, followers_of, give_to_parts
 from ckpipe.transforms.scales import with_scales
-from ckpipe.types import first_of
+from ckpipe.types import DTYPE_ALIASES, first_of
 
 
 class Transform(ABC):
@@ -274,7 +274,8 @@ class Cast(Transform):
 
     Args:
         dtypes: Globs with the dtype of what they match, such as ``{"*": torch.bfloat16}``; the
-            first glob that matches a label counts. A dtype may be given by its name.
+            first glob that matches a label counts. A dtype may be given by its name, also
+            by ``bf16``, ``fp16``, ``fp32`` or ``fp64``.
 
     Raises:
         UsageError: If a dtype is no floating-point dtype.
@@ -286,7 +287,7 @@ class Cast(Transform):
         texts(self, dtypes)
         self._dtypes: dict[str, str] = {}
         for glob, given in dtypes.items():
-            dtype = DTYPES.get(given) if isinstance(given, str) else given
+            dtype = DTYPES.get(DTYPE_ALIASES.get(given, given)) if isinstance(given, str) else given
             if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
                 raise UsageError(
                     f"Cast: {given!r:.100} is no floating-point dtype",

@@ -71,6 +71,7 @@ def test_a_run_does_not_show_them(url: str, caplog: pytest.LogCaptureFixture) ->
         said += [failed.value, pipeline]
     with pytest.raises(errors.PipelineClosed) as closed:
         pipeline.save(state)
+    check(pipeline._repr_html_())
     check(*map(repr, [*said, closed.value, pipeline, pipeline.url]), caplog.text)
 
 

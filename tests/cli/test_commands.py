@@ -242,12 +242,30 @@ def test_wrong_use_is_told_apart_from_a_failing_store(call: Commands, tmp_path: 
     assert not (tmp_path / "missing").exists()
 
 
-def test_a_glob_that_matches_nothing_is_told(call: Commands, tmp_path: Path) -> None:
+def test_a_glob_that_matches_nothing_is_wrong(call: Commands, tmp_path: Path) -> None:
     save_steps(tmp_path, 1)
-    assert call("info", tmp_path, "--match", "model.*").err == ""
+    found = call("info", tmp_path, "--match", "model.*", "--match", "zz")
+    assert (found.code, found.err) == (0, "")
     done = call("info", tmp_path, "--match", "modle.*", "--match", "zz")
-    assert (done.code, done.err) == (0, "no name matches modle.* or zz\n")
-    assert call("info", tmp_path, "--match", "").err == "no name matches ''\n"
+    assert (done.code, done.out) == (2, "")
+    assert "No name matches modle.* or zz. The nearest names are: model" in done.err
+    assert "model.weight" in call("info", tmp_path, "--match", "model.wieght").err
+    assert "No name matches ''" in call("info", tmp_path, "--match", "", "--json").data["message"]
+
+
+def test_wrong_use_is_told_as_any_error_with_a_line_of_usage(call: Commands) -> None:
+    for arguments, message, command in (
+        (("ls",), "Missing argument 'URL'", "ls"),
+        (("export", "here"), "Missing option '--form'. Choose from: torch, hf, dcp", "export"),
+        (("info", "here", "--matsch", "x"), "No such option: --matsch", "info"),
+    ):
+        done = call(*arguments)
+        first, usage = done.err.splitlines()
+        assert (done.code, done.out) == (2, "")
+        assert first.startswith(f"error: {message}")
+        assert usage.startswith(f"Usage: ckpipe {command} [OPTIONS] URL")
+        assert usage.endswith(f"ckpipe {command} --help tells more")
+    assert "Did you mean 'ls'?" in call("lss", "here").err.splitlines()[0]
 
 
 STARTING = """

@@ -112,7 +112,8 @@ def test_diff_says_that_no_name_matches(call: Commands, tmp_path: Path) -> None:
     save_steps(tmp_path, 1, 2)
     for options in ((), ("--structure",)):
         done = call("diff", tmp_path, 1, 2, "--match", "zz", "--match", "", *options)
-        assert (done.code, done.err) == (0, "no name matches zz or ''\n")
+        assert (done.code, done.out) == (2, "")
+        assert "No name matches zz or ''. The nearest names are: " in done.err
     assert call("diff", tmp_path, 1, 2, "--match", "inline.0").err == ""
     assert call("diff", tmp_path, 1, 2).err == ""
 

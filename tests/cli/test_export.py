@@ -234,7 +234,7 @@ def test_beside_the_newest_or_a_named_checkpoint(call: Commands, tmp_path: Path)
     assert done.data["bytes"] == sum(each.stat().st_size for each in folder.iterdir())
     assert len(done.data["files"]) == 3, "two shards and their index"
     assert same(load_shards(folder), model_of(root, two))
-    assert call("export", root, "--step", 1, "--form", "torch").code == 0
+    assert call("export", root, "-", 1, "--form", "torch").code == 0
     found = torch.load(root / f"{one}.torch" / TORCH_FILE, weights_only=True)
     assert same(dict(sorted(found["model"].items())), model_of(root, one))
     assert same({key: found[key] for key in small_state()}, small_state(1))
@@ -265,7 +265,7 @@ def test_elsewhere_again_and_after_it_was_cut_short(call: Commands, tmp_path: Pa
     before = {path for path in root.rglob("*") if ".ckpipe" not in path.parts}
     for step in (1, 2):
         to, small = hub / str(step), ("--max-shard", "30B")
-        assert call("export", root, to, "--step", step, "--form", "hf", *small).code == 0
+        assert call("export", root, to, step, "--form", "hf", *small).code == 0
     assert {path for path in root.rglob("*") if ".ckpipe" not in path.parts} == before
     assert same(load_shards(hub / "1"), model_of(root, one))
     folder = hub / "2"
@@ -286,6 +286,28 @@ def test_from_one_kind_of_store_to_another(call: Commands, store: Stores, tmp_pa
     assert set(torch.load(tmp_path / TORCH_FILE, weights_only=True)) == {"weight", "bias"}
 
 
+def test_a_target_that_ends_like_a_file_of_torch_is_that_file(
+    call: Commands, store: Stores, tmp_path: Path
+) -> None:
+    one, _ = save_steps(store.url, 1, 2)
+    (tmp_path / TORCH_FILE).write_bytes(b"of another export")
+    file = tmp_path / "new" / "one.pt"
+    for target in (file, tmp_path / "one.pth"):
+        assert call("export", store.url, target, 1, "--form", "torch", "--dtype", "bf16").code == 0
+    found = torch.load(file, weights_only=True)
+    assert found["model"]["weight"].dtype == torch.bfloat16
+    made = {each.name for each in tmp_path.rglob("*") if each.is_file()}
+    assert made == {TORCH_FILE, "one.pt", "one.pth"}
+    before = file.read_bytes()
+    assert call("export", store.url, file, one, "--form", "torch", "--dtype", "fp16").code == 3
+    assert file.read_bytes() == before, "no file is replaced"
+    to = f"{store.url}-exported/deep/two.bin"
+    done = ckpipe.export(store.url, to, form="torch", part="model")
+    assert (done.url, done.files) == (f"{store.url}-exported/deep", ("two.bin",))
+    again = ckpipe.load(to)
+    assert same(again.state, ckpipe.load(store.url, step=2).state["model"])
+
+
 def test_what_is_wrong_is_said(call: Commands, tmp_path: Path) -> None:
     root = tmp_path / "run"
     (id,) = save_steps(root, 1)
@@ -294,7 +316,10 @@ def test_what_is_wrong_is_said(call: Commands, tmp_path: Path) -> None:
         (): "--form",
         ("--form", "hf", "--part", "nothing"): "nothing to export under 'nothing'",
         ("--form", "hf", "--max-shard", "tall"): "export.max_shard_bytes",
-        ("--step", 7, "--form", "hf"): "no checkpoint 7",
+        ("-", 7, "--form", "hf"): "no checkpoint 7",
+        (1, "--form", "hf"): f"Write the target first: ckpipe export {root} - 1",
+        (id, "--form", "hf"): "is a step, and stands where the target stands",
+        ("--form", "hf", "--dtype", "f4"): "'f4' is not one of 'bf16'",
     }
     for options, text in wrong.items():
         done = call("export", root, *options)
@@ -332,7 +357,7 @@ def test_expanded_tensor_is_not_written_out_unasked(call: Commands, tmp_path: Pa
             mask = torch.full((1,), n).expand(1 << 40)
             state = {"model": {"weight": torch.ones(4), "mask": mask}}
             pipeline.save(state, step=n).wait()
-    for command in (("export", root, "--step", 1, "--form", "hf"), ("diff", root, 0, 1)):
+    for command in (("export", root, "-", 1, "--form", "hf"), ("diff", root, 0, 1)):
         done = call(*command)
         assert done.code == 2
         for part in ("8.8 TB", "key 'model.mask'", "kB are stored", "--expanded"):
@@ -340,7 +365,7 @@ def test_expanded_tensor_is_not_written_out_unasked(call: Commands, tmp_path: Pa
     assert not list(root.glob("*.hf"))
     assert call("diff", root, 0, 1, "--match", "model.weight").code == 0
     assert call("diff", root, 0, 1, "--structure").code == 0
-    assert call("export", root, "--step", 1, "--form", "torch").code == 0
+    assert call("export", root, "-", 1, "--form", "torch").code == 0
     (file,) = root.glob(f"*.torch/{TORCH_FILE}")
     assert torch.load(file, weights_only=True)["model"]["mask"].shape == (1 << 40,)
 
@@ -352,8 +377,8 @@ def test_flag_writes_expanded_tensors_out(
     for n in range(2):
         with ckpipe.SyncPipeline(tmp_path) as pipeline:
             pipeline.save({"mask": torch.full((1,), float(n)).expand(1 << 19)}, step=n).wait()
-    assert call("export", tmp_path, "--step", 1, "--form", "hf").code == 2
-    done = call("export", tmp_path, "--step", 1, "--form", "hf", "--expanded", "--json")
+    assert call("export", tmp_path, "-", 1, "--form", "hf").code == 2
+    done = call("export", tmp_path, "-", 1, "--form", "hf", "--expanded", "--json")
     assert done.code == 0
     found = load_shards(Path(done.data["url"]))
     assert found["mask"].eq(1).all()

@@ -438,8 +438,8 @@ async def test_each_name_of_one_tensor_gets_its_own_dtype(source: str, tmp_path:
     for dtypes, expected in (
         ({"d": half}, [kept, kept, half, kept]),
         ({"a": half}, [half, kept, kept, kept]),
-        ({"a": kept, "*": half}, [kept, half, half, half]),
-        ({"b": half, "d": wide}, [kept, half, wide, kept]),
+        ({"a": "fp32", "*": "bf16"}, [kept, half, half, half]),
+        ({"b": half, "d": "fp64"}, [kept, half, wide, kept]),
     ):
         rules: list[Any] = [Cast(cast("dict[str, Any]", dtypes))]
         for more in ([], [Drop("a")], [Rename({"b.c": "b.z"})], [Rearrange("d", [-1, -1], [1, 0])]):
