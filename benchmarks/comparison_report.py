@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import statistics
 from collections.abc import Iterable, Iterator, Mapping
@@ -66,7 +67,7 @@ _ACROSS = 3
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
-PAGES = (ROOT / "README.md", DOCS / "index.md", DOCS / "benchmarks.md", DOCS / "benchmark_runs.md")
+PAGES = (ROOT / "README.md", DOCS / "index.md", DOCS / "benchmarks.md", ROOT / "benchmarks" / "runs.md")
 MARKS = re.compile(r"(<!-- bench:(\w+) -->\n).*?(<!-- bench:end -->)", re.DOTALL)
 
 Row = Mapping[str, list[float]]
@@ -452,7 +453,7 @@ def publish(results: Mapping[str, Any], pages: tuple[Path, ...], plots: Path) ->
     plots.mkdir(parents=True, exist_ok=True)
     drawn = draw(results, plots)
     for page in pages:
-        path = plots.relative_to(page.parent).as_posix()
+        path = os.path.relpath(plots, page.parent)
         images = [
             f"![{name[6:-4].replace('-', ' ')}]({path}/{name})\n\n*{caption}*\n"
             for name, caption in drawn

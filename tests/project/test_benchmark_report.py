@@ -91,4 +91,4 @@ def test_the_pages_have_the_marks() -> None:
     }
     assert marks["README.md"] == marks["index.md"] == {"first"}
     assert marks["benchmarks.md"] == {"summary", "plots", "tables"}
-    assert marks["benchmark_runs.md"] == {"goals"}
+    assert marks["runs.md"] == {"goals"}
