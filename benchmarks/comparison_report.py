@@ -13,7 +13,6 @@ import re
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -329,12 +328,11 @@ def _draw_table(measures: Mapping[str, Row], path: Path, title: str) -> None:
         gridspec_kw={"height_ratios": [len(each) for each in names]},
     )  # fmt: skip
     for line, pair, order in zip(axes, pairs, names, strict=True):
-        for axis, (key, row) in zip_longest(line, pair, fillvalue=("", {})):
-            if not row:
-                axis.set_visible(False)
-                continue
+        for axis in line[len(pair) :]:
+            axis.set_visible(False)
+        for axis, (key, row) in zip(line, pair, strict=False):
             told = {n: shown(MEASURES[key], statistics.median(row[n])) for n in row}
-            rows = {name: row.get(name, ()) for name in order}
+            rows = {name: row.get(name, []) for name in order}
             plots.bars(axis, rows, {name: _color(name) for name in order}, told)
             axis.set_title(MEASURES[key].title)
         labels = [_short(name) for name in order[::-1]]

@@ -101,7 +101,7 @@ def bars(
     """
     most = max(max(values) for values in rows.values() if values)
     least = min(0.0, *(statistics.median(values) for values in rows.values() if values))
-    for at, (name, values) in enumerate(reversed(rows.items())):
+    for at, (name, values) in enumerate(reversed(list(rows.items()))):
         if not values:
             continue
         median = statistics.median(values)
@@ -171,7 +171,7 @@ OUTCOMES = (
 
 def outcomes(page: str) -> dict[str, tuple[int, ...]]:
     """Read the matrix of *Reliability*: how many tried moments of a run ended in which way."""
-    found = {}
+    found: dict[str, tuple[int, ...]] = {}
     for line in page.splitlines():
         cells = [each.strip() for each in line.strip("|").split("|")]
         if re.fullmatch(r"\w+-(own|ckpipe)", cells[0]):

@@ -28,8 +28,8 @@ class DocstringsShown(griffe.Extension):
 
     def on_instance(self, *, obj: griffe.Object | griffe.Alias, **_: Any) -> None:
         """Rewrite the docstring of one object."""
-        if obj.path == "variables":
-            obj.docstring = griffe.Docstring(variables_table(), parent=obj)
+        if obj.docstring and obj.path == "variables":
+            obj.docstring.value = variables_table()
         elif obj.docstring:
             text = TREE.sub(lambda _: error_list() + "\n", obj.docstring.value)
             obj.docstring.value = re.sub(
