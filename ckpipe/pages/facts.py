@@ -35,7 +35,7 @@ class Checkpoint:
 
     Args:
         id: Its exact name.
-        key: The parsed name.
+        step: Its step.
         state: Whether it can be loaded.
         why: The damage, or what it lacks.
         time: When its index was written, else its newest object; None if it has neither.
@@ -45,7 +45,7 @@ class Checkpoint:
         copied_bytes: Bytes among them that several ranks wrote alike.
         world_size: The number of its ranks.
         metrics: Its metrics.
-        resumed_from: The checkpoint that its attempt had loaded.
+        resumed_from: The id of the checkpoint that its attempt had loaded.
         writer: Versions, and the class of the planner.
         devices: The types of devices that its tensors were on.
         blocked: Seconds that its save held up training, on rank 0; None without a report.
@@ -57,7 +57,7 @@ class Checkpoint:
     """
 
     id: str
-    key: CheckpointId
+    step: int
     state: State
     why: str = ""
     time: datetime | None = None
@@ -67,7 +67,7 @@ class Checkpoint:
     copied_bytes: int = 0
     world_size: int | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
-    resumed_from: CheckpointId | None = None
+    resumed_from: str | None = None
     writer: Mapping[str, str] = field(default_factory=dict)
     devices: tuple[str, ...] = ()
     blocked: float | None = None
@@ -78,9 +78,16 @@ class Checkpoint:
     best: bool = False
 
     @property
-    def step(self) -> int:
-        """Its step."""
-        return self.key.step
+    def key(self) -> CheckpointId:
+        """The parsed id."""
+        found = CheckpointId.parse(self.id)
+        assert found is not None
+        return found
+
+    @property
+    def origin(self) -> CheckpointId | None:
+        """The parsed id of the checkpoint that its attempt had loaded."""
+        return CheckpointId.parse(self.resumed_from or "")
 
     @property
     def complete(self) -> bool:
@@ -227,7 +234,7 @@ class Run:
         for id, mine in lanes.items():
             times = [each.time for each in mine if each.time is not None]
             began = _started(mine[0].key.attempt) or min(times, default=self.now)
-            origin = next((each.resumed_from for each in mine if each.resumed_from), None)
+            origin = next((each.origin for each in mine if each.origin), None)
             lane = None if origin is None else numbers.get(launch_id(origin.attempt))
             ended = max([began, *times])
             found.append(Launch(id, began, ended, tuple(mine), origin, lane))
@@ -242,7 +249,7 @@ class Run:
         lanes = {launch.id: number for number, launch in enumerate(self.launches)}
         found = []
         for mine in attempts.values():
-            origin = next((each.resumed_from for each in mine if each.resumed_from), None)
+            origin = next((each.origin for each in mine if each.origin), None)
             others = [] if origin is None else attempts.get(origin.attempt, [])
             gone = [each for each in others if origin and each.step > origin.step and each.time]
             if origin is None or not gone or gone[-1].time is None:

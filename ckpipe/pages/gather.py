@@ -45,7 +45,7 @@ from ckpipe.retention import AnyOf, KeepBest, Rule, decide
 from ckpipe.settings import Settings
 from ckpipe.state.training_form import heads_in
 from ckpipe.threads import run_lanes
-from ckpipe.types import CheckpointId, CheckpointInfo, save_report_from_data, size_text
+from ckpipe.types import CheckpointInfo, save_report_from_data, size_text
 
 MOST_CHECKPOINTS = 2000
 """The most checkpoints of a page: the newest."""
@@ -118,7 +118,9 @@ class _Reading:
 
     async def read(self, info: CheckpointInfo) -> None:
         store = self.place.store
-        plain = Checkpoint(info.id, info.key, "incomplete", info.reason, info.saved_at, info.pinned)
+        plain = Checkpoint(
+            info.id, info.step, "incomplete", info.reason, info.saved_at, info.pinned
+        )
         if not info.complete:
             times = [each.modified async for each in store.list(prefix(info.key))]
             self.found.append(replace(plain, time=max(times, default=None)))
@@ -155,12 +157,11 @@ async def _described(store: Backend, index: ManifestDocument, plain: Checkpoint)
         blocked = report.captured_seconds or report.staged_seconds
         durable, slowest = report.seconds, report.bottleneck.partition(" took longest")[0]
     devices = {row.device for structure in index.structures for row in structure.tensors}
-    origin = None if first.resumed_from is None else CheckpointId.parse(first.resumed_from)
     return replace(
         plain, state="complete", why="", final=summary.final, bytes=summary.bytes,
         copied_bytes=summary.copied_bytes, world_size=summary.world_size, metrics=summary.metrics,
-        resumed_from=origin, writer=first.writer, devices=tuple(sorted(devices)), blocked=blocked,
-        durable=durable, slowest=slowest,
+        resumed_from=first.resumed_from, writer=first.writer, devices=tuple(sorted(devices)),
+        blocked=blocked, durable=durable, slowest=slowest,
     )  # fmt: skip
 
 

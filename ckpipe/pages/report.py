@@ -7,7 +7,7 @@ import math
 import os
 import shlex
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Unpack
@@ -127,11 +127,10 @@ class Panel:
     newest: float
 
 
-def _panel(
-    name: str, x: Axis, run: Run, value_of: Callable[[Checkpoint], float | None]
-) -> Panel | None:
-    values = [(each, value_of(each)) for each in run.checkpoints]
-    known = [(each, _plain(value)) for each, value in values if value is not None]
+def _panel(name: str, x: Axis, run: Run, values: Mapping[str, float | None]) -> Panel | None:
+    known = [
+        (each, _plain(value)) for each in run.complete if (value := values.get(each.id)) is not None
+    ]
     finite = [value for _, value in known if math.isfinite(value)]
     if not known:
         return None
@@ -143,7 +142,7 @@ def _panel(
     lines: dict[str, list[str]] = {}
     for across, down, _, each in dots:
         if each.key.attempt not in lines:  # the line goes on from where the attempt resumed
-            origin = each.resumed_from
+            origin = each.origin
             before = [dot for dot in dots if origin and dot[3].key <= origin]
             lines[each.key.attempt] = [f"{a},{b}" for a, b, *_ in before[-1:]]
         lines[each.key.attempt].append(f"{across},{down}")
@@ -165,12 +164,13 @@ def _page(run: Run) -> dict[str, Any]:
     names = [name for name, _ in counts.most_common(MOST_METRICS)]
     x = number_axis([each.step for each in run.checkpoints])
     metrics = [
-        panel for name in sorted(names)
-        if (panel := _panel(name, x, run, lambda each, name=name: each.metrics.get(name)))
-    ]  # fmt: skip
+        panel
+        for name in sorted(names)
+        if (panel := _panel(name, x, run, {e.id: e.metrics.get(name) for e in run.complete}))
+    ]
     costs = [
-        _panel("training blocked, seconds", x, run, lambda each: each.blocked),
-        _panel("durable after, seconds", x, run, lambda each: each.durable),
+        _panel("training blocked, seconds", x, run, {e.id: e.blocked for e in run.complete}),
+        _panel("durable after, seconds", x, run, {e.id: e.durable for e in run.complete}),
     ]
     launches = run.launches
     lanes = launches[-MOST_LANES:]

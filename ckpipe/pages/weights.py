@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import AsyncExitStack, closing
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
@@ -157,15 +158,14 @@ async def _filled(opened: Sequence[Opened], layers: dict[str, str], settings: Se
         hint = "Leave the tensor out with match="
         check_expansion("Norms of weights", [each.document], sum(mine.values()), mine, hint)
         sizes |= mine
-    tensors = [
-        await in_thread(lambda one=each: LabelledTensors(one, labels=layers)) for each in opened
-    ]
+    make = partial(LabelledTensors, labels=layers)
+    tensors = [await in_thread(make, each) for each in opened]
     table = _Table()
     with closing(Arena(settings.staging.block_bytes)) as arena:
         for batch in batches(layers, sizes.__getitem__, _BATCH_BYTES):
             before: dict[str, torch.Tensor] = {}
-            for column, each in enumerate(tensors):
-                now = await each.read(batch, arena, settings.load.lanes)
+            for column, saved in enumerate(tensors):
+                now = await saved.read(batch, arena, settings.load.lanes)
                 for label, tensor in now.items():
                     await in_thread(table.add, layers[label], column, tensor, before.get(label))
                 before = now
