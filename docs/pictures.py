@@ -4,8 +4,7 @@ python docs/pictures.py [FOLDER]    draw all into docs/pictures, or into another
 
 Diagrams are plain shapes. The pictures of the command line, the live line and the report show real
 output: of the run that ``docs/demo_run.py`` writes, and of a save that is made here. Chromium takes
-that of the report, driven by playwright; ``CHROMIUM`` names another program than
-``/usr/bin/chromium``. Each picture is one SVG for light and dark pages.
+that of the report, driven by playwright. Each picture is one SVG for light and dark pages.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ import base64
 import os
 import pty
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -34,7 +34,7 @@ WIDTH = 540
 """The width of a diagram in its own units; its text has 14."""
 COLUMNS = 64
 """The width of the terminal, which can be read on a phone too."""
-CHROMIUM = os.environ.get("CHROMIUM", "/usr/bin/chromium")
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or "google-chrome"
 
 
 class Sheet:
