@@ -23,3 +23,8 @@ def web_address(remote: str) -> str | None:
         r"(?:https://(?:[^@/]*@)?|ssh://(?:\w+@)?|\w+@)([\w.-]+)[:/](.+?)(?:\.git)?/?", remote
     )
     return f"https://{found[1]}/{found[2]}" if found else None
+
+
+def on_post_page(output: str, **_: Any) -> str:
+    """Keep the theme from asking the host of the repository for its stars, for each reader."""
+    return output.replace(' data-md-component="source"', "")

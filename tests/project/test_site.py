@@ -245,6 +245,14 @@ def test_the_repository_is_the_one_of_the_remote(remote: str, address: str | Non
     assert site_hooks.web_address(remote) == address
 
 
+def test_the_link_to_the_repository_asks_nothing_of_its_host() -> None:
+    material = pytest.importorskip("material")
+    link = Path(material.__file__).parent / "templates" / "partials" / "source.html"
+    text = link.read_text(encoding="utf-8")
+    assert 'data-md-component="source"' in text
+    assert 'data-md-component="source"' not in site_hooks.on_post_page(text)
+
+
 @pytest.mark.parametrize("path", PICTURES, ids=lambda path: path.stem)
 def test_pictures_are_readable_in_both_schemes_and_load_nothing(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
