@@ -14,7 +14,7 @@ from rich.text import Text
 from ckpipe.catalog.inspect import batches, check_expansion, labels_per_rank, tensor_bytes
 from ckpipe.catalog.opened import Opened
 from ckpipe.cli.running import FOUND, OK
-from ckpipe.cli.screen import Meter, Screen, one_line, table
+from ckpipe.cli.screen import Meter, Screen, signed, table
 from ckpipe.foreign.source import open_place
 from ckpipe.format.labels import LabelFilter, label_filter, unique_label
 from ckpipe.format.manifest import ManifestDocument, TensorRow
@@ -108,7 +108,7 @@ async def _compare(
 ) -> list[TensorDifference]:
     """Compare tensors that two checkpoints have alike, batch by batch; return the differences.
 
-    The meter counts each tensor four times: once for each read, and twice for the comparison.
+    The meter counts the bytes of both: half of them as they are read, half as they are compared.
     """
     one, two = (each.document for each in sides)
     sizes = {label: tensor_bytes(row) for label, row in _tensors(one).items()}
@@ -125,7 +125,7 @@ async def _compare(
         chosen = {label: sizes[label] for label in labels}
         hint = "Leave the tensor out with --match, or run the command with --expanded"
         check_expansion("A comparison", (one, two), nbytes, chosen, hint)
-    meter.expect(4 * nbytes)
+    meter.expect(2 * nbytes)
     differing = []
     arena = Arena(settings.staging.block_bytes)
     try:
@@ -135,14 +135,14 @@ async def _compare(
                 read = []
                 for side in tensors:
                     read.append(await side.read(batch, arena, settings.load.lanes))
-                    meter.advance(sum(sizes[label] for label in batch))
+                    meter.advance(sum(sizes[label] for label in batch) // 2)
                 for label in batch:
                     # A rank need not have all tensors of other ranks.
                     if label in read[0] and label in read[1]:
                         name = label if rank is None else f"{label} of rank {rank}"
                         found = await _difference(name, *(each.pop(label) for each in read))
                         differing += [] if found is None else [found]
-                    meter.advance(2 * sizes[label])
+                    meter.advance(sizes[label])
     finally:
         arena.close()
     return differing
@@ -153,9 +153,9 @@ def _shown(
 ) -> Iterator[RenderableType]:
     for sign, labels in (("-", found.only_first), ("+", found.only_second)):
         for label in labels:
-            yield Text(one_line(f"{sign} {label}"))
+            yield signed(sign, label)
     for label, (a, b) in found.changed.items():
-        yield Text(one_line(f"~ {label}: {a} → {b}"))
+        yield signed("~", f"{label}: {a} → {b}")
     if differing:
         rows = [
             (
@@ -168,7 +168,7 @@ def _shown(
             for each in differing
         ]
         headings = ("tensor", "elements", "|b-a|", "|b-a|/|a|", "largest")
-        yield table(headings, rows, *headings[1:])
+        yield table(headings, rows, *headings[1:], flexible=[("tensor", 20)])
 
 
 @dataclass(frozen=True, slots=True)

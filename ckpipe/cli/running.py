@@ -27,13 +27,14 @@ NO_LINE = "-"
 Url = Annotated[
     str, typer.Argument(metavar="URL", help="The root of the checkpoints.", show_default=False)
 ]
-Step = Annotated[str, typer.Argument(metavar="STEP", help="A step, or the id of a checkpoint.")]
+Step = Annotated[str, typer.Argument(metavar="STEP", help="A step, or an id, also a short one.")]
 MaybeStep = Annotated[
     str | None,
     typer.Argument(
         metavar="STEP", help="A step or an id; by default the newest complete checkpoint."
     ),
 ]
+Ids = Annotated[bool, typer.Option("--ids", help="Whole ids, also on a terminal.")]
 Expanded = Annotated[
     bool,
     typer.Option(
