@@ -21,7 +21,7 @@ CALLS = re.findall(r"^([\w.]+)\(.*$", TEXT, re.MULTILINE)
 def called(name: str) -> str:
     """The line of a call: its name, and its parameters with annotations and defaults."""
     signature = inspect.signature(attrgetter(name)(ckpipe))
-    words = []
+    words: list[str] = []
     for each in signature.parameters.values():
         if each.kind is each.KEYWORD_ONLY and not any(word.startswith("*") for word in words):
             words.append("*")
