@@ -25,11 +25,12 @@ BRANCH = re.compile(r"([│ ]*)(?:[├└]── )?(\w+)(?: {2,}(.+))?")
 
 
 def on_config(config: Any) -> Any:
-    """Link the repository that the pages are built from, where it has an address."""
+    """Link the repository that the pages are built from, and its files, where it has an address."""
     asked = ("git", "remote", "get-url", "origin")
     remote = subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip()
     if address := web_address(remote):
-        config["repo_url"] = address
+        config["repo_url"], config["repo_name"] = address, address.split("/", 3)[3]
+        config["edit_uri"] = "edit/main/docs/"
     return config
 
 
