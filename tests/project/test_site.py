@@ -166,10 +166,10 @@ WORDS = {
     "disk full": "troubleshooting/",
     "out of memory": "troubleshooting/",
     "slow": "troubleshooting/",
-    "azure": "tutorials/write_a_backend/",
-    "fsspec": "tutorials/write_a_backend/",
-    "minio": "tutorials/s3/",
-    "jupyter": "reference/events/",
+    "azure": "faq/",
+    "fsspec": "faq/",
+    "minio": "faq/",
+    "jupyter": "faq/",
 }
 
 
@@ -210,9 +210,11 @@ def served(folder: Path) -> Iterator[str]:
     with ThreadingHTTPServer(("127.0.0.1", 0), partial(Silent, directory=str(folder))) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
-        yield f"http://127.0.0.1:{server.server_port}/"
-        server.shutdown()
-        thread.join()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}/"
+        finally:
+            server.shutdown()
+            thread.join()
 
 
 def test_only_pages_are_published(site: Path) -> None:
