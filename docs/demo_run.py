@@ -42,7 +42,10 @@ def make(root: str | os.PathLike[str]) -> Path:
         killed = number < len(LAUNCHES) - 1
         if done.returncode != (-signal.SIGKILL if killed else 0):
             raise RuntimeError(f"launch {number} of the run ended with {done.returncode}")
-        start += timedelta(seconds=(last - first) * SECONDS_A_STEP) + PAUSE
+        start += timedelta(seconds=(last - first) * SECONDS_A_STEP)
+        for each in folder.glob(f"step-{last:012d}*/*") if killed else ():
+            os.utime(each, (start.timestamp(), start.timestamp()))
+        start += PAUSE
         if number == 1:
             with ckpipe.SyncPipeline(folder) as pipeline:
                 pipeline.pin(last // SAVE_EVERY * SAVE_EVERY)

@@ -272,12 +272,17 @@ def terminal(lines: Sequence[str], title: str, columns: int = COLUMNS) -> str:
     return console.export_svg(code_format=frame, unique_id="shell")
 
 
-def shown_by(command: Sequence[str], columns: int = COLUMNS) -> str:
-    """Return what a program writes to a terminal, with its escape sequences."""
+CKPIPE = (sys.executable, "-c", "from ckpipe.cli import main; main()")
+
+
+def shown_by(command: Sequence[str], folder: Path, columns: int = COLUMNS) -> str:
+    """Return what a program in a folder writes to a terminal, with its escape sequences."""
     master, slave = pty.openpty()
     given = {**os.environ, "COLUMNS": str(columns), "LINES": "40", "TERM": "xterm-256color"}
     given["COLORTERM"] = "truecolor"
-    process = subprocess.Popen(command, stdout=slave, stderr=slave, stdin=slave, env=given)
+    process = subprocess.Popen(
+        command, stdout=slave, stderr=slave, stdin=slave, env=given, cwd=folder
+    )
     os.close(slave)
     parts = []
     try:
@@ -306,7 +311,7 @@ with tempfile.TemporaryDirectory(dir=sys.argv[1]) as root:
 
 def live_line(folder: Path) -> str:
     """Draw the live line in the middle of a real save and after it."""
-    output = shown_by([sys.executable, "-c", LIVE, str(folder)], LIVE_COLUMNS)
+    output = shown_by([sys.executable, "-c", LIVE, str(folder)], folder, LIVE_COLUMNS)
     drawn = re.split(r"\r?\n|\r|\x1b\[2K|\x1b\[\?25[lh]|\x1b\[1A", output)
     writing = [each for each in drawn if " left" in each]
     last = [each for each in drawn if "saved step" in each]
@@ -318,11 +323,9 @@ def live_line(folder: Path) -> str:
 
 def ls(run: Path) -> str:
     """Draw the list of the checkpoints of the demo run."""
-    program = "import os, sys; os.chdir(sys.argv.pop(1)); from ckpipe.cli import main; main()"
-    output = shown_by([sys.executable, "-c", program, str(run.parent), "ls", run.name])
-    return terminal(
-        [f"$ ckpipe ls {run.name}", *output.splitlines()], "The list of a run that was killed twice"
-    )
+    output = shown_by([*CKPIPE, "ls", run.name], run.parent)
+    lines = [f"$ ckpipe ls {run.name}", *output.splitlines()]
+    return terminal(lines, "The list of a run that was killed twice")
 
 
 def page(file: Path, width: int, height: int, title: str) -> str:
@@ -355,12 +358,11 @@ def page(file: Path, width: int, height: int, title: str) -> str:
     )
 
 
-def report(run: Path, folder: Path) -> str:
+def report(run: Path) -> str:
     """Draw the head of the report of the demo run."""
-    html = folder / "report.html"
-    program = "from ckpipe.cli import main; main()"
-    shown_by([sys.executable, "-c", program, "report", str(run), "--html", str(html)])
-    return page(html, 640, 900, "The report of a run that was killed twice")
+    html = run.parent / "report.html"
+    shown_by([*CKPIPE, "report", run.name, "--html", str(html)], run.parent)
+    return page(html, 640, 745, "The report of a run that was killed twice")
 
 
 def main() -> None:
@@ -377,7 +379,7 @@ def main() -> None:
         run = demo_run.make(Path(made) / "run-17")
         write("ls", ls(run))
         write("live_line", live_line(Path(made)))
-        write("report", report(run, Path(made)))
+        write("report", report(run))
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
-import numpy as np
 import torch
 from rich.console import RenderableType
 from rich.text import Text
@@ -22,13 +21,12 @@ from ckpipe.format.manifest import ManifestDocument, TensorRow
 from ckpipe.format.tree import SETS, walk
 from ckpipe.loading.labelled_tensors import LabelledTensors
 from ckpipe.memory.arena import Arena
+from ckpipe.reading.comparison import Comparison, TensorDifference
 from ckpipe.settings import Settings
 from ckpipe.threads import in_thread
 
 BATCH_BYTES = 128 << 20
 """The bytes of each checkpoint in memory at a time, unless a single tensor is larger."""
-
-_AT_ONCE = 1 << 20
 
 
 async def differences(
@@ -174,31 +172,6 @@ def _shown(
 
 
 @dataclass(frozen=True, slots=True)
-class TensorDifference:
-    """The difference between the values of one tensor.
-
-    Norms are those of the differences of elements, computed in double precision. Two NaN count
-    as equal; a NaN against a number makes the norms NaN.
-
-    Args:
-        label: The tensor's label.
-        elements: The number of its elements.
-        different: The number of elements that differ in value.
-        norm: The Euclidean norm of the differences, ``|b - a|``.
-        relative: That norm divided by the norm of the first, ``|b - a| / |a|``; infinite if ``a``
-            is 0.
-        largest: The largest absolute difference.
-    """
-
-    label: str
-    elements: int
-    different: int
-    norm: float
-    relative: float
-    largest: float
-
-
-@dataclass(frozen=True, slots=True)
 class StructureDifference:
     """The differences of two states apart from the values of tensors.
 
@@ -245,60 +218,10 @@ def compare_structures(
     )
 
 
-class Comparison:
-    """Compare two tensors of one shape and dtype, slice by slice.
-
-    Args:
-        first: The one.
-        second: The other.
-    """
-
-    def __init__(self, first: torch.Tensor, second: torch.Tensor) -> None:
-        self._one, self._two = [
-            each.detach().resolve_conj().resolve_neg().reshape(-1) for each in (first, second)
-        ]
-        self._different, self._squares, self._base, self._largest = 0, 0.0, 0.0, 0.0
-        self._same_bits = True
-
-    def pieces(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield both tensors in slices of some MiB, so that converting them takes little memory."""
-        for at in range(0, self._one.numel(), _AT_ONCE):
-            yield self._one[at : at + _AT_ONCE], self._two[at : at + _AT_ONCE]
-
-    def add(self, a: torch.Tensor, b: torch.Tensor) -> None:
-        """Compare a slice of the one with that of the other."""
-        self._same_bits = self._same_bits and torch.equal(_bits(a), _bits(b))
-        wide = torch.complex128 if a.is_complex() else torch.float64
-        left, right = a.to(wide), b.to(wide)
-        if a.is_floating_point() or a.is_complex():
-            alike = (left == right) | (left.isnan() & right.isnan())
-        else:  # without conversion, since doubles do not hold all whole numbers
-            alike = a == b
-        gap = torch.where(alike, 0.0, (right - left).abs()).double()
-        self._different += int((~alike).sum())
-        self._squares += float(gap.square().sum())
-        self._base += float(left.abs().double().square().nansum())
-        self._largest = float(np.maximum(self._largest, float(gap.max())))  # NaN wins
-
-    def result(self, label: str) -> TensorDifference | None:
-        """Return the difference over all slices; None if they are equal bit for bit."""
-        if self._same_bits:
-            return None
-        norm = math.sqrt(self._squares)
-        relative = norm / math.sqrt(self._base) if self._base else (math.inf if norm else 0.0)
-        return TensorDifference(
-            label, self._one.numel(), self._different, norm, relative, self._largest
-        )
-
-
 def _of_other_form(label: str, first: torch.Tensor) -> TensorDifference:
     """Return the difference to a tensor of another shape or dtype, without norms."""
     n = first.numel()
     return TensorDifference(label, n, n, math.nan, math.nan, math.nan)
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().view(torch.uint8)
 
 
 def _tensors(document: ManifestDocument) -> dict[str, TensorRow]:

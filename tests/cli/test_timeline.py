@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import ckpipe
-from ckpipe.cli.timeline import MOST_BLOCKS
+from ckpipe.pages.timeline import MOST_BLOCKS
 from tests.support.command_line import Commands
 from tests.support.pipelines import loaded_state, stores
 from tests.support.rank_pipelines import ranks
