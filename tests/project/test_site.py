@@ -167,10 +167,10 @@ WORDS = {
     "disk full": "troubleshooting/",
     "out of memory": "troubleshooting/",
     "slow": "troubleshooting/",
-    "azure": "tutorials/write_a_backend/",
-    "fsspec": "tutorials/write_a_backend/",
-    "minio": "tutorials/s3/",
-    "jupyter": "reference/events/",
+    "azure": "faq/",
+    "fsspec": "faq/",
+    "minio": "faq/",
+    "jupyter": "faq/",
 }
 
 
