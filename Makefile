@@ -24,7 +24,7 @@ unexport PYTHONDONTWRITEBYTECODE
 export NO_MKDOCS_2_WARNING := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-torch check check-types check-lint check-layers check-docs docs servers bench bench-quick bench-compare bench-publish bench-local bench-interference bench-scale bench-stall bench-gpu format clean
+.PHONY: help demo test test-all test-torch check check-types check-lint check-layers check-docs docs servers bench bench-quick bench-compare bench-publish pictures bench-local bench-interference bench-scale bench-stall bench-gpu format clean
 
 help:  ## Show these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -102,6 +102,11 @@ bench-quick: $(BENCH)/.ready  ## The same in two minutes: a smaller state, one l
 
 bench-publish: $(BENCH)/.ready  ## Put tables and plots of make bench into README and docs
 	@$(BENCH)/bin/python benchmarks/comparison_report.py --publish .bench/compare.json
+
+pictures: $(READY)  ## Draw plots from committed results, and the pictures of the documentation
+	@$(BIN)/python benchmarks/plots.py
+	@PYTHONPATH=benchmarks $(BIN)/python docs/pictures.py
+	@echo "pictures: docs/plots and docs/pictures"
 
 bench-compare: $(BENCH)/.ready  ## What changed beyond the spread: make bench-compare OLD=old.json
 	@$(BENCH)/bin/python benchmarks/comparison_report.py $(OLD) .bench/compare.json

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import statistics
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+import plots
 from comparison_parts import BESIDE, LIMIT
 
 OURS = "ckpipe"
@@ -40,20 +41,19 @@ class Measure:
 
 
 MEASURES = {
-    "blocked": Measure("blocked", "Blocked: until save() returns", bare="plain copy"),
-    "durable": Measure("durable", "Durable: until all is on disk", bare="raw write"),
-    "cold": Measure("cold load", "Cold load: past the page cache", bare="raw read"),
-    "warm": Measure("warm load", "Warm load: from the page cache", bare="raw read, cached"),
+    "blocked": Measure("blocked", "Blocked", bare="plain copy"),
+    "durable": Measure("durable", "Durable", bare="raw write"),
+    "cold": Measure("cold load", "Cold load", bare="raw read"),
+    "warm": Measure("warm load", "Warm load", bare="raw read, cached"),
     "bytes": Measure("on disk", "Size on disk", "MB"),
-    "peak memory": Measure("memory", "Memory of a save, above the state", "MiB"),
-    "lost s": Measure("lost", "Lost: training time a save costs"),
-    "held up s": Measure("held up", "Held up: the loop cannot run"),
-    "longest step s": Measure("longest step", "Longest training step"),
-    "durable beside it s": Measure("durable", "Durable, beside the loop"),
-    "step rate": Measure("step rate", "Step rate during a save", "of undisturbed"),
+    "peak memory": Measure("memory", "Memory of a save", "MiB"),
+    "lost s": Measure("lost", "Lost to a save"),
+    "held up s": Measure("held up", "Held up"),
+    "longest step s": Measure("longest step", "Longest step"),
+    "durable beside it s": Measure("durable", "Durable"),
+    "step rate": Measure("step rate", "Step rate", "of undisturbed"),
 }
 FACTORS = {"MB": 1e6, "MiB": 2.0**20}
-AXES = {"MB": "megabytes", "MiB": "mebibytes", "of undisturbed": "share of the undisturbed rate"}
 BARE = "bare machine"
 HIGHER_IS_BETTER = ("step rate",)
 LEAST_CHANGE, LEAST_CHANGE_OF_ONE = 1.02, 1.15
@@ -62,11 +62,14 @@ LEAST_CHANGE, LEAST_CHANGE_OF_ONE = 1.02, 1.15
 LEAST_RATE, SHARE_OF_A_SAVE = 0.85, 0.15
 """The goals for the step rate, and for the cost of a save as a share of its duration."""
 
-_ACROSS = 3
-
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
-PAGES = (ROOT / "README.md", DOCS / "index.md", DOCS / "benchmarks.md", DOCS / "benchmark_runs.md")
+PAGES = (
+    ROOT / "README.md",
+    DOCS / "index.md",
+    DOCS / "benchmarks.md",
+    ROOT / "benchmarks" / "runs.md",
+)
 MARKS = re.compile(r"(<!-- bench:(\w+) -->\n).*?(<!-- bench:end -->)", re.DOTALL)
 
 Row = Mapping[str, list[float]]
@@ -207,46 +210,38 @@ def _medians(row: Row) -> dict[str, float]:
 
 
 def summary(results: Mapping[str, Any]) -> str:
-    """Write the five lines at the head of the page."""
+    """Write the table and the lines at the head of the page."""
     title, measures = next(iter(results["states"].items()))
     about = results["machine"]
-    ratios = []
-    for key, row in measures.items():
-        peers = [median for name, median in _medians(row).items() if name != OURS]
-        if MEASURES[key].bare and {OURS, LIMIT} <= row.keys() and peers:
-            ours, bare = statistics.median(row[OURS]), statistics.median(row[LIMIT])
-            ratios.append(
-                f"{MEASURES[key].name} {ours / bare:.2f} times the {MEASURES[key].bare} "
-                f"(best peer {min(peers) / bare:.2f})"
+    lines = [f"| {title} | ckpipe | best peer | bare machine |", "|---|---:|---:|---:|"]
+    for key in ("blocked", "durable", "cold"):
+        row, measure = measures.get(key, {}), MEASURES[key]
+        medians = _medians(row)
+        ours = medians.pop(OURS, None)
+        if ours is not None and medians and LIMIT in row:
+            best = min(medians, key=lambda name: medians[name])
+            bare = shown(measure, statistics.median(row[LIMIT]))
+            lines.append(
+                f"| {measure.name} | **{shown(measure, ours)}** | "
+                f"{shown(measure, medians[best])} ({best}) | {bare} ({measure.bare}) |"
             )
-    worse: dict[str, list[str]] = {}
-    for table, key, *_ in _beaten(results):
-        worse.setdefault(MEASURES[key].name, []).append(table)
-    loops = set(results["loops"])
-    behind = "; ".join(
-        f"{name} ({'every loop' if set(where) == loops else ', '.join(where)})"
-        for name, where in worse.items()
-    )
-    return "\n".join(
-        (
-            "* **Measured:** the time a save blocks, the time until it is durable, cold and warm "
-            "loads, bytes, memory, and what a save costs a training loop.",
-            f"* **On:** {about['cpus']} cores of {about['processor'] or 'a processor'}, local "
-            f"disk, {results['date']}, torch {results['versions']['torch']}; all take turns in "
-            f"{results['rounds']} rounds, figures are medians.",
-            f"* **Result** for {title}: {'; '.join(ratios)}.",
-            f"* **ckpipe is not first in:** {behind or 'nothing that was measured'}.",
-            "* **Rerun:** `make bench` (an hour), `make bench-quick` (two minutes), "
-            "`make bench-local` (this disk alone).",
-            "",
-        )
-    )
+    lines += [
+        "",
+        f"Medians of {results['rounds']} interleaved rounds on {about['cpus']} cores of "
+        f"{about['processor'] or 'a processor'} with a local disk, {results['date']}, "
+        f"torch {results['versions']['torch']}. `make bench` measures it again in an hour, "
+        "`make bench-quick` in two minutes, `make bench-local` this disk alone.",
+        "",
+    ]
+    return "\n".join(lines)
 
 
-def markdown(results: Mapping[str, Any]) -> str:
+def markdown(results: Mapping[str, Any], elsewhere: Set[str] = frozenset()) -> str:
     """Write the medians as tables for a page, contenders down and measures across."""
     lines: list[str] = []
     for title, measures in tables(results).items():
+        if title in elsewhere:
+            continue
         lines += [f"### {title}", "", _rounds(measures), ""]
         heads = [MEASURES[key].name for key in measures]
         lines += [f"| | {' | '.join(heads)} |", "|---" + "|---:" * len(heads) + "|"]
@@ -281,65 +276,74 @@ def _rounds(measures: Mapping[str, Row]) -> str:
     return f"Medians of {least}." if least == most else f"Medians of {least} to {most}."
 
 
+def headline(results: Mapping[str, Any]) -> dict[str, Any]:
+    """Keep the first state and its loops: their plots are published, all else is in tables."""
+    first = next(iter(results["states"]))
+    loops = {title: each for title, each in results["loops"].items() if title.startswith(first)}
+    peaks = {first: results["peak memory"].get(first, {})}
+    return {**results, "states": {first: results["states"][first]}, "loops": loops,
+            "peak memory": peaks}  # fmt: skip
+
+
 def draw(results: Mapping[str, Any], folder: Path) -> list[tuple[str, str]]:
     """Draw bars for each measure of each table, and the stages and blocks of one save.
 
     Returns:
         Names and captions of the pictures, in order.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-    from matplotlib.patches import Patch
-
     drawn = []
     for title, measures in tables(results).items():
-        several = [key for key in measures if len(measures[key]) > 1]
-        lines = -(-len(several) // _ACROSS)
-        figure, axes = pyplot.subplots(
-            lines, _ACROSS, figsize=(13, 3.2 * lines + 0.6), layout="constrained", squeeze=False
-        )
-        for axis, key in zip_longest(axes.flat, several):
-            if key is None:
-                axis.set_visible(False)
-            else:
-                _bars(axis, MEASURES[key], measures[key])
-        contenders = {name for row in measures.values() for name in row}
-        colors = {_color(name): _kind(name) for name in _in_order(contenders)}
-        patches = [Patch(color=color, label=label) for color, label in colors.items()]
-        figure.legend(handles=patches, loc="outside lower center", ncols=len(patches))
-        figure.suptitle(title)
+        several = {key: row for key, row in measures.items() if len(row) > 1}
         beside = title in results["loops"]
         what = "What one save costs a training loop" if beside else "Saving and loading"
-        better = "the step rate: higher is better; all else: lower" if beside else "lower is better"
+        better = "lower is better, but of the step rate" if beside else "lower is better"
         drawn.append(
             (
-                f"bench-{_slug(title)}.png",
-                f"{what}: {title}. Medians; {better}. Black lines go from the least to the most "
-                "of all rounds.",
+                f"bench-{_slug(title)}.svg",
+                f"{what}: {title}. Medians; {better}. Thin lines: least to most of all rounds.",
             )
         )
-        figure.savefig(folder / drawn[-1][0], dpi=100)
-        pyplot.close(figure)
+        _draw_table(several, folder / drawn[-1][0], f"{what}: {title}")
     if "timeline" in results:
-        figure, axis = pyplot.subplots(figsize=(10, 5), layout="constrained")
-        _gantt(axis, results["timeline"])
-        blocks = results["timeline"]["blocks"]
-        timed = [each for each in _BLOCKS if any(span is not None for span in blocks[each[1]])]
-        kinds = (("tab:gray", "a stage"), *((color, label) for _, _, color, label, _ in timed))
-        patches = [Patch(color=color, label=label) for color, label in kinds]
-        figure.legend(handles=patches, loc="outside lower center", ncols=len(patches))
         drawn.append(
             (
-                "bench-timeline.png",
+                "bench-timeline.svg",
                 "One save from the call on: its stages, and below them its blocks as they are "
-                "copied to host memory and written to disk.",
+                "copied and written.",
             )
         )
-        figure.savefig(folder / drawn[-1][0], dpi=100)
-        pyplot.close(figure)
+        figure, axis = plots.pyplot().subplots(figsize=(plots.WIDTH, 4.2), layout="constrained")
+        plots.legend(figure, _gantt(axis, results["timeline"]), columns=2)
+        plots.save(figure, folder / drawn[-1][0], "One save of GPT-2 124M with AdamW")
     return drawn
+
+
+def _draw_table(measures: Mapping[str, Row], path: Path, title: str) -> None:
+    """Draw the measures of a table, two beside each other, with the contenders down."""
+    pairs = [list(measures.items())[at : at + 2] for at in range(0, len(measures), 2)]
+    names = [_in_order(name for _, row in pair for name in row) for pair in pairs]
+    figure, axes = plots.pyplot().subplots(
+        len(pairs), 2, figsize=(plots.WIDTH, sum(0.4 + 0.19 * len(each) for each in names) + 0.5),
+        layout="constrained", squeeze=False, sharey="row",
+        gridspec_kw={"height_ratios": [len(each) for each in names]},
+    )  # fmt: skip
+    for line, pair, order in zip(axes, pairs, names, strict=True):
+        for axis in line[len(pair) :]:
+            axis.set_visible(False)
+        for axis, (key, row) in zip(line, pair, strict=False):
+            told = {n: shown(MEASURES[key], statistics.median(row[n])) for n in row}
+            rows = {name: row.get(name, []) for name in order}
+            plots.bars(axis, rows, {name: _color(name) for name in order}, told)
+            axis.set_title(MEASURES[key].title)
+        labels = [_short(name) for name in order[::-1]]
+        line[0].set_yticks(range(len(order)), labels)
+    kinds = {_color(name): _kind(name) for order in names for name in order}
+    plots.legend(figure, kinds.items(), columns=2)
+    plots.save(figure, path, title)
+
+
+def _short(name: str) -> str:
+    return BARE if name == LIMIT else name.replace("torch_checkpointing", "torch_checkp.")
 
 
 def _slug(title: str) -> str:
@@ -355,69 +359,50 @@ def _kind(name: str) -> str:
 
 
 def _color(name: str) -> str:
-    own = {OURS: "tab:blue", LIMIT: "tab:gray"} | dict.fromkeys(OTHER_WAYS, "tab:cyan")
-    return own.get(name, "tab:orange")
-
-
-def _bars(axis: Any, measure: Measure, row: Row) -> None:
-    most = max(max(values) for values in row.values())
-    factor = FACTORS.get(measure.unit, 1.0)
-    label = AXES.get(measure.unit, "seconds")
-    if measure.unit == "s" and most < 1:
-        factor, label = 1e-3, "milliseconds"
-    order = _in_order(row)[::-1]
-    medians = [statistics.median(row[name]) for name in order]
-    spread = [
-        [(m - min(row[n])) / factor for n, m in zip(order, medians, strict=True)],
-        [(max(row[n]) - m) / factor for n, m in zip(order, medians, strict=True)],
-    ]
-    bars = axis.barh(
-        [_bare_name(measure, name) for name in order],
-        [median / factor for median in medians],
-        xerr=spread,
-        color=[_color(name) for name in order],
-        ecolor="black",
-        capsize=2,
-    )
-    axis.bar_label(bars, [f" {shown(measure, median)}" for median in medians])
-    axis.set_title(measure.title, fontsize="medium")
-    axis.set_xlabel(label)
-    axis.locator_params(axis="x", nbins=5)
-    axis.xaxis.set_major_formatter(lambda value, _: f"{value:,.10g}")
-    axis.set_xlim(min(0.0, *medians) / factor, 1.5 * max(most / factor, 1e-9))
+    own = {OURS: "ours", LIMIT: "bare"} | dict.fromkeys(OTHER_WAYS, "ways")
+    return plots.LIGHT[own.get(name, "peers")]
 
 
 _BLOCKS = (
-    ("copier", "copied", "tab:blue", "a block is copied", "copy thread"),
-    ("", "summed", "goldenrod", "a block is checksummed", "checksums"),
-    ("lane", "uploaded", "seagreen", "a block is written", "upload lane"),
+    ("copier", "copied", "ours", "a block is copied", "copy thread"),
+    ("", "summed", "peers", "a block is checksummed", "checksums"),
+    ("lane", "uploaded", "good", "a block is written", "upload lane"),
 )
 
 
-def _gantt(axis: Any, report: Mapping[str, Any]) -> None:
-    """Draw stages as bars, and below them the blocks of copy threads and upload lanes."""
+def _gantt(axis: Any, report: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Draw stages as bars, and below them the blocks of copy threads and upload lanes.
+
+    Returns:
+        The colours that were drawn and what they mean.
+    """
     rows: list[str] = []
     for name, stage in sorted(report["stages"].items(), key=lambda item: item[1]["began"]):
         began, took = stage["began"] * 1e3, stage["seconds"] * 1e3
-        axis.barh(len(rows), took, left=began, color="tab:gray")
-        axis.text(began + took, len(rows), f" {readable(took)} ms", va="center", fontsize="small")
+        axis.barh(len(rows), took, left=began, color=plots.LIGHT["bare"])
+        axis.text(began + took, len(rows), f" {readable(took)} ms", va="center")
         rows.append(name)
-    blocks = report["blocks"]
-    for place, kind, color, _, label in _BLOCKS:
+    blocks, kinds = report["blocks"], [(plots.LIGHT["bare"], "a stage")]
+    for place, kind, color, meaning, label in _BLOCKS:
         numbers = blocks[place] if place else [0] * len(blocks[kind])
         # A block that the copy checksums has no separate time for the checksum.
         found = [each for each in zip(numbers, blocks[kind], strict=True) if each[1] is not None]
+        kinds += [(plots.LIGHT[color], meaning)] if found else []
         for number in sorted({at for at, _ in found}):
             spans = [
                 (began / 1e3, (ended - began) / 1e3) for at, (began, ended) in found if at == number
             ]
-            axis.broken_barh(spans, (len(rows) - 0.4, 0.8), color=color, edgecolor="white", lw=0.4)
+            axis.broken_barh(
+                spans, (len(rows) - 0.4, 0.8), color=plots.LIGHT[color],
+                edgecolor=plots.LIGHT["ground"], lw=0.4,
+            )  # fmt: skip
             rows.append(f"{label} {number + 1}" if place else label)
     axis.set_yticks(range(len(rows)), rows)
+    axis.tick_params(axis="y", length=0)
     axis.invert_yaxis()
-    axis.set_xlim(0, 1.08 * axis.get_xlim()[1])
+    axis.set_xlim(0, 1.15 * axis.get_xlim()[1])
     axis.set_xlabel("milliseconds after the call of save()")
-    axis.set_title("One save of GPT-2 124M with AdamW")
+    return kinds
 
 
 def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[str]:
@@ -439,20 +424,20 @@ def _differ(was: list[float], now: list[float]) -> bool:
     return max(low) < min(high) and min(high) > least * max(low)
 
 
-def publish(results: Mapping[str, Any], pages: tuple[Path, ...], plots: Path) -> None:
+def publish(results: Mapping[str, Any], pages: tuple[Path, ...], folder: Path) -> None:
     """Draw the plots into the documentation, and write text between the marks of pages.
 
     Args:
         results: The results.
         pages: Pages that have marks, ``<!-- bench:… -->`` for ``summary``, ``first`` (the first
-            and the last plot), ``plots``, ``tables`` or ``goals``, each with
-            ``<!-- bench:end -->`` after it.
-        plots: The folder of the pictures.
+            and the last plot), ``plots``, ``tables``, ``more`` (tables of the other states'
+            loops) or ``goals``, each with ``<!-- bench:end -->`` after it.
+        folder: The folder of the pictures.
     """
-    plots.mkdir(parents=True, exist_ok=True)
-    drawn = draw(results, plots)
+    folder.mkdir(parents=True, exist_ok=True)
+    drawn = draw(headline(results), folder)
     for page in pages:
-        path = plots.relative_to(page.parent).as_posix()
+        path = os.path.relpath(folder, page.parent)
         images = [
             f"![{name[6:-4].replace('-', ' ')}]({path}/{name})\n\n*{caption}*\n"
             for name, caption in drawn
@@ -462,6 +447,7 @@ def publish(results: Mapping[str, Any], pages: tuple[Path, ...], plots: Path) ->
             "first": "\n".join((images[0], images[-1])),
             "plots": "\n".join(images),
             "tables": _page_tables(results),
+            "more": _page_more(results),
             "goals": _page_goals(results),
         }
         page.write_text(_filled(page.read_text(), parts))
@@ -473,10 +459,25 @@ def _filled(page: str, parts: Mapping[str, str]) -> str:
 
 def _page_tables(results: Mapping[str, Any]) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
-    worse = [f"* {each[0].upper()}{each[1:]}." for each in not_first(results)]
-    heads = ["### Where a peer is better", "", *worse, ""] if worse else []
     platform = results["machine"]["platform"]
-    return "\n".join([f"{platform}; {versions}.\n", markdown(results), *heads])
+    others = results["loops"].keys() - headline(results)["loops"].keys()
+    tables_of_page = markdown(results, others)
+    return "\n".join([f"{platform}; {versions}.\n", tables_of_page, *_behind(results, others)])
+
+
+def _page_more(results: Mapping[str, Any]) -> str:
+    """Write what the page leaves out: the loops of all but the first state."""
+    shown_before = {*results["states"], *headline(results)["loops"]}
+    return "\n".join([markdown(results, shown_before), *_behind(results, shown_before)])
+
+
+def _behind(results: Mapping[str, Any], elsewhere: Set[str]) -> list[str]:
+    worse = [
+        f"* {told[0].upper()}{told[1:]}."
+        for (title, *_), told in zip(_beaten(results), not_first(results), strict=True)
+        if title not in elsewhere
+    ]
+    return ["### Where a peer is better", "", *worse, ""] if worse else []
 
 
 def _page_goals(results: Mapping[str, Any]) -> str:
@@ -496,7 +497,7 @@ def main() -> None:
     arguments = parser.parse_args()
     results = [json.loads(path.read_text()) for path in arguments.files]
     if arguments.publish:
-        publish(results[-1], PAGES, ROOT / "docs" / "plots")
+        publish(results[-1], PAGES, plots.PLOTS)
         kept = arguments.files[-1].resolve()
         if kept.parent != ROOT / "benchmarks" / "results":
             kept = ROOT / "benchmarks" / "results" / f"compare-{results[-1]['date']}.json"

@@ -22,6 +22,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import plots
 import scale_measures
 import torch
 
@@ -90,12 +91,12 @@ def report(results: Results) -> None:
 
 
 PANELS: dict[str, tuple[str, dict[str, str]]] = {
-    "One rank's plan of 1,000 tensors": (
+    "Plan of 1,000 tensors": (
         "milliseconds of CPU",
         {
             "plan ms, sharded": "sharded",
             "plan ms, replicated": "held by all ranks",
-            "cached ms": "sharded, plan from the cache",
+            "cached ms": "sharded, from the cache",
             "dcp local ms": "DCP, local plan",
         },
     ),
@@ -103,17 +104,17 @@ PANELS: dict[str, tuple[str, dict[str, str]]] = {
         "seconds of CPU",
         {
             "index s": "all merges together",
-            "last commit s": "of that, after the last commit",
-            "dcp global s": "DCP, global plan by one rank",
+            "last commit s": "after the last commit",
+            "dcp global s": "DCP, global plan",
         },
     ),
-    "Requests to the store, each rank": (
+    "Requests, each rank": (
         "requests",
         {"requests": "a save", "load: metadata requests": "a load, for metadata"},
     ),
     "Metadata, each rank": (
         "kilobytes",
-        {"load: metadata KB": "read by a load", "manifest KB": "manifest written by a save"},
+        {"load: metadata KB": "read by a load", "manifest KB": "written by a save"},
     ),
 }
 
@@ -128,29 +129,28 @@ SHARDS = {
 
 def draw(results: Results, path: Path) -> None:
     """Draw cost against ranks, both on logarithmic scales."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
     from matplotlib.ticker import LogLocator, NullFormatter
 
-    figure, axes = pyplot.subplots(2, 2, figsize=(11, 9), layout="constrained")
+    size = (plots.WIDTH, 7.2)
+    figure, axes = plots.pyplot().subplots(2, 2, figsize=size, layout="constrained")
+    shades = [plots.LIGHT[each] for each in ("ours", "peers", "good", "bare")]
     for axis, (title, (cost, figures)) in zip(axes.flat, PANELS.items(), strict=True):
-        for name, label in figures.items():
+        for color, (name, label) in zip(shades, figures.items(), strict=False):
             points = results.get(name, {})
             if points:
                 sizes = [int(n) * SHARDS.get(name, 1) for n in points]
-                axis.plot(sizes, list(points.values()), marker="o", label=label)
-        unit = "shards of all ranks" if next(iter(figures)) in SHARDS else "ranks"
-        axis.set(xscale="log", yscale="log", title=title, xlabel=unit, ylabel=cost)
+                axis.plot(sizes, list(points.values()), marker="o", ms=4, color=color, label=label)
+        unit = "shards" if next(iter(figures)) in SHARDS else "ranks"
+        axis.set(xscale="log", yscale="log", title=title, xlabel=f"{unit}; up: {cost}")
         axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axis.tick_params(labelcolor=plots.LIGHT["muted"])
+        axis.xaxis.set_major_formatter(lambda value, _: f"{value:.0e}".replace("e+0", "0^"))
+        axis.yaxis.set_major_formatter(lambda value, _: f"{value:,.10g}")
         for each in (axis.xaxis, axis.yaxis):
-            each.set_major_formatter(lambda value, _: f"{value:,.10g}")
             each.set_minor_formatter(NullFormatter())
-        axis.legend(fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2)
-        axis.grid(alpha=0.3)
-    figure.savefig(path, dpi=100)
-    pyplot.close(figure)
+        axis.legend(loc="upper left", bbox_to_anchor=(-0.1, -0.2), handlelength=1)
+        axis.grid(alpha=0.5)
+    plots.save(figure, path, "Cost against ranks and shards")
 
 
 def document(results: Results) -> dict[str, Any]:
@@ -183,7 +183,7 @@ def main() -> None:
         arguments.json.write_text(json.dumps(document(results), indent=1) + "\n")
     if arguments.plots:
         arguments.plots.mkdir(parents=True, exist_ok=True)
-        draw(results, arguments.plots / "scale.png")
+        draw(results, arguments.plots / "scale.svg")
 
 
 if __name__ == "__main__":

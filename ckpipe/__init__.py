@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from ckpipe.handles import SaveHandle as SaveHandle
     from ckpipe.handles import SyncSaveHandle as SyncSaveHandle
     from ckpipe.lock.state_lock import StateLock as StateLock
+    from ckpipe.pages.report import Report as Report
+    from ckpipe.pages.report import report as report
     from ckpipe.plan.global_plan import GlobalPlanner as GlobalPlanner
     from ckpipe.plan.plan import LocalPlanner as LocalPlanner
     from ckpipe.retention import KeepBest as KeepBest
@@ -80,6 +82,7 @@ _NAMES = {
     "errors": ("CkpipeError",),
     "handles": ("SaveHandle", "SyncSaveHandle"),
     "lock.state_lock": ("StateLock",),
+    "pages.report": ("Report", "report"),
     "plan.global_plan": ("GlobalPlanner",),
     "plan.plan": ("LocalPlanner",),
     "retention": ("KeepBest", "KeepEvery", "KeepIf", "KeepLast", "KeepWithin"),

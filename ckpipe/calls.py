@@ -156,7 +156,7 @@ def inspect(
             async with place.opened(info, lease=False) as opened:
                 return describe(opened.document, label_filter(include))
 
-    return _called(work, settings, fields)
+    return called(work, settings, fields)
 
 
 def verify(
@@ -191,7 +191,7 @@ def verify(
         ):
             return await verified(opened, settings)
 
-    return _called(work, settings, fields)
+    return called(work, settings, fields)
 
 
 def copy(
@@ -234,7 +234,7 @@ def copy(
             ):
                 return await copy_checkpoint(place.store, store, info.key, how)
 
-    return _called(work, settings, fields)
+    return called(work, settings, fields)
 
 
 def import_checkpoint(
@@ -285,7 +285,7 @@ def import_checkpoint(
         places = _url(source), _url(target)
         return await imported(*places, settings, _which(which), step=number, transform=transforms)
 
-    return _called(work, settings, fields)
+    return called(work, settings, fields)
 
 
 def export(
@@ -358,7 +358,7 @@ def export(
         place = location(target)
         return await export_url(_url(url), place, asked, form, _which(step), expanded=expanded)
 
-    return _called(work, settings, fields)
+    return called(work, settings, fields)
 
 
 # On an open place, also for the commands
@@ -391,7 +391,7 @@ async def imported(
         return await import_opened(opened, store, settings, step=step, transform=transform)
 
 
-def _called(
+def called(
     work: Callable[[Settings], Awaitable[T]], settings: Settings | None, fields: PipelineFields
 ) -> T:
     asked = Settings(**fields) if settings is None else settings.override(**fields)

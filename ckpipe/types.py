@@ -709,6 +709,15 @@ def size_text(nbytes: float) -> str:
     return f"{size:.0f} EB"
 
 
+def age_text(seconds: float) -> str:
+    """Describe an age for people, in whole units: ``45 s``, ``3 h``, ``12 d``; at least ``0 s``."""
+    left = max(0, int(seconds))
+    for unit, size, most in (("s", 1, 60), ("min", 60, 60), ("h", 3600, 48)):
+        if left < size * most:
+            return f"{left // size} {unit}"
+    return f"{left // 86400} d"
+
+
 def rate_text(nbytes: int, seconds: float) -> str:
     """Describe a rate in bytes per second for people."""
     return f"{size_text(nbytes / seconds)}/s"

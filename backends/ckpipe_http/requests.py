@@ -5,7 +5,7 @@ that is neither encoded nor chunked, and whose length is known, needs no parsing
 the connection is lent: its transport gets a :class:`asyncio.BufferedProtocol` whose buffer is the
 caller's memory, and the kernel copies into it. Then aiohttp gets the connection back with the end
 of the body, and keeps it for the next request. All other bodies go through aiohttp.
-``docs/experiments.md`` has the measurement.
+``benchmarks/experiments.md`` has the measurement.
 """
 
 from __future__ import annotations

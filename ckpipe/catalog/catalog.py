@@ -116,6 +116,7 @@ class Catalog:
         greatest: The newest of the complete checkpoints of the greatest step, as last listed.
         summaries: The known summaries of checkpoints; those of deleted ones are dropped.
         loading: Number of loads and copies that read each checkpoint now.
+        on_removed: Called after each checkpoint that a prune removes.
     """
 
     backend: Backend
@@ -129,6 +130,7 @@ class Catalog:
     greatest: CheckpointId | None = None
     summaries: Summaries = field(default_factory=Summaries)
     loading: Counter[str] = field(default_factory=Counter)
+    on_removed: Callable[[], None] = lambda: None
     _last_inspected: CheckpointInfo | None = None
 
     # Find
@@ -450,6 +452,7 @@ class Catalog:
             except LinkRefused as error:
                 stayed[name] = f"{BEHIND_LINK}: {error}"
                 continue
+            self.on_removed()
             if removal is Removal.GONE:
                 summaries.deleted.add(id)
                 summaries.retired.add(id)

@@ -28,6 +28,7 @@ from ckpipe.catalog.find import (
     NO_INDEX,
     discover,
     look_up,
+    matching,
     newest_first,
     pick,
     present,
@@ -466,8 +467,7 @@ async def discover_repaired(backend: Backend, which: int | str) -> list[Checkpoi
         StoreError: If the store failed.
     """
     everything = await discover(backend)
-    named = [info for info in everything if which in (info.id, info.step)]
-    newer = list(takewhile(lambda info: not info.complete, named))
+    newer = list(takewhile(lambda info: not info.complete, matching(everything, which)))
     known = {info.key: info for info in await repaired(backend, newer)}
     gone = {info.key for info in newer} - known.keys()
     return [known.get(info.key, info) for info in everything if info.key not in gone]

@@ -23,16 +23,19 @@ from ckpipe.errors import (
     MissingObject,
     ObjectNotFound,
     StoreUnavailable,
+    UsageError,
 )
 from ckpipe.format.codec import MAX_STORED_BYTES, MOST_ROWS, decode_document
 from ckpipe.format.manifest import DocumentKind, ManifestDocument
 from ckpipe.format.names import (
     DELETED,
     PINS,
+    SHORT_NAME,
     SUMMARIES,
     index_id,
     index_key,
     is_own,
+    launch_id,
     pin_id,
     pin_key,
     prefix,
@@ -51,7 +54,7 @@ from ckpipe.format.summary import (
 from ckpipe.interpreter import gc_paused
 from ckpipe.store.retry import create_once, naming_unreadable, read_decoded
 from ckpipe.threads import all_of
-from ckpipe.types import CheckpointId, CheckpointInfo
+from ckpipe.types import CheckpointId, CheckpointInfo, first_of
 
 DELETING = "it is being deleted"
 NO_INDEX = "it has no index: its save did not finish, or is not finished yet"
@@ -109,17 +112,28 @@ def _info(
     )  # fmt: skip
 
 
-async def list_root(backend: Backend) -> Listing:
+async def list_root(backend: Backend, below: str = "") -> Listing:
     """List the names at the top of a root: three delimited lists, at the same time.
 
     So a checkpoint that is deleted meanwhile may look complete, or incomplete for want of an index.
     A caller that uses or completes it looks for its tombstone again.
 
+    Args:
+        backend: The store.
+        below: The prefix of the root, if it lies below that of the store.
+
     Raises:
         StoreError: If the store failed.
     """
-    lists = [partial(backend.children, prefix) for prefix in ("", DELETED, PINS)]
-    root, deleted, pins = await all_of(lists)
+
+    async def children(prefix: str) -> Children:
+        found = await backend.children(below + prefix)
+        if not below:
+            return found
+        objects = (replace(each, key=each.key.removeprefix(below)) for each in found.objects)
+        return Children(tuple(objects), tuple(e.removeprefix(below) for e in found.prefixes))
+
+    root, deleted, pins = await all_of([partial(children, each) for each in ("", DELETED, PINS)])
     return Listing(
         _found(root),
         {id: each for each in deleted.objects if (id := tombstone_id(each.key)) is not None},
@@ -208,26 +222,49 @@ async def newest_first(backend: Backend) -> AsyncGenerator[CheckpointInfo, None]
                 yield info
 
 
+def matching(everything: Sequence[CheckpointInfo], which: int | str) -> list[CheckpointInfo]:
+    """Return the checkpoints with a step, an id or a short name, in the same order."""
+    match = SHORT_NAME.fullmatch(which) if isinstance(which, str) else None
+    if match is None:
+        return [each for each in everything if which in (each.id, each.step)]
+    step, launch, count = match.groups()
+    found = [
+        (launch_id(each.attempt), each)
+        for each in everything
+        if each.step == int(step) and count in (None, str(each.count))
+    ]
+    exact = [each for name, each in found if name == launch]
+    return exact or [each for name, each in found if name.startswith(launch)]
+
+
 def pick(everything: Sequence[CheckpointInfo], which: int | str) -> CheckpointInfo:
-    """Pick the newest complete checkpoint of a step, or the one of an exact id.
+    """Pick the newest complete checkpoint of a step, or the one of an exact id or short name.
 
     Args:
         everything: The checkpoints of a root, the newest first.
-        which: The step or id.
+        which: The step, id or short name.
 
     Raises:
         CheckpointIncomplete: If there is only an incomplete one.
         CheckpointNotFound: If there is none.
+        UsageError: If a short name stands for several.
     """
-    named = [each for each in everything if which in (each.id, each.step)]
-    for info in named:
+    found = matching(everything, which)
+    if isinstance(which, str) and len(found) > 1:
+        names = first_of([each.id for each in found], 8)
+        raise UsageError(
+            f"{which} stands for several checkpoints: {names}",
+            step=found[0].step,
+            hint="Name one of them by its id",
+        )
+    for info in found:
         if info.complete:
             return info
     step = which if isinstance(which, int) else None
-    if named:
+    if found:
         raise CheckpointIncomplete(
-            f"The checkpoint {named[0].id} is not complete: {named[0].reason}",
-            step=named[0].step,
+            f"The checkpoint {found[0].id} is not complete: {found[0].reason}",
+            step=found[0].step,
             hint="Name another step",
         )
     steps = sorted({each.step for each in everything if each.complete})
@@ -408,23 +445,27 @@ async def list_summaries(backend: Backend) -> dict[CheckpointId, list[ObjectInfo
 
 
 async def read_summary(
-    backend: Backend, id: CheckpointId, stored: Mapping[CheckpointId, Sequence[ObjectInfo]]
+    backend: Backend,
+    id: CheckpointId,
+    stored: Mapping[CheckpointId, Sequence[ObjectInfo]] | None = None,
+    below: str = "",
 ) -> Summary | None:
     """Read the summary of a checkpoint; None if there is none that can be read.
 
     Args:
         backend: The store.
         id: The checkpoint.
-        stored: The result of :func:`list_summaries`.
+        stored: The result of :func:`list_summaries`; None if there was no list.
+        below: The prefix of the root, if it lies below that of the store.
 
     Raises:
         StoreUnavailable: If the store does not answer.
     """
     key = summary_key(id)
-    if all(each.key != key for each in stored.get(id, ())):
+    if stored is not None and all(each.key != key for each in stored.get(id, ())):
         return None
     try:
-        return decode_summary(id, await backend.get(key, max_bytes=MOST_BYTES))
+        return decode_summary(id, await backend.get(below + key, max_bytes=MOST_BYTES))
     except StoreUnavailable:
         raise
     except CkpipeError:

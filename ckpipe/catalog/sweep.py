@@ -57,6 +57,7 @@ class Leftovers:
         claims: For each launch by its id, the times of its ranks' first and last claim.
         summaries: Summaries of checkpoints without an index.
         hollow: A key in each empty folder of a checkpoint; its deletion removes the folder.
+        sizes: The bytes of each incomplete or deleted checkpoint, by its id.
     """
 
     incomplete: Sequence[CheckpointInfo]
@@ -69,6 +70,7 @@ class Leftovers:
     claims: Mapping[str, tuple[datetime, datetime]] = field(default_factory=dict)
     summaries: Sequence[ObjectInfo] = ()
     hollow: Sequence[str] = ()
+    sizes: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +87,7 @@ class SweepReport:
         agreements: Keys of the decisions of old launches' ranks, which are removed.
         summaries: Keys of old summaries of deleted checkpoints, which are removed.
         uploads: Number of stale uploads removed; None in a dry run, which cannot count them.
+        bytes: The size of each of these checkpoints, by its id.
     """
 
     remove: Mapping[str, str]
@@ -96,6 +99,7 @@ class SweepReport:
     agreements: tuple[str, ...] = ()
     uploads: int | None = None
     summaries: tuple[str, ...] = ()
+    bytes: Mapping[str, int] = field(default_factory=dict)
 
 
 def plan_sweep(
@@ -145,6 +149,7 @@ def plan_sweep(
             for key in keys
         ),
         summaries=old(found.summaries),
+        bytes=found.sizes,
     )
 
 
@@ -192,15 +197,16 @@ async def look_around(backend: Backend) -> Leftovers:
     """
     listing = await list_root(backend)
     infos = listing.infos()
-    incomplete, hollow = [], []
+    incomplete, hollow, sizes = [], [], {}
     active: dict[str, datetime] = {}
     for info in infos:
         if info.saved_at is not None:
             _note(active, launch_id(info.attempt), [info.saved_at])
         elif info.reason == NO_INDEX:
             below = [each async for each in backend.list(prefix(info.key))]
-            own = [each.modified for each in below if is_own(info.key, each.key)]
-            _note(active, launch_id(info.attempt), own)
+            own = [each for each in below if is_own(info.key, each.key)]
+            _note(active, launch_id(info.attempt), [each.modified for each in own])
+            sizes[info.id] = sum(each.size for each in own)
             if own:  # else other programs' files are in the place of a deleted checkpoint
                 incomplete.append(info)
             elif not below:
@@ -216,9 +222,11 @@ async def look_around(backend: Backend) -> Leftovers:
             first, last = claims.get(launch, (each.modified, each.modified))
             claims[launch] = min(first, each.modified), max(last, each.modified)
     leases = await read_leases(backend)
-    unfinished = [
-        str(id) for id in listing.tombstones if await has_own(backend, id, behind_link=False)
-    ]
+    unfinished = {
+        str(id): id for id in listing.tombstones if await has_own(backend, id, behind_link=False)
+    }
+    for name, id in unfinished.items():
+        sizes[name] = sum([e.size async for e in backend.list(prefix(id)) if is_own(id, e.key)])
     scratch = [each async for each in backend.list(BENCH)]
     there = {info.key for info in infos if info.saved_at is not None}
     owned = await list_summaries(backend)
@@ -226,8 +234,9 @@ async def look_around(backend: Backend) -> Leftovers:
     summaries = [each for id, keys in owned.items() if id not in there for each in keys]
     marks = list(listing.tombstones.values())
     return Leftovers(
-        incomplete, active, leases, marks, unfinished, scratch, agreed, claims, summaries, hollow
-    )
+        incomplete, active, leases, marks, [*unfinished], scratch, agreed, claims, summaries,
+        hollow, sizes,
+    )  # fmt: skip
 
 
 def _note(active: dict[str, datetime], launch: str, times: Iterable[datetime]) -> None:

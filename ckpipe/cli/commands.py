@@ -67,6 +67,7 @@ COMMANDS = (
     Command("prune", "housekeeping:prune_", "Delete checkpoints that no rule keeps."),
     Command("sweep", "housekeeping:sweep_", "Remove the remains of crashed runs."),
     Command("bench", "bench:bench", "Measure machine and store; propose settings.", "torch"),
+    Command("report", "report:report", "Show a run at a glance; draw it.", "ckpipe.pages.gather"),
     Command("timeline", "timeline:timeline", "Show or draw the stages of a save over time."),
 )
 

@@ -7,7 +7,6 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
-import numpy as np
 import torch
 from rich.console import RenderableType
 from rich.text import Text
@@ -15,20 +14,19 @@ from rich.text import Text
 from ckpipe.catalog.inspect import batches, check_expansion, labels_per_rank, tensor_bytes
 from ckpipe.catalog.opened import Opened
 from ckpipe.cli.running import FOUND, OK, no_match
-from ckpipe.cli.screen import Meter, Screen, one_line, table
+from ckpipe.cli.screen import Meter, Screen, signed, table
 from ckpipe.foreign.source import open_place
 from ckpipe.format.labels import LabelFilter, label_filter, unique_label
 from ckpipe.format.manifest import ManifestDocument, TensorRow
 from ckpipe.format.tree import SETS, walk
 from ckpipe.loading.labelled_tensors import LabelledTensors
 from ckpipe.memory.arena import Arena
+from ckpipe.reading.comparison import Comparison, TensorDifference
 from ckpipe.settings import Settings
 from ckpipe.threads import in_thread
 
 BATCH_BYTES = 128 << 20
 """The bytes of each checkpoint in memory at a time, unless a single tensor is larger."""
-
-_AT_ONCE = 1 << 20
 
 
 async def differences(
@@ -111,7 +109,7 @@ async def _compare(
 ) -> list[TensorDifference]:
     """Compare tensors that two checkpoints have alike, batch by batch; return the differences.
 
-    The meter counts each tensor four times: once for each read, and twice for the comparison.
+    The meter counts the bytes of both: half of them as they are read, half as they are compared.
     """
     one, two = (each.document for each in sides)
     sizes = {label: tensor_bytes(row) for label, row in _tensors(one).items()}
@@ -128,7 +126,7 @@ async def _compare(
         chosen = {label: sizes[label] for label in labels}
         hint = "Leave the tensor out with --match, or run the command with --expanded"
         check_expansion("A comparison", (one, two), nbytes, chosen, hint)
-    meter.expect(4 * nbytes)
+    meter.expect(2 * nbytes)
     differing = []
     arena = Arena(settings.staging.block_bytes)
     try:
@@ -138,14 +136,14 @@ async def _compare(
                 read = []
                 for side in tensors:
                     read.append(await side.read(batch, arena, settings.load.lanes))
-                    meter.advance(sum(sizes[label] for label in batch))
+                    meter.advance(sum(sizes[label] for label in batch) // 2)
                 for label in batch:
                     # A rank need not have all tensors of other ranks.
                     if label in read[0] and label in read[1]:
                         name = label if rank is None else f"{label} of rank {rank}"
                         found = await _difference(name, *(each.pop(label) for each in read))
                         differing += [] if found is None else [found]
-                    meter.advance(2 * sizes[label])
+                    meter.advance(sizes[label])
     finally:
         arena.close()
     return differing
@@ -156,9 +154,9 @@ def _shown(
 ) -> Iterator[RenderableType]:
     for sign, labels in (("-", found.only_first), ("+", found.only_second)):
         for label in labels:
-            yield Text(one_line(f"{sign} {label}"))
+            yield signed(sign, label)
     for label, (a, b) in found.changed.items():
-        yield Text(one_line(f"~ {label}: {a} → {b}"))
+        yield signed("~", f"{label}: {a} → {b}")
     if differing:
         rows = [
             (
@@ -171,32 +169,7 @@ def _shown(
             for each in differing
         ]
         headings = ("tensor", "elements", "|b-a|", "|b-a|/|a|", "largest")
-        yield table(headings, rows, *headings[1:])
-
-
-@dataclass(frozen=True, slots=True)
-class TensorDifference:
-    """The difference between the values of one tensor.
-
-    Norms are those of the differences of elements, computed in double precision. Two NaN count
-    as equal; a NaN against a number makes the norms NaN.
-
-    Args:
-        label: The tensor's label.
-        elements: The number of its elements.
-        different: The number of elements that differ in value.
-        norm: The Euclidean norm of the differences, ``|b - a|``.
-        relative: That norm divided by the norm of the first, ``|b - a| / |a|``; infinite if ``a``
-            is 0.
-        largest: The largest absolute difference.
-    """
-
-    label: str
-    elements: int
-    different: int
-    norm: float
-    relative: float
-    largest: float
+        yield table(headings, rows, *headings[1:], flexible=[("tensor", 20)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,60 +219,10 @@ def compare_structures(
     )
 
 
-class Comparison:
-    """Compare two tensors of one shape and dtype, slice by slice.
-
-    Args:
-        first: The one.
-        second: The other.
-    """
-
-    def __init__(self, first: torch.Tensor, second: torch.Tensor) -> None:
-        self._one, self._two = [
-            each.detach().resolve_conj().resolve_neg().reshape(-1) for each in (first, second)
-        ]
-        self._different, self._squares, self._base, self._largest = 0, 0.0, 0.0, 0.0
-        self._same_bits = True
-
-    def pieces(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield both tensors in slices of some MiB, so that converting them takes little memory."""
-        for at in range(0, self._one.numel(), _AT_ONCE):
-            yield self._one[at : at + _AT_ONCE], self._two[at : at + _AT_ONCE]
-
-    def add(self, a: torch.Tensor, b: torch.Tensor) -> None:
-        """Compare a slice of the one with that of the other."""
-        self._same_bits = self._same_bits and torch.equal(_bits(a), _bits(b))
-        wide = torch.complex128 if a.is_complex() else torch.float64
-        left, right = a.to(wide), b.to(wide)
-        if a.is_floating_point() or a.is_complex():
-            alike = (left == right) | (left.isnan() & right.isnan())
-        else:  # without conversion, since doubles do not hold all whole numbers
-            alike = a == b
-        gap = torch.where(alike, 0.0, (right - left).abs()).double()
-        self._different += int((~alike).sum())
-        self._squares += float(gap.square().sum())
-        self._base += float(left.abs().double().square().nansum())
-        self._largest = float(np.maximum(self._largest, float(gap.max())))  # NaN wins
-
-    def result(self, label: str) -> TensorDifference | None:
-        """Return the difference over all slices; None if they are equal bit for bit."""
-        if self._same_bits:
-            return None
-        norm = math.sqrt(self._squares)
-        relative = norm / math.sqrt(self._base) if self._base else (math.inf if norm else 0.0)
-        return TensorDifference(
-            label, self._one.numel(), self._different, norm, relative, self._largest
-        )
-
-
 def _of_other_form(label: str, first: torch.Tensor) -> TensorDifference:
     """Return the difference to a tensor of another shape or dtype, without norms."""
     n = first.numel()
     return TensorDifference(label, n, n, math.nan, math.nan, math.nan)
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().view(torch.uint8)
 
 
 def _tensors(document: ManifestDocument) -> dict[str, TensorRow]:

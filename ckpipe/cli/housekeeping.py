@@ -11,18 +11,19 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from ckpipe.catalog.catalog import OTHER_LINE, UNREAD, Catalog
+from ckpipe.catalog.find import discover, matching
 from ckpipe.catalog.sweep import SweepReport
-from ckpipe.cli.running import NO_LINE, OK, Step, Url, serve, which
-from ckpipe.cli.screen import Screen, table
+from ckpipe.cli.running import NO_LINE, OK, Ids, Step, Url, serve, which
+from ckpipe.cli.screen import Screen, marks, of_things, sized, table
 from ckpipe.errors import SettingsError, UsageError
+from ckpipe.format.names import prefix
 from ckpipe.retention import Rule, from_data
 from ckpipe.settings import Settings
 from ckpipe.store.registry import Access, open_store
-from ckpipe.types import CheckpointInfo
+from ckpipe.types import CheckpointId, CheckpointInfo, size_text
 
 DryRun = Annotated[
     bool, typer.Option("--dry-run", help="Show the decisions and reasons; change nothing.")
@@ -39,7 +40,19 @@ def rm(
 ) -> None:
     """Delete one checkpoint; an exact id also names an incomplete one."""
 
-    _change(ctx, url, step, partial(Catalog.delete, force=force), "removed")
+    async def work(screen: Screen) -> int:
+        async with open_store(url, screen.settings, Access.CHANGE) as backend:
+            sizes = {
+                each.id: sum([info.size async for info in backend.list(prefix(each.key))])
+                for each in matching(await discover(backend), which(step))
+            }
+            info = await Catalog(backend).delete(which(step), force=force)
+        freed = sizes.get(info.id, 0)
+        data = {"url": url, "removed": info.id, "bytes": freed}
+        screen.result(data, Text(f"removed {info.id}, which frees {size_text(freed)}"))
+        return OK
+
+    serve(ctx, work)
 
 
 def pin_(ctx: typer.Context, url: Url, step: Step) -> None:
@@ -84,6 +97,7 @@ def prune_(
         bool, typer.Option("--all-lines", help="Of all lines, counted together.")
     ] = False,
     dry_run: DryRun = False,
+    ids: Ids = False,
 ) -> None:
     """Delete the complete checkpoints of a line that the rules do not keep.
 
@@ -103,8 +117,13 @@ def prune_(
             catalog = Catalog(backend, chosen, settings.retention.sweep_after, all_lines=every)
             # A dry run may not write, so the clock is this machine's.
             now = datetime.now(UTC) if dry_run else None
-            wanted = "" if line == NO_LINE else line
-            decision = await catalog.prune(now=now, line=wanted, dry_run=dry_run)
+            decide = partial(catalog.prune, now=now, line="" if line == NO_LINE else line)
+            decision = await decide(dry_run=True)
+            known = {each: catalog.summaries[each].bytes for each in catalog.summaries.names()}
+            if not dry_run:
+                with screen.meter("deleting", len(decision.remove), of_things) as meter:
+                    catalog.on_removed = partial(meter.advance, 1)
+                    decision = await decide()
         if line is not None and {*decision.reasons.values()} <= {OTHER_LINE, UNREAD}:
             raise UsageError(f"No complete checkpoint is of line {line!r}", hint="ls shows lines")
         keep = {name: decision.reasons[name] for name in decision.keep}
@@ -113,13 +132,13 @@ def prune_(
             "url": url,
             "rule": repr(chosen),
             "dry_run": dry_run,
-            "keep": _listed(keep),
-            "remove": _listed(remove),
+            "keep": _listed(keep, known),
+            "remove": _listed(remove, known),
             "missing_metrics": list(decision.missing_metrics),
         }
         newest_first = dict(reversed(remove.items()))
-        shown = _verdicts(keep, newest_first) or Text("no complete checkpoints here")
-        screen.result(data, shown)
+        shown = [*_verdicts(screen, keep, newest_first, known, ids, dry_run)]
+        screen.result(data, *(shown or [Text("no complete checkpoints here")]))
         for metric in decision.missing_metrics:
             screen.note(f"warning: {catalog.missing_text(metric)}")
         return OK
@@ -127,14 +146,44 @@ def prune_(
     serve(ctx, work)
 
 
-def _listed(reasons: Mapping[str, str]) -> list[dict[str, str]]:
-    return [{"id": name, "reason": reason} for name, reason in reasons.items()]
+def _listed(reasons: Mapping[str, str], sizes: Mapping[str, int]) -> list[dict[str, Any]]:
+    return [
+        {"id": name, "step": _step_of(name), "bytes": sizes.get(name), "reason": reason}
+        for name, reason in reasons.items()
+    ]
 
 
-def _verdicts(keep: Mapping[str, str], remove: Mapping[str, str]) -> Table | None:
-    rows = [("stays", name, reason) for name, reason in keep.items()]
-    rows += [("goes", name, reason) for name, reason in remove.items()]
-    return table(("", "id", "why"), rows) if rows else None
+def _step_of(id: str) -> int | None:
+    """Return the step in the id of a checkpoint."""
+    key = CheckpointId.parse(id)
+    return None if key is None else key.step
+
+
+def _verdicts(
+    screen: Screen,
+    keep: Mapping[str, str],
+    remove: Mapping[str, str],
+    sizes: Mapping[str, int],
+    ids: bool,
+    dry_run: bool,
+) -> Iterator[RenderableType]:
+    """Show which checkpoints stay and which go; on a terminal also the bytes that this frees."""
+    if not keep and not remove:
+        return
+    names = screen.names([*keep, *remove], ids)
+    rows = [
+        (marks(verdict), _step_of(id), sized(sizes.get(id)), why, names[id])
+        for verdict, reasons in (("stays", keep), ("goes", remove))
+        for id, why in reasons.items()
+    ]
+    yield table(("", "step", "size", "why", "id"), rows, "step", "size", flexible=[("why", 16)])
+    if screen.terminal:
+        freed, kept = (sum(sizes.get(id, 0) for id in each) for each in (remove, keep))
+        frees = "would free" if dry_run else "freed"
+        yield Text(
+            f"\n{len(keep)} stay with {size_text(kept)}, {len(remove)} go: "
+            f"{frees} {size_text(freed)}"
+        )
 
 
 def _rule(settings: Settings, keep_last: int | None, rules: list[str]) -> Rule:
@@ -160,6 +209,7 @@ def sweep_(
         float | None, typer.Option(min=0, help="Hours; by default retention.sweep_after_seconds.")
     ] = None,
     dry_run: DryRun = False,
+    ids: Ids = False,
 ) -> None:
     """Remove the remains of crashed runs: incomplete checkpoints, uploads, old marks and leases.
 
@@ -179,18 +229,20 @@ def sweep_(
         async with open_store(url, screen.settings, access) as backend:
             report = await Catalog(backend, sweep_after=after).sweep(dry_run=dry_run)
         data = asdict(report) | {"url": url, "dry_run": dry_run}
-        data |= {"remove": _listed(report.remove), "keep": _listed(report.keep)}
-        screen.result(data, *_swept(report))
+        sizes = report.bytes
+        data |= {"remove": _listed(report.remove, sizes), "keep": _listed(report.keep, sizes)}
+        del data["bytes"]
+        screen.result(data, *_swept(screen, report, ids, dry_run))
         return OK
 
     serve(ctx, work)
 
 
-def _swept(report: SweepReport) -> Iterator[RenderableType]:
-    unfinished = dict.fromkeys(report.unfinished, "its deletion was cut short")
-    verdicts = _verdicts(report.keep, {**report.remove, **unfinished})
-    if verdicts is not None:
-        yield verdicts
+def _swept(
+    screen: Screen, report: SweepReport, ids: bool, dry_run: bool
+) -> Iterator[RenderableType]:
+    remove = {**report.remove, **dict.fromkeys(report.unfinished, "its deletion was cut short")}
+    yield from _verdicts(screen, report.keep, remove, report.bytes, ids, dry_run)
     counts = [
         ("old marks of deletions", report.tombstones),
         ("old leases", report.leases),
@@ -203,5 +255,5 @@ def _swept(report: SweepReport) -> Iterator[RenderableType]:
             yield Text(f"{len(keys)} {what} go")
     if report.uploads:
         yield Text(f"{report.uploads} stale uploads were removed")
-    if not (verdicts or report.uploads or any(keys for _, keys in counts)):
+    if not (remove or report.keep or report.uploads or any(keys for _, keys in counts)):
         yield Text("nothing to sweep")

@@ -2,40 +2,57 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Annotated, Any
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from datetime import UTC, datetime
+from functools import partial
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import RenderableType
+from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
 from ckpipe.backend import Backend, ObjectInfo
 from ckpipe.catalog.find import (
     DELETING,
+    list_root,
     list_summaries,
     read_index,
     read_summary,
     recheck,
 )
 from ckpipe.catalog.inspect import data_bytes, describe, key_paths
-from ckpipe.cli.running import NO_LINE, OK, MaybeStep, Url, no_match, serve, wanted
-from ckpipe.cli.screen import Screen, of_things, one_line, table
-from ckpipe.errors import CheckpointNotFound, CorruptCheckpoint, UnsupportedVersion
+from ckpipe.cli.running import NO_LINE, OK, Ids, MaybeStep, Url, no_match, serve, wanted
+from ckpipe.cli.screen import Few, Screen, marks, of_things, one_line, plain, sized, table
+from ckpipe.errors import (
+    CheckpointNotFound,
+    CorruptCheckpoint,
+    StoreError,
+    UnsupportedVersion,
+    UsageError,
+)
 from ckpipe.foreign.source import Place, open_place
 from ckpipe.format.labels import label_filter
 from ckpipe.format.summary import REMEDY, Summary, summary_of
-from ckpipe.threads import run_lanes
+from ckpipe.retention import BestMode, Candidate, KeepBest
+from ckpipe.threads import all_of
 from ckpipe.types import (
     CheckpointDescription,
     CheckpointId,
     CheckpointInfo,
     TensorDescription,
+    age_text,
+    first_of,
     size_text,
 )
 
 _AT_ONCE = 16
+
+
+Sort = Literal["time", "step", "size", "metric"]
 
 
 def list_(
@@ -45,55 +62,287 @@ def list_(
     read: Annotated[
         bool, typer.Option("--read", help="Read every index, which finds damaged ones.")
     ] = False,
+    limit: Annotated[int | None, typer.Option(min=1, help="Only the first N.")] = None,
+    sort: Annotated[
+        Sort, typer.Option(help="The newest, the greatest, or by --metric the best first.")
+    ] = "time",
+    metric: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Show this metric, and mark the best.")
+    ] = None,
+    mode: Annotated[
+        BestMode, typer.Option(help="Whether the least or the greatest value is the best.")
+    ] = "min",
+    ids: Ids = False,
 ) -> None:
     """List checkpoints, the newest first: step, time, size, ranks, metrics, and whether complete.
 
     It reads the summary of each checkpoint, which says what was saved. If there is none, it reads
-    the index.
+    the index. In a folder of runs, it lists the runs.
     """
 
     async def work(screen: Screen) -> int:
+        if brief and (metric is not None or sort == "size"):
+            raise UsageError("--brief reads neither sizes nor metrics", hint="Leave it out")
+        if sort == "metric" and metric is None:
+            raise UsageError("--sort metric needs --metric NAME")
+        rule = None if metric is None else KeepBest(metric, mode)
         async with open_place(url, screen.settings) as place:
-            backend, infos = place.store, await place.checkpoints()
+            infos = await place.checkpoints()
+            rows = [_checkpoint_data(each) for each in infos]
+            if rule is None and sort in ("time", "step"):
+                rows = _ordered(rows, sort, limit)
+            if rows and (read or not brief):
+                rows = await _described(screen, place.store, infos, rows, read)
             foreign = None if infos else await _foreign(place)
-            found = {each.id: _checkpoint_data(each) for each in infos}
-            if infos and (read or not brief):
-                # Summaries describe the saved state; an index also shows damage.
-                stored = {} if read else await list_summaries(backend)
-                pending = iter(infos)
-                with screen.meter("reading checkpoints", len(infos), of_things) as meter:
-
-                    async def lane() -> None:
-                        for each in pending:
-                            if each.complete:
-                                found[each.id] = await _inspected(backend, each, stored)
-                            meter.advance(1)
-
-                    await run_lanes(min(_AT_ONCE, len(infos)), lane)
-        nothing = "no checkpoints here"
+            runs = [] if infos or foreign else await _runs(screen, place, limit, brief)
+        rows = _ordered(rows, sort, limit, {} if rule is None else _ranked(rows, rule))
+        data = {"url": url, "checkpoints": rows, "foreign": foreign, "runs": runs}
         if foreign is not None:
-            nothing = (
-                f"a checkpoint of another program ({foreign['format']}): {foreign['files']} files, "
-                f"{foreign['tensors']} tensors, {size_text(foreign['bytes'])}"
-            )
-        many = len({each["line"] for each in found.values()} - {None}) > 1
-        line = ("line",) if many else ()  # one line needs no column
-        headings = ("step", "saved at", "size", "ranks", "state", "metrics", *line, "id")
-        rows = [_row(each, lines=many) for each in found.values() if each["reason"] != DELETING]
-        if deleting := [each for each in found.values() if each["reason"] == DELETING]:
-            state = f"{len(deleting)} being deleted, the newest is this"
-            rows.append(
-                (deleting[0]["step"], "", "", "", state, "", *("" for _ in line), deleting[0]["id"])
-            )
-        screen.result(
-            {"url": url, "checkpoints": [*found.values()], "foreign": foreign},
-            table(headings, rows, "step", "size", "ranks") if rows else Text(nothing),
-        )
-        if any(each["copied_bytes"] for each in found.values()):
+            shown: Iterable[RenderableType] = [Text(_foreign_text(foreign))]
+        elif runs:
+            shown = [_runs_table(screen, runs)]
+        else:
+            shown = _shown(screen, infos, rows, metric, ids) if rows else [Text(NOTHING)]
+        screen.result(data, *shown)
+        if any(each["copied_bytes"] for each in rows):
             screen.note(f"copies are equal bytes that several ranks wrote. {REMEDY}")
         return OK
 
     serve(ctx, work)
+
+
+async def _described(
+    screen: Screen,
+    backend: Backend,
+    infos: Sequence[CheckpointInfo],
+    rows: Sequence[dict[str, Any]],
+    read: bool,
+) -> list[dict[str, Any]]:
+    """Read the summaries of complete checkpoints, or their indexes, which also show damage."""
+    stored = {} if read else await list_summaries(backend)
+    known = {each.id: each for each in infos}
+    with screen.meter("reading checkpoints", len(rows), of_things) as meter:
+
+        async def look(row: dict[str, Any]) -> dict[str, Any]:
+            made = row
+            if row["complete"]:
+                made = await _inspected(backend, known[row["id"]], stored)
+            meter.advance(1)
+            return made
+
+        return await all_of([partial(look, each) for each in rows], _AT_ONCE)
+
+
+def _ranked(rows: list[dict[str, Any]], rule: KeepBest) -> dict[str, int]:
+    """Mark the best checkpoint; return the places of all that have a number for the metric."""
+    metrics = {each["id"]: each["metrics"] for each in rows}
+    now = datetime.now(UTC)
+    ranked = replace(rule, n=max(1, len(rows))).winners(
+        [Candidate(id, 0, "", 0, now, found) for id, found in metrics.items()]
+    )
+    if not ranked and any(each["complete"] for each in rows):
+        there = first_of(sorted({name for found in metrics.values() for name in found})) or "none"
+        raise UsageError(
+            f"No checkpoint has a number for the metric {rule.metric!r}; metrics are: {there}"
+        )
+    for each in rows:
+        each["best"] = each["id"] in ranked[:1]
+    return {id: place for place, id in enumerate(ranked)}
+
+
+def _ordered(
+    rows: list[dict[str, Any]],
+    sort: Sort,
+    limit: int | None,
+    places: Mapping[str, int] | None = None,
+) -> list[dict[str, Any]]:
+    """Sort checkpoints and take the first, besides those that are being deleted."""
+    if sort in ("step", "size"):
+        name = {"step": "step", "size": "bytes"}[sort]
+        rows = sorted(rows, key=lambda each: -1 if each[name] is None else each[name], reverse=True)
+    elif sort == "metric" and places is not None:
+        rows = sorted(rows, key=lambda each: places.get(each["id"], len(rows)))
+    if limit is None:
+        return rows
+    deleting = [each for each in rows if each["reason"] == DELETING]
+    return [each for each in rows if each not in deleting][:limit] + deleting
+
+
+NOTHING = "no checkpoints here"
+
+
+def _shown(
+    screen: Screen,
+    infos: Sequence[CheckpointInfo],
+    rows: Sequence[dict[str, Any]],
+    metric: str | None,
+    ids: bool,
+) -> Iterator[RenderableType]:
+    listed = [each for each in rows if each["reason"] != DELETING]
+    deleting = [each for each in rows if each["reason"] == DELETING]
+    if deleting and not screen.terminal:
+        last = f"{len(deleting)} being deleted, the newest is this"
+        listed.append({**deleting[0], "saved_at": None, "state": last})
+    columns = _columns(screen, listed, metric, screen.names([each.id for each in infos], ids))
+    cells = [[cell(each) for _, cell in columns] for each in listed]
+    right = ("step", "age", "size", "ranks")
+    yield table([name for name, _ in columns], cells, *right, flexible=_FLEXIBLE)
+    if not screen.terminal:
+        return
+    yield Text()
+    for each in listed:
+        if each["problem"]:
+            yield marks(f"damaged: step {each['step']}: {each['problem']}")
+    reasons = defaultdict(list)
+    for each in listed:
+        if each["reason"]:
+            reasons[each["reason"]].append(each["step"])
+    for reason, steps in reasons.items():
+        yield marks(f"incomplete: {reason} (step {first_of(steps)})")
+    if deleting:
+        yield Text(f"{len(deleting)} being deleted, the newest is step {deleting[0]['step']}")
+    whole = sum(each.complete for each in infos)
+    total = len(infos) - len(deleting)
+    texts = [f"{whole} complete"] + [f"{total - whole} incomplete"] * (total > whole)
+    texts += [f"{len(listed)} shown"] * (len(listed) < total)
+    if known := [each["bytes"] for each in listed if each["bytes"] is not None]:
+        texts.append(size_text(sum(known)))
+    yield Text(", ".join(texts))
+
+
+def _columns(
+    screen: Screen, rows: Sequence[dict[str, Any]], metric: str | None, names: Mapping[str, str]
+) -> list[tuple[str, Callable[[dict[str, Any]], object]]]:
+    """Choose the columns; a terminal shows no ranks that are all the same, and a narrow one few."""
+
+    def differ(name: str) -> bool:
+        return len({each[name] for each in rows} - {None}) > 1
+
+    def number(value: float) -> str:
+        return f"{value:.4g}" if terminal else f"{value:.6g}"
+
+    def metrics(row: dict[str, Any]) -> Few:
+        pairs = row["metrics"].items()
+        return Few(f"{name}={number(value)}" for name, value in pairs if name != metric)
+
+    def line(row: dict[str, Any]) -> str:
+        return "" if row["line"] is None else row["line"] or NO_LINE
+
+    def chosen(row: dict[str, Any]) -> str:
+        value = row["metrics"].get(metric)
+        return "" if value is None else number(value)
+
+    now, terminal = datetime.now(UTC), screen.terminal
+    longest = max((len(each) for each in names.values()), default=0)
+    roomy = not terminal or screen.out.width >= _WIDE + longest
+    columns: list[tuple[str, object, Callable[[dict[str, Any]], object]]] = [
+        ("step", True, lambda row: row["step"]),
+        ("saved at", roomy, lambda row: _time(row["saved_at"])),
+        ("age", terminal, lambda row: _age(row["saved_at"], now)),
+        ("size", True, lambda row: sized(row["bytes"])),
+        ("ranks", not terminal or differ("world_size"), lambda row: row["world_size"] or ""),
+        ("state", True, partial(_state, brief=terminal)),
+        (metric or "", metric, chosen),
+        ("metrics", roomy or not metric, metrics),
+        ("line", roomy and differ("line"), line),
+        ("id", True, lambda row: names[row["id"]]),
+    ]
+    return [(one_line(name), cell) for name, wanted, cell in columns if wanted]
+
+
+_FLEXIBLE = (("metrics", 16), ("state", 11), ("metrics", 7))
+
+_WIDE = 85
+"""The width without ids from which a terminal has room for times, lines and more metrics."""
+
+
+def _time(moment: datetime | None) -> str:
+    return "" if moment is None else f"{moment:%Y-%m-%d %H:%M:%S}Z"
+
+
+def _age(moment: datetime | None, now: datetime) -> str:
+    return "" if moment is None else age_text((now - moment).total_seconds())
+
+
+def _state(row: dict[str, Any], brief: bool) -> Text:
+    if "state" in row:
+        return Text(row["state"])
+    reason = row["reason"].partition(":")[0]
+    texts = (
+        ["complete"] if row["complete"] else ["incomplete" if brief else f"incomplete: {reason}"]
+    )
+    if row["problem"]:
+        texts = ["damaged" if brief else f"damaged: {row['problem']}"]
+    texts += [mark for mark in ("pinned", "final", "best") if row[mark]]
+    if row["copied_bytes"]:
+        texts.append(f"{size_text(row['copied_bytes'])} of copies")
+    return marks(*texts)
+
+
+async def _runs(
+    screen: Screen, place: Place, limit: int | None, brief: bool
+) -> list[dict[str, Any]]:
+    """Describe the roots directly below a folder, the newest first."""
+    if place.file is not None:
+        return []
+    store, below = place.store, (await place.store.children("")).prefixes
+    if len(below) > _MOST_RUNS:
+        screen.note(f"there are {len(below)} folders here; only the first {_MOST_RUNS} are listed")
+
+    async def find(prefix: str) -> list[CheckpointInfo]:
+        try:
+            return (await list_root(store, prefix)).infos()
+        except StoreError as error:
+            screen.note(f"{prefix} is left out: {error}")
+            return []
+
+    async def add(prefix: str, infos: Sequence[CheckpointInfo]) -> dict[str, Any]:
+        complete = [each for each in infos if each.complete]
+        newest = (complete or infos)[0]
+        read = (
+            [] if brief else [partial(read_summary, store, e.key, below=prefix) for e in complete]
+        )
+        sizes = [each and each.bytes for each in await all_of(read, _AT_ONCE)]
+        meter.advance(1)
+        return {
+            "name": prefix.rstrip("/"),
+            "step": newest.step,
+            "id": newest.id,
+            "saved_at": newest.saved_at,
+            "complete": len(complete),
+            "incomplete": sum(not e.complete and e.reason != DELETING for e in infos),
+            "bytes": None if brief or None in sizes else sum(filter(None, sizes)),
+        }
+
+    names = [each for each in below if not each.startswith(".")][:_MOST_RUNS]
+    listed = await all_of([partial(find, each) for each in names], _AT_ONCE)
+    found = [(name, infos) for name, infos in zip(names, listed, strict=True) if infos]
+    found.sort(key=lambda each: each[1][0].key, reverse=True)
+    with screen.meter("reading runs", len(found), of_things) as meter:
+        return [await add(*each) for each in found[:limit]]
+
+
+_MOST_RUNS = 1000
+
+
+def _runs_table(screen: Screen, runs: Sequence[dict[str, Any]]) -> Table:
+    now = datetime.now(UTC)
+    when = (lambda at: _age(at, now)) if screen.terminal else _time
+    rows = [
+        (
+            each["name"],
+            each["step"],
+            each["complete"],
+            each["incomplete"] or "",
+            sized(each["bytes"]),
+            when(each["saved_at"]),
+        )
+        for each in runs
+    ]
+    headings = ("run", "newest", "complete", "incomplete", "size", "age")
+    if not screen.terminal:
+        headings = (*headings[:-1], "saved at")
+    return table(headings, rows, *headings[1:], flexible=[("run", 12)])
 
 
 async def _foreign(place: Place) -> dict[str, Any] | None:
@@ -112,11 +361,19 @@ async def _foreign(place: Place) -> dict[str, Any] | None:
     }
 
 
+def _foreign_text(found: Mapping[str, Any]) -> str:
+    return (
+        f"a checkpoint of another program ({found['format']}): {found['files']} files, "
+        f"{found['tensors']} tensors, {size_text(found['bytes'])}"
+    )
+
+
 def _checkpoint_data(
     info: CheckpointInfo, summary: Summary | None = None, problem: str = ""
 ) -> dict[str, Any]:
     """Join what the list of the root says with the summary of a checkpoint, if known."""
     data = asdict(info) | {"metrics": {}, "final": False, "copied_bytes": 0, "problem": problem}
+    data["best"] = False
     if summary is not None:
         data |= summary.members | {"metrics": dict(summary.metrics), "line": summary.line}
         data["copied_bytes"] = summary.copied_bytes if summary.is_wasteful else 0
@@ -145,20 +402,6 @@ async def _inspected(
         return _checkpoint_data(info, problem=str(error))
 
 
-def _row(each: dict[str, Any], *, lines: bool) -> tuple[object, ...]:
-    state = "complete" if each["complete"] else "incomplete: " + each["reason"].partition(":")[0]
-    notes = [f"damaged: {each['problem']}" if each["problem"] else state]
-    notes += [mark for mark in ("pinned", "final") if each[mark]]
-    if each["copied_bytes"]:
-        notes.append(f"{size_text(each['copied_bytes'])} of copies")
-    metrics = " ".join(f"{name}={value:.6g}" for name, value in each["metrics"].items())
-    saved = "" if each["saved_at"] is None else f"{each['saved_at']:%Y-%m-%d %H:%M:%S}Z"
-    size = "" if each["bytes"] is None else size_text(each["bytes"])
-    ranks = each["world_size"] or ""
-    line = (("" if each["line"] is None else each["line"] or NO_LINE),) if lines else ()
-    return (each["step"], saved, size, ranks, ", ".join(notes), metrics, *line, each["id"])
-
-
 def info(
     ctx: typer.Context,
     url: Url,
@@ -182,7 +425,8 @@ def info(
             raise no_match(match, key_paths(opened.document))
         pinned, saved_at = (found.pinned, found.saved_at) if found else (False, None)
         data = {**asdict(about), "pinned": pinned, "saved_at": saved_at}
-        screen.result(data, *_shown_tree(about, pinned, key_paths(opened.document), depth))
+        facts = _facts_table(_facts(about, pinned, saved_at, screen.terminal), screen.terminal)
+        screen.result(data, facts, *_shown_tree(about, key_paths(opened.document), depth))
         return OK
 
     serve(ctx, work)
@@ -204,13 +448,9 @@ class _Component:
 
 def _shown_tree(
     about: CheckpointDescription,
-    pinned: bool,
     paths: Mapping[str, tuple[str, ...]],
     depth: int | None,
 ) -> Iterator[RenderableType]:
-    for name, value in _facts(about, pinned):
-        yield Text(one_line(f"{name + ':':<13} {value}"))
-
     def path(label: str) -> Sequence[str]:
         return paths.get(label) or label.split(".")
 
@@ -230,7 +470,18 @@ def _shown_tree(
         yield tree
 
 
-def _facts(about: CheckpointDescription, pinned: bool) -> Iterator[tuple[str, object]]:
+def _facts_table(facts: Iterable[tuple[str, object]], terminal: bool) -> Table:
+    made = Table.grid(padding=(0, 1, 0, 0))
+    made.add_column(min_width=13, no_wrap=True)
+    made.add_column(no_wrap=not terminal, overflow="fold" if terminal else "ignore")
+    for name, value in facts:
+        made.add_row(plain(f"{name}:"), value if isinstance(value, Text) else plain(value))
+    return made
+
+
+def _facts(
+    about: CheckpointDescription, pinned: bool, saved_at: datetime | None, aged: bool
+) -> Iterator[tuple[str, object]]:
     size = f"{size_text(about.bytes)} in {about.files} data file{'s' * (about.files != 1)}"
     if about.source:
         yield "place", about.source
@@ -239,14 +490,16 @@ def _facts(about: CheckpointDescription, pinned: bool) -> Iterator[tuple[str, ob
     yield "checkpoint", about.id
     yield "step", about.step
     yield "began", about.started
+    age = f" ({_age(saved_at, datetime.now(UTC))} ago)" if aged else ""
+    yield "saved", f"{_time(saved_at)}{age}"
     yield "size", size
     yield "ranks", about.world_size
     yield "line", about.line or NO_LINE
     if about.resumed_from:
         yield "resumed from", about.resumed_from
-    marks = [word for word, set_ in (("pinned", pinned), ("final", about.final)) if set_]
-    if marks:
-        yield "marks", ", ".join(marks)
+    words = [word for word, set_ in (("pinned", pinned), ("final", about.final)) if set_]
+    if words:
+        yield "marks", marks(*words)
     yield "written by", ", ".join(f"{name} {value}" for name, value in about.writer.items())
     for name, given in (("metrics", about.metrics), ("metadata", about.metadata)):
         if given:

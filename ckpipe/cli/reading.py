@@ -19,7 +19,7 @@ from rich.text import Text
 from ckpipe.catalog.copy import CopySettings, copy_checkpoint
 from ckpipe.catalog.inspect import data_bytes
 from ckpipe.cli.running import FOUND, OK, Expanded, MaybeStep, Url, serve, steps_of_root, wanted
-from ckpipe.cli.screen import Screen, visible
+from ckpipe.cli.screen import Screen, marks, visible
 from ckpipe.errors import (
     CheckpointIncomplete,
     CheckpointNotFound,
@@ -109,21 +109,27 @@ def verify(
                 results = await _read_each(screen, infos, every, check)
         if not results:
             raise CheckpointNotFound("There is no complete checkpoint here")
-        screen.result({"url": url, "results": results}, *(Text(_verdict(r)) for r in results))
+        names = screen.names([each["id"] for each in results if each["id"]], full=False)
+        shown = (_verdict(each, names.get(each["id"], "")) for each in results)
+        screen.result({"url": url, "results": results}, *shown)
         return OK if all(each["ok"] for each in results) else FOUND
 
     serve(ctx, work)
 
 
-def _verdict(result: dict[str, Any]) -> str:
+def _verdict(result: dict[str, Any], id: str) -> Text:
     foreign = result["source"]
     what = foreign or f"step {result['step']}"
-    name = "another program wrote it" if foreign else result["id"]
+    name = f" ({result['id']})"
+    if foreign:
+        name = " (another program wrote it)"
+    elif id != result["id"]:
+        what, name = f"step {id}", ""
     if result["ok"]:
         read = f"{size_text(result['bytes'])} in {_files_text(result['files'])} read"
         read += ", no checksums to check," if foreign else ""
-        return visible(f"ok       {what}: {read} in {result['seconds']:.1f} s ({name})")
-    return visible(f"damaged  {what}: {result['message']} ({name})")
+        return marks(f"ok       {what}: {read} in {result['seconds']:.1f} s{name}")
+    return marks(f"damaged  {what}: {result['message']}{name}")
 
 
 _SIDE = "A step or an id; - for the newest, or for the checkpoint of another program."

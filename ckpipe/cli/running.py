@@ -44,7 +44,9 @@ def steps_of_root(ctx: typer.Context, incomplete: str) -> list[tuple[str, str]]:
 Step = Annotated[
     str,
     typer.Argument(
-        metavar="STEP", help="A step, or the id of a checkpoint.", autocompletion=steps_of_root
+        metavar="STEP",
+        help="A step, or an id, also a short one.",
+        autocompletion=steps_of_root,
     ),
 ]
 MaybeStep = Annotated[
@@ -55,6 +57,7 @@ MaybeStep = Annotated[
         autocompletion=steps_of_root,
     ),
 ]
+Ids = Annotated[bool, typer.Option("--ids", help="Whole ids, also on a terminal.")]
 Expanded = Annotated[
     bool,
     typer.Option(

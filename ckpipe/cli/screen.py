@@ -12,11 +12,12 @@ import io
 import json
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from rich.console import Console, RenderableType
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, RenderableType
 from rich.measure import Measurement
 from rich.progress import (
     BarColumn,
@@ -36,7 +37,8 @@ from rich.text import Text
 
 from ckpipe.backend import without_secrets
 from ckpipe.cli.commands import drop
-from ckpipe.types import plain_data
+from ckpipe.format.names import short_names
+from ckpipe.types import CheckpointId, plain_data, size_text
 
 if TYPE_CHECKING:
     from ckpipe.settings import Settings
@@ -171,18 +173,50 @@ class Screen:
                 self._show(each)
 
     def _show(self, each: RenderableType) -> None:
-        if self.out.is_terminal:
-            if isinstance(each, Table):
-                # A narrow terminal breaks long lines itself, rather than losing whole columns.
-                options = self.out.options.update(width=_PIPE_WIDTH)
-                needed = Measurement.get(self.out, options, each).maximum
-                self.out.width = max(self.out.width, needed)
+        if self.terminal:
+            if isinstance(each, _Rows):
+                self._fit(each)
             self.out.print(each, crop=False)
             return
         with self.out.capture() as captured:
             self.out.print(each)
         lines = captured.get().splitlines()
         self.out.file.writelines(line.rstrip() + "\n" for line in lines)
+
+    def _fit(self, rows: _Rows) -> None:
+        """Make a table as narrow as the terminal: some columns give way, or else all of them."""
+        sizes = [
+            max(cell_len(str(cell)) for cell in (column.header, *column.cells))
+            for column in rows.columns
+        ]
+        for column in rows.columns:
+            column.overflow = "fold"
+        if sum(sizes) + 2 * len(sizes) - 2 > self.out.width:
+            rows.padding = (0, 1, 0, 0)
+        excess = sum(sizes) + len(sizes) - 1 - self.out.width
+        columns = {str(each.header): each for each in rows.columns}
+        headers = (str(each.header) for each in rows.columns)
+        widths = dict(zip(headers, sizes, strict=True))
+        for name, least in rows.flexible:
+            gives = min(excess, widths.get(name, 0) - least)
+            if gives > 0:
+                widths[name], excess = widths[name] - gives, excess - gives
+                columns[name].width, columns[name].no_wrap = widths[name], False
+        if excess > 0:
+            for column in rows.columns:
+                column.width, column.no_wrap = None, False
+
+    @property
+    def terminal(self) -> bool:
+        """True if people look: then tables fit the terminal, and ids are short."""
+        return self.out.is_terminal
+
+    def names(self, ids: Iterable[str], full: bool) -> Mapping[str, str]:
+        """Name checkpoints: by short names on a terminal, unless full ids are asked for."""
+        known = {each: CheckpointId.parse(each) for each in ids}
+        keys = [key for key in known.values() if key is not None]
+        short = short_names(keys) if self.terminal and not full else {}
+        return {each: short.get(each, each) for each in known}
 
     def failure(self, kind: str, message: str) -> None:
         """Report the failure of a command to people, and with ``--json`` to programs as well.
@@ -230,9 +264,29 @@ def _console(*, stderr: bool) -> Console:
     return console
 
 
-def table(headings: Sequence[str], rows: Sequence[Sequence[object]], *right: str) -> Table:
-    """Make a table without lines; align the columns named in ``right`` to the right."""
-    made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+class _Rows(Table):
+    """A table some of whose columns give way first on a narrow terminal."""
+
+    flexible: Sequence[tuple[str, int]]
+
+
+def table(
+    headings: Sequence[str],
+    rows: Iterable[Sequence[object]],
+    *right: str,
+    flexible: Sequence[tuple[str, int]] = (),
+) -> Table:
+    """Make a table without lines.
+
+    Args:
+        headings: The headings of its columns.
+        rows: Its cells.
+        right: The columns to align to the right.
+        flexible: The columns that give way on a narrow terminal in this order, with their least
+            widths.
+    """
+    made = _Rows(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    made.flexible = flexible
     for heading in headings:
         made.add_column(
             heading,
@@ -241,8 +295,78 @@ def table(headings: Sequence[str], rows: Sequence[Sequence[object]], *right: str
             overflow="ignore",
         )
     for row in rows:
-        made.add_row(*(Text(one_line(str(cell))) for cell in row))
+        made.add_row(*(each if isinstance(each, Text | Few) else plain(each) for each in row))
     return made
+
+
+class Few:
+    """A cell of items: on a terminal the first that fit, and the number of the others.
+
+    Args:
+        items: The items.
+    """
+
+    def __init__(self, items: Iterable[str]) -> None:
+        self._items = [one_line(each) for each in items]
+
+    def __str__(self) -> str:
+        return " ".join(self._items)
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        return Measurement(min(4, cell_len(str(self))), cell_len(str(self)))
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
+        shown, left = "", len(self._items)
+        for item in self._items:
+            longer = f"{shown} {item}" if shown else item
+            more = f" +{left - 1}" if left > 1 else ""
+            if console.is_terminal and cell_len(longer + more) > options.max_width:
+                break
+            shown, left = longer, left - 1
+        more = f"+{left}" if left else ""
+        yield Text(" ".join(filter(None, (shown, more))), no_wrap=True, overflow="ignore")
+
+
+_COLOURS = {
+    "complete": "green",
+    "ok": "green",
+    "stays": "green",
+    "+": "green",
+    "incomplete": "yellow",
+    "~": "yellow",
+    "damaged": "bold red",
+    "goes": "red",
+    "-": "red",
+    "pinned": "cyan",
+    "final": "blue",
+    "best": "bold magenta",
+}
+"""The colours of words and signs with a meaning; each is a name that the terminal defines."""
+
+
+def plain(text: object, style: str = "") -> Text:
+    """Make a text of one line, whatever characters it has."""
+    return Text(one_line(str(text)), style)
+
+
+def marks(*texts: str) -> Text:
+    """Join texts by commas; what precedes the colon of each has the colour of its first word."""
+    made = Text()
+    for each in texts:
+        head, colon, rest = one_line(each).partition(":")
+        made.append(", " if made else "")
+        made.append(head, _COLOURS.get(head.partition(" ")[0], "")).append(colon + rest)
+    return made
+
+
+def sized(nbytes: int | None) -> str:
+    """Describe a size; empty if it is unknown."""
+    return "" if nbytes is None else size_text(nbytes)
+
+
+def signed(sign: str, text: str) -> Text:
+    """Make a line with a sign, in the colour of its meaning."""
+    return plain(f"{sign} {text}", _COLOURS[sign])
 
 
 def visible(text: str) -> str:

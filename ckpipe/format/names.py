@@ -11,6 +11,7 @@ than a few directories in a save.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Collection
 
 from ckpipe.types import CheckpointId
@@ -136,6 +137,28 @@ def summary_id(key: str) -> CheckpointId | None:
 def launch_id(attempt: str) -> str:
     """Return the id of the launch in the name of an attempt."""
     return attempt.partition("Z-")[2]
+
+
+SHORT_NAME = re.compile(r"([0-9]{1,18})\.([0-9A-Za-z_-]{1,64})(?:\.([0-9]{1,18}))?")
+"""A short name of a checkpoint: step, beginning of the launch's id, and count if there is one."""
+
+_SHORTEST = 4
+
+
+def short_names(ids: Collection[CheckpointId]) -> dict[str, str]:
+    """Shorten ids to names that are unique among them: ``500.9f3a``.
+
+    The count follows if the launch saved the step several times: ``500.9f3a.1``.
+    """
+    launches = {launch_id(each.attempt) for each in ids}
+    sizes = range(_SHORTEST, 64)
+    size = next((n for n in sizes if len({each[:n] for each in launches}) == len(launches)), 64)
+    saves = Counter((each.attempt, each.step) for each in ids)
+    short = {each: f"{each.step}.{launch_id(each.attempt)[:size]}" for each in ids}
+    repeated = [each for each in ids if saves[each.attempt, each.step] > 1]
+    short |= {each: f"{short[each]}.{each.count}" for each in repeated}
+    uses = Counter(short.values())
+    return {str(each): name if uses[name] == 1 else str(each) for each, name in short.items()}
 
 
 def lease_key(subject: CheckpointId | str, holder: str, renewal: int = 0) -> str:

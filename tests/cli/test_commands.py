@@ -315,8 +315,9 @@ def test_rm_deletes_what_nothing_protects(call: Commands, tmp_path: Path) -> Non
     for command in ("unpin", "pin"):
         data = call(command, tmp_path, 2, "--json").data
         assert data == {"url": str(tmp_path), f"{command}ned": two}
+    size = sum(each.stat().st_size for each in (tmp_path / one).rglob("*") if each.is_file())
     done = call("rm", tmp_path, one, "--json")
-    assert done.data == {"url": str(tmp_path), "removed": one}
+    assert done.data == {"url": str(tmp_path), "removed": one, "bytes": size}
     assert not (tmp_path / one).exists()
     assert call("unpin", tmp_path, 2).code == 0
     assert call("rm", tmp_path, 2).code == 0

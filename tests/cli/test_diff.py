@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpipe.cli.diff import Comparison, TensorDifference
+from ckpipe.reading.comparison import Comparison, TensorDifference
 from tests.support.command_line import Commands, damage, save, save_steps
 from tests.support.fork_server import ForkedProgram
 from tests.support.rank_pipelines import ranks

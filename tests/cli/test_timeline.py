@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html.parser
 import json
 import os
 import re
@@ -17,7 +16,8 @@ import pytest
 import torch
 
 import ckpipe
-from ckpipe.cli.timeline import MOST_BLOCKS
+from ckpipe.pages.timeline import MOST_BLOCKS
+from tests.cli.pages import Page
 from tests.support.command_line import Commands
 from tests.support.pipelines import loaded_state, stores
 from tests.support.rank_pipelines import ranks
@@ -28,26 +28,6 @@ CHROMIUM = next(
 )
 SMALL_BLOCKS = {"block_bytes": 65536}
 STAGE = {"began": 0.05, "seconds": 0.4, "waited": 0.0, "bytes": 10**6}
-
-
-class Page(html.parser.HTMLParser):
-    """A page taken apart: elements, and what is written in them."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.elements: list[tuple[str, dict[str, str | None]]] = []
-        self.texts: list[str] = []
-        self.feed(text)
-        self.close()
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.elements.append((tag, dict(attrs)))
-
-    def handle_data(self, data: str) -> None:
-        self.texts.append(data)
-
-    def of_class(self, name: str) -> list[dict[str, str | None]]:
-        return [attrs for _, attrs in self.elements if attrs.get("class") == name]
 
 
 def save(url: object, **settings: Any) -> None:

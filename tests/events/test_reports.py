@@ -17,6 +17,7 @@ from ckpipe.types import (
     LoadReport,
     SaveReport,
     StageReport,
+    age_text,
     first_of,
     rate_text,
     save_report_from_data,
@@ -76,6 +77,11 @@ def test_sizes_for_people() -> None:
     assert shown == ["0 B", "999 B", "1 kB", "1 MB", "1.65 TB", "2 PB", "10000 EB"]
     rates = [rate_text(nbytes, 2.0) for nbytes in (0, 7, 2000, 2_980_000, 10**12)]
     assert rates == ["0 B/s", "4 B/s", "1 kB/s", "1.49 MB/s", "500 GB/s"]
+
+
+def test_ages_for_people() -> None:
+    shown = [age_text(s) for s in (-3, 0.9, 59.9, 60, 3599, 3600, 172_799, 172_800, 10**8)]
+    assert shown == ["0 s", "0 s", "59 s", "1 min", "59 min", "1 h", "47 h", "2 d", "1157 d"]
 
 
 def test_the_first_of_many_are_named_and_the_others_counted() -> None:

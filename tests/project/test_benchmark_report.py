@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -54,9 +55,11 @@ def test_draws_its_pictures(tmp_path: Path) -> None:
     drawn = comparison_report.draw(results(2.0, 5.0), tmp_path)
     names = [name for name, _ in drawn]
     assert all(caption.endswith(".") for _, caption in drawn)
-    assert names == ["bench-big.png", "bench-big-python-loop.png", "bench-timeline.png"]
-    for name in names:
-        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+    assert names == ["bench-big.svg", "bench-big-python-loop.svg", "bench-timeline.svg"]
+    text = (tmp_path / names[0]).read_text()
+    assert {"Blocked", "ckpipe", "2.1 s", "DCP", "5.25 s"} <= set(
+        re.findall(r">([^<>]+)</text>", text)
+    )
 
 
 def test_publishing_replaces_what_is_between_the_marks(tmp_path: Path) -> None:
@@ -74,12 +77,13 @@ def test_publishing_replaces_what_is_between_the_marks(tmp_path: Path) -> None:
     assert "\nold\n" not in text
     assert "| ckpipe | 4.2 s | 12.6 s | 1 MiB |" in text
     assert "| bare machine | 1.05 s | 3.15 s |" in text
+    assert "| blocked | **4.2 s** | 2.1 s (DCP) | 1.05 s (plain copy) |" in text
     assert "Medians of 2." in text
     assert "| big, python loop: step rate | 0.9 | >= 0.85 |" in text
     assert "* given up: DCP, times: big: it crashed" in text
     assert "* Big, blocked: DCP 2.1 s, ours 4.2 s." in text
-    assert "](plots/bench-timeline.png)" in text
-    assert "](docs/plots/bench-timeline.png)" in other.read_text()
+    assert "](plots/bench-timeline.svg)" in text
+    assert "](docs/plots/bench-timeline.svg)" in other.read_text()
     assert text.count("### big\n") == 1
     assert text.endswith("<!-- bench:end -->\n")
 
@@ -91,4 +95,4 @@ def test_the_pages_have_the_marks() -> None:
     }
     assert marks["README.md"] == marks["index.md"] == {"first"}
     assert marks["benchmarks.md"] == {"summary", "plots", "tables"}
-    assert marks["benchmark_runs.md"] == {"goals"}
+    assert marks["runs.md"] == {"goals", "more"}

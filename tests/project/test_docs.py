@@ -26,6 +26,7 @@ PAGES = [
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",
     *sorted((ROOT / "docs").rglob("*.md")),
+    *sorted((ROOT / "benchmarks").glob("*.md")),
     *sorted((ROOT / "examples").rglob("*.md")),
 ]
 RESUMES = "restored.step + 1 if restored"

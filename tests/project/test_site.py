@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import inspect
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
+import threading
 import zlib
 from collections.abc import Iterator
+from functools import partial
 from html import unescape
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from operator import attrgetter
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
+import site_hooks
 from pydantic import BaseModel
 
 import ckpipe
@@ -36,6 +43,10 @@ MODULES = [
     "sources",
     "testing",
 ]
+
+PICTURES = sorted([*(ROOT / "docs/plots").iterdir(), *(ROOT / "docs/pictures").iterdir()])
+QUIET = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--disable-background-networking",
+         "--disable-component-update", "--disable-sync", "--no-first-run"]  # fmt: skip
 
 pytest.importorskip("mkdocs", reason="the extra docs is not installed")
 
@@ -150,6 +161,108 @@ def test_the_search_finds_what_people_look_for(site: Path, words: str, page: str
     plain = re.sub(r"<[^>]+>", " ", text)
     found = {each.strip(".,:;()") for each in re.split(separator, plain.lower())}
     assert set(re.split(separator, words.lower())) <= found
+
+
+WORDS = {
+    "disk full": "troubleshooting/",
+    "out of memory": "troubleshooting/",
+    "slow": "troubleshooting/",
+    "azure": "faq/",
+    "fsspec": "faq/",
+    "minio": "faq/",
+    "jupyter": "faq/",
+}
+
+
+def test_pages_load_nothing_from_elsewhere_and_the_search_leads_to_a_remedy(site: Path) -> None:
+    """A browser reads the pages on a phone and on a desk, and searches the words of users."""
+    program = shutil.which("chromium") or shutil.which("chromium-browser")
+    browsing = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    if program is None:
+        pytest.skip("Chromium is missing: install the package chromium of your system")
+    asked: list[str] = []
+    with served(site) as address, browsing.sync_playwright() as play:
+        browser = play.chromium.launch(executable_path=program, args=QUIET)
+        for width in (390, 1280):
+            page = browser.new_page(viewport={"width": width, "height": 900})
+            page.on("request", lambda request: asked.append(request.url))
+            for name in ("", "benchmarks/", "reference/cli/", "tutorials/one_gpu/"):
+                page.goto(address + name)
+                assert page.evaluate("document.documentElement.scrollWidth") <= width, name
+                small = "[...document.images].filter(each => each.naturalWidth < 300).length"
+                assert page.evaluate(small) == 0, name
+        for words, wanted in WORDS.items():
+            page.goto(f"{address}?q={words}")
+            found = page.locator(".md-search-result__link").first
+            assert f"{address}{wanted}" in str(found.get_attribute("href")), words
+        browser.close()
+    assert len(asked) > 50
+    assert [each for each in asked if not each.startswith((address, "data:", "blob:"))] == []
+
+
+@contextlib.contextmanager
+def served(folder: Path) -> Iterator[str]:
+    """Serve files on this machine, at the address that is given."""
+
+    class Silent(SimpleHTTPRequestHandler):
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Silent, directory=str(folder))) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}/"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def test_only_pages_are_published(site: Path) -> None:
+    published = {path.suffix for path in site.rglob("*") if path.is_file()}
+    assert {".html", ".svg"} <= published
+    assert published.isdisjoint({".py", ".pyc"})
+
+
+def test_the_address_of_the_site_is_a_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    from mkdocs.config import load_config
+
+    monkeypatch.chdir(ROOT)
+    assert load_config("mkdocs.yml").site_url == ""
+    monkeypatch.setenv("DOCS_URL", "https://docs.example.org/ckpipe/")
+    assert load_config("mkdocs.yml").site_url == "https://docs.example.org/ckpipe/"
+
+
+@pytest.mark.parametrize(
+    ("remote", "address"),
+    [
+        ("https://user:secret@github.com/them/ckpipe.git", "https://github.com/them/ckpipe"),
+        ("git@gitlab.com:them/ckpipe.git", "https://gitlab.com/them/ckpipe"),
+        ("/srv/git/ckpipe", None),
+    ],
+)
+def test_the_repository_is_the_one_of_the_remote(remote: str, address: str | None) -> None:
+    assert site_hooks.web_address(remote) == address
+
+
+def test_the_link_to_the_repository_asks_nothing_of_its_host() -> None:
+    material = pytest.importorskip("material")
+    link = Path(material.__file__).parent / "templates" / "partials" / "source.html"
+    text = link.read_text(encoding="utf-8")
+    assert 'data-md-component="source"' in text
+    assert 'data-md-component="source"' not in site_hooks.on_post_page(text)
+
+
+@pytest.mark.parametrize("path", PICTURES, ids=lambda path: path.stem)
+def test_pictures_are_readable_in_both_schemes_and_load_nothing(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    root = ElementTree.fromstring(text)
+    assert root.find("{http://www.w3.org/2000/svg}title") is not None
+    dark_ground = "prefers-color-scheme" in text or "#1b1f27" in text  # a terminal is always dark
+    assert dark_ground
+    assert "url(http" not in text
+    assert set(re.findall(r"href=\"([^#\"]{1,10})", text)) <= {"data:image"}
+    assert path.stat().st_size < 300_000
 
 
 def test_no_page_shows_markup(site: Path) -> None:

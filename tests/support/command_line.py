@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -75,6 +76,47 @@ def _ended(command: Sequence[str], **options: Any) -> Done:
         command, capture_output=True, text=True, timeout=300, check=False, **options
     )
     return Done(done.returncode, done.stdout, done.stderr)
+
+
+_ON_TERMINAL = """
+import fcntl, json, os, pty, struct, sys, termios, threading
+calls = json.loads(sys.argv[1])
+seen = os.dup(1)
+master, slave = pty.openpty()
+def forward():
+    ends = 0
+    while ends < 2 * len(calls):
+        some = os.read(master, 4096)
+        ends += some.count(b"\\x1e")
+        os.write(seen, some)
+reader = threading.Thread(target=forward, daemon=True)
+reader.start()
+for stream in range(3):
+    os.dup2(slave, stream)
+before = sys.stdout, sys.stderr  # which would close their descriptors
+sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)
+from ckpipe.cli.app import run
+for width, words in calls:
+    fcntl.ioctl(1, termios.TIOCSWINSZ, struct.pack("HHHH", 40, width, 0, 0))
+    code = run(words)
+    print(f"\\x1e{code}", end="\\x1e", flush=True)
+reader.join()
+"""
+
+
+def on_terminal(*calls: tuple[int, Sequence[object]], **variables: str) -> list[Done]:
+    """Call the command on a pseudo terminal, one call after the other in one process.
+
+    Args:
+        calls: The width of the terminal, and the arguments of each call.
+        variables: Variables of the environment.
+    """
+    words = json.dumps([(width, [str(each) for each in call]) for width, call in calls])
+    plain = {name: each for name, each in os.environ.items() if name not in ("COLUMNS", "NO_COLOR")}
+    done = forked(_ON_TERMINAL, words, env=plain | {"TERM": "xterm-256color"} | variables)
+    assert done.code == 0, done.err
+    outs, codes = done.out.split("\x1e")[:-1:2], done.out.split("\x1e")[1::2]
+    return [Done(int(code), out, "") for out, code in zip(outs, codes, strict=True)]
 
 
 _STUCK = """

@@ -1,0 +1,101 @@
+"""The command ``report``: look at a whole run, in the terminal or as a page."""
+
+from __future__ import annotations
+
+import webbrowser
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from anyio import to_thread
+from rich.console import RenderableType
+from rich.text import Text
+
+from ckpipe.cli.running import FOUND, OK, Url, serve
+from ckpipe.cli.screen import Screen, one_line, table
+from ckpipe.errors import UsageError
+from ckpipe.pages.facts import Run, duration
+from ckpipe.pages.gather import gather
+from ckpipe.pages.render import when
+from ckpipe.pages.report import Report
+from ckpipe.types import first_of, size_text
+
+
+def report(
+    ctx: typer.Context,
+    url: Url,
+    html: Annotated[
+        Path | None, typer.Option(help="Write it as a page in one file.", show_default=False)
+    ] = None,
+    show: Annotated[
+        bool, typer.Option("--open", help="Open the page of --html in a browser.")
+    ] = False,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Read and check every byte of all checkpoints.")
+    ] = False,
+    weights: Annotated[
+        bool, typer.Option("--weights", help="Read weights, and show their norms by layer.")
+    ] = False,
+    match: Annotated[
+        list[str] | None,
+        typer.Option(help="Of --weights only names that this glob matches; repeatable."),
+    ] = None,
+) -> None:
+    """Show a run at a glance: launches, lost work, metrics, costs, bytes and retention.
+
+    It reads lists, indexes and reports, and writes nothing to the store.
+    """
+
+    async def work(screen: Screen) -> int:
+        if show and html is None:
+            raise UsageError("--open needs a page", hint="Add --html FILE")
+        if match and not weights:
+            raise UsageError("--match chooses weights", hint="Add --weights")
+        run = await gather(url, screen.settings, verify=verify, weights=weights, match=match)
+        if html is not None:
+            await to_thread.run_sync(Report(run).write, html)
+        data = {"verdict": run.verdict, "html": None if html is None else str(html)}
+        data |= asdict(run) | {"lost": [asdict(each) for each in run.lost]}
+        wrote = [] if html is None else [Text(one_line(f"wrote {html}"))]
+        screen.result(data, *_shown(run), *wrote)
+        if html is not None and show:
+            await to_thread.run_sync(webbrowser.open, html.absolute().as_uri())
+        return FOUND if run.of_state("damaged") else OK
+
+    serve(ctx, work)
+
+
+def _shown(run: Run) -> Iterator[RenderableType]:
+    yield Text(one_line(run.verdict))
+    rows = []
+    for number, launch in enumerate(run.launches):
+        lost = [each for each in run.lost if each.lane == number]
+        origin = "" if launch.resumed_from is None else f"step {launch.resumed_from.step}"
+        steps = f"{launch.checkpoints[0].step} to {launch.checkpoints[-1].step}"
+        gone = ", ".join(f"{each.first} to {each.last}" for each in lost)
+        rows.append((number + 1, when(launch.began), origin, steps, gone))
+    if rows:
+        yield table(("launch", "began", "resumed from", "steps", "lost"), rows, "launch")
+    blocked = [each.blocked for each in run.complete if each.blocked is not None]
+    if blocked:
+        share = run.waited_share
+        part = "" if share is None else f", {100 * share:.2g} % of the time"
+        yield Text(f"the newest save held up training for {duration(blocked[-1])}{part}")
+    if run.parts:
+        parts = ", ".join(f"{name} {size_text(size)}" for name, size in run.parts.items())
+        yield Text(f"step {run.complete[-1].step}: {parts}")
+    for each in run.of_state("damaged"):
+        yield Text(one_line(f"damaged: step {each.step}: {each.why}"))
+    if run.retention.problem:
+        yield Text(one_line(f"no decision of retention: {run.retention.problem}"))
+    reasons: defaultdict[tuple[str, str], list[int]] = defaultdict(list)
+    for each in reversed(run.complete):
+        reasons["goes" if each.goes else "stays", each.goes or each.kept].append(each.step)
+    kept = [(verdict, first_of(steps, 8), why) for (verdict, why), steps in reasons.items() if why]
+    if kept:
+        yield table(("", "steps", "why"), kept)
+    elif run.complete:
+        yield Text("no retention rules are given, so nothing is removed")

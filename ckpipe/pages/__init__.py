@@ -1,0 +1,1 @@
+"""Pages about a run and about a save: facts first, then templates. Imported only when used."""

@@ -1,0 +1,421 @@
+"""The facts that the page of a run shows, as plain data; pure.
+
+A *launch* is a process group that trained; it gets a lane. An *attempt* is a launch, or its part
+after a rollback. Retention removes checkpoints, so a fact about steps between two kept ones is an
+estimate by the pace of the run, and the page says *about*.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from itertools import pairwise
+from statistics import median
+from typing import Literal
+
+from ckpipe.format.names import launch_id
+from ckpipe.state.training_form import head_of
+from ckpipe.types import CheckpointId, attempt_parts, size_text
+
+PARTS = {
+    "model": ("model", "models", "module", "net", "network", "ema", "policy", "actor", "critic"),
+    "optimizer": ("optimizer", "optimizers", "optim", "optimizer_states"),
+    "data": ("data", "loader", "dataloader", "dataloaders", "dataset", "sampler", "batches"),
+}
+"""The words of a label, among its first two, that tell a part of the state."""
+
+State = Literal["complete", "incomplete", "damaged"]
+
+
+@dataclass(slots=True)
+class Checkpoint:
+    """One checkpoint of the run.
+
+    Args:
+        id: Its exact name.
+        step: Its step.
+        state: Whether it can be loaded.
+        why: The damage, or what it lacks.
+        time: When its index was written, else its newest object; None if it has neither.
+        pinned: Whether it is pinned.
+        final: Whether it was saved with ``final=True``.
+        bytes: Size of its data files.
+        copied_bytes: Bytes among them that several ranks wrote alike.
+        world_size: The number of its ranks.
+        metrics: Its metrics.
+        resumed_from: The id of the checkpoint that its attempt had loaded.
+        writer: Versions, and the class of the planner.
+        devices: The types of devices that its tensors were on.
+        blocked: Seconds that its save held up training, on rank 0; None without a report.
+        durable: Seconds from the call of ``save`` until its manifest was made, on rank 0.
+        slowest: The phase that took most of this time.
+        kept: Why retention keeps it; empty if it goes, or if there are no rules.
+        goes: Why retention removes it; empty if it stays.
+        best: Whether its metric is the best one.
+    """
+
+    id: str
+    step: int
+    state: State
+    why: str = ""
+    time: datetime | None = None
+    pinned: bool = False
+    final: bool = False
+    bytes: int | None = None
+    copied_bytes: int = 0
+    world_size: int | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    resumed_from: str | None = None
+    writer: Mapping[str, str] = field(default_factory=dict)
+    devices: tuple[str, ...] = ()
+    blocked: float | None = None
+    durable: float | None = None
+    slowest: str = ""
+    kept: str = ""
+    goes: str = ""
+    best: bool = False
+
+    @property
+    def key(self) -> CheckpointId:
+        """The parsed id."""
+        found = CheckpointId.parse(self.id)
+        assert found is not None
+        return found
+
+    @property
+    def origin(self) -> CheckpointId | None:
+        """The parsed id of the checkpoint that its attempt had loaded."""
+        return CheckpointId.parse(self.resumed_from or "")
+
+    @property
+    def complete(self) -> bool:
+        """Whether it can be loaded, as far as is known."""
+        return self.state == "complete"
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """Work that was done and is not in the checkpoint from which the run went on.
+
+    Args:
+        lane: The number of the launch that did it.
+        began: The time of the checkpoint that the run went on from.
+        ended: The last known time of the work.
+        first: The step of that checkpoint.
+        last: The last step of the work that a save shows.
+    """
+
+    lane: int
+    began: datetime
+    ended: datetime
+    first: int
+    last: int
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """One launch of the run.
+
+    Args:
+        id: Its id.
+        began: The start in its name, or else its first checkpoint's time.
+        ended: The time of its last known write.
+        checkpoints: Its checkpoints, the oldest first.
+        resumed_from: The checkpoint that it went on from, if it names one.
+        lane_resumed: The number of the launch that wrote that one, if it is known.
+    """
+
+    id: str
+    began: datetime
+    ended: datetime
+    checkpoints: tuple[Checkpoint, ...]
+    resumed_from: CheckpointId | None
+    lane_resumed: int | None
+
+    @property
+    def newest(self) -> Checkpoint:
+        """Its newest checkpoint whose index was read, else its newest."""
+        known = [each for each in self.checkpoints if each.world_size is not None]
+        return (known or self.checkpoints)[-1]
+
+    @property
+    def traits(self) -> dict[str, str]:
+        """The facts that may differ between launches."""
+        newest = self.newest
+        size = "" if newest.bytes is None else size_text(newest.bytes)
+        ranks = "" if newest.world_size is None else str(newest.world_size)
+        devices = ", ".join(newest.devices)
+        return {"ranks": ranks, "devices": devices, "size": size, **newest.writer}
+
+
+@dataclass(frozen=True, slots=True)
+class Retention:
+    """The outcome of the retention rules.
+
+    Args:
+        rules: The rules, as Python writes them; empty if none are given.
+        next_step: The step that the next save is likely to have.
+        next_goes: The ids that the next save removes, besides those that go now.
+        problem: The reason why there is no decision.
+    """
+
+    rules: str
+    next_step: int | None = None
+    next_goes: tuple[str, ...] = ()
+    problem: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class HeatMap:
+    """Norms of weights by layer over steps.
+
+    Args:
+        steps: The steps.
+        rows: For each layer its norms, and ``|Δ|/|w|`` since the step before, which is None for
+            the first step and where its shapes have changed.
+        note: What the map leaves out.
+    """
+
+    steps: tuple[int, ...]
+    rows: Mapping[str, tuple[tuple[float | None, ...], tuple[float | None, ...]]]
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """All facts of the page.
+
+    Args:
+        url: The root, without secrets.
+        now: The time of the look.
+        checkpoints: The checkpoints, the oldest first; those under deletion are left out.
+        deleting: The number of checkpoints under deletion.
+        retention: The outcome of the rules.
+        best_by: The metric of the best checkpoint, with its direction; empty if none is known.
+        parts: The bytes of the newest checkpoint by part of the state.
+        foreign: The description of another program's checkpoint, if the place holds one.
+        verified: The number of checkpoints of which every byte was read; None without ``verify``.
+        heat: Norms of the weights; None without ``weights``.
+        left_out: The number of older checkpoints that were not looked at.
+    """
+
+    url: str
+    now: datetime
+    checkpoints: tuple[Checkpoint, ...]
+    deleting: int = 0
+    retention: Retention = field(default_factory=lambda: Retention(""))
+    best_by: str = ""
+    parts: Mapping[str, int] = field(default_factory=dict)
+    foreign: str = ""
+    verified: int | None = None
+    heat: HeatMap | None = None
+    left_out: int = 0
+
+    @property
+    def complete(self) -> list[Checkpoint]:
+        """The complete ones, the oldest first."""
+        return [each for each in self.checkpoints if each.complete]
+
+    @property
+    def newest(self) -> Checkpoint | None:
+        """The one that a resume takes."""
+        return next(reversed(self.complete), None)
+
+    @property
+    def launches(self) -> list[Launch]:
+        """The launches, the oldest first."""
+        lanes: dict[str, list[Checkpoint]] = {}
+        for each in self.checkpoints:
+            lanes.setdefault(launch_id(each.key.attempt), []).append(each)
+        numbers = {id: number for number, id in enumerate(lanes)}
+        found = []
+        for id, mine in lanes.items():
+            times = [each.time for each in mine if each.time is not None]
+            began = _started(mine[0].key.attempt) or min(times, default=self.now)
+            origin = next((each.origin for each in mine if each.origin), None)
+            lane = None if origin is None else numbers.get(launch_id(origin.attempt))
+            ended = max([began, *times])
+            found.append(Launch(id, began, ended, tuple(mine), origin, lane))
+        return found
+
+    @property
+    def lost(self) -> list[Lost]:
+        """The work that was lost, as far as saves show it."""
+        attempts: dict[str, list[Checkpoint]] = {}
+        for each in self.checkpoints:
+            attempts.setdefault(each.key.attempt, []).append(each)
+        lanes = {launch.id: number for number, launch in enumerate(self.launches)}
+        found = []
+        for mine in attempts.values():
+            origin = next((each.origin for each in mine if each.origin), None)
+            others = [] if origin is None else attempts.get(origin.attempt, [])
+            gone = [each for each in others if origin and each.step > origin.step and each.time]
+            if origin is None or not gone or gone[-1].time is None:
+                continue
+            began = _time_of(origin, others) or gone[0].time or gone[-1].time
+            lane = lanes[launch_id(origin.attempt)]
+            ended = gone[-1].time
+            found.append(Lost(lane, min(began, ended), ended, origin.step, gone[-1].step))
+        return found
+
+    @property
+    def seconds_a_step(self) -> float | None:
+        """The pace of the newest launch; None if it is unknown."""
+        for launch in reversed(self.launches):
+            points = [(each.step, each.time) for each in launch.checkpoints if each.complete]
+            first = 0 if launch.resumed_from is None else launch.resumed_from.step
+            points.insert(0, (first, launch.began))
+            return _pace([(step, time) for step, time in points[-6:] if time is not None])
+        return None
+
+    @property
+    def interval(self) -> float | None:
+        """The seconds between the newest saves of the newest launch; None if it is unknown."""
+        launches = self.launches
+        mine = launches[-1].checkpoints[-5:] if launches else ()
+        times = [each.time for each in mine if each.complete and each.time is not None]
+        gaps = [(b - a).total_seconds() for a, b in pairwise(times)]
+        return median(gaps) if gaps and min(gaps) > 0 else None
+
+    @property
+    def waited_share(self) -> float | None:
+        """The share of the time that saves held up training; None if it is unknown."""
+        blocked = [each.blocked for each in self.complete[-20:] if each.blocked is not None]
+        return median(blocked) / self.interval if blocked and self.interval else None
+
+    @property
+    def bytes(self) -> int:
+        """The bytes of all complete checkpoints."""
+        return sum(each.bytes or 0 for each in self.checkpoints)
+
+    def of_state(self, state: State) -> list[Checkpoint]:
+        """Return the checkpoints of a state."""
+        return [each for each in self.checkpoints if each.state == state]
+
+    @property
+    def verdict(self) -> str:
+        """The state of the run in a few short sentences."""
+        damaged, incomplete = len(self.of_state("damaged")), len(self.of_state("incomplete"))
+        newest = self.newest
+        if self.foreign:
+            return f"Another program's checkpoint is here: {self.foreign}."
+        if newest is None:
+            nothing = (
+                "There are no checkpoints here" if not self.checkpoints else "None is complete"
+            )
+            told = [f"{nothing}: a run starts from scratch."]
+        else:
+            takes = f"A resume takes step {newest.step}{self._age(newest)}."
+            told = [takes, self._risk_text(newest)]
+            size = "" if newest.bytes is None else f"; each save adds {size_text(newest.bytes)}"
+            many = _count(len(self.complete), "complete checkpoint")
+            told.append(f"{many} of {size_text(self.bytes)}{size}.")
+        told += [f"{damaged} damaged."] * (damaged > 0)
+        told += [f"{incomplete} incomplete."] * (incomplete > 0)
+        if newest is not None and not damaged:
+            told.append(f"Nothing is damaged{'' if self.verified else ', as far as indexes show'}.")
+        return " ".join(filter(None, told))
+
+    def _age(self, newest: Checkpoint) -> str:
+        if newest.time is None:
+            return ""
+        return f", {duration((self.now - newest.time).total_seconds())} old"
+
+    def _risk_text(self, newest: Checkpoint) -> str:
+        if newest.final:
+            return "It is the final one: the run has ended."
+        if newest.time is None:
+            return ""
+        if self.at_risk is None:
+            return "Nothing was saved since, so the run has probably ended."
+        seconds, steps = self.at_risk
+        about = f", about {_count(steps, 'step')}" if steps is not None else ""
+        return f"If the run goes on, a kill now would lose {duration(seconds)} of work{about}."
+
+    @property
+    def at_risk(self) -> tuple[float, int | None] | None:
+        """The seconds and steps that a kill now would lose; None if the run seems to have ended."""
+        newest, pace = self.newest, self.seconds_a_step
+        if newest is None or newest.final or newest.time is None:
+            return None
+        seconds = (self.now - newest.time).total_seconds()
+        if seconds > max(3600.0, 5 * (self.interval or 0.0)):
+            return None
+        return seconds, round(seconds / pace) if pace else None
+
+
+def part_of(label: str, heads: set[str]) -> str:
+    """Return the part of the state that a label belongs to: model, optimizer, data or other."""
+    if head_of(label, heads) is not None:
+        return "optimizer"
+    first = [each.lower() for each in label.split(".")[:2]]
+    known = (part for word in first for part, words in PARTS.items() if word in words)
+    return next(known, "other")
+
+
+def _started(attempt: str) -> datetime | None:
+    try:
+        return attempt_parts(attempt)[0]
+    except ValueError:  # 31 February
+        return None
+
+
+def _pace(points: Sequence[tuple[int, datetime]]) -> float | None:
+    if len(points) < 2 or points[-1][0] <= points[0][0]:
+        return None
+    seconds = (points[-1][1] - points[0][1]).total_seconds()
+    return seconds / (points[-1][0] - points[0][0]) if seconds > 0 else None
+
+
+def _time_of(origin: CheckpointId, known: Sequence[Checkpoint]) -> datetime | None:
+    """Find the time of a checkpoint; one that is gone lies on the line between its neighbours."""
+    points = [(each.step, each.time) for each in known if each.time is not None]
+    start = _started(origin.attempt)
+    if start is not None:
+        points.insert(0, (0, start))
+    before = max((each for each in points if each[0] <= origin.step), default=None)
+    after = min((each for each in points if each[0] >= origin.step), default=None)
+    if before is None or after is None or before[0] == after[0]:
+        return (before or after or (0, None))[1]
+    share = (origin.step - before[0]) / (after[0] - before[0])
+    return before[1] + share * (after[1] - before[1])
+
+
+def best_of(checkpoints: Sequence[Checkpoint]) -> tuple[Checkpoint | None, str]:
+    """Guess the best checkpoint without a rule: the lowest loss, of the validation if there is one.
+
+    Returns:
+        The checkpoint, and the reason; None and an empty text if no metric is called a loss.
+    """
+    names = {name for each in checkpoints for name in each.metrics if "loss" in name.lower()}
+    validated = sorted(each for each in names if "val" in each.lower())
+    for name in (*validated, *sorted(names)):
+        scored = [each for each in checkpoints if math.isfinite(each.metrics.get(name, math.nan))]
+        if scored:
+            best = min(reversed(scored), key=lambda each: each.metrics[name])
+            return best, f"the lowest {name}"
+    return None, ""
+
+
+def duration(seconds: float) -> str:
+    """Describe a time span for people, by its two largest units."""
+    if seconds < 0.9995:
+        return f"{max(0.0, seconds) * 1e3:.3g} ms"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{seconds:.3g} s"
+    units = (("d", whole // 86400), ("h", whole // 3600 % 24), ("min", whole // 60 % 60))
+    parts = [f"{number} {unit}" for unit, number in units if number]
+    return " ".join([*parts, *([f"{whole % 60} s"] if whole < 600 and whole % 60 else [])][:2])
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number != 1)}"
+
+
+def steps_of(interval: Sequence[Checkpoint]) -> int | None:
+    """Return the usual distance of steps between saves; None if it is unknown."""
+    gaps = [b.step - a.step for a, b in pairwise(interval[-5:]) if b.step > a.step]
+    return int(median(gaps)) if gaps else None

@@ -1,0 +1,245 @@
+"""Gather the facts about a run: from its list, indexes and reports; write nothing.
+
+Each index is read once, several at a time. Data are read for ``verify`` and ``weights`` only. No
+lease is written, so a checkpoint may be deleted meanwhile; then it is left out.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+
+from ckpipe.backend import Backend
+from ckpipe.calls import verified
+from ckpipe.catalog.catalog import (
+    IN_USE,
+    OTHER_LINE,
+    PINNED,
+    RESUMED,
+    RUNNING_NEWEST,
+    RUNNING_RESUMED,
+    UNREAD,
+    Catalog,
+)
+from ckpipe.catalog.complete import read_members
+from ckpipe.catalog.find import DELETING, read_index, recheck
+from ckpipe.catalog.inspect import data_bytes
+from ckpipe.catalog.summaries import Summaries, candidate_of
+from ckpipe.errors import (
+    CheckpointIncomplete,
+    CheckpointNotFound,
+    CkpipeError,
+    CorruptCheckpoint,
+    InvalidManifest,
+    UnsupportedVersion,
+)
+from ckpipe.foreign.source import Place, open_place
+from ckpipe.format.manifest import ManifestDocument
+from ckpipe.format.names import prefix
+from ckpipe.format.summary import summary_of
+from ckpipe.pages.facts import PARTS, Checkpoint, Retention, Run, best_of, part_of, steps_of
+from ckpipe.pages.weights import heat_map
+from ckpipe.retention import AnyOf, KeepBest, Rule, decide
+from ckpipe.settings import Settings
+from ckpipe.state.training_form import heads_in
+from ckpipe.threads import run_lanes
+from ckpipe.types import CheckpointInfo, save_report_from_data, size_text
+
+MOST_CHECKPOINTS = 2000
+"""The most checkpoints of a page: the newest."""
+
+_AT_ONCE = 16
+_FIXED = (PINNED, RESUMED, RUNNING_NEWEST, RUNNING_RESUMED, IN_USE, OTHER_LINE, UNREAD)
+"""The reasons to keep a checkpoint that are no rules."""
+
+
+async def gather(
+    url: str,
+    settings: Settings,
+    *,
+    verify: bool = False,
+    weights: bool = False,
+    match: Sequence[str] | None = None,
+) -> Run:
+    """Gather the facts about the run at a root.
+
+    Args:
+        url: The root, or a checkpoint of another program.
+        settings: The options of backends, the retry settings, lanes, and the retention rules.
+        verify: Whether to read all bytes of all complete checkpoints.
+        weights: Whether to read the weights of up to 24 of them.
+        match: Globs of the labels of the weights; None for those of the model.
+
+    Raises:
+        UsageError: If the place has a format that is known and not opened.
+        StoreError: If the store failed.
+    """
+    async with open_place(url, settings) as place:
+        infos = await place.checkpoints()
+        now = datetime.now(UTC)
+        if not infos:
+            return Run(place.name, now, (), foreign=await _foreign(place))
+        deleting = sum(each.reason == DELETING for each in infos)
+        infos = [each for each in infos if each.reason != DELETING]
+        reading = _Reading(place, settings, verify)
+        pending = iter(infos[:MOST_CHECKPOINTS])
+
+        async def lane() -> None:
+            for each in pending:
+                await reading.read(each)
+
+        await run_lanes(_AT_ONCE, lane)
+        found = sorted(reading.found, key=lambda each: each.key)
+        complete = [each for each in found if each.complete]
+        rule = settings.retention.rule
+        retention = await _retention(place.store, settings, found, reading.summaries)
+        best, best_by = _best(complete, rule, reading.summaries, infos)
+        heat = await heat_map(place, settings, complete, match) if weights else None
+        marked = (replace(each, best=each is best) for each in found)
+        return Run(
+            place.name, now, tuple(marked), deleting, retention, best_by,
+            _bytes_by_part(reading.newest), "", len(complete) if verify else None, heat,
+            len(infos[MOST_CHECKPOINTS:]),
+        )  # fmt: skip
+
+
+@dataclass(slots=True)
+class _Reading:
+    """Read one checkpoint after the other, and remember what several facts need."""
+
+    place: Place
+    settings: Settings
+    verify: bool
+    found: list[Checkpoint] = field(default_factory=list)
+    summaries: Summaries = field(default_factory=Summaries)
+    newest: ManifestDocument | None = None
+
+    async def read(self, info: CheckpointInfo) -> None:
+        store = self.place.store
+        plain = Checkpoint(
+            info.id, info.step, "incomplete", info.reason, info.saved_at, info.pinned
+        )
+        if not info.complete:
+            times = [each.modified async for each in store.list(prefix(info.key))]
+            self.found.append(replace(plain, time=max(times, default=None)))
+            return
+        try:
+            index = await read_index(store, info.key)
+            found = await _described(store, index, plain)
+            if self.verify:
+                async with self.place.opened(info, lease=False) as opened:
+                    await verified(opened, self.settings)
+        except (CheckpointIncomplete, CorruptCheckpoint, UnsupportedVersion) as error:
+            again = await recheck(store, info)
+            if again.complete:
+                self.found.append(replace(plain, state="damaged", why=str(error)))
+            return
+        self.found.append(found)
+        self.summaries.learn(info.id, summary_of(index))
+        if self.newest is None or index.id > self.newest.id:
+            self.newest = index
+
+
+async def _described(store: Backend, index: ManifestDocument, plain: Checkpoint) -> Checkpoint:
+    summary, first = summary_of(index), index.parts[0]
+    document = index
+    if index.world_size > 1:
+        (document,) = await read_members(store, index.id, [(0, 0)], index.world_size)
+    try:
+        report = None if document.report is None else save_report_from_data(document.report)
+    except InvalidManifest:  # spoils no more than its own facts
+        report = None
+    blocked = durable = None
+    slowest = ""
+    if report is not None:
+        blocked = report.captured_seconds or report.staged_seconds
+        durable, slowest = report.seconds, report.bottleneck.partition(" took longest")[0]
+    devices = {row.device for structure in index.structures for row in structure.tensors}
+    return replace(
+        plain, state="complete", why="", final=summary.final, bytes=summary.bytes,
+        copied_bytes=summary.copied_bytes, world_size=summary.world_size, metrics=summary.metrics,
+        resumed_from=first.resumed_from, writer=first.writer, devices=tuple(sorted(devices)),
+        blocked=blocked, durable=durable, slowest=slowest,
+    )  # fmt: skip
+
+
+async def _foreign(place: Place) -> str:
+    """Describe the checkpoint of another program; empty if there is none."""
+    listing = await place.listing()
+    try:
+        source = await place.source(listing)
+    except CheckpointNotFound:
+        return ""
+    document = await source.describe(place.store, listing, place.name)
+    tensors = len(document.structures[0].tensors)
+    return f"{source.name}, {tensors} tensors, {size_text(data_bytes(document))}"
+
+
+async def _retention(
+    store: Backend, settings: Settings, found: list[Checkpoint], summaries: Summaries
+) -> Retention:
+    """Decide as ``ckpipe prune --dry-run`` does, and for the next save; note the reasons."""
+    rule = settings.retention.rule
+    complete = [each for each in found if each.complete]
+    if rule is None or not complete:
+        return Retention("" if rule is None else repr(rule))
+    every = settings.retention.lines == "all"
+    catalog = Catalog(store, rule, summaries=summaries, all_lines=every)
+    now = datetime.now(UTC)
+    try:
+        decision = await catalog.prune(now=now, dry_run=True)
+    except CkpipeError as error:
+        return Retention(repr(rule), problem=str(error))
+    goes = set(decision.remove)
+    for each in complete:
+        reason = decision.reasons.get(each.id, "")
+        each.kept, each.goes = ("", reason) if each.id in goes else (reason, "")
+    distance = steps_of([each for each in complete if each.key.attempt == complete[-1].key.attempt])
+    if distance is None:
+        return Retention(repr(rule))
+    newest = replace(complete[-1].key, step=complete[-1].step + distance, count=0)
+    facts = [
+        candidate_of(CheckpointInfo(each.id, each.step, each.key.attempt, each.key.count,
+                                    complete=True, saved_at=each.time), summaries[each.id])
+        for each in complete if each.kept and each.kept != OTHER_LINE
+    ]  # fmt: skip
+    coming = replace(
+        facts[-1], id=str(newest), step=newest.step, count=0, created=now, metrics={}, final=False
+    )
+    fixed = {each.id: each.kept for each in complete if each.kept in _FIXED}
+    then = decide([*facts, coming], rule, now=now, protected=fixed)
+    return Retention(repr(rule), newest.step, then.remove)
+
+
+def _best(
+    complete: list[Checkpoint],
+    rule: Rule | None,
+    summaries: Summaries,
+    infos: Sequence[CheckpointInfo],
+) -> tuple[Checkpoint | None, str]:
+    """Find the best checkpoint by a rule, or else by a metric that is called a loss."""
+    rules = rule.rules if isinstance(rule, AnyOf) else (rule,)
+    for each in rules:
+        if isinstance(each, KeepBest):
+            known = {one.id: one for one in complete}
+            facts = [candidate_of(one, summaries[one.id]) for one in infos if one.id in known]
+            winner = next(iter(each.winners(facts)), "")
+            extreme = "lowest" if each.mode == "min" else "highest"
+            return known.get(winner), f"the {extreme} {each.metric}" if winner else ""
+    return best_of(complete)
+
+
+def _bytes_by_part(index: ManifestDocument | None) -> dict[str, int]:
+    """Count the bytes of each part of the state, by the entries of the data files."""
+    found: Counter[str] = Counter()
+    for part in [] if index is None else index.parts:
+        assert index is not None
+        labels = [row.label for row in index.structures[part.structure].tensors]
+        heads, layout = heads_in(labels), index.layouts[part.layout]
+        owner = {c.entry: c.tensor for c in layout.chunks if c.owner is None}
+        for number, nbytes in enumerate(layout.entries.nbytes):
+            tensor = owner.get(number)
+            found["other" if tensor is None else part_of(labels[tensor], heads)] += nbytes
+    return {name: found[name] for name in (*PARTS, "other") if found[name]}

@@ -1,0 +1,251 @@
+"""``ckpipe.report``: the page of a run."""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+import shlex
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Unpack
+
+from ckpipe.calls import Url, called
+from ckpipe.format.summary import REMEDY
+from ckpipe.pages.facts import Checkpoint, Run
+from ckpipe.pages.gather import gather
+from ckpipe.pages.render import Axis, number_axis, render, time_axis, write_page
+from ckpipe.running.validation import location
+from ckpipe.settings import PipelineFields, Settings
+from ckpipe.types import size_text
+
+MOST_METRICS, MOST_LANES, MOST_ROWS = 12, 40, 500
+"""The most metrics and launches that are drawn, and rows of the table of checkpoints."""
+
+
+class Report:
+    """A look at a run; a notebook shows it as its page.
+
+    Args:
+        run: Its facts.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+
+    @property
+    def verdict(self) -> str:
+        """The state of the run in a few short sentences."""
+        return self.run.verdict
+
+    @functools.cached_property
+    def html(self) -> str:
+        """The page, which loads nothing from elsewhere.
+
+        Raises:
+            UsageError: If jinja2 is not installed.
+        """
+        return render("report.html", **_page(self.run))
+
+    def write(self, path: str | os.PathLike[str]) -> Path:
+        """Write the page to a file, whole or not at all; return its path.
+
+        Raises:
+            UsageError: If it cannot be written, or jinja2 is not installed.
+        """
+        file = Path(path)
+        write_page(file, self.html)
+        return file
+
+    def __repr__(self) -> str:
+        return f"<Report of {self.run.url}: {self.verdict}>"
+
+    def _repr_html_(self) -> str:
+        return render("frame.html", page=self.html, title=self.verdict)
+
+
+def report(
+    url: Url,
+    *,
+    verify: bool = False,
+    weights: bool = False,
+    match: Sequence[str] | None = None,
+    settings: Settings | None = None,
+    **fields: Unpack[PipelineFields],
+) -> Report:
+    """Look at a whole run: its launches, metrics, costs, bytes and retention; write nothing.
+
+    It reads the list of the root, and the index and the report of each checkpoint. A checkpoint
+    that is damaged or deleted meanwhile does not stop it.
+
+    Args:
+        url: The root of the checkpoints: a plain path, ``file:///…``, or the URL of another
+            backend.
+        verify: Whether to read and check every byte of all complete checkpoints.
+        weights: Whether to read the weights of up to 24 checkpoints, for their norms by layer.
+        match: Globs of the labels of these weights; None for those of the model.
+        settings: The options of backends, the retry settings, lanes, and the retention rules.
+        fields: Fields of :class:`~ckpipe.Settings`; they override ``settings``.
+
+    Returns:
+        The report: its ``verdict``, its page as ``html``, and ``write(path)``.
+
+    Raises:
+        UsageError: If the place has a format that is known and not opened, or ``match`` matches
+            no tensor.
+        StoreError: If the store failed.
+    """
+
+    async def work(settings: Settings) -> Report:
+        place = location(url) or ""
+        run = await gather(place, settings, verify=verify, weights=weights, match=match)
+        return Report(run)
+
+    return called(work, settings, fields)
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """A small chart of one number over the steps.
+
+    Args:
+        name: Its name.
+        y: The axis of the number.
+        lines: For each attempt, the points of its line, as SVG has them.
+        dots: For each finite value, its position in percent, its text and its checkpoint.
+        odd: The same for NaN and infinities, without the height.
+        newest: The newest value.
+    """
+
+    name: str
+    y: Axis
+    lines: tuple[str, ...]
+    dots: tuple[tuple[float, float, float, Checkpoint], ...]
+    odd: tuple[tuple[float, float, Checkpoint], ...]
+    newest: float
+
+
+def _panel(name: str, x: Axis, run: Run, values: Mapping[str, float | None]) -> Panel | None:
+    known = [
+        (each, _plain(value)) for each in run.complete if (value := values.get(each.id)) is not None
+    ]
+    finite = [value for _, value in known if math.isfinite(value)]
+    if not known:
+        return None
+    y = number_axis(finite, about=3)
+    dots = [
+        (x.at(each.step), round(100 - y.at(value), 2), value, each)
+        for each, value in known if math.isfinite(value)
+    ]  # fmt: skip
+    lines: dict[str, list[str]] = {}
+    for across, down, _, each in dots:
+        if each.key.attempt not in lines:  # the line goes on from where the attempt resumed
+            origin = each.origin
+            before = [dot for dot in dots if origin and dot[3].key <= origin]
+            lines[each.key.attempt] = [f"{a},{b}" for a, b, *_ in before[-1:]]
+        lines[each.key.attempt].append(f"{across},{down}")
+    odd = [(x.at(each.step), value, each) for each, value in known if not math.isfinite(value)]
+    drawn = tuple(" ".join(each) for each in lines.values() if len(each) > 1)
+    return Panel(name, y, drawn, tuple(dots), tuple(odd), known[-1][1])
+
+
+def _plain(value: float) -> float:
+    try:
+        return float(value)
+    except OverflowError:  # a whole number of hundreds of digits
+        return math.inf
+
+
+def _page(run: Run) -> dict[str, Any]:
+    """Return the variables of the template."""
+    counts = Counter(name for each in run.complete for name in each.metrics)
+    names = [name for name, _ in counts.most_common(MOST_METRICS)]
+    x = number_axis([each.step for each in run.checkpoints])
+    metrics = [
+        panel
+        for name in sorted(names)
+        if (panel := _panel(name, x, run, {e.id: e.metrics.get(name) for e in run.complete}))
+    ]
+    costs = [
+        _panel("training blocked, seconds", x, run, {e.id: e.blocked for e in run.complete}),
+        _panel("durable after, seconds", x, run, {e.id: e.durable for e in run.complete}),
+    ]
+    launches = run.launches
+    lanes = launches[-MOST_LANES:]
+    hidden = len(launches) - len(lanes)
+    times = [time for each in lanes for time in (each.began, each.ended)]
+    traits = [each.traits for each in lanes]
+    kinds = list(dict.fromkeys(name for each in traits for name in each))[:8]
+    reasons: defaultdict[tuple[str, str], list[int]] = defaultdict(list)
+    for each in reversed(run.complete):
+        reasons["goes" if each.goes else "stays", each.goes or each.kept].append(each.step)
+    slowest = Counter(each.slowest for each in run.complete if each.slowest)
+    return {
+        "run": run,
+        "x": x,
+        "metrics": metrics,
+        "more_metrics": len(counts) - len(names),
+        "costs": [each for each in costs if each],
+        "slowest": slowest.most_common(1),
+        "reported": sum(slowest.values()),
+        "lanes": lanes,
+        "hidden_lanes": hidden,
+        "lost": [each for each in run.lost if each.lane >= hidden],
+        "time": time_axis(min(times), max(times)) if times else None,
+        "marks": {mark(each) for each in run.checkpoints},
+        "next_goes": [each.step for each in run.complete if each.id in run.retention.next_goes],
+        "kinds": kinds,
+        "traits": traits,
+        "reasons": reasons,
+        "shares": _shares(run.parts),
+        "heats": _heats(run),
+        "rows": run.checkpoints[::-1][:MOST_ROWS],
+        "name": run.url.rstrip("/").rpartition("/")[2] or run.url,
+        "quoted": shlex.quote(run.url),
+        "python": repr(run.url),
+        "remedy": REMEDY,
+        "mark": mark,
+    }
+
+
+def mark(each: Checkpoint) -> str:
+    """Name the mark of a checkpoint, which tells its state by its shape."""
+    if each.state != "complete":
+        return each.state
+    return "best" if each.best else "pinned" if each.pinned else "goes" if each.goes else "kept"
+
+
+def _shares(parts: Mapping[str, int]) -> list[tuple[str, float, float, str]]:
+    """Return for each part its name, where it begins and its width in percent, and its size."""
+    total, reached, found = sum(parts.values()) or 1, 0.0, []
+    for name, nbytes in parts.items():
+        width = 100 * nbytes / total
+        found.append((name, round(reached, 2), round(width, 2), size_text(nbytes)))
+        reached += width
+    return found
+
+
+def _heats(run: Run) -> list[tuple[str, list[tuple[str, list[tuple[float, float | None]]]]]]:
+    """Return the two maps: rows of cells, each with an opacity and its number; -1 for NaN."""
+    if run.heat is None:
+        return []
+    maps = []
+    for index, title in ((1, "change since the checkpoint before, |Δ|/|w|"), (0, "norm, |w|")):
+        rows = {name: both[index] for name, both in run.heat.rows.items()}
+        usual = [v for row in rows.values() for v in row if v and math.isfinite(v)]
+        axis = number_axis([math.log10(each) for each in usual])
+        cells = [
+            (name, [(_opacity(axis, value), value) for value in row]) for name, row in rows.items()
+        ]
+        maps.append((title, cells))
+    return maps
+
+
+def _opacity(axis: Axis, value: float | None) -> float:
+    if value is None:
+        return 0.0
+    if not math.isfinite(value):
+        return -1.0
+    return 0.05 if not value else round(0.12 + 0.0088 * axis.at(math.log10(value)), 3)

@@ -1,0 +1,159 @@
+"""The page of one save: its stages and blocks over time, of each rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from ckpipe.pages.render import Axis, render, round_numbers
+from ckpipe.types import (
+    BlockReport,
+    CheckpointInfo,
+    RankReport,
+    SaveReport,
+    Span,
+    StageReport,
+    rate_text,
+    size_text,
+)
+
+MOST_BLOCKS = 6000
+"""The most blocks that a page shows, of all ranks together; of more it shows every n-th."""
+
+_KEYS = {
+    "stage": "stage",
+    "copied": "block copied",
+    "summed": "block checksummed",
+    "uploaded": "block uploaded",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """A time span that is drawn.
+
+    Args:
+        kind: Its class, one of the keys.
+        left: Its begin in percent.
+        width: Its width in percent.
+        tip: Its text.
+    """
+
+    kind: str
+    left: float
+    width: float
+    tip: str
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """The drawing of one rank.
+
+    Args:
+        rank: Its report.
+        rows: The rows of bars, each with its name.
+        table: The rows of the table of stages.
+        staged: The time in percent at which the whole state was copied; None if it never was.
+        thinned: Whether not all blocks are drawn.
+    """
+
+    rank: RankReport
+    rows: tuple[tuple[str, tuple[Bar, ...]], ...]
+    table: tuple[tuple[str, ...], ...]
+    staged: float | None
+    thinned: bool
+
+
+def timeline_page(info: CheckpointInfo, ranks: Sequence[RankReport], world_size: int) -> str:
+    """Draw the page of a save.
+
+    Args:
+        info: The checkpoint.
+        ranks: The reports of ranks to show.
+        world_size: The number of its ranks.
+
+    Raises:
+        UsageError: If jinja2 is not installed.
+    """
+    known = [each.report for each in ranks if each.report is not None]
+    until = max([report.seconds for report in known], default=0.0) or 1e-6
+    marks = [(100 * each / until, f"{each:g} s") for each in round_numbers(0.0, until, 5)]
+    axis, most = Axis(0.0, until, tuple(marks)), MOST_BLOCKS // max(1, len(known))
+    sections = [_section(each, axis, max(1, most)) for each in ranks]
+    started = min((each.started for each in ranks), default="")
+    return render(
+        "timeline.html", info=info, sections=sections, world_size=world_size, axis=axis,
+        keys=_KEYS, headings=HEADINGS, started=started,
+    )  # fmt: skip
+
+
+HEADINGS = ("stage", "began", "seconds", "waited", "bytes", "rate")
+
+
+def stage_rows(report: SaveReport) -> Iterator[tuple[str, str, str, str, str, str]]:
+    """Yield name, begin, seconds, seconds waited, bytes and rate of each stage, in order of begin.
+
+    Bytes and rate may be empty.
+    """
+    for name, stage in _in_order(report):
+        moved = size_text(stage.bytes) if stage.bytes else ""
+        rate = rate_text(stage.bytes, stage.busy) if moved and stage.busy else ""
+        yield (
+            name, f"{stage.began:.4f}", f"{stage.seconds:.4f}", f"{stage.waited:.4f}", moved, rate
+        )  # fmt: skip
+
+
+def _in_order(report: SaveReport) -> list[tuple[str, StageReport]]:
+    return sorted(report.stages.items(), key=lambda item: item[1].began)
+
+
+def _section(rank: RankReport, axis: Axis, most: int) -> Section:
+    report = rank.report
+    if report is None:
+        return Section(rank, (), (), None, False)
+    blocks = report.blocks[:: max(1, -(-len(report.blocks) // most))]
+    rows = [(name, tuple(bars)) for name, bars in _rows(report, blocks, axis)]
+    staged = None if report.staged_seconds is None else axis.at(report.staged_seconds)
+    thinned = len(blocks) < len(report.blocks)
+    return Section(rank, tuple(rows), tuple(stage_rows(report)), staged, thinned)
+
+
+def _rows(
+    report: SaveReport, blocks: Sequence[BlockReport], axis: Axis
+) -> Iterator[tuple[str, Iterator[Bar]]]:
+    for name, stage in _in_order(report):
+        span = (stage.began, stage.began + stage.seconds)
+        moved = f"\n{size_text(stage.bytes)}" if stage.bytes else ""
+        tip = f"{name}: {_when(span)}"
+        tip += f"\nat work {stage.busy:.4f} s, waited {stage.waited:.4f} s{moved}"
+        yield name, iter([_bar(axis, "stage", span, tip)])
+    for copier in sorted({block.copier for block in blocks}):
+        mine = [block for block in blocks if block.copier == copier]
+        yield f"copier {copier}", _bars(axis, mine, "copied")
+    if any(block.summed for block in blocks):
+        yield "checksums", _bars(axis, blocks, "summed")
+    for lane in sorted({block.lane for block in blocks if block.uploaded}):
+        mine = [block for block in blocks if block.lane == lane]
+        yield f"lane {lane}", _bars(axis, mine, "uploaded")
+
+
+def _bars(axis: Axis, blocks: Sequence[BlockReport], kind: str) -> Iterator[Bar]:
+    for block in blocks:
+        span: Span | None = getattr(block, kind)
+        if span is None:
+            continue
+        seconds = span[1] - span[0]
+        # The copy may have checksummed some bytes of a block that was checksummed later.
+        told = seconds > 0 and kind != "summed"
+        rate = f"\n{rate_text(block.bytes, seconds)}" if told else ""
+        where = f"file {block.file}, offset {block.offset}, {size_text(block.bytes)}"
+        yield _bar(axis, kind, span, f"{kind}: {_when(span)}\n{where}{rate}")
+
+
+def _bar(axis: Axis, kind: str, span: Span, tip: str) -> Bar:
+    left, right = (min(100.0, axis.at(each)) for each in span)
+    return Bar(kind, left, round(max(0.06, right - left), 2), tip)
+
+
+def _when(span: Span) -> str:
+    return f"{span[0]:.4f} to {span[1]:.4f} s ({span[1] - span[0]:.4f} s)"

@@ -1,0 +1,172 @@
+"""Compute the norms of weights by layer over the steps of a run.
+
+A batch of tensors is read from one checkpoint after the other, so each byte is read once, and host
+memory holds two batches.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from contextlib import AsyncExitStack, closing
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+
+from ckpipe.catalog.inspect import batches, check_expansion, tensor_bytes
+from ckpipe.catalog.opened import Opened
+from ckpipe.errors import CheckpointNotFound, CorruptCheckpoint, UsageError
+from ckpipe.foreign.source import Place
+from ckpipe.format.labels import label_filter
+from ckpipe.loading.labelled_tensors import LabelledTensors
+from ckpipe.memory.arena import Arena
+from ckpipe.pages.facts import Checkpoint, HeatMap, part_of
+from ckpipe.reading.comparison import Comparison, flat, slices
+from ckpipe.settings import Settings
+from ckpipe.state.training_form import heads_in
+from ckpipe.threads import in_thread
+
+MOST_STEPS, MOST_LAYERS = 24, 150
+"""The most checkpoints of which weights are read, and the most layers of a heat map."""
+
+_BATCH_BYTES = 128 << 20
+
+
+@dataclass(slots=True)
+class _Sums:
+    """The sums of squares of one layer at one step: of its weights, their changes, and the base."""
+
+    norm: float = 0.0
+    change: float = 0.0
+    base: float = 0.0
+    compared: bool = False
+
+
+@dataclass(slots=True)
+class _Table:
+    cells: defaultdict[tuple[str, int], _Sums] = field(default_factory=lambda: defaultdict(_Sums))
+
+    def add(self, layer: str, column: int, now: torch.Tensor, before: torch.Tensor | None) -> None:
+        """Add a tensor of a step, and its change since the step before; blocking."""
+        cell = self.cells[layer, column]
+        for each in slices(flat(now)):
+            cell.norm += float(each.abs().double().square().sum())
+        if before is not None and (before.shape, before.dtype) == (now.shape, now.dtype):
+            comparison = Comparison(before, now)
+            for a, b in comparison.pieces():
+                comparison.add(a, b)
+            cell.change += comparison.squares
+            cell.base += comparison.base
+            cell.compared = True
+
+
+async def heat_map(
+    place: Place,
+    settings: Settings,
+    complete: Sequence[Checkpoint],
+    match: Sequence[str] | None,
+) -> HeatMap:
+    """Compute the norms of the weights of a run.
+
+    Args:
+        place: The root.
+        settings: The lanes, and the size of blocks.
+        complete: The complete checkpoints, the oldest first; of many every n-th is read.
+        match: Globs of the labels of the weights; None for those of the model.
+
+    Raises:
+        UsageError: If no tensor matches the globs.
+        StoreError: If the store failed.
+    """
+    every = max(1, -(-len(complete) // MOST_STEPS))
+    chosen = list(complete[::-1][::every][::-1])
+    async with AsyncExitStack() as stack:
+        opened: list[tuple[int, Opened]] = []
+        for each in chosen:
+            try:
+                info = await place.chosen(each.id)
+                one = await stack.enter_async_context(place.opened(info, lease=False))
+                opened.append((each.step, one))
+            except (CheckpointNotFound, CorruptCheckpoint):
+                continue  # it was deleted meanwhile
+        layers = _layers([one for _, one in opened], match)
+        table = await _filled([one for _, one in opened], layers, settings)
+    steps = tuple(step for step, _ in opened)
+    names = list(dict.fromkeys(layers.values()))[:MOST_LAYERS]
+    left_out = len(dict.fromkeys(layers.values())) - len(names)
+    notes = [f"{len(steps)} of {len(complete)} checkpoints"] * (len(steps) < len(complete))
+    notes += [f"without {left_out} more layers"] * (left_out > 0)
+    rows = {name: _row(table, name, len(steps)) for name in names}
+    return HeatMap(steps, rows, ", ".join(notes))
+
+
+def _row(
+    table: _Table, name: str, columns: int
+) -> tuple[tuple[float | None, ...], tuple[float | None, ...]]:
+    norms: list[float | None] = []
+    changes: list[float | None] = []
+    for column in range(columns):
+        cell = table.cells.get((name, column))
+        norms.append(None if cell is None else math.sqrt(cell.norm))
+        if cell is None or not cell.compared:
+            changes.append(None)
+        elif not cell.base:
+            changes.append(math.inf if cell.change else 0.0)
+        else:
+            changes.append(math.sqrt(cell.change / cell.base))
+    return tuple(norms), tuple(changes)
+
+
+def _layers(opened: Sequence[Opened], match: Sequence[str] | None) -> dict[str, str]:
+    """Return the labels of the weights of all checkpoints, each with its layer."""
+    select, found = label_filter(match), dict[str, str]()
+    for each in opened:
+        for structure in each.document.structures:
+            labels = [row.label for row in structure.tensors]
+            heads = heads_in(labels)
+            parts = {label: part_of(label, heads) for label in labels}
+            wanted = {"model"} & set(parts.values()) or {"other"}
+            for row in structure.tensors:
+                dtype = getattr(torch, row.dtype, None)
+                numbers = isinstance(dtype, torch.dtype) and (
+                    dtype.is_floating_point or dtype.is_complex
+                )
+                chosen = select(row.label) if match else parts[row.label] in wanted
+                if numbers and chosen:
+                    found[row.label] = layer_of(row.label)
+    if match and not found:
+        raise UsageError(
+            f"No tensor matches {' or '.join(match)}", hint="`ckpipe info` lists the names"
+        )
+    return found
+
+
+def layer_of(label: str) -> str:
+    """Return the layer of a weight: its name up to the first number, or without its last key."""
+    keys = label.split(".")
+    number = next((n for n, key in enumerate(keys) if n and key.isdecimal()), None)
+    return ".".join(keys[: number + 1] if number is not None else keys[:-1] or keys)
+
+
+async def _filled(opened: Sequence[Opened], layers: dict[str, str], settings: Settings) -> _Table:
+    sizes: dict[str, int] = {}
+    for each in opened:
+        rows = [row for structure in each.document.structures for row in structure.tensors]
+        mine = {row.label: tensor_bytes(row) for row in rows if row.label in layers}
+        hint = "Leave the tensor out with match="
+        check_expansion("Norms of weights", [each.document], sum(mine.values()), mine, hint)
+        sizes |= mine
+    make = partial(LabelledTensors, labels=layers)
+    tensors = [await in_thread(make, each) for each in opened]
+    table = _Table()
+    with closing(Arena(settings.staging.block_bytes)) as arena:
+        for batch in batches(layers, sizes.__getitem__, _BATCH_BYTES):
+            before: dict[str, torch.Tensor] = {}
+            for column, saved in enumerate(tensors):
+                now = await saved.read(batch, arena, settings.load.lanes)
+                for label, tensor in now.items():
+                    await in_thread(table.add, layers[label], column, tensor, before.get(label))
+                before = now
+    return table

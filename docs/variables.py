@@ -1,0 +1,1 @@
+"""All settings as environment variables; see ``docs/docstrings_shown.py``."""
