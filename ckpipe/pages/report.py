@@ -6,7 +6,7 @@ import functools
 import math
 import os
 import shlex
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +19,6 @@ from ckpipe.pages.gather import gather
 from ckpipe.pages.render import Axis, number_axis, render, time_axis, write_page
 from ckpipe.running.validation import location
 from ckpipe.settings import PipelineFields, Settings
-from ckpipe.types import size_text
 
 MOST_METRICS, MOST_LANES, MOST_ROWS = 12, 40, 500
 """The most metrics and launches that are drawn, and rows of the table of checkpoints."""
@@ -178,9 +177,6 @@ def _page(run: Run) -> dict[str, Any]:
     times = [time for each in lanes for time in (each.began, each.ended)]
     traits = [each.traits for each in lanes]
     kinds = list(dict.fromkeys(name for each in traits for name in each))[:8]
-    reasons: defaultdict[tuple[str, str], list[int]] = defaultdict(list)
-    for each in reversed(run.complete):
-        reasons["goes" if each.goes else "stays", each.goes or each.kept].append(each.step)
     slowest = Counter(each.slowest for each in run.complete if each.slowest)
     return {
         "run": run,
@@ -198,13 +194,10 @@ def _page(run: Run) -> dict[str, Any]:
         "next_goes": [each.step for each in run.complete if each.id in run.retention.next_goes],
         "kinds": kinds,
         "traits": traits,
-        "reasons": reasons,
-        "shares": _shares(run.parts),
-        "heats": _heats(run),
+        "shades": shades,
         "rows": run.checkpoints[::-1][:MOST_ROWS],
         "name": run.url.rstrip("/").rpartition("/")[2] or run.url,
         "quoted": shlex.quote(run.url),
-        "python": repr(run.url),
         "remedy": REMEDY,
         "mark": mark,
     }
@@ -217,35 +210,7 @@ def mark(each: Checkpoint) -> str:
     return "best" if each.best else "pinned" if each.pinned else "goes" if each.goes else "kept"
 
 
-def _shares(parts: Mapping[str, int]) -> list[tuple[str, float, float, str]]:
-    """Return for each part its name, where it begins and its width in percent, and its size."""
-    total, reached, found = sum(parts.values()) or 1, 0.0, []
-    for name, nbytes in parts.items():
-        width = 100 * nbytes / total
-        found.append((name, round(reached, 2), round(width, 2), size_text(nbytes)))
-        reached += width
-    return found
-
-
-def _heats(run: Run) -> list[tuple[str, list[tuple[str, list[tuple[float, float | None]]]]]]:
-    """Return the two maps: rows of cells, each with an opacity and its number; -1 for NaN."""
-    if run.heat is None:
-        return []
-    maps = []
-    for index, title in ((1, "change since the checkpoint before, |Δ|/|w|"), (0, "norm, |w|")):
-        rows = {name: both[index] for name, both in run.heat.rows.items()}
-        usual = [v for row in rows.values() for v in row if v and math.isfinite(v)]
-        axis = number_axis([math.log10(each) for each in usual])
-        cells = [
-            (name, [(_opacity(axis, value), value) for value in row]) for name, row in rows.items()
-        ]
-        maps.append((title, cells))
-    return maps
-
-
-def _opacity(axis: Axis, value: float | None) -> float:
-    if value is None:
-        return 0.0
-    if not math.isfinite(value):
-        return -1.0
-    return 0.05 if not value else round(0.12 + 0.0088 * axis.at(math.log10(value)), 3)
+def shades(rows: Mapping[str, Sequence[float | None]]) -> Axis:
+    """Return a logarithmic axis of the numbers in a table that are finite and not 0."""
+    usual = [each for row in rows.values() for each in row if each and math.isfinite(each)]
+    return Axis(min(usual, default=1.0), max(usual, default=1.0), log=True)

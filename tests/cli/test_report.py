@@ -67,7 +67,7 @@ def test_report_for_people_is_short(call: Commands, run: Path) -> None:
     assert [line.split()[:1] for line in lines[1:4]] == [["launch"], ["1"], ["2"]]
     assert "20 to 35" in lines[2]
     assert "step 20" in lines[3]
-    assert lines[-1] == "no retention rules are given, so nothing is removed"
+    assert lines[-1] == "no retention rules are given"
     assert call("report", run, "--open").code == 2
     assert call("report", run, "--match", "model.*").code == 2
 
@@ -142,16 +142,18 @@ def test_norms_and_changes_of_weights_by_layer(tmp_path: Path) -> None:
     heat = found.run.heat
     assert heat is not None
     assert heat.steps == (0, 1, 2)
-    assert heat.rows.keys() == {"model.layers.0", "model.layers.1", "model.head"}
-    norms, changes = heat.rows["model.layers.0"]
+    assert heat.norms.keys() == {"model.layers.0", "model.layers.1", "model.head"}
+    norms, changes = heat.norms["model.layers.0"], heat.changes["model.layers.0"]
     assert norms[:2] == pytest.approx((float(before.norm()), float(after.norm())))
     assert changes[:2] == (None, pytest.approx(float((after - before).norm() / before.norm())))
     assert math.isnan(norms[2] or 0)
     assert math.isnan(changes[2] or 0)
-    assert heat.rows["model.layers.1"] == ((2.0, 2.0, 2.0), (None, 0.0, 0.0))
+    assert heat.norms["model.layers.1"] == (2.0, 2.0, 2.0)
+    assert heat.changes["model.layers.1"] == (None, 0.0, 0.0)
     assert len(Page(found.html).of_class("heat-nan")) == 2
-    (only,) = ckpipe.report(tmp_path, weights=True, match=["*head*"]).run.heat.rows  # type: ignore[union-attr]
-    assert only == "model.head"
+    chosen = ckpipe.report(tmp_path, weights=True, match=["*head*"]).run.heat
+    assert chosen is not None
+    assert [*chosen.norms] == ["model.head"]
     with pytest.raises(UsageError, match="No tensor matches"):
         ckpipe.report(tmp_path, weights=True, match=["nothing"])
 
