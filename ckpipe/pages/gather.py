@@ -87,7 +87,9 @@ async def gather(
         best, best_by = _best(settings.retention.rule, facts)
         for each in complete:
             each.best = each.id == best
-        heat = await heat_map(place, settings, complete, match) if weights else None
+        whole = {each.id for each in complete}
+        readable = [each for each in reversed(infos) if each.id in whole]
+        heat = await heat_map(place, settings, readable, match) if weights else None
         return Run(
             place.name, now, tuple(found), deleting, retention, best_by,
             _bytes_by_part(reading.newest), "", len(complete) if verify else None, heat,

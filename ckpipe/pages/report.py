@@ -8,9 +8,8 @@ import os
 import shlex
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any, NamedTuple, Unpack
 
 from ckpipe.calls import Url, called
 from ckpipe.format.summary import REMEDY
@@ -105,49 +104,35 @@ def report(
     return called(work, settings, fields)
 
 
-@dataclass(frozen=True, slots=True)
-class Panel:
+class Panel(NamedTuple):
     """A small chart of one number over the steps.
 
     Args:
         name: Its name.
         y: The axis of the number.
-        lines: For each attempt, the points of its line, as SVG has them.
-        dots: For each finite value, its position in percent, its text and its checkpoint.
-        odd: The same for NaN and infinities, without the height.
-        newest: The newest value.
+        points: The checkpoints with their numbers, each with the point that its line comes from.
     """
 
     name: str
     y: Axis
-    lines: tuple[str, ...]
-    dots: tuple[tuple[float, float, float, Checkpoint], ...]
-    odd: tuple[tuple[float, float, Checkpoint], ...]
-    newest: float
+    points: list[tuple[Checkpoint, float, tuple[Checkpoint, float] | None]]
 
 
-def _panel(name: str, x: Axis, run: Run, values: Mapping[str, float | None]) -> Panel | None:
-    known = [
-        (each, _plain(value)) for each in run.complete if (value := values.get(each.id)) is not None
-    ]
-    finite = [value for _, value in known if math.isfinite(value)]
-    if not known:
-        return None
-    y = number_axis(finite, about=3)
-    dots = [
-        (x.at(each.step), round(100 - y.at(value), 2), value, each)
-        for each, value in known if math.isfinite(value)
-    ]  # fmt: skip
-    lines: dict[str, list[str]] = {}
-    for across, down, _, each in dots:
-        if each.key.attempt not in lines:  # the line goes on from where the attempt resumed
-            origin = each.origin
-            before = [dot for dot in dots if origin and dot[3].key <= origin]
-            lines[each.key.attempt] = [f"{a},{b}" for a, b, *_ in before[-1:]]
-        lines[each.key.attempt].append(f"{across},{down}")
-    odd = [(x.at(each.step), value, each) for each, value in known if not math.isfinite(value)]
-    drawn = tuple(" ".join(each) for each in lines.values() if len(each) > 1)
-    return Panel(name, y, drawn, tuple(dots), tuple(odd), known[-1][1])
+def _panel(name: str, run: Run, values: Mapping[str, float | None]) -> Panel | None:
+    last: dict[str, tuple[Checkpoint, float] | None] = {}
+    points: list[tuple[Checkpoint, float, tuple[Checkpoint, float] | None]] = []
+    for each in run.complete:
+        value, attempt, origin = values.get(each.id), each.key.attempt, each.origin
+        if value is None:
+            continue
+        if attempt not in last:  # the line goes on from where the attempt resumed
+            earlier = (point for point in reversed(points) if origin and point[0].key <= origin)
+            last[attempt] = next(((one, number) for one, number, _ in earlier), None)
+        points.append((each, _plain(value), last[attempt]))
+        if math.isfinite(points[-1][1]):
+            last[attempt] = points[-1][:2]
+    finite = [value for _, value, _ in points if math.isfinite(value)]
+    return Panel(name, number_axis(finite, about=3), points) if points else None
 
 
 def _plain(value: float) -> float:
@@ -165,11 +150,11 @@ def _page(run: Run) -> dict[str, Any]:
     metrics = [
         panel
         for name in sorted(names)
-        if (panel := _panel(name, x, run, {e.id: e.metrics.get(name) for e in run.complete}))
+        if (panel := _panel(name, run, {e.id: e.metrics.get(name) for e in run.complete}))
     ]
     costs = [
-        _panel("training blocked, seconds", x, run, {e.id: e.blocked for e in run.complete}),
-        _panel("durable after, seconds", x, run, {e.id: e.durable for e in run.complete}),
+        _panel("training blocked, seconds", run, {e.id: e.blocked for e in run.complete}),
+        _panel("durable after, seconds", run, {e.id: e.durable for e in run.complete}),
     ]
     launches = run.launches
     lanes = launches[-MOST_LANES:]

@@ -21,11 +21,12 @@ from ckpipe.foreign.source import Place
 from ckpipe.format.labels import label_filter
 from ckpipe.loading.labelled_tensors import LabelledTensors
 from ckpipe.memory.arena import Arena
-from ckpipe.pages.facts import Checkpoint, HeatMap, part_of
+from ckpipe.pages.facts import HeatMap, part_of
 from ckpipe.reading.comparison import Comparison, flat, slices
 from ckpipe.settings import Settings
 from ckpipe.state.training_form import heads_in
 from ckpipe.threads import in_thread
+from ckpipe.types import CheckpointInfo, first_of
 
 _Table = NDArray[np.float64]
 
@@ -38,7 +39,7 @@ _BATCH_BYTES = 128 << 20
 async def heat_map(
     place: Place,
     settings: Settings,
-    complete: Sequence[Checkpoint],
+    complete: Sequence[CheckpointInfo],
     match: Sequence[str] | None,
 ) -> HeatMap:
     """Compute the norms of the weights of a run.
@@ -59,8 +60,7 @@ async def heat_map(
         opened: list[tuple[int, Opened]] = []
         for each in chosen:
             try:
-                info = await place.chosen(each.id)
-                one = await stack.enter_async_context(place.opened(info, lease=False))
+                one = await stack.enter_async_context(place.opened(each, lease=False))
                 opened.append((each.step, one))
             except (CheckpointNotFound, CorruptCheckpoint):
                 continue  # it was deleted meanwhile
@@ -69,6 +69,9 @@ async def heat_map(
     names = [*dict.fromkeys(layers.values())]
     notes = [f"{len(opened)} of {len(complete)} checkpoints"] * (len(opened) < len(complete))
     notes += [f"the first {MOST_LAYERS} of {len(names)} layers"] * (len(names) > MOST_LAYERS)
+    if unread := sorted(sums.unread):
+        notes.append(f"without step {first_of([opened[each][0] for each in unread])}, not readable")
+        sums.seen[:, unread] = sums.compared[:, unread] = 0
     with np.errstate(divide="ignore", invalid="ignore"):
         change = np.where(sums.change == 0, 0.0, np.sqrt(sums.change / sums.base))
     rows = [*enumerate(names[:MOST_LAYERS])]
@@ -87,6 +90,7 @@ class _Sums:
     """The sums of squares by layer and step: of weights, of their changes, and of the base."""
 
     def __init__(self, rows: int, columns: int) -> None:
+        self.unread = set[int]()
         self.norm, self.change, self.base, self.seen, self.compared = np.zeros((5, rows, columns))
 
     def add(self, row: int, column: int, now: torch.Tensor, before: torch.Tensor | None) -> None:
@@ -145,12 +149,16 @@ async def _filled(opened: Sequence[Opened], layers: dict[str, str], settings: Se
     make = partial(LabelledTensors, labels=layers)
     tensors = [await in_thread(make, each) for each in opened]
     rows_of = {name: row for row, name in enumerate(dict.fromkeys(layers.values()))}
-    sums = _Sums(len(rows_of), len(opened))
+    sums, lanes = _Sums(len(rows_of), len(opened)), settings.load.lanes
     with closing(Arena(settings.staging.block_bytes)) as arena:
         for batch in batches(layers, sizes.__getitem__, _BATCH_BYTES):
             before: dict[str, torch.Tensor] = {}
             for column, saved in enumerate(tensors):
-                now = await saved.read(batch, arena, settings.load.lanes)
+                try:
+                    now = {} if column in sums.unread else await saved.read(batch, arena, lanes)
+                except CorruptCheckpoint:  # it is damaged, or was deleted meanwhile
+                    sums.unread.add(column)
+                    now = {}
                 for label, tensor in now.items():
                     row = rows_of[layers[label]]
                     await in_thread(sums.add, row, column, tensor, before.get(label))
