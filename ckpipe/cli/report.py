@@ -17,9 +17,7 @@ from ckpipe.cli.running import FOUND, OK, Url, serve
 from ckpipe.cli.screen import Screen, one_line, table
 from ckpipe.errors import UsageError
 from ckpipe.pages.facts import Run
-from ckpipe.pages.gather import gather
 from ckpipe.pages.render import when
-from ckpipe.pages.report import Report
 from ckpipe.types import first_of
 
 
@@ -47,6 +45,9 @@ def report(
 
     It reads lists, indexes and reports, and writes nothing to the store.
     """
+
+    from ckpipe.pages.gather import gather  # needs torch
+    from ckpipe.pages.report import Report
 
     async def work(screen: Screen) -> int:
         if show and html is None:

@@ -6,8 +6,10 @@ lease is written, so a checkpoint may be deleted meanwhile; then it is left out.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 
@@ -23,12 +25,13 @@ from ckpipe.errors import (
     CheckpointNotFound,
     CkpipeError,
     CorruptCheckpoint,
+    LinkRefused,
     UnsupportedVersion,
 )
 from ckpipe.foreign.source import Place, open_place
 from ckpipe.format.manifest import ManifestDocument
 from ckpipe.format.names import prefix
-from ckpipe.format.summary import summary_of
+from ckpipe.format.summary import Summary, summary_of
 from ckpipe.pages.facts import PARTS, Checkpoint, Retention, Run, part_of, steps_between
 from ckpipe.pages.weights import heat_map
 from ckpipe.retention import Candidate, KeepBest, Rule, decide
@@ -114,12 +117,15 @@ class _Reading:
             info.id, info.step, "incomplete", info.reason, info.saved_at, info.pinned
         )
         if not info.complete:
-            times = [each.modified async for each in store.list(prefix(info.key))]
-            self.found.append(replace(plain, time=max(times, default=None)))
+            with suppress(LinkRefused):
+                times = [each.modified async for each in store.list(prefix(info.key))]
+                plain.time = max(times, default=None)
+            self.found.append(plain)
             return
         try:
             index = await read_index(store, info.key)
-            found = await _described(store, index, plain)
+            summary = summary_of(index)
+            found = await _described(store, index, summary, plain)
             if self.verify:
                 async with self.place.opened(info, lease=False) as opened:
                     await verified(opened, self.settings)
@@ -129,14 +135,15 @@ class _Reading:
                 self.found.append(replace(plain, state="damaged", why=str(error)))
             return
         self.found.append(found)
-        self.summaries.learn(info.id, summary_of(index))
+        self.summaries.learn(info.id, summary)
         if self.newest is None or index.id > self.newest.id:
             self.newest = index
 
 
-async def _described(store: Backend, index: ManifestDocument, plain: Checkpoint) -> Checkpoint:
-    summary, first = summary_of(index), index.parts[0]
-    document = index
+async def _described(
+    store: Backend, index: ManifestDocument, summary: Summary, plain: Checkpoint
+) -> Checkpoint:
+    document, first = index, index.parts[0]
     if index.world_size > 1:
         (document,) = await read_members(store, index.id, [(0, 0)], index.world_size)
     try:
@@ -194,7 +201,12 @@ async def _retention(
         return Retention(repr(rule))
     kept = {each.id: each.kept for each in complete if each.kept and each.kept != OTHER_LINE}
     newest = replace(
-        facts[0], id="next", step=facts[0].step + distance, created=now, metrics={}, final=False
+        facts[0],
+        id="next",
+        step=facts[0].step + distance,
+        created=now,
+        final=False,
+        metrics=dict.fromkeys(facts[0].metrics, math.nan),
     )
     fixed = {id: reason for id, reason in kept.items() if reason in NOT_BY_RULE}
     stays = [newest, *(each for each in facts if each.id in kept)]

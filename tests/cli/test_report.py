@@ -229,3 +229,11 @@ def test_all_facts_of_a_report_are_plain(call: Commands, run: Path) -> None:
     data: dict[str, Any] = call("report", run, "--weights", "--verify", "--json").data
     assert data["verified"] == 5
     assert data["heat"]["steps"] == [10, 20, 30, 30, 40]
+
+
+def test_rules_that_call_functions_are_decided_too(run: Path) -> None:
+    rule = ckpipe.KeepLast(1) | ckpipe.KeepIf(lambda each: each.metrics["loss"] > 0.4)
+    found = ckpipe.report(run, retention=rule).run
+    kept = [each.step for each in found.complete if each.kept]
+    assert kept == [10, 20, 40]
+    assert [each.step for each in found.complete if each.id in found.retention.next_goes] == [40]
