@@ -94,6 +94,8 @@ IN_USE = "a process holds a lease on it: it is being loaded or written"
 RUNNING = "its launch is running and may still write it"
 NEWEST = "it is the newest complete checkpoint"
 OTHER_LINE = "it is of another line of launches"
+NOT_BY_RULE = (PINNED, RESUMED, RUNNING_RESUMED, RUNNING_NEWEST, IN_USE, UNREAD, OTHER_LINE)
+"""The reasons to keep a checkpoint that no rule gives."""
 
 _FEW = 4
 """Number of unknown checkpoints up to which indexes are read, not stored summaries. So a running

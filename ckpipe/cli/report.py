@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import webbrowser
-from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -17,11 +16,9 @@ from rich.text import Text
 from ckpipe.cli.running import FOUND, OK, Url, serve
 from ckpipe.cli.screen import Screen, one_line, table
 from ckpipe.errors import UsageError
-from ckpipe.pages.facts import Run, duration
-from ckpipe.pages.gather import gather
+from ckpipe.pages.facts import Run
 from ckpipe.pages.render import when
-from ckpipe.pages.report import Report
-from ckpipe.types import first_of, size_text
+from ckpipe.types import first_of
 
 
 def report(
@@ -48,6 +45,9 @@ def report(
 
     It reads lists, indexes and reports, and writes nothing to the store.
     """
+
+    from ckpipe.pages.gather import gather  # needs torch
+    from ckpipe.pages.report import Report
 
     async def work(screen: Screen) -> int:
         if show and html is None:
@@ -79,23 +79,9 @@ def _shown(run: Run) -> Iterator[RenderableType]:
         rows.append((number + 1, when(launch.began), origin, steps, gone))
     if rows:
         yield table(("launch", "began", "resumed from", "steps", "lost"), rows, "launch")
-    blocked = [each.blocked for each in run.complete if each.blocked is not None]
-    if blocked:
-        share = run.waited_share
-        part = "" if share is None else f", {100 * share:.2g} % of the time"
-        yield Text(f"the newest save held up training for {duration(blocked[-1])}{part}")
-    if run.parts:
-        parts = ", ".join(f"{name} {size_text(size)}" for name, size in run.parts.items())
-        yield Text(f"step {run.complete[-1].step}: {parts}")
     for each in run.of_state("damaged"):
         yield Text(one_line(f"damaged: step {each.step}: {each.why}"))
     if run.retention.problem:
         yield Text(one_line(f"no decision of retention: {run.retention.problem}"))
-    reasons: defaultdict[tuple[str, str], list[int]] = defaultdict(list)
-    for each in reversed(run.complete):
-        reasons["goes" if each.goes else "stays", each.goes or each.kept].append(each.step)
-    kept = [(verdict, first_of(steps, 8), why) for (verdict, why), steps in reasons.items() if why]
-    if kept:
-        yield table(("", "steps", "why"), kept)
-    elif run.complete:
-        yield Text("no retention rules are given, so nothing is removed")
+    kept = [(verdict, first_of(steps, 8), why) for (verdict, why), steps in run.reasons.items()]
+    yield table(("", "steps", "why"), kept) if kept else Text("no retention rules are given")

@@ -7,13 +7,14 @@ estimate by the pace of the run, and the page says *about*.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime
+from datetime import UTC, datetime
 from itertools import pairwise
 from statistics import median
 from typing import Literal
+
+import numpy as np
 
 from ckpipe.format.names import launch_id
 from ckpipe.state.training_form import head_of
@@ -173,13 +174,15 @@ class HeatMap:
 
     Args:
         steps: The steps.
-        rows: For each layer its norms, and ``|Δ|/|w|`` since the step before, which is None for
-            the first step and where its shapes have changed.
+        norms: The norms by layer.
+        changes: ``|Δ|/|w|`` since the step before, by layer; None for the first step and where
+            shapes have changed.
         note: What the map leaves out.
     """
 
     steps: tuple[int, ...]
-    rows: Mapping[str, tuple[tuple[float | None, ...], tuple[float | None, ...]]]
+    norms: Mapping[str, tuple[float | None, ...]]
+    changes: Mapping[str, tuple[float | None, ...]]
     note: str = ""
 
 
@@ -251,32 +254,42 @@ class Run:
         for mine in attempts.values():
             origin = next((each.origin for each in mine if each.origin), None)
             others = [] if origin is None else attempts.get(origin.attempt, [])
-            gone = [each for each in others if origin and each.step > origin.step and each.time]
-            if origin is None or not gone or gone[-1].time is None:
+            known = {each.step: each.time.timestamp() for each in others if each.time is not None}
+            if origin is None or max(known, default=0) <= origin.step:
                 continue
-            began = _time_of(origin, others) or gone[0].time or gone[-1].time
+            if start := _started(origin.attempt):
+                before = others[0].origin
+                known = {0 if before is None else before.step: start.timestamp()} | known
+            steps, times = [*known], [*known.values()]  # the checkpoint itself may be gone
+            began = datetime.fromtimestamp(float(np.interp(origin.step, steps, times)), UTC)
+            ended = datetime.fromtimestamp(times[-1], UTC)
             lane = lanes[launch_id(origin.attempt)]
-            ended = gone[-1].time
-            found.append(Lost(lane, min(began, ended), ended, origin.step, gone[-1].step))
+            found.append(Lost(lane, began, ended, origin.step, steps[-1]))
         return found
+
+    @property
+    def _newest_saves(self) -> list[tuple[int, float]]:
+        """The steps and times of the newest complete checkpoints of the newest launch."""
+        mine = self.launches[-1].checkpoints if self.checkpoints else ()
+        found = [(each.step, each.time) for each in mine if each.complete]
+        return [(step, time.timestamp()) for step, time in found[-5:] if time is not None]
 
     @property
     def seconds_a_step(self) -> float | None:
         """The pace of the newest launch; None if it is unknown."""
-        for launch in reversed(self.launches):
-            points = [(each.step, each.time) for each in launch.checkpoints if each.complete]
+        saves = self._newest_saves
+        if len(saves) == 1:
+            launch = self.launches[-1]
             first = 0 if launch.resumed_from is None else launch.resumed_from.step
-            points.insert(0, (first, launch.began))
-            return _pace([(step, time) for step, time in points[-6:] if time is not None])
-        return None
+            saves.insert(0, (first, launch.began.timestamp()))
+        if not saves or saves[-1][0] <= saves[0][0]:
+            return None
+        return (saves[-1][1] - saves[0][1]) / (saves[-1][0] - saves[0][0]) or None
 
     @property
     def interval(self) -> float | None:
         """The seconds between the newest saves of the newest launch; None if it is unknown."""
-        launches = self.launches
-        mine = launches[-1].checkpoints[-5:] if launches else ()
-        times = [each.time for each in mine if each.complete and each.time is not None]
-        gaps = [(b - a).total_seconds() for a, b in pairwise(times)]
+        gaps = [b - a for (_, a), (_, b) in pairwise(self._newest_saves)]
         return median(gaps) if gaps and min(gaps) > 0 else None
 
     @property
@@ -290,6 +303,19 @@ class Run:
         """The bytes of all complete checkpoints."""
         return sum(each.bytes or 0 for each in self.checkpoints)
 
+    @property
+    def reasons(self) -> dict[tuple[str, str], list[int]]:
+        """The steps, the newest first, by what becomes of them, ``stays`` or ``goes``, and why."""
+        found: dict[tuple[str, str], list[int]] = {}
+        for each in reversed(self.complete):
+            if why := each.goes or each.kept:
+                found.setdefault(("goes" if each.goes else "stays", why), []).append(each.step)
+        return found
+
+    def seconds_since(self, time: datetime) -> float:
+        """Return the seconds from a time until the look."""
+        return (self.now - time).total_seconds()
+
     def of_state(self, state: State) -> list[Checkpoint]:
         """Return the checkpoints of a state."""
         return [each for each in self.checkpoints if each.state == state]
@@ -302,13 +328,13 @@ class Run:
         if self.foreign:
             return f"Another program's checkpoint is here: {self.foreign}."
         if newest is None:
-            nothing = (
-                "There are no checkpoints here" if not self.checkpoints else "None is complete"
-            )
+            nothing = "None is complete" if self.checkpoints else "There are no checkpoints here"
             told = [f"{nothing}: a run starts from scratch."]
         else:
-            takes = f"A resume takes step {newest.step}{self._age(newest)}."
-            told = [takes, self._risk_text(newest)]
+            age = (
+                f", {duration((self.now - newest.time).total_seconds())} old" if newest.time else ""
+            )
+            told = [f"A resume takes step {newest.step}{age}.", self._risk_text(newest)]
             size = "" if newest.bytes is None else f"; each save adds {size_text(newest.bytes)}"
             many = _count(len(self.complete), "complete checkpoint")
             told.append(f"{many} of {size_text(self.bytes)}{size}.")
@@ -317,11 +343,6 @@ class Run:
         if newest is not None and not damaged:
             told.append(f"Nothing is damaged{'' if self.verified else ', as far as indexes show'}.")
         return " ".join(filter(None, told))
-
-    def _age(self, newest: Checkpoint) -> str:
-        if newest.time is None:
-            return ""
-        return f", {duration((self.now - newest.time).total_seconds())} old"
 
     def _risk_text(self, newest: Checkpoint) -> str:
         if newest.final:
@@ -340,7 +361,7 @@ class Run:
         newest, pace = self.newest, self.seconds_a_step
         if newest is None or newest.final or newest.time is None:
             return None
-        seconds = (self.now - newest.time).total_seconds()
+        seconds = self.seconds_since(newest.time)
         if seconds > max(3600.0, 5 * (self.interval or 0.0)):
             return None
         return seconds, round(seconds / pace) if pace else None
@@ -362,43 +383,6 @@ def _started(attempt: str) -> datetime | None:
         return None
 
 
-def _pace(points: Sequence[tuple[int, datetime]]) -> float | None:
-    if len(points) < 2 or points[-1][0] <= points[0][0]:
-        return None
-    seconds = (points[-1][1] - points[0][1]).total_seconds()
-    return seconds / (points[-1][0] - points[0][0]) if seconds > 0 else None
-
-
-def _time_of(origin: CheckpointId, known: Sequence[Checkpoint]) -> datetime | None:
-    """Find the time of a checkpoint; one that is gone lies on the line between its neighbours."""
-    points = [(each.step, each.time) for each in known if each.time is not None]
-    start = _started(origin.attempt)
-    if start is not None:
-        points.insert(0, (0, start))
-    before = max((each for each in points if each[0] <= origin.step), default=None)
-    after = min((each for each in points if each[0] >= origin.step), default=None)
-    if before is None or after is None or before[0] == after[0]:
-        return (before or after or (0, None))[1]
-    share = (origin.step - before[0]) / (after[0] - before[0])
-    return before[1] + share * (after[1] - before[1])
-
-
-def best_of(checkpoints: Sequence[Checkpoint]) -> tuple[Checkpoint | None, str]:
-    """Guess the best checkpoint without a rule: the lowest loss, of the validation if there is one.
-
-    Returns:
-        The checkpoint, and the reason; None and an empty text if no metric is called a loss.
-    """
-    names = {name for each in checkpoints for name in each.metrics if "loss" in name.lower()}
-    validated = sorted(each for each in names if "val" in each.lower())
-    for name in (*validated, *sorted(names)):
-        scored = [each for each in checkpoints if math.isfinite(each.metrics.get(name, math.nan))]
-        if scored:
-            best = min(reversed(scored), key=lambda each: each.metrics[name])
-            return best, f"the lowest {name}"
-    return None, ""
-
-
 def duration(seconds: float) -> str:
     """Describe a time span for people, by its two largest units."""
     if seconds < 0.9995:
@@ -415,7 +399,7 @@ def _count(number: int, noun: str) -> str:
     return f"{number} {noun}{'s' * (number != 1)}"
 
 
-def steps_of(interval: Sequence[Checkpoint]) -> int | None:
+def steps_between(steps: Sequence[int]) -> int | None:
     """Return the usual distance of steps between saves; None if it is unknown."""
-    gaps = [b.step - a.step for a, b in pairwise(interval[-5:]) if b.step > a.step]
+    gaps = [b - a for a, b in pairwise(steps) if b > a]
     return int(median(gaps)) if gaps else None

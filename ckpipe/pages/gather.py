@@ -6,23 +6,16 @@ lease is written, so a checkpoint may be deleted meanwhile; then it is left out.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 
 from ckpipe.backend import Backend
 from ckpipe.calls import verified
-from ckpipe.catalog.catalog import (
-    IN_USE,
-    OTHER_LINE,
-    PINNED,
-    RESUMED,
-    RUNNING_NEWEST,
-    RUNNING_RESUMED,
-    UNREAD,
-    Catalog,
-)
+from ckpipe.catalog.catalog import NOT_BY_RULE, OTHER_LINE, Catalog
 from ckpipe.catalog.complete import read_members
 from ckpipe.catalog.find import DELETING, read_index, recheck
 from ckpipe.catalog.inspect import data_bytes
@@ -32,16 +25,16 @@ from ckpipe.errors import (
     CheckpointNotFound,
     CkpipeError,
     CorruptCheckpoint,
-    InvalidManifest,
+    LinkRefused,
     UnsupportedVersion,
 )
 from ckpipe.foreign.source import Place, open_place
 from ckpipe.format.manifest import ManifestDocument
 from ckpipe.format.names import prefix
-from ckpipe.format.summary import summary_of
-from ckpipe.pages.facts import PARTS, Checkpoint, Retention, Run, best_of, part_of, steps_of
+from ckpipe.format.summary import Summary, summary_of
+from ckpipe.pages.facts import PARTS, Checkpoint, Retention, Run, part_of, steps_between
 from ckpipe.pages.weights import heat_map
-from ckpipe.retention import AnyOf, KeepBest, Rule, decide
+from ckpipe.retention import Candidate, KeepBest, Rule, decide
 from ckpipe.settings import Settings
 from ckpipe.state.training_form import heads_in
 from ckpipe.threads import run_lanes
@@ -51,8 +44,6 @@ MOST_CHECKPOINTS = 2000
 """The most checkpoints of a page: the newest."""
 
 _AT_ONCE = 16
-_FIXED = (PINNED, RESUMED, RUNNING_NEWEST, RUNNING_RESUMED, IN_USE, OTHER_LINE, UNREAD)
-"""The reasons to keep a checkpoint that are no rules."""
 
 
 async def gather(
@@ -93,13 +84,17 @@ async def gather(
         await run_lanes(_AT_ONCE, lane)
         found = sorted(reading.found, key=lambda each: each.key)
         complete = [each for each in found if each.complete]
-        rule = settings.retention.rule
-        retention = await _retention(place.store, settings, found, reading.summaries)
-        best, best_by = _best(complete, rule, reading.summaries, infos)
-        heat = await heat_map(place, settings, complete, match) if weights else None
-        marked = (replace(each, best=each is best) for each in found)
+        facts = [candidate_of(each, reading.summaries[each.id]) for each in infos
+                 if each.id in reading.summaries]  # fmt: skip
+        retention = await _retention(place.store, settings, complete, facts, reading.summaries)
+        best, best_by = _best(settings.retention.rule, facts)
+        for each in complete:
+            each.best = each.id == best
+        whole = {each.id for each in complete}
+        readable = [each for each in reversed(infos) if each.id in whole]
+        heat = await heat_map(place, settings, readable, match) if weights else None
         return Run(
-            place.name, now, tuple(marked), deleting, retention, best_by,
+            place.name, now, tuple(found), deleting, retention, best_by,
             _bytes_by_part(reading.newest), "", len(complete) if verify else None, heat,
             len(infos[MOST_CHECKPOINTS:]),
         )  # fmt: skip
@@ -122,12 +117,15 @@ class _Reading:
             info.id, info.step, "incomplete", info.reason, info.saved_at, info.pinned
         )
         if not info.complete:
-            times = [each.modified async for each in store.list(prefix(info.key))]
-            self.found.append(replace(plain, time=max(times, default=None)))
+            with suppress(LinkRefused):
+                times = [each.modified async for each in store.list(prefix(info.key))]
+                plain.time = max(times, default=None)
+            self.found.append(plain)
             return
         try:
             index = await read_index(store, info.key)
-            found = await _described(store, index, plain)
+            summary = summary_of(index)
+            found = await _described(store, index, summary, plain)
             if self.verify:
                 async with self.place.opened(info, lease=False) as opened:
                     await verified(opened, self.settings)
@@ -137,19 +135,20 @@ class _Reading:
                 self.found.append(replace(plain, state="damaged", why=str(error)))
             return
         self.found.append(found)
-        self.summaries.learn(info.id, summary_of(index))
+        self.summaries.learn(info.id, summary)
         if self.newest is None or index.id > self.newest.id:
             self.newest = index
 
 
-async def _described(store: Backend, index: ManifestDocument, plain: Checkpoint) -> Checkpoint:
-    summary, first = summary_of(index), index.parts[0]
-    document = index
+async def _described(
+    store: Backend, index: ManifestDocument, summary: Summary, plain: Checkpoint
+) -> Checkpoint:
+    document, first = index, index.parts[0]
     if index.world_size > 1:
         (document,) = await read_members(store, index.id, [(0, 0)], index.world_size)
     try:
         report = None if document.report is None else save_report_from_data(document.report)
-    except InvalidManifest:  # spoils no more than its own facts
+    except CkpipeError:  # spoils no more than its own facts
         report = None
     blocked = durable = None
     slowest = ""
@@ -178,57 +177,52 @@ async def _foreign(place: Place) -> str:
 
 
 async def _retention(
-    store: Backend, settings: Settings, found: list[Checkpoint], summaries: Summaries
+    store: Backend,
+    settings: Settings,
+    complete: list[Checkpoint],
+    facts: list[Candidate],
+    summaries: Summaries,
 ) -> Retention:
     """Decide as ``ckpipe prune --dry-run`` does, and for the next save; note the reasons."""
-    rule = settings.retention.rule
-    complete = [each for each in found if each.complete]
+    rule, now = settings.retention.rule, datetime.now(UTC)
     if rule is None or not complete:
         return Retention("" if rule is None else repr(rule))
     every = settings.retention.lines == "all"
     catalog = Catalog(store, rule, summaries=summaries, all_lines=every)
-    now = datetime.now(UTC)
     try:
         decision = await catalog.prune(now=now, dry_run=True)
     except CkpipeError as error:
         return Retention(repr(rule), problem=str(error))
-    goes = set(decision.remove)
     for each in complete:
-        reason = decision.reasons.get(each.id, "")
-        each.kept, each.goes = ("", reason) if each.id in goes else (reason, "")
-    distance = steps_of([each for each in complete if each.key.attempt == complete[-1].key.attempt])
+        reason, goes = decision.reasons.get(each.id, ""), each.id in decision.remove
+        each.kept, each.goes = ("", reason) if goes else (reason, "")
+    distance = steps_between([each.step for each in complete[-5:]])
     if distance is None:
         return Retention(repr(rule))
-    newest = replace(complete[-1].key, step=complete[-1].step + distance, count=0)
-    facts = [
-        candidate_of(CheckpointInfo(each.id, each.step, each.key.attempt, each.key.count,
-                                    complete=True, saved_at=each.time), summaries[each.id])
-        for each in complete if each.kept and each.kept != OTHER_LINE
-    ]  # fmt: skip
-    coming = replace(
-        facts[-1], id=str(newest), step=newest.step, count=0, created=now, metrics={}, final=False
+    kept = {each.id: each.kept for each in complete if each.kept and each.kept != OTHER_LINE}
+    newest = replace(
+        facts[0],
+        id="next",
+        step=facts[0].step + distance,
+        created=now,
+        final=False,
+        metrics=dict.fromkeys(facts[0].metrics, math.nan),
     )
-    fixed = {each.id: each.kept for each in complete if each.kept in _FIXED}
-    then = decide([*facts, coming], rule, now=now, protected=fixed)
+    fixed = {id: reason for id, reason in kept.items() if reason in NOT_BY_RULE}
+    stays = [newest, *(each for each in facts if each.id in kept)]
+    then = decide(stays, rule, now=now, protected=fixed)
     return Retention(repr(rule), newest.step, then.remove)
 
 
-def _best(
-    complete: list[Checkpoint],
-    rule: Rule | None,
-    summaries: Summaries,
-    infos: Sequence[CheckpointInfo],
-) -> tuple[Checkpoint | None, str]:
-    """Find the best checkpoint by a rule, or else by a metric that is called a loss."""
-    rules = rule.rules if isinstance(rule, AnyOf) else (rule,)
-    for each in rules:
-        if isinstance(each, KeepBest):
-            known = {one.id: one for one in complete}
-            facts = [candidate_of(one, summaries[one.id]) for one in infos if one.id in known]
-            winner = next(iter(each.winners(facts)), "")
-            extreme = "lowest" if each.mode == "min" else "highest"
-            return known.get(winner), f"the {extreme} {each.metric}" if winner else ""
-    return best_of(complete)
+def _best(rule: Rule | None, facts: Sequence[Candidate]) -> tuple[str, str]:
+    """Find the best checkpoint by a rule, or else by the lowest loss; also return the reason."""
+    rules = [each for each in getattr(rule, "rules", (rule,)) if isinstance(each, KeepBest)]
+    losses = {name for each in facts for name in each.metrics if "loss" in name.lower()}
+    losses_first = sorted(losses, key=lambda name: ("val" not in name.lower(), name))
+    for each in (*rules, *map(KeepBest, losses_first)):
+        for winner in each.winners(facts):
+            return winner, f"the {'lowest' if each.mode == 'min' else 'highest'} {each.metric}"
+    return "", ""
 
 
 def _bytes_by_part(index: ManifestDocument | None) -> dict[str, int]:

@@ -6,11 +6,10 @@ import functools
 import math
 import os
 import shlex
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any, NamedTuple, Unpack
 
 from ckpipe.calls import Url, called
 from ckpipe.format.summary import REMEDY
@@ -19,7 +18,6 @@ from ckpipe.pages.gather import gather
 from ckpipe.pages.render import Axis, number_axis, render, time_axis, write_page
 from ckpipe.running.validation import location
 from ckpipe.settings import PipelineFields, Settings
-from ckpipe.types import size_text
 
 MOST_METRICS, MOST_LANES, MOST_ROWS = 12, 40, 500
 """The most metrics and launches that are drawn, and rows of the table of checkpoints."""
@@ -106,49 +104,35 @@ def report(
     return called(work, settings, fields)
 
 
-@dataclass(frozen=True, slots=True)
-class Panel:
+class Panel(NamedTuple):
     """A small chart of one number over the steps.
 
     Args:
         name: Its name.
         y: The axis of the number.
-        lines: For each attempt, the points of its line, as SVG has them.
-        dots: For each finite value, its position in percent, its text and its checkpoint.
-        odd: The same for NaN and infinities, without the height.
-        newest: The newest value.
+        points: The checkpoints with their numbers, each with the point that its line comes from.
     """
 
     name: str
     y: Axis
-    lines: tuple[str, ...]
-    dots: tuple[tuple[float, float, float, Checkpoint], ...]
-    odd: tuple[tuple[float, float, Checkpoint], ...]
-    newest: float
+    points: list[tuple[Checkpoint, float, tuple[Checkpoint, float] | None]]
 
 
-def _panel(name: str, x: Axis, run: Run, values: Mapping[str, float | None]) -> Panel | None:
-    known = [
-        (each, _plain(value)) for each in run.complete if (value := values.get(each.id)) is not None
-    ]
-    finite = [value for _, value in known if math.isfinite(value)]
-    if not known:
-        return None
-    y = number_axis(finite, about=3)
-    dots = [
-        (x.at(each.step), round(100 - y.at(value), 2), value, each)
-        for each, value in known if math.isfinite(value)
-    ]  # fmt: skip
-    lines: dict[str, list[str]] = {}
-    for across, down, _, each in dots:
-        if each.key.attempt not in lines:  # the line goes on from where the attempt resumed
-            origin = each.origin
-            before = [dot for dot in dots if origin and dot[3].key <= origin]
-            lines[each.key.attempt] = [f"{a},{b}" for a, b, *_ in before[-1:]]
-        lines[each.key.attempt].append(f"{across},{down}")
-    odd = [(x.at(each.step), value, each) for each, value in known if not math.isfinite(value)]
-    drawn = tuple(" ".join(each) for each in lines.values() if len(each) > 1)
-    return Panel(name, y, drawn, tuple(dots), tuple(odd), known[-1][1])
+def _panel(name: str, run: Run, values: Mapping[str, float | None]) -> Panel | None:
+    last: dict[str, tuple[Checkpoint, float] | None] = {}
+    points: list[tuple[Checkpoint, float, tuple[Checkpoint, float] | None]] = []
+    for each in run.complete:
+        value, attempt, origin = values.get(each.id), each.key.attempt, each.origin
+        if value is None:
+            continue
+        if attempt not in last:  # the line goes on from where the attempt resumed
+            earlier = (point for point in reversed(points) if origin and point[0].key <= origin)
+            last[attempt] = next(((one, number) for one, number, _ in earlier), None)
+        points.append((each, _plain(value), last[attempt]))
+        if math.isfinite(points[-1][1]):
+            last[attempt] = points[-1][:2]
+    finite = [value for _, value, _ in points if math.isfinite(value)]
+    return Panel(name, number_axis(finite, about=3), points) if points else None
 
 
 def _plain(value: float) -> float:
@@ -166,11 +150,11 @@ def _page(run: Run) -> dict[str, Any]:
     metrics = [
         panel
         for name in sorted(names)
-        if (panel := _panel(name, x, run, {e.id: e.metrics.get(name) for e in run.complete}))
+        if (panel := _panel(name, run, {e.id: e.metrics.get(name) for e in run.complete}))
     ]
     costs = [
-        _panel("training blocked, seconds", x, run, {e.id: e.blocked for e in run.complete}),
-        _panel("durable after, seconds", x, run, {e.id: e.durable for e in run.complete}),
+        _panel("training blocked, seconds", run, {e.id: e.blocked for e in run.complete}),
+        _panel("durable after, seconds", run, {e.id: e.durable for e in run.complete}),
     ]
     launches = run.launches
     lanes = launches[-MOST_LANES:]
@@ -178,9 +162,6 @@ def _page(run: Run) -> dict[str, Any]:
     times = [time for each in lanes for time in (each.began, each.ended)]
     traits = [each.traits for each in lanes]
     kinds = list(dict.fromkeys(name for each in traits for name in each))[:8]
-    reasons: defaultdict[tuple[str, str], list[int]] = defaultdict(list)
-    for each in reversed(run.complete):
-        reasons["goes" if each.goes else "stays", each.goes or each.kept].append(each.step)
     slowest = Counter(each.slowest for each in run.complete if each.slowest)
     return {
         "run": run,
@@ -198,13 +179,10 @@ def _page(run: Run) -> dict[str, Any]:
         "next_goes": [each.step for each in run.complete if each.id in run.retention.next_goes],
         "kinds": kinds,
         "traits": traits,
-        "reasons": reasons,
-        "shares": _shares(run.parts),
-        "heats": _heats(run),
+        "shades": shades,
         "rows": run.checkpoints[::-1][:MOST_ROWS],
         "name": run.url.rstrip("/").rpartition("/")[2] or run.url,
         "quoted": shlex.quote(run.url),
-        "python": repr(run.url),
         "remedy": REMEDY,
         "mark": mark,
     }
@@ -217,35 +195,7 @@ def mark(each: Checkpoint) -> str:
     return "best" if each.best else "pinned" if each.pinned else "goes" if each.goes else "kept"
 
 
-def _shares(parts: Mapping[str, int]) -> list[tuple[str, float, float, str]]:
-    """Return for each part its name, where it begins and its width in percent, and its size."""
-    total, reached, found = sum(parts.values()) or 1, 0.0, []
-    for name, nbytes in parts.items():
-        width = 100 * nbytes / total
-        found.append((name, round(reached, 2), round(width, 2), size_text(nbytes)))
-        reached += width
-    return found
-
-
-def _heats(run: Run) -> list[tuple[str, list[tuple[str, list[tuple[float, float | None]]]]]]:
-    """Return the two maps: rows of cells, each with an opacity and its number; -1 for NaN."""
-    if run.heat is None:
-        return []
-    maps = []
-    for index, title in ((1, "change since the checkpoint before, |Δ|/|w|"), (0, "norm, |w|")):
-        rows = {name: both[index] for name, both in run.heat.rows.items()}
-        usual = [v for row in rows.values() for v in row if v and math.isfinite(v)]
-        axis = number_axis([math.log10(each) for each in usual])
-        cells = [
-            (name, [(_opacity(axis, value), value) for value in row]) for name, row in rows.items()
-        ]
-        maps.append((title, cells))
-    return maps
-
-
-def _opacity(axis: Axis, value: float | None) -> float:
-    if value is None:
-        return 0.0
-    if not math.isfinite(value):
-        return -1.0
-    return 0.05 if not value else round(0.12 + 0.0088 * axis.at(math.log10(value)), 3)
+def shades(rows: Mapping[str, Sequence[float | None]]) -> Axis:
+    """Return a logarithmic axis of the numbers in a table that are finite and not 0."""
+    usual = [each for row in rows.values() for each in row if each and math.isfinite(each)]
+    return Axis(min(usual, default=1.0), max(usual, default=1.0), log=True)

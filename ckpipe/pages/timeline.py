@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 from ckpipe.pages.render import Axis, render, round_numbers
 from ckpipe.types import (
@@ -28,40 +28,10 @@ _KEYS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Bar:
-    """A time span that is drawn.
+HEADINGS = ("stage", "began", "seconds", "waited", "bytes", "rate")
 
-    Args:
-        kind: Its class, one of the keys.
-        left: Its begin in percent.
-        width: Its width in percent.
-        tip: Its text.
-    """
-
-    kind: str
-    left: float
-    width: float
-    tip: str
-
-
-@dataclass(frozen=True, slots=True)
-class Section:
-    """The drawing of one rank.
-
-    Args:
-        rank: Its report.
-        rows: The rows of bars, each with its name.
-        table: The rows of the table of stages.
-        staged: The time in percent at which the whole state was copied; None if it never was.
-        thinned: Whether not all blocks are drawn.
-    """
-
-    rank: RankReport
-    rows: tuple[tuple[str, tuple[Bar, ...]], ...]
-    table: tuple[tuple[str, ...], ...]
-    staged: float | None
-    thinned: bool
+Bar = tuple[str, Span, str]
+"""A time span that is drawn: its class, its begin and end, and its text."""
 
 
 def timeline_page(info: CheckpointInfo, ranks: Sequence[RankReport], world_size: int) -> str:
@@ -79,15 +49,12 @@ def timeline_page(info: CheckpointInfo, ranks: Sequence[RankReport], world_size:
     until = max([report.seconds for report in known], default=0.0) or 1e-6
     marks = [(100 * each / until, f"{each:g} s") for each in round_numbers(0.0, until, 5)]
     axis, most = Axis(0.0, until, tuple(marks)), MOST_BLOCKS // max(1, len(known))
-    sections = [_section(each, axis, max(1, most)) for each in ranks]
+    sections = [_section(each, max(1, most)) for each in ranks]
     started = min((each.started for each in ranks), default="")
     return render(
         "timeline.html", info=info, sections=sections, world_size=world_size, axis=axis,
         keys=_KEYS, headings=HEADINGS, started=started,
     )  # fmt: skip
-
-
-HEADINGS = ("stage", "began", "seconds", "waited", "bytes", "rate")
 
 
 def stage_rows(report: SaveReport) -> Iterator[tuple[str, str, str, str, str, str]]:
@@ -107,37 +74,34 @@ def _in_order(report: SaveReport) -> list[tuple[str, StageReport]]:
     return sorted(report.stages.items(), key=lambda item: item[1].began)
 
 
-def _section(rank: RankReport, axis: Axis, most: int) -> Section:
+def _section(rank: RankReport, most: int) -> dict[str, Any]:
     report = rank.report
     if report is None:
-        return Section(rank, (), (), None, False)
+        return {"rank": rank}
     blocks = report.blocks[:: max(1, -(-len(report.blocks) // most))]
-    rows = [(name, tuple(bars)) for name, bars in _rows(report, blocks, axis)]
-    staged = None if report.staged_seconds is None else axis.at(report.staged_seconds)
     thinned = len(blocks) < len(report.blocks)
-    return Section(rank, tuple(rows), tuple(stage_rows(report)), staged, thinned)
+    rows = [(name, [*bars]) for name, bars in _rows(report, blocks)]
+    return {"rank": rank, "rows": rows, "table": [*stage_rows(report)], "thinned": thinned}
 
 
-def _rows(
-    report: SaveReport, blocks: Sequence[BlockReport], axis: Axis
-) -> Iterator[tuple[str, Iterator[Bar]]]:
+def _rows(report: SaveReport, blocks: Sequence[BlockReport]) -> Iterator[tuple[str, Iterable[Bar]]]:
     for name, stage in _in_order(report):
         span = (stage.began, stage.began + stage.seconds)
         moved = f"\n{size_text(stage.bytes)}" if stage.bytes else ""
         tip = f"{name}: {_when(span)}"
         tip += f"\nat work {stage.busy:.4f} s, waited {stage.waited:.4f} s{moved}"
-        yield name, iter([_bar(axis, "stage", span, tip)])
+        yield name, [("stage", span, tip)]
     for copier in sorted({block.copier for block in blocks}):
         mine = [block for block in blocks if block.copier == copier]
-        yield f"copier {copier}", _bars(axis, mine, "copied")
+        yield f"copier {copier}", _bars(mine, "copied")
     if any(block.summed for block in blocks):
-        yield "checksums", _bars(axis, blocks, "summed")
+        yield "checksums", _bars(blocks, "summed")
     for lane in sorted({block.lane for block in blocks if block.uploaded}):
         mine = [block for block in blocks if block.lane == lane]
-        yield f"lane {lane}", _bars(axis, mine, "uploaded")
+        yield f"lane {lane}", _bars(mine, "uploaded")
 
 
-def _bars(axis: Axis, blocks: Sequence[BlockReport], kind: str) -> Iterator[Bar]:
+def _bars(blocks: Sequence[BlockReport], kind: str) -> Iterator[Bar]:
     for block in blocks:
         span: Span | None = getattr(block, kind)
         if span is None:
@@ -147,12 +111,7 @@ def _bars(axis: Axis, blocks: Sequence[BlockReport], kind: str) -> Iterator[Bar]
         told = seconds > 0 and kind != "summed"
         rate = f"\n{rate_text(block.bytes, seconds)}" if told else ""
         where = f"file {block.file}, offset {block.offset}, {size_text(block.bytes)}"
-        yield _bar(axis, kind, span, f"{kind}: {_when(span)}\n{where}{rate}")
-
-
-def _bar(axis: Axis, kind: str, span: Span, tip: str) -> Bar:
-    left, right = (min(100.0, axis.at(each)) for each in span)
-    return Bar(kind, left, round(max(0.06, right - left), 2), tip)
+        yield kind, span, f"{kind}: {_when(span)}\n{where}{rate}"
 
 
 def _when(span: Span) -> str:

@@ -6,14 +6,13 @@ memory holds two batches.
 
 from __future__ import annotations
 
-import math
-from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import AsyncExitStack, closing
-from dataclasses import dataclass, field
 from functools import partial
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from ckpipe.catalog.inspect import batches, check_expansion, tensor_bytes
 from ckpipe.catalog.opened import Opened
@@ -22,11 +21,14 @@ from ckpipe.foreign.source import Place
 from ckpipe.format.labels import label_filter
 from ckpipe.loading.labelled_tensors import LabelledTensors
 from ckpipe.memory.arena import Arena
-from ckpipe.pages.facts import Checkpoint, HeatMap, part_of
+from ckpipe.pages.facts import HeatMap, part_of
 from ckpipe.reading.comparison import Comparison, flat, slices
 from ckpipe.settings import Settings
 from ckpipe.state.training_form import heads_in
 from ckpipe.threads import in_thread
+from ckpipe.types import CheckpointInfo, first_of
+
+_Table = NDArray[np.float64]
 
 MOST_STEPS, MOST_LAYERS = 24, 150
 """The most checkpoints of which weights are read, and the most layers of a heat map."""
@@ -34,38 +36,10 @@ MOST_STEPS, MOST_LAYERS = 24, 150
 _BATCH_BYTES = 128 << 20
 
 
-@dataclass(slots=True)
-class _Sums:
-    """The sums of squares of one layer at one step: of its weights, their changes, and the base."""
-
-    norm: float = 0.0
-    change: float = 0.0
-    base: float = 0.0
-    compared: bool = False
-
-
-@dataclass(slots=True)
-class _Table:
-    cells: defaultdict[tuple[str, int], _Sums] = field(default_factory=lambda: defaultdict(_Sums))
-
-    def add(self, layer: str, column: int, now: torch.Tensor, before: torch.Tensor | None) -> None:
-        """Add a tensor of a step, and its change since the step before; blocking."""
-        cell = self.cells[layer, column]
-        for each in slices(flat(now)):
-            cell.norm += float(each.abs().double().square().sum())
-        if before is not None and (before.shape, before.dtype) == (now.shape, now.dtype):
-            comparison = Comparison(before, now)
-            for a, b in comparison.pieces():
-                comparison.add(a, b)
-            cell.change += comparison.squares
-            cell.base += comparison.base
-            cell.compared = True
-
-
 async def heat_map(
     place: Place,
     settings: Settings,
-    complete: Sequence[Checkpoint],
+    complete: Sequence[CheckpointInfo],
     match: Sequence[str] | None,
 ) -> HeatMap:
     """Compute the norms of the weights of a run.
@@ -86,37 +60,51 @@ async def heat_map(
         opened: list[tuple[int, Opened]] = []
         for each in chosen:
             try:
-                info = await place.chosen(each.id)
-                one = await stack.enter_async_context(place.opened(info, lease=False))
+                one = await stack.enter_async_context(place.opened(each, lease=False))
                 opened.append((each.step, one))
             except (CheckpointNotFound, CorruptCheckpoint):
                 continue  # it was deleted meanwhile
         layers = _layers([one for _, one in opened], match)
-        table = await _filled([one for _, one in opened], layers, settings)
-    steps = tuple(step for step, _ in opened)
-    names = list(dict.fromkeys(layers.values()))[:MOST_LAYERS]
-    left_out = len(dict.fromkeys(layers.values())) - len(names)
-    notes = [f"{len(steps)} of {len(complete)} checkpoints"] * (len(steps) < len(complete))
-    notes += [f"without {left_out} more layers"] * (left_out > 0)
-    rows = {name: _row(table, name, len(steps)) for name in names}
-    return HeatMap(steps, rows, ", ".join(notes))
+        sums = await _filled([one for _, one in opened], layers, settings)
+    names = [*dict.fromkeys(layers.values())]
+    notes = [f"{len(opened)} of {len(complete)} checkpoints"] * (len(opened) < len(complete))
+    notes += [f"the first {MOST_LAYERS} of {len(names)} layers"] * (len(names) > MOST_LAYERS)
+    if unread := sorted(sums.unread):
+        notes.append(f"without step {first_of([opened[each][0] for each in unread])}, not readable")
+        sums.seen[:, unread] = sums.compared[:, unread] = 0
+    with np.errstate(divide="ignore", invalid="ignore"):
+        change = np.where(sums.change == 0, 0.0, np.sqrt(sums.change / sums.base))
+    rows = [*enumerate(names[:MOST_LAYERS])]
+    norms = {name: _known(np.sqrt(sums.norm[row]), sums.seen[row]) for row, name in rows}
+    changes = {name: _known(change[row], sums.compared[row]) for row, name in rows}
+    return HeatMap(tuple(step for step, _ in opened), norms, changes, ", ".join(notes))
 
 
-def _row(
-    table: _Table, name: str, columns: int
-) -> tuple[tuple[float | None, ...], tuple[float | None, ...]]:
-    norms: list[float | None] = []
-    changes: list[float | None] = []
-    for column in range(columns):
-        cell = table.cells.get((name, column))
-        norms.append(None if cell is None else math.sqrt(cell.norm))
-        if cell is None or not cell.compared:
-            changes.append(None)
-        elif not cell.base:
-            changes.append(math.inf if cell.change else 0.0)
-        else:
-            changes.append(math.sqrt(cell.change / cell.base))
-    return tuple(norms), tuple(changes)
+def _known(values: _Table, known: _Table) -> tuple[float | None, ...]:
+    return tuple(
+        float(value) if there else None for value, there in zip(values, known, strict=True)
+    )
+
+
+class _Sums:
+    """The sums of squares by layer and step: of weights, of their changes, and of the base."""
+
+    def __init__(self, rows: int, columns: int) -> None:
+        self.unread = set[int]()
+        self.norm, self.change, self.base, self.seen, self.compared = np.zeros((5, rows, columns))
+
+    def add(self, row: int, column: int, now: torch.Tensor, before: torch.Tensor | None) -> None:
+        """Add a tensor of a step, and its change since the step before; blocking."""
+        self.seen[row, column] = 1
+        for each in slices(flat(now)):
+            self.norm[row, column] += float(each.abs().double().square().sum())
+        if before is not None and (before.shape, before.dtype) == (now.shape, now.dtype):
+            comparison = Comparison(before, now)
+            for a, b in comparison.pieces():
+                comparison.add(a, b)
+            self.change[row, column] += comparison.squares
+            self.base[row, column] += comparison.base
+            self.compared[row, column] = 1
 
 
 def _layers(opened: Sequence[Opened], match: Sequence[str] | None) -> dict[str, str]:
@@ -150,7 +138,7 @@ def layer_of(label: str) -> str:
     return ".".join(keys[: number + 1] if number is not None else keys[:-1] or keys)
 
 
-async def _filled(opened: Sequence[Opened], layers: dict[str, str], settings: Settings) -> _Table:
+async def _filled(opened: Sequence[Opened], layers: dict[str, str], settings: Settings) -> _Sums:
     sizes: dict[str, int] = {}
     for each in opened:
         rows = [row for structure in each.document.structures for row in structure.tensors]
@@ -160,13 +148,19 @@ async def _filled(opened: Sequence[Opened], layers: dict[str, str], settings: Se
         sizes |= mine
     make = partial(LabelledTensors, labels=layers)
     tensors = [await in_thread(make, each) for each in opened]
-    table = _Table()
+    rows_of = {name: row for row, name in enumerate(dict.fromkeys(layers.values()))}
+    sums, lanes = _Sums(len(rows_of), len(opened)), settings.load.lanes
     with closing(Arena(settings.staging.block_bytes)) as arena:
         for batch in batches(layers, sizes.__getitem__, _BATCH_BYTES):
             before: dict[str, torch.Tensor] = {}
             for column, saved in enumerate(tensors):
-                now = await saved.read(batch, arena, settings.load.lanes)
+                try:
+                    now = {} if column in sums.unread else await saved.read(batch, arena, lanes)
+                except CorruptCheckpoint:  # it is damaged, or was deleted meanwhile
+                    sums.unread.add(column)
+                    now = {}
                 for label, tensor in now.items():
-                    await in_thread(table.add, layers[label], column, tensor, before.get(label))
+                    row = rows_of[layers[label]]
+                    await in_thread(sums.add, row, column, tensor, before.get(label))
                 before = now
-    return table
+    return sums

@@ -24,11 +24,11 @@ NAMES = """
     Backend Batches Cast CheckpointDescription CheckpointInfo Children CkpipeError CopyResult Drop
     ExportResult Fuse GlobalPlanner KeepBest KeepEvery KeepIf KeepLast KeepWithin LoadReport
     LoadResult LocalPlanner ObjectInfo Only Pipeline Planner Progress PutMode Rearrange Rename
-    RngState
+    Report RngState
     SaveHandle SaveReport Settings Split Stack StateLock Statistics SyncPipeline SyncSaveHandle
     TensorDescription Unstack Upload UploadLimits ValueDescription VerifyResult __version__ copy
     export import_checkpoint inspect load name_table register_backend register_type
-    register_wrapper verify
+    register_wrapper report verify
 """
 
 MODULES = ["distributed", "errors", "events", "planning", "preemption", "testing"]

@@ -129,7 +129,7 @@ def check(found: Looked) -> None:
 
 
 def test_a_browser_shows_the_report_of_a_run(
-    look: Callable[[Path], Looked], tmp_path: Path
+    call: Commands, look: Callable[[Path], Looked], tmp_path: Path
 ) -> None:
     root = killed_run(tmp_path / "root")
     with ckpipe.SyncPipeline(root) as pipeline:
@@ -140,8 +140,11 @@ def test_a_browser_shows_the_report_of_a_run(
     rules = ckpipe.KeepLast(2) | ckpipe.KeepBest("loss")
     found = ckpipe.report(root, weights=True, retention=rules)
     check(look(found.write(tmp_path / "page.html")))
+    assert call("timeline", root, 40, "--html", tmp_path / "timeline.html").code == 0
+    check(look(tmp_path / "timeline.html"))
 
 
+@pytest.mark.slow
 def test_hostile_names_fit_on_the_pages(
     call: Commands, look: Callable[[Path], Looked], tmp_path: Path
 ) -> None:
@@ -158,6 +161,7 @@ def test_hostile_names_fit_on_the_pages(
     check(look(tmp_path / "timeline.html"))
 
 
+@pytest.mark.slow
 def test_an_empty_root_gets_a_page(look: Callable[[Path], Looked], tmp_path: Path) -> None:
     (tmp_path / "root").mkdir()
     found = look(ckpipe.report(tmp_path / "root").write(tmp_path / "page.html"))

@@ -67,7 +67,7 @@ def test_report_for_people_is_short(call: Commands, run: Path) -> None:
     assert [line.split()[:1] for line in lines[1:4]] == [["launch"], ["1"], ["2"]]
     assert "20 to 35" in lines[2]
     assert "step 20" in lines[3]
-    assert lines[-1] == "no retention rules are given, so nothing is removed"
+    assert lines[-1] == "no retention rules are given"
     assert call("report", run, "--open").code == 2
     assert call("report", run, "--match", "model.*").code == 2
 
@@ -125,10 +125,16 @@ def test_damaged_and_deleted_checkpoints_do_not_stop_a_report(
     assert page.of_class("m-damaged")
     assert call("report", root).code == 1
     data = next(root.glob("step-000000000020*/*.safetensors"))
-    flip(data, data.stat().st_size - 1)
+    for at in range(4096, data.stat().st_size, 64):  # behind the header, in every tensor
+        flip(data, at)
     assert len(ckpipe.report(root).run.of_state("damaged")) == 1
     steps = [each.step for each in ckpipe.report(root, verify=True).run.of_state("damaged")]
     assert steps == [20, 40]
+    heat = ckpipe.report(root, weights=True).run.heat
+    assert heat is not None
+    assert "without step 20, not readable" in heat.note
+    assert heat.steps[1] == 20
+    assert {row[1] for row in heat.norms.values()} == {None}
 
 
 def test_norms_and_changes_of_weights_by_layer(tmp_path: Path) -> None:
@@ -142,16 +148,19 @@ def test_norms_and_changes_of_weights_by_layer(tmp_path: Path) -> None:
     heat = found.run.heat
     assert heat is not None
     assert heat.steps == (0, 1, 2)
-    assert heat.rows.keys() == {"model.layers.0", "model.layers.1", "model.head"}
-    norms, changes = heat.rows["model.layers.0"]
+    assert heat.norms.keys() == {"model.layers.0", "model.layers.1", "model.head"}
+    norms, changes = heat.norms["model.layers.0"], heat.changes["model.layers.0"]
     assert norms[:2] == pytest.approx((float(before.norm()), float(after.norm())))
-    assert changes[:2] == (None, pytest.approx(float((after - before).norm() / before.norm())))
+    assert changes[0] is None
+    assert changes[1] == pytest.approx(float((after - before).norm() / before.norm()))
     assert math.isnan(norms[2] or 0)
     assert math.isnan(changes[2] or 0)
-    assert heat.rows["model.layers.1"] == ((2.0, 2.0, 2.0), (None, 0.0, 0.0))
+    assert heat.norms["model.layers.1"] == (2.0, 2.0, 2.0)
+    assert heat.changes["model.layers.1"] == (None, 0.0, 0.0)
     assert len(Page(found.html).of_class("heat-nan")) == 2
-    (only,) = ckpipe.report(tmp_path, weights=True, match=["*head*"]).run.heat.rows  # type: ignore[union-attr]
-    assert only == "model.head"
+    chosen = ckpipe.report(tmp_path, weights=True, match=["*head*"]).run.heat
+    assert chosen is not None
+    assert [*chosen.norms] == ["model.head"]
     with pytest.raises(UsageError, match="No tensor matches"):
         ckpipe.report(tmp_path, weights=True, match=["nothing"])
 
@@ -220,3 +229,11 @@ def test_all_facts_of_a_report_are_plain(call: Commands, run: Path) -> None:
     data: dict[str, Any] = call("report", run, "--weights", "--verify", "--json").data
     assert data["verified"] == 5
     assert data["heat"]["steps"] == [10, 20, 30, 30, 40]
+
+
+def test_rules_that_call_functions_are_decided_too(run: Path) -> None:
+    rule = ckpipe.KeepLast(1) | ckpipe.KeepIf(lambda each: each.metrics["loss"] > 0.4)
+    found = ckpipe.report(run, retention=rule).run
+    kept = [each.step for each in found.complete if each.kept]
+    assert kept == [10, 20, 40]
+    assert [each.step for each in found.complete if each.id in found.retention.next_goes] == [40]

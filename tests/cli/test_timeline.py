@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
-import shutil
-import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 import ckpipe
@@ -23,9 +19,6 @@ from tests.support.pipelines import loaded_state, stores
 from tests.support.rank_pipelines import ranks
 from tests.support.stored_files import Document, forge, manifest_key
 
-CHROMIUM = next(
-    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
-)
 SMALL_BLOCKS = {"block_bytes": 65536}
 STAGE = {"began": 0.05, "seconds": 0.4, "waited": 0.0, "bytes": 10**6}
 
@@ -158,38 +151,3 @@ def test_very_many_blocks_are_thinned_out(call: Commands, tmp_path: Path) -> Non
     page = Page(file.read_text())
     assert MOST_BLOCKS / 2 < len(page.of_class("uploaded")) <= MOST_BLOCKS < 8000
     assert any("not all blocks are drawn" in text for text in page.texts)
-
-
-PROBE = """
-<script>
-addEventListener("load", () => {
-  const bar = document.querySelector("rect.uploaded"), box = bar.getBoundingClientRect();
-  const wide = [...document.querySelectorAll("rect")].every(
-    each => each.getBoundingClientRect().right <= document.documentElement.clientWidth);
-  document.title = JSON.stringify({tip: bar.querySelector("title").textContent, wide,
-    height: box.height, fill: getComputedStyle(bar).fill});
-});
-</script>
-"""
-
-
-@pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium here to draw the page")
-def test_a_browser_draws_the_page_and_shows_details(call: Commands, tmp_path: Path) -> None:
-    file = tmp_path / "page.html"
-    report: Document = {"stages": {"upload": STAGE}, "blocks": blocks(3)}
-    page = page_of(call, tmp_path / "root", report)
-    file.write_text(page.replace("style-src", "script-src 'unsafe-inline'; style-src") + PROBE)
-    assert CHROMIUM is not None
-    done = subprocess.run(
-        [
-            CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--window-size=1000,700",
-            f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", file.as_uri(),
-        ],
-        capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
-    title = re.search(r"<title>(\{.*?\})</title>", done.stdout)
-    assert title is not None, done.stderr
-    found = json.loads(title[1])
-    assert found["tip"].startswith("uploaded: 0.0000 to 0.0050 s")
-    assert (found["wide"], found["fill"]) == (True, "rgb(31, 157, 97)")
-    assert found["height"] > 5
