@@ -27,7 +27,7 @@ NO_LINE = "-"
 Url = Annotated[
     str, typer.Argument(metavar="URL", help="The root of the checkpoints.", show_default=False)
 ]
-Step = Annotated[str, typer.Argument(metavar="STEP", help="A step, or an id, also a short one.")]
+Step = Annotated[str, typer.Argument(metavar="STEP", help="A step, or the id of a checkpoint.")]
 MaybeStep = Annotated[
     str | None,
     typer.Argument(
