@@ -23,7 +23,7 @@ from ckpipe.format.names import prefix
 from ckpipe.retention import Rule, from_data
 from ckpipe.settings import Settings
 from ckpipe.store.registry import Access, open_store
-from ckpipe.types import CheckpointId, CheckpointInfo, size_text
+from ckpipe.types import CheckpointInfo, size_text
 
 DryRun = Annotated[
     bool, typer.Option("--dry-run", help="Show the decisions and reasons; change nothing.")
@@ -153,10 +153,9 @@ def _listed(reasons: Mapping[str, str], sizes: Mapping[str, int]) -> list[dict[s
     ]
 
 
-def _step_of(id: str) -> int | None:
+def _step_of(id: str) -> int:
     """Return the step in the id of a checkpoint."""
-    key = CheckpointId.parse(id)
-    return None if key is None else key.step
+    return int(id.partition(".")[0].removeprefix("step-"))
 
 
 def _verdicts(

@@ -88,21 +88,30 @@ def list_(
         rule = None if metric is None else KeepBest(metric, mode)
         async with open_place(url, screen.settings) as place:
             infos = await place.checkpoints()
+            known = {each.id: each for each in infos}
             rows = [_checkpoint_data(each) for each in infos]
-            if rule is None and sort in ("time", "step"):
-                rows = _ordered(rows, sort, limit)
+            if sort == "step":
+                rows.sort(key=lambda each: each["step"], reverse=True)
+            if rule is None and sort != "size":
+                rows = _first(rows, limit)
             if rows and (read or not brief):
-                rows = await _described(screen, place.store, infos, rows, read)
+                pairs = {known[each["id"]]: each for each in rows}
+                rows = await _described(screen, place.store, pairs, read)
             foreign = None if infos else await _foreign(place)
             runs = [] if infos or foreign else await _runs(screen, place, limit, brief)
-        rows = _ordered(rows, sort, limit, {} if rule is None else _ranked(rows, rule))
+        if sort == "size":
+            rows.sort(key=lambda each: -1 if each["bytes"] is None else each["bytes"], reverse=True)
+        best_first = rows if rule is None else _best_first(rows, rule)
+        rows = _first(best_first if sort == "metric" else rows, limit)
         data = {"url": url, "checkpoints": rows, "foreign": foreign, "runs": runs}
         if foreign is not None:
             shown: Iterable[RenderableType] = [Text(_foreign_text(foreign))]
         elif runs:
             shown = [_runs_table(screen, runs)]
         else:
-            shown = _shown(screen, infos, rows, metric, ids) if rows else [Text(NOTHING)]
+            shown = (
+                _shown(screen, infos, rows, metric, ids) if rows else [Text("no checkpoints here")]
+            )
         screen.result(data, *shown)
         if any(each["copied_bytes"] for each in rows):
             screen.note(f"copies are equal bytes that several ranks wrote. {REMEDY}")
@@ -112,63 +121,40 @@ def list_(
 
 
 async def _described(
-    screen: Screen,
-    backend: Backend,
-    infos: Sequence[CheckpointInfo],
-    rows: Sequence[dict[str, Any]],
-    read: bool,
+    screen: Screen, backend: Backend, rows: Mapping[CheckpointInfo, dict[str, Any]], read: bool
 ) -> list[dict[str, Any]]:
     """Read the summaries of complete checkpoints, or their indexes, which also show damage."""
     stored = {} if read else await list_summaries(backend)
-    known = {each.id: each for each in infos}
     with screen.meter("reading checkpoints", len(rows), of_things) as meter:
 
-        async def look(row: dict[str, Any]) -> dict[str, Any]:
-            made = row
-            if row["complete"]:
-                made = await _inspected(backend, known[row["id"]], stored)
+        async def look(info: CheckpointInfo) -> dict[str, Any]:
+            made = await _inspected(backend, info, stored) if info.complete else rows[info]
             meter.advance(1)
             return made
 
         return await all_of([partial(look, each) for each in rows], _AT_ONCE)
 
 
-def _ranked(rows: list[dict[str, Any]], rule: KeepBest) -> dict[str, int]:
-    """Mark the best checkpoint; return the places of all that have a number for the metric."""
-    metrics = {each["id"]: each["metrics"] for each in rows}
+def _best_first(rows: list[dict[str, Any]], rule: KeepBest) -> list[dict[str, Any]]:
+    """Mark the best checkpoint, and put those first that have a number for the metric."""
     now = datetime.now(UTC)
-    ranked = replace(rule, n=max(1, len(rows))).winners(
-        [Candidate(id, 0, "", 0, now, found) for id, found in metrics.items()]
-    )
+    candidates = [Candidate(row["id"], 0, "", 0, now, row["metrics"]) for row in rows]
+    ranked = replace(rule, n=max(1, len(rows))).winners(candidates)
     if not ranked and any(each["complete"] for each in rows):
-        there = first_of(sorted({name for found in metrics.values() for name in found})) or "none"
-        raise UsageError(
-            f"No checkpoint has a number for the metric {rule.metric!r}; metrics are: {there}"
-        )
+        there = first_of(sorted({name for row in rows for name in row["metrics"]})) or "none"
+        raise UsageError(f"No checkpoint has the metric {rule.metric!r}; metrics are: {there}")
     for each in rows:
         each["best"] = each["id"] in ranked[:1]
-    return {id: place for place, id in enumerate(ranked)}
+    places = {id: place for place, id in enumerate(ranked)}
+    return sorted(rows, key=lambda each: places.get(each["id"], len(rows)))
 
 
-def _ordered(
-    rows: list[dict[str, Any]],
-    sort: Sort,
-    limit: int | None,
-    places: Mapping[str, int] | None = None,
-) -> list[dict[str, Any]]:
-    """Sort checkpoints and take the first, besides those that are being deleted."""
-    if sort in ("step", "size"):
-        name = {"step": "step", "size": "bytes"}[sort]
-        rows = sorted(rows, key=lambda each: -1 if each[name] is None else each[name], reverse=True)
-    elif sort == "metric" and places is not None:
-        rows = sorted(rows, key=lambda each: places.get(each["id"], len(rows)))
+def _first(rows: list[dict[str, Any]], limit: int | None) -> list[dict[str, Any]]:
+    """Take the first checkpoints, besides those that are being deleted."""
     if limit is None:
         return rows
     deleting = [each for each in rows if each["reason"] == DELETING]
-    return [each for each in rows if each not in deleting][:limit] + deleting
-
-
-NOTHING = "no checkpoints here"
+    return [each for each in rows if each["reason"] != DELETING][:limit] + deleting
 
 
 def _shown(
@@ -190,15 +176,13 @@ def _shown(
     if not screen.terminal:
         return
     yield Text()
-    for each in listed:
-        if each["problem"]:
-            yield marks(f"damaged: step {each['step']}: {each['problem']}")
     reasons = defaultdict(list)
     for each in listed:
-        if each["reason"]:
-            reasons[each["reason"]].append(each["step"])
-    for reason, steps in reasons.items():
-        yield marks(f"incomplete: {reason} (step {first_of(steps)})")
+        state = "damaged" if each["problem"] else "incomplete"
+        reasons[state, each["problem"] or each["reason"]].append(each["step"])
+    for (state, reason), steps in reasons.items():
+        if reason:
+            yield marks(f"{state}: {reason} (step {first_of(steps)})")
     if deleting:
         yield Text(f"{len(deleting)} being deleted, the newest is step {deleting[0]['step']}")
     whole = sum(each.complete for each in infos)
@@ -218,9 +202,6 @@ def _columns(
     def differ(name: str) -> bool:
         return len({each[name] for each in rows} - {None}) > 1
 
-    def number(value: float) -> str:
-        return f"{value:.4g}" if terminal else f"{value:.6g}"
-
     def metrics(row: dict[str, Any]) -> Few:
         pairs = row["metrics"].items()
         return Few(f"{name}={number(value)}" for name, value in pairs if name != metric)
@@ -233,8 +214,9 @@ def _columns(
         return "" if value is None else number(value)
 
     now, terminal = datetime.now(UTC), screen.terminal
-    longest = max((len(each) for each in names.values()), default=0)
-    roomy = not terminal or screen.out.width >= _WIDE + longest
+    number = ("{:.4g}" if terminal else "{:.6g}").format
+    others = max(map(len, names.values()), default=0) + len(metric or "")
+    roomy = not terminal or screen.out.width >= _WIDE + others
     columns: list[tuple[str, object, Callable[[dict[str, Any]], object]]] = [
         ("step", True, lambda row: row["step"]),
         ("saved at", roomy, lambda row: _time(row["saved_at"])),
@@ -253,7 +235,7 @@ def _columns(
 _FLEXIBLE = (("metrics", 16), ("state", 11), ("metrics", 7))
 
 _WIDE = 85
-"""The width without ids from which a terminal has room for times, lines and more metrics."""
+"""The width, besides ids and a chosen metric, that has room for times, lines and more metrics."""
 
 
 def _time(moment: datetime | None) -> str:
@@ -268,11 +250,9 @@ def _state(row: dict[str, Any], brief: bool) -> Text:
     if "state" in row:
         return Text(row["state"])
     reason = row["reason"].partition(":")[0]
-    texts = (
-        ["complete"] if row["complete"] else ["incomplete" if brief else f"incomplete: {reason}"]
-    )
-    if row["problem"]:
-        texts = ["damaged" if brief else f"damaged: {row['problem']}"]
+    state = "complete" if row["complete"] else f"incomplete: {reason}"
+    state = f"damaged: {row['problem']}" if row["problem"] else state
+    texts = [state.partition(":")[0] if brief else state]
     texts += [mark for mark in ("pinned", "final", "best") if row[mark]]
     if row["copied_bytes"]:
         texts.append(f"{size_text(row['copied_bytes'])} of copies")
@@ -299,10 +279,8 @@ async def _runs(
     async def add(prefix: str, infos: Sequence[CheckpointInfo]) -> dict[str, Any]:
         complete = [each for each in infos if each.complete]
         newest = (complete or infos)[0]
-        read = (
-            [] if brief else [partial(read_summary, store, e.key, below=prefix) for e in complete]
-        )
-        sizes = [each and each.bytes for each in await all_of(read, _AT_ONCE)]
+        read = [partial(read_summary, store, each.key, below=prefix) for each in complete]
+        sizes = [e and e.bytes for e in await all_of([] if brief else read, _AT_ONCE)]
         meter.advance(1)
         return {
             "name": prefix.rstrip("/"),
@@ -329,16 +307,10 @@ def _runs_table(screen: Screen, runs: Sequence[dict[str, Any]]) -> Table:
     now = datetime.now(UTC)
     when = (lambda at: _age(at, now)) if screen.terminal else _time
     rows = [
-        (
-            each["name"],
-            each["step"],
-            each["complete"],
-            each["incomplete"] or "",
-            sized(each["bytes"]),
-            when(each["saved_at"]),
-        )
+        (each["name"], each["step"], each["complete"], each["incomplete"] or "",
+         sized(each["bytes"]), when(each["saved_at"]))
         for each in runs
-    ]
+    ]  # fmt: skip
     headings = ("run", "newest", "complete", "incomplete", "size", "age")
     if not screen.terminal:
         headings = (*headings[:-1], "saved at")

@@ -44,9 +44,7 @@ def steps_of_root(ctx: typer.Context, incomplete: str) -> list[tuple[str, str]]:
 Step = Annotated[
     str,
     typer.Argument(
-        metavar="STEP",
-        help="A step, or an id, also a short one.",
-        autocompletion=steps_of_root,
+        metavar="STEP", help="A step, or the id of a checkpoint.", autocompletion=steps_of_root
     ),
 ]
 MaybeStep = Annotated[

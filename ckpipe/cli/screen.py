@@ -328,19 +328,10 @@ class Few:
 
 
 _COLOURS = {
-    "complete": "green",
-    "ok": "green",
-    "stays": "green",
-    "+": "green",
-    "incomplete": "yellow",
-    "~": "yellow",
-    "damaged": "bold red",
-    "goes": "red",
-    "-": "red",
-    "pinned": "cyan",
-    "final": "blue",
-    "best": "bold magenta",
-}
+    "complete": "green", "ok": "green", "stays": "green", "+": "green", "incomplete": "yellow",
+    "~": "yellow", "damaged": "bold red", "goes": "red", "-": "red", "pinned": "cyan",
+    "final": "blue", "best": "bold magenta",
+}  # fmt: skip
 """The colours of words and signs with a meaning; each is a name that the terminal defines."""
 
 

@@ -11,9 +11,6 @@ from rich.cells import cell_len
 from rich.text import Text
 
 import ckpipe
-from ckpipe.catalog.find import matching
-from ckpipe.format.names import short_names
-from ckpipe.types import CheckpointId, CheckpointInfo
 from tests.support.command_line import Commands, Done, damage, on_terminal, save_steps
 from tests.support.pipelines import small_state, stores
 
@@ -186,26 +183,6 @@ def test_a_short_name_is_taken_where_an_id_is(call: Commands, tmp_path: Path) ->
     done = call("rm", tmp_path, f"1.{launches[0]}", "--force", "--json")
     assert done.data["removed"] == one
     assert call("info", tmp_path, "1.nosuch").code == 2
-
-
-def test_short_names_are_unique_and_found_again() -> None:
-    def id(attempt: str, step: int, count: int = 0) -> CheckpointId:
-        return CheckpointId(f"20261121T03420512{attempt}", step, count)
-
-    ids = [
-        id("3Z-9f3a2c01", 5), id("3Z-9f3a2c01", 5, 1), id("3Z-9f3a7", 5), id("3Z-job", 5),
-        id("3Z-job2", 5), id("3Z-same", 6), id("4Z-same", 6),
-    ]  # fmt: skip
-    infos = [
-        CheckpointInfo(str(each), each.step, each.attempt, each.count, complete=True)
-        for each in ids
-    ]
-    names = short_names(ids)
-    assert [*names.values()][:5] == ["5.9f3a2.0", "5.9f3a2.1", "5.9f3a7", "5.job", "5.job2"]
-    assert [*names][5:] == [*names.values()][5:]
-    for each in ids:
-        assert [found.id for found in matching(infos, names[str(each)])] == [str(each)]
-    assert len(matching(infos, "5.9f3a2")) == 2
 
 
 def test_an_ambiguous_short_name_is_refused_and_names_those(call: Commands, tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from ckpipe.backend import Backend, Children, ObjectInfo, PutMode
 from ckpipe.catalog import leases
 from ckpipe.catalog.catalog import Catalog
 from ckpipe.catalog.delete import Removal, delete, finish_deletions, pin
-from ckpipe.catalog.find import NO_INDEX
+from ckpipe.catalog.find import NO_INDEX, matching
 from ckpipe.catalog.leases import LEASE_LIFE, Lease, live_subjects, under_lease
 from ckpipe.catalog.summaries import Summaries
 from ckpipe.catalog.sweep import Leftovers, plan_sweep, uploads_before
@@ -35,6 +35,7 @@ from ckpipe.format.names import (
     index_key,
     launch_id,
     lease_key,
+    short_names,
     summary_id,
     tombstone_key,
 )
@@ -545,3 +546,23 @@ async def test_summaries_of_earlier_versions_go_with_their_checkpoint(how: str) 
         await Catalog(told, sweep_after=timedelta(microseconds=-1)).sweep()
     left = {summary_id(key) for key in told._store.objects if key.startswith(SUMMARIES)}
     assert left == {CheckpointId(ATTEMPT, 2, 0)}
+
+
+def test_short_names_are_unique_and_found_again() -> None:
+    def id(attempt: str, step: int, count: int = 0) -> CheckpointId:
+        return CheckpointId(f"20261121T03420512{attempt}", step, count)
+
+    ids = [
+        id("3Z-9f3a2c01", 5), id("3Z-9f3a2c01", 5, 1), id("3Z-9f3a7", 5), id("3Z-job", 5),
+        id("3Z-job2", 5), id("3Z-same", 6), id("4Z-same", 6),
+    ]  # fmt: skip
+    infos = [
+        CheckpointInfo(str(each), each.step, each.attempt, each.count, complete=True)
+        for each in ids
+    ]
+    names = short_names(ids)
+    assert [*names.values()][:5] == ["5.9f3a2.0", "5.9f3a2.1", "5.9f3a7", "5.job", "5.job2"]
+    assert [*names][5:] == [*names.values()][5:]
+    for each in ids:
+        assert [found.id for found in matching(infos, names[str(each)])] == [str(each)]
+    assert len(matching(infos, "5.9f3a2")) == 2
