@@ -206,6 +206,6 @@ def make_dist() -> None:
 if __name__ == "__main__":
     if sys.argv[1:] == ["try"]:
         for line in _trials():
-            print(f"dist: {line}")
+            print(f"dist: {line}", flush=True)
     else:
         make_dist()
