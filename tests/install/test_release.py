@@ -22,10 +22,11 @@ def test_a_release_is_reproducible_complete_and_passes_its_checks(tmp_path: Path
     subprocess.run(["git", "clone", "--quiet", ROOT, clone], check=True)
     home = tmp_path / "environment"
     subprocess.run([sys.executable, "-m", "venv", home], check=True)
-    pip = [home / "bin/python", "-m", "pip", "--quiet", "install"]
+    python = str(home / "bin/python")
+    pip = [python, "-m", "pip", "--quiet", "install"]
     subprocess.run([*pip, "--upgrade", "pip"], check=True)
     subprocess.run([*pip, "--group", "dist"], cwd=clone, check=True)
-    subprocess.run([home / "bin/python", "make_dist.py"], cwd=clone, check=True)
+    subprocess.run([python, "make_dist.py"], cwd=clone, check=True)
     names = sorted(each.name.partition("-")[2] for each in (clone / "dist").iterdir())
     assert names == [
         f"{__version__}-py3-none-any.whl",

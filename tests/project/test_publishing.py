@@ -59,6 +59,7 @@ def test_links_of_readme_hold_on_the_page_of_a_registry() -> None:
 def test_without_an_address_links_of_readme_are_text() -> None:
     text = page_text(README, "", "v1.2.3")
     assert [each for each in targets(text) if "://" not in each and not each.startswith("#")] == []
+    assert [each for each in re.findall(r"!\[([^]]+)\]", README) if f"!{each}" in text] == []
     code = re.compile(r"```.*?```", re.DOTALL)
     assert code.findall(text) == code.findall(README)
 
