@@ -7,13 +7,14 @@ TORCH  :=
 VENV   ?= .venv$(if $(TORCH),-torch-$(TORCH))
 BIN    := $(VENV)/bin
 BENCH  := .venv-bench
+DIST   := .venv-dist
 READY  := $(VENV)/.ready
 # Trainers that only make test-all installs.
 MORE   := $(VENV)/.integrations
 DEMO   := .demo
 # What the checks build of the documentation, for the tests to look at.
 SITE   := $(VENV)/site
-# The first thing to install is a new pip: that of Python 3.11 takes twice as long for all else.
+# The first thing to install is a new pip: that of Python 3.11 knows no groups.
 INSTALL := -m pip install --quiet --disable-pip-version-check --no-compile
 # Tests run in three processes on two cores, since many wait; one that is free takes tests over.
 PARALLEL ?= -n 3 --dist worksteal
@@ -24,7 +25,7 @@ unexport PYTHONDONTWRITEBYTECODE
 export NO_MKDOCS_2_WARNING := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-torch check check-types check-lint check-layers check-docs docs servers bench bench-quick bench-compare bench-publish pictures bench-local bench-interference bench-scale bench-stall bench-gpu format clean
+.PHONY: help demo test test-all test-torch check check-types check-lint check-layers check-docs docs servers bench bench-quick bench-compare bench-publish pictures bench-local bench-interference bench-scale bench-stall bench-gpu dist format clean
 
 help:  ## Show these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -111,18 +112,22 @@ pictures: $(READY)  ## Draw plots from committed results, and the pictures of th
 bench-compare: $(BENCH)/.ready  ## What changed beyond the spread: make bench-compare OLD=old.json
 	@$(BENCH)/bin/python benchmarks/comparison_report.py $(OLD) .bench/compare.json
 
+dist: $(DIST)/.ready  ## Build, check and try a release of the last commit: make dist REPOSITORY=https://...
+	@CKPIPE_REPOSITORY="$(REPOSITORY)" $(DIST)/bin/python make_dist.py
+	@$(DIST)/bin/python make_dist.py try
+
 format: $(READY)  ## Format the code and apply safe fixes
 	@$(BIN)/ruff check --quiet --fix-only .
 	@$(BIN)/ruff format .
 
 clean:  ## Remove all that these targets made, environments included
-	@rm -rf $(patsubst %/.ready,%,$(wildcard $(READY) $(BENCH)/.ready .venv-torch-*/.ready)) \
+	@rm -rf $(patsubst %/.ready,%,$(wildcard $(READY) $(BENCH)/.ready $(DIST)/.ready .venv-torch-*/.ready)) \
 		$(DEMO) .bench site dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # An environment with .ready in it is make's own. That file is there from the start, older than any
 # other, so that a setup that failed or was interrupted is taken up again.
-.PRECIOUS: $(READY) $(BENCH)/.ready
+.PRECIOUS: $(READY) $(BENCH)/.ready $(DIST)/.ready
 define own
 @[ ! -e $(@D) ] || [ -e $@ ] || \
 	{ echo "setup: $(@D) was not made by make, which installs nothing into it;" \
@@ -141,13 +146,13 @@ $(READY): pyproject.toml constraints.txt hatch_build.py ckpipe/memory/_native.c
 	@$(PYTHON) -m venv $(VENV)
 	@$(BIN)/python $(INSTALL) --upgrade pip
 	@$(BIN)/python $(INSTALL) \
-		$(if $(TORCH),torch==$(TORCH),-c constraints.txt) -e '.[dev,docs,cli,s3,gcs]'
+		$(if $(TORCH),torch==$(TORCH),-c constraints.txt) -e '.[all]' --group dev --group docs
 	@touch $@
 
 $(MORE): $(READY)
-	@echo "setup: $(VENV), with the trainers of the extra integrations"
+	@echo "setup: $(VENV), with the trainers of the group integrations"
 	@$(BIN)/python $(INSTALL) \
-		$(if $(TORCH),torch==$(TORCH),-c constraints.txt) -e '.[integrations]'
+		$(if $(TORCH),torch==$(TORCH),-c constraints.txt) -e . --group integrations
 	@touch $@
 
 $(BENCH)/.ready: pyproject.toml constraints.txt hatch_build.py ckpipe/memory/_native.c
@@ -155,5 +160,13 @@ $(BENCH)/.ready: pyproject.toml constraints.txt hatch_build.py ckpipe/memory/_na
 	@echo "setup: $(BENCH), with the peers"
 	@$(PYTHON) -m venv $(BENCH)
 	@$(BENCH)/bin/python $(INSTALL) --upgrade pip
-	@$(BENCH)/bin/python $(INSTALL) -c constraints.txt -e '.[bench]'
+	@$(BENCH)/bin/python $(INSTALL) -c constraints.txt -e . --group bench
+	@touch $@
+
+$(DIST)/.ready: pyproject.toml
+	$(own)
+	@echo "setup: $(DIST), with what builds a release"
+	@$(PYTHON) -m venv $(DIST)
+	@$(DIST)/bin/python $(INSTALL) --upgrade pip
+	@$(DIST)/bin/python $(INSTALL) --group dist
 	@touch $@

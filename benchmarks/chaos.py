@@ -119,7 +119,10 @@ def table(results: dict[str, Judged]) -> str:
 
 
 def main() -> None:
-    """Judge runs, and print the matrix and each moment that a run did not survive."""
+    """Judge runs, and print the matrix and each moment that a run did not survive.
+
+    Exits with 1 if a run with ckpipe did not survive one.
+    """
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("runs", nargs="+", help="runs of chaos_run.py")
     parser.add_argument("--points", type=int, default=1000, help="the most moments of a run to try")
@@ -136,6 +139,8 @@ def main() -> None:
     print(table(results))
     if chosen.json:
         chosen.json.write_text(json.dumps(results, indent=1))
+    ours = [each for run in results if run.endswith("-ckpipe") for each in results[run].moments]
+    sys.exit(any(each.end not in ("same", "not reached") for each in ours))
 
 
 if __name__ == "__main__":

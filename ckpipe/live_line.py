@@ -25,6 +25,7 @@ from ckpipe.events import (
     Staged,
 )
 from ckpipe.types import rate_text, size_text
+from ckpipe.version import install_line
 
 try:
     from rich.console import Console, RenderableType
@@ -34,7 +35,7 @@ try:
     from rich.text import Text
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
-        "The live line needs rich: pip install 'ckpipe[cli]'", name=error.name
+        f"The live line needs rich: {install_line('cli')}", name=error.name
     ) from error
 
 _BAR = 24

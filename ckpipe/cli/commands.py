@@ -7,9 +7,9 @@ import sys
 from json import dumps
 from typing import NamedTuple, TextIO
 
-from ckpipe.version import __version__
+from ckpipe.version import __version__, install_line
 
-INSTALL = "pip install 'ckpipe[cli]'"
+INSTALL = install_line("cli")
 
 ABOUT = """Inspect, copy and clean up checkpoints.
 

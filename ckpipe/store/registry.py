@@ -21,6 +21,7 @@ from ckpipe.backend import Backend, without_secrets
 from ckpipe.errors import BackendNotFound, SettingsError, UsageError
 from ckpipe.store.retry import OnRead, RetryingBackend, logging_policy
 from ckpipe.types import CheckpointId
+from ckpipe.version import install_line
 
 if TYPE_CHECKING:
     from ckpipe.settings import Settings
@@ -184,7 +185,7 @@ def _installed(scheme: str, changes: tuple[tuple[str, int], ...]) -> BackendFact
 
 def _install_hint(scheme: str) -> str:
     if scheme in _EXTRAS:
-        return f"Install it with: pip install 'ckpipe[{_EXTRAS[scheme]}]'"
+        return f"Install it with: {install_line(_EXTRAS[scheme])}"
     if scheme in _ELSEWHERE:
         return f"{_ELSEWHERE[scheme]}, or call ckpipe.register_backend with one of your own"
     return "Install the package that offers it, or call ckpipe.register_backend"

@@ -477,7 +477,7 @@ def test_who_may_not_write_may_read(call: Commands, caplog: pytest.LogCaptureFix
 def test_without_its_extra_the_command_says_what_to_install(missing: str) -> None:
     done = program_without(missing, "ls", "/somewhere")
     assert done.code == 2
-    assert "pip install 'ckpipe[cli]'" in done.err
+    assert "pip install '.[cli]'" in done.err
 
 
 @pytest.mark.parametrize("missing", ["typer", "rich"])
@@ -485,7 +485,7 @@ def test_without_its_extra_the_command_says_what_to_install(missing: str) -> Non
 def test_help_needs_no_extra(missing: str, words: list[str]) -> None:
     done = program_without(missing, *words)
     assert (done.code, done.err) == (0, "")
-    assert "pip install 'ckpipe[cli]'" in done.out
+    assert "pip install '.[cli]'" in done.out
     for command in COMMANDS:
         line = rf"(?m)^  {command.name} +{re.escape(command.summary)}$"
         assert re.search(line, done.out)

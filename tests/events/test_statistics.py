@@ -341,7 +341,7 @@ def test_the_live_line_in_a_notebook_is_one_output_that_changes_in_place(tmp_pat
 
 def test_without_rich_the_live_line_says_what_to_install() -> None:
     code = "import sys; sys.modules['rich.console'] = None; import ckpipe.live_line"
-    assert "pip install 'ckpipe[cli]'" in script(code).err
+    assert "pip install '.[cli]'" in script(code).err
 
 
 def test_reprs_are_diagnostics_and_show_no_tensors(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ if TYPE_CHECKING or __name__ == "__main__":  # pytest does without it
     from tests.integrations.transformers_runs import Stops
 
 pytestmark = [
-    pytest.mark.skipif(find_spec("trl") is None, reason="pip install '.[integrations]'"),
+    pytest.mark.skipif(find_spec("trl") is None, reason="pip install --group integrations"),
     pytest.mark.skipif(not EVERY, reason="the extra integrations is for make test-all"),
 ]
 

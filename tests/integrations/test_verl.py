@@ -1,7 +1,7 @@
 """The example for verl: killed runs of its trainer go on to the bit, and its settings keep meaning.
 
 verl wants transformers before 5.11, so these run in an environment of their own, with
-``pip install '.[dev]' 'verl>=0.9.1' fastapi uvicorn``, and are skipped in others.
+``pip install . --group dev 'verl>=0.9.1' fastapi uvicorn``, and are skipped in others.
 """
 
 from __future__ import annotations

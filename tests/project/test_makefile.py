@@ -59,6 +59,7 @@ def files(folder: Path) -> dict[Path, bytes]:
         (".venv", [".venv/.ready"]),
         ("mine", ["VENV=mine", "docs"]),
         (".venv-bench", ["bench-quick"]),
+        (".venv-dist", ["dist"]),
         (".venv-torch-2.10.0", ["test-torch", "TORCH=2.10.0"]),
     ],
 )

@@ -124,7 +124,7 @@ def test_impossible_schemes(name: str) -> None:
         register_backend(name, MemoryBackend)
 
 
-@pytest.mark.parametrize(("url", "extra"), [("s3://b", "ckpipe[s3]"), ("gs://b", "ckpipe[gcs]")])
+@pytest.mark.parametrize(("url", "extra"), [("s3://b", ".[s3]"), ("gs://b", ".[gcs]")])
 def test_missing_extra_is_named(
     install: Callable[[str, dict[str, str]], None],
     monkeypatch: pytest.MonkeyPatch,
