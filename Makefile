@@ -66,12 +66,13 @@ check-layers:
 	@echo "check: import layers"
 	@$(BIN)/lint-imports --no-logo >$(VENV)/layers.log 2>&1 || { cat $(VENV)/layers.log >&2; exit 1; }
 
+# With --quiet, mkdocs counts no warnings, so --strict would let them pass.
 check-docs:
 	@echo "check: docs"
-	@$(BIN)/mkdocs build --strict --quiet --site-dir $(SITE)
+	@$(BIN)/mkdocs build --strict --site-dir $(SITE) >$(VENV)/docs.log 2>&1 || { cat $(VENV)/docs.log >&2; exit 1; }
 
 docs: $(READY)  ## Build the documentation into site/
-	@$(BIN)/mkdocs build --strict --quiet --site-dir site
+	@$(BIN)/mkdocs build --strict --site-dir site >$(VENV)/docs.log 2>&1 || { cat $(VENV)/docs.log >&2; exit 1; }
 	@echo "docs: open $(abspath site)/index.html"
 
 servers: $(READY)  ## Start an S3 server and a GCS emulator on this machine, to try things against

@@ -46,7 +46,7 @@ _MOST_DEPTH = 200
 class Extent(NamedTuple):
     """The bytes of one box of a tensor in a foreign file.
 
-    Args:
+    Attributes:
         file: The key of the file.
         begin: The start of the memory that holds the box, in the file, in bytes.
         nbytes: The size of this memory. Tensors of one memory share it again after a fresh load.

@@ -57,7 +57,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if made := os.environ.get("CKPIPE_TEST_SITE"):
         return Path(made)
     built = tmp_path_factory.mktemp("site")
-    command = (sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet")
+    command = (sys.executable, "-m", "mkdocs", "build", "--strict")
     done = subprocess.run(
         (*command, "--site-dir", str(built)),
         cwd=ROOT,
