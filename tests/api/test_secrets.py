@@ -103,6 +103,7 @@ def test_commands_do_not_show_them(
         pipeline.save({"weight": torch.zeros(100)}, step=1).wait()
     commands: list[list[str]] = [
         ["ls", url], ["info", url], ["verify", url], ["timeline", url], ["diff", url, "1", "1"],
+        ["report", url],
         ["cp", url, str(tmp_path / "copy")], ["export", url, "--form", "torch"],
         ["export", url, str(tmp_path / "hf"), "--form", "hf"], ["pin", url, "1"],
         ["rm", url, "1"], ["rm", url, "7"], ["unpin", url, "1"], ["prune", url, "--keep-last", "1"],
