@@ -62,6 +62,7 @@ static uint32_t sum_portable(uint8_t *to, const uint8_t *from, size_t n) {
 }
 
 #if defined(__x86_64__)
+#include <cpuid.h>
 #include <immintrin.h>
 #ifdef __clang__
 #define FEATURES "sse4.2,pclmul,crc32" /* sse4.2 includes crc32 in GCC */
@@ -192,11 +193,16 @@ static void copy(uint8_t *to, const uint8_t *from, size_t n) {
 /* Make streamed stores visible to other processors before later stores. */
 static void settle(void) { _mm_sfence(); }
 
+/* Asks the processor itself: __builtin_cpu_supports finds no feature where zig compiles. */
 static Sum *best_sum(void) {
-    __builtin_cpu_init();
-    if (!__builtin_cpu_supports("sse4.2") || !__builtin_cpu_supports("pclmul")) return sum_portable;
-    int wide = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("vpclmulqdq");
-    return wide ? sum_avx : sum_sse;
+    unsigned a, b, c, d, enabled, high;
+    unsigned needed = bit_SSE4_2 | bit_PCLMUL;
+    if (!__get_cpuid(1, &a, &b, &c, &d) || (c & needed) != needed) return sum_portable;
+    if (!(c & bit_OSXSAVE)) return sum_sse;
+    __asm__("xgetbv" : "=a"(enabled), "=d"(high) : "c"(0));
+    int saved = (enabled & 6) == 6; /* the system keeps the wide registers of a thread */
+    int wide = saved && __get_cpuid_count(7, 0, &a, &b, &c, &d) && b & bit_AVX2;
+    return wide && c & bit_VPCLMULQDQ ? sum_avx : sum_sse;
 }
 #else
 static void copy(uint8_t *to, const uint8_t *from, size_t n) { memcpy(to, from, n); }
