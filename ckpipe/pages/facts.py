@@ -227,6 +227,12 @@ class Run:
         return next(reversed(self.complete), None)
 
     @property
+    def obstacle(self) -> Checkpoint | None:
+        """The newest checkpoint, if it is damaged: a load without ``fallback`` raises there."""
+        known = [each for each in self.checkpoints if each.state != "incomplete"]
+        return known[-1] if known and not known[-1].complete else None
+
+    @property
     def launches(self) -> list[Launch]:
         """The launches, the oldest first."""
         lanes: dict[str, list[Checkpoint]] = {}
@@ -331,10 +337,13 @@ class Run:
             nothing = "None is complete" if self.checkpoints else "There are no checkpoints here"
             told = [f"{nothing}: a run starts from scratch."]
         else:
-            age = (
-                f", {duration((self.now - newest.time).total_seconds())} old" if newest.time else ""
-            )
-            told = [f"A resume takes step {newest.step}{age}.", self._risk_text(newest)]
+            age = "" if newest.time is None else duration(self.seconds_since(newest.time))
+            age = age and f", {age} old"
+            takes = f"A resume takes step {newest.step}{age}."
+            if self.obstacle is not None:
+                takes = f"A resume fails on step {self.obstacle.step}, which is damaged; "
+                takes += f"with fallback=True it takes step {newest.step}{age}."
+            told = [takes, self._risk_text(newest)]
             size = "" if newest.bytes is None else f"; each save adds {size_text(newest.bytes)}"
             many = _count(len(self.complete), "complete checkpoint")
             told.append(f"{many} of {size_text(self.bytes)}{size}.")
