@@ -171,6 +171,8 @@ WORDS = {
     "fsspec": "faq/",
     "minio": "faq/",
     "jupyter": "faq/",
+    "export transformers": "faq/",
+    "huggingface": "tutorials/huggingface/",
 }
 
 
