@@ -28,6 +28,8 @@ SECONDS_A_STEP, PAUSE = 18.0, timedelta(minutes=14)
 SAVE_EVERY, VALIDATE_EVERY = 20, 40
 LAUNCHES = ((0, 240), (220, 433), (400, 640))
 """The first and the last step of each launch."""
+ATTEMPTS = ("2c8f41d0", "9be0735a", "e41d6b97")
+"""The names of the launches, which are the same in each picture of the run."""
 RETENTION = ckpipe.KeepLast(4) | ckpipe.KeepEvery(steps=100) | ckpipe.KeepBest("val_loss")
 
 
@@ -80,7 +82,7 @@ def train(root: Path, number: int) -> None:
     loss_of = nn.functional.cross_entropy
     ckpipe.register_backend("mortal", lambda url: Mortal(str(root)))
     place = str(root) if number else "mortal://"
-    with ckpipe.SyncPipeline(place, retention=RETENTION) as pipeline:
+    with ckpipe.SyncPipeline(place, retention=RETENTION, attempt_id=ATTEMPTS[number]) as pipeline:
         if number:
             pipeline.load(state, first)
         for step in range(first + 1, last + 1):

@@ -1,4 +1,4 @@
-"""Link the repository and the source of each page; a hook of mkdocs."""
+"""Link the repository and the source of each page, and keep names whole; a hook of mkdocs."""
 
 from __future__ import annotations
 
@@ -23,6 +23,11 @@ def web_address(remote: str) -> str | None:
         r"(?:https://(?:[^@/]*@)?|ssh://(?:\w+@)?|\w+@)([\w.-]+)[:/](.+?)(?:\.git)?/?", remote
     )
     return f"https://{found[1]}/{found[2]}" if found else None
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Mark short names, so that no line of a table ends after the hyphens of an option."""
+    return re.sub(r"<code>([^<]{1,24})</code>", r'<code class="whole">\1</code>', html)
 
 
 def on_post_page(output: str, **_: Any) -> str:
