@@ -1,6 +1,6 @@
 """The facts that the page of a run shows, as plain data; pure.
 
-A *launch* is a process group that trained; it gets a lane. An *attempt* is a launch, or its part
+A *launch* is one start of the training, and a :class:`Lane`. An *attempt* is a launch, or its part
 after a rollback. Retention removes checkpoints, so a fact about steps between two kept ones is an
 estimate by the pace of the run, and the page says *about*.
 """
@@ -116,7 +116,7 @@ class Lost:
 
 
 @dataclass(frozen=True, slots=True)
-class Launch:
+class Lane:
     """One launch of the run.
 
     Args:
@@ -152,7 +152,7 @@ class Launch:
 
 
 @dataclass(frozen=True, slots=True)
-class Retention:
+class RetentionOutcome:
     """The outcome of the retention rules.
 
     Args:
@@ -208,7 +208,7 @@ class Run:
     now: datetime
     checkpoints: tuple[Checkpoint, ...]
     deleting: int = 0
-    retention: Retention = field(default_factory=lambda: Retention(""))
+    retention: RetentionOutcome = field(default_factory=lambda: RetentionOutcome(""))
     best_by: str = ""
     parts: Mapping[str, int] = field(default_factory=dict)
     foreign: str = ""
@@ -227,7 +227,13 @@ class Run:
         return next(reversed(self.complete), None)
 
     @property
-    def launches(self) -> list[Launch]:
+    def obstacle(self) -> Checkpoint | None:
+        """The newest checkpoint, if it is damaged: a load without ``fallback`` raises there."""
+        known = [each for each in self.checkpoints if each.state != "incomplete"]
+        return known[-1] if known and not known[-1].complete else None
+
+    @property
+    def launches(self) -> list[Lane]:
         """The launches, the oldest first."""
         lanes: dict[str, list[Checkpoint]] = {}
         for each in self.checkpoints:
@@ -240,7 +246,7 @@ class Run:
             origin = next((each.origin for each in mine if each.origin), None)
             lane = None if origin is None else numbers.get(launch_id(origin.attempt))
             ended = max([began, *times])
-            found.append(Launch(id, began, ended, tuple(mine), origin, lane))
+            found.append(Lane(id, began, ended, tuple(mine), origin, lane))
         return found
 
     @property
@@ -331,10 +337,13 @@ class Run:
             nothing = "None is complete" if self.checkpoints else "There are no checkpoints here"
             told = [f"{nothing}: a run starts from scratch."]
         else:
-            age = (
-                f", {duration((self.now - newest.time).total_seconds())} old" if newest.time else ""
-            )
-            told = [f"A resume takes step {newest.step}{age}.", self._risk_text(newest)]
+            age = "" if newest.time is None else duration(self.seconds_since(newest.time))
+            age = age and f", {age} old"
+            takes = f"A resume takes step {newest.step}{age}."
+            if self.obstacle is not None:
+                takes = f"A resume fails on step {self.obstacle.step}, which is damaged; "
+                takes += f"with fallback=True it takes step {newest.step}{age}."
+            told = [takes, self._risk_text(newest)]
             size = "" if newest.bytes is None else f"; each save adds {size_text(newest.bytes)}"
             many = _count(len(self.complete), "complete checkpoint")
             told.append(f"{many} of {size_text(self.bytes)}{size}.")

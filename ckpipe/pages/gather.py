@@ -32,7 +32,7 @@ from ckpipe.foreign.source import Place, open_place
 from ckpipe.format.manifest import ManifestDocument
 from ckpipe.format.names import prefix
 from ckpipe.format.summary import Summary, summary_of
-from ckpipe.pages.facts import PARTS, Checkpoint, Retention, Run, part_of, steps_between
+from ckpipe.pages.facts import PARTS, Checkpoint, RetentionOutcome, Run, part_of, steps_between
 from ckpipe.pages.weights import heat_map
 from ckpipe.retention import Candidate, KeepBest, Rule, decide
 from ckpipe.settings import Settings
@@ -182,23 +182,23 @@ async def _retention(
     complete: list[Checkpoint],
     facts: list[Candidate],
     summaries: Summaries,
-) -> Retention:
+) -> RetentionOutcome:
     """Decide as ``ckpipe prune --dry-run`` does, and for the next save; note the reasons."""
     rule, now = settings.retention.rule, datetime.now(UTC)
     if rule is None or not complete:
-        return Retention("" if rule is None else repr(rule))
+        return RetentionOutcome("" if rule is None else repr(rule))
     every = settings.retention.lines == "all"
     catalog = Catalog(store, rule, summaries=summaries, all_lines=every)
     try:
         decision = await catalog.prune(now=now, dry_run=True)
     except CkpipeError as error:
-        return Retention(repr(rule), problem=str(error))
+        return RetentionOutcome(repr(rule), problem=str(error))
     for each in complete:
         reason, goes = decision.reasons.get(each.id, ""), each.id in decision.remove
         each.kept, each.goes = ("", reason) if goes else (reason, "")
     distance = steps_between([each.step for each in complete[-5:]])
     if distance is None:
-        return Retention(repr(rule))
+        return RetentionOutcome(repr(rule))
     kept = {each.id: each.kept for each in complete if each.kept and each.kept != OTHER_LINE}
     newest = replace(
         facts[0],
@@ -211,7 +211,7 @@ async def _retention(
     fixed = {id: reason for id, reason in kept.items() if reason in NOT_BY_RULE}
     stays = [newest, *(each for each in facts if each.id in kept)]
     then = decide(stays, rule, now=now, protected=fixed)
-    return Retention(repr(rule), newest.step, then.remove)
+    return RetentionOutcome(repr(rule), newest.step, then.remove)
 
 
 def _best(rule: Rule | None, facts: Sequence[Candidate]) -> tuple[str, str]:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import ckpipe
-from ckpipe.errors import UsageError
+from ckpipe.errors import CorruptCheckpoint, UsageError
 from tests.cli.pages import HOSTILE, Page, killed_run, tree_of
 from tests.support.command_line import Commands, forked
 from tests.support.pipelines import stores
@@ -118,7 +118,13 @@ def test_damaged_and_deleted_checkpoints_do_not_stop_a_report(
     newest = max(root.glob("step-000000000040*.json"))
     flip(newest, 100)
     found = ckpipe.report(root)
-    assert found.verdict.startswith("A resume takes step 30")
+    assert found.verdict.startswith(
+        "A resume fails on step 40, which is damaged; with fallback=True it takes step 30, "
+    )
+    with pytest.raises(CorruptCheckpoint):
+        ckpipe.load(root)
+    with pytest.warns(RuntimeWarning, match="is damaged"):
+        assert ckpipe.load(root, fallback=True).step == 30
     assert "1 damaged." in found.verdict
     page = Page(found.html)
     assert any(text.startswith("Damaged: step 40: ") for text in page.texts)
