@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 
 from ckpipe.backend import Backend
 from ckpipe.calls import verified
@@ -146,22 +146,22 @@ async def _described(
     document, first = index, index.parts[0]
     if index.world_size > 1:
         (document,) = await read_members(store, index.id, [(0, 0)], index.world_size)
-    try:
-        report = None if document.report is None else save_report_from_data(document.report)
-    except CkpipeError:  # spoils no more than its own facts
-        report = None
-    blocked = durable = None
-    slowest = ""
-    if report is not None:
-        blocked = report.captured_seconds or report.staged_seconds
-        durable, slowest = report.seconds, report.bottleneck.partition(" took longest")[0]
     devices = {row.device for structure in index.structures for row in structure.tensors}
-    return replace(
+    found = replace(
         plain, state="complete", why="", final=summary.final, bytes=summary.bytes,
         copied_bytes=summary.copied_bytes, world_size=summary.world_size, metrics=summary.metrics,
         resumed_from=first.resumed_from, writer=first.writer, devices=tuple(sorted(devices)),
-        blocked=blocked, durable=durable, slowest=slowest,
     )  # fmt: skip
+    with suppress(CkpipeError):  # a damaged report spoils no more than its own facts
+        if document.report is not None:
+            report = save_report_from_data(document.report)
+            found.blocked = report.captured_seconds or report.staged_seconds
+            found.durable = report.seconds
+            found.slowest = report.bottleneck.partition(" took longest")[0]
+    with suppress(ValueError, TypeError, OverflowError):  # an index that was copied is younger
+        began = datetime.fromisoformat(first.started)
+        found.time = min(plain.time or began, began + timedelta(seconds=found.durable or 0.0))
+    return found
 
 
 async def _foreign(place: Place) -> str:

@@ -35,8 +35,12 @@ class Report:
 
     @property
     def verdict(self) -> str:
-        """The state of the run in a few short sentences."""
-        return self.run.verdict
+        """The state of the run in a few short sentences.
+
+        Raises:
+            UsageError: If jinja2 is not installed.
+        """
+        return " ".join(render("verdict.txt", run=self.run).split())
 
     @functools.cached_property
     def html(self) -> str:
@@ -45,7 +49,7 @@ class Report:
         Raises:
             UsageError: If jinja2 is not installed.
         """
-        return render("report.html", **_page(self.run))
+        return render("report.html", verdict=self.verdict, **_page(self.run))
 
     def write(self, path: str | os.PathLike[str]) -> Path:
         """Write the page to a file, whole or not at all; return its path.
@@ -118,7 +122,7 @@ class Panel(NamedTuple):
     points: list[tuple[Checkpoint, float, tuple[Checkpoint, float] | None]]
 
 
-def _panel(name: str, run: Run, values: Mapping[str, float | None]) -> Panel | None:
+def _panel(name: str, run: Run, values: Mapping[str, float | None]) -> Panel:
     last: dict[str, tuple[Checkpoint, float] | None] = {}
     points: list[tuple[Checkpoint, float, tuple[Checkpoint, float] | None]] = []
     for each in run.complete:
@@ -128,64 +132,36 @@ def _panel(name: str, run: Run, values: Mapping[str, float | None]) -> Panel | N
         if attempt not in last:  # the line goes on from where the attempt resumed
             earlier = (point for point in reversed(points) if origin and point[0].key <= origin)
             last[attempt] = next(((one, number) for one, number, _ in earlier), None)
-        points.append((each, _plain(value), last[attempt]))
-        if math.isfinite(points[-1][1]):
+        points.append((each, value, last[attempt]))
+        if math.isfinite(value):
             last[attempt] = points[-1][:2]
     finite = [value for _, value, _ in points if math.isfinite(value)]
-    return Panel(name, number_axis(finite, about=3), points) if points else None
-
-
-def _plain(value: float) -> float:
-    try:
-        return float(value)
-    except OverflowError:  # a whole number of hundreds of digits
-        return math.inf
+    return Panel(name, number_axis(finite, about=3), points)
 
 
 def _page(run: Run) -> dict[str, Any]:
     """Return the variables of the template."""
     counts = Counter(name for each in run.complete for name in each.metrics)
-    names = [name for name, _ in counts.most_common(MOST_METRICS)]
-    x = number_axis([each.step for each in run.checkpoints])
+    names = sorted(name for name, _ in counts.most_common(MOST_METRICS))
     metrics = [
-        panel
-        for name in sorted(names)
-        if (panel := _panel(name, run, {e.id: e.metrics.get(name) for e in run.complete}))
+        _panel(name, run, {e.id: e.metrics.get(name) for e in run.complete}) for name in names
     ]
-    costs = [
-        _panel("training blocked, seconds", run, {e.id: e.blocked for e in run.complete}),
-        _panel("durable after, seconds", run, {e.id: e.durable for e in run.complete}),
-    ]
-    launches = run.launches
-    lanes = launches[-MOST_LANES:]
-    hidden = len(launches) - len(lanes)
+    blocked = _panel("training blocked, seconds", run, {e.id: e.blocked for e in run.complete})
+    durable = _panel("durable after, seconds", run, {e.id: e.durable for e in run.complete})
+    lanes = run.launches[-MOST_LANES:]
     times = [time for each in lanes for time in (each.began, each.ended)]
-    traits = [each.traits for each in lanes]
-    kinds = list(dict.fromkeys(name for each in traits for name in each))[:8]
     slowest = Counter(each.slowest for each in run.complete if each.slowest)
+    steps = [each.step for each in run.checkpoints]
     return {
-        "run": run,
-        "x": x,
-        "metrics": metrics,
-        "more_metrics": len(counts) - len(names),
-        "costs": [each for each in costs if each],
-        "slowest": slowest.most_common(1),
-        "reported": sum(slowest.values()),
-        "lanes": lanes,
-        "hidden_lanes": hidden,
-        "lost": [each for each in run.lost if each.lane >= hidden],
+        "run": run, "lanes": lanes, "hidden_lanes": len(run.launches) - len(lanes),
+        "x": number_axis(steps, about=5 if max(steps, default=0) < 1e6 else 2),
         "time": time_axis(min(times), max(times)) if times else None,
-        "marks": {mark(each) for each in run.checkpoints},
-        "next_goes": [each.step for each in run.complete if each.id in run.retention.next_goes],
-        "kinds": kinds,
-        "traits": traits,
-        "shades": shades,
-        "rows": run.checkpoints[::-1][:MOST_ROWS],
-        "name": run.url.rstrip("/").rpartition("/")[2] or run.url,
-        "quoted": shlex.quote(run.url),
-        "remedy": REMEDY,
-        "mark": mark,
-    }
+        "metrics": metrics, "more_metrics": len(counts) - len(names),
+        "costs": [each for each in (blocked, durable) if each.points],
+        "slowest": slowest.most_common(1), "reported": slowest.total(),
+        "most_rows": MOST_ROWS, "remedy": REMEDY, "quoted": shlex.quote(run.url),
+        "mark": mark, "shades": shades,
+    }  # fmt: skip
 
 
 def mark(each: Checkpoint) -> str:
@@ -196,6 +172,8 @@ def mark(each: Checkpoint) -> str:
 
 
 def shades(rows: Mapping[str, Sequence[float | None]]) -> Axis:
-    """Return a logarithmic axis of the numbers in a table that are finite and not 0."""
-    usual = [each for row in rows.values() for each in row if each and math.isfinite(each)]
-    return Axis(min(usual, default=1.0), max(usual, default=1.0), log=True)
+    """Return an axis of the logarithms of the numbers in a table that are finite and not 0."""
+    usual = [
+        math.log(each) for row in rows.values() for each in row if each and math.isfinite(each)
+    ]
+    return Axis(min(usual, default=0.0), max(usual, default=0.0))

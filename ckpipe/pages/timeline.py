@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from ckpipe.pages.render import Axis, render, round_numbers
+from ckpipe.pages.render import number_axis, render
 from ckpipe.types import (
     BlockReport,
     CheckpointInfo,
@@ -47,8 +47,7 @@ def timeline_page(info: CheckpointInfo, ranks: Sequence[RankReport], world_size:
     """
     known = [each.report for each in ranks if each.report is not None]
     until = max([report.seconds for report in known], default=0.0) or 1e-6
-    marks = [(100 * each / until, f"{each:g} s") for each in round_numbers(0.0, until, 5)]
-    axis, most = Axis(0.0, until, tuple(marks)), MOST_BLOCKS // max(1, len(known))
+    axis, most = number_axis([0.0, until]), MOST_BLOCKS // max(1, len(known))
     sections = [_section(each, max(1, most)) for each in ranks]
     started = min((each.started for each in ranks), default="")
     return render(

@@ -23,7 +23,6 @@ import sys
 sys.modules["jinja2"] = None
 import ckpipe
 found = ckpipe.report(sys.argv[1])
-print(found.verdict)
 try:
     found.write("page.html")
 except ckpipe.errors.UsageError as error:
@@ -227,8 +226,7 @@ def test_without_jinja2_the_error_tells_the_remedy(run: Path, tmp_path: Path) ->
     program = tmp_path / "program.py"
     program.write_text(NO_JINJA)
     done = forked(program, run, cwd=tmp_path)
-    assert done.out.splitlines()[0].startswith("A resume takes step 40"), done.err
-    assert "pip install '.[cli]'" in done.out
+    assert "pip install '.[cli]'" in done.out, done.err
 
 
 def test_all_facts_of_a_report_are_plain(call: Commands, run: Path) -> None:
