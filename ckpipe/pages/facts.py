@@ -7,7 +7,7 @@ estimate by the pace of the run, and the page says *about*.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from functools import cached_property
@@ -262,7 +262,7 @@ class Run:
             after = [time for step, time in timed if step > origin.step]
             if after:
                 before = [time for step, time in timed if step <= origin.step]
-                began = max(before, default=launch.began)
+                began = min([*before[-1:], max(after)]) if before else launch.began
                 found.append(Lost(lane, began, max(after), origin.step, max(timed)[0]))
         return found
 
@@ -334,9 +334,3 @@ def _started(attempt: str) -> datetime | None:
         return attempt_parts(attempt)[0]
     except ValueError:  # 31 February
         return None
-
-
-def steps_between(steps: Sequence[int]) -> int | None:
-    """Return the usual distance of steps between saves; None if it is unknown."""
-    gaps = [b - a for a, b in pairwise(steps) if b > a]
-    return int(median(gaps)) if gaps else None

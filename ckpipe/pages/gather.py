@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
+from itertools import pairwise
+from statistics import median
 
 from ckpipe.backend import Backend
 from ckpipe.calls import verified
@@ -32,7 +34,7 @@ from ckpipe.foreign.source import Place, open_place
 from ckpipe.format.manifest import ManifestDocument
 from ckpipe.format.names import prefix
 from ckpipe.format.summary import Summary, summary_of
-from ckpipe.pages.facts import PARTS, Checkpoint, RetentionOutcome, Run, part_of, steps_between
+from ckpipe.pages.facts import PARTS, Checkpoint, RetentionOutcome, Run, part_of
 from ckpipe.pages.weights import heat_map
 from ckpipe.retention import Candidate, KeepBest, Rule, decide
 from ckpipe.settings import Settings
@@ -84,15 +86,13 @@ async def gather(
         await run_lanes(_AT_ONCE, lane)
         found = sorted(reading.found, key=lambda each: each.key)
         complete = [each for each in found if each.complete]
-        facts = [candidate_of(each, reading.summaries[each.id]) for each in infos
-                 if each.id in reading.summaries]  # fmt: skip
+        known = [each for each in infos if each.id in reading.summaries]
+        facts = [candidate_of(each, reading.summaries[each.id]) for each in known]
         retention = await _retention(place.store, settings, complete, facts, reading.summaries)
         best, best_by = _best(settings.retention.rule, facts)
         for each in complete:
             each.best = each.id == best
-        whole = {each.id for each in complete}
-        readable = [each for each in reversed(infos) if each.id in whole]
-        heat = await heat_map(place, settings, readable, match) if weights else None
+        heat = await heat_map(place, settings, known[::-1], match) if weights else None
         return Run(
             place.name, now, tuple(found), deleting, retention, best_by,
             _bytes_by_part(reading.newest), "", len(complete) if verify else None, heat,
@@ -113,9 +113,8 @@ class _Reading:
 
     async def read(self, info: CheckpointInfo) -> None:
         store = self.place.store
-        plain = Checkpoint(
-            info.id, info.step, "incomplete", info.reason, info.saved_at, info.pinned
-        )
+        known = (info.reason, info.saved_at, info.pinned)
+        plain = Checkpoint(info.id, info.step, "incomplete", *known)
         if not info.complete:
             with suppress(LinkRefused):
                 times = [each.modified async for each in store.list(prefix(info.key))]
@@ -177,41 +176,35 @@ async def _foreign(place: Place) -> str:
 
 
 async def _retention(
-    store: Backend,
-    settings: Settings,
-    complete: list[Checkpoint],
-    facts: list[Candidate],
+    store: Backend, settings: Settings, complete: list[Checkpoint], facts: list[Candidate],
     summaries: Summaries,
-) -> RetentionOutcome:
+) -> RetentionOutcome:  # fmt: skip
     """Decide as ``ckpipe prune --dry-run`` does, and for the next save; note the reasons."""
     rule, now = settings.retention.rule, datetime.now(UTC)
+    outcome = RetentionOutcome("" if rule is None else repr(rule))
     if rule is None or not complete:
-        return RetentionOutcome("" if rule is None else repr(rule))
+        return outcome
     every = settings.retention.lines == "all"
     catalog = Catalog(store, rule, summaries=summaries, all_lines=every)
     try:
         decision = await catalog.prune(now=now, dry_run=True)
     except CkpipeError as error:
-        return RetentionOutcome(repr(rule), problem=str(error))
+        return replace(outcome, problem=str(error))
     for each in complete:
         reason, goes = decision.reasons.get(each.id, ""), each.id in decision.remove
         each.kept, each.goes = ("", reason) if goes else (reason, "")
-    distance = steps_between([each.step for each in complete[-5:]])
-    if distance is None:
-        return RetentionOutcome(repr(rule))
+    gaps = [b.step - a.step for a, b in pairwise(complete[-5:]) if b.step > a.step]
+    if not gaps:
+        return outcome
     kept = {each.id: each.kept for each in complete if each.kept and each.kept != OTHER_LINE}
     newest = replace(
-        facts[0],
-        id="next",
-        step=facts[0].step + distance,
-        created=now,
-        final=False,
+        facts[0], id="next", step=facts[0].step + int(median(gaps)), created=now, final=False,
         metrics=dict.fromkeys(facts[0].metrics, math.nan),
-    )
+    )  # fmt: skip
     fixed = {id: reason for id, reason in kept.items() if reason in NOT_BY_RULE}
     stays = [newest, *(each for each in facts if each.id in kept)]
     then = decide(stays, rule, now=now, protected=fixed)
-    return RetentionOutcome(repr(rule), newest.step, then.remove)
+    return replace(outcome, next_step=newest.step, next_goes=then.remove)
 
 
 def _best(rule: Rule | None, facts: Sequence[Candidate]) -> tuple[str, str]:

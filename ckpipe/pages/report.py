@@ -154,7 +154,7 @@ def _page(run: Run) -> dict[str, Any]:
     steps = [each.step for each in run.checkpoints]
     return {
         "run": run, "lanes": lanes, "hidden_lanes": len(run.launches) - len(lanes),
-        "x": number_axis(steps, about=5 if max(steps, default=0) < 1e6 else 2),
+        "x": number_axis(steps, about=max(1, 20 // len(str(max(steps, default=0))))),
         "time": time_axis(min(times), max(times)) if times else None,
         "metrics": metrics, "more_metrics": len(counts) - len(names),
         "costs": [each for each in (blocked, durable) if each.points],
