@@ -135,19 +135,14 @@ class Lane:
     lane_resumed: int | None
 
     @property
-    def newest(self) -> Checkpoint:
-        """Its newest checkpoint whose index was read, else its newest."""
-        known = [each for each in self.checkpoints if each.world_size is not None]
-        return (known or self.checkpoints)[-1]
-
-    @property
     def traits(self) -> dict[str, str]:
-        """The facts that may differ between launches."""
-        newest = self.newest
-        size = "" if newest.bytes is None else size_text(newest.bytes)
-        ranks = "" if newest.world_size is None else str(newest.world_size)
-        devices = ", ".join(newest.devices)
-        return {"ranks": ranks, "devices": devices, "size": size, **newest.writer}
+        """The facts that may differ between launches, of its newest checkpoint with an index."""
+        for each in reversed(self.checkpoints):
+            if each.bytes is not None:
+                size, devices = size_text(each.bytes), ", ".join(each.devices)
+                own = {"ranks": str(each.world_size), "devices": devices, "size": size}
+                return own | dict(each.writer)
+        return {}
 
 
 @dataclass(frozen=True, slots=True)

@@ -88,15 +88,15 @@ async def gather(
         complete = [each for each in found if each.complete]
         known = [each for each in infos if each.id in reading.summaries]
         facts = [candidate_of(each, reading.summaries[each.id]) for each in known]
-        retention = await _retention(place.store, settings, complete, facts, reading.summaries)
+        retention = await _retention(reading, complete, facts)
+        parts = _bytes_by_part(reading.newest) if reading.newest else {}
         best, best_by = _best(settings.retention.rule, facts)
         for each in complete:
             each.best = each.id == best
         heat = await heat_map(place, settings, known[::-1], match) if weights else None
         return Run(
-            place.name, now, tuple(found), deleting, retention, best_by,
-            _bytes_by_part(reading.newest), "", len(complete) if verify else None, heat,
-            len(infos[MOST_CHECKPOINTS:]),
+            place.name, now, tuple(found), deleting, retention, best_by, parts, "",
+            len(complete) if verify else None, heat, len(infos[MOST_CHECKPOINTS:]),
         )  # fmt: skip
 
 
@@ -176,16 +176,16 @@ async def _foreign(place: Place) -> str:
 
 
 async def _retention(
-    store: Backend, settings: Settings, complete: list[Checkpoint], facts: list[Candidate],
-    summaries: Summaries,
-) -> RetentionOutcome:  # fmt: skip
+    reading: _Reading, complete: list[Checkpoint], facts: list[Candidate]
+) -> RetentionOutcome:
     """Decide as ``ckpipe prune --dry-run`` does, and for the next save; note the reasons."""
-    rule, now = settings.retention.rule, datetime.now(UTC)
+    retention, now = reading.settings.retention, datetime.now(UTC)
+    rule = retention.rule
     outcome = RetentionOutcome("" if rule is None else repr(rule))
     if rule is None or not complete:
         return outcome
-    every = settings.retention.lines == "all"
-    catalog = Catalog(store, rule, summaries=summaries, all_lines=every)
+    every, store = retention.lines == "all", reading.place.store
+    catalog = Catalog(store, rule, summaries=reading.summaries, all_lines=every)
     try:
         decision = await catalog.prune(now=now, dry_run=True)
     except CkpipeError as error:
@@ -218,15 +218,15 @@ def _best(rule: Rule | None, facts: Sequence[Candidate]) -> tuple[str, str]:
     return "", ""
 
 
-def _bytes_by_part(index: ManifestDocument | None) -> dict[str, int]:
+def _bytes_by_part(index: ManifestDocument) -> dict[str, int]:
     """Count the bytes of each part of the state, by the entries of the data files."""
     found: Counter[str] = Counter()
-    for part in [] if index is None else index.parts:
-        assert index is not None
+    for part in index.parts:
         labels = [row.label for row in index.structures[part.structure].tensors]
         heads, layout = heads_in(labels), index.layouts[part.layout]
-        owner = {c.entry: c.tensor for c in layout.chunks if c.owner is None}
+        owner = {
+            c.entry: part_of(labels[c.tensor], heads) for c in layout.chunks if c.owner is None
+        }
         for number, nbytes in enumerate(layout.entries.nbytes):
-            tensor = owner.get(number)
-            found["other" if tensor is None else part_of(labels[tensor], heads)] += nbytes
+            found[owner.get(number, "other")] += nbytes
     return {name: found[name] for name in (*PARTS, "other") if found[name]}

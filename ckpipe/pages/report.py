@@ -7,7 +7,7 @@ import math
 import os
 import shlex
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Unpack
 
@@ -108,6 +108,9 @@ def report(
     return called(work, settings, fields)
 
 
+Point = tuple[Checkpoint, float]
+
+
 class Panel(NamedTuple):
     """A small chart of one number over the steps.
 
@@ -119,35 +122,30 @@ class Panel(NamedTuple):
 
     name: str
     y: Axis
-    points: list[tuple[Checkpoint, float, tuple[Checkpoint, float] | None]]
+    points: list[tuple[Checkpoint, float, Point | None]]
 
 
-def _panel(name: str, run: Run, values: Mapping[str, float | None]) -> Panel:
-    last: dict[str, tuple[Checkpoint, float] | None] = {}
-    points: list[tuple[Checkpoint, float, tuple[Checkpoint, float] | None]] = []
-    for each in run.complete:
-        value, attempt, origin = values.get(each.id), each.key.attempt, each.origin
+def _panel(name: str, run: Run, values: Iterable[float | None]) -> Panel:
+    last: dict[str | None, Point] = {}  # by attempt, and by the id that an attempt resumed from
+    panel = Panel(name, Axis(0.0, 1.0), [])
+    for each, value in zip(run.complete, values, strict=True):
+        attempt = each.key.attempt
         if value is None:
             continue
-        if attempt not in last:  # the line goes on from where the attempt resumed
-            earlier = (point for point in reversed(points) if origin and point[0].key <= origin)
-            last[attempt] = next(((one, number) for one, number, _ in earlier), None)
-        points.append((each, value, last[attempt]))
+        panel.points.append((each, value, last.get(attempt) or last.get(each.resumed_from)))
         if math.isfinite(value):
-            last[attempt] = points[-1][:2]
-    finite = [value for _, value, _ in points if math.isfinite(value)]
-    return Panel(name, number_axis(finite, about=3), points)
+            last[attempt] = last[each.id] = (each, value)
+    finite = [value for _, value, _ in panel.points if math.isfinite(value)]
+    return panel._replace(y=number_axis(finite, about=3))
 
 
 def _page(run: Run) -> dict[str, Any]:
     """Return the variables of the template."""
     counts = Counter(name for each in run.complete for name in each.metrics)
     names = sorted(name for name, _ in counts.most_common(MOST_METRICS))
-    metrics = [
-        _panel(name, run, {e.id: e.metrics.get(name) for e in run.complete}) for name in names
-    ]
-    blocked = _panel("training blocked, seconds", run, {e.id: e.blocked for e in run.complete})
-    durable = _panel("durable after, seconds", run, {e.id: e.durable for e in run.complete})
+    metrics = [_panel(name, run, [e.metrics.get(name) for e in run.complete]) for name in names]
+    blocked = _panel("training blocked, seconds", run, [e.blocked for e in run.complete])
+    durable = _panel("durable after, seconds", run, [e.durable for e in run.complete])
     lanes = run.launches[-MOST_LANES:]
     times = [time for each in lanes for time in (each.began, each.ended)]
     slowest = Counter(each.slowest for each in run.complete if each.slowest)
