@@ -290,7 +290,9 @@ class Run:
         if seconds > max(3600.0, 5 * median(gaps or [0.0])):
             return None
         steps, spent = self._saves[-1][0] - self._saves[0][0], sum(gaps)
-        return seconds, round(seconds * steps / spent) if steps > 0 and spent > 0 else None
+        if steps <= 0 or spent <= 0:
+            return seconds, None
+        return seconds, int(float(f"{seconds * steps / spent:.2g}"))  # an estimate
 
     @property
     def bytes(self) -> int:

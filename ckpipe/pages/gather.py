@@ -15,7 +15,6 @@ from datetime import UTC, datetime, timedelta
 from itertools import pairwise
 from statistics import median
 
-from ckpipe.backend import Backend
 from ckpipe.calls import verified
 from ckpipe.catalog.catalog import NOT_BY_RULE, OTHER_LINE, Catalog
 from ckpipe.catalog.complete import read_members
@@ -23,7 +22,6 @@ from ckpipe.catalog.find import DELETING, read_index, recheck
 from ckpipe.catalog.inspect import data_bytes
 from ckpipe.catalog.summaries import Summaries, candidate_of
 from ckpipe.errors import (
-    CheckpointIncomplete,
     CheckpointNotFound,
     CkpipeError,
     CorruptCheckpoint,
@@ -33,7 +31,7 @@ from ckpipe.errors import (
 from ckpipe.foreign.source import Place, open_place
 from ckpipe.format.manifest import ManifestDocument
 from ckpipe.format.names import prefix
-from ckpipe.format.summary import Summary, summary_of
+from ckpipe.format.summary import summary_of
 from ckpipe.pages.facts import PARTS, Checkpoint, RetentionOutcome, Run, part_of
 from ckpipe.pages.weights import heat_map
 from ckpipe.retention import Candidate, KeepBest, Rule, decide
@@ -123,44 +121,41 @@ class _Reading:
             return
         try:
             index = await read_index(store, info.key)
-            summary = summary_of(index)
-            found = await _described(store, index, summary, plain)
+            found = await self._read(plain, index)
             if self.verify:
                 async with self.place.opened(info, lease=False) as opened:
                     await verified(opened, self.settings)
-        except (CheckpointIncomplete, CorruptCheckpoint, UnsupportedVersion) as error:
+        except (CheckpointNotFound, CorruptCheckpoint, UnsupportedVersion) as error:
             again = await recheck(store, info)
             if again.complete:
                 self.found.append(replace(plain, state="damaged", why=str(error)))
             return
         self.found.append(found)
-        self.summaries.learn(info.id, summary)
+        self.summaries.learn(info.id, summary_of(index))
         if self.newest is None or index.id > self.newest.id:
             self.newest = index
 
-
-async def _described(
-    store: Backend, index: ManifestDocument, summary: Summary, plain: Checkpoint
-) -> Checkpoint:
-    document, first = index, index.parts[0]
-    if index.world_size > 1:
-        (document,) = await read_members(store, index.id, [(0, 0)], index.world_size)
-    devices = {row.device for structure in index.structures for row in structure.tensors}
-    found = replace(
-        plain, state="complete", why="", final=summary.final, bytes=summary.bytes,
-        copied_bytes=summary.copied_bytes, world_size=summary.world_size, metrics=summary.metrics,
-        resumed_from=first.resumed_from, writer=first.writer, devices=tuple(sorted(devices)),
-    )  # fmt: skip
-    with suppress(CkpipeError):  # a damaged report spoils no more than its own facts
-        if document.report is not None:
-            report = save_report_from_data(document.report)
-            found.blocked = report.captured_seconds or report.staged_seconds
-            found.durable = report.seconds
-            found.slowest = report.bottleneck.partition(" took longest")[0]
-    with suppress(ValueError, TypeError, OverflowError):  # an index that was copied is younger
-        began = datetime.fromisoformat(first.started)
-        found.time = min(plain.time or began, began + timedelta(seconds=found.durable or 0.0))
-    return found
+    async def _read(self, plain: Checkpoint, index: ManifestDocument) -> Checkpoint:
+        summary, document, first = summary_of(index), index, index.parts[0]
+        if index.world_size > 1:
+            (document,) = await read_members(self.place.store, index.id, [(0, 0)], index.world_size)
+        devices = {row.device for structure in index.structures for row in structure.tensors}
+        found = replace(
+            plain, state="complete", why="", final=summary.final, bytes=summary.bytes,
+            copied_bytes=summary.copied_bytes, world_size=summary.world_size,
+            metrics=summary.metrics, resumed_from=first.resumed_from, writer=first.writer,
+            devices=tuple(sorted(devices)),
+        )  # fmt: skip
+        with suppress(CkpipeError):  # a damaged report spoils no more than its own facts
+            if document.report is not None:
+                report = save_report_from_data(document.report)
+                found.blocked = report.captured_seconds or report.staged_seconds
+                found.durable = report.seconds
+                found.slowest = report.bottleneck.partition(" took longest")[0]
+        with suppress(ValueError, TypeError, OverflowError):  # an index that was copied is younger
+            began = datetime.fromisoformat(first.started)
+            found.time = min(plain.time or began, began + timedelta(seconds=found.durable or 0.0))
+        return found
 
 
 async def _foreign(place: Place) -> str:

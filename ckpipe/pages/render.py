@@ -116,9 +116,10 @@ def number_axis(values: Sequence[float], about: int = 5) -> Axis:
 _SPANS = (1, 5, 15, 30, 60, 300, 900, 1800, 3600, 10800, 21600, 43200, 86400, 172800, 604800)
 
 
-def time_axis(began: datetime, ended: datetime) -> Axis:
+def time_axis(times: Sequence[datetime]) -> Axis:
     """Make an axis of times, in seconds since 1970."""
-    axis = Axis(began.timestamp(), max(ended.timestamp(), began.timestamp() + 1))
+    low, high = min(times).timestamp(), max(times).timestamp()
+    axis = Axis(low, max(high, low + 1))
     span = axis.high - axis.low
     step = (
         next((each for each in _SPANS if span <= 5 * each), 0) or math.ceil(span / 432000) * 86400

@@ -9,7 +9,7 @@ import shlex
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Unpack
+from typing import Any, Unpack
 
 from ckpipe.calls import Url, called
 from ckpipe.format.summary import REMEDY
@@ -111,32 +111,19 @@ def report(
 Point = tuple[Checkpoint, float]
 
 
-class Panel(NamedTuple):
-    """A small chart of one number over the steps.
-
-    Args:
-        name: Its name.
-        y: The axis of the number.
-        points: The checkpoints with their numbers, each with the point that its line comes from.
-    """
-
-    name: str
-    y: Axis
-    points: list[tuple[Checkpoint, float, Point | None]]
-
-
-def _panel(name: str, run: Run, values: Iterable[float | None]) -> Panel:
+def _panel(name: str, run: Run, values: Iterable[float | None]) -> dict[str, Any]:
+    """Chart one number over the steps; each point has the one that its line comes from."""
     last: dict[str | None, Point] = {}  # by attempt, and by the id that an attempt resumed from
-    panel = Panel(name, Axis(0.0, 1.0), [])
+    points: list[tuple[Checkpoint, float, Point | None]] = []
     for each, value in zip(run.complete, values, strict=True):
         attempt = each.key.attempt
         if value is None:
             continue
-        panel.points.append((each, value, last.get(attempt) or last.get(each.resumed_from)))
+        points.append((each, value, last.get(attempt) or last.get(each.resumed_from)))
         if math.isfinite(value):
             last[attempt] = last[each.id] = (each, value)
-    finite = [value for _, value, _ in panel.points if math.isfinite(value)]
-    return panel._replace(y=number_axis(finite, about=3))
+    finite = [value for _, value, _ in points if math.isfinite(value)]
+    return {"name": name, "y": number_axis(finite, about=3), "points": points}
 
 
 def _page(run: Run) -> dict[str, Any]:
@@ -153,9 +140,9 @@ def _page(run: Run) -> dict[str, Any]:
     return {
         "run": run, "lanes": lanes, "hidden_lanes": len(run.launches) - len(lanes),
         "x": number_axis(steps, about=max(1, 20 // len(str(max(steps, default=0))))),
-        "time": time_axis(min(times), max(times)) if times else None,
+        "time": time_axis(times or [run.now]),
         "metrics": metrics, "more_metrics": len(counts) - len(names),
-        "costs": [each for each in (blocked, durable) if each.points],
+        "costs": [each for each in (blocked, durable) if each["points"]],
         "slowest": slowest.most_common(1), "reported": slowest.total(),
         "most_rows": MOST_ROWS, "remedy": REMEDY, "quoted": shlex.quote(run.url),
         "mark": mark, "shades": shades,

@@ -103,16 +103,14 @@ class _Sums:
 def _layers(opened: Sequence[Opened], match: Sequence[str] | None) -> dict[str, str]:
     """Return the labels of the weights of all checkpoints, each with its layer."""
     select, found = label_filter(match), dict[str, str]()
-    for each in opened:
-        for structure in each.document.structures:
-            labels = [row.label for row in structure.tensors]
-            heads = heads_in(labels)
-            parts = {label: part_of(label, heads) for label in labels}
-            wanted = {"model"} & set(parts.values()) or {"other"}
-            for row in structure.tensors:
-                chosen = select(row.label) if match else parts[row.label] in wanted
-                if chosen and row.dtype.startswith(("float", "bfloat", "complex")):
-                    found[row.label] = layer_of(row.label)
+    for structure in (each for one in opened for each in one.document.structures):
+        heads = heads_in([row.label for row in structure.tensors])
+        parts = {row.label: part_of(row.label, heads) for row in structure.tensors}
+        wanted = {"model"} & set(parts.values()) or {"other"}
+        for row in structure.tensors:
+            chosen = select(row.label) if match else parts[row.label] in wanted
+            if chosen and row.dtype.startswith(("float", "bfloat", "complex")):
+                found[row.label] = layer_of(row.label)
     if match and not found:
         told = f"No tensor matches {' or '.join(match)}"
         raise UsageError(told, hint="`ckpipe info` lists the names")
