@@ -73,10 +73,9 @@ def report(
 def _shown(run: Run) -> Iterator[RenderableType]:
     rows = []
     for number, launch in enumerate(run.launches):
-        lost = [each for each in run.lost if each.lane == number]
         origin = "" if launch.resumed_from is None else f"step {launch.resumed_from.step}"
         steps = f"{launch.checkpoints[0].step} to {launch.checkpoints[-1].step}"
-        gone = ", ".join(f"{each.first} to {each.last}" for each in lost)
+        gone = ", ".join(f"{each.first} to {each.last}" for each in run.lost if each.lane == number)
         rows.append((number + 1, when(launch.began), origin, steps, gone))
     if rows:
         yield table(("launch", "began", "resumed from", "steps", "lost"), rows, "launch")

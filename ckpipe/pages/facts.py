@@ -290,9 +290,8 @@ class Run:
         if seconds > max(3600.0, 5 * median(gaps or [0.0])):
             return None
         steps, spent = self._saves[-1][0] - self._saves[0][0], sum(gaps)
-        if steps <= 0 or spent <= 0:
-            return seconds, None
-        return seconds, int(float(f"{seconds * steps / spent:.2g}"))  # an estimate
+        pace = steps / spent if spent > 0 else 0.0
+        return seconds, int(float(f"{seconds * pace:.2g}")) if pace > 0 else None
 
     @property
     def bytes(self) -> int:

@@ -126,8 +126,7 @@ class _Reading:
                 async with self.place.opened(info, lease=False) as opened:
                     await verified(opened, self.settings)
         except (CheckpointNotFound, CorruptCheckpoint, UnsupportedVersion) as error:
-            again = await recheck(store, info)
-            if again.complete:
+            if (await recheck(store, info)).complete:
                 self.found.append(replace(plain, state="damaged", why=str(error)))
             return
         self.found.append(found)
@@ -160,14 +159,12 @@ class _Reading:
 
 async def _foreign(place: Place) -> str:
     """Describe the checkpoint of another program; empty if there is none."""
-    listing = await place.listing()
     try:
-        source = await place.source(listing)
+        document = await place.described()
     except CheckpointNotFound:
         return ""
-    document = await source.describe(place.store, listing, place.name)
     tensors = len(document.structures[0].tensors)
-    return f"{source.name}, {tensors} tensors, {size_text(data_bytes(document))}"
+    return f"{tensors} tensors, {size_text(data_bytes(document))}"
 
 
 async def _retention(

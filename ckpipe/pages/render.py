@@ -99,18 +99,18 @@ class Axis:
         return round(100 * (value - self.low) / width, 2) if width > 0 else 50.0
 
 
-def number_axis(values: Sequence[float], about: int = 5) -> Axis:
+def number_axis(values: Sequence[float], about: int = 5, digits: int = 6) -> Axis:
     """Make an axis for finite numbers, with about so many ticks at round numbers."""
     axis = Axis(min(values, default=0.0), max(values, default=1.0))
     rough = (axis.high - axis.low) / about
     power = 10.0 ** math.floor(math.log10(rough)) if 0 < rough < math.inf else 0.0
     if not power:
-        return replace(axis, ticks=[(axis.at(axis.low), f"{axis.low:.12g}")])
+        return replace(axis, ticks=[(axis.at(axis.low), f"{axis.low:.{digits}g}")])
     step = next((each * power for each in (1, 2, 5) if each * power >= rough), 10 * power)
     marks = [
         step * each for each in range(math.ceil(axis.low / step), math.floor(axis.high / step) + 1)
     ]
-    return replace(axis, ticks=[(axis.at(each), f"{each:.12g}") for each in marks])
+    return replace(axis, ticks=[(axis.at(each), f"{each:.{digits}g}") for each in marks])
 
 
 _SPANS = (1, 5, 15, 30, 60, 300, 900, 1800, 3600, 10800, 21600, 43200, 86400, 172800, 604800)
@@ -124,8 +124,8 @@ def time_axis(times: Sequence[datetime]) -> Axis:
     step = (
         next((each for each in _SPANS if span <= 5 * each), 0) or math.ceil(span / 432000) * 86400
     )
-    form = "%d %b" if step >= 86400 else "%d %b %H:%M" if span >= 86400 else "%H:%M"
-    form = "%H:%M:%S" if step < 60 else form
+    form = "%H:%M:%S" if step < 60 else "%H:%M" if span < 86400 else "%d %b %H:%M"
+    form = "%d %b" if step >= 86400 else form
     marks = range(math.ceil(axis.low / step) * step, math.floor(axis.high) + 1, step)
     texts = [f"{datetime.fromtimestamp(each, UTC):{form}}" for each in marks]
     return replace(axis, ticks=[*zip(map(axis.at, marks), texts, strict=True)])

@@ -139,7 +139,7 @@ def _page(run: Run) -> dict[str, Any]:
     steps = [each.step for each in run.checkpoints]
     return {
         "run": run, "lanes": lanes, "hidden_lanes": len(run.launches) - len(lanes),
-        "x": number_axis(steps, about=max(1, 20 // len(str(max(steps, default=0))))),
+        "x": number_axis(steps, max(1, 20 // len(str(max(steps, default=0)))), digits=12),
         "time": time_axis(times or [run.now]),
         "metrics": metrics, "more_metrics": len(counts) - len(names),
         "costs": [each for each in (blocked, durable) if each["points"]],
