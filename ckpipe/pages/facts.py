@@ -294,11 +294,6 @@ class Run:
         return seconds, int(float(f"{seconds * pace:.2g}")) if pace > 0 else None
 
     @property
-    def bytes(self) -> int:
-        """The bytes of all complete checkpoints."""
-        return sum(each.bytes or 0 for each in self.checkpoints)
-
-    @property
     def reasons(self) -> dict[tuple[str, str], list[int]]:
         """The steps, the newest first, by what becomes of them, ``stays`` or ``goes``, and why."""
         found: dict[tuple[str, str], list[int]] = {}

@@ -194,8 +194,8 @@ async def _retention(
         metrics=dict.fromkeys(facts[0].metrics, math.nan),
     )  # fmt: skip
     fixed = {id: reason for id, reason in kept.items() if reason in NOT_BY_RULE}
-    stays = [newest, *(each for each in facts if each.id in kept)]
-    then = decide(stays, rule, now=now, protected=fixed)
+    stays = (each for each in facts if each.id in kept)
+    then = decide([newest, *stays], rule, now=now, protected=fixed)
     return replace(outcome, next_step=newest.step, next_goes=then.remove)
 
 
