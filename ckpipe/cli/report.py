@@ -55,12 +55,14 @@ def report(
         if match and not weights:
             raise UsageError("--match chooses weights", hint="Add --weights")
         run = await gather(url, screen.settings, verify=verify, weights=weights, match=match)
+        page = Report(run)
+        verdict = await to_thread.run_sync(lambda: page.verdict)
         if html is not None:
-            await to_thread.run_sync(Report(run).write, html)
-        data = {"verdict": run.verdict, "html": None if html is None else str(html)}
+            await to_thread.run_sync(page.write, html)
+        data = {"verdict": verdict, "html": None if html is None else str(html)}
         data |= asdict(run) | {"lost": [asdict(each) for each in run.lost]}
         wrote = [] if html is None else [Text(one_line(f"wrote {html}"))]
-        screen.result(data, *_shown(run), *wrote)
+        screen.result(data, Text(one_line(verdict)), *_shown(run), *wrote)
         if html is not None and show:
             await to_thread.run_sync(webbrowser.open, html.absolute().as_uri())
         return FOUND if run.of_state("damaged") else OK
@@ -69,13 +71,11 @@ def report(
 
 
 def _shown(run: Run) -> Iterator[RenderableType]:
-    yield Text(one_line(run.verdict))
     rows = []
     for number, launch in enumerate(run.launches):
-        lost = [each for each in run.lost if each.lane == number]
         origin = "" if launch.resumed_from is None else f"step {launch.resumed_from.step}"
         steps = f"{launch.checkpoints[0].step} to {launch.checkpoints[-1].step}"
-        gone = ", ".join(f"{each.first} to {each.last}" for each in lost)
+        gone = ", ".join(f"{each.first} to {each.last}" for each in run.lost if each.lane == number)
         rows.append((number + 1, when(launch.began), origin, steps, gone))
     if rows:
         yield table(("launch", "began", "resumed from", "steps", "lost"), rows, "launch")

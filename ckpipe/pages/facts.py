@@ -7,14 +7,13 @@ estimate by the pace of the run, and the page says *about*.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
+from datetime import datetime
+from functools import cached_property
 from itertools import pairwise
-from statistics import median
+from statistics import fmean, median
 from typing import Literal
-
-import numpy as np
 
 from ckpipe.format.names import launch_id
 from ckpipe.state.training_form import head_of
@@ -136,19 +135,14 @@ class Lane:
     lane_resumed: int | None
 
     @property
-    def newest(self) -> Checkpoint:
-        """Its newest checkpoint whose index was read, else its newest."""
-        known = [each for each in self.checkpoints if each.world_size is not None]
-        return (known or self.checkpoints)[-1]
-
-    @property
     def traits(self) -> dict[str, str]:
-        """The facts that may differ between launches."""
-        newest = self.newest
-        size = "" if newest.bytes is None else size_text(newest.bytes)
-        ranks = "" if newest.world_size is None else str(newest.world_size)
-        devices = ", ".join(newest.devices)
-        return {"ranks": ranks, "devices": devices, "size": size, **newest.writer}
+        """The facts that may differ between launches, of its newest checkpoint with an index."""
+        for each in reversed(self.checkpoints):
+            if each.bytes is not None:
+                size, devices = size_text(each.bytes), ", ".join(each.devices)
+                own = {"ranks": str(each.world_size), "devices": devices, "size": size}
+                return own | dict(each.writer)
+        return {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +180,7 @@ class HeatMap:
     note: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Run:
     """All facts of the page.
 
@@ -232,7 +226,7 @@ class Run:
         known = [each for each in self.checkpoints if each.state != "incomplete"]
         return known[-1] if known and not known[-1].complete else None
 
-    @property
+    @cached_property
     def launches(self) -> list[Lane]:
         """The launches, the oldest first."""
         lanes: dict[str, list[Checkpoint]] = {}
@@ -242,72 +236,62 @@ class Run:
         found = []
         for id, mine in lanes.items():
             times = [each.time for each in mine if each.time is not None]
-            began = _started(mine[0].key.attempt) or min(times, default=self.now)
+            began = min([_started(mine[0].key.attempt) or self.now, *times])
             origin = next((each.origin for each in mine if each.origin), None)
             lane = None if origin is None else numbers.get(launch_id(origin.attempt))
-            ended = max([began, *times])
-            found.append(Lane(id, began, ended, tuple(mine), origin, lane))
+            found.append(Lane(id, began, max([began, *times]), tuple(mine), origin, lane))
         return found
 
-    @property
+    @cached_property
     def lost(self) -> list[Lost]:
         """The work that was lost, as far as saves show it."""
-        attempts: dict[str, list[Checkpoint]] = {}
-        for each in self.checkpoints:
-            attempts.setdefault(each.key.attempt, []).append(each)
-        lanes = {launch.id: number for number, launch in enumerate(self.launches)}
+        numbers = {launch.id: number for number, launch in enumerate(self.launches)}
         found = []
-        for mine in attempts.values():
-            origin = next((each.origin for each in mine if each.origin), None)
-            others = [] if origin is None else attempts.get(origin.attempt, [])
-            known = {each.step: each.time.timestamp() for each in others if each.time is not None}
-            if origin is None or max(known, default=0) <= origin.step:
+        for origin in {each.origin: None for each in self.checkpoints if each.origin}:
+            lane = numbers.get(launch_id(origin.attempt))
+            if lane is None:
                 continue
-            if start := _started(origin.attempt):
-                before = others[0].origin
-                known = {0 if before is None else before.step: start.timestamp()} | known
-            steps, times = [*known], [*known.values()]  # the checkpoint itself may be gone
-            began = datetime.fromtimestamp(float(np.interp(origin.step, steps, times)), UTC)
-            ended = datetime.fromtimestamp(times[-1], UTC)
-            lane = lanes[launch_id(origin.attempt)]
-            found.append(Lost(lane, began, ended, origin.step, steps[-1]))
+            launch = self.launches[lane]
+            timed = [(each.step, each.time) for each in launch.checkpoints
+                     if each.time is not None and each.key.attempt == origin.attempt]  # fmt: skip
+            after = [time for step, time in timed if step > origin.step]
+            if after:
+                before = [time for step, time in timed if step <= origin.step]
+                began = min([*before[-1:], max(after)]) if before else launch.began
+                found.append(Lost(lane, began, max(after), origin.step, max(timed)[0]))
         return found
 
-    @property
-    def _newest_saves(self) -> list[tuple[int, float]]:
-        """The steps and times of the newest complete checkpoints of the newest launch."""
-        mine = self.launches[-1].checkpoints if self.checkpoints else ()
-        found = [(each.step, each.time) for each in mine if each.complete]
-        return [(step, time.timestamp()) for step, time in found[-5:] if time is not None]
-
-    @property
-    def seconds_a_step(self) -> float | None:
-        """The pace of the newest launch; None if it is unknown."""
-        saves = self._newest_saves
-        if len(saves) == 1:
-            launch = self.launches[-1]
-            first = 0 if launch.resumed_from is None else launch.resumed_from.step
-            saves.insert(0, (first, launch.began.timestamp()))
-        if not saves or saves[-1][0] <= saves[0][0]:
-            return None
-        return (saves[-1][1] - saves[0][1]) / (saves[-1][0] - saves[0][0]) or None
-
-    @property
-    def interval(self) -> float | None:
-        """The seconds between the newest saves of the newest launch; None if it is unknown."""
-        gaps = [b - a for (_, a), (_, b) in pairwise(self._newest_saves)]
-        return median(gaps) if gaps and min(gaps) > 0 else None
+    @cached_property
+    def _saves(self) -> list[tuple[int, float, float | None]]:
+        """Step, time and blocked seconds of the newest saves of the newest launch."""
+        launch = self.launches[-1]
+        first = 0 if launch.resumed_from is None else launch.resumed_from.step
+        found = [(each.step, each.time.timestamp(), each.blocked)
+                 for each in launch.checkpoints if each.complete and each.time]  # fmt: skip
+        start = (first, launch.began.timestamp(), None)
+        return found[-20:] if len(found) > 1 else [start, *found]
 
     @property
     def waited_share(self) -> float | None:
         """The share of the time that saves held up training; None if it is unknown."""
-        blocked = [each.blocked for each in self.complete[-20:] if each.blocked is not None]
-        return median(blocked) / self.interval if blocked and self.interval else None
+        seconds = self._saves[-1][1] - self._saves[0][1]
+        blocked = [each[2] for each in self._saves[1:]]
+        known = [each for each in blocked if each is not None]
+        return len(blocked) * fmean(known) / seconds if known and seconds > 0 else None
 
     @property
-    def bytes(self) -> int:
-        """The bytes of all complete checkpoints."""
-        return sum(each.bytes or 0 for each in self.checkpoints)
+    def at_risk(self) -> tuple[float, int | None] | None:
+        """The seconds and steps that a kill now would lose; None if the run seems to have ended."""
+        newest = self.newest
+        if newest is None or newest.final or newest.time is None:
+            return None
+        seconds = max(0.0, self.seconds_since(newest.time))
+        gaps = [later[1] - earlier[1] for earlier, later in pairwise(self._saves)]
+        if seconds > max(3600.0, 5 * median(gaps or [0.0])):
+            return None
+        steps, spent = self._saves[-1][0] - self._saves[0][0], sum(gaps)
+        pace = steps / spent if spent > 0 else 0.0
+        return seconds, int(float(f"{seconds * pace:.2g}")) if pace > 0 else None
 
     @property
     def reasons(self) -> dict[tuple[str, str], list[int]]:
@@ -326,55 +310,6 @@ class Run:
         """Return the checkpoints of a state."""
         return [each for each in self.checkpoints if each.state == state]
 
-    @property
-    def verdict(self) -> str:
-        """The state of the run in a few short sentences."""
-        damaged, incomplete = len(self.of_state("damaged")), len(self.of_state("incomplete"))
-        newest = self.newest
-        if self.foreign:
-            return f"Another program's checkpoint is here: {self.foreign}."
-        if newest is None:
-            nothing = "None is complete" if self.checkpoints else "There are no checkpoints here"
-            told = [f"{nothing}: a run starts from scratch."]
-        else:
-            age = "" if newest.time is None else duration(self.seconds_since(newest.time))
-            age = age and f", {age} old"
-            takes = f"A resume takes step {newest.step}{age}."
-            if self.obstacle is not None:
-                takes = f"A resume fails on step {self.obstacle.step}, which is damaged; "
-                takes += f"with fallback=True it takes step {newest.step}{age}."
-            told = [takes, self._risk_text(newest)]
-            size = "" if newest.bytes is None else f"; each save adds {size_text(newest.bytes)}"
-            many = _count(len(self.complete), "complete checkpoint")
-            told.append(f"{many} of {size_text(self.bytes)}{size}.")
-        told += [f"{damaged} damaged."] * (damaged > 0)
-        told += [f"{incomplete} incomplete."] * (incomplete > 0)
-        if newest is not None and not damaged:
-            told.append(f"Nothing is damaged{'' if self.verified else ', as far as indexes show'}.")
-        return " ".join(filter(None, told))
-
-    def _risk_text(self, newest: Checkpoint) -> str:
-        if newest.final:
-            return "It is the final one: the run has ended."
-        if newest.time is None:
-            return ""
-        if self.at_risk is None:
-            return "Nothing was saved since, so the run has probably ended."
-        seconds, steps = self.at_risk
-        about = f", about {_count(steps, 'step')}" if steps is not None else ""
-        return f"If the run goes on, a kill now would lose {duration(seconds)} of work{about}."
-
-    @property
-    def at_risk(self) -> tuple[float, int | None] | None:
-        """The seconds and steps that a kill now would lose; None if the run seems to have ended."""
-        newest, pace = self.newest, self.seconds_a_step
-        if newest is None or newest.final or newest.time is None:
-            return None
-        seconds = self.seconds_since(newest.time)
-        if seconds > max(3600.0, 5 * (self.interval or 0.0)):
-            return None
-        return seconds, round(seconds / pace) if pace else None
-
 
 def part_of(label: str, heads: set[str]) -> str:
     """Return the part of the state that a label belongs to: model, optimizer, data or other."""
@@ -390,25 +325,3 @@ def _started(attempt: str) -> datetime | None:
         return attempt_parts(attempt)[0]
     except ValueError:  # 31 February
         return None
-
-
-def duration(seconds: float) -> str:
-    """Describe a time span for people, by its two largest units."""
-    if seconds < 0.9995:
-        return f"{max(0.0, seconds) * 1e3:.3g} ms"
-    whole = round(seconds)
-    if whole < 60:
-        return f"{seconds:.3g} s"
-    units = (("d", whole // 86400), ("h", whole // 3600 % 24), ("min", whole // 60 % 60))
-    parts = [f"{number} {unit}" for unit, number in units if number]
-    return " ".join([*parts, *([f"{whole % 60} s"] if whole < 600 and whole % 60 else [])][:2])
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'s' * (number != 1)}"
-
-
-def steps_between(steps: Sequence[int]) -> int | None:
-    """Return the usual distance of steps between saves; None if it is unknown."""
-    gaps = [b - a for a, b in pairwise(steps) if b > a]
-    return int(median(gaps)) if gaps else None

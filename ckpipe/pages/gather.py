@@ -11,9 +11,10 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
+from itertools import pairwise
+from statistics import median
 
-from ckpipe.backend import Backend
 from ckpipe.calls import verified
 from ckpipe.catalog.catalog import NOT_BY_RULE, OTHER_LINE, Catalog
 from ckpipe.catalog.complete import read_members
@@ -21,7 +22,6 @@ from ckpipe.catalog.find import DELETING, read_index, recheck
 from ckpipe.catalog.inspect import data_bytes
 from ckpipe.catalog.summaries import Summaries, candidate_of
 from ckpipe.errors import (
-    CheckpointIncomplete,
     CheckpointNotFound,
     CkpipeError,
     CorruptCheckpoint,
@@ -31,8 +31,8 @@ from ckpipe.errors import (
 from ckpipe.foreign.source import Place, open_place
 from ckpipe.format.manifest import ManifestDocument
 from ckpipe.format.names import prefix
-from ckpipe.format.summary import Summary, summary_of
-from ckpipe.pages.facts import PARTS, Checkpoint, RetentionOutcome, Run, part_of, steps_between
+from ckpipe.format.summary import summary_of
+from ckpipe.pages.facts import PARTS, Checkpoint, RetentionOutcome, Run, part_of
 from ckpipe.pages.weights import heat_map
 from ckpipe.retention import Candidate, KeepBest, Rule, decide
 from ckpipe.settings import Settings
@@ -84,19 +84,17 @@ async def gather(
         await run_lanes(_AT_ONCE, lane)
         found = sorted(reading.found, key=lambda each: each.key)
         complete = [each for each in found if each.complete]
-        facts = [candidate_of(each, reading.summaries[each.id]) for each in infos
-                 if each.id in reading.summaries]  # fmt: skip
-        retention = await _retention(place.store, settings, complete, facts, reading.summaries)
+        known = [each for each in infos if each.id in reading.summaries]
+        facts = [candidate_of(each, reading.summaries[each.id]) for each in known]
+        retention = await _retention(reading, complete, facts)
+        parts = _bytes_by_part(reading.newest) if reading.newest else {}
         best, best_by = _best(settings.retention.rule, facts)
         for each in complete:
             each.best = each.id == best
-        whole = {each.id for each in complete}
-        readable = [each for each in reversed(infos) if each.id in whole]
-        heat = await heat_map(place, settings, readable, match) if weights else None
+        heat = await heat_map(place, settings, known[::-1], match) if weights else None
         return Run(
-            place.name, now, tuple(found), deleting, retention, best_by,
-            _bytes_by_part(reading.newest), "", len(complete) if verify else None, heat,
-            len(infos[MOST_CHECKPOINTS:]),
+            place.name, now, tuple(found), deleting, retention, best_by, parts, "",
+            len(complete) if verify else None, heat, len(infos[MOST_CHECKPOINTS:]),
         )  # fmt: skip
 
 
@@ -113,9 +111,8 @@ class _Reading:
 
     async def read(self, info: CheckpointInfo) -> None:
         store = self.place.store
-        plain = Checkpoint(
-            info.id, info.step, "incomplete", info.reason, info.saved_at, info.pinned
-        )
+        known = (info.reason, info.saved_at, info.pinned)
+        plain = Checkpoint(info.id, info.step, "incomplete", *known)
         if not info.complete:
             with suppress(LinkRefused):
                 times = [each.modified async for each in store.list(prefix(info.key))]
@@ -124,94 +121,82 @@ class _Reading:
             return
         try:
             index = await read_index(store, info.key)
-            summary = summary_of(index)
-            found = await _described(store, index, summary, plain)
+            found = await self._read(plain, index)
             if self.verify:
                 async with self.place.opened(info, lease=False) as opened:
                     await verified(opened, self.settings)
-        except (CheckpointIncomplete, CorruptCheckpoint, UnsupportedVersion) as error:
-            again = await recheck(store, info)
-            if again.complete:
+        except (CheckpointNotFound, CorruptCheckpoint, UnsupportedVersion) as error:
+            if (await recheck(store, info)).complete:
                 self.found.append(replace(plain, state="damaged", why=str(error)))
             return
         self.found.append(found)
-        self.summaries.learn(info.id, summary)
+        self.summaries.learn(info.id, summary_of(index))
         if self.newest is None or index.id > self.newest.id:
             self.newest = index
 
-
-async def _described(
-    store: Backend, index: ManifestDocument, summary: Summary, plain: Checkpoint
-) -> Checkpoint:
-    document, first = index, index.parts[0]
-    if index.world_size > 1:
-        (document,) = await read_members(store, index.id, [(0, 0)], index.world_size)
-    try:
-        report = None if document.report is None else save_report_from_data(document.report)
-    except CkpipeError:  # spoils no more than its own facts
-        report = None
-    blocked = durable = None
-    slowest = ""
-    if report is not None:
-        blocked = report.captured_seconds or report.staged_seconds
-        durable, slowest = report.seconds, report.bottleneck.partition(" took longest")[0]
-    devices = {row.device for structure in index.structures for row in structure.tensors}
-    return replace(
-        plain, state="complete", why="", final=summary.final, bytes=summary.bytes,
-        copied_bytes=summary.copied_bytes, world_size=summary.world_size, metrics=summary.metrics,
-        resumed_from=first.resumed_from, writer=first.writer, devices=tuple(sorted(devices)),
-        blocked=blocked, durable=durable, slowest=slowest,
-    )  # fmt: skip
+    async def _read(self, plain: Checkpoint, index: ManifestDocument) -> Checkpoint:
+        summary, document, first = summary_of(index), index, index.parts[0]
+        if index.world_size > 1:
+            (document,) = await read_members(self.place.store, index.id, [(0, 0)], index.world_size)
+        devices = {row.device for structure in index.structures for row in structure.tensors}
+        found = replace(
+            plain, state="complete", why="", final=summary.final, bytes=summary.bytes,
+            copied_bytes=summary.copied_bytes, world_size=summary.world_size,
+            metrics=summary.metrics, resumed_from=first.resumed_from, writer=first.writer,
+            devices=tuple(sorted(devices)),
+        )  # fmt: skip
+        with suppress(CkpipeError):  # a damaged report spoils no more than its own facts
+            if document.report is not None:
+                report = save_report_from_data(document.report)
+                found.blocked = report.captured_seconds or report.staged_seconds
+                found.durable = report.seconds
+                found.slowest = report.bottleneck.partition(" took longest")[0]
+        with suppress(ValueError, TypeError, OverflowError):  # an index that was copied is younger
+            began = datetime.fromisoformat(first.started)
+            found.time = min(plain.time or began, began + timedelta(seconds=found.durable or 0.0))
+        return found
 
 
 async def _foreign(place: Place) -> str:
     """Describe the checkpoint of another program; empty if there is none."""
-    listing = await place.listing()
     try:
-        source = await place.source(listing)
+        document = await place.described()
     except CheckpointNotFound:
         return ""
-    document = await source.describe(place.store, listing, place.name)
     tensors = len(document.structures[0].tensors)
-    return f"{source.name}, {tensors} tensors, {size_text(data_bytes(document))}"
+    return f"{tensors} tensors, {size_text(data_bytes(document))}"
 
 
 async def _retention(
-    store: Backend,
-    settings: Settings,
-    complete: list[Checkpoint],
-    facts: list[Candidate],
-    summaries: Summaries,
+    reading: _Reading, complete: list[Checkpoint], facts: list[Candidate]
 ) -> RetentionOutcome:
     """Decide as ``ckpipe prune --dry-run`` does, and for the next save; note the reasons."""
-    rule, now = settings.retention.rule, datetime.now(UTC)
+    retention, now = reading.settings.retention, datetime.now(UTC)
+    rule = retention.rule
+    outcome = RetentionOutcome("" if rule is None else repr(rule))
     if rule is None or not complete:
-        return RetentionOutcome("" if rule is None else repr(rule))
-    every = settings.retention.lines == "all"
-    catalog = Catalog(store, rule, summaries=summaries, all_lines=every)
+        return outcome
+    every, store = retention.lines == "all", reading.place.store
+    catalog = Catalog(store, rule, summaries=reading.summaries, all_lines=every)
     try:
         decision = await catalog.prune(now=now, dry_run=True)
     except CkpipeError as error:
-        return RetentionOutcome(repr(rule), problem=str(error))
+        return replace(outcome, problem=str(error))
     for each in complete:
         reason, goes = decision.reasons.get(each.id, ""), each.id in decision.remove
         each.kept, each.goes = ("", reason) if goes else (reason, "")
-    distance = steps_between([each.step for each in complete[-5:]])
-    if distance is None:
-        return RetentionOutcome(repr(rule))
+    gaps = [b.step - a.step for a, b in pairwise(complete[-5:]) if b.step > a.step]
+    if not gaps:
+        return outcome
     kept = {each.id: each.kept for each in complete if each.kept and each.kept != OTHER_LINE}
     newest = replace(
-        facts[0],
-        id="next",
-        step=facts[0].step + distance,
-        created=now,
-        final=False,
+        facts[0], id="next", step=facts[0].step + int(median(gaps)), created=now, final=False,
         metrics=dict.fromkeys(facts[0].metrics, math.nan),
-    )
+    )  # fmt: skip
     fixed = {id: reason for id, reason in kept.items() if reason in NOT_BY_RULE}
-    stays = [newest, *(each for each in facts if each.id in kept)]
-    then = decide(stays, rule, now=now, protected=fixed)
-    return RetentionOutcome(repr(rule), newest.step, then.remove)
+    stays = (each for each in facts if each.id in kept)
+    then = decide([newest, *stays], rule, now=now, protected=fixed)
+    return replace(outcome, next_step=newest.step, next_goes=then.remove)
 
 
 def _best(rule: Rule | None, facts: Sequence[Candidate]) -> tuple[str, str]:
@@ -225,15 +210,15 @@ def _best(rule: Rule | None, facts: Sequence[Candidate]) -> tuple[str, str]:
     return "", ""
 
 
-def _bytes_by_part(index: ManifestDocument | None) -> dict[str, int]:
+def _bytes_by_part(index: ManifestDocument) -> dict[str, int]:
     """Count the bytes of each part of the state, by the entries of the data files."""
     found: Counter[str] = Counter()
-    for part in [] if index is None else index.parts:
-        assert index is not None
+    for part in index.parts:
         labels = [row.label for row in index.structures[part.structure].tensors]
         heads, layout = heads_in(labels), index.layouts[part.layout]
-        owner = {c.entry: c.tensor for c in layout.chunks if c.owner is None}
+        owner = {
+            c.entry: part_of(labels[c.tensor], heads) for c in layout.chunks if c.owner is None
+        }
         for number, nbytes in enumerate(layout.entries.nbytes):
-            tensor = owner.get(number)
-            found["other" if tensor is None else part_of(labels[tensor], heads)] += nbytes
+            found[owner.get(number, "other")] += nbytes
     return {name: found[name] for name in (*PARTS, "other") if found[name]}

@@ -11,15 +11,15 @@ import functools
 import math
 import os
 import secrets
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckpipe.errors import UsageError
-from ckpipe.pages.facts import duration
-from ckpipe.types import first_of, size_text
+from ckpipe.notebook import shown
+from ckpipe.types import age_text, first_of, size_text
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -28,17 +28,15 @@ if TYPE_CHECKING:
 @functools.cache
 def _templates() -> Environment:
     try:
-        from jinja2 import Environment, PackageLoader, StrictUndefined
+        from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
     except ModuleNotFoundError as error:
         raise UsageError("A page needs jinja2", hint="pip install '.[cli]'") from error
     made = Environment(
-        loader=PackageLoader("ckpipe.pages"), autoescape=True, undefined=StrictUndefined,
-        trim_blocks=True, lstrip_blocks=True,
+        loader=PackageLoader("ckpipe.pages"), autoescape=select_autoescape(),
+        undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True,
     )  # fmt: skip
-    made.filters |= {
-        "short": short, "size": size_text, "duration": duration, "number": number,
-        "when": when, "first_of": first_of,
-    }  # fmt: skip
+    made.filters |= {"short": shown, "size": size_text, "age": age_text, "number": number}
+    made.filters |= {"when": when, "first_of": first_of, "log": math.log}
     return made
 
 
@@ -71,21 +69,9 @@ def write_page(path: Path, page: str) -> None:
         raise UsageError(f"The page cannot be written to {path}: {error.strerror}") from error
 
 
-def short(text: object, most: int = 80) -> str:
-    """Cut off a text, and show characters that do not print by their number."""
-    cut = str(text)[: most + 1]
-    cut = cut if len(cut) <= most else f"{cut[: most - 1]}…"
-    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in cut)
-
-
-def number(value: float | None) -> str:
+def number(value: float) -> str:
     """Write a number for people; NaN and infinities by their names."""
-    if value is None:
-        return ""
-    try:
-        return "NaN" if value != value else f"{float(value):.4g}".replace("inf", "∞")
-    except OverflowError:  # a whole number of hundreds of digits
-        return "∞"
+    return "NaN" if math.isnan(value) else f"{value:.4g}".replace("inf", "∞")
 
 
 def when(time: datetime | None) -> str:
@@ -101,62 +87,45 @@ class Axis:
         low: The number at 0 %.
         high: The number at 100 %.
         ticks: Positions in percent, each with its text.
-        log: Whether it is logarithmic.
     """
 
     low: float
     high: float
-    ticks: tuple[tuple[float, str], ...] = ()
-    log: bool = False
+    ticks: Sequence[tuple[float, str]] = ()
 
     def at(self, value: float) -> float:
         """Return the position of a number in percent; it may lie outside."""
-        low, high = self.low, self.high
-        if self.log:
-            value, low, high = math.log(value), math.log(low), math.log(high)
-        return round(100 * (value - low) / (high - low), 2) if high > low else 50.0
+        width = self.high - self.low
+        return round(100 * (value - self.low) / width, 2) if width > 0 else 50.0
 
 
-def number_axis(values: Sequence[float], unit: str = "", about: int = 5) -> Axis:
-    """Make an axis for finite numbers; a logarithmic one if they span more than 500:1."""
-    low, high = min(values, default=0.0), max(values, default=1.0)
-    if low > 0 and high > 500 * low:
-        powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-        axis = Axis(10.0 ** powers[0], 10.0 ** powers[-1], log=True)
-        marks: Sequence[float] = [10.0**each for each in powers[:: -(-len(powers) // about)]]
-    else:
-        axis = Axis(low, high)
-        marks = list(round_numbers(low, high, about))
-    ticks = tuple((axis.at(each), f"{each:g}{unit}") for each in marks)
-    return Axis(axis.low, axis.high, ticks, axis.log)
-
-
-def round_numbers(low: float, high: float, about: int) -> Iterator[float]:
-    """Yield round numbers in a range, about so many of them."""
-    rough = (high - low) / about
-    if not rough > 0 or not math.isfinite(rough):
-        yield low
-        return
-    power = 10.0 ** math.floor(math.log10(rough))
+def number_axis(values: Sequence[float], about: int = 5, digits: int = 6) -> Axis:
+    """Make an axis for finite numbers, with about so many ticks at round numbers."""
+    axis = Axis(min(values, default=0.0), max(values, default=1.0))
+    rough = (axis.high - axis.low) / about
+    power = 10.0 ** math.floor(math.log10(rough)) if 0 < rough < math.inf else 0.0
+    if not power:
+        return replace(axis, ticks=[(axis.at(axis.low), f"{axis.low:.{digits}g}")])
     step = next((each * power for each in (1, 2, 5) if each * power >= rough), 10 * power)
-    first = math.ceil(low / step)
-    for index in range(about + 2):
-        value = float(f"{(first + index) * step:.12g}")
-        if value <= high:
-            yield value
+    marks = [
+        step * each for each in range(math.ceil(axis.low / step), math.floor(axis.high / step) + 1)
+    ]
+    return replace(axis, ticks=[(axis.at(each), f"{each:.{digits}g}") for each in marks])
 
 
 _SPANS = (1, 5, 15, 30, 60, 300, 900, 1800, 3600, 10800, 21600, 43200, 86400, 172800, 604800)
 
 
-def time_axis(began: datetime, ended: datetime) -> Axis:
+def time_axis(times: Sequence[datetime]) -> Axis:
     """Make an axis of times, in seconds since 1970."""
-    low, high = began.timestamp(), max(ended.timestamp(), began.timestamp() + 1)
-    step = next((each for each in _SPANS if (high - low) / each <= 5), 0)
-    step = step or 86400 * math.ceil((high - low) / 5 / 86400)
-    form = "%H:%M:%S" if step < 60 else "%H:%M" if high - low < 86400 else "%d %b %H:%M"
+    low, high = min(times).timestamp(), max(times).timestamp()
+    axis = Axis(low, max(high, low + 1))
+    span = axis.high - axis.low
+    step = (
+        next((each for each in _SPANS if span <= 5 * each), 0) or math.ceil(span / 432000) * 86400
+    )
+    form = "%H:%M:%S" if step < 60 else "%H:%M" if span < 86400 else "%d %b %H:%M"
     form = "%d %b" if step >= 86400 else form
-    axis = Axis(low, high)
-    marks = range(math.ceil(low / step) * step, math.floor(high) + 1, step)
-    ticks = tuple((axis.at(each), f"{datetime.fromtimestamp(each, UTC):{form}}") for each in marks)
-    return Axis(low, high, ticks)
+    marks = range(math.ceil(axis.low / step) * step, math.floor(axis.high) + 1, step)
+    texts = [f"{datetime.fromtimestamp(each, UTC):{form}}" for each in marks]
+    return replace(axis, ticks=[*zip(map(axis.at, marks), texts, strict=True)])

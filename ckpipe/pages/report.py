@@ -7,9 +7,9 @@ import math
 import os
 import shlex
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Unpack
+from typing import Any, Unpack
 
 from ckpipe.calls import Url, called
 from ckpipe.format.summary import REMEDY
@@ -35,8 +35,12 @@ class Report:
 
     @property
     def verdict(self) -> str:
-        """The state of the run in a few short sentences."""
-        return self.run.verdict
+        """The state of the run in a few short sentences.
+
+        Raises:
+            UsageError: If jinja2 is not installed.
+        """
+        return " ".join(render("verdict.txt", run=self.run).split())
 
     @functools.cached_property
     def html(self) -> str:
@@ -45,7 +49,7 @@ class Report:
         Raises:
             UsageError: If jinja2 is not installed.
         """
-        return render("report.html", **_page(self.run))
+        return render("report.html", verdict=self.verdict, **_page(self.run))
 
     def write(self, path: str | os.PathLike[str]) -> Path:
         """Write the page to a file, whole or not at all; return its path.
@@ -104,88 +108,45 @@ def report(
     return called(work, settings, fields)
 
 
-class Panel(NamedTuple):
-    """A small chart of one number over the steps.
-
-    Args:
-        name: Its name.
-        y: The axis of the number.
-        points: The checkpoints with their numbers, each with the point that its line comes from.
-    """
-
-    name: str
-    y: Axis
-    points: list[tuple[Checkpoint, float, tuple[Checkpoint, float] | None]]
+Point = tuple[Checkpoint, float]
 
 
-def _panel(name: str, run: Run, values: Mapping[str, float | None]) -> Panel | None:
-    last: dict[str, tuple[Checkpoint, float] | None] = {}
-    points: list[tuple[Checkpoint, float, tuple[Checkpoint, float] | None]] = []
-    for each in run.complete:
-        value, attempt, origin = values.get(each.id), each.key.attempt, each.origin
+def _panel(name: str, run: Run, values: Iterable[float | None]) -> dict[str, Any]:
+    """Chart one number over the steps; each point has the one that its line comes from."""
+    last: dict[str | None, Point] = {}  # by attempt, and by the id that an attempt resumed from
+    points: list[tuple[Checkpoint, float, Point | None]] = []
+    for each, value in zip(run.complete, values, strict=True):
+        attempt = each.key.attempt
         if value is None:
             continue
-        if attempt not in last:  # the line goes on from where the attempt resumed
-            earlier = (point for point in reversed(points) if origin and point[0].key <= origin)
-            last[attempt] = next(((one, number) for one, number, _ in earlier), None)
-        points.append((each, _plain(value), last[attempt]))
-        if math.isfinite(points[-1][1]):
-            last[attempt] = points[-1][:2]
+        points.append((each, value, last.get(attempt) or last.get(each.resumed_from)))
+        if math.isfinite(value):
+            last[attempt] = last[each.id] = (each, value)
     finite = [value for _, value, _ in points if math.isfinite(value)]
-    return Panel(name, number_axis(finite, about=3), points) if points else None
-
-
-def _plain(value: float) -> float:
-    try:
-        return float(value)
-    except OverflowError:  # a whole number of hundreds of digits
-        return math.inf
+    return {"name": name, "y": number_axis(finite, about=3), "points": points}
 
 
 def _page(run: Run) -> dict[str, Any]:
     """Return the variables of the template."""
     counts = Counter(name for each in run.complete for name in each.metrics)
-    names = [name for name, _ in counts.most_common(MOST_METRICS)]
-    x = number_axis([each.step for each in run.checkpoints])
-    metrics = [
-        panel
-        for name in sorted(names)
-        if (panel := _panel(name, run, {e.id: e.metrics.get(name) for e in run.complete}))
-    ]
-    costs = [
-        _panel("training blocked, seconds", run, {e.id: e.blocked for e in run.complete}),
-        _panel("durable after, seconds", run, {e.id: e.durable for e in run.complete}),
-    ]
-    launches = run.launches
-    lanes = launches[-MOST_LANES:]
-    hidden = len(launches) - len(lanes)
+    names = sorted(name for name, _ in counts.most_common(MOST_METRICS))
+    metrics = [_panel(name, run, [e.metrics.get(name) for e in run.complete]) for name in names]
+    blocked = _panel("training blocked, seconds", run, [e.blocked for e in run.complete])
+    durable = _panel("durable after, seconds", run, [e.durable for e in run.complete])
+    lanes = run.launches[-MOST_LANES:]
     times = [time for each in lanes for time in (each.began, each.ended)]
-    traits = [each.traits for each in lanes]
-    kinds = list(dict.fromkeys(name for each in traits for name in each))[:8]
     slowest = Counter(each.slowest for each in run.complete if each.slowest)
+    steps = [each.step for each in run.checkpoints]
     return {
-        "run": run,
-        "x": x,
-        "metrics": metrics,
-        "more_metrics": len(counts) - len(names),
-        "costs": [each for each in costs if each],
-        "slowest": slowest.most_common(1),
-        "reported": sum(slowest.values()),
-        "lanes": lanes,
-        "hidden_lanes": hidden,
-        "lost": [each for each in run.lost if each.lane >= hidden],
-        "time": time_axis(min(times), max(times)) if times else None,
-        "marks": {mark(each) for each in run.checkpoints},
-        "next_goes": [each.step for each in run.complete if each.id in run.retention.next_goes],
-        "kinds": kinds,
-        "traits": traits,
-        "shades": shades,
-        "rows": run.checkpoints[::-1][:MOST_ROWS],
-        "name": run.url.rstrip("/").rpartition("/")[2] or run.url,
-        "quoted": shlex.quote(run.url),
-        "remedy": REMEDY,
-        "mark": mark,
-    }
+        "run": run, "lanes": lanes, "hidden_lanes": len(run.launches) - len(lanes),
+        "x": number_axis(steps, max(1, 20 // len(str(max(steps, default=0)))), digits=12),
+        "time": time_axis(times or [run.now]),
+        "metrics": metrics, "more_metrics": len(counts) - len(names),
+        "costs": [each for each in (blocked, durable) if each["points"]],
+        "slowest": slowest.most_common(1), "reported": slowest.total(),
+        "most_rows": MOST_ROWS, "remedy": REMEDY, "quoted": shlex.quote(run.url),
+        "mark": mark, "shades": shades,
+    }  # fmt: skip
 
 
 def mark(each: Checkpoint) -> str:
@@ -196,6 +157,8 @@ def mark(each: Checkpoint) -> str:
 
 
 def shades(rows: Mapping[str, Sequence[float | None]]) -> Axis:
-    """Return a logarithmic axis of the numbers in a table that are finite and not 0."""
-    usual = [each for row in rows.values() for each in row if each and math.isfinite(each)]
-    return Axis(min(usual, default=1.0), max(usual, default=1.0), log=True)
+    """Return an axis of the logarithms of the numbers in a table that are finite and not 0."""
+    usual = [
+        math.log(each) for row in rows.values() for each in row if each and math.isfinite(each)
+    ]
+    return Axis(min(usual, default=0.0), max(usual, default=0.0))

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from ckpipe.pages.render import Axis, render, round_numbers
+from ckpipe.pages.render import number_axis, render
 from ckpipe.types import (
     BlockReport,
     CheckpointInfo,
@@ -19,14 +19,6 @@ from ckpipe.types import (
 
 MOST_BLOCKS = 6000
 """The most blocks that a page shows, of all ranks together; of more it shows every n-th."""
-
-_KEYS = {
-    "stage": "stage",
-    "copied": "block copied",
-    "summed": "block checksummed",
-    "uploaded": "block uploaded",
-}
-
 
 HEADINGS = ("stage", "began", "seconds", "waited", "bytes", "rate")
 
@@ -47,13 +39,11 @@ def timeline_page(info: CheckpointInfo, ranks: Sequence[RankReport], world_size:
     """
     known = [each.report for each in ranks if each.report is not None]
     until = max([report.seconds for report in known], default=0.0) or 1e-6
-    marks = [(100 * each / until, f"{each:g} s") for each in round_numbers(0.0, until, 5)]
-    axis, most = Axis(0.0, until, tuple(marks)), MOST_BLOCKS // max(1, len(known))
+    axis, most = number_axis([0.0, until]), MOST_BLOCKS // max(1, len(known))
     sections = [_section(each, max(1, most)) for each in ranks]
-    started = min((each.started for each in ranks), default="")
     return render(
         "timeline.html", info=info, sections=sections, world_size=world_size, axis=axis,
-        keys=_KEYS, headings=HEADINGS, started=started,
+        headings=HEADINGS, started=min((each.started for each in ranks), default=""),
     )  # fmt: skip
 
 
@@ -80,38 +70,37 @@ def _section(rank: RankReport, most: int) -> dict[str, Any]:
         return {"rank": rank}
     blocks = report.blocks[:: max(1, -(-len(report.blocks) // most))]
     thinned = len(blocks) < len(report.blocks)
-    rows = [(name, [*bars]) for name, bars in _rows(report, blocks)]
-    return {"rank": rank, "rows": rows, "table": [*stage_rows(report)], "thinned": thinned}
+    rows, table = [*_rows(report, blocks)], [*stage_rows(report)]
+    return {"rank": rank, "rows": rows, "table": table, "thinned": thinned}
 
 
-def _rows(report: SaveReport, blocks: Sequence[BlockReport]) -> Iterator[tuple[str, Iterable[Bar]]]:
+def _rows(report: SaveReport, blocks: Sequence[BlockReport]) -> Iterator[tuple[str, list[Bar]]]:
     for name, stage in _in_order(report):
         span = (stage.began, stage.began + stage.seconds)
         moved = f"\n{size_text(stage.bytes)}" if stage.bytes else ""
         tip = f"{name}: {_when(span)}"
         tip += f"\nat work {stage.busy:.4f} s, waited {stage.waited:.4f} s{moved}"
         yield name, [("stage", span, tip)]
-    for copier in sorted({block.copier for block in blocks}):
-        mine = [block for block in blocks if block.copier == copier]
-        yield f"copier {copier}", _bars(mine, "copied")
-    if any(block.summed for block in blocks):
-        yield "checksums", _bars(blocks, "summed")
-    for lane in sorted({block.lane for block in blocks if block.uploaded}):
-        mine = [block for block in blocks if block.lane == lane]
-        yield f"lane {lane}", _bars(mine, "uploaded")
+    for kind, title, lane_of in _LANES:
+        mine = [(lane_of(block), block) for block in blocks if getattr(block, kind)]
+        for number in sorted({number for number, _ in mine}):
+            yield title.format(number), [_bar(block, kind) for n, block in mine if n == number]
 
 
-def _bars(blocks: Sequence[BlockReport], kind: str) -> Iterator[Bar]:
-    for block in blocks:
-        span: Span | None = getattr(block, kind)
-        if span is None:
-            continue
-        seconds = span[1] - span[0]
-        # The copy may have checksummed some bytes of a block that was checksummed later.
-        told = seconds > 0 and kind != "summed"
-        rate = f"\n{rate_text(block.bytes, seconds)}" if told else ""
-        where = f"file {block.file}, offset {block.offset}, {size_text(block.bytes)}"
-        yield kind, span, f"{kind}: {_when(span)}\n{where}{rate}"
+_LANES: Sequence[tuple[str, str, Callable[[BlockReport], int]]] = (
+    ("copied", "copier {}", lambda block: block.copier),
+    ("summed", "checksums", lambda block: 0),
+    ("uploaded", "lane {}", lambda block: block.lane),
+)
+
+
+def _bar(block: BlockReport, kind: str) -> Bar:
+    span: Span = getattr(block, kind)
+    seconds = span[1] - span[0]
+    # The copy may have checksummed some bytes of a block that was checksummed later.
+    rate = f"\n{rate_text(block.bytes, seconds)}" if seconds > 0 and kind != "summed" else ""
+    where = f"file {block.file}, offset {block.offset}, {size_text(block.bytes)}"
+    return kind, span, f"{kind}: {_when(span)}\n{where}{rate}"
 
 
 def _when(span: Span) -> str:

@@ -7,7 +7,7 @@ memory holds two batches.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AsyncExitStack, closing
+from contextlib import AsyncExitStack, closing, suppress
 from functools import partial
 
 import numpy as np
@@ -55,35 +55,28 @@ async def heat_map(
         StoreError: If the store failed.
     """
     every = max(1, -(-len(complete) // MOST_STEPS))
-    chosen = list(complete[::-1][::every][::-1])
+    opened: list[Opened] = []
     async with AsyncExitStack() as stack:
-        opened: list[tuple[int, Opened]] = []
-        for each in chosen:
-            try:
-                one = await stack.enter_async_context(place.opened(each, lease=False))
-                opened.append((each.step, one))
-            except (CheckpointNotFound, CorruptCheckpoint):
-                continue  # it was deleted meanwhile
-        layers = _layers([one for _, one in opened], match)
-        sums = await _filled([one for _, one in opened], layers, settings)
-    names = [*dict.fromkeys(layers.values())]
+        for each in complete[::-1][::every][::-1]:
+            with suppress(CheckpointNotFound, CorruptCheckpoint):  # it was deleted meanwhile
+                opened.append(await stack.enter_async_context(place.opened(each, lease=False)))
+        layers = _layers(opened, match)
+        sums = await _filled(opened, layers, settings)
+    names, steps = [*dict.fromkeys(layers.values())], [each.document.id.step for each in opened]
     notes = [f"{len(opened)} of {len(complete)} checkpoints"] * (len(opened) < len(complete))
     notes += [f"the first {MOST_LAYERS} of {len(names)} layers"] * (len(names) > MOST_LAYERS)
     if unread := sorted(sums.unread):
-        notes.append(f"without step {first_of([opened[each][0] for each in unread])}, not readable")
+        notes.append(f"without step {first_of([steps[each] for each in unread])}, not readable")
         sums.seen[:, unread] = sums.compared[:, unread] = 0
     with np.errstate(divide="ignore", invalid="ignore"):
         change = np.where(sums.change == 0, 0.0, np.sqrt(sums.change / sums.base))
-    rows = [*enumerate(names[:MOST_LAYERS])]
-    norms = {name: _known(np.sqrt(sums.norm[row]), sums.seen[row]) for row, name in rows}
-    changes = {name: _known(change[row], sums.compared[row]) for row, name in rows}
-    return HeatMap(tuple(step for step, _ in opened), norms, changes, ", ".join(notes))
 
+    def table(values: _Table, known: _Table) -> dict[str, tuple[float | None, ...]]:
+        rows = np.ma.array(values, mask=known == 0).tolist()  # None where it is unknown
+        return dict(zip(names[:MOST_LAYERS], map(tuple, rows), strict=False))
 
-def _known(values: _Table, known: _Table) -> tuple[float | None, ...]:
-    return tuple(
-        float(value) if there else None for value, there in zip(values, known, strict=True)
-    )
+    norms, changes = table(np.sqrt(sums.norm), sums.seen), table(change, sums.compared)
+    return HeatMap(tuple(steps), norms, changes, ", ".join(notes))
 
 
 class _Sums:
@@ -110,24 +103,17 @@ class _Sums:
 def _layers(opened: Sequence[Opened], match: Sequence[str] | None) -> dict[str, str]:
     """Return the labels of the weights of all checkpoints, each with its layer."""
     select, found = label_filter(match), dict[str, str]()
-    for each in opened:
-        for structure in each.document.structures:
-            labels = [row.label for row in structure.tensors]
-            heads = heads_in(labels)
-            parts = {label: part_of(label, heads) for label in labels}
-            wanted = {"model"} & set(parts.values()) or {"other"}
-            for row in structure.tensors:
-                dtype = getattr(torch, row.dtype, None)
-                numbers = isinstance(dtype, torch.dtype) and (
-                    dtype.is_floating_point or dtype.is_complex
-                )
-                chosen = select(row.label) if match else parts[row.label] in wanted
-                if numbers and chosen:
-                    found[row.label] = layer_of(row.label)
+    for structure in (each for one in opened for each in one.document.structures):
+        heads = heads_in([row.label for row in structure.tensors])
+        parts = {row.label: part_of(row.label, heads) for row in structure.tensors}
+        wanted = {"model"} & set(parts.values()) or {"other"}
+        for row in structure.tensors:
+            chosen = select(row.label) if match else parts[row.label] in wanted
+            if chosen and row.dtype.startswith(("float", "bfloat", "complex")):
+                found[row.label] = layer_of(row.label)
     if match and not found:
-        raise UsageError(
-            f"No tensor matches {' or '.join(match)}", hint="`ckpipe info` lists the names"
-        )
+        told = f"No tensor matches {' or '.join(match)}"
+        raise UsageError(told, hint="`ckpipe info` lists the names")
     return found
 
 
