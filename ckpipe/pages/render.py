@@ -20,17 +20,23 @@ from typing import TYPE_CHECKING, Any
 from ckpipe.errors import UsageError
 from ckpipe.notebook import shown
 from ckpipe.types import age_text, first_of, size_text
+from ckpipe.version import install_line
 
 if TYPE_CHECKING:
     from jinja2 import Environment
 
 
 @functools.cache
-def _templates() -> Environment:
+def templates() -> Environment:
+    """Return the templates of this package.
+
+    Raises:
+        UsageError: If jinja2 is not installed.
+    """
     try:
         from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
     except ModuleNotFoundError as error:
-        raise UsageError("A page needs jinja2", hint="pip install '.[cli]'") from error
+        raise UsageError("A page needs jinja2", hint=install_line("cli")) from error
     made = Environment(
         loader=PackageLoader("ckpipe.pages"), autoescape=select_autoescape(),
         undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True,
@@ -41,12 +47,8 @@ def _templates() -> Environment:
 
 
 def render(template: str, **data: Any) -> str:
-    """Render a template of this package.
-
-    Raises:
-        UsageError: If jinja2 is not installed.
-    """
-    return _templates().get_template(template).render(data)
+    """Render a template of this package."""
+    return templates().get_template(template).render(data)
 
 
 def write_page(path: Path, page: str) -> None:

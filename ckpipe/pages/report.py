@@ -15,7 +15,7 @@ from ckpipe.calls import Url, called
 from ckpipe.format.summary import REMEDY
 from ckpipe.pages.facts import Checkpoint, Run
 from ckpipe.pages.gather import gather
-from ckpipe.pages.render import Axis, number_axis, render, time_axis, write_page
+from ckpipe.pages.render import Axis, number_axis, render, templates, time_axis, write_page
 from ckpipe.running.validation import location
 from ckpipe.settings import PipelineFields, Settings
 
@@ -35,27 +35,19 @@ class Report:
 
     @property
     def verdict(self) -> str:
-        """The state of the run in a few short sentences.
-
-        Raises:
-            UsageError: If jinja2 is not installed.
-        """
+        """The state of the run in a few short sentences."""
         return " ".join(render("verdict.txt", run=self.run).split())
 
     @functools.cached_property
     def html(self) -> str:
-        """The page, which loads nothing from elsewhere.
-
-        Raises:
-            UsageError: If jinja2 is not installed.
-        """
+        """The page, which loads nothing from elsewhere."""
         return render("report.html", verdict=self.verdict, **_page(self.run))
 
     def write(self, path: str | os.PathLike[str]) -> Path:
         """Write the page to a file, whole or not at all; return its path.
 
         Raises:
-            UsageError: If it cannot be written, or jinja2 is not installed.
+            UsageError: If it cannot be written.
         """
         file = Path(path)
         write_page(file, self.html)
@@ -95,10 +87,12 @@ def report(
         The report: its ``verdict``, its page as ``html``, and ``write(path)``.
 
     Raises:
-        UsageError: If the place has a format that is known and not opened, or ``match`` matches
-            no tensor.
+        UsageError: If jinja2, of the extra ``cli``, is not installed, the place has a format that
+            is known and not opened, or ``match`` matches no tensor.
         StoreError: If the store failed.
     """
+
+    templates()  # raises before anything is read
 
     async def work(settings: Settings) -> Report:
         place = location(url) or ""
