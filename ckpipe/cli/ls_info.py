@@ -11,7 +11,6 @@ from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import RenderableType
-from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
@@ -104,16 +103,7 @@ def list_(
             if sort == "step":
                 infos.sort(key=lambda each: each.step, reverse=True)
             first = infos if rule or sort == "size" else infos[:limit]
-            stored = {} if read or brief else await list_summaries(place.store)
-            with screen.meter("reading checkpoints", len(first), "things") as meter:
-
-                async def look(info: CheckpointInfo) -> dict[str, Any]:
-                    meter.advance(1)
-                    if info.complete and (read or not brief):
-                        return await _inspected(place.store, info, stored)
-                    return _checkpoint_data(info)
-
-                rows = await all_of([partial(look, each) for each in first], _AT_ONCE)
+            rows = await _described(screen, place.store, first, read=read, brief=brief)
             foreign = None if there else await _foreign(place)
             runs = [] if there or foreign else await _runs(screen, place, limit, brief)
         if sort == "size":
@@ -122,25 +112,37 @@ def list_(
         rows = (best_first if sort == "metric" else rows)[:limit]
         data = {"url": url, "foreign": foreign, "runs": runs}
         data["checkpoints"] = rows + [_checkpoint_data(each) for each in deleting]
-        shown: Iterable[RenderableType] = [Text("no checkpoints here")]
-        if foreign is not None:
-            size = f"{foreign['tensors']} tensors, {size_text(foreign['bytes'])}"
-            program = f"a checkpoint of another program ({foreign['format']})"
-            shown = [Text(f"{program}: {files_text(foreign['files'])}, {size}")]
-        elif runs:
-            shown = [_runs_table(screen, runs)]
-        elif rows:
+        if foreign or runs or not rows:
+            screen.result(data, _instead(screen, foreign, runs))
+        else:
             names = screen.names([each.id for each in there], ids)
-            shown = _shown(screen, infos, rows, metric, names)
-        screen.result(data, *shown)
+            screen.result(data, *_shown(screen, infos, rows, metric, names))
         if deleting:
-            newest = f"the newest is step {deleting[0].step}"
-            screen.note(f"{len(deleting)} being deleted, {newest}")
+            screen.note(f"{len(deleting)} being deleted, the newest is step {deleting[0].step}")
         if any(each["copied_bytes"] for each in rows):
             screen.note(f"copies are equal bytes that several ranks wrote. {REMEDY}")
         return OK
 
     serve(ctx, work)
+
+
+async def _described(
+    screen: Screen, store: Backend, infos: Sequence[CheckpointInfo], *, read: bool, brief: bool
+) -> list[dict[str, Any]]:
+    """Read the summaries of complete checkpoints, or their indexes, which also show damage."""
+    if not infos or (brief and not read):
+        return [_checkpoint_data(each) for each in infos]
+    stored = {} if read else await list_summaries(store)
+    with screen.meter("reading checkpoints", len(infos), "things") as meter:
+
+        async def look(info: CheckpointInfo) -> dict[str, Any]:
+            made = _checkpoint_data(info)
+            if info.complete:
+                made = await _inspected(store, info, stored)
+            meter.advance(1)
+            return made
+
+        return await all_of([partial(look, each) for each in infos], _AT_ONCE)
 
 
 def _best_first(rows: list[dict[str, Any]], rule: KeepBest) -> list[dict[str, Any]]:
@@ -298,17 +300,23 @@ async def _runs(
 _MOST_RUNS = 1000
 
 
-def _runs_table(screen: Screen, runs: Sequence[dict[str, Any]]) -> Table:
-    now = datetime.now(UTC)
-    when = (lambda at: _age(at, now)) if screen.terminal else _time
+def _instead(
+    screen: Screen, foreign: Mapping[str, Any] | None, runs: Sequence[dict[str, Any]]
+) -> RenderableType:
+    """Show a place without checkpoints of ckpipe: what another program wrote, or runs below it."""
+    if foreign is not None:
+        many = f"{files_text(foreign['files'])}, {foreign['tensors']} tensors"
+        size = size_text(foreign["bytes"])
+        return Text(f"a checkpoint of another program ({foreign['format']}): {many}, {size}")
+    if not runs:
+        return Text("no checkpoints here")
+    now, aged = datetime.now(UTC), screen.terminal
     rows = [
         (each["name"], each["step"], each["complete"], each["incomplete"] or "",
-         sized(each["bytes"]), when(each["saved_at"]))
+         sized(each["bytes"]), _age(each["saved_at"], now) if aged else _time(each["saved_at"]))
         for each in runs
     ]  # fmt: skip
-    headings = ("run", "newest", "complete", "incomplete", "size", "age")
-    if not screen.terminal:
-        headings = (*headings[:-1], "saved at")
+    headings = ("run", "newest", "complete", "incomplete", "size", "age" if aged else "saved at")
     return table(headings, rows, *headings[1:], flexible=[("run", 12)])
 
 
