@@ -32,12 +32,7 @@ from ckpipe.cli.running import (
     wanted,
 )
 from ckpipe.cli.screen import Meter, Screen, marks, visible
-from ckpipe.errors import (
-    CheckpointIncomplete,
-    CheckpointNotFound,
-    CorruptCheckpoint,
-    UsageError,
-)
+from ckpipe.errors import CheckpointIncomplete, CheckpointNotFound, CorruptCheckpoint, UsageError
 from ckpipe.foreign.source import Place, open_place
 from ckpipe.store.registry import Access, open_store
 from ckpipe.types import CheckpointId, CheckpointInfo, Form, size_text
@@ -98,9 +93,8 @@ def verify(
 
                 async def check(info: CheckpointInfo | None, known: int) -> dict[str, Any]:
                     began = time.perf_counter()
-                    data: dict[str, Any] = {"id": None, "step": None, "source": place.name}
-                    if info is not None:
-                        data = {"id": info.id, "step": info.step, "source": None}
+                    data: dict[str, Any] = {"id": info and info.id, "step": info and info.step}
+                    data["source"] = None if info else place.name
                     try:
                         async with place.opened(info) as opened:
                             meter.expect(data_bytes(opened.document) - known)
