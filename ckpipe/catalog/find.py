@@ -250,6 +250,7 @@ def pick(everything: Sequence[CheckpointInfo], which: int | str) -> CheckpointIn
         UsageError: If a short name stands for several.
     """
     found = matching(everything, which)
+    found = [each for each in found if each.complete] or found
     if isinstance(which, str) and len(found) > 1:
         names = first_of([each.id for each in found], 8)
         raise UsageError(
@@ -257,9 +258,8 @@ def pick(everything: Sequence[CheckpointInfo], which: int | str) -> CheckpointIn
             step=found[0].step,
             hint="Name one of them by its id",
         )
-    for info in found:
-        if info.complete:
-            return info
+    if found and found[0].complete:
+        return found[0]
     step = which if isinstance(which, int) else None
     if found:
         raise CheckpointIncomplete(

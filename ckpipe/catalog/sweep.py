@@ -37,7 +37,7 @@ from ckpipe.format.names import (
     manifest_key,
     prefix,
 )
-from ckpipe.types import CheckpointId, CheckpointInfo
+from ckpipe.types import CheckpointId, CheckpointInfo, age_text
 
 _LEASE = re.compile(re.escape(LEASES) + r"[^/]+/[0-9A-Za-z_-]+\.[0-9]+")
 
@@ -178,13 +178,7 @@ def _just_opened(found: Leftovers, now: datetime) -> set[str]:
 
 
 def _ago(last: datetime | None, now: datetime) -> str:
-    if last is None:
-        return "at an unknown time"
-    seconds = max(0, int((now - last).total_seconds()))
-    for size, unit in ((86_400, "days"), (3600, "hours"), (60, "minutes")):
-        if seconds >= 2 * size:
-            return f"{seconds // size} {unit} ago"
-    return f"{seconds} seconds ago"
+    return "at an unknown time" if last is None else f"{age_text((now - last).total_seconds())} ago"
 
 
 async def look_around(backend: Backend) -> Leftovers:

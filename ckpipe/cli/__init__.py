@@ -12,13 +12,7 @@ import sys
 import traceback
 from types import FrameType
 
-from ckpipe.cli.commands import (
-    INSTALL,
-    drop,
-    open_closed_streams,
-    plain_help,
-    version_text,
-)
+from ckpipe.cli.commands import INSTALL, drop, open_closed_streams, plain_help, version_text
 
 _INTERRUPTED, _CRASHED = 130, 70
 

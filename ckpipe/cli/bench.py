@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import anyio
 import anyio.to_thread
@@ -57,8 +57,11 @@ def bench(
     """
 
     async def work(screen: Screen) -> int:
-        tried = _numbers(lanes), _bytes(blocks, "--blocks")
-        (nbytes,) = _bytes(object_size, "--size")[:1]
+        tried = (
+            _values(lanes, int, "--lanes is a list of numbers such as 1,4,8"),
+            _values(blocks, Size, "--blocks is a size such as 16MiB"),
+        )
+        nbytes, *_ = _values(object_size, Size, "--size is a size such as 16MiB")
         await anyio.to_thread.run_sync(_check_sizes, url, *tried, nbytes)
         with screen.meter("measuring") as meter:
             meter.expect(2 * nbytes * (len(tried[0]) * len(tried[1]) + 1))
@@ -74,18 +77,11 @@ def bench(
     serve(ctx, work)
 
 
-def _numbers(text: str) -> list[int]:
+def _values(text: str, kind: Any, meaning: str) -> list[int]:
     try:
-        return list(dict.fromkeys(int(each) for each in text.split(",")))
-    except ValueError:
-        raise UsageError(f"--lanes is a list of numbers such as 1,4,8, not {text!r}") from None
-
-
-def _bytes(text: str, name: str) -> list[int]:
-    try:
-        found = [TypeAdapter(Size).validate_python(each.strip()) for each in text.split(",")]
+        found = [TypeAdapter(kind).validate_python(each.strip()) for each in text.split(",")]
     except ValidationError:
-        raise UsageError(f"{name} is a size such as 16MiB, not {text!r}") from None
+        raise UsageError(f"{meaning}, not {text!r}") from None
     return list(dict.fromkeys(found))
 
 
@@ -142,7 +138,7 @@ def _shown(found: Measurements, advice: Advice) -> Iterator[RenderableType]:
     ]
     headings = ("lanes", "block", "write", "read")
     yield table(headings, rows, *headings)
-    beside = "?" if found.write_beside is None else _gigabytes(found.write_beside)
+    beside = _gigabytes(found.write_beside)
     yield Text(f"beside a thread of pure Python: {beside} written from a thread")
     groups: dict[str, dict[str, int | str]] = {
         "upload": {"lanes": advice.upload_lanes},
@@ -198,14 +194,14 @@ class Measurements:
         put_seconds: The median time of creating an object of a hundred bytes.
         rates: The rates of the store, for each number of lanes and size of blocks.
         write_beside: Bytes a second that are written with the proposed lanes and blocks beside a
-            thread of Python that never waits; None if that was not measured.
+            thread of Python that never waits.
     """
 
     copy: float
     checksum: float
     put_seconds: float
     rates: tuple[Rate, ...]
-    write_beside: float | None = None
+    write_beside: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,13 +240,12 @@ def advise(found: Measurements) -> Advice:
         "checksums": found.checksum,
         "writes to the store": writing.write,
     }
-    beside = writing.write if found.write_beside is None else found.write_beside
     slowest = min(parts, key=lambda name: parts[name])
     return Advice(
         writing.lanes,
         reading.lanes,
         writing.block_bytes,
-        "thread" if beside >= _FAST_ENOUGH * writing.write else "process",
+        "thread" if found.write_beside >= _FAST_ENOUGH * writing.write else "process",
         f"A save will wait for {slowest} ({_gigabytes(parts[slowest])})",
     )
 

@@ -38,29 +38,16 @@ class Command(NamedTuple):
     needs: str | None = None
 
 
+_CALLS = "ckpipe.calls"
+
 COMMANDS = (
     Command("ls", "ls_info:list_", "List checkpoints, the newest first."),
     Command("info", "ls_info:info", "Show what a checkpoint holds."),
-    Command(
-        "verify",
-        "reading:verify",
-        "Read a whole checkpoint and check every byte.",
-        "ckpipe.calls",
-    ),
+    Command("verify", "reading:verify", "Read a whole checkpoint and check every byte.", _CALLS),
     Command("diff", "reading:diff", "Compare two checkpoints.", "ckpipe.cli.diff"),
     Command("cp", "reading:cp", "Copy checkpoints to another store, verified."),
-    Command(
-        "import",
-        "reading:import_",
-        "Take over a checkpoint of another program.",
-        "ckpipe.calls",
-    ),
-    Command(
-        "export",
-        "reading:export",
-        "Write a checkpoint in a form for other programs.",
-        "ckpipe.convert.exports",
-    ),
+    Command("import", "reading:import_", "Take over a checkpoint of another program.", _CALLS),
+    Command("export", "reading:export", "Write a checkpoint in a form for other programs.", _CALLS),
     Command("rm", "housekeeping:rm", "Delete a checkpoint."),
     Command("pin", "housekeeping:pin_", "Protect a checkpoint from retention."),
     Command("unpin", "housekeeping:unpin_", "End that protection."),

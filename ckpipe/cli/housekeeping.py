@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict
 from datetime import UTC, datetime, timedelta
 from functools import partial
@@ -17,7 +17,7 @@ from ckpipe.catalog.catalog import OTHER_LINE, UNREAD, Catalog
 from ckpipe.catalog.find import discover, matching
 from ckpipe.catalog.sweep import SweepReport
 from ckpipe.cli.running import NO_LINE, OK, Ids, Step, Url, serve, which
-from ckpipe.cli.screen import Screen, marks, of_things, sized, table
+from ckpipe.cli.screen import Screen, marks, sized, table
 from ckpipe.errors import SettingsError, UsageError
 from ckpipe.format.names import prefix
 from ckpipe.retention import Rule, from_data
@@ -121,23 +121,20 @@ def prune_(
             decision = await decide(dry_run=True)
             known = {each: catalog.summaries[each].bytes for each in catalog.summaries.names()}
             if not dry_run:
-                with screen.meter("deleting", len(decision.remove), of_things) as meter:
+                with screen.meter("deleting", len(decision.remove), "things") as meter:
                     catalog.on_removed = partial(meter.advance, 1)
                     decision = await decide()
         if line is not None and {*decision.reasons.values()} <= {OTHER_LINE, UNREAD}:
             raise UsageError(f"No complete checkpoint is of line {line!r}", hint="ls shows lines")
-        keep = {name: decision.reasons[name] for name in decision.keep}
-        remove = {name: decision.reasons[name] for name in decision.remove}
-        data = {
+        data: dict[str, Any] = {
             "url": url,
             "rule": repr(chosen),
             "dry_run": dry_run,
-            "keep": _listed(keep, known),
-            "remove": _listed(remove, known),
+            "keep": _listed(decision.keep, decision.reasons, known),
+            "remove": _listed(decision.remove, decision.reasons, known),
             "missing_metrics": list(decision.missing_metrics),
         }
-        newest_first = dict(reversed(remove.items()))
-        shown = [*_verdicts(screen, keep, newest_first, known, ids, dry_run)]
+        shown = [*_verdicts(screen, data["keep"], data["remove"][::-1], ids, dry_run)]
         screen.result(data, *(shown or [Text("no complete checkpoints here")]))
         for metric in decision.missing_metrics:
             screen.note(f"warning: {catalog.missing_text(metric)}")
@@ -146,43 +143,34 @@ def prune_(
     serve(ctx, work)
 
 
-def _listed(reasons: Mapping[str, str], sizes: Mapping[str, int]) -> list[dict[str, Any]]:
+_Rows = list[dict[str, Any]]
+
+
+def _listed(ids: Iterable[str], reasons: Mapping[str, str], sizes: Mapping[str, int]) -> _Rows:
     return [
-        {"id": name, "step": _step_of(name), "bytes": sizes.get(name), "reason": reason}
-        for name, reason in reasons.items()
-    ]
-
-
-def _step_of(id: str) -> int:
-    """Return the step in the id of a checkpoint."""
-    return int(id.partition(".")[0].removeprefix("step-"))
+        {"id": id, "step": int(id[5:].partition(".")[0]), "bytes": sizes.get(id),
+         "reason": reasons[id]}
+        for id in ids
+    ]  # fmt: skip
 
 
 def _verdicts(
-    screen: Screen,
-    keep: Mapping[str, str],
-    remove: Mapping[str, str],
-    sizes: Mapping[str, int],
-    ids: bool,
-    dry_run: bool,
+    screen: Screen, keep: _Rows, remove: _Rows, ids: bool, dry_run: bool
 ) -> Iterator[RenderableType]:
     """Show which checkpoints stay and which go; on a terminal also the bytes that this frees."""
     if not keep and not remove:
         return
-    names = screen.names([*keep, *remove], ids)
+    names = screen.names([each["id"] for each in keep + remove], ids)
     rows = [
-        (marks(verdict), _step_of(id), sized(sizes.get(id)), why, names[id])
-        for verdict, reasons in (("stays", keep), ("goes", remove))
-        for id, why in reasons.items()
+        (marks(verdict), each["step"], sized(each["bytes"]), each["reason"], names[each["id"]])
+        for verdict, listed in (("stays", keep), ("goes", remove))
+        for each in listed
     ]
     yield table(("", "step", "size", "why", "id"), rows, "step", "size", flexible=[("why", 16)])
     if screen.terminal:
-        freed, kept = (sum(sizes.get(id, 0) for id in each) for each in (remove, keep))
+        kept, freed = (size_text(sum(e["bytes"] or 0 for e in each)) for each in (keep, remove))
         frees = "would free" if dry_run else "freed"
-        yield Text(
-            f"\n{len(keep)} stay with {size_text(kept)}, {len(remove)} go: "
-            f"{frees} {size_text(freed)}"
-        )
+        yield Text(f"\n{len(keep)} stay with {kept}, {len(remove)} go: {frees} {freed}")
 
 
 def _rule(settings: Settings, keep_last: int | None, rules: list[str]) -> Rule:
@@ -228,20 +216,21 @@ def sweep_(
         async with open_store(url, screen.settings, access) as backend:
             report = await Catalog(backend, sweep_after=after).sweep(dry_run=dry_run)
         data = asdict(report) | {"url": url, "dry_run": dry_run}
-        sizes = report.bytes
-        data |= {"remove": _listed(report.remove, sizes), "keep": _listed(report.keep, sizes)}
+        for name in ("remove", "keep"):
+            data[name] = _listed(data[name], data[name], report.bytes)
         del data["bytes"]
-        screen.result(data, *_swept(screen, report, ids, dry_run))
+        screen.result(data, *_swept(screen, report, data, ids))
         return OK
 
     serve(ctx, work)
 
 
 def _swept(
-    screen: Screen, report: SweepReport, ids: bool, dry_run: bool
+    screen: Screen, report: SweepReport, data: Mapping[str, Any], ids: bool
 ) -> Iterator[RenderableType]:
-    remove = {**report.remove, **dict.fromkeys(report.unfinished, "its deletion was cut short")}
-    yield from _verdicts(screen, report.keep, remove, report.bytes, ids, dry_run)
+    reasons = dict.fromkeys(report.unfinished, "its deletion was cut short")
+    remove = data["remove"] + _listed(reasons, reasons, report.bytes)
+    yield from _verdicts(screen, data["keep"], remove, ids, data["dry_run"])
     counts = [
         ("old marks of deletions", report.tombstones),
         ("old leases", report.leases),

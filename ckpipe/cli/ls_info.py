@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from functools import partial
 from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import RenderableType
-from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
@@ -25,8 +24,19 @@ from ckpipe.catalog.find import (
     recheck,
 )
 from ckpipe.catalog.inspect import data_bytes, describe, key_paths
-from ckpipe.cli.running import NO_LINE, OK, Ids, MaybeStep, Url, no_match, serve, wanted
-from ckpipe.cli.screen import Few, Screen, marks, of_things, one_line, plain, sized, table
+from ckpipe.cli.running import (
+    NO_LINE,
+    OK,
+    Ids,
+    MaybeStep,
+    Url,
+    files_text,
+    no_match,
+    serve,
+    stored_sizes,
+    wanted,
+)
+from ckpipe.cli.screen import Few, Screen, marks, one_line, sized, table
 from ckpipe.errors import (
     CheckpointNotFound,
     CorruptCheckpoint,
@@ -87,32 +97,28 @@ def list_(
             raise UsageError("--sort metric needs --metric NAME")
         rule = None if metric is None else KeepBest(metric, mode)
         async with open_place(url, screen.settings) as place:
-            infos = await place.checkpoints()
-            known = {each.id: each for each in infos}
-            rows = [_checkpoint_data(each) for each in infos]
+            there = await place.checkpoints()
+            deleting = [each for each in there if each.reason == DELETING]
+            infos = [each for each in there if each.reason != DELETING]
             if sort == "step":
-                rows.sort(key=lambda each: each["step"], reverse=True)
-            if rule is None and sort != "size":
-                rows = _first(rows, limit)
-            if rows and (read or not brief):
-                pairs = {known[each["id"]]: each for each in rows}
-                rows = await _described(screen, place.store, pairs, read)
-            foreign = None if infos else await _foreign(place)
-            runs = [] if infos or foreign else await _runs(screen, place, limit, brief)
+                infos.sort(key=lambda each: each.step, reverse=True)
+            first = infos if rule or sort == "size" else infos[:limit]
+            rows = await _described(screen, place.store, first, read=read, brief=brief)
+            foreign = None if there else await _foreign(place)
+            runs = [] if there or foreign else await _runs(screen, place, limit, brief)
         if sort == "size":
             rows.sort(key=lambda each: -1 if each["bytes"] is None else each["bytes"], reverse=True)
         best_first = rows if rule is None else _best_first(rows, rule)
-        rows = _first(best_first if sort == "metric" else rows, limit)
-        data = {"url": url, "checkpoints": rows, "foreign": foreign, "runs": runs}
-        if foreign is not None:
-            shown: Iterable[RenderableType] = [Text(_foreign_text(foreign))]
-        elif runs:
-            shown = [_runs_table(screen, runs)]
+        rows = (best_first if sort == "metric" else rows)[:limit]
+        data = {"url": url, "foreign": foreign, "runs": runs}
+        data["checkpoints"] = rows + [_checkpoint_data(each) for each in deleting]
+        if foreign or runs or not rows:
+            screen.result(data, _instead(screen, foreign, runs))
         else:
-            shown = (
-                _shown(screen, infos, rows, metric, ids) if rows else [Text("no checkpoints here")]
-            )
-        screen.result(data, *shown)
+            names = screen.names([each.id for each in there], ids)
+            screen.result(data, *_shown(screen, infos, rows, metric, names))
+        if deleting:
+            screen.note(f"{len(deleting)} being deleted, the newest is step {deleting[0].step}")
         if any(each["copied_bytes"] for each in rows):
             screen.note(f"copies are equal bytes that several ranks wrote. {REMEDY}")
         return OK
@@ -121,18 +127,22 @@ def list_(
 
 
 async def _described(
-    screen: Screen, backend: Backend, rows: Mapping[CheckpointInfo, dict[str, Any]], read: bool
+    screen: Screen, store: Backend, infos: Sequence[CheckpointInfo], *, read: bool, brief: bool
 ) -> list[dict[str, Any]]:
     """Read the summaries of complete checkpoints, or their indexes, which also show damage."""
-    stored = {} if read else await list_summaries(backend)
-    with screen.meter("reading checkpoints", len(rows), of_things) as meter:
+    if not infos or (brief and not read):
+        return [_checkpoint_data(each) for each in infos]
+    stored = {} if read else await list_summaries(store)
+    with screen.meter("reading checkpoints", len(infos), "things") as meter:
 
         async def look(info: CheckpointInfo) -> dict[str, Any]:
-            made = await _inspected(backend, info, stored) if info.complete else rows[info]
+            made = _checkpoint_data(info)
+            if info.complete:
+                made = await _inspected(store, info, stored)
             meter.advance(1)
             return made
 
-        return await all_of([partial(look, each) for each in rows], _AT_ONCE)
+        return await all_of([partial(look, each) for each in infos], _AT_ONCE)
 
 
 def _best_first(rows: list[dict[str, Any]], rule: KeepBest) -> list[dict[str, Any]]:
@@ -149,47 +159,31 @@ def _best_first(rows: list[dict[str, Any]], rule: KeepBest) -> list[dict[str, An
     return sorted(rows, key=lambda each: places.get(each["id"], len(rows)))
 
 
-def _first(rows: list[dict[str, Any]], limit: int | None) -> list[dict[str, Any]]:
-    """Take the first checkpoints, besides those that are being deleted."""
-    if limit is None:
-        return rows
-    deleting = [each for each in rows if each["reason"] == DELETING]
-    return [each for each in rows if each["reason"] != DELETING][:limit] + deleting
-
-
 def _shown(
     screen: Screen,
     infos: Sequence[CheckpointInfo],
     rows: Sequence[dict[str, Any]],
     metric: str | None,
-    ids: bool,
+    names: Mapping[str, str],
 ) -> Iterator[RenderableType]:
-    listed = [each for each in rows if each["reason"] != DELETING]
-    deleting = [each for each in rows if each["reason"] == DELETING]
-    if deleting and not screen.terminal:
-        last = f"{len(deleting)} being deleted, the newest is this"
-        listed.append({**deleting[0], "saved_at": None, "state": last})
-    columns = _columns(screen, listed, metric, screen.names([each.id for each in infos], ids))
-    cells = [[cell(each) for _, cell in columns] for each in listed]
+    columns = _columns(screen, rows, metric, names)
+    cells = [[cell(each) for _, cell in columns] for each in rows]
     right = ("step", "age", "size", "ranks")
     yield table([name for name, _ in columns], cells, *right, flexible=_FLEXIBLE)
     if not screen.terminal:
         return
     yield Text()
     reasons = defaultdict(list)
-    for each in listed:
+    for each in rows:
         state = "damaged" if each["problem"] else "incomplete"
         reasons[state, each["problem"] or each["reason"]].append(each["step"])
     for (state, reason), steps in reasons.items():
         if reason:
             yield marks(f"{state}: {reason} (step {first_of(steps)})")
-    if deleting:
-        yield Text(f"{len(deleting)} being deleted, the newest is step {deleting[0]['step']}")
-    whole = sum(each.complete for each in infos)
-    total = len(infos) - len(deleting)
+    whole, total = sum(each.complete for each in infos), len(infos)
     texts = [f"{whole} complete"] + [f"{total - whole} incomplete"] * (total > whole)
-    texts += [f"{len(listed)} shown"] * (len(listed) < total)
-    if known := [each["bytes"] for each in listed if each["bytes"] is not None]:
+    texts += [f"{len(rows)} shown"] * (len(rows) < total)
+    if known := [each["bytes"] for each in rows if each["bytes"] is not None]:
         texts.append(size_text(sum(known)))
     yield Text(", ".join(texts))
 
@@ -197,7 +191,7 @@ def _shown(
 def _columns(
     screen: Screen, rows: Sequence[dict[str, Any]], metric: str | None, names: Mapping[str, str]
 ) -> list[tuple[str, Callable[[dict[str, Any]], object]]]:
-    """Choose the columns; a terminal shows no ranks that are all the same, and a narrow one few."""
+    """Choose the columns; a terminal shows none that tells nothing, and a narrow one few."""
 
     def differ(name: str) -> bool:
         return len({each[name] for each in rows} - {None}) > 1
@@ -217,25 +211,33 @@ def _columns(
     number = ("{:.4g}" if terminal else "{:.6g}").format
     others = max(map(len, names.values()), default=0) + len(metric or "")
     roomy = not terminal or screen.out.width >= _WIDE + others
+    tiny = terminal and screen.out.width < _TINY
     columns: list[tuple[str, object, Callable[[dict[str, Any]], object]]] = [
         ("step", True, lambda row: row["step"]),
         ("saved at", roomy, lambda row: _time(row["saved_at"])),
-        ("age", terminal, lambda row: _age(row["saved_at"], now)),
+        ("age", terminal and not tiny, lambda row: _age(row["saved_at"], now)),
         ("size", True, lambda row: sized(row["bytes"])),
         ("ranks", not terminal or differ("world_size"), lambda row: row["world_size"] or ""),
         ("state", True, partial(_state, brief=terminal)),
         (metric or "", metric, chosen),
-        ("metrics", roomy or not metric, metrics),
+        ("metrics", roomy or not (metric or tiny), metrics),
         ("line", roomy and differ("line"), line),
         ("id", True, lambda row: names[row["id"]]),
     ]
-    return [(one_line(name), cell) for name, wanted, cell in columns if wanted]
+    return [
+        (one_line(name), cell)
+        for name, wanted, cell in columns
+        if wanted and (not terminal or any(str(cell(each)) for each in rows))
+    ]
 
 
 _FLEXIBLE = (("metrics", 16), ("state", 11), ("metrics", 7))
 
 _WIDE = 85
 """The width, besides ids and a chosen metric, that has room for times, lines and more metrics."""
+
+_TINY = 50
+"""The width below which even ages and metrics have no room."""
 
 
 def _time(moment: datetime | None) -> str:
@@ -247,8 +249,6 @@ def _age(moment: datetime | None, now: datetime) -> str:
 
 
 def _state(row: dict[str, Any], brief: bool) -> Text:
-    if "state" in row:
-        return Text(row["state"])
     reason = row["reason"].partition(":")[0]
     state = "complete" if row["complete"] else f"incomplete: {reason}"
     state = f"damaged: {row['problem']}" if row["problem"] else state
@@ -276,44 +276,47 @@ async def _runs(
             screen.note(f"{prefix} is left out: {error}")
             return []
 
-    async def add(prefix: str, infos: Sequence[CheckpointInfo]) -> dict[str, Any]:
-        complete = [each for each in infos if each.complete]
-        newest = (complete or infos)[0]
-        read = [partial(read_summary, store, each.key, below=prefix) for each in complete]
-        sizes = [e and e.bytes for e in await all_of([] if brief else read, _AT_ONCE)]
-        meter.advance(1)
-        return {
-            "name": prefix.rstrip("/"),
-            "step": newest.step,
-            "id": newest.id,
-            "saved_at": newest.saved_at,
-            "complete": len(complete),
-            "incomplete": sum(not e.complete and e.reason != DELETING for e in infos),
-            "bytes": None if brief or None in sizes else sum(filter(None, sizes)),
-        }
-
     names = [each for each in below if not each.startswith(".")][:_MOST_RUNS]
     listed = await all_of([partial(find, each) for each in names], _AT_ONCE)
     found = [(name, infos) for name, infos in zip(names, listed, strict=True) if infos]
     found.sort(key=lambda each: each[1][0].key, reverse=True)
-    with screen.meter("reading runs", len(found), of_things) as meter:
-        return [await add(*each) for each in found[:limit]]
+    runs = []
+    with screen.meter("reading runs", len(found[:limit]), "things") as meter:
+        for prefix, infos in found[:limit]:
+            complete = [each for each in infos if each.complete]
+            newest = (complete or infos)[0]
+            sizes = [] if brief else await stored_sizes(store, complete, prefix)
+            unfinished = [e for e in infos if not e.complete and e.reason != DELETING]
+            runs.append({
+                "name": prefix.rstrip("/"), "step": newest.step, "id": newest.id,
+                "saved_at": newest.saved_at, "complete": len(complete),
+                "incomplete": len(unfinished),
+                "bytes": None if brief or None in sizes else sum(filter(None, sizes)),
+            })  # fmt: skip
+            meter.advance(1)
+    return runs
 
 
 _MOST_RUNS = 1000
 
 
-def _runs_table(screen: Screen, runs: Sequence[dict[str, Any]]) -> Table:
-    now = datetime.now(UTC)
-    when = (lambda at: _age(at, now)) if screen.terminal else _time
+def _instead(
+    screen: Screen, foreign: Mapping[str, Any] | None, runs: Sequence[dict[str, Any]]
+) -> RenderableType:
+    """Show a place without checkpoints of ckpipe: what another program wrote, or runs below it."""
+    if foreign is not None:
+        many = f"{files_text(foreign['files'])}, {foreign['tensors']} tensors"
+        size = size_text(foreign["bytes"])
+        return Text(f"a checkpoint of another program ({foreign['format']}): {many}, {size}")
+    if not runs:
+        return Text("no checkpoints here")
+    now, aged = datetime.now(UTC), screen.terminal
     rows = [
         (each["name"], each["step"], each["complete"], each["incomplete"] or "",
-         sized(each["bytes"]), when(each["saved_at"]))
+         sized(each["bytes"]), _age(each["saved_at"], now) if aged else _time(each["saved_at"]))
         for each in runs
     ]  # fmt: skip
-    headings = ("run", "newest", "complete", "incomplete", "size", "age")
-    if not screen.terminal:
-        headings = (*headings[:-1], "saved at")
+    headings = ("run", "newest", "complete", "incomplete", "size", "age" if aged else "saved at")
     return table(headings, rows, *headings[1:], flexible=[("run", 12)])
 
 
@@ -331,13 +334,6 @@ async def _foreign(place: Place) -> dict[str, Any] | None:
         "bytes": data_bytes(document),
         "tensors": len(document.structures[0].tensors),
     }
-
-
-def _foreign_text(found: Mapping[str, Any]) -> str:
-    return (
-        f"a checkpoint of another program ({found['format']}): {found['files']} files, "
-        f"{found['tensors']} tensors, {size_text(found['bytes'])}"
-    )
 
 
 def _checkpoint_data(
@@ -397,8 +393,12 @@ def info(
             raise no_match(match, key_paths(opened.document))
         pinned, saved_at = (found.pinned, found.saved_at) if found else (False, None)
         data = {**asdict(about), "pinned": pinned, "saved_at": saved_at}
-        facts = _facts_table(_facts(about, pinned, saved_at, screen.terminal), screen.terminal)
-        screen.result(data, facts, *_shown_tree(about, key_paths(opened.document), depth))
+        facts = [
+            (f"{name}:".ljust(12), value) for name, value in _facts(about, pinned, saved_at, screen)
+        ]
+        shown = table(("", ""), facts, flexible=[("", 20)])
+        shown.show_header = False
+        screen.result(data, shown, *_shown_tree(about, key_paths(opened.document), depth))
         return OK
 
     serve(ctx, work)
@@ -408,14 +408,8 @@ _DEEPEST = 100
 """The most levels of names that are drawn; a hostile checkpoint may have any number."""
 
 
-@dataclass(slots=True)
-class _Component:
-    """A component of a name and all below it: tensors, bytes, and its own description."""
-
-    below: dict[str, _Component] = field(default_factory=dict)
-    about: str = ""
-    tensors: int = 0
-    bytes: int = 0
+_Entry = tuple[Sequence[str], str, TensorDescription | None]
+"""The path of a name, its description, and the tensor, if it is the label of one."""
 
 
 def _shown_tree(
@@ -426,33 +420,22 @@ def _shown_tree(
     def path(label: str) -> Sequence[str]:
         return paths.get(label) or label.split(".")
 
-    root = _Component()
+    entries: list[_Entry] = []
     for each in about.tensors:
-        _add(root, path(each.label), _tensor_text(each), each)
-        for other in each.also:
-            _add(root, path(other), f"→ {each.label}", None)
-    for label, text in about.wrappers.items():
-        _add(root, path(label), text, None)
+        entries.append((path(each.label), _tensor_text(each), each))
+        entries += [(path(other), f"→ {each.label}", None) for other in each.also]
+    entries += [(path(label), text, None) for label, text in about.wrappers.items()]
     for value in about.values:
         text = f"= {value.value}{_ranks_text(value.ranks, value.differs)}"
-        _add(root, path(value.label), text, None)
-    if root.below:
+        entries.append((path(value.label), text, None))
+    if entries:
         tree = Tree(Text("state"))
-        _draw(tree, root, min(depth or _DEEPEST, _DEEPEST))
+        _draw(tree, entries, 0, min(depth or _DEEPEST, _DEEPEST))
         yield tree
 
 
-def _facts_table(facts: Iterable[tuple[str, object]], terminal: bool) -> Table:
-    made = Table.grid(padding=(0, 1, 0, 0))
-    made.add_column(min_width=13, no_wrap=True)
-    made.add_column(no_wrap=not terminal, overflow="fold" if terminal else "ignore")
-    for name, value in facts:
-        made.add_row(plain(f"{name}:"), value if isinstance(value, Text) else plain(value))
-    return made
-
-
 def _facts(
-    about: CheckpointDescription, pinned: bool, saved_at: datetime | None, aged: bool
+    about: CheckpointDescription, pinned: bool, saved_at: datetime | None, screen: Screen
 ) -> Iterator[tuple[str, object]]:
     size = f"{size_text(about.bytes)} in {about.files} data file{'s' * (about.files != 1)}"
     if about.source:
@@ -462,7 +445,7 @@ def _facts(
     yield "checkpoint", about.id
     yield "step", about.step
     yield "began", about.started
-    age = f" ({_age(saved_at, datetime.now(UTC))} ago)" if aged else ""
+    age = f" ({_age(saved_at, datetime.now(UTC))} ago)" if screen.terminal else ""
     yield "saved", f"{_time(saved_at)}{age}"
     yield "size", size
     yield "ranks", about.world_size
@@ -476,18 +459,6 @@ def _facts(
     for name, given in (("metrics", about.metrics), ("metadata", about.metadata)):
         if given:
             yield name, ", ".join(f"{key}={value}" for key, value in given.items())
-
-
-def _add(
-    root: _Component, path: Sequence[str], text: str, tensor: TensorDescription | None
-) -> None:
-    branch = root
-    for part in path:
-        branch = branch.below.setdefault(part, _Component())
-        if tensor is not None:
-            branch.tensors += 1
-            branch.bytes += tensor.bytes
-    branch.about = text
 
 
 def _tensor_text(each: TensorDescription) -> str:
@@ -507,12 +478,17 @@ def _ranks_text(ranks: tuple[int, ...], differs: bool) -> str:
     return "" if ranks == (0,) else f", {len(ranks)} rank{'s' * (len(ranks) != 1)}"
 
 
-def _draw(tree: Tree, branch: _Component, depth: int) -> None:
-    for name, below in branch.below.items():
-        line = f"{name} {below.about}" if below.about else name
-        if below.below and below.tensors:
-            many = "s" * (below.tensors != 1)
-            line += f" ({below.tensors} tensor{many}, {size_text(below.bytes)})"
+def _draw(tree: Tree, entries: Iterable[_Entry], level: int, depth: int) -> None:
+    groups: defaultdict[str, list[_Entry]] = defaultdict(list)
+    for each in entries:
+        groups[each[0][level]].append(each)
+    for name, group in groups.items():
+        below = [each for each in group if len(each[0]) > level + 1]
+        line = " ".join([name, *[text for path, text, _ in group if len(path) == level + 1][-1:]])
+        tensors = [tensor.bytes for _, _, tensor in group if tensor is not None]
+        if below and tensors:
+            many = "s" * (len(tensors) != 1)
+            line += f" ({len(tensors)} tensor{many}, {size_text(sum(tensors))})"
         node = tree.add(Text(one_line(line)))
-        if depth > 1:
-            _draw(node, below, depth - 1)
+        if level + 1 < depth:
+            _draw(node, below, level + 1, depth)

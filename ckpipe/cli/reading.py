@@ -6,11 +6,12 @@ Modules that need torch are imported when a command runs, so that no help waits 
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from shlex import quote
+from typing import Annotated, Any, Literal
 
 import typer
 from anyio import to_thread
@@ -18,57 +19,57 @@ from rich.text import Text
 
 from ckpipe.catalog.copy import CopySettings, copy_checkpoint
 from ckpipe.catalog.inspect import data_bytes
-from ckpipe.cli.running import FOUND, OK, Expanded, MaybeStep, Url, serve, steps_of_root, wanted
-from ckpipe.cli.screen import Screen, marks, visible
-from ckpipe.errors import (
-    CheckpointIncomplete,
-    CheckpointNotFound,
-    CorruptCheckpoint,
-    UsageError,
+from ckpipe.cli.running import (
+    FOUND,
+    OK,
+    Expanded,
+    MaybeStep,
+    Url,
+    files_text,
+    serve,
+    steps_of_root,
+    stored_sizes,
+    wanted,
 )
+from ckpipe.cli.screen import Meter, Screen, marks, visible
+from ckpipe.errors import CheckpointIncomplete, CheckpointNotFound, CorruptCheckpoint, UsageError
 from ckpipe.foreign.source import Place, open_place
 from ckpipe.store.registry import Access, open_store
 from ckpipe.types import CheckpointId, CheckpointInfo, Form, size_text
 
-T = TypeVar("T")
 
-
-async def _named(
-    place: Place, step: str | None, every: bool, find: Callable[[int | str | None], Awaitable[T]]
-) -> list[T | CheckpointInfo]:
-    """Find the named checkpoint; with ``--all`` every complete one, the oldest first."""
-    if every and step is not None:
-        raise UsageError("--all takes every checkpoint", hint="Leave the step out")
-    if not every:
-        return [await find(wanted(step))]
-    return [each for each in reversed(await place.checkpoints()) if each.complete]
-
-
-async def _read_each(
+async def _each(
     screen: Screen,
-    infos: Sequence[T],
+    place: Place,
+    meter: Meter,
+    named: str | None,
     every: bool,
-    read: Callable[[T], Awaitable[dict[str, Any]]],
+    find: Callable[[int | str | None], Awaitable[CheckpointInfo | None]],
+    read: Callable[[Any, int], Awaitable[dict[str, Any]]],
 ) -> list[dict[str, Any]]:
-    """Read checkpoints; if there are several, leave out deleted ones with a note."""
+    """Read the named checkpoint; with ``--all`` every complete one, the oldest first.
+
+    Those that are deleted meanwhile are left out with a note. ``read`` gets the bytes that the
+    meter expects already.
+    """
+    if not every:
+        return [await read(await find(wanted(named)), 0)]
+    if named is not None:
+        raise UsageError("--all takes every checkpoint", hint="Leave the step out")
+    infos = [each for each in reversed(await place.checkpoints()) if each.complete]
+    sizes = [each or 0 for each in await stored_sizes(place.store, infos)]
+    meter.expect(sum(sizes))
     done = []
-    for info in infos:
+    for info, size in zip(infos, sizes, strict=True):
         try:
-            done.append(await read(info))
+            done.append(await read(info, size))
         except CheckpointIncomplete:
-            if not every:
-                raise
-            assert isinstance(info, CheckpointInfo)
             screen.note(f"{info.id} was deleted meanwhile and is left out")
     return done
 
 
 def _seconds_since(began: float) -> float:
     return round(time.perf_counter() - began, 3)
-
-
-def _files_text(count: int) -> str:
-    return "1 file" if count == 1 else f"{count} files"
 
 
 def verify(
@@ -90,14 +91,13 @@ def verify(
         with screen.meter("verifying") as meter:
             async with open_place(url, settings, meter.advance) as place:
 
-                async def check(info: CheckpointInfo | None) -> dict[str, Any]:
+                async def check(info: CheckpointInfo | None, known: int) -> dict[str, Any]:
                     began = time.perf_counter()
-                    data: dict[str, Any] = {"id": None, "step": None, "source": place.name}
-                    if info is not None:
-                        data = {"id": info.id, "step": info.step, "source": None}
+                    data: dict[str, Any] = {"id": info and info.id, "step": info and info.step}
+                    data["source"] = None if info else place.name
                     try:
                         async with place.opened(info) as opened:
-                            meter.expect(data_bytes(opened.document))
+                            meter.expect(data_bytes(opened.document) - known)
                             done = await verified(opened, settings)
                         data |= {"ok": True, "files": done.files, "bytes": done.bytes}
                     except CorruptCheckpoint as error:
@@ -105,11 +105,10 @@ def verify(
                         data |= {"error": type(error).__name__, "message": str(error)}
                     return data | {"seconds": _seconds_since(began)}
 
-                infos = await _named(place, step, every, place.chosen)
-                results = await _read_each(screen, infos, every, check)
+                results = await _each(screen, place, meter, step, every, place.chosen, check)
         if not results:
             raise CheckpointNotFound("There is no complete checkpoint here")
-        names = screen.names([each["id"] for each in results if each["id"]], full=False)
+        names = screen.names([each["id"] for each in results if each["id"]], full=not every)
         shown = (_verdict(each, names.get(each["id"], "")) for each in results)
         screen.result({"url": url, "results": results}, *shown)
         return OK if all(each["ok"] for each in results) else FOUND
@@ -118,16 +117,14 @@ def verify(
 
 
 def _verdict(result: dict[str, Any], id: str) -> Text:
-    foreign = result["source"]
-    what = foreign or f"step {result['step']}"
-    name = f" ({result['id']})"
-    if foreign:
-        name = " (another program wrote it)"
+    what, name, unchecked = f"step {result['step']}", f" ({result['id']})", ""
+    if result["source"]:
+        what, name = result["source"], " (another program wrote it)"
+        unchecked = ", no checksums to check,"
     elif id != result["id"]:
         what, name = f"step {id}", ""
     if result["ok"]:
-        read = f"{size_text(result['bytes'])} in {_files_text(result['files'])} read"
-        read += ", no checksums to check," if foreign else ""
+        read = f"{size_text(result['bytes'])} in {files_text(result['files'])} read{unchecked}"
         return marks(f"ok       {what}: {read} in {result['seconds']:.1f} s{name}")
     return marks(f"damaged  {what}: {result['message']}{name}")
 
@@ -190,24 +187,25 @@ def cp(
         settings = screen.settings
         with screen.meter("copying") as meter:
             how = CopySettings.of(settings, on_bytes=meter.advance)
-            async with open_place(source, settings) as origin:
-                infos = await _named(origin, step, every, origin.own)
-                async with open_store(target, settings, Access.CREATE) as place:
+            async with (
+                open_place(source, settings) as origin,
+                open_store(target, settings, Access.CREATE) as place,
+            ):
 
-                    async def copy(info: CheckpointInfo) -> dict[str, Any]:
-                        began = time.perf_counter()
-                        async with origin.opened(info) as opened:
-                            meter.expect(data_bytes(opened.document))
-                            done = await copy_checkpoint(origin.store, place, info.key, how)
-                        return asdict(done) | {
+                async def copy(info: CheckpointInfo, known: int) -> dict[str, Any]:
+                    began = time.perf_counter()
+                    async with origin.opened(info) as opened:
+                        meter.expect(data_bytes(opened.document) - known)
+                        done = await copy_checkpoint(origin.store, place, info.key, how)
+                    return asdict(done) | {
                             "step": info.step, "seconds": _seconds_since(began)
                         }  # fmt: skip
 
-                    done = await _read_each(screen, infos, every, copy)
+                done = await _each(screen, origin, meter, step, every, origin.own, copy)
         screen.result(
             {"source": source, "target": target, "copied": done},
             *(Text(_copy_text(each)) for each in done),
-            *([] if infos else [Text("no complete checkpoints here")]),
+            *([] if done else [Text("no complete checkpoints here")]),
         )
         return OK
 
@@ -251,14 +249,8 @@ def import_(
                 source, target, screen.settings, wanted(from_step), step=step, transform=changes,
                 on_read=meter.advance, expect=meter.expect,
             )  # fmt: skip
-        data = {
-            "source": source,
-            "target": target,
-            "id": info.id,
-            "step": info.step,
-            "bytes": info.bytes,
-            "seconds": _seconds_since(began),
-        }
+        data = {"source": source, "target": target, "seconds": _seconds_since(began)}
+        data |= {name: getattr(info, name) for name in ("id", "step", "bytes")}
         size = size_text(info.bytes or 0)
         sentence = f"imported step {info.step}: {size} in {data['seconds']:.1f} s ({info.id})"
         screen.result(data, Text(sentence))
@@ -348,7 +340,7 @@ def export(
                 expanded=expanded, on_read=meter.advance, expect=meter.expect,
             )  # fmt: skip
         data = asdict(done) | {"form": form, "seconds": _seconds_since(began)}
-        what = f"{size_text(done.bytes)} in {_files_text(len(done.files))}"
+        what = f"{size_text(done.bytes)} in {files_text(len(done.files))}"
         name = url if done.step is None else f"step {done.step}"
         where = f"{done.url}/{done.files[0]}" if len(done.files) == 1 else done.url
         sentence = f"exported {name}: {what} to {where}"
@@ -367,10 +359,10 @@ def _target_of(url: str, target: str | None, step: str | None) -> str | None:
     if target is None or target == "-":
         return None
     if step is None and (isinstance(wanted(target), int) or CheckpointId.parse(target)):
+        correct = f"ckpipe export {quote(url)} - {target}"
         raise UsageError(
             f"{target} is a step, and stands where the target stands",
-            hint=f"Write the target first: ckpipe export {url} - {target}, or ./{target} for a "
-            "folder",
+            hint=f"Write the target first: {correct}, or ./{target} for a folder",
         )
     return target
 

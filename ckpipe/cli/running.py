@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from difflib import get_close_matches
+from functools import partial
 from typing import Annotated
 
 import anyio
 import typer
 
+from ckpipe.backend import Backend
+from ckpipe.catalog.find import read_summary
 from ckpipe.cli.screen import Screen
 from ckpipe.errors import (
     CheckpointNotFound,
@@ -18,13 +21,16 @@ from ckpipe.errors import (
     UsageError,
     naming_refusals,
 )
-from ckpipe.types import first_of
+from ckpipe.threads import all_of
+from ckpipe.types import CheckpointInfo, first_of
 
 OK, FOUND, WRONG_USE, STORE_FAILED = 0, 1, 2, 3
 """The exit codes of commands that end by themselves."""
 
 _MOST_NAMES, _LONGEST_NAME = 2000, 200
 """The names that are compared with a glob which matches none, and their length."""
+
+_AT_ONCE = 16
 
 NO_LINE = "-"
 """The name of the line of checkpoints that were saved by a version that knew no lines."""
@@ -112,3 +118,22 @@ def wanted(text: str | None) -> int | str | None:
 def which(text: str) -> int | str:
     """Read the step or id that an argument names."""
     return int(text) if text.isascii() and text.isdecimal() else text
+
+
+def files_text(count: int) -> str:
+    """Count files."""
+    return "1 file" if count == 1 else f"{count} files"
+
+
+async def stored_sizes(
+    store: Backend, infos: Iterable[CheckpointInfo], below: str = ""
+) -> list[int | None]:
+    """Read the sizes of complete checkpoints from their summaries; None where there is none.
+
+    Args:
+        store: The store.
+        infos: The checkpoints.
+        below: The prefix of their root, if it lies below that of the store.
+    """
+    read = [partial(read_summary, store, each.key, below=below) for each in infos]
+    return [None if each is None else each.bytes for each in await all_of(read, _AT_ONCE)]

@@ -12,9 +12,9 @@ import io
 import json
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderableType
@@ -47,25 +47,15 @@ SILENT_SECONDS = 1.0
 """The seconds that an action may take before it shows its progress."""
 
 
+Unit = Literal["bytes", "things"]
+
+
 class _RateColumn(ProgressColumn):
     """Items a second."""
 
     def render(self, task: Task) -> Text:
         speed = task.finished_speed or task.speed
         return Text("" if speed is None else f"{speed:.0f}/s")
-
-
-def of_bytes() -> tuple[ProgressColumn, ...]:
-    """Return columns for an action that is counted in bytes."""
-    return (DownloadColumn(), TransferSpeedColumn())
-
-
-def of_things() -> tuple[ProgressColumn, ...]:
-    """Return columns for an action that is counted in checkpoints or other items."""
-    return (MofNCompleteColumn(), _RateColumn())
-
-
-Unit = Callable[[], tuple[ProgressColumn, ...]]
 
 
 class Meter:
@@ -78,16 +68,18 @@ class Meter:
         console: The console.
         action: The name of the action.
         total: The amount of work; None if it is not known yet.
-        unit: The unit: :func:`of_bytes` or :func:`of_things`; None shows the time alone.
+        unit: The unit of the amount; None shows the time alone.
     """
 
     def __init__(
-        self, console: Console, action: str, total: int | None = None, unit: Unit | None = of_bytes
+        self, console: Console, action: str, total: int | None = None, unit: Unit | None = "bytes"
     ) -> None:
-        text = TextColumn("{task.description}")
+        text, left = TextColumn("{task.description}"), TimeRemainingColumn()
         columns: tuple[ProgressColumn, ...] = (SpinnerColumn(), text, TimeElapsedColumn())
-        if unit is not None:
-            columns = (text, BarColumn(), *unit(), TimeRemainingColumn())
+        if unit == "bytes":
+            columns = (text, BarColumn(), DownloadColumn(), TransferSpeedColumn(), left)
+        elif unit == "things":
+            columns = (text, BarColumn(), MofNCompleteColumn(), _RateColumn(), left)
         self._progress = Progress(*columns, console=console, transient=True)
         self._task = self._progress.add_task(action, total=total)
         self._lock, self._over = threading.Lock(), not console.is_terminal
@@ -185,26 +177,22 @@ class Screen:
 
     def _fit(self, rows: _Rows) -> None:
         """Make a table as narrow as the terminal: some columns give way, or else all of them."""
-        sizes = [
+        widths = [
             max(cell_len(str(cell)) for cell in (column.header, *column.cells))
             for column in rows.columns
         ]
-        for column in rows.columns:
-            column.overflow = "fold"
-        if sum(sizes) + 2 * len(sizes) - 2 > self.out.width:
+        excess = sum(widths) + len(widths) - 1 - self.out.width
+        if excess + len(widths) > 1:
             rows.padding = (0, 1, 0, 0)
-        excess = sum(sizes) + len(sizes) - 1 - self.out.width
-        columns = {str(each.header): each for each in rows.columns}
-        headers = (str(each.header) for each in rows.columns)
-        widths = dict(zip(headers, sizes, strict=True))
-        for name, least in rows.flexible:
-            gives = min(excess, widths.get(name, 0) - least)
-            if gives > 0:
-                widths[name], excess = widths[name] - gives, excess - gives
-                columns[name].width, columns[name].no_wrap = widths[name], False
-        if excess > 0:
-            for column in rows.columns:
-                column.width, column.no_wrap = None, False
+        places = {str(column.header): place for place, column in enumerate(rows.columns)}
+        flexible = [(places[name], least) for name, least in rows.flexible if name in places]
+        for place, least in flexible:
+            gives = max(0, min(excess, widths[place] - least))
+            widths[place], excess = widths[place] - gives, excess - gives
+        for place, column in enumerate(rows.columns):
+            column.overflow = "fold"
+            if excess > 0 or place in dict(flexible):
+                column.width, column.no_wrap = None if excess > 0 else widths[place], False
 
     @property
     def terminal(self) -> bool:
@@ -238,7 +226,7 @@ class Screen:
         except OSError:
             drop(sys.stderr)
 
-    def meter(self, action: str, total: int | None = None, unit: Unit = of_bytes) -> Meter:
+    def meter(self, action: str, total: int | None = None, unit: Unit = "bytes") -> Meter:
         """Replace the spinner by a :class:`Meter` of an action."""
         self.spinner.end()
         return Meter(self.err, action, total, unit)

@@ -22,11 +22,11 @@ rates = st.lists(
 )
 
 
-@given(rates, st.floats(1, 1e9), st.floats(1, 1e9))
+@given(rates, st.floats(1, 1e9), st.floats(1, 1e9), st.floats(1, 1e9))
 def test_advice_is_nearly_the_best_and_no_larger_than_that(
-    found: list[Rate], copy: float, checksum: float
+    found: list[Rate], copy: float, checksum: float, beside: float
 ) -> None:
-    advice = advise(Measurements(copy, checksum, 0.01, tuple(found)))
+    advice = advise(Measurements(copy, checksum, 0.01, tuple(found), beside))
     best = max(rate.write for rate in found)
     chosen = [
         rate

@@ -204,6 +204,22 @@ def test_a_checkpoint_that_is_deleted_while_it_is_listed_is_not_called_damaged(
         assert older["reason"] == "it is being deleted"
 
 
+@pytest.mark.parametrize("command", ["verify", "cp"])
+def test_the_sizes_of_all_are_known_before_the_first_is_read(
+    call: Commands, tmp_path: Path, command: str
+) -> None:
+    with stores() as made:
+        save_steps(made.url, 1, 2, 3)
+        before = len(made.faulty.operations)
+        target = (tmp_path,) if command == "cp" else ()
+        assert call(command, made.url, *target, "--all").code == 0
+        keys = [each.key for each in made.faulty.operations[before:] if each.key]
+        reads = [n for n, key in enumerate(keys) if key.endswith((".safetensors", ".0.json"))]
+        sizes = [n for n in reads if keys[n].startswith(".ckpipe/")]
+        assert len(sizes) == 3
+        assert max(sizes) < min({*reads} - {*sizes})
+
+
 def test_verifying_no_checkpoint_is_no_success(call: Commands, tmp_path: Path) -> None:
     for prepare in (lambda root: None, crashed):
         prepare(tmp_path)

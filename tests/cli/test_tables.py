@@ -11,7 +11,7 @@ from rich.cells import cell_len
 from rich.text import Text
 
 import ckpipe
-from tests.support.command_line import Commands, Done, damage, on_terminal, save_steps
+from tests.support.command_line import Commands, Done, damage, on_terminal, save, save_steps
 from tests.support.pipelines import small_state, stores
 
 WIDTHS = (60, 100, 200)
@@ -141,6 +141,14 @@ def test_ls_sorts_and_limits(call: Commands, tmp_path: Path) -> None:
         assert (done.code, said in done.err) == (2, True), done.err
 
 
+def test_a_terminal_shows_no_column_without_a_text(tmp_path: Path) -> None:
+    save(tmp_path, {"x": torch.zeros(3)}, {"x": torch.ones(3)})
+    small, brief = on_terminal((40, ("ls", tmp_path)), (60, ("ls", tmp_path, "--brief")))
+    assert lines(small)[0].split() == ["step", "size", "state", "id"]
+    assert lines(brief)[0].split() == ["step", "age", "state", "id"]
+    assert max(map(len, lines(small))) <= 40
+
+
 def test_a_limit_saves_the_reads_of_other_summaries(call: Commands) -> None:
     with stores() as made:
         save_steps(made.url, *range(1, 9))
@@ -192,3 +200,8 @@ def test_an_ambiguous_short_name_is_refused_and_names_those(call: Commands, tmp_
     done = call("rm", tmp_path, f"1.{launch[:4]}", "--force")
     assert (done.code, all(each in done.err for each in ids)) == (2, True)
     assert len(call("ls", tmp_path, "--json").data["checkpoints"]) == 2
+    one, every = on_terminal((200, ("verify", tmp_path)), (200, ("verify", tmp_path, "--all")))
+    assert ids[1] in plain(one)
+    assert [f"step 1.{launch[:4]}.{n}: " in lines(every)[n] for n in range(2)] == [True, True]
+    (tmp_path / f"{ids[0]}.json").unlink()
+    assert call("info", tmp_path, f"1.{launch[:4]}", "--json").data["id"] == ids[1]
