@@ -24,9 +24,8 @@ NO_JINJA = """
 import sys
 sys.modules["jinja2"] = None
 import ckpipe
-found = ckpipe.report(sys.argv[1])
 try:
-    found.write("page.html")
+    ckpipe.report(sys.argv[1])
 except ckpipe.errors.UsageError as error:
     print(error)
 """

@@ -568,11 +568,12 @@ def test_other_ways_work(case: Case) -> None:
     class Copies(pl.Callback):
         def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, number: int) -> None:
             if trainer.global_step == 4:
-                copied = copy.deepcopy([trainer.callbacks, trainer.strategy.checkpoint_io])
-                assert copied[1].newest() is not None
+                copied.extend(copy.deepcopy([trainer.callbacks, trainer.strategy.checkpoint_io]))
 
+    copied: list[Any] = []
     one = of(case, "copies", epochs=1)
     trainer = fit_anew(one, callbacks=[CkpipeCallback(), Copies()])
+    assert copied[1].newest() is not None
     # A file of Lightning by its URL.
     plain = of(case, "plain", epochs=1, ckpipe=False)
     fit_anew(plain).save_checkpoint("memory://runs/plain.ckpt")
