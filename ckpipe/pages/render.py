@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from ckpipe.errors import UsageError
 from ckpipe.pages.facts import duration
 from ckpipe.types import first_of, size_text
+from ckpipe.version import install_line
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -30,7 +31,7 @@ def _templates() -> Environment:
     try:
         from jinja2 import Environment, PackageLoader, StrictUndefined
     except ModuleNotFoundError as error:
-        raise UsageError("A page needs jinja2", hint="pip install '.[cli]'") from error
+        raise UsageError("A page needs jinja2", hint=install_line("cli")) from error
     made = Environment(
         loader=PackageLoader("ckpipe.pages"), autoescape=True, undefined=StrictUndefined,
         trim_blocks=True, lstrip_blocks=True,
