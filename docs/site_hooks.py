@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import re
 import subprocess
+from pathlib import Path
 from typing import Any
 
 
 def on_config(config: Any) -> Any:
     """Link the repository that the pages are built from, and its files, where it has an address."""
+    if not Path(config["config_file_path"]).with_name(".git").exists():  # from an sdist
+        return config
     asked = ("git", "remote", "get-url", "origin")
     remote = subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip()
     if address := web_address(remote):

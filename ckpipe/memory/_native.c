@@ -199,7 +199,7 @@ static Sum *best_sum(void) {
     unsigned needed = bit_SSE4_2 | bit_PCLMUL;
     if (!__get_cpuid(1, &a, &b, &c, &d) || (c & needed) != needed) return sum_portable;
     if (!(c & bit_OSXSAVE)) return sum_sse;
-    __asm__("xgetbv" : "=a"(enabled), "=d"(high) : "c"(0));
+    __asm__ volatile("xgetbv" : "=a"(enabled), "=d"(high) : "c"(0)); /* stays behind the check */
     int saved = (enabled & 6) == 6; /* the system keeps the wide registers of a thread */
     int wide = saved && __get_cpuid_count(7, 0, &a, &b, &c, &d) && b & bit_AVX2;
     return wide && c & bit_VPCLMULQDQ ? sum_avx : sum_sse;

@@ -250,6 +250,12 @@ def test_the_repository_is_the_one_of_the_remote(remote: str, address: str | Non
     assert site_hooks.web_address(remote) == address
 
 
+def test_an_sdist_is_no_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))  # without git
+    config = {"config_file_path": str(tmp_path / "mkdocs.yml")}
+    assert site_hooks.on_config(dict(config)) == config
+
+
 def test_the_link_to_the_repository_asks_nothing_of_its_host() -> None:
     material = pytest.importorskip("material")
     link = Path(material.__file__).parent / "templates" / "partials" / "source.html"
