@@ -1,8 +1,9 @@
-"""Differences between checkpoints, as functions and as the command ``diff``."""
+"""Differences between checkpoints, as the command ``diff`` tells them."""
 
 from __future__ import annotations
 
 import math
+import random
 import signal
 from pathlib import Path
 from typing import Any
@@ -10,13 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
-from ckpipe.reading.comparison import Comparison, TensorDifference
 from tests.support.command_line import Commands, damage, save, save_steps
 from tests.support.fork_server import ForkedProgram
 from tests.support.rank_pipelines import ranks
+from tests.support.sampling import SEED
 from tests.support.signals import HEARING
 
 NAN = math.nan
@@ -26,49 +25,55 @@ ODD_DTYPES = [
 ]  # fmt: skip
 
 
-def compare_tensors(first: torch.Tensor, second: torch.Tensor) -> TensorDifference | None:
-    comparison = Comparison(first, second)
-    for a, b in comparison.pieces():
-        comparison.add(a, b)
-    return comparison.result("x")
+NUMBERS = [0.0, -0.0, 1.5, -3.0, NAN, math.inf]
 
 
-floats = st.lists(st.sampled_from([0.0, -0.0, 1.5, -3.0, NAN, math.inf]), min_size=1, max_size=9)
+def compare(
+    call: Commands, root: Path, pairs: dict[str, tuple[torch.Tensor, torch.Tensor]]
+) -> dict[str, dict[str, Any]]:
+    """The differences of pairs of tensors that ``diff`` finds, by name."""
+    save(root, *({name: pair[side] for name, pair in pairs.items()} for side in (0, 1)))
+    found = call("diff", root, 0, 1, "--json").data
+    assert found["compared"] == len(pairs)
+    return {each["label"]: each for each in found["tensors"]}
 
 
-@given(floats, floats)
-def test_differences_are_those_of_plain_arithmetic(a: list[float], b: list[float]) -> None:
-    size = min(len(a), len(b))
-    first, second = torch.tensor(a[:size]), torch.tensor(b[:size])
-    found = compare_tensors(first, second)
-    pairs = list(zip(a[:size], b[:size], strict=True))
-    gaps = [0.0 if x == y or (x != x and y != y) else abs(y - x) for x, y in pairs]
-    if found is None:
-        assert torch.equal(first.view(torch.int32), second.view(torch.int32))
-        return
-    assert found.different == sum(not (x == y or (x != x and y != y)) for x, y in pairs)
-    expected = math.sqrt(sum(gap * gap for gap in gaps))
-    assert found.norm == pytest.approx(expected, nan_ok=True)
-    largest = NAN if any(gap != gap for gap in gaps) else max(gaps)
-    assert found.largest == pytest.approx(largest, nan_ok=True)
+def test_differences_are_those_of_plain_arithmetic(call: Commands, tmp_path: Path) -> None:
+    draw = random.Random(SEED)
+    sizes = draw.choices(range(1, 10), k=300)
+    lists = {
+        f"x{number}": tuple(draw.choices(NUMBERS, k=size) for _ in range(2))
+        for number, size in enumerate(sizes)
+    }
+    pairs = {name: (torch.tensor(a), torch.tensor(b)) for name, (a, b) in lists.items()}
+    differing = compare(call, tmp_path, pairs)
+    assert len(differing) > 200
+    for name, (first, second) in pairs.items():
+        both = list(zip(*lists[name], strict=True))
+        gaps = [0.0 if x == y or (x != x and y != y) else abs(y - x) for x, y in both]
+        if name not in differing:
+            assert torch.equal(first.view(torch.int32), second.view(torch.int32))
+            continue
+        found = differing[name]
+        assert found["different"] == sum(not (x == y or (x != x and y != y)) for x, y in both)
+        expected = math.sqrt(sum(gap * gap for gap in gaps))
+        assert float(found["norm"]) == pytest.approx(expected, nan_ok=True)
+        largest = NAN if any(gap != gap for gap in gaps) else max(gaps)
+        assert float(found["largest"]) == pytest.approx(largest, nan_ok=True)
 
 
-@pytest.mark.parametrize("dtype", ODD_DTYPES, ids=str)
-def test_every_dtype_is_compared(dtype: torch.dtype) -> None:
-    first = torch.tensor([0, 1, 0, 1]).to(dtype)
-    second = torch.tensor([0, 1, 1, 1]).to(dtype)
-    assert compare_tensors(first, first.clone()) is None
-    found = compare_tensors(first, second)
-    assert found is not None
-    assert (found.elements, found.different, found.norm, found.largest) == (4, 1, 1.0, 1.0)
-    assert found.relative == pytest.approx(1 / math.sqrt(2))
-
-
-def test_large_whole_numbers_are_told_apart() -> None:
-    first = torch.tensor([2**60, 2**60])
-    found = compare_tensors(first, first + torch.tensor([0, 1]))
-    assert found is not None
-    assert found.different == 1
+def test_every_dtype_is_compared(call: Commands, tmp_path: Path) -> None:
+    first, second = torch.tensor([0, 1, 0, 1]), torch.tensor([0, 1, 1, 1])
+    pairs = {str(each).replace(".", " "): (first.to(each), second.to(each)) for each in ODD_DTYPES}
+    whole = torch.tensor([2**60, 2**60])  # a double holds not all such numbers
+    pairs["same"] = (first.clone(), first.clone())
+    pairs["whole"] = (whole, whole + torch.tensor([0, 1]))
+    found = compare(call, tmp_path, pairs)
+    assert found.pop("whole")["different"] == 1
+    assert len(found) == len(ODD_DTYPES)
+    for each in found.values():
+        assert (each["elements"], each["different"], each["norm"], each["largest"]) == (4, 1, 1, 1)
+        assert each["relative"] == pytest.approx(1 / math.sqrt(2))
 
 
 def test_structures(call: Commands, tmp_path: Path) -> None:
