@@ -84,4 +84,5 @@ def _shown(run: Run) -> Iterator[RenderableType]:
     if run.retention.problem:
         yield Text(one_line(f"no decision of retention: {run.retention.problem}"))
     kept = [(verdict, first_of(steps, 8), why) for (verdict, why), steps in run.reasons.items()]
-    yield table(("", "steps", "why"), kept) if kept else Text("no retention rules are given")
+    rules = "no retention rules are given: add them by ckpipe --settings FILE report"
+    yield table(("", "steps", "why"), kept) if kept else Text(rules)

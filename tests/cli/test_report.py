@@ -67,7 +67,7 @@ def test_report_for_people_is_short(call: Commands, run: Path) -> None:
     assert [line.split()[:1] for line in lines[1:4]] == [["launch"], ["1"], ["2"]]
     assert "20 to 35" in lines[2]
     assert "step 20" in lines[3]
-    assert lines[-1] == "no retention rules are given"
+    assert lines[-1].startswith("no retention rules are given: ")
     assert call("report", run, "--open").code == 2
     assert call("report", run, "--match", "model.*").code == 2
 
