@@ -16,8 +16,8 @@ DEMO   := .demo
 SITE   := $(VENV)/site
 # The first thing to install is a new pip: that of Python 3.11 knows no groups.
 INSTALL := -m pip install --quiet --disable-pip-version-check --no-compile
-# Tests run in three processes on two cores, since many wait; one that is free takes tests over.
-PARALLEL ?= -n 3 --dist worksteal
+# Tests run in four processes on two cores, since many wait; one that is free takes tests over.
+PARALLEL ?= -n 4 --dist worksteal
 
 # Each test that starts a Python would compile the library anew; setup leaves that to the first.
 unexport PYTHONDONTWRITEBYTECODE

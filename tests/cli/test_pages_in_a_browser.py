@@ -18,6 +18,7 @@ import ckpipe
 from tests.cli.pages import HOSTILE, killed_run, state_of
 from tests.support.command_line import Commands
 from tests.support.s3_servers import S3Server
+from tests.support.sampling import EVERY
 from tests.support.stored_files import flip, forge
 
 CHROMIUM = next(
@@ -145,6 +146,7 @@ def test_a_browser_shows_the_report_of_a_run(
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(not EVERY, reason="slow: make test-all runs it")
 def test_hostile_names_fit_on_the_pages(
     call: Commands, look: Callable[[Path], Looked], tmp_path: Path
 ) -> None:
@@ -162,6 +164,7 @@ def test_hostile_names_fit_on_the_pages(
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(not EVERY, reason="slow: make test-all runs it")
 def test_an_empty_root_gets_a_page(look: Callable[[Path], Looked], tmp_path: Path) -> None:
     (tmp_path / "root").mkdir()
     found = look(ckpipe.report(tmp_path / "root").write(tmp_path / "page.html"))
@@ -181,6 +184,7 @@ def saved_often(url: str, launches: int, saves: int, **options: Any) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(not EVERY, reason="slow: make test-all runs it")
 def test_a_browser_shows_300_checkpoints(look: Callable[[Path], Looked], tmp_path: Path) -> None:
     saved_often(str(tmp_path / "root"), 10, 30)
     found = ckpipe.report(tmp_path / "root")
@@ -189,6 +193,7 @@ def test_a_browser_shows_300_checkpoints(look: Callable[[Path], Looked], tmp_pat
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(not EVERY, reason="slow: make test-all runs it")
 def test_a_browser_shows_the_run_of_a_bucket(
     look: Callable[[Path], Looked], moto_server: S3Server, tmp_path: Path
 ) -> None:

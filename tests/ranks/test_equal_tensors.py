@@ -49,6 +49,7 @@ def test_each_rank_gets_back_what_it_saved(
 
 WRAPPED_EARLY = """
 import os, sys
+import torch._dynamo  # which the wrapper imports
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
