@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 pytest.register_assert_rewrite("ckpipe.testing.conformance", "tests.integrations.trainer_ranks")
 
 settings.register_profile(
-    "ckpipe", deadline=None, print_blob=True, max_examples=100 if EVERY else 20
+    "ckpipe", deadline=None, print_blob=True, max_examples=100 if EVERY else 14
 )
 settings.load_profile("ckpipe")
 
