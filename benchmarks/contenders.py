@@ -42,7 +42,7 @@ class Contender(ABC):
 
     name: str
     blocks: bool = False
-    """Whether a save returns only once it is durable."""
+    """True if a save returns only once it is durable."""
     loads_like: str | None = None
     """The contender that loads by the same call, so that loads are not measured twice."""
 

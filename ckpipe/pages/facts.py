@@ -91,7 +91,7 @@ class Checkpoint:
 
     @property
     def complete(self) -> bool:
-        """Whether it can be loaded, as far as is known."""
+        """True if it can be loaded, as far as is known."""
         return self.state == "complete"
 
 
@@ -290,8 +290,9 @@ class Run:
         if seconds > max(3600.0, 5 * median(gaps or [0.0])):
             return None
         steps, spent = self._saves[-1][0] - self._saves[0][0], sum(gaps)
-        pace = steps / spent if spent > 0 else 0.0
-        return seconds, int(float(f"{seconds * pace:.2g}")) if pace > 0 else None
+        if steps <= 0 or seconds >= 5 * spent:  # the pace of a few moments tells nothing of so long
+            return seconds, None
+        return seconds, int(float(f"{seconds * steps / spent:.2g}"))
 
     @property
     def reasons(self) -> dict[tuple[str, str], list[int]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import shutil
+from datetime import UTC, datetime, timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -274,6 +275,23 @@ def test_the_share_that_training_waited_is_that_of_the_newest_launch(tmp_path: P
     found = ckpipe.report(tmp_path).run
     assert found.waited_share == pytest.approx((3 + 6) / (120 + 6), rel=0.01)
     assert "Training waited" in Page(ckpipe.report(tmp_path).html).text
+
+
+@pytest.mark.parametrize(("apart", "steps"), [(600.0, 20), (1.0, None)])
+def test_steps_at_risk_are_told_only_where_the_pace_is_known(
+    tmp_path: Path, apart: float, steps: int | None
+) -> None:
+    with ckpipe.SyncPipeline(tmp_path) as pipeline:
+        for step in (10, 20, 30):
+            pipeline.save({"a": torch.ones(3)}, step=step).wait()
+    newest = datetime.now(UTC) - timedelta(seconds=1200)
+    for back, index in enumerate(sorted(tmp_path.glob("step-*.json"), reverse=True)):
+        began = newest - timedelta(seconds=apart * back)
+        forge(index, partial(timed, began.isoformat(), 0.0))
+    at_risk = ckpipe.report(tmp_path).run.at_risk
+    assert at_risk is not None
+    assert at_risk[0] >= 1199
+    assert at_risk[1] == (None if steps is None else pytest.approx(steps, rel=0.2))
 
 
 def timed(started: str, blocked: float, document: dict[str, Any]) -> None:
