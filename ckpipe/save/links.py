@@ -67,7 +67,9 @@ class CommittedFiles:
 
         self.id = id
         sums = np.asarray(checksums, np.int64)
-        self._files = {_identity(row): (row, sums[at]) for row, at in zip(rows, slices, strict=True)}
+        self._files = {
+            _identity(row): (row, sums[at]) for row, at in zip(rows, slices, strict=True)
+        }
         self._block_bytes = block_bytes
 
     def file_like(self, row: FileRow) -> FileRow | None:
@@ -144,7 +146,10 @@ class LinkState:
         del self.committed[max(last, default=0) + 1 :]
 
     def refused(self) -> None:
-        """Write all from now on, unless the store has linked files since its last refusal."""
+        """Write all from now on, unless the store has linked a file since its last refusal.
+
+        A file that has too many links is written anew, and linked again.
+        """
         self.off, self.unavailable = self.unavailable, True
 
     def distrust(self) -> None:

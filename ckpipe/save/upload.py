@@ -214,17 +214,15 @@ class _Uploads:
         save.stored.append(key)
         try:
             source = await self._from_earlier(
-                plans, lambda source: self._context.backend.link(source, key)
+                plans,
+                lambda source: self._with_room(partial(self._context.backend.link, source, key)),
             )
         except LinkUnavailable as error:
             save.stored.remove(key)
             links.refused()
-            if self._context.is_first("links"):
-                logger.warning(
-                    "The store refuses to link %s: %s. The file is written, and saves write all "
-                    "until they link again",
-                    key, error,
-                )  # fmt: skip
+            then = "Saves write all from now on" if links.off else "This file is written anew"
+            if self._context.is_first(then):
+                logger.warning("The store refuses to link %s: %s. %s", key, error, then)
             return False
         except ObjectExists:
             # A dead worker may have written it.
@@ -267,7 +265,7 @@ class _Uploads:
             if (source := next(sources, None)) is None:
                 raise self._lost(f"{', '.join(sorted(tried))} is gone")
             try:
-                await self._with_room(partial(use, source))
+                await use(source)
             except ObjectNotFound:
                 tried.add(source)
             else:
