@@ -2,11 +2,11 @@
 
     python tests/support/gcs_emulator.py PORT [--authorize]
 
-It serves what clients of the JSON API need to write, read, list, compose, rewrite and delete objects, and
-refuses what the reference does not name, so that a misspelt parameter is an error. Pages of lists
-are short, as the real ones may be. A bucket whose name begins with ``payer`` wants ``userProject``.
-With ``--authorize`` requests need a token from ``POST /token``, an OAuth endpoint. Tests look at it
-through ``/emulator``.
+It serves what clients of the JSON API need to write, read, list, compose, copy and delete objects,
+and refuses what the reference does not name, so that a misspelt parameter is an error. Pages of
+lists are short, as the real ones may be. A bucket whose name begins with ``payer`` wants
+``userProject``. With ``--authorize`` requests need a token from ``POST /token``, an OAuth endpoint.
+Tests look at it through ``/emulator``.
 """
 
 from __future__ import annotations
