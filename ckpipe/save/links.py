@@ -22,7 +22,6 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from ckpipe import threads
-from ckpipe.catalog.catalog import Catalog
 from ckpipe.catalog.find import read_document
 from ckpipe.errors import CkpipeError
 from ckpipe.format.data_file import BlockRange, DataFiles, sum_slices

@@ -20,7 +20,7 @@ from tests.support.one_checkpoint import index_of
 from tests.support.pipelines import Stores, loaded_state, same
 
 #: Sixteen blocks to a file of a tensor of a mebibyte.
-SMALL = {"incremental": True, "staging": {"block_bytes": 64 * 1024}}
+SMALL: dict[str, Any] = {"incremental": True, "staging": {"block_bytes": 64 * 1024}}
 MIB = 1 << 20
 
 
@@ -106,7 +106,7 @@ def same_sum() -> bytes:
 def test_bytes_that_keep_their_checksums_are_written(tmp_path: Path) -> None:
     state = state_of(tensors=2)
     weight = state["t0"].view(torch.uint8)
-    settings = {**SMALL, "staging": {"block_bytes": 2 * MIB}}  # of whole checksums
+    settings: dict[str, Any] = {**SMALL, "staging": {"block_bytes": 2 * MIB}}  # of whole checksums
     with ckpipe.SyncPipeline(tmp_path, **settings) as pipeline:
         saved(pipeline, state, 1)
         saved(pipeline, state, 2)
@@ -119,7 +119,7 @@ def test_bytes_that_keep_their_checksums_are_written(tmp_path: Path) -> None:
 
 
 def test_blocks_of_a_file_that_rest_come_from_the_earlier_one(store: Stores) -> None:
-    state = {"whole": torch.randn(1 << 19), "epoch": 0}  # 2 MiB in 33 blocks
+    state: dict[str, Any] = {"whole": torch.randn(1 << 19), "epoch": 0}  # 2 MiB in 33 blocks
     with ckpipe.SyncPipeline(store.url, **SMALL) as pipeline:
         saved(pipeline, state, 1)
         saved(pipeline, state, 2)
@@ -146,7 +146,7 @@ def test_a_run_that_resumed_links_with_its_first_save(tmp_path: Path, worker: An
         assert report.linked_bytes == report.bytes
     with ckpipe.SyncPipeline(tmp_path, worker=worker, resume="never", **SMALL) as pipeline:
         assert saved(pipeline, state, 4).linked_bytes == 0
-    other = {**SMALL, "staging": {"block_bytes": 128 * 1024}}
+    other: dict[str, Any] = {**SMALL, "staging": {"block_bytes": 128 * 1024}}
     with ckpipe.SyncPipeline(tmp_path, worker=worker, **other) as pipeline:
         pipeline.load(state, step=3)
         assert [saved(pipeline, state, step).linked_bytes > 0 for step in (5, 6, 7)] == [0, 1, 1]
@@ -154,7 +154,7 @@ def test_a_run_that_resumed_links_with_its_first_save(tmp_path: Path, worker: An
 
 def test_every_so_manieth_save_writes_all(tmp_path: Path) -> None:
     state = state_of()
-    settings = {**SMALL, "incremental": {"full_every": 4}}
+    settings: dict[str, Any] = {**SMALL, "incremental": {"full_every": 4}}
     with ckpipe.SyncPipeline(tmp_path, **settings) as pipeline:
         linked = [saved(pipeline, state, step).linked_bytes > 0 for step in range(1, 10)]
     assert linked == [False, False, True, False, True, True, True, False, True]
