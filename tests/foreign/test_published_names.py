@@ -19,9 +19,9 @@ from tests.support.command_line import Commands
 from tests.support.late_module import LateModule
 from tests.support.one_checkpoint import save_one
 
-transformers = LateModule("transformers")
-conversion_mapping = LateModule("transformers.conversion_mapping")
-core_model_loading = LateModule("transformers.core_model_loading")
+transformers: Any = LateModule("transformers")
+conversion_mapping: Any = LateModule("transformers.conversion_mapping")
+core_model_loading: Any = LateModule("transformers.core_model_loading")
 
 TEXT: dict[str, Any] = {
     "vocab_size": 64,

@@ -14,7 +14,7 @@ import ckpipe
 from tests.support.late_module import LateModule
 from tests.support.one_checkpoint import save_one
 
-transformers = LateModule("transformers")
+transformers: Any = LateModule("transformers")
 
 SIZES: dict[str, Any] = {
     "hidden_size": 32,
