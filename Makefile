@@ -25,7 +25,7 @@ unexport PYTHONDONTWRITEBYTECODE
 export NO_MKDOCS_2_WARNING := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-torch check check-types check-lint check-layers check-docs docs servers bench bench-quick bench-compare bench-publish pictures bench-local bench-interference bench-scale bench-stall bench-gpu dist format clean
+.PHONY: help demo test test-all test-torch check check-types check-lint check-layers check-docs check-tests docs servers bench bench-quick bench-compare bench-publish pictures bench-local bench-interference bench-scale bench-stall bench-gpu dist format clean
 
 help:  ## Show these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -49,8 +49,8 @@ test-torch: $(if $(TORCH),$(READY))  ## The tests with another torch: make test-
 	@echo "test: pytest, with torch $(TORCH)"
 	@$(BIN)/python -m pytest -q $(PARALLEL)
 
-check: $(READY)  ## Lint, formatting, types, layers, docs
-	@$(MAKE) --no-print-directory --jobs=2 check-types check-lint check-layers check-docs
+check: $(READY)  ## Lint, formatting, types, layers, docs, imports of the tests
+	@$(MAKE) --no-print-directory --jobs=2 check-types check-lint check-layers check-docs check-tests
 
 check-types:
 	@echo "check: mypy"
@@ -70,6 +70,12 @@ check-layers:
 check-docs:
 	@echo "check: docs"
 	@$(BIN)/mkdocs build --strict --site-dir $(SITE) >$(VENV)/docs.log 2>&1 || { cat $(VENV)/docs.log >&2; exit 1; }
+
+# This compiles all that tests import, while mypy keeps one core busy; else each of the processes
+# that run tests would do so.
+check-tests:
+	@echo "check: tests are found"
+	@$(BIN)/python -m pytest -q --collect-only >$(VENV)/tests.log 2>&1 || { cat $(VENV)/tests.log >&2; exit 1; }
 
 docs: $(READY)  ## Build the documentation into site/
 	@$(BIN)/mkdocs build --strict --site-dir site >$(VENV)/docs.log 2>&1 || { cat $(VENV)/docs.log >&2; exit 1; }

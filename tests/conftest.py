@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import gc
 import mmap
 import os
 import random
@@ -11,6 +12,9 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+# Until all tests are collected nothing is garbage, and to look for it takes a quarter of the time.
+gc.disable()
 
 import pytest
 from blockbuster import BlockBuster, BlockBusterFunction
@@ -84,6 +88,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             taken.update(item for item in own if item.name in wanted)
     config.hook.pytest_deselected(items=[item for item in items if item not in taken])
     items[:] = [item for item in items if item in taken]
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish() -> None:
+    """Never look for garbage again among what has been imported and collected."""
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -181,7 +181,7 @@ async def test_a_store_that_threads_can_read_is_asked_on_the_loop_for_the_rest(r
     assert backend.here == min(reads, result.report.reads)
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=30)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(where=st.floats(0, 1, exclude_max=True), kind=st.sampled_from(BACKENDS))
 def test_a_flipped_bit_anywhere_is_found(where: float, kind: type[MemoryBackend]) -> None:
     async def main() -> None:

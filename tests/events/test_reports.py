@@ -8,7 +8,7 @@ from typing import Literal
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import ckpipe
@@ -48,7 +48,6 @@ def made(**stages: StageReport) -> SaveReport:
     return SaveReport(stages, 0.5, 2.0, 10**9, 3, planned=False)
 
 
-@settings(max_examples=40)
 @given(save_reports)
 def test_the_plain_form_is_json_and_reads_back(report: SaveReport) -> None:
     again = save_report_from_data(json.loads(json.dumps(report.to_data(), allow_nan=False)))

@@ -10,15 +10,18 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
-from transformers import conversion_mapping, core_model_loading
 
 import ckpipe
 from ckpipe.distributed import training_state
 from ckpipe.errors import StructureMismatch, UsageError
 from tests.support.command_line import Commands
+from tests.support.late_module import LateModule
 from tests.support.one_checkpoint import save_one
+
+transformers: Any = LateModule("transformers")
+conversion_mapping: Any = LateModule("transformers.conversion_mapping")
+core_model_loading: Any = LateModule("transformers.core_model_loading")
 
 TEXT: dict[str, Any] = {
     "vocab_size": 64,
@@ -202,15 +205,14 @@ def test_names_of_other_models_are_refused(tmp_path: Path) -> None:
         ckpipe.load(tmp_path, target, transform=ckpipe.name_table("transformers", model=target))
 
 
-class Renamed(transformers.LlamaForCausalLM):  # type: ignore[misc]
-    """A model that ignores in its files what its own weights are called there, and a mask."""
-
-    _keys_to_ignore_on_load_unexpected = ("backbone", r"\.masked_bias$")
-
-
 def test_what_transformers_ignores_in_a_file_is_left_out_unless_it_is_a_weight(
     tmp_path: Path,
 ) -> None:
+    class Renamed(transformers.LlamaForCausalLM):  # type: ignore[misc]
+        """A model that ignores in its files what its own weights are called there, and a mask."""
+
+        _keys_to_ignore_on_load_unexpected = ("backbone", r"\.masked_bias$")
+
     rename = core_model_loading.WeightRenaming(r"^backbone\.", "model.")
     conversion_mapping.register_checkpoint_conversion_mapping("Renamed", [rename], overwrite=True)
     model, fresh = (Renamed(transformers.LlamaConfig(**KV)) for _ in range(2))
@@ -224,25 +226,23 @@ def test_what_transformers_ignores_in_a_file_is_left_out_unless_it_is_a_weight(
     assert result.transformed["a.masked_bias"] == ()
 
 
-class Reverse(core_model_loading.ConversionOps):  # type: ignore[misc]
-    """An operation that transformers might have next year."""
-
-    def convert(self, input_dict: Any, *args: Any, **kwargs: Any) -> Any:
-        return {key: each[0].flip(0) for key, each in input_dict.items()}
-
-    @property
-    def reverse_op(self) -> Any:
-        return self
-
-
-class OfItsOwn(transformers.LlamaForCausalLM):  # type: ignore[misc]
-    """A model whose files have weights in another order."""
-
-
 @pytest.mark.parametrize("changed", ["operation", "attribute"])
 def test_an_operation_that_is_not_known_is_refused_by_its_name(
     changed: str, tmp_path: Path
 ) -> None:
+    class Reverse(core_model_loading.ConversionOps):  # type: ignore[misc]
+        """An operation that transformers might have next year."""
+
+        def convert(self, input_dict: Any, *args: Any, **kwargs: Any) -> Any:
+            return {key: each[0].flip(0) for key, each in input_dict.items()}
+
+        @property
+        def reverse_op(self) -> Any:
+            return self
+
+    class OfItsOwn(transformers.LlamaForCausalLM):  # type: ignore[misc]
+        """A model whose files have weights in another order."""
+
     operation: Any = Reverse()
     if changed == "attribute":  # the same operation of another version
         operation = core_model_loading.Transpose(0, 1)
@@ -255,7 +255,7 @@ def test_an_operation_that_is_not_known_is_refused_by_its_name(
         ckpipe.name_table("transformers", model=model)
 
 
-LLAMA = transformers.LlamaConfig(**KV)
+LLAMA = object()  # the configuration of one, in a case
 
 
 @pytest.mark.parametrize(
@@ -270,6 +270,8 @@ LLAMA = transformers.LlamaConfig(**KV)
     ],
 )
 def test_what_is_no_model_of_transformers_is_refused(name: str, given: Any, said: str) -> None:
+    if given.get("model") is LLAMA:
+        given = given | {"model": transformers.LlamaConfig(**KV)}
     with pytest.raises(UsageError, match=said) as caught:
         ckpipe.name_table(name, **given)
     assert caught.value.hint

@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import ckpipe
+from tests.support.late_module import LateModule
 from tests.support.one_checkpoint import save_one
+
+transformers: Any = LateModule("transformers")
 
 SIZES: dict[str, Any] = {
     "hidden_size": 32,
@@ -23,20 +25,20 @@ SIZES: dict[str, Any] = {
     "vocab_size": 64,
     "max_position_embeddings": 32,
 }
-MODELS: dict[str, tuple[Any, Any]] = {
-    "gpt2": (
-        GPT2LMHeadModel,
-        GPT2Config(n_layer=2, n_embd=32, n_head=2, vocab_size=64, n_positions=16),
-    ),
-    "llama": (LlamaForCausalLM, LlamaConfig(**SIZES)),
-    "tied llama": (LlamaForCausalLM, LlamaConfig(**SIZES, tie_word_embeddings=True)),
+GPT2: dict[str, Any] = {"n_layer": 2, "n_embd": 32, "n_head": 2, "vocab_size": 64}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt2": ("GPT2LMHeadModel", GPT2 | {"n_positions": 16}),
+    "llama": ("LlamaForCausalLM", SIZES),
+    "tied llama": ("LlamaForCausalLM", SIZES | {"tie_word_embeddings": True}),
 }
 TOKENS = torch.arange(8)[None]
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_from_pretrained_gives_equal_logits(tmp_path: Path, name: str) -> None:
-    cls, config = MODELS[name]
+    model_class, sizes = MODELS[name]
+    cls = getattr(transformers, model_class)
+    config = cls.config_class(**sizes)
     torch.manual_seed(0)
     model = cls(config).eval()
     logits = model(TOKENS).logits

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import safetensors
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load as load_safetensors
 
@@ -70,7 +70,6 @@ def bits(tensor: torch.Tensor) -> list[int]:
     return values
 
 
-@settings(max_examples=25)
 @given(SPECS, st.data())
 async def test_neither_blocks_nor_later_copies_change_a_byte(
     spec: Spec, data: st.DataObject

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.tensor import Replicate, Shard
 
@@ -92,7 +92,6 @@ def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @given(data=st.data())
-@settings(deadline=None, max_examples=60)
 def test_any_order_any_deaths_and_any_races_end_in_the_same_index(data: st.DataObject) -> None:
     with pytest.MonkeyPatch.context() as patch:
         for name in ("format.names", "catalog.complete"):

@@ -26,6 +26,7 @@ from ckpipe.lock.state_lock import LoadHold, LockHold
 from ckpipe.memory.cuda import StreamFence
 from tests.support.actors import PATIENCE as PATIENT
 from tests.support.actors import DaemonThreads, Held, is_free, noted, until
+from tests.support.sampling import EVERY
 
 TRAINERS = st.integers(0, 4)
 LOOPS = st.integers(10, 11)
@@ -210,7 +211,7 @@ class LockMachine(RuleBasedStateMachine):
 
 
 TestLockMachine = LockMachine.TestCase
-TestLockMachine.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestLockMachine.settings = settings(max_examples=150 if EVERY else 40, stateful_step_count=40)
 
 
 def after(*events: Hold, state: LockState | None = None) -> LockState:

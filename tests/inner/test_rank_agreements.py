@@ -15,7 +15,7 @@ from typing import Any
 
 import anyio
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch._C._distributed_c10d import FileStore, HashStore
 
@@ -217,7 +217,6 @@ async def test_a_name_that_is_no_time_or_the_last_one_keeps_nobody_out(name: str
     assert launch.attempt.startswith("21000101T000000000Z-")
 
 
-@settings(max_examples=40)
 @given(st.data())
 async def test_the_last_to_vote_knows_the_greatest_vote(data: st.DataObject) -> None:
     size = data.draw(st.integers(1, 30))

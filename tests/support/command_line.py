@@ -26,7 +26,20 @@ from tests.support.pipelines import small_state, stores
 from tests.support.signals import HEARING
 from tests.support.stored_files import data_file_key, flip
 
-TORCHRUN = "from torch.distributed.run import main; main()"
+#: torchrun, whose ranks are forked from one process rather than started: an import of torch each.
+TORCHRUN = """
+import multiprocessing, sys
+from torch.distributed.launcher.api import elastic_launch
+from torch.distributed.run import config_from_args, parse_args
+from tests.support.fork_server import run_script
+multiprocessing.set_forkserver_preload(["tests.support.preloaded"])
+given = parse_args(sys.argv[1:])
+if given.standalone:
+    given.rdzv_backend, given.rdzv_endpoint = "c10d", "localhost:0"
+config, _, _ = config_from_args(given)
+config.start_method = "forkserver"
+elastic_launch(config, run_script)(given.training_script, *given.training_script_args)
+"""
 PROGRAM = [sys.executable, "-m", "ckpipe.cli"]
 
 

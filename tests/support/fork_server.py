@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import faulthandler
+import gc
 import json
 import multiprocessing
 import os
@@ -31,17 +32,10 @@ for _name in ckpipe.__all__:
 
 Case = dict[str, Any]
 
-#: What servers of multiprocessing import once for all that they fork: there is one for a process.
-PRELOADED = [
-    "torch._dynamo",
-    "torch.distributed.fsdp",
-    "torch.distributed.tensor",
-    "tests.support.fork_server",
-]
 
 FRESH = multiprocessing.get_context("forkserver")
 """Starts processes with one thread, which have torch imported and have used nothing of it."""
-FRESH.set_forkserver_preload(PRELOADED)
+FRESH.set_forkserver_preload(["tests.support.preloaded"])
 
 
 class ForkedProgram:
@@ -148,8 +142,7 @@ def _run_program(
     sys.argv = words
     try:
         if isinstance(program, Path):
-            sys.path.insert(0, str(program.parent))
-            runpy.run_path(str(program), run_name="__main__")
+            run_script(str(program), *words[1:])
         else:
             main = ModuleType("__main__")
             sys.modules["__main__"] = main
@@ -157,6 +150,13 @@ def _run_program(
     finally:
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
+
+
+def run_script(file: str, *arguments: str) -> None:
+    """Run a file in this process as Python runs it as a script."""
+    sys.argv = [file, *arguments]
+    sys.path.insert(0, str(Path(file).parent))
+    runpy.run_path(file, run_name="__main__")
 
 
 class Forks:
@@ -203,6 +203,7 @@ def serve(live: Callable[[Case, int, int], None]) -> None:
         live: Runs a rank of a case; gets the case, the rank and the number of the case.
     """
     faulthandler.enable()  # a rank that crashes in C tells the lines of its threads
+    gc.freeze()  # or each rank would look for garbage among all that is imported, and copy it
     for number, line in enumerate(sys.stdin):
         case = json.loads(line)
         children = [_fork(live, case, rank, number) for rank in range(case["ranks"])]

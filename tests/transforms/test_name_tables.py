@@ -5,15 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import peft
 import pytest
 import safetensors.torch
 import torch
-import transformers
 
 import ckpipe
 from ckpipe.errors import ShapeMismatch, StructureMismatch, UsageError
+from tests.support.late_module import LateModule
 from tests.transforms.reference_models import GPT, Transformer
+
+peft, transformers = LateModule("peft"), LateModule("transformers")
 
 VOCABULARY, WIDTH, HEADS, KV_HEADS, INNER, LAYERS, CONTEXT = 96, 64, 8, 2, 128, 2, 32
 FORMS = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "gpt2": "GPT2"}

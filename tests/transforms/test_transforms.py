@@ -618,7 +618,6 @@ def rules(draw: st.DrawFn) -> list[Rule]:
     return found
 
 
-@settings(max_examples=60, deadline=None)
 @given(rules(), st.booleans())
 async def test_any_transforms_do_what_torch_does(chosen: list[Rule], turned: bool) -> None:
     state = {"a": numbered(4, 6), "b": numbered(4, 6, first=100)}
