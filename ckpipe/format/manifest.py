@@ -375,6 +375,7 @@ class RankManifest:
         final: Whether it was saved with ``final=True``.
         line: The line of launches that its writer belongs to; empty in checkpoints of writers that
             knew no lines, which are one line.
+        nan: The entries that have NaN, ascending, each with their number.
     """
 
     rank: int
@@ -391,6 +392,7 @@ class RankManifest:
     resumed_from: str | None = None
     final: bool = False
     line: str = ""
+    nan: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -605,6 +607,14 @@ def boxes(cells: list[Any]) -> list[Any]:
     return list(zip(corners, corners, strict=True))
 
 
+def pairs(cells: list[Any]) -> list[Any]:
+    """Read cells that are lists of pairs of numbers as tuples of tuples."""
+    read = [tuple(number_lists(cell)) for cell in _all(cells, list)]
+    if any(len(pair) != 2 for cell in read for pair in cell):
+        raise ValueError("a pair has not two numbers")
+    return read
+
+
 def optional(read: Reader) -> Reader:
     """Return a reader of cells that are null or cells of another reader."""
 
@@ -705,6 +715,7 @@ PARTS = Table(
         Column("resumed_from", optional(texts), None),
         Column("final", flags, False),
         Column("line", texts, ""),
+        Column("nan", pairs, ()),
     ),
     RankManifest,
 )

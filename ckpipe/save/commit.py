@@ -136,6 +136,7 @@ def _drawn_up(
         part,
         files=files.rows,
         checksums=tuple(save.checksums),
+        nan=save.nan,
         resumed_from=context.catalog.resumed_from,
         line=launch_id(save.id.attempt) if context.catalog.line is None else context.catalog.line,
     )

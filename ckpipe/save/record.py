@@ -89,6 +89,8 @@ class SaveRecord(abc.ABC):
         self.durable_seconds: float | None = None
         self.checksums: list[int] = []
         """The checksum of every mebibyte of every entry; complete before the files are durable."""
+        self.nan: tuple[tuple[int, int], ...] = ()
+        """The entries with NaN and their counts; complete like the checksums."""
         self.stored: list[str] = []
         """Keys of its data files that are complete, or may be."""
         self.commit_may_exist = False
