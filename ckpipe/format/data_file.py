@@ -272,7 +272,7 @@ class DataFiles:
         return known
 
     def _dtypes_with_nan(self, ignore: tuple[str, ...]) -> list[int]:
-        """Return the dtype of each entry by its place in ``NAN_BITS``; -1 for others and ignored."""
+        """Return each entry's dtype by its place in ``NAN_BITS``; -1 for others and ignored."""
         if ignore not in self._nan_dtypes:
             entries, ignored = self.layout.entries, globs_filter("nan.ignore", ignore)
             places = {dtype: place for place, dtype in enumerate(NAN_BITS)}

@@ -455,6 +455,11 @@ class ManifestDocument:
         return next((part.line for part in self.parts if part.line != own), own)
 
     @property
+    def nan(self) -> int:
+        """The number of NaN that were counted in its parts."""
+        return sum(count for part in self.parts for _, count in part.nan)
+
+    @property
     def whole(self) -> bool:
         """Tell whether it has the parts of all ranks."""
         return len(self.parts) == self.world_size

@@ -99,7 +99,7 @@ def summary_of(index: ManifestDocument) -> Summary:
         first.metadata,
         name if isinstance(name, str) else None,
         index.line,
-        sum(count for part in index.parts for _, count in part.nan),
+        index.nan,
     )
 
 

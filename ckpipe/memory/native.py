@@ -215,7 +215,7 @@ def count_nan_each(sources: array[int], sizes: array[int], dtypes: array[int]) -
     for number, (source, nbytes, dtype) in enumerate(zip(sources, sizes, dtypes, strict=True)):
         width, most = bits[dtype]
         elements = np.frombuffer(_MEMORY[source : source + nbytes], f"u{width}")
-        found[number] = np.count_nonzero((elements & ((1 << 8 * width - 1) - 1)) > most)
+        found[number] = int(np.count_nonzero(elements & ((1 << 8 * width - 1) - 1) > most))
     return found
 
 
