@@ -143,8 +143,8 @@ async def _tell_nan(save: SaveRecord, context: StoreContext, index: ManifestDocu
         sound = await context.catalog.without_nan(skip_unread=True)
     entry, count = part.nan[0]
     logger.warning(
-        "%s has %d NaN, first %d in %s of rank %d; %s. If that tensor may have NaN, name it in "
-        'nan={"ignore": [...]}',
+        "%s has %d NaN, %d of them in %s of rank %d, the first tensor with some; %s. Tensors that "
+        'may have NaN are named by nan={"ignore": [...]}',
         save.name, index.nan, count, label_of(index.layouts[part.layout].entries.name[entry]),
         part.rank,
         f"load(without_nan=True) loads {sound.id}, the newest without" if sound
