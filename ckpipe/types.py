@@ -308,8 +308,8 @@ class TensorDescription:
         ranks: The ranks that hold all or part of it.
         boxes: The number of boxes into which its ranks have cut it; 1 for a whole tensor.
         differs: Whether ranks hold it whole and with different bytes.
-        nan: The number of NaN in its bytes, of all ranks; of scalars that are stored together
-            (``label~scalars``), the number in all of these.
+        nan: The number of NaN in its entries, of all ranks; tensors that share memory, and scalars
+            that are stored together, have an entry in common.
     """
 
     label: str
