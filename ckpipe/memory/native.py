@@ -198,7 +198,7 @@ def count_nan_each(sources: array[int], sizes: array[int], dtypes: array[int]) -
 
     Args:
         sources: The address of each range.
-        sizes: The bytes of each range: whole elements.
+        sizes: The bytes of each range; those behind the last whole element do not count.
         dtypes: The dtype of each range, by its place in ``NAN_BITS``.
 
     Raises:
@@ -214,7 +214,7 @@ def count_nan_each(sources: array[int], sizes: array[int], dtypes: array[int]) -
     bits = list(NAN_BITS.values())
     for number, (source, nbytes, dtype) in enumerate(zip(sources, sizes, dtypes, strict=True)):
         width, most = bits[dtype]
-        elements = np.frombuffer(_MEMORY[source : source + nbytes], f"u{width}")
+        elements = np.frombuffer(_MEMORY[source : source + nbytes // width * width], f"u{width}")
         found[number] = int(np.count_nonzero(elements & ((1 << 8 * width - 1) - 1) > most))
     return found
 
