@@ -2,7 +2,7 @@
 
 The copy has written the bytes in the layout of the file, so serialization has no other work.
 
-NaN are counted here too, where no trainer waits (note 86 of ``docs/design.md``).
+NaN are counted here too, where no trainer waits (note 82 of ``docs/design.md``).
 
 The manifest has a checksum for each mebibyte of each entry. A store that verifies each request gets
 the checksum of the whole block, which is combined from those and from the few bytes between
