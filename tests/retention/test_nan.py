@@ -168,7 +168,7 @@ def test_calls_that_name_what_to_load_are_refused(tmp_path: Path) -> None:
     with ckpipe.SyncPipeline(tmp_path / "run") as pipeline:
         for named in ({"step": 1}, {"source": tmp_path / "other.pt"}):
             with pytest.raises(errors.UsageError, match="without_nan chooses"):
-                pipeline.load(without_nan=True, **named)  # type: ignore[arg-type]
+                pipeline.load(without_nan=True, **named)
         with pytest.raises(errors.UsageError, match="without_nan is True or False"):
             pipeline.load(without_nan="yes")  # type: ignore[arg-type]
     assert ckpipe.load(tmp_path / "run", without_nan=True).step == 0

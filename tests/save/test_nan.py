@@ -95,13 +95,14 @@ def test_ignored_labels_and_no_check(tmp_path: Path) -> None:
         "model": {"mask": torch.tensor([NAN]), "w@1": torch.tensor([NAN, 1.0])},
         "steps": {str(n): torch.tensor(NAN) for n in range(9)},
     }
-    for number, (setting, expected) in enumerate([
+    settings: list[tuple[dict[str, Any], int]] = [
         ({}, 11),
         ({"ignore": ["*.mask"]}, 10),
         ({"ignore": ["model"]}, 9),
         ({"ignore": ["model.*", "steps"]}, 0),
         ({"check": False}, 0),
-    ]):  # fmt: skip
+    ]
+    for number, (setting, expected) in enumerate(settings):
         with ckpipe.SyncPipeline(tmp_path / str(number), nan=setting) as pipeline:
             assert pipeline.save(state, step=0).wait().nan == expected, setting
     with pytest.raises(ckpipe.errors.SettingsError, match=r"nan\.ignore"):
