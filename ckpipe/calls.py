@@ -109,7 +109,8 @@ def _newest(pipeline: SyncPipeline, into: Any, step: Which | None, **options: An
     try:
         result = pipeline.load(into, step, **options)
     except CheckpointNotFound:
-        if step is not None or not pipeline.steps():
+        known = pipeline.steps()
+        if step is not None or not known or any(each.complete for each in known):
             raise
         result = None  # it is the root of a run
     if result is None:

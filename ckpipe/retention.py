@@ -44,6 +44,7 @@ class Candidate:
         metrics: The metrics that ``save`` was given.
         final: True if it was saved with ``final=True``.
         line: Its line of launches; empty if it was saved by a version that knew none.
+        nan: The number of NaN in its tensors, as far as they were counted.
     """
 
     id: str
@@ -54,6 +55,7 @@ class Candidate:
     metrics: Mapping[str, float] = field(default_factory=dict)
     final: bool = False
     line: str = ""
+    nan: int = 0
 
     @property
     def order(self) -> tuple[str, int, int]:
@@ -486,6 +488,15 @@ class Decision:
     missing_metrics: tuple[str, ...] = ()
 
 
+WITHOUT_NAN = "the newest without NaN"
+"""The reason to keep a checkpoint that only newer ones with NaN would displace."""
+
+
+def newest_without_nan(newest_first: Iterable[Candidate]) -> str | None:
+    """Return the id of the newest checkpoint without NaN; None if all have some."""
+    return next((each.id for each in newest_first if not each.nan), None)
+
+
 def decide(
     checkpoints: Iterable[Candidate],
     rule: Rule | None,
@@ -495,7 +506,7 @@ def decide(
 ) -> Decision:
     """Decide which complete checkpoints stay.
 
-    The newest and all protected checkpoints are kept under every rule.
+    The newest, the newest without NaN and all protected checkpoints are kept under every rule.
 
     Args:
         checkpoints: All complete checkpoints of a root, in any order, each id once.
@@ -524,6 +535,9 @@ def decide(
             verdicts[name] = Verdict(True, reason)
     if newest_first:
         verdicts[newest_first[0].id] = Verdict(True, "the newest")
+    sound = newest_without_nan(newest_first)
+    if sound is not None and not verdicts[sound].keep:
+        verdicts[sound] = Verdict(True, WITHOUT_NAN)
     names = [each.id for each in newest_first]
     return Decision(
         keep=tuple(name for name in names if verdicts[name].keep),

@@ -538,6 +538,19 @@ class Retention(_Group):
         return newest if self.rules is None else newest | self.rules
 
 
+class Nan(_Group):
+    """The count of NaN in each save."""
+
+    check: bool = True
+    """Count the NaN of tensors of float64, float32, bfloat16, float16, float8_e4m3fn and
+    float8_e5m2, behind the copy. Infinities do not count. False counts none: then no checkpoint is
+    known to have any."""
+
+    ignore: tuple[str, ...] = ()
+    """Globs of the labels of tensors that may have NaN, such as ``["*.mask"]``. Scalars that are
+    stored together, as the steps of an optimizer, have one label, that of the first."""
+
+
 class Export(_Group):
     """The content of the export that ``final_format`` asks for."""
 
@@ -656,6 +669,7 @@ class CommonFields(TypedDict, total=False):
     lock: Lock | Mapping[str, Any]
     retention: Retention | Mapping[str, Any] | Rule
     keep_last: int | None
+    nan: Nan | Mapping[str, Any]
     final_format: FinalFormat
     export: Export | Mapping[str, Any]
     preemption: Preemption | Mapping[str, Any] | bool
@@ -802,6 +816,9 @@ class Settings(BaseModel):
 
     retention: Retention = Retention()
     """Rules for the checkpoints that stay."""
+
+    nan: Nan = Nan()
+    """The count of NaN in each save."""
 
     final_format: FinalFormat = "ckpipe"
     """Export that ``save(final=True)`` writes beside the checkpoint: ``"ckpipe"`` none, ``"torch"``

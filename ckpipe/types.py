@@ -131,6 +131,7 @@ class CheckpointInfo:
         world_size: Number of ranks that saved it.
         line: The launch that began its line, which retention counts by; empty if it was saved by a
             version that knew no lines.
+        nan: The number of NaN in its tensors, as far as they were counted.
     """
 
     id: str
@@ -146,6 +147,7 @@ class CheckpointInfo:
     bytes: int | None = field(default=None, compare=False)
     world_size: int | None = field(default=None, compare=False)
     line: str | None = field(default=None, compare=False)
+    nan: int | None = field(default=None, compare=False)
 
     @property
     def key(self) -> CheckpointId:
@@ -161,6 +163,7 @@ class CheckpointInfo:
     def _cells(self) -> tuple[object, ...]:
         state = "complete" if self.complete else "incomplete"
         parts = [state, *(["pinned"] if self.pinned else []), *([self.reason] * bool(self.reason))]
+        parts += [f"{self.nan} NaN"] if self.nan else []
         return (
             self.step,
             "" if self.saved_at is None else f"{self.saved_at:%Y-%m-%d %H:%M:%S}Z",
@@ -305,6 +308,8 @@ class TensorDescription:
         ranks: The ranks that hold all or part of it.
         boxes: The number of boxes into which its ranks have cut it; 1 for a whole tensor.
         differs: Whether ranks hold it whole and with different bytes.
+        nan: The number of NaN in its entries, of all ranks; tensors that share memory, and scalars
+            that are stored together, have an entry in common.
     """
 
     label: str
@@ -319,6 +324,7 @@ class TensorDescription:
     ranks: tuple[int, ...]
     boxes: int
     differs: bool
+    nan: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -360,6 +366,7 @@ class CheckpointDescription:
         values: Its inline values, in the order of the state.
         wrappers: Its wrapper tensors: class, dtype and size by label.
         source: The path or URL, if another program wrote it; else None.
+        nan: The number of NaN in its tensors, as far as they were counted.
     """
 
     id: str | None
@@ -379,6 +386,7 @@ class CheckpointDescription:
     values: tuple[ValueDescription, ...]
     wrappers: Mapping[str, str]
     source: str | None = None
+    nan: int = 0
 
 
 @dataclass(frozen=True, slots=True)

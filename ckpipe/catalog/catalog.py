@@ -14,7 +14,9 @@ stay too, as far as the store shows them; a pipeline knows more of its own.
 
 **Why no wrong summary deletes anything.** Before a deletion, the indexes of three groups are read:
 the checkpoints to remove, those kept in their place (:meth:`ckpipe.retention.Rule.rivals`), and
-those that always stay: the newest of all, of the line and of each running launch. Let *R* be the
+those that always stay: the newest of all, of the line and of each running launch, and the newest
+of the line without NaN. Its own index has none then, so it takes the place of an older one without.
+Let *R* be the
 checkpoints to remove and *V* the rivals; what is known of both is certain then, also that they are
 of the line to prune. No checkpoint of *R* is kept among *V* and *R*. A rule that keeps a checkpoint
 among many keeps it among fewer (:mod:`ckpipe.retention`), so it keeps none of *R* among all of the
@@ -80,7 +82,16 @@ from ckpipe.errors import (
 from ckpipe.format.manifest import ManifestDocument
 from ckpipe.format.names import launch_id, pin_key, summary_key
 from ckpipe.format.summary import Summary
-from ckpipe.retention import BestMode, Candidate, Decision, KeepBest, Rule, decide
+from ckpipe.retention import (
+    WITHOUT_NAN,
+    BestMode,
+    Candidate,
+    Decision,
+    KeepBest,
+    Rule,
+    decide,
+    newest_without_nan,
+)
 from ckpipe.threads import BackgroundTask
 from ckpipe.types import CheckpointId, CheckpointInfo, CheckpointList
 
@@ -247,6 +258,36 @@ class Catalog:
         await query.check_unread(might_be)
         return found
 
+    async def without_nan(
+        self, *, before: CheckpointId | None = None, skip_unread: bool = False
+    ) -> CheckpointInfo | None:
+        """Find the newest complete checkpoint without NaN.
+
+        Costs as much as :meth:`best`.
+
+        Args:
+            before: Only older ones than this.
+            skip_unread: True to leave out checkpoints whose index cannot be read.
+
+        Raises:
+            CorruptCheckpoint: If the index of a newer one, which may have none, is damaged.
+            UnsupportedVersion: If it is of a newer format.
+            StoreError: If the store failed.
+        """
+        known = await repaired(self.backend, (await self._listed()).infos())
+        complete = [each for each in known if each.complete and (not before or each.key < before)]
+        query = SummaryQuery(self.backend, complete, self.summaries, few=1)
+        while True:
+            candidates = await query.candidates()
+            winner = newest_without_nan(candidates)
+            # Without a winner, the indexes confirm that all have NaN.
+            if await query.is_sure([winner] if winner else [each.id for each in candidates]):
+                break
+        found = next((each for each in complete if each.id == winner), None)
+        if not skip_unread:
+            await query.check_unread(lambda info, _: found is None or info.key > found.key)
+        return found
+
     async def _listed(self) -> Listing:
         """List the names of the root; drop the summaries of those that others have removed."""
         # Summaries that are added meanwhile may be of a checkpoint that is newer than the list.
@@ -373,16 +414,22 @@ class Catalog:
         complete = [each for each in infos if each.complete]
         if complete and complete[0].id == info.id:
             return NEWEST
-        origin = None
-        if complete:
+        origin = sound = None
+        for each in complete:
             with contextlib.suppress(CorruptCheckpoint, UnsupportedVersion):
-                newest = await read_index(self.backend, complete[0].key)
-                origin = newest.parts[0].resumed_from
+                index = await read_index(self.backend, each.key)
+                if each is complete[0]:
+                    origin = index.parts[0].resumed_from
+                sound = None if index.nan else each.id
+            if sound or each.id == info.id:
+                break
         leased = await self._leased(await store_time(self.backend))
         if info.id in leased:
             return IN_USE
         if info.id in newest_of_launches(complete, leased):
             return RUNNING_NEWEST
+        if info.id == sound:
+            return WITHOUT_NAN
         if info.reason == NO_INDEX and launch_id(info.attempt) in leased:
             return RUNNING
         return RESUMED if info.id == origin else ""
@@ -521,6 +568,7 @@ class Catalog:
             if rule is not None and decision.remove:
                 losers = set(decision.remove)
                 deciding |= losers | rule.rivals(counted, losers, now)
+                deciding.add(newest_without_nan(counted) or "")
             if await inquiry.is_sure(deciding):
                 break
         others = {each.id for each in candidates} - decision.reasons.keys()

@@ -67,6 +67,7 @@ def describe(
             if wanted(label)
         },
         source=document.source,
+        nan=document.nan,
     )
 
 
@@ -141,6 +142,7 @@ def _tensors(document: ManifestDocument) -> Iterator[TensorDescription]:
     ranks: defaultdict[str, list[int]] = defaultdict(list)
     boxes: defaultdict[str, set[Json]] = defaultdict(set)
     shared: defaultdict[str, dict[str, None]] = defaultdict(dict)
+    nan: defaultdict[str, int] = defaultdict(int)
     also = _other_labels(document)
     for part in document.parts:
         structure, layout = document.structures[part.structure], document.layouts[part.layout]
@@ -148,8 +150,11 @@ def _tensors(document: ManifestDocument) -> Iterator[TensorDescription]:
             rows.setdefault(row.label, row)
             ranks[row.label].append(part.rank)
         labels = [row.label for row in structure.tensors]
+        counts = dict(part.nan)
         for chunk in layout.chunks:
             boxes[labels[chunk.tensor]].add(chunk.box)
+            if counts and chunk.owner is None and chunk.entry is not None:
+                nan[labels[chunk.tensor]] += counts.get(chunk.entry, 0)
         for group in _sharing(layout, labels):
             for label in group:
                 shared[label].update(dict.fromkeys(each for each in group if each != label))
@@ -158,7 +163,7 @@ def _tensors(document: ManifestDocument) -> Iterator[TensorDescription]:
         yield TensorDescription(
             label, row.dtype, row.shape, tensor_bytes(row), row.kind, row.device,
             row.requires_grad, tuple(also[label]), tuple(shared[label]), tuple(ranks[label]),
-            max(1, len(boxes[label])), label in differing,
+            max(1, len(boxes[label])), label in differing, nan[label],
         )  # fmt: skip
 
 

@@ -102,6 +102,7 @@ def filled(info: CheckpointInfo, found: Summary) -> CheckpointInfo:
         bytes=found.bytes,
         world_size=found.world_size,
         line=found.line,
+        nan=found.nan,
     )
 
 
@@ -257,5 +258,5 @@ def candidate_of(info: CheckpointInfo, summary: Summary) -> Candidate:
     created = info.saved_at or datetime.now(UTC)
     return Candidate(
         info.id, info.step, info.attempt, info.count, created, summary.metrics, summary.final,
-        summary.line,
+        summary.line, summary.nan,
     )  # fmt: skip

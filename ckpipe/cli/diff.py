@@ -67,9 +67,11 @@ async def differences(
                         await side.check_unchanged()
     same = not (found.only_first or found.only_second or found.changed or differing)
     compared = 0 if structure else len(found.common)
+    nan = [each.nan for each in documents]
     data = {
         "first": documents[0].name,
         "second": documents[1].name,
+        "nan": nan,
         "same": same,
         "compared": compared,
         "only_first": found.only_first,
@@ -82,6 +84,8 @@ async def differences(
     summary = f"{len(differing)} of {compared} tensors compared differ"
     if structure:
         summary = f"the structures are {'alike' if same else 'not alike'}"
+    if any(nan):
+        summary += f"; the first has {nan[0]} NaN, the second {nan[1]}"
     screen.result(data, *_shown(found, differing), Text(summary))
     return OK if same else FOUND
 

@@ -256,6 +256,8 @@ def _state(row: dict[str, Any], brief: bool) -> Text:
     texts += [mark for mark in ("pinned", "final", "best") if row[mark]]
     if row["copied_bytes"]:
         texts.append(f"{size_text(row['copied_bytes'])} of copies")
+    if row["nan"]:
+        texts.append(f"{row['nan']} NaN")
     return marks(*texts)
 
 
@@ -344,6 +346,7 @@ def _checkpoint_data(
     data["best"] = False
     if summary is not None:
         data |= summary.members | {"metrics": dict(summary.metrics), "line": summary.line}
+        data["nan"] = summary.nan
         data["copied_bytes"] = summary.copied_bytes if summary.is_wasteful else 0
     del data["metadata"]
     return data
@@ -453,6 +456,7 @@ def _facts(
     if about.resumed_from:
         yield "resumed from", about.resumed_from
     words = [word for word, set_ in (("pinned", pinned), ("final", about.final)) if set_]
+    words += [f"{about.nan} NaN"] if about.nan else []
     if words:
         yield "marks", marks(*words)
     yield "written by", ", ".join(f"{name} {value}" for name, value in about.writer.items())
@@ -469,6 +473,8 @@ def _tensor_text(each: TensorDescription) -> str:
         text += f", shares memory with {', '.join(each.shares_with)}"
     if each.boxes > 1:
         text += f", {each.boxes} boxes"
+    if each.nan:
+        text += f", {each.nan} NaN"
     return text + _ranks_text(each.ranks, each.differs)
 
 

@@ -165,6 +165,10 @@ def _check_part(document: ManifestDocument, part: RankManifest) -> None:
             f"A part has {len(part.checksums)} checksums instead of {facts.checksums}",
             rank=part.rank,
         )
+    counted = [entry for entry, count in part.nan if count]
+    ascending = sorted({entry for entry, _ in part.nan})
+    if counted != ascending or max(counted, default=-1) >= len(facts.sizes):
+        raise InvalidManifest("The NaN of a part are not those of its entries", rank=part.rank)
 
 
 def _check_borrowed(document: ManifestDocument) -> None:

@@ -11,6 +11,7 @@ import would cost it more memory than all the rest, only for the sizes of dtypes
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,7 +21,9 @@ from typing import NamedTuple
 
 from ckpipe.errors import OversizedMetadata
 from ckpipe.format.checksum import BlockCuts, SumTable, chunk_count
+from ckpipe.format.labels import globs_filter
 from ckpipe.format.manifest import FileRow, Layout
+from ckpipe.memory.native import NAN_BITS
 
 _DTYPES: dict[str, tuple[str | None, int]] = {
     "float64": ("F64", 8), "int64": ("I64", 8), "uint64": ("U64", 8),
@@ -187,6 +190,22 @@ def sum_slices(layout: Layout, files: int) -> list[slice]:
     return [slice(end - count, end) for count, end in zip(counts, accumulate(counts), strict=True)]
 
 
+class FloatRanges(NamedTuple):
+    """The ranges of a block in which NaN are counted, column by column.
+
+    Args:
+        entries: The numbers of the entries.
+        begins: The start of each range in the block, in bytes.
+        sizes: Bytes of each range: whole elements.
+        dtypes: The dtype of each, by its place in ``NAN_BITS``.
+    """
+
+    entries: array[int]
+    begins: array[int]
+    sizes: array[int]
+    dtypes: array[int]
+
+
 @dataclass(frozen=True)
 class DataFiles:
     """All data files that one rank stores in a save; the same for every save of one structure.
@@ -233,3 +252,54 @@ class DataFiles:
         if known is None:
             known = self._cuts[block.file, block.offset] = self.sum_table.cuts(block.spans)
         return known
+
+    @cached_property
+    def _floats(self) -> dict[tuple[int, int, tuple[str, ...]], FloatRanges]:
+        return {}
+
+    @cached_property
+    def _nan_dtypes(self) -> dict[tuple[str, ...], list[int]]:
+        return {}
+
+    def floats(self, block: BlockRange, ignore: tuple[str, ...] = ()) -> FloatRanges:
+        """Return the ranges of one block in which NaN are counted; may be called from any thread.
+
+        Blocks and data begin at multiples of 4096 bytes, and ckpipe lays entries out with the
+        widest elements first, so no element straddles two blocks. In files that another planner
+        lays out otherwise, those that do are not counted.
+
+        Args:
+            block: The block.
+            ignore: Globs of the labels of entries to leave out.
+        """
+        key = block.file, block.offset, ignore
+        known = self._floats.get(key)
+        if known is None:
+            rows, dtypes = [], self._dtypes_with_nan(ignore)
+            for entry, lo, hi, at in block.spans:
+                if (dtype := dtypes[entry]) >= 0:
+                    width = _NAN_WIDTHS[dtype]
+                    skip = -lo % width
+                    rows.append((entry, at + skip, max(0, hi - lo - skip) // width * width, dtype))
+            columns = zip(*rows, strict=True) if rows else ((),) * 4
+            known = self._floats[key] = FloatRanges(*(array("q", each) for each in columns))
+        return known
+
+    def _dtypes_with_nan(self, ignore: tuple[str, ...]) -> list[int]:
+        """Return each entry's dtype by its place in ``NAN_BITS``; -1 for others and ignored."""
+        if ignore not in self._nan_dtypes:
+            entries, ignored = self.layout.entries, globs_filter("nan.ignore", ignore)
+            places = {dtype: place for place, dtype in enumerate(NAN_BITS)}
+            self._nan_dtypes[ignore] = [
+                -1 if ignore and ignored(label_of(name)) else places.get(dtype, -1)
+                for name, dtype in zip(entries.name, entries.dtype, strict=True)
+            ]
+        return self._nan_dtypes[ignore]
+
+
+def label_of(name: str) -> str:
+    """Return the label of the tensor of an entry; the first label of gathered scalars."""
+    return name.partition("@")[0].removesuffix(SCALARS)
+
+
+_NAN_WIDTHS = [width for width, _ in NAN_BITS.values()]

@@ -382,6 +382,7 @@ class RankManifest:
         final: Whether it was saved with ``final=True``.
         line: The line of launches that its writer belongs to; empty in checkpoints of writers that
             knew no lines, which are one line.
+        nan: The entries that have NaN, ascending, each with their number.
     """
 
     rank: int
@@ -398,6 +399,7 @@ class RankManifest:
     resumed_from: str | None = None
     final: bool = False
     line: str = ""
+    nan: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -458,6 +460,11 @@ class ManifestDocument:
         """The line of launches: that of the first rank that had loaded, else its own launch's."""
         own = launch_id(self.id.attempt)
         return next((part.line for part in self.parts if part.line != own), own)
+
+    @property
+    def nan(self) -> int:
+        """The number of NaN that were counted in its parts."""
+        return sum(count for part in self.parts for _, count in part.nan)
 
     @property
     def whole(self) -> bool:
@@ -618,6 +625,14 @@ def boxes(cells: list[Any]) -> list[Any]:
     return list(zip(corners, corners, strict=True))
 
 
+def pairs(cells: list[Any]) -> list[Any]:
+    """Read cells that are lists of pairs of numbers as tuples of tuples."""
+    read = [tuple(number_lists(cell)) for cell in _all(cells, list)]
+    if any(len(pair) != 2 for cell in read for pair in cell):
+        raise ValueError("a pair has not two numbers")
+    return read
+
+
 def optional(read: Reader) -> Reader:
     """Return a reader of cells that are null or cells of another reader."""
 
@@ -721,6 +736,7 @@ PARTS = Table(
         Column("resumed_from", optional(texts), None),
         Column("final", flags, False),
         Column("line", texts, ""),
+        Column("nan", pairs, ()),
     ),
     RankManifest,
 )

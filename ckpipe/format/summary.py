@@ -47,6 +47,7 @@ class Summary:
         metadata: The metadata that was passed to ``save``; only the index has it.
         name: The text under ``name`` in the metadata; None without one.
         line: Its line of launches; empty for that of checkpoints without one.
+        nan: The number of NaN in its tensors, as far as they were counted.
     """
 
     bytes: int
@@ -58,6 +59,7 @@ class Summary:
     metadata: Mapping[str, Json] | None = None
     name: str | None = None
     line: str = ""
+    nan: int = 0
 
     @property
     def is_wasteful(self) -> bool:
@@ -75,6 +77,7 @@ class Summary:
             "copied_bytes": self.copied_bytes,
             **({} if self.name is None else {"name": self.name}),
             **({"line": self.line} if self.line else {}),
+            **({"nan": self.nan} if self.nan else {}),
         }
 
 
@@ -96,6 +99,7 @@ def summary_of(index: ManifestDocument) -> Summary:
         first.metadata,
         name if isinstance(name, str) else None,
         index.line,
+        index.nan,
     )
 
 
@@ -115,7 +119,8 @@ def decode_summary(id: CheckpointId, data: bytes) -> Summary:
         CorruptCheckpoint: If it is damaged, of another version or of another checkpoint.
     """
     document, head = decode_json(data, MOST_BYTES), _head(id)
-    numbers: list[Any] = [document.get(name) for name in _NUMBERS]
+    nan = document.pop("nan", 0)
+    numbers: list[Any] = [nan, *(document.get(name) for name in _NUMBERS)]
     final, metrics = document.get("final"), document.get("metrics")
     name, line = document.pop("name", None), document.pop("line", "")
     if (
@@ -129,8 +134,8 @@ def decode_summary(id: CheckpointId, data: bytes) -> Summary:
     ):
         raise InvalidManifest("This is no summary of this checkpoint, or one of another version")
     told = {name: decode_float(value) for name, value in metrics.items()}
-    size, world_size, copied = numbers
-    return Summary(size, world_size, final, told, copied, name=name, line=line)
+    _, size, world_size, copied = numbers
+    return Summary(size, world_size, final, told, copied, name=name, line=line, nan=nan)
 
 
 def _head(id: CheckpointId) -> dict[str, Json]:

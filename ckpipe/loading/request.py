@@ -58,6 +58,11 @@ class LoadOptions(TypedDict, total=False):
     """True to continue with the next older checkpoint if one is damaged. All of several ranks must
     call alike, and damage that one of them finds counts for all."""
 
+    without_nan: Annotated[bool, False]
+    """True to load the newest complete checkpoint in which no NaN was counted, the same on all
+    ranks, which must call alike. ``CheckpointNotFound`` if there are complete checkpoints and all
+    have some. A step or a source cannot be named then. See the settings ``nan``."""
+
     per_rank: Annotated[PerRankPolicy | None, None]
     """Treatment of per-rank values, and of random generators (:class:`~ckpipe.RngState`), if
     another number of ranks has saved them. None takes the setting ``per_rank``. ``"raise"`` is an
@@ -143,6 +148,7 @@ class LoadRequest:
         self.cast = given["cast"]
         self.optimizer_class = one_of("optimizer_class", given["optimizer_class"], "same", "any")
         self.fallback = given["fallback"]
+        self.without_nan = one_of("without_nan", given["without_nan"], True, False)
         self.per_rank = _policy("raise" if policy is None else policy)
         self.pickle = one_of("pickle", "refuse" if pickle is None else pickle, "refuse", "allow")
         self.transform = transforms_of(given["transform"])

@@ -253,6 +253,42 @@ EXPORT size_t verify_copy_each(
     return i;
 }
 
+/* Counts of NaN: elements whose bits but the sign are more than those of infinity, or of the largest
+   number where a dtype has no infinity. Without the sign, signed comparisons are enough, which every
+   processor has for vectors. A sum of one stretch fits the element's type, so it needs no wider one. */
+
+#define COUNT_NAN(bits, mask, most, stretch)                                                     \
+    static size_t count_nan_##most(const uint8_t *from, size_t n) {                              \
+        typedef int##bits##_t Element __attribute__((aligned(1), may_alias));                    \
+        const Element *at = (const Element *)from;                                               \
+        size_t found = 0;                                                                        \
+        for (n /= sizeof(Element); n;) {                                                         \
+            size_t count = n < stretch ? n : stretch;                                            \
+            int##bits##_t some = 0;                                                              \
+            for (size_t i = 0; i < count; i++) some += (int##bits##_t)((at[i] & mask) > most);   \
+            found += (size_t)some, at += count, n -= count;                                      \
+        }                                                                                        \
+        return found;                                                                            \
+    }
+COUNT_NAN(64, 0x7fffffffffffffff, 0x7ff0000000000000, 4096)
+COUNT_NAN(32, 0x7fffffff, 0x7f800000, 4096)
+COUNT_NAN(16, 0x7fff, 0x7f80, 4096)
+COUNT_NAN(16, 0x7fff, 0x7c00, 4096)
+COUNT_NAN(8, 0x7f, 0x7e, 96)
+COUNT_NAN(8, 0x7f, 0x7c, 96)
+
+/* By the numbers of native.py: F64, F32, BF16, F16, F8_E4M3, F8_E5M2. */
+static size_t (*const count_nan[])(const uint8_t *, size_t) = {
+    count_nan_0x7ff0000000000000, count_nan_0x7f800000, count_nan_0x7f80,
+    count_nan_0x7c00, count_nan_0x7e, count_nan_0x7c,
+};
+
+EXPORT void count_nan_each(
+    uint8_t **from, const size_t *sizes, const size_t *dtypes, size_t *found, size_t count
+) {
+    for (size_t i = 0; i < count; i++) found[i] = count_nan[dtypes[i]](from[i], sizes[i]);
+}
+
 /* Signals that only one process may end us by. A handler in Python is not told who sent a signal. */
 
 static volatile pid_t may_end_us;

@@ -25,7 +25,10 @@ from pathlib import Path
 logger = logging.getLogger("ckpipe")
 
 _PATH = Path(__file__).with_name("_native.so")
-_PARAMETERS = {"copy_each": 3, "crc32c_each": 3, "copy_crc32c_each": 4, "verify_copy_each": 4}
+_PARAMETERS = {
+    "copy_each": 3, "crc32c_each": 3, "copy_crc32c_each": 4, "verify_copy_each": 4,
+    "count_nan_each": 4,
+}  # fmt: skip
 _TESTED, _CRC_OF_TESTED = bytes(range(256)) * 5, 0x23B62C98
 
 
@@ -180,6 +183,40 @@ def verify_copy_each(
         if target:
             copy_bytes(target, source, nbytes)
     return len(sizes)
+
+
+NAN_BITS = {
+    "F64": (8, 0x7FF0000000000000), "F32": (4, 0x7F800000), "BF16": (2, 0x7F80),
+    "F16": (2, 0x7C00), "F8_E4M3": (1, 0x7E), "F8_E5M2": (1, 0x7C),
+}  # fmt: skip
+"""The dtypes with NaN, by safetensors name, in the order of ``_native.c``: the bytes of an element,
+and the bits of the greatest that is no NaN, without its sign."""
+
+
+def count_nan_each(sources: array[int], sizes: array[int], dtypes: array[int]) -> array[int]:
+    """Count the NaN in each range; infinities do not count.
+
+    Args:
+        sources: The address of each range.
+        sizes: The bytes of each range; those behind the last whole element do not count.
+        dtypes: The dtype of each range, by its place in ``NAN_BITS``.
+
+    Raises:
+        ValueError: If the arrays differ in length.
+    """
+    _check_lengths(sources, sizes, dtypes)
+    found = array("q", bytes(8 * len(sizes)))
+    if _free is not None:
+        _free.count_nan_each(*map(_items, (sources, sizes, dtypes, found)), len(sizes))
+        return found
+    import numpy as np
+
+    bits = list(NAN_BITS.values())
+    for number, (source, nbytes, dtype) in enumerate(zip(sources, sizes, dtypes, strict=True)):
+        width, most = bits[dtype]
+        elements = np.frombuffer(_MEMORY[source : source + nbytes // width * width], f"u{width}")
+        found[number] = int(np.count_nonzero(elements & ((1 << 8 * width - 1) - 1) > most))
+    return found
 
 
 def survive_signals(numbers: Iterable[int], sender: int) -> bool:

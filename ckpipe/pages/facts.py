@@ -43,6 +43,7 @@ class Checkpoint:
         final: Whether it was saved with ``final=True``.
         bytes: Size of its data files.
         copied_bytes: Bytes among them that several ranks wrote alike.
+        nan: The number of NaN in its tensors.
         world_size: The number of its ranks.
         metrics: Its metrics.
         resumed_from: The id of the checkpoint that its attempt had loaded.
@@ -65,6 +66,7 @@ class Checkpoint:
     final: bool = False
     bytes: int | None = None
     copied_bytes: int = 0
+    nan: int = 0
     world_size: int | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
     resumed_from: str | None = None
@@ -219,6 +221,11 @@ class Run:
     def newest(self) -> Checkpoint | None:
         """The one that a resume takes."""
         return next(reversed(self.complete), None)
+
+    @property
+    def without_nan(self) -> Checkpoint | None:
+        """The newest complete one in which no NaN was counted."""
+        return next((each for each in reversed(self.complete) if not each.nan), None)
 
     @property
     def obstacle(self) -> Checkpoint | None:

@@ -141,7 +141,7 @@ class _Reading:
         devices = {row.device for structure in index.structures for row in structure.tensors}
         found = replace(
             plain, state="complete", why="", final=summary.final, bytes=summary.bytes,
-            copied_bytes=summary.copied_bytes, world_size=summary.world_size,
+            copied_bytes=summary.copied_bytes, nan=summary.nan, world_size=summary.world_size,
             metrics=summary.metrics, resumed_from=first.resumed_from, writer=first.writer,
             devices=tuple(sorted(devices)),
         )  # fmt: skip

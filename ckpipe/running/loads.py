@@ -27,6 +27,7 @@ from ckpipe.catalog.manifest_selection import read_near
 from ckpipe.catalog.opened import Opened
 from ckpipe.errors import (
     CheckpointIncomplete,
+    CheckpointNotFound,
     CkpipeError,
     CorruptCheckpoint,
     InvalidManifest,
@@ -191,6 +192,12 @@ class Loads:
             PipelineClosed: If the pipeline is closed before the load has its hold.
             CkpipeError: Any error of :func:`ckpipe.loading.load.read_all`.
         """
+        if request.without_nan and (which is not None or source is not None):
+            raise UsageError(
+                "without_nan chooses among the checkpoints of a run, and NaN are not counted in "
+                "those of other programs",
+                hint="Leave it out, or leave out step and source",
+            )
         if source is not None:
             if which is not None or request.fallback:
                 raise UsageError("source is given alone, without step and fallback")
@@ -290,7 +297,8 @@ class Loads:
         info = None
         if which is not None or self._context.settings.resume != "never":
             with self._waiting():
-                info = await choose(self._context, self._saves, which, agreements, asked)
+                find = partial(self._without_nan, request) if request.without_nan else None
+                info = await choose(self._context, self._saves, which, agreements, asked, find=find)
         damaged: dict[str, str] = {}
         first: CkpipeError | None = None
         tried = 0
@@ -305,7 +313,7 @@ class Loads:
                 if self._context.world_size > 1 or (which is not None and not damaged):
                     error.hint = "Load another, or the newest, on all ranks alike"
                     raise
-                verdict = await self._refuse(info, error, None, damaged)
+                verdict = await self._refuse(info, error, None, damaged, request)
             if isinstance(verdict, LoadResult):
                 self._saves.loaded(verdict.step)
                 if which is None and not damaged:
@@ -326,6 +334,23 @@ class Loads:
         if first is not None and (damaged or request.filled or agreements is not None):
             raise first
         return None
+
+    async def _without_nan(
+        self, request: LoadRequest, before: CheckpointId | None = None
+    ) -> CheckpointInfo | None:
+        """Find the newest checkpoint without NaN; None if none is complete, or older than one.
+
+        Raises:
+            CheckpointNotFound: If all of the root have NaN.
+        """
+        catalog = self._context.store.catalog
+        found = await catalog.without_nan(before=before, skip_unread=request.fallback)
+        if found is None and before is None and await newest_repaired(catalog.backend):
+            raise CheckpointNotFound(
+                f"Every complete checkpoint at {self._place} has NaN",
+                hint="`ckpipe info --match` shows in which tensors; load a step by its number",
+            )
+        return found
 
     async def _tell_greater(self, loaded: CheckpointId) -> None:
         """Tell, once and on the first rank, of a greater step of another line."""
@@ -365,7 +390,7 @@ class Loads:
                     await vote[0].accept(vote[1], _WHOLE)
                 raise
             if fault is not None:
-                verdict = await self._refuse(info, fault, vote, damaged)
+                verdict = await self._refuse(info, fault, vote, damaged, request)
                 if joint is not None:
                     await joint.give_up(fault, self._context.rank)
                 if verdict.fault is None:
@@ -425,6 +450,7 @@ class Loads:
         error: CorruptCheckpoint | CheckpointIncomplete,
         vote: _Vote | None,
         damaged: Collection[str],
+        request: LoadRequest,
     ) -> _RanksVerdict:
         """Propose the fault of a checkpoint and the next candidate; return the decision."""
         backend, fault = self._context.store.retrying, "damaged"
@@ -432,7 +458,9 @@ class Loads:
             fault = "deleted"
         elif isinstance(error, LeavesUnfilled):
             fault = "unfit"
-        if fault == "deleted" and not damaged:
+        if request.without_nan:
+            following = await self._without_nan(request, before=info.key)
+        elif fault == "deleted" and not damaged:
             following = await newest_repaired(backend)
         else:
             older = (each for each in await discover(backend) if each.key < info.key)

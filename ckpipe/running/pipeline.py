@@ -301,7 +301,7 @@ class Pipeline(PipelineBase):
                 checkpoint. The target is untouched then.
             UsageError: If ``include`` and ``exclude`` leave a part of an object of a registered
                 type, a source is given beside a step or ``fallback``, or its format is known and
-                not opened.
+                not opened; or a step or a source beside ``without_nan``.
             CorruptCheckpoint: If it is damaged; with ``fallback``, if all are, or if it has filled
                 a part of the target that the next older one would not fill. As in all errors of a
                 load, ``target_touched`` is True if the target has new values.
@@ -309,7 +309,7 @@ class Pipeline(PipelineBase):
                 ``state_dict`` that a save calls does.
             PipelineClosed: If the pipeline is left before the load has a checkpoint and the lock.
             CheckpointNotFound: If there is no complete checkpoint and the setting ``resume`` is
-                ``"must"``.
+                ``"must"``; or with ``without_nan``, if all complete ones have NaN.
             UnsupportedVersion: If it is of a newer format.
             UnsupportedTopology: If several ranks must agree on a checkpoint, and cannot, or some do
                 not join in time. If a process group has appeared or changed since opening.

@@ -12,6 +12,7 @@ from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStre
 from ckpipe import threads
 from ckpipe.backend import PutMode
 from ckpipe.catalog.complete import publish_up
+from ckpipe.catalog.find import read_index
 from ckpipe.catalog.summaries import filled, inspected
 from ckpipe.errors import (
     CkpipeError,
@@ -24,7 +25,7 @@ from ckpipe.errors import (
 )
 from ckpipe.events import Completed, RankCommitted
 from ckpipe.format.codec import MAX_STORED_BYTES, decode_document, encode_document
-from ckpipe.format.data_file import DataFiles
+from ckpipe.format.data_file import DataFiles, label_of
 from ckpipe.format.manifest import DocumentKind, FileRow, Layout, ManifestDocument
 from ckpipe.format.names import index_key, launch_id, manifest_key
 from ckpipe.format.summary import REMEDY, Summary, summary_of
@@ -91,6 +92,7 @@ async def run(
             context.events.emit(RankCommitted(*save.where, save.durable_seconds, size))
             if alone:
                 context.events.emit(Completed(*save.where, info, save.durable_seconds))
+                await _tell_nan(save, context, document)
             else:
                 with save.clock.timing("complete"):
                     if not await _completed(save, context, info):
@@ -111,10 +113,13 @@ async def _completed(save: SaveRecord, context: StoreContext, info: CheckpointIn
         known = summary_of(outcome.index)
         summaries.learn(info.id, known)
         await _tell_copies(save, context, known)
+        await _tell_nan(save, context, outcome.index)
         whole = filled(whole, known)
     if outcome.complete:
         if outcome.index is None:  # another rank wrote it at the same time
             (whole,) = await inspected(context.retrying, [whole], summaries)
+            if whole.nan:  # it tells nothing if it only waited for the checkpoint
+                await _tell_nan(save, context, await read_index(context.retrying, save.id))
         context.events.emit(Completed(*save.where, whole, save.elapsed))
     return outcome.complete
 
@@ -124,13 +129,41 @@ async def _tell_copies(save: SaveRecord, context: StoreContext, summary: Summary
     save.clock.copied_bytes = summary.copied_bytes
     if not (summary.is_wasteful and context.is_first("ranks write the same bytes")):
         return
-    with contextlib.suppress(CkpipeError):
-        if await agree(context.retrying, save.id.attempt, "tells-copies", save.rank) != save.rank:
-            return
+    if not await _tells(save, context, "tells-copies"):
+        return
     logger.warning(
         "%s of the %s of %s are copies: ranks wrote the same tensors, with equal checksums. %s",
         size_text(summary.copied_bytes), size_text(summary.bytes), save.name, REMEDY,
     )  # fmt: skip
+
+
+async def _tell_nan(save: SaveRecord, context: StoreContext, index: ManifestDocument) -> None:
+    """Warn, once in a launch, that a checkpoint has NaN."""
+    part = next((part for part in index.parts if part.nan), None)
+    if part is None or not context.is_first("NaN"):
+        return
+    if context.world_size > 1 and not await _tells(save, context, "tells-nan"):
+        return
+    sound = None
+    with contextlib.suppress(CkpipeError):
+        sound = await context.catalog.without_nan(skip_unread=True)
+    entry, count = part.nan[0]
+    logger.warning(
+        "%s has %d NaN, %d of them in %s of rank %d, the first tensor with some; %s. Tensors that "
+        'may have NaN are named by nan={"ignore": [...]}',
+        save.name, index.nan, count, label_of(index.layouts[part.layout].entries.name[entry]),
+        part.rank,
+        f"load(without_nan=True) loads {sound.id}, the newest without" if sound
+        else "no complete checkpoint is without",
+    )  # fmt: skip
+
+
+async def _tells(save: SaveRecord, context: StoreContext, question: str) -> bool:
+    """Agree on one rank of the launch that gives a warning; all of them if the store fails."""
+    with contextlib.suppress(CkpipeError):
+        decided = await agree(context.retrying, save.id.attempt, question, save.rank)
+        return bool(decided == save.rank)
+    return True
 
 
 def _drawn_up(
@@ -146,6 +179,7 @@ def _drawn_up(
         part,
         files=rows,
         checksums=tuple(save.checksums),
+        nan=save.nan,
         resumed_from=context.catalog.resumed_from,
         line=launch_id(save.id.attempt) if context.catalog.line is None else context.catalog.line,
     )

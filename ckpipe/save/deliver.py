@@ -48,7 +48,9 @@ async def deliver(
     complete_out, complete = create_memory_object_stream[CheckpointInfo](0)
     try:
         async with links.based(save, context), create_task_group() as tasks:
-            tasks.start_soon(serialize.run, save, blocks, summed_out, name=f"serialize {name}")
+            tasks.start_soon(
+                serialize.run, save, context, blocks, summed_out, name=f"serialize {name}"
+            )
             tasks.start_soon(upload.run, save, context, summed, stored_out, name=f"upload {name}")
             tasks.start_soon(commit.run, save, context, stored, complete_out, name=f"commit {name}")
             tasks.start_soon(retention.run, save, context, complete, name=f"retention {name}")

@@ -103,6 +103,8 @@ class SaveRecord(abc.ABC):
         """The digests of blocks, by file and offset."""
         self.linked: set[int] = set()
         """The numbers of files that are linked."""
+        self.nan: tuple[tuple[int, int], ...] = ()
+        """The entries with NaN and their counts; complete like the checksums."""
         self.stored: list[str] = []
         """Keys of its data files that are complete, or may be."""
         self.commit_may_exist = False

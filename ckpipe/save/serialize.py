@@ -2,6 +2,8 @@
 
 The copy has written the bytes in the layout of the file, so serialization has no other work.
 
+NaN are counted here too, where no trainer waits (note 82 of ``docs/design.md``).
+
 The manifest has a checksum for each mebibyte of each entry. A store that verifies each request gets
 the checksum of the whole block, which is combined from those and from the few bytes between
 entries.
@@ -11,7 +13,10 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Sequence
+from array import array
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import anyio
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
@@ -19,6 +24,8 @@ from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStre
 from ckpipe import threads
 from ckpipe.format.checksum import ChunkSums, crc32c_of_each
 from ckpipe.format.data_file import DataFiles
+from ckpipe.memory.native import address_of, count_nan_each
+from ckpipe.save.context import StoreContext
 from ckpipe.save.links import digest_of
 from ckpipe.save.record import UNKNOWN, FilledBlock, SaveRecord
 
@@ -26,17 +33,19 @@ BATCH_BLOCKS = 16
 """Most blocks in one call of a thread, as far as they are ready: each call takes the GIL several
 times."""
 
-_ON_LOOP_SPANS = 256
-"""Most ranges of entries that are handled without a thread."""
+_ON_LOOP_SPANS, _ON_LOOP_BYTES = 256, 64 << 10
+"""Most ranges of entries, and bytes in which NaN are counted, that are handled without a thread."""
 
 
 async def run(
     save: SaveRecord,
+    context: StoreContext,
     inbox: MemoryObjectReceiveStream[FilledBlock],
     out: MemoryObjectSendStream[FilledBlock],
 ) -> None:
     """Pass blocks on once their checksums are known; store those of all entries in the record."""
     sums: ChunkSums | None = None
+    nan, settings = Counter[int](), context.settings.nan
     async with inbox, out:
         resting: list[FilledBlock] = []
         async for first in inbox:
@@ -48,11 +57,16 @@ async def run(
                     batch.append(inbox.receive_nowait())
             unknown = [each for each in batch if UNKNOWN in each.sums]
             began = time.perf_counter()
+            counted = sum(each.plan.nbytes for each in batch) if settings.check else 0
+            spans = sum(len(each.plan.spans) for each in batch)
             with save.clock.timing("serialize", sum(each.plan.nbytes for each in unknown)):
-                if unknown or sum(len(each.plan.spans) for each in batch) > _ON_LOOP_SPANS:
-                    await threads.run_sync(_sum_up, files, sums, batch, unknown)
+                work = partial(_sum_up, files, sums, batch, unknown)
+                if counted:
+                    work = partial(_sum_and_count, work, files, batch, settings.ignore, nan)
+                if unknown or spans > _ON_LOOP_SPANS or counted > _ON_LOOP_BYTES:
+                    await threads.run_sync(work)
                 else:
-                    _sum_up(files, sums, batch, unknown)
+                    work()
             if unknown:
                 save.clock.summed([each.plan for each in unknown], began, time.perf_counter())
             unmoved = []
@@ -69,6 +83,7 @@ async def run(
             await anyio.sleep_forever()  # the copy has failed, and its error cancels this
         assert save.files is not None
         save.checksums = (sums or ChunkSums(save.files.sum_table)).finished()
+        save.nan = tuple(sorted(nan.items()))
 
 
 async def _digest(
@@ -106,3 +121,26 @@ def _sum_up(
             each.sums[each.sums == UNKNOWN] = values
     for each in batch:
         sums.add_block(files.cuts(each.plan), each.sums.tolist())
+
+
+def _sum_and_count(
+    sum_up: Callable[[], None],
+    files: DataFiles,
+    batch: Sequence[FilledBlock],
+    ignore: tuple[str, ...],
+    nan: Counter[int],
+) -> None:
+    """Handle checksums, then add the NaN of each entry in one call."""
+    sum_up()
+    entries, sources, sizes, dtypes = (array("q") for _ in range(4))
+    for each in batch:
+        ranges = files.floats(each.plan, ignore)
+        if ranges.entries:
+            base = address_of(each.data)
+            sources.extend(base + begin for begin in ranges.begins)
+            entries += ranges.entries
+            sizes += ranges.sizes
+            dtypes += ranges.dtypes
+    for entry, found in zip(entries, count_nan_each(sources, sizes, dtypes), strict=True):
+        if found:
+            nan[entry] += found

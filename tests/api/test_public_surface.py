@@ -63,7 +63,7 @@ _PIPELINE = {
         include: Sequence[str] | None = None, exclude: Sequence[str] | None = None,
         strict: bool | Literal['shapes'] = True, cast: bool = False,
         optimizer_class: Literal['same', 'any'] = 'same', fallback: bool = False,
-        per_rank: PerRankPolicy | None = None,
+        without_nan: bool = False, per_rank: PerRankPolicy | None = None,
         pickle: Literal['refuse', 'allow'] | None = None,
         transform: Sequence[Transform] = (),
         allow_missing: Sequence[str] = (), allow_unexpected: Sequence[str] = (),
@@ -201,7 +201,7 @@ SETTINGS = """
     url attempt_id solo meeting_timeout_seconds incomplete_after_seconds
     incomplete_in_a_row final_format export.part export.dtype export.transform export.extra
     export.file_name export.max_shard_bytes
-    save_every_steps save_every_seconds look_every_seconds on_busy on_error
+    save_every_steps save_every_seconds look_every_seconds nan.check nan.ignore on_busy on_error
     drain_timeout_seconds per_rank pickle keep_reports read_only initial resume
     switch_interval_seconds
     staging.bytes staging.block_bytes staging.pinned staging.overlap

@@ -403,8 +403,23 @@ def crowd(rank: int) -> State:
     return {"model": {"weight": matrix(101, 3)}, "mine": torch.tensor([rank]), "rank": rank}
 
 
+NAN_DTYPES = (
+    torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn,
+    torch.float8_e5m2,
+)  # fmt: skip
+
+
+def nan(rank: int) -> State:
+    """NaN of each dtype that has some, of rank 1 alone, and infinities."""
+    made = {str(each): torch.arange(6.0).to(each) for each in NAN_DTYPES}
+    if rank == 1:
+        for number, dtype in enumerate(NAN_DTYPES):
+            made[str(dtype)][number:] = torch.tensor(math.nan).to(dtype)
+    return {"mine": made, "mask": torch.full((3,), -math.inf), "value": math.nan}
+
+
 FEATURES = {
-    "dtypes": Feature(dtypes),
+    "dtypes": Feature(dtypes, settings={"nan": {"check": False}}),  # which it was saved without
     "sharing": Feature(sharing),
     "tensors": Feature(tensors),
     "wrappers": Feature(wrappers),
@@ -439,6 +454,7 @@ FEATURES = {
     "stages": Feature(
         stages, ranks=3, load={"per_rank": "rank0"}, alone=stages_alone, together=("model.*",)
     ),
+    "nan": Feature(nan, ranks=3, load={"per_rank": "rank0"}),
     "crowd": Feature(
         crowd, ranks=101, settings={"plan": {"replicated": ["model.*"]}},
         load={"per_rank": "rank0"},

@@ -223,6 +223,20 @@ async def saved(name: str) -> dict[str, bytes]:
     return {each.key: await store.get(each.key, max_bytes=each.size) for each in found}
 
 
+def test_counts_of_nan_stay_in_the_index_of_an_earlier_checkpoint(
+    old: Callable[[str], Path],
+) -> None:
+    (index,) = old("nan").glob("*.json")
+    parts = json.loads(text_of(index.read_bytes()) + "}")["parts"]
+    # By the widths of the dtypes, in their order.
+    assert parts["nan"] == [[], [[0, 6], [1, 5], [3, 4], [4, 3], [5, 2], [6, 1]], []]
+    with ckpipe.SyncPipeline(old("nan"), read_only=True) as pipeline:
+        (info,) = pipeline.steps(metadata=True)
+        assert info.nan == 21
+        (known,) = pipeline.steps()
+        assert known.nan == 21
+
+
 @pytest.mark.sample(8)
 @each_feature
 def test_the_written_bytes_are_those_of_an_earlier_ckpipe(

@@ -55,7 +55,28 @@ static void try_all(Sum *tried, const char *name) {
     printf("%s\n", name);
 }
 
+static void try_counts(void) {
+    const uint8_t most[][8] = { /* the greatest that is no NaN, with the sign */
+        {0, 0, 0, 0, 0, 0, 0xf0, 0xff}, {0, 0, 0x80, 0xff}, {0x80, 0xff}, {0, 0xfc}, {0xfe}, {0xfc},
+    };
+    const size_t widths[] = {8, 4, 2, 2, 1, 1};
+    for (size_t dtype = 0; dtype < 6; dtype++)
+        for (size_t count = 0, width = widths[dtype]; count < 9000; count += count / 3 + 1)
+            for (size_t shift = 0; shift < 9; shift++) {
+                size_t n = count * width, nan = 0, found;
+                uint8_t *from = malloc(n + shift), *begin = from + shift;
+                for (size_t i = 0; i < count; i++) {
+                    memcpy(begin + i * width, most[dtype], width);
+                    if (i % 3 == 0) begin[i * width]++, nan++;
+                }
+                count_nan_each(&begin, &n, &dtype, &found, 1);
+                expect(found == nan, "count_nan_each", n, shift);
+                free(from);
+            }
+}
+
 int main(void) {
+    try_counts();
     try_all(sum_portable, "sum_portable");
 #if defined(__x86_64__)
     if (__builtin_cpu_supports("sse4.2") && __builtin_cpu_supports("pclmul")) {

@@ -123,6 +123,35 @@ def test_malformed_facts_of_optimizers_are_refused(column: str, cells: Any) -> N
         read(sealed(members))
 
 
+def test_counts_of_nan_are_written_and_merged() -> None:
+    ranks = [
+        manifest_of({"v": torch.full((rank + 1,), 1.0)}, rank, 250, nan=((0, rank),) * (rank > 200))
+        for rank in range(250)
+    ]
+    every = [document for document, _ in ranks]
+    groups = [
+        read(encode_document(merge(every[at : at + 100], "group", (1, at // 100))), "group")
+        for at in (0, 100, 200)
+    ]
+    index = read(encode_document(merge(groups, "index")), "index")
+    assert [each.nan for each in index.parts] == [each.parts[0].nan for each in every]
+    assert summary_of(index).nan == sum(range(201, 250))
+    schema = json.loads((DOCS / "schema" / "document.json").read_text())
+    jsonschema.validate({**document_of(encode_document(index)), "crc32c": "00000000"}, schema)
+
+
+@pytest.mark.parametrize(
+    "cell", [None, 1, [1], [[]], [[0]], [[0, 1, 2]], [["a", 1]], [[1, 1]], [[0, 0]], [[0, -1]],
+             [[0, 1], [0, 1]], [[True, 1]]]
+)  # fmt: skip
+def test_malformed_counts_of_nan_are_refused(cell: Any) -> None:
+    members = document_of(encode_document(manifest_of({"v": torch.ones(2)}, nan=((0, 1),))[0]))
+    assert members["parts"]["nan"] == [[[0, 1]]]
+    members["parts"]["nan"] = [cell]
+    with pytest.raises(InvalidManifest):
+        read(sealed(members))
+
+
 @pytest.mark.parametrize(("most_plain", "first"), [(100, b"\x78"), (100_000, b"{")])
 def test_every_flipped_bit_and_every_truncation_is_found(
     most_plain: int, first: bytes, monkeypatch: pytest.MonkeyPatch
@@ -455,7 +484,9 @@ def test_example_in_the_documentation_is_what_is_written() -> None:
 metrics = st.dictionaries(st.text(max_size=30), st.floats(), max_size=12)
 sizes = st.integers(0, 1 << 62)
 told_names = st.none() | st.text(max_size=30)
-summaries = st.builds(Summary, sizes, sizes, st.booleans(), metrics, sizes, name=told_names)
+summaries = st.builds(
+    Summary, sizes, sizes, st.booleans(), metrics, sizes, name=told_names, nan=sizes
+)
 
 
 @given(summaries)
@@ -493,6 +524,9 @@ def test_a_damaged_summary_is_none(summary: Summary, data: st.DataObject) -> Non
         {"metrics": {"a": []}},
         {"metrics": {"a": "high"}},
         {"name": 1},
+        {"nan": True},
+        {"nan": -1},
+        {"nan": None},
     ],
     ids=str,
 )

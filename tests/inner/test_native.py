@@ -18,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -130,6 +131,48 @@ def test_all_small_sizes_at_all_places() -> None:
         assert sums.tolist() == [crc32c(image)]
 
 
+DTYPES = [
+    torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn,
+    torch.float8_e5m2,
+]  # fmt: skip
+
+
+@both
+@drawn
+@given(st.binary(max_size=3000), st.integers(0, 7), st.floats(0, 1), st.randoms())
+def test_nan_are_those_that_torch_finds(
+    data: bytes, shift: int, share: float, draw: random.Random
+) -> None:
+    for place, dtype in enumerate(DTYPES):
+        size = len(data) // dtype.itemsize * dtype.itemsize
+        bits = np.frombuffer(bytearray(data[:size]), f"u{dtype.itemsize}")
+        # Random bits are seldom at the bounds, and of wide elements seldom NaN.
+        largest = (1 << dtype.itemsize * 8 - 1) - 1
+        most = native.NAN_BITS[list(native.NAN_BITS)[place]][1]
+        for at in range(len(bits)):
+            if draw.random() < share:
+                sign = draw.choice([0, largest + 1])
+                bits[at] = sign + draw.choice([0, most, most + 1, largest])
+        expected = int(torch.from_numpy(bits.view(np.uint8)).view(dtype).isnan().sum())
+        memory = np.zeros(size + 8, np.uint8)
+        memory[shift : shift + size] = bits.view(np.uint8)
+        memory[shift + size :], memory[:shift] = 0xFF, 0xFF
+        source = array("q", [memory.ctypes.data + shift] * 2)
+        dtypes = array("q", [place] * 2)
+        found = native.count_nan_each(source, array("q", [size, 0]), dtypes)
+        assert found.tolist() == [expected, 0], dtype
+
+
+@both
+def test_counts_of_nan_have_room_for_any_number() -> None:
+    every = np.full(1 << 20, 0xFF, np.uint8)
+    for place, dtype in enumerate(DTYPES):
+        (found,) = native.count_nan_each(
+            array("q", [every.ctypes.data]), array("q", [len(every)]), array("q", [place])
+        )
+        assert found == len(every) // dtype.itemsize
+
+
 @both
 def test_reads_and_writes_up_to_the_last_byte_of_memory_and_no_further() -> None:
     source, target = before_a_wall(b"\x11"), before_a_wall(b"\x22")
@@ -140,6 +183,8 @@ def test_reads_and_writes_up_to_the_last_byte_of_memory_and_no_further() -> None
         sums = native.copy_crc32c_each(targets, sources, array("q", sizes))
         done = native.verify_copy_each(targets, sources, array("q", sizes), sums)
         assert done == len(sizes)
+        for dtype in range(len(DTYPES)):
+            native.count_nan_each(sources, array("q", sizes), array("q", [dtype] * len(sizes)))
         assert ctypes.string_at(target - sum(sizes), sum(sizes)) == b"\x11" * sum(sizes)
 
 
@@ -179,6 +224,8 @@ def test_columns_of_different_length_are_refused() -> None:
         native.copy_crc32c_each(one, two, one)
     with pytest.raises(ValueError, match="length"):
         native.verify_copy_each(two, two, two, sums)
+    with pytest.raises(ValueError, match="length"):
+        native.count_nan_each(one, one, two)
 
 
 @pytest.fixture
