@@ -148,10 +148,13 @@ SIGNATURES: dict[str, dict[str, str]] = {
     },
     "Backend": {
         "__aenter__": "(self) -> Self",
+        "can_link": "False",
         "children": "(self, prefix: str = '') -> Children",
         "delete": "(self, keys: Iterable[str]) -> None",
         "get": "(self, key: str, *, max_bytes: int) -> bytes",
-        "limits": "UploadLimits(min_block_bytes=1, max_blocks=None, alignment=1)",
+        "limits": "UploadLimits(min_block_bytes=1, max_blocks=None, alignment=1, "
+        "max_link_bytes=None)",
+        "link": "(self, source: str, target: str) -> None",
         "list": "(self, prefix: str = '') -> AsyncIterator[ObjectInfo]",
         "open_object": "(self, key: str) -> ObjectReader | None",
         "open_upload": "(self, key: str, *, size: int, block_bytes: int) -> Upload",

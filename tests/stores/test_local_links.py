@@ -10,7 +10,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import anyio
 import pytest
 
 from ckpipe import errors
@@ -133,17 +132,19 @@ async def test_a_link_to_an_old_file_is_as_new_as_a_write(
     assert abs((modified - datetime.now(UTC)).total_seconds()) < 300
 
 
-async def test_links_beside_deletions(backend: LocalBackend, tmp_path: Path) -> None:
-    async def come_and_go(number: int) -> None:
-        for turn in range(10):
-            key = f"shared/below/{number}-{turn}"
-            await backend.link("old/file", key)
-            await backend.delete([key])
+async def test_a_directory_that_a_deletion_removes_meanwhile_is_made_again(
+    backend: LocalBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link, empty = os.link, [tmp_path / "root" / "new"]
 
-    async with anyio.create_task_group() as tasks:
-        for number in range(8):
-            tasks.start_soon(come_and_go, number)
-    assert files(tmp_path) == ["old", "old/file"]
+    def late(*names: str, **options: Any) -> None:
+        if empty:
+            empty.pop().rmdir()
+        link(*names, **options)
+
+    monkeypatch.setattr(os, "link", late)
+    await backend.link("old/file", "new/file")
+    assert files(tmp_path) == ["new", "new/file", "old", "old/file"]
 
 
 async def test_a_lost_answer_to_a_link_is_settled(backend: LocalBackend) -> None:
