@@ -218,6 +218,25 @@ def worker() -> Sheet:
     return sheet
 
 
+def incremental() -> Sheet:
+    """Draw the files that three saves write, and the one that the third links."""
+    sheet = Sheet(252, "Three checkpoints: the third save links the file that did not change")
+    for number, words in enumerate(("writes all", "digests what rests", "links what rests")):
+        x = 14 + 180 * number
+        sheet.text(x + 77, 28, f"save {number + 1}", "bold", "middle")
+        sheet.text(x + 77, 48, words, "small muted", "middle")
+        sheet.box(x, 60, 154, 130)
+        sheet.box(x + 14, 74, 126, 46, "base", "good" if number == 2 else "ours")
+        sheet.box(x + 14, 130, 126, 46, "adapters", "ours")
+    sheet.line((386, 97), (338, 97))
+    sheet.box(14, 208, 18, 18, fill="ours")
+    sheet.text(40, 222, "written", "small")
+    sheet.box(112, 208, 18, 18, fill="good")
+    sheet.text(138, 222, "linked: the file of the earlier checkpoint", "small")
+    sheet.text(14, 244, "Each checkpoint is whole by itself.", "small muted")
+    return sheet
+
+
 def transforms() -> Sheet:
     """Draw three transforms between a checkpoint and a model."""
     sheet = Sheet(
@@ -247,7 +266,7 @@ def transforms() -> Sheet:
 
 
 DIAGRAMS: tuple[Callable[[], Sheet], ...] = (
-    save, checkpoint, ranks, preemption, worker, transforms,
+    save, checkpoint, ranks, preemption, worker, incremental, transforms,
 )  # fmt: skip
 
 

@@ -441,6 +441,8 @@ def _facts(
     about: CheckpointDescription, pinned: bool, saved_at: datetime | None, screen: Screen
 ) -> Iterator[tuple[str, object]]:
     size = f"{size_text(about.bytes)} in {about.files} data file{'s' * (about.files != 1)}"
+    if about.linked_bytes:
+        size += f", {size_text(about.linked_bytes)} linked"
     if about.source:
         yield "place", about.source
         yield "size", size

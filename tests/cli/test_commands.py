@@ -101,6 +101,18 @@ def test_info_names_everything(call: Commands, tmp_path: Path) -> None:
     assert "loss=1.0" in text
 
 
+def test_info_tells_what_was_linked(call: Commands, tmp_path: Path) -> None:
+    with ckpipe.SyncPipeline(tmp_path, incremental=True) as pipeline:
+        for step in (1, 2, 3):
+            pipeline.save({"weight": torch.zeros(4)}, step=step, until="committed")
+    assert re.search(r" in 1 data file$", call("info", tmp_path, 2).out, re.MULTILINE)
+    assert re.search(
+        r"(\S+ k?B) in 1 data file, \1 linked$", call("info", tmp_path).out, re.MULTILINE
+    )
+    data = call("info", tmp_path, "--json").data
+    assert data["linked_bytes"] == data["bytes"] > 0
+
+
 def test_info_selects_by_globs_and_depth(call: Commands, tmp_path: Path) -> None:
     save_steps(tmp_path, 1)
     chosen = call("info", tmp_path, "--match", "*.bias", "--match", "inline.0", "--json").data
