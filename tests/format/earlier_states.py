@@ -55,6 +55,7 @@ class Feature:
         load: What ``load`` is given besides.
         alone: Makes what one process loads of all ranks; None if that is the state of rank 0.
         max_blocks: How many blocks the store takes for one file; None for any number.
+        saves: How many saves in a row are made of it, of which the last stays.
         together: Labels of replicas that the ranks plan for together, as ``plan="global"`` does.
     """
 
@@ -65,6 +66,7 @@ class Feature:
     load: dict[str, Any] = field(default_factory=dict)
     alone: Callable[[], State] | None = None
     max_blocks: int | None = None
+    saves: int = 1
     together: tuple[str, ...] = ()
 
 
@@ -455,6 +457,11 @@ FEATURES = {
         stages, ranks=3, load={"per_rank": "rank0"}, alone=stages_alone, together=("model.*",)
     ),
     "nan": Feature(nan, ranks=3, load={"per_rank": "rank0"}),
+    "incremental": Feature(
+        lambda rank: {"base": torch.zeros(3, 1 << 18), "more": torch.ones(1 << 18), "small": WHOLE},
+        settings={"incremental": True, "keep_last": 1, "staging": {"block_bytes": 1 << 20}},
+        saves=3,
+    ),
     "crowd": Feature(
         crowd, ranks=101, settings={"plan": {"replicated": ["model.*"]}},
         load={"per_rank": "rank0"},
@@ -488,7 +495,9 @@ def save(make: Callable[[], Backend], feature: Feature) -> None:
             state = feature.state(rank)
             guard = state["optimizer"] if "until" in feature.save else None
             opened = ckpipe.SyncPipeline(f"{scheme}://store", guard=guard, **settings)
-            stack.enter_context(opened).save(state, step=STEP, **feature.save).wait()
+            pipeline = stack.enter_context(opened)
+            for step in range(STEP - feature.saves + 1, STEP + 1):
+                pipeline.save(state, step=step, **feature.save).wait()
 
 
 def _save_together(url: str, feature: Feature, settings: dict[str, Any]) -> None:
