@@ -44,7 +44,9 @@ def network() -> nn.Module:
 
 def sharded(*mesh_shape: int) -> nn.Module:
     model = network()
-    mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=("outer", "inner")[-len(mesh_shape) :])
+    mesh = init_device_mesh(
+        "cpu", mesh_shape, mesh_dim_names=("outer", "inner")[-len(mesh_shape) :]
+    )
     for layer in model.children():
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
@@ -72,7 +74,7 @@ def quantised() -> Trainer:
     """A model with a frozen weight of four bits, of which all ranks have a replica."""
     from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import to_nf4
 
-    model: Any = nn.Sequential(nn.Linear(1040, 2600), nn.Linear(520, 90))
+    model: Any = nn.Sequential(nn.Linear(1024, 2560), nn.Linear(520, 90))
     weight: Any = to_nf4(model[0].weight.detach(), block_size=64, scaler_block_size=64)
     model[0].weight = nn.Parameter(weight, requires_grad=False)
     return adam(DistributedDataParallel(model))
@@ -103,13 +105,12 @@ def save(case: Case) -> None:
     state, target = ({"training": training_state(*each)} for each in (trainer, other))
     links = Links(Path(case["root"]), rank, dist.get_world_size())
     saved: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {}
-    whole = case["kind"] not in ("low bit", "quantised")
     fields: Any = {**SETTINGS, "plan": case["plan"], "worker": case["worker"]}
     with ckpipe.SyncPipeline(
         case["root"], guard=trainer[1], incremental=True, **fields
     ) as pipeline:
         for number in range(SAVES):
-            before = content(state), content(state, whole=whole)
+            before = content(state), content(state, whole=True)
             started = collectives()
             handle = pipeline.save(state, step=number, until=case["until"])
             assert collectives() == started
@@ -123,7 +124,8 @@ def save(case: Case) -> None:
             local, every = saved[id]
             load_existing(pipeline, target, step=id)
             assert content(target) == local, id
-            assert check_stored_values(Path(case["root"]), id, every) > MEBIBYTE
+            compared = check_stored_values(Path(case["root"]), id, every)
+            assert compared > MEBIBYTE or case["kind"] == "low bit"
 
         for id in saved:
             check(id)

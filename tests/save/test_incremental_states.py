@@ -11,13 +11,23 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 import ckpipe
 from ckpipe.distributed import training_state
-from tests.support.linked_saves import Links, change, check_stored_values, content, step
+from tests.support.linked_saves import (
+    Links,
+    change,
+    check_stored_values,
+    content,
+    step,
+    tensor_bytes,
+)
 from tests.support.pipelines import loaded_state
+from tests.support.rank_pipelines import ranks
 from tests.support.sampling import EVERY, SEED
+from tests.support.stored_files import crc32c
 from tests.support.wrapper_tensors import CONTEXT, Scaled
 
 MEBIBYTE = 1 << 20
@@ -106,7 +116,11 @@ def sharing() -> Subject:
         "tied": {"one": tied, "other": tied, "turned": tied.view(500, 600).t()},
         "strided": strided.view(600, 500).t(),
         "every third": noise(9000)[::3],
-        "overlapping": {"all": overlapping, "rows": overlapping[100:2000], "last": overlapping[-9:]},
+        "overlapping": {
+            "all": overlapping,
+            "rows": overlapping[100:2000],
+            "last": overlapping[-9:],
+        },
         "window": {"low": window[:200_000], "high": window[100_000:]},
         "spread": noise(50).expand(7, 3, -1),
     }
@@ -194,3 +208,111 @@ def check(pipeline: ckpipe.SyncPipeline, root: Path, id: str, values: dict[str, 
     """Load a checkpoint, and read it with safetensors alone."""
     assert content(loaded_state(pipeline, id)) == values, id
     assert check_stored_values(root, id, values) > MEBIBYTE
+
+
+OPTIONS: dict[str, Any] = {"incremental": True, "staging": {"block_bytes": MEBIBYTE // 16}}
+
+
+def saved_bytes(pipeline: ckpipe.SyncPipeline, state: Any, saves: int = 1) -> list[tuple[int, int]]:
+    """Save a state some times; return the bytes that each save linked, and those of its files."""
+    reports = []
+    for _ in range(saves):
+        handle = pipeline.save(state)
+        handle.wait()
+        reports.append(handle.report)
+    return [(each.linked_bytes, each.bytes) for each in reports]
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("worker", ["thread", "process"])
+def test_first_save_after_a_restart_links(root: Path, worker: Any) -> None:
+    state = {"large": [noise(300_000) for _ in range(3)], "small": noise(300)}
+    with ckpipe.SyncPipeline(root, worker=worker, **OPTIONS) as pipeline:
+        (none, every), (still_none, _) = saved_bytes(pipeline, state, 2)
+        assert (none, still_none) == (0, 0)
+    change(state["large"][1], random.Random(SEED))
+    with ckpipe.SyncPipeline(root, worker=worker, **OPTIONS) as pipeline:
+        target = {"large": [torch.empty(300_000) for _ in range(3)], "small": torch.empty(300)}
+        assert pipeline.load(target) is not None
+        change(target["large"][1], random.Random(SEED))
+        changed = content(target)
+        ((linked, _),) = saved_bytes(pipeline, target)
+        assert 2 * state["large"][0].nbytes < linked < every - state["large"][0].nbytes
+        assert content(loaded_state(pipeline)) == changed
+
+
+@pytest.mark.parametrize("how", ["never", "unloaded", "other world"])
+def test_save_that_follows_no_load_of_its_own_rank_writes_all(root: Path, how: str) -> None:
+    state = {"large": noise(300_000)}
+    with ckpipe.SyncPipeline(root, **OPTIONS) as pipeline:
+        saved_bytes(pipeline, state, 3)
+    options = {**OPTIONS, **({"resume": "never"} if how == "never" else {})}
+    if how == "other world":
+        with ranks(str(root), 2, **options) as pipelines:
+            for each in pipelines:
+                assert each.load({"large": torch.empty(300_000)}) is not None
+            found = [saved_bytes(each, state, 3) for each in pipelines]
+    else:
+        with ckpipe.SyncPipeline(root, **options) as pipeline:
+            if how == "never":
+                assert pipeline.load({"large": torch.empty(300_000)}) is None
+            found = [saved_bytes(pipeline, state, 3)]
+    for (first, _), (second, _), (third, every) in found:
+        assert first == second == 0
+        assert third == every
+
+
+def changed_structure(state: dict[str, Any], what: str, chance: random.Random) -> dict[str, Any]:
+    """Add, remove, resize or move a tensor of a state."""
+    names = [name for name in state if name != "stays"]
+    match what:
+        case "added":
+            return {f"new {len(state)}": noise(chance.choice([300, 300_000])), **state}
+        case "removed":
+            return {name: each for name, each in state.items() if name != names[0]}
+        case "resized":
+            return {**state, names[-1]: noise(chance.choice([299, 300_001, 262_144]))}
+        case _:
+            return {name: state[name] for name in chance.sample(list(state), len(state))}
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("worker", ["thread", "process"])
+def test_files_with_the_same_header_link_after_the_structure_has_changed(
+    root: Path, chance: random.Random, worker: Any
+) -> None:
+    # A tensor of a size of its own has a file of its own in each of these structures.
+    state = {f"t{n}": noise(size) for n, size in enumerate([300, 262_144, 262_144, 300_000, 9000])}
+    state["stays"] = noise(280_000)
+    links, saved = Links(root), {}
+    with ckpipe.SyncPipeline(root, worker=worker, **OPTIONS) as pipeline:
+        for number, what in enumerate(["", "", *chance.sample(CHANGES, len(CHANGES)), ""]):
+            state = changed_structure(state, what, chance) if what else state
+            handle = pipeline.save(state, step=number)
+            handle.wait()
+            saved[str(handle.id)] = content(state)
+            linked = links.check(handle.id)
+            assert linked == handle.report.linked_bytes
+            assert number < 2 or linked > state["stays"].nbytes, what
+        for id, values in saved.items():
+            check(pipeline, root, id, values)
+
+
+CHANGES = ["added", "removed", "resized", "moved"]
+
+
+@pytest.mark.parametrize("block", [MEBIBYTE // 16, MEBIBYTE])
+def test_bytes_with_the_same_checksums_are_written(root: Path, block: int) -> None:
+    tensor, chance = noise(3 * MEBIBYTE // 4), random.Random(SEED)
+    with ckpipe.SyncPipeline(root, incremental=True, staging={"block_bytes": block}) as pipeline:
+        saved_bytes(pipeline, {"w": tensor}, 3)
+        before = tensor.clone()
+        while torch.equal(tensor.view(torch.uint8), before.view(torch.uint8)) or (
+            crc32c(tensor_bytes(tensor)[2]) != crc32c(tensor_bytes(before)[2])
+        ):
+            change(tensor.copy_(before), chance)
+        expected = content({"w": tensor})
+        saved_bytes(pipeline, {"w": tensor})
+        assert content(loaded_state(pipeline)) == expected
+        (values,) = load_file(next(root.glob(f"{pipeline.latest().id}/*"))).values()  # type: ignore[union-attr]
+        assert tensor_bytes(values) == expected["w"]

@@ -45,7 +45,10 @@ def step(optimizer: Optimizer, chance: random.Random, share: float) -> None:
 def content(value: Any, label: str = "", *, whole: bool = False) -> dict[str, Any]:
     """Describe all values below a state by their labels, with bytes in place of tensors.
 
-    Of a distributed tensor the bytes are those that this rank has, or all; all are gathered.
+    Args:
+        value: The state.
+        label: The label of the state.
+        whole: False to describe what this rank has of a distributed tensor; True to gather it.
     """
     if hasattr(value, "state_dict"):
         value = value.state_dict()
@@ -58,6 +61,8 @@ def content(value: Any, label: str = "", *, whole: bool = False) -> dict[str, An
     if not isinstance(value, torch.Tensor):
         return {label: repr(value)}
     if isinstance(value, DTensor):
+        if whole and type(value.to_local()) is not torch.Tensor:
+            return {}  # torch does not gather wrappers
         value = value.full_tensor() if whole else value.to_local()
     return {label + path: tensor_bytes(each) for path, each in inner_of(value).items()}
 
@@ -83,9 +88,9 @@ def check_stored_values(root: Path, id: object, values: dict[str, Any]) -> int:
     for path in (root / str(id)).glob("rank-*.safetensors"):
         for name, tensor in load_file(path).items():
             label, _, corners = name.partition("@")
-            if label not in values or name.endswith("~window"):
+            if not isinstance(known := values.get(label), tuple):
                 continue
-            dtype, shape, data = values[label]
+            dtype, shape, data = known
             if corners:
                 lower, upper = ([int(n) for n in each.split(",")] for each in corners.split(":"))
                 whole = torch.frombuffer(bytearray(data), dtype=getattr(torch, dtype[6:]))
@@ -145,6 +150,4 @@ class Links:
 def _file_rows(document: Document) -> list[dict[str, Any]]:
     """Return the rows of the files of the only part of a manifest."""
     (columns,) = document["parts"]["files"]
-    return [
-        dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)
-    ]
+    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
