@@ -16,11 +16,15 @@ from hypothesis import strategies as st
 
 from ckpipe.errors import SaveError, UnsupportedState, UnsupportedTopology
 from ckpipe.format.boxes import Box
-from ckpipe.format.manifest import Chunk
+from ckpipe.format.checksum import crc32c
+from ckpipe.format.data_file import STORED_ITEM_BYTES
+from ckpipe.format.manifest import Chunk, Entry
+from ckpipe.format.names import data_file_name
 from ckpipe.format.tree import Node
 from ckpipe.plan import assignment, division
 from ckpipe.plan.assignment import decode_description, describe, in_rows, water_fill
 from ckpipe.plan.division import MIN_PIECE_BYTES
+from ckpipe.plan.plan import files_by_size, header_of
 from ckpipe.planning import Captured, LocalPlanner, RankPlan, fingerprint
 from ckpipe.state.placements import Mesh, Placement, Sharding, sharding
 from ckpipe.state.tensors import TensorLeaf
@@ -246,6 +250,110 @@ def test_cost_of_a_plan_does_not_grow_with_the_world() -> None:
         return len(planned(3, world_size, tensors).layout.chunks)
 
     assert rows(8) == rows(64) == rows(16_384) == 50
+
+
+# ---- files of entries of one size ----
+
+_SIZES = (0, 8, 4096, 300_000, (1 << 20) - 8, 1 << 20, (1 << 20) + 8, 3 << 20, 5 << 20, 40 << 20)
+_LARGE = 1 << 20
+
+
+@st.composite
+def plans_of_one_rank(draw: st.DrawFn) -> RankPlan:
+    """A plan for tensors of few sizes, some of which are tied or written by others."""
+    tensors = [Tensor("first", (3,), "bool")]
+    for number in range(draw(st.integers(0, 40))):
+        dtype = draw(st.sampled_from(["float32", "bfloat16", "complex64", "uint8", "float64"]))
+        size = draw(st.sampled_from(_SIZES)) // getattr(torch, dtype).itemsize
+        tied = tensors[-1] if not tensors[-1].tied and draw(st.integers(0, 5)) == 0 else None
+        layout: tuple[int, ...] = (size,) if tied is None else tied.layout  # type: ignore[assignment]
+        name = "t" * draw(st.sampled_from([1, 200])) + str(number)
+        dtype = dtype if tied is None else tied.dtype
+        tensors.append(Tensor(name, layout, dtype, tied.label if tied else None))
+    marks = draw(st.sets(st.sampled_from([each.label for each in tensors if not each.tied])))
+    return planned(1, draw(st.sampled_from([2, 3])), tensors, marks)
+
+
+@given(
+    plans_of_one_rank(),
+    st.sampled_from([64 << 10, 1 << 20, 16 << 20]),
+    st.sampled_from([None, 41 << 20, 100 << 20]),
+)
+def test_entries_of_one_size_share_files_that_are_full_or_small(
+    plan: RankPlan, block_bytes: int, max_file_bytes: int | None
+) -> None:
+    laid = files_by_size(plan, block_bytes, max_file_bytes)
+    assert laid == files_by_size(plan, block_bytes, max_file_bytes)
+    entries = list(laid.layout.entries)
+    assert _contents(laid) == _contents(plan)
+    assert _listed(laid) == _listed(plan)
+    assert [each.row.name for each in laid.files] == [
+        data_file_name(plan.rank, number) for number in range(len(laid.files))
+    ]
+    numbers = [number for file in laid.files for number in file.entries]
+    assert numbers == list(range(len(entries)))
+    share = max(block_bytes, sum(each.nbytes for each in entries) // 256)
+    order = {each.name: number for number, each in enumerate(plan.layout.entries)}
+    for number, file in enumerate(laid.files):
+        own = [entries[each] for each in file.entries]
+        assert file.header == header_of(own)
+        assert (file.row.header_bytes, file.row.header_crc32c) == (
+            len(file.header),
+            crc32c(file.header),
+        )
+        end = 0
+        for each in own:
+            assert (each.file, each.offset) == (number, end)
+            assert (len(file.header) + end) % STORED_ITEM_BYTES[each.dtype] == 0
+            end += each.nbytes
+        assert file.row.size == len(file.header) + end
+        assert max_file_bytes is None or file.row.size <= max_file_bytes
+        assert [order[each.name] for each in own] == sorted(order[each.name] for each in own)
+        sizes = {each.nbytes if each.nbytes >= _LARGE else 0 for each in own}
+        assert len(sizes) == 1
+        (size,) = sizes
+        if size and len(own) > 1 and file.row.size > share:
+            # One entry less would leave more than a sixth of the memory of its blocks empty.
+            less = (len(own) - 1) * size + _ROOM
+            assert less > share or -less % block_bytes * 6 > less
+        assert size or len(own) == 1 or file.row.size <= share
+    if max_file_bytes is None:
+        _check_full(laid, entries, block_bytes)
+
+
+_ROOM = 64 << 10
+
+
+def _contents(plan: RankPlan) -> dict[str, object]:
+    """The entries of a plan, without their places, with the bytes that fill them."""
+    entries = list(plan.layout.entries)
+    assert len({each.name for each in entries}) == len(entries) == len(plan.sources)
+    return {
+        each.name: (each._replace(file=0, offset=0), sources)
+        for each, sources in zip(entries, plan.sources, strict=True)
+    }
+
+
+def _listed(plan: RankPlan) -> list[tuple[Chunk, str | None]]:
+    """The chunks of a plan, with names in place of numbers of entries."""
+    names = [each.name for each in plan.layout.entries]
+    return [
+        (row._replace(entry=None), None if row.entry is None else names[row.entry])
+        for row in plan.layout.chunks
+    ]
+
+
+def _check_full(plan: RankPlan, entries: Sequence[Entry], block_bytes: int) -> None:
+    """Check that only the last file of a size may be short or waste a sixth of its blocks."""
+    by_size: dict[int, list[int]] = {}
+    for file in plan.files:
+        size = entries[file.entries[0]].nbytes
+        if size >= _LARGE:
+            by_size.setdefault(size, []).append(file.row.size)
+    for sizes in by_size.values():
+        for size in sizes[:-1]:
+            assert -size % block_bytes <= size / 6 + _ROOM
+            assert size + sizes[-1] > block_bytes or len(sizes) == 1
 
 
 # ---- joint plans ----
