@@ -10,16 +10,9 @@ from pathlib import Path
 from textwrap import indent
 
 import ckpipe
-from tests.support.command_line import Done, forked
+from tests.support.command_line import Done, forked_anew
 
 _ROOT = Path(__file__).parents[2]
-# The process is forked from one that has imported torch, and the library as it is.
-_FORGET_THE_LIBRARY = """
-import sys
-for name in list(sys.modules):
-    if name.startswith(("ckpipe", "tests")):
-        del sys.modules[name]
-"""
 
 
 class ChangedTree:
@@ -108,6 +101,6 @@ class ChangedTree:
         """Run a program, with this copy in place of the library."""
         paths = os.pathsep.join([str(self._folder), str(_ROOT)])
         environment = os.environ | {"PYTHONPATH": paths}
-        done = forked(_FORGET_THE_LIBRARY + code, cwd=self._folder, env=environment)
+        done = forked_anew(code, cwd=self._folder, env=environment)
         assert done.code == 0, done.err
         return done
