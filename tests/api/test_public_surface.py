@@ -18,6 +18,7 @@ from pydantic import BaseModel
 
 import ckpipe
 from ckpipe import backend, errors, sources
+from tests.support.command_line import forked_anew
 from tests.support.sampling import sample
 
 NAMES = """
@@ -380,8 +381,8 @@ def test_importing_costs_nothing_that_is_not_used() -> None:
 
 def test_a_backend_or_a_lock_needs_no_settings() -> None:
     names = "ckpipe.Backend, ckpipe.StateLock, ckpipe.KeepLast, ckpipe.Progress, ckpipe.Planner"
-    code = f"import sys, ckpipe; {names}; print('pydantic' in sys.modules)"
-    assert run(code) == "False\n"
+    done = forked_anew(f"import ckpipe; {names}; print('pydantic' in sys.modules)", "pydantic")
+    assert done.out == "False\n", done.err
 
 
 def test_modules_are_there_without_being_imported_by_name() -> None:
@@ -391,8 +392,10 @@ def test_modules_are_there_without_being_imported_by_name() -> None:
     )
     assert run(code) == "[]\n"
     for name in sample(MODULES, 1):
-        assert run(f"import ckpipe; print(ckpipe.{name}.__name__)") == f"ckpipe.{name}\n"
-    assert run("import ckpipe; print(ckpipe.distributed.training_state.__name__)")
+        done = forked_anew(f"import ckpipe; print(ckpipe.{name}.__name__)")
+        assert done.out == f"ckpipe.{name}\n", done.err
+    done = forked_anew("import ckpipe; print(ckpipe.distributed.training_state.__name__)")
+    assert done.out == "training_state\n", done.err
 
 
 def test_no_module_takes_the_place_of_a_name() -> None:

@@ -22,7 +22,7 @@ from ckpipe.settings import (
     Staging,
     Upload,
 )
-from tests.support.command_line import script
+from tests.support.command_line import forked_anew
 
 MIB = 1024 * 1024
 
@@ -329,4 +329,5 @@ def test_every_setting_is_described(model: type[BaseModel]) -> None:
 
 @pytest.mark.parametrize("use", ["import ckpipe.retention", "import ckpipe; ckpipe.Batches"])
 def test_rules_and_batches_do_not_import_pydantic(use: str) -> None:
-    assert script(f"{use}; import sys; sys.exit('pydantic' in sys.modules)").code == 0
+    done = forked_anew(f"{use}; print('pydantic' in sys.modules)", "pydantic")
+    assert done.out == "False\n", done.err

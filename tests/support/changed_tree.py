@@ -10,7 +10,7 @@ from pathlib import Path
 from textwrap import indent
 
 import ckpipe
-from tests.support.command_line import Done, script
+from tests.support.command_line import Done, forked_anew
 
 _ROOT = Path(__file__).parents[2]
 
@@ -27,11 +27,8 @@ class ChangedTree:
     """
 
     def __init__(self, folder: Path) -> None:
-        ignored = shutil.ignore_patterns("__pycache__")
         self._folder = folder
-        self.package = shutil.copytree(
-            Path(ckpipe.__file__).parent, folder / "ckpipe", ignore=ignored
-        )
+        self.package = shutil.copytree(Path(ckpipe.__file__).parent, folder / "ckpipe")
         self.places = 0
 
     def create(self, path: str, code: str) -> None:
@@ -103,6 +100,7 @@ class ChangedTree:
     def run(self, code: str) -> Done:
         """Run a program, with this copy in place of the library."""
         paths = os.pathsep.join([str(self._folder), str(_ROOT)])
-        done = script(code, cwd=self._folder, env=os.environ | {"PYTHONPATH": paths})
+        environment = os.environ | {"PYTHONPATH": paths}
+        done = forked_anew(code, cwd=self._folder, env=environment)
         assert done.code == 0, done.err
         return done

@@ -156,6 +156,26 @@ def forked(program: str | Path, *arguments: object, **options: Any) -> Done:
         return _end_of(process)
 
 
+_FORGET = """
+import sys
+for name in list(sys.modules):
+    if name.partition(".")[0] in {}:
+        del sys.modules[name]
+"""
+
+
+def forked_anew(code: str, *forgotten: str, **options: Any) -> Done:
+    """Run Python code in a process that is forked and imports the library anew; wait for it.
+
+    Args:
+        code: The code.
+        forgotten: Further packages that it finds not imported.
+        options: Those of a program that is forked.
+    """
+    names = ["ckpipe", "ckpipe_local", "ckpipe_s3", "ckpipe_gcs", "ckpipe_http", "tests"]
+    return forked(_FORGET.format([*names, *forgotten]) + code, **options)
+
+
 def _end_of(process: ForkedProgram) -> Done:
     out, err = process.communicate()
     assert process.returncode is not None
