@@ -12,7 +12,7 @@ from functools import partial
 from types import TracebackType
 from typing import ClassVar, Protocol, Self, TypeVar, TypeVarTuple
 
-from ckpipe.errors import InvalidKey, StoreError, TruncatedObject, naming_refusals
+from ckpipe.errors import InvalidKey, LinkUnavailable, StoreError, TruncatedObject, naming_refusals
 from ckpipe.threads import all_of, in_thread
 
 Item = TypeVar("Item")
@@ -73,17 +73,19 @@ class Children:
 
 @dataclass(frozen=True, slots=True)
 class UploadLimits:
-    """The limits on the blocks of an upload.
+    """The limits on the blocks of an upload, and on links.
 
     Args:
         min_block_bytes: The smallest size of a block that is not the last.
         max_blocks: The largest number of blocks in one upload.
         alignment: Reads are the fastest if offset and length are multiples of this many bytes.
+        max_link_bytes: The size of the largest object that :meth:`Backend.link` takes.
     """
 
     min_block_bytes: int = 1
     max_blocks: int | None = None
     alignment: int = 1
+    max_link_bytes: int | None = None
 
 
 class Upload(abc.ABC):
@@ -252,6 +254,9 @@ class Backend(abc.ABC):
 
     limits: UploadLimits = UploadLimits()
 
+    can_link: bool = False
+    """True if the store has :meth:`link`."""
+
     prefers_worker: ClassVar[bool] = False
     """True if a transfer takes many steps of an event loop, as over a network, each of which waits
     for the GIL of a trainer that runs Python. Saves then go through a worker process unless the
@@ -308,6 +313,30 @@ class Backend(abc.ABC):
             StoreError: As :meth:`put` does.
         """
         await self.put(key, data, PutMode.CREATE)
+
+    async def link(self, source: str, target: str) -> None:
+        """Make the object ``target`` with the bytes of ``source``, without sending them.
+
+        An optional verb of stores with hard links or copies on the server; the default refuses
+        every link. The target is create-only and invisible until it is whole. When the call returns
+        it is durable, and as new as if it had been written. A deletion of one leaves the other.
+
+        A call whose answer was lost may have made the target. So a call also succeeds if it finds a
+        target that an earlier call has made of the same source, in any process.
+
+        Args:
+            source: The key of the object, at most :attr:`UploadLimits.max_link_bytes` large.
+            target: The key of the new object.
+
+        Raises:
+            ObjectExists: If the target is taken; it is not replaced.
+            ObjectNotFound: If no object has the key ``source``; ``key`` is this key.
+            LinkUnavailable: If the store refuses the link, for a reason that a write does not have:
+                too many links, another owner or file system, a missing right to copy, or the size.
+            InvalidKey: If the store cannot hold the target's key.
+            StoreError: If the store failed; the target is then absent or whole, never partial.
+        """
+        raise LinkUnavailable("The store has no links", key=target)
 
     @abc.abstractmethod
     async def open_upload(self, key: str, *, size: int, block_bytes: int) -> Upload:

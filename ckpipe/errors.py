@@ -49,6 +49,7 @@
         ├── StoreFull               no space or quota is left
         ├── InvalidKey              the store cannot hold this key
         ├── LinkRefused             a symbolic link is in the path of a write or delete
+        ├── LinkUnavailable         the store cannot link this object; write it instead
         └── StoreUnavailable        try again later (``transient`` is true)
             └── Throttled           try again later, and slower
 
@@ -303,6 +304,13 @@ class InvalidKey(StoreError):
 
 class LinkRefused(StoreError):
     """A directory is a symbolic link; ckpipe writes and deletes nothing through links."""
+
+
+class LinkUnavailable(StoreError):
+    """The store cannot link this object, for a reason that a write does not have."""
+
+    def __init__(self, message: str, *, hint: str | None = None, **where: Any) -> None:
+        super().__init__(message, hint=hint or "Write the object instead", **where)
 
 
 class StoreUnavailable(StoreError):

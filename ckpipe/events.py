@@ -87,6 +87,24 @@ class BlockUploaded(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class FileLinked(Event):
+    """A data file did not change: it was linked to that of an earlier checkpoint, and not written.
+
+    Args:
+        file: Its key.
+        source: The key of the file of the earlier checkpoint.
+        bytes: Its size.
+    """
+
+    file: str
+    source: str
+    bytes: int
+
+    def __str__(self) -> str:
+        return f"linked {size_text(self.bytes)} of step {self.step} from {self.source}"
+
+
+@dataclass(frozen=True, slots=True)
 class Retrying(Event):
     """An operation failed with a transient error, and will be tried again.
 

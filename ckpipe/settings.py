@@ -123,7 +123,7 @@ def _as_group(name: str, value: Any) -> Any:
         return {"rules": value}
     if name == "plan" and value is not None and not isinstance(value, Mapping):
         return {"planner": value}
-    if name == "preemption" and isinstance(value, bool | str):
+    if name in ("preemption", "incremental") and isinstance(value, bool | str):
         return {"enabled": value}
     if name == "worker" and isinstance(value, str):
         return {"mode": value}
@@ -446,6 +446,29 @@ class Upload(_Group):
         return self
 
 
+class Incremental(_Group):
+    """Saves that write only what has changed: unchanged data files are linked.
+
+    Also written ``incremental=True`` at the top level. The first save writes all, the second finds
+    out what rests, and the third links it. Every checkpoint stays whole by itself.
+    """
+
+    enabled: bool = False
+    """Link a data file whose bytes did not change: a hard link on a disk, a copy by the server in a
+    bucket. Needs a store that can link, and a planner of ckpipe's own."""
+
+    full_every: int | None = Field(None, ge=1)
+    """Write every so-manieth save of the process anew; None for none. A bad sector of a linked file
+    is in all checkpoints that share it. Giving it enables incremental saves."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_wanted(cls, given: Any) -> Any:
+        if isinstance(given, Mapping) and given.get("full_every") is not None:
+            return {"enabled": True, **given}
+        return given
+
+
 class Load(_Group):
     """Reads of a checkpoint."""
 
@@ -641,6 +664,7 @@ class CommonFields(TypedDict, total=False):
     staging_bytes: int | str | None
     plan: Plan | Mapping[str, Any] | Literal["local", "global"] | Planner
     upload: Upload | Mapping[str, Any]
+    incremental: Incremental | Mapping[str, Any] | bool
     load: Load | Mapping[str, Any]
     lock: Lock | Mapping[str, Any]
     retention: Retention | Mapping[str, Any] | Rule
@@ -674,7 +698,7 @@ class Settings(BaseModel):
             group that are not given come from the environment or the defaults. ``staging_bytes``
             and ``keep_last`` are short for the settings of that name in their groups. A retention
             rule may replace the whole group ``retention``, a mode the group ``worker``, and True or
-            False the group ``preemption``.
+            False the groups ``preemption`` and ``incremental``.
 
     Raises:
         SettingsError: If a name is unknown (the message has the nearest valid one), or a value is
@@ -780,6 +804,9 @@ class Settings(BaseModel):
 
     upload: Upload = Upload()
     """Lanes, retries and deadlines."""
+
+    incremental: Incremental = Incremental()
+    """Links to data files that did not change, in place of writing them again."""
 
     load: Load = Load()
     """Lanes of reads."""

@@ -354,6 +354,7 @@ class CheckpointDescription:
         world_size: The number of ranks that wrote it.
         files: The number of its data files.
         bytes: Size of its data files.
+        linked_bytes: Bytes of these that its saves linked to files of earlier checkpoints.
         started: The start time of its save on the lowest rank, ISO 8601 in UTC; empty if unknown.
         final: Whether it was saved with ``final=True``.
         resumed_from: The checkpoint that its run had loaded, if any.
@@ -373,6 +374,7 @@ class CheckpointDescription:
     world_size: int
     files: int
     bytes: int
+    linked_bytes: int
     started: str
     final: bool
     resumed_from: str | None
@@ -541,6 +543,8 @@ class SaveReport:
         blocks: The times of each block, in the order in which they were filled.
         copied_bytes: Bytes of the whole checkpoint that are redundant copies of tensors which all
             ranks hold alike. Known to the rank that completed it; 0 on others.
+        linked_bytes: Bytes of the data files that were linked to those of an earlier checkpoint,
+            and not written.
     """
 
     stages: Mapping[str, StageReport]
@@ -552,6 +556,7 @@ class SaveReport:
     captured_seconds: float | None = None
     blocks: Sequence[BlockReport] = field(default=(), compare=False)
     copied_bytes: int = 0
+    linked_bytes: int = 0
 
     @property
     def seconds(self) -> float:
@@ -578,12 +583,15 @@ class SaveReport:
             "stages": _stages_data(self.stages),
             "blocks": _blocks_data(self.blocks),
             **({"copied_bytes": self.copied_bytes} if self.copied_bytes else {}),
+            **({"linked_bytes": self.linked_bytes} if self.linked_bytes else {}),
         }
 
     def __repr__(self) -> str:
         parts = [f"{size_text(self.bytes)} in {self.tensors} tensors"]
         if self.copied_bytes:
             parts.append(f"{size_text(self.copied_bytes)} of the checkpoint are copies")
+        if self.linked_bytes:
+            parts.append(f"{size_text(self.linked_bytes)} linked")
         for name, seconds in (("staged", self.staged_seconds), ("durable", self.durable_seconds)):
             parts.append(f"not {name}" if seconds is None else f"{name} in {seconds:.3g} s")
         return f"<SaveReport {', '.join(parts)}: {self.bottleneck or 'nothing has run yet'}>"

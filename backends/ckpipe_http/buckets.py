@@ -8,6 +8,7 @@ store.
 from __future__ import annotations
 
 import abc
+import hashlib
 import logging
 import re
 import secrets
@@ -35,6 +36,7 @@ from ckpipe.backend import (
 from ckpipe.errors import (
     CkpipeError,
     InvalidKey,
+    LinkUnavailable,
     ObjectExists,
     ObjectNotFound,
     PermissionDenied,
@@ -48,7 +50,7 @@ from ckpipe_http.requests import checksum_of, fill, flag, positive
 logger = logging.getLogger("ckpipe")
 
 OWNER = "ckpipe-upload"
-"""The custom metadata of an object that names the upload that made it."""
+"""The custom metadata of an object that names the upload or the link that made it."""
 
 MAX_NAME_BYTES = 1024
 """The longest name of an object, prefix included, in bytes of UTF-8: a limit of the stores."""
@@ -63,6 +65,9 @@ SLOWEST_BYTES_PER_SECOND = 1 << 20
 
 ENDED_AT_ONCE = 16
 """The number of objects deleted, or of uploads ended, at a time."""
+
+_NO_LINK = (400, 403, 405, 501)
+"""The statuses that refuse a copy: it is too large, not allowed, or unknown to the store."""
 
 _CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
@@ -108,6 +113,7 @@ class BucketBackend(Backend, abc.ABC):
     """
 
     prefers_worker = True
+    can_link = True
     scheme: ClassVar[str]
     """The scheme of the URL."""
     errors: ClassVar[Table]
@@ -382,6 +388,39 @@ class BucketBackend(Backend, abc.ABC):
         except ObjectNotFound:
             return
         raise ObjectExists(f"There is an object at {self.root}{key} already", key=key)
+
+    async def link(self, source: str, target: str) -> None:
+        names = self.name(source), self.name(target)
+        await self._probe()
+        mark = hashlib.sha256("\0".join(names).encode()).hexdigest()[:32]
+        try:
+            await self.check_free(target)  # some stores ignore the condition of a copy
+            await self.copy(source, target, mark)
+        except ObjectExists:
+            if await self.owner(target) != mark:
+                raise
+        except ObjectNotFound as error:
+            raise ObjectNotFound(error.message, key=source) from error
+        except StoreError as error:
+            refused = self.answer_to(error).status in _NO_LINK
+            if not refused or type(error) not in (StoreError, PermissionDenied):
+                raise
+            raise LinkUnavailable(error.message, key=target) from error
+
+    @abc.abstractmethod
+    async def copy(self, source: str, target: str, mark: str) -> None:
+        """Copy an object on the store, as if it were written anew, if the store has no target.
+
+        Args:
+            source: Its key.
+            target: The key of the copy.
+            mark: The text for its metadata :data:`OWNER`.
+
+        Raises:
+            ObjectExists: If the store refuses because of the condition.
+            ObjectNotFound: If there is no source.
+            StoreError: If the store failed.
+        """
 
     async def open_upload(self, key: str, *, size: int, block_bytes: int) -> Upload:
         self.name(key)

@@ -38,6 +38,7 @@ from ckpipe.backend import (
 from ckpipe.errors import InvalidKey, LinkRefused, StoreError, UsageError
 from ckpipe_local.directories import Root, is_hidden, object_info
 from ckpipe_local.failures import (
+    LINKING,
     NOT_SUPPORTED,
     READING,
     needing,
@@ -342,6 +343,7 @@ class LocalBackend(Backend):
     """
 
     limits = UploadLimits(alignment=ALIGNMENT)
+    can_link = True
 
     def __init__(
         self, url: str, *, direct: bool = True, access: Literal["write", "read"] = "write"
@@ -383,6 +385,10 @@ class LocalBackend(Backend):
     async def _put(self, key: str, data: bytes, mode: PutMode, *, lasting: bool) -> None:
         with translating(f"write {self._path(key)}", key):
             await run_in_thread(put_object, self._root, key, data, mode, lasting)
+
+    async def link(self, source: str, target: str) -> None:
+        with translating(f"link {self._path(target)}", target, LINKING):
+            await run_in_thread(self._root.link, self._checked(source), target)
 
     async def open_upload(self, key: str, *, size: int, block_bytes: int) -> Upload:
         with translating(f"write {self._path(key)}", key):

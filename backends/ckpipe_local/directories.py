@@ -17,14 +17,17 @@ import re
 import secrets
 import stat
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from datetime import UTC, datetime
 from itertools import accumulate, groupby
 from operator import itemgetter
+from typing import TypeVar
 
 from ckpipe.backend import Children, ObjectInfo
-from ckpipe.errors import LinkRefused, StoreError
-from ckpipe_local.naming import create_name, sync_entries
+from ckpipe.errors import LinkRefused, LinkUnavailable, ObjectNotFound, StoreError
+from ckpipe_local.naming import add_name, create_name, sync_entries
+
+T = TypeVar("T")
 
 TEMPORARY_PREFIX = ".ckpipe-tmp-"
 """The beginning of the names of files that are not objects yet."""
@@ -240,20 +243,73 @@ class Root:
         if self._missing:
             _make_durably(self.path)
             self._missing = False
+
+        def create(directory: int) -> int:
+            return os.open(name, _NEW_FILE, 0o666, dir_fd=directory)
+
+        with self._made(below, create, lasting=lasting) as (directory, descriptor):
+            yield directory, descriptor, name
+
+    @contextlib.contextmanager
+    def _made(
+        self, below: str, make: Callable[[int], T], *, lasting: bool
+    ) -> Iterator[tuple[int, T]]:
+        """Open a directory, which is made if it is missing, and make a name in it, in one step."""
         with contextlib.ExitStack() as stack:
             for remaining in reversed(range(_CREATE_TRIES)):
                 try:
                     opened = stack.enter_context(
                         self.directories(below, make=True, lasting=lasting)
                     )
-                    descriptor = os.open(name, _NEW_FILE, 0o666, dir_fd=opened[-1])
+                    made = make(opened[-1])
                     break
                 except FileNotFoundError:
                     stack.close()
                     self._durable.clear()
                     if not remaining:
                         raise
-            yield opened[-1], descriptor, name
+            yield opened[-1], made
+
+    def link(self, source: str, target: str) -> None:
+        """Give a file a second name, durably, in a directory that is made if it is missing.
+
+        First the file counts as written now: a sweep takes old files of a launch for its remains.
+
+        Raises:
+            ObjectNotFound: If there is no such file.
+            LinkUnavailable: If it is a link, or behind one.
+            FileExistsError: If another file has the name.
+            OSError: If the system refuses it; a new name is gone then.
+        """
+        (above, old), (below, name) = os.path.split(source), os.path.split(target)
+        path = os.path.join(self.path, source)
+        missing = ObjectNotFound(f"There is no file {path}", key=source)
+
+        def make(directory: int) -> None:
+            try:
+                found = os.stat(old, dir_fd=opened[-1], follow_symlinks=False)
+            except FileNotFoundError as error:
+                raise missing from error
+            if stat.S_ISLNK(found.st_mode):
+                raise LinkUnavailable(f"{path} is a symbolic link", key=target)
+            if not stat.S_ISREG(found.st_mode):
+                raise missing
+            os.utime(old, dir_fd=opened[-1], follow_symlinks=False)
+            add_name(opened[-1], old, directory, name)
+
+        with contextlib.ExitStack() as stack:
+            try:
+                opened = stack.enter_context(self.directories(above))
+            except LinkRefused as error:
+                raise LinkUnavailable(error.message, key=target) from error
+            except (FileNotFoundError, NotADirectoryError) as error:
+                raise missing from error
+            try:
+                stack.enter_context(self._made(below, make, lasting=True))
+            except BaseException:
+                with contextlib.suppress(OSError, LinkRefused):
+                    self.delete([os.path.join(below, temporary_name())])  # an empty directory goes
+                raise
 
     def objects(self, prefix: str) -> list[ObjectInfo]:
         """List all objects below a prefix, and dangling links, which keep a directory in use.

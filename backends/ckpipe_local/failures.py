@@ -9,6 +9,7 @@ from contextlib import contextmanager, suppress
 
 from ckpipe.errors import (
     InvalidKey,
+    LinkUnavailable,
     ObjectExists,
     ObjectNotFound,
     PermissionDenied,
@@ -23,6 +24,9 @@ _ENOTSUPP = 524  # internal to the kernel, but NFS and others leak it; Python ha
 
 NOT_SUPPORTED = frozenset({errno.EOPNOTSUPP, errno.ENOSYS, _ENOTSUPP})
 """The errors of a call that the file system does not have."""
+
+NO_LINKS = NOT_SUPPORTED | {errno.EPERM, errno.EACCES, errno.EXDEV, errno.EMLINK}
+"""The errors of ``link`` if the file system lacks hard links, or has a rule against them."""
 
 Table = Mapping[int, tuple[type[StoreError], str | None]]
 
@@ -82,6 +86,13 @@ READING: Table = {
     errno.ENOTDIR: (ObjectNotFound, WRITING[errno.ENOTDIR][1]),
     errno.EISDIR: (ObjectNotFound, WRITING[errno.EISDIR][1]),
 }
+
+
+LINKING: Table = {
+    **WRITING,
+    **dict.fromkeys(NO_LINKS, (LinkUnavailable, None)),
+}
+"""As above, of a link. A right that a write needs too is told by the write."""
 
 
 @contextmanager

@@ -19,13 +19,10 @@ import os
 import stat
 
 from ckpipe.backend import PutMode
-from ckpipe_local.failures import NOT_SUPPORTED, error_text
+from ckpipe_local.failures import NO_LINKS, NOT_SUPPORTED, error_text
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _RENAME_NOREPLACE = 1
-
-# The file system has no hard links, or refuses them by some rule of its own.
-_NO_LINKS = NOT_SUPPORTED | {errno.EPERM, errno.EACCES, errno.EXDEV, errno.EMLINK}
 
 
 def sync_entries(directory: int) -> None:
@@ -98,9 +95,9 @@ def create_name(directory: int, temporary: str, name: str) -> None:
     """
     try:
         try:
-            _link(directory, temporary, name)
+            _link(directory, temporary, directory, name)
         except OSError as error:
-            if error.errno not in _NO_LINKS:
+            if error.errno not in NO_LINKS:
                 raise
             _rename_without_links(directory, temporary, name, error)
             return
@@ -113,20 +110,49 @@ def create_name(directory: int, temporary: str, name: str) -> None:
         os.unlink(temporary, dir_fd=directory)
 
 
-def _link(directory: int, temporary: str, name: str) -> None:
+def add_name(source: int, old: str, directory: int, name: str) -> None:
+    """Give a file a second name, durably; if that fails and the name is new, it is taken back.
+
+    Args:
+        source: A descriptor of its directory.
+        old: Its name.
+        directory: A descriptor of the directory of the new name.
+        name: The new name.
+
+    Raises:
+        FileExistsError: If another file has the name, which is durable then.
+    """
     try:
-        os.link(temporary, name, src_dir_fd=directory, dst_dir_fd=directory)
+        made = _link(source, old, directory, name)
+    except FileExistsError:
+        sync_entries(directory)
+        raise
+    try:
+        sync_entries(directory)
+    except OSError:
+        if made:
+            with contextlib.suppress(OSError):
+                os.unlink(name, dir_fd=directory)
+        raise
+
+
+def _link(source: int, old: str, directory: int, name: str) -> bool:
+    """Link a file; return whether this call is known to have done it."""
+    try:
+        os.link(old, name, src_dir_fd=source, dst_dir_fd=directory, follow_symlinks=False)
     except OSError:
         found = _look(directory, name)
-        if found is None or found.st_nlink < 2 or not _is_same(found, _look(directory, temporary)):
+        if found is None or found.st_nlink < 2 or not _is_same(found, _look(source, old)):
             raise
+        return False
+    return True
 
 
 def _rename_without_links(directory: int, temporary: str, name: str, no_link: OSError) -> None:
     try:
         _rename(directory, temporary, name, _RENAME_NOREPLACE)
     except OSError as error:
-        if error.errno not in _NO_LINKS | {errno.EINVAL}:
+        if error.errno not in NO_LINKS | {errno.EINVAL}:
             raise
         message = (
             f"the file system has neither hard links (link: {error_text(no_link)}) nor "

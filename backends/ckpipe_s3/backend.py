@@ -53,6 +53,9 @@ MIN_PART_BYTES = 5 << 20
 MAX_PARTS = 10_000
 """The most parts of an upload; a limit of S3 itself."""
 
+MAX_COPY_BYTES = 5 << 30
+"""The largest object that one request copies; a limit of S3 itself."""
+
 # Uploads of other programs may be open below the root, and the store lists only their keys. So an
 # upload counts as ckpipe's if its key lies in a checkpoint, an export, or ckpipe's own folder.
 _OWN = re.compile(r"(?:step-[0-9]{12,}\.[^/]+\.[0-9]+(?:\.hf|\.torch)?|\.ckpipe)/.+", re.DOTALL)
@@ -103,7 +106,9 @@ class S3Backend(BucketBackend):
 
     scheme = "s3"
     errors = ERRORS
-    limits = UploadLimits(min_block_bytes=MIN_PART_BYTES, max_blocks=MAX_PARTS)
+    limits = UploadLimits(
+        min_block_bytes=MIN_PART_BYTES, max_blocks=MAX_PARTS, max_link_bytes=MAX_COPY_BYTES
+    )
     condition = "If-None-Match"
     buffered_bytes = MIN_PART_BYTES
 
@@ -137,6 +142,7 @@ class S3Backend(BucketBackend):
             raise UsageError(message)
         self._region, self._profile, self._ca_bundle = region, profile, ca_bundle
         self._checksum = checksum
+        self._summing = {"ChecksumAlgorithm": "CRC32C"} if checksum == "crc32c" else {}
         self._style = addressing_style or ("path" if endpoint_url else "auto")
         self._proxy = check_proxy(proxy)
         self._max_connections = positive("max_connections", max_connections)
@@ -207,6 +213,7 @@ class S3Backend(BucketBackend):
             ),
         )
         client = asyncio.run(context.__aenter__())
+        client.meta.events.register("before-call.s3.CopyObject", _if_none_match)
         if self._checksum != "crc32c":
             client.meta.events.register("before-call.s3.DeleteObjects", _with_md5)
         return client
@@ -314,6 +321,15 @@ class S3Backend(BucketBackend):
             **carried, **condition, **_owned_by(owner), **self._writing,
         )  # fmt: skip
 
+    async def copy(self, source: str, target: str, mark: str) -> None:
+        # The size is unknown here, so each copy may take as long as the largest.
+        await self.ask(
+            "link", "copy_object", key=target, nbytes=MAX_COPY_BYTES // 100,
+            Key=self.name(target), CopySource={"Bucket": self.bucket, "Key": self.name(source)},
+            MetadataDirective="REPLACE", TaggingDirective="REPLACE",
+            **_owned_by(mark), **self._summing, **self._writing, **self._storage_class,
+        )  # fmt: skip
+
     async def summed(self, data: bytes | memoryview, value: int | None = None) -> dict[str, str]:
         """Make the parameter with the checksum of a body.
 
@@ -404,8 +420,7 @@ class S3Backend(BucketBackend):
 
     async def begin(self, key: str, size: int, block_bytes: int) -> Upload:
         upload = MultipartUpload(self, key, size, block_bytes)
-        summed = {"ChecksumAlgorithm": "CRC32C"} if self._checksum == "crc32c" else {}
-        await upload.begin({**summed, **self._writing, **self._storage_class})
+        await upload.begin({**self._summing, **self._writing, **self._storage_class})
         return upload
 
     async def abort_upload(self, key: str, upload_id: str) -> None:
@@ -484,6 +499,11 @@ def _with_md5(params: Any, **_: Any) -> None:
     """Send a deletion with ``Content-MD5``, since the API wants it or another checksum."""
     params["context"].pop("checksum", None)
     params["headers"]["Content-MD5"] = _md5_text(params["body"])
+
+
+def _if_none_match(params: Any, **_: Any) -> None:
+    """Send a copy with its condition, which is no parameter in older versions of the client."""
+    params["headers"]["If-None-Match"] = "*"
 
 
 def _owned_by(owner: str | None) -> dict[str, Any]:

@@ -129,6 +129,7 @@ class Catalog:
         greatest: The newest of the complete checkpoints of the greatest step, as last listed.
         summaries: The known summaries of checkpoints; those of deleted ones are dropped.
         loading: Number of loads and copies that read each checkpoint now.
+        linked_from: The checkpoint to which each save under way may link, by the name of the save.
         on_removed: Called after each checkpoint that a prune removes.
     """
 
@@ -143,6 +144,7 @@ class Catalog:
     greatest: CheckpointId | None = None
     summaries: Summaries = field(default_factory=Summaries)
     loading: Counter[str] = field(default_factory=Counter)
+    linked_from: dict[str, str] = field(default_factory=dict)
     on_removed: Callable[[], None] = lambda: None
     _last_inspected: CheckpointInfo | None = None
 
@@ -350,7 +352,8 @@ class Catalog:
 
     def _protected(self) -> dict[str, str]:
         """Return ids that this process protects, each with its reason."""
-        kept = {name: "it is being loaded" for name, count in self.loading.items() if count}
+        kept = dict.fromkeys(self.linked_from.values(), "a save under way links to its files")
+        kept |= {name: "it is being loaded" for name, count in self.loading.items() if count}
         if self.resumed_from is not None:
             kept[self.resumed_from] = "this run resumed from it"
         return kept

@@ -48,6 +48,9 @@ def describe(
         world_size=document.world_size,
         files=sum(len(part.files) for part in document.parts),
         bytes=data_bytes(document),
+        linked_bytes=sum(
+            each.size for part in document.parts for each in part.files if each.linked
+        ),
         started=first.started,
         final=any(part.final for part in document.parts),
         resumed_from=first.resumed_from,

@@ -16,7 +16,7 @@ _AT_ONCE = 16
 """Files of a foreign checkpoint that are looked at at the same time."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ForeignFile(FileRow):
     """A file of another program, whose name is its key below the root of the source.
 

@@ -123,7 +123,7 @@ def virtual_manifest(
                 structure=0,
                 layout=0,
                 values=tuple(made.values),
-                files=tuple(ForeignFile(each.key, each.size, 0, 0, each) for each in listed),
+                files=tuple(ForeignFile(each.key, each.size, 0, 0, info=each) for each in listed),
                 checksums=(),
                 token="",
                 started="",

@@ -15,11 +15,12 @@ from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from json.encoder import encode_basestring_ascii
 from typing import NamedTuple
 
 from ckpipe.errors import OversizedMetadata
-from ckpipe.format.checksum import BlockCuts, SumTable
+from ckpipe.format.checksum import BlockCuts, SumTable, chunk_count
 from ckpipe.format.labels import globs_filter
 from ckpipe.format.manifest import FileRow, Layout
 from ckpipe.memory.native import NAN_BITS
@@ -197,6 +198,14 @@ class FloatRanges(NamedTuple):
     dtypes: array[int]
 
 
+def sum_slices(layout: Layout, files: int) -> list[slice]:
+    """Return for each of a part's files the slice of the part's checksums that is its own."""
+    counts = [0] * files
+    for file, nbytes in zip(layout.entries.file, layout.entries.nbytes, strict=True):
+        counts[file] += chunk_count(nbytes)
+    return [slice(end - count, end) for count, end in zip(counts, accumulate(counts), strict=True)]
+
+
 @dataclass(frozen=True)
 class DataFiles:
     """All data files that one rank stores in a save; the same for every save of one structure.
@@ -227,6 +236,11 @@ class DataFiles:
     def sum_table(self) -> SumTable:
         """The places of the checksums of its entries."""
         return SumTable(self.layout.entries.nbytes)
+
+    @cached_property
+    def sum_slices(self) -> list[slice]:
+        """For each file, the slice of all checksums that is its own."""
+        return sum_slices(self.layout, len(self.files))
 
     @cached_property
     def _cuts(self) -> dict[tuple[int, int], BlockCuts]:

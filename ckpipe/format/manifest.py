@@ -343,12 +343,19 @@ class FileRow:
         size: Its size in bytes.
         header_bytes: The size of its header: the offset of its data.
         header_crc32c: The CRC-32C of its first ``header_bytes`` bytes.
+        block_bytes: The size of the blocks that were digested, in bytes; 0 if none was.
+        digests: The XXH3 (128 bits, hexadecimal) of each block of the file; None for a block that
+            was not digested.
+        linked: Whether the save linked the file to that of an earlier checkpoint.
     """
 
     name: str
     size: int
     header_bytes: int
     header_crc32c: int
+    block_bytes: int = 0
+    digests: tuple[str | None, ...] = ()
+    linked: bool = False
 
     def key(self, id: CheckpointId) -> str:
         """Return the key of the file in the store of its checkpoint."""
@@ -596,6 +603,12 @@ def number_lists(cells: list[Any]) -> list[Any]:
     return list(map(one_of_each.setdefault, tuples, tuples))
 
 
+def digest_lists(cells: list[Any]) -> list[Any]:
+    """Read cells that are lists of texts and nulls as tuples."""
+    optional(texts)(list(chain.from_iterable(_all(cells, list))))
+    return list(map(tuple, cells))
+
+
 def sizes(cells: list[Any]) -> list[Any]:
     """Read cells that are shapes or strides as tuples."""
     shapes = number_lists(cells)
@@ -699,6 +712,9 @@ FILES = Table(
         Column("size", numbers),
         Column("header_bytes", numbers),
         Column("header_crc32c", numbers),
+        Column("block_bytes", numbers, 0),
+        Column("digests", digest_lists, ()),
+        Column("linked", flags, False),
     ),
     FileRow,
 )

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ckpipe.errors import CkpipeError, UsageError
+from ckpipe.backend import Backend
+from ckpipe.errors import CkpipeError, SettingsError, UsageError
 from ckpipe.format.box_cover import BoxIndex
 from ckpipe.format.boxes import Box, box_shape, box_volume
 from ckpipe.format.check import check_document
@@ -60,6 +61,23 @@ def choose_planner(topology: Topology, settings: Settings, max_file_bytes: int |
                 rank=topology.rank, world_size=topology.world_size, max_file_bytes=max_file_bytes
             )
     return planner
+
+
+def refuse_unlinkable(settings: Settings, backend: Backend) -> None:
+    """Refuse incremental saves for a store without links, or a planner that is not ckpipe's.
+
+    Raises:
+        SettingsError: If they are impossible.
+    """
+    if not backend.can_link:
+        reason = f"{type(backend).__name__} cannot link or copy objects (Backend.can_link)"
+    elif settings.plan.planner not in ("local", "global"):
+        reason = "the files of a planner of your own are as it made them"
+    else:
+        return
+    raise SettingsError(
+        f"incremental saves are impossible: {reason}", hint="Leave the setting incremental out"
+    )
 
 
 _NOBODY = CheckpointId("00000000T000000000Z-plan", 0, 0)

@@ -11,7 +11,7 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Literal
 
@@ -212,18 +212,33 @@ Replicated = Literal["auto", "none"] | Sequence[str]
 
 
 def lay_out(
-    drafts: list[Entry], rank: int, max_file_bytes: int | None
+    drafts: Iterable[Entry],
+    rank: int,
+    max_file_bytes: int | None,
+    before: tuple[list[DataFile], list[Entry]] | None = None,
+    most: int | None = None,
 ) -> tuple[list[DataFile], list[Entry]]:
-    """Fill data files up to the limits of header and store, one after the other."""
-    files: list[DataFile] = []
-    entries: list[Entry] = []
+    """Fill data files up to the limits of header and store, one after the other.
+
+    Args:
+        drafts: The entries, without places.
+        rank: The rank.
+        max_file_bytes: The largest file that the store takes, in bytes; None for no limit.
+        before: Files and entries that come before these, and are extended.
+        most: The size up to which a file gets a further entry, in bytes; None for no limit.
+
+    Raises:
+        UnsupportedState: If an entry fits no file.
+    """
+    files, entries = ([], []) if before is None else before
+    limits = [each for each in (max_file_bytes, most) if each is not None]
+    limit = min(limits, default=math.inf)
     empty = data_file.header_size_bound(())
-    first, offset, header = 0, 0, empty
-    for number, draft in enumerate(drafts):
+    first, offset, header = len(entries), 0, empty
+    for number, draft in enumerate(drafts, first):
         bound = data_file.entry_size_bound(draft.name, draft.shape)
         total = header + bound + offset + draft.nbytes
-        full = max_file_bytes is not None and total > max_file_bytes
-        if number > first and (full or header + bound > data_file.MAX_HEADER_BYTES):
+        if number > first and (total > limit or header + bound > data_file.MAX_HEADER_BYTES):
             files.append(_file(entries, first, offset, rank, len(files)))
             first, offset, header = number, 0, empty
         size = empty + bound + draft.nbytes  # of a file with only this entry
@@ -237,9 +252,63 @@ def lay_out(
         header += bound
         entries.append(draft._replace(file=len(files), offset=offset))
         offset += draft.nbytes
-    if drafts:
+    if len(entries) > first:
         files.append(_file(entries, first, offset, rank, len(files)))
     return files, entries
+
+
+_LARGE_BYTES = 1 << 20
+"""Size from which an entry shares files only with entries of the same size, in bytes."""
+
+_LARGEST_SHARE, _WASTE, _HEADER_ROOM = 256, 6, 64 << 10
+"""A file has at most one block, or this share of the rank's bytes; more only if else more than the
+second share of its blocks' memory would stay empty. The third is room for a header, in bytes."""
+
+
+def files_by_size(plan: RankPlan, block_bytes: int, max_file_bytes: int | None) -> RankPlan:
+    """Lay a plan's entries out anew, so that data files rest whole if some tensors do not change.
+
+    Tensors of one role have one size. So an entry of a mebibyte or more shares a file only with
+    entries of the same size, in the order of the plan, and smaller ones share files with each
+    other. A pure function of the plan: ranks need not know of each other's.
+
+    Args:
+        plan: The plan.
+        block_bytes: The size of a block, in bytes.
+        max_file_bytes: The largest file that the store takes, in bytes; None for no limit.
+    """
+    entries = plan.layout.entries
+    by_size: defaultdict[int, list[int]] = defaultdict(list)
+    for number, nbytes in enumerate(entries.nbytes):
+        by_size[nbytes if nbytes >= _LARGE_BYTES else 0].append(number)
+    share = max(block_bytes, sum(entries.nbytes) // _LARGEST_SHARE)
+    files: list[DataFile] = []
+    laid: list[Entry] = []
+    for size, numbers in by_size.items():
+        most = _most_bytes(size, share, block_bytes)
+        lay_out((entries[n] for n in numbers), plan.rank, max_file_bytes, (files, laid), most)
+    order = list(chain.from_iterable(by_size.values()))
+    places = {old: new for new, old in enumerate(order)}
+    chunks = [
+        each if each.entry is None else each._replace(entry=places[each.entry])
+        for each in plan.layout.chunks
+    ]
+    return replace(
+        plan,
+        layout=Layout(laid, chunks),
+        sources=tuple(plan.sources[number] for number in order),
+        files=tuple(files),
+    )
+
+
+def _most_bytes(size: int, share: int, block_bytes: int) -> int:
+    """Return the largest file of entries of one size; small entries have size 0."""
+    if not size:
+        return share
+    most = size * max(1, (share - _HEADER_ROOM) // size) + _HEADER_ROOM
+    while -most % block_bytes * _WASTE > most:
+        most += size
+    return most
 
 
 def _file(entries: list[Entry], first: int, nbytes: int, rank: int, number: int) -> DataFile:

@@ -28,7 +28,7 @@ from ckpipe.lock.state_lock import StateLock
 from ckpipe.loop_thread import LoopThread
 from ckpipe.memory.arena import Arena
 from ckpipe.memory.budget import ByteBudget
-from ckpipe.plan.check import choose_planner
+from ckpipe.plan.check import choose_planner, refuse_unlinkable
 from ckpipe.preemption.signals import StopRequest
 from ckpipe.ranks.launch import (
     Launch,
@@ -285,6 +285,8 @@ async def serve(
     backend = await anyio.to_thread.run_sync(backend_of, settings)
     async with backend:
         store = StoreContext.of(settings, backend, events, topology.rank, topology.world_size)
+        if settings.incremental.enabled:
+            refuse_unlinkable(settings, backend)
         store.prunes.delay = _PRUNE_DELAY_SECONDS
         worker = None
         if await anyio.to_thread.run_sync(uses_process, settings, backend):
@@ -343,8 +345,7 @@ async def _context_of(
 ) -> SaveContext:
     """Make the context of the saves; with shared memory if a worker process uploads it."""
     settings = store.settings
-    block, most = store.block_bytes, store.backend.limits.max_blocks
-    largest_file = None if most is None else most * block
+    block, largest_file = store.block_bytes, store.max_file_bytes
     arena = Arena(block, pin=settings.staging.pinned != "never", shared=worker is not None)
     if worker is not None:
         arena.on_drop = worker.drop

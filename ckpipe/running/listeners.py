@@ -201,6 +201,7 @@ class Statistics:
     Args:
         saves: Number of saves by status, of ended saves and of those under way.
         bytes: Size of the data files of all committed saves.
+        linked_bytes: Bytes among these that were linked, and not written.
         seconds: Busy seconds of each stage, of all saves that have ended or committed.
         waits: Seconds that each stage waited between its first work and its last.
         staged_seconds: Seconds of all saves together until their state was copied.
@@ -217,6 +218,7 @@ class Statistics:
 
     saves: Mapping[SaveStatus, int] = field(default_factory=dict)
     bytes: int = 0
+    linked_bytes: int = 0
     seconds: Mapping[str, float] = field(default_factory=dict)
     waits: Mapping[str, float] = field(default_factory=dict)
     staged_seconds: float = 0.0
@@ -245,7 +247,8 @@ class Statistics:
         rows = [("saves", saves or "none")]
         if self.bytes:
             rate = f"{size_text(self.throughput)}/s"
-            rows.append(("committed", f"{size_text(self.bytes)} at {rate}"))
+            linked = f", {size_text(self.linked_bytes)} linked" if self.linked_bytes else ""
+            rows.append(("committed", f"{size_text(self.bytes)} at {rate}{linked}"))
         if self.saves:
             rows.append(("staged", f"in {self.staged_seconds:.3g} s"))
         if slowest := max(self.seconds, key=lambda name: self.seconds[name], default=None):
@@ -271,6 +274,7 @@ def _with(total: Statistics, status: SaveStatus, report: SaveReport | None) -> S
         total,
         saves=saves,
         bytes=total.bytes + (report.bytes if status == "committed" else 0),
+        linked_bytes=total.linked_bytes + (report.linked_bytes if status == "committed" else 0),
         seconds=seconds,
         waits=waits,
         staged_seconds=total.staged_seconds + (report.staged_seconds or 0.0),

@@ -26,12 +26,13 @@ from ckpipe.errors import (
 from ckpipe.events import Completed, RankCommitted
 from ckpipe.format.codec import MAX_STORED_BYTES, decode_document, encode_document
 from ckpipe.format.data_file import DataFiles, label_of
-from ckpipe.format.manifest import DocumentKind, ManifestDocument
+from ckpipe.format.manifest import DocumentKind, FileRow, Layout, ManifestDocument
 from ckpipe.format.names import index_key, launch_id, manifest_key
 from ckpipe.format.summary import REMEDY, Summary, summary_of
 from ckpipe.interpreter import gc_paused
 from ckpipe.ranks.agree import agree
 from ckpipe.save.context import StoreContext
+from ckpipe.save.links import stored_rows
 from ckpipe.save.record import SaveRecord
 from ckpipe.store.retry import Tries, telling
 from ckpipe.types import CheckpointInfo, size_text
@@ -64,8 +65,13 @@ async def run(
     async with inbox, out:
         async for files in inbox:
             with save.clock.timing("commit"):
-                document, data = await threads.run_sync(_drawn_up, save, context, kind, files)
+                rows = stored_rows(save, context.block_bytes)
+                document, data = await threads.run_sync(
+                    _drawn_up, save, context, kind, files.layout, rows
+                )
                 await _create_or_read_back(save, context, kind, key, data)
+                if context.links is not None:
+                    context.links.commit(save, rows, context)
             info = CheckpointInfo(
                 save.name,
                 id.step,
@@ -161,13 +167,17 @@ async def _tells(save: SaveRecord, context: StoreContext, question: str) -> bool
 
 
 def _drawn_up(
-    save: SaveRecord, context: StoreContext, kind: DocumentKind, files: DataFiles
+    save: SaveRecord,
+    context: StoreContext,
+    kind: DocumentKind,
+    layout: Layout,
+    rows: tuple[FileRow, ...],
 ) -> tuple[ManifestDocument, bytes]:
     """Make this rank's manifest document, and encode it."""
     structure, part = save.contents()
     part = replace(
         part,
-        files=files.rows,
+        files=rows,
         checksums=tuple(save.checksums),
         nan=save.nan,
         resumed_from=context.catalog.resumed_from,
@@ -175,7 +185,7 @@ def _drawn_up(
     )
     report = save.report().to_data() if context.settings.keep_reports else None
     document = ManifestDocument(
-        kind, save.id, context.world_size, (structure,), (files.layout,), (part,),
+        kind, save.id, context.world_size, (structure,), (layout,), (part,),
         report=report,
     )  # fmt: skip
     with gc_paused():

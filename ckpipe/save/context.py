@@ -12,6 +12,7 @@ from ckpipe.backend import Backend
 from ckpipe.catalog.catalog import Catalog
 from ckpipe.errors import refusal_of
 from ckpipe.events import EventBus
+from ckpipe.save.links import LinkState
 from ckpipe.store.retry import AimdLimiter, RetryingBackend, RetryPolicy, logging_policy
 from ckpipe.types import Planner
 
@@ -85,6 +86,7 @@ class StoreContext:
         limiter: Admits writes of blocks, of all saves together.
         told: One-time warnings that were given.
         prunes: The prunes that wait or run.
+        links: The files to which saves can link; None if saves write all.
     """
 
     settings: Settings
@@ -99,6 +101,7 @@ class StoreContext:
     limiter: AimdLimiter = field(default_factory=AimdLimiter)
     told: set[str] = field(default_factory=set)
     prunes: PruneState = field(default_factory=PruneState)
+    links: LinkState | None = None
 
     @classmethod
     def of(
@@ -106,6 +109,7 @@ class StoreContext:
     ) -> Self:
         """Make the context of an open store from the settings, in any of the processes."""
         policy, rules = logging_policy(settings.upload), settings.retention
+        incremental = settings.incremental
         retrying = RetryingBackend(backend, policy, read_only=settings.read_only)
         pages = -(-backend.limits.min_block_bytes // _PAGE)
         return cls(
@@ -120,7 +124,14 @@ class StoreContext:
             world_size=world_size,
             block_bytes=max(settings.staging.block_bytes, pages * _PAGE),
             retry=policy,
+            links=LinkState(incremental.full_every) if incremental.enabled else None,
         )
+
+    @property
+    def max_file_bytes(self) -> int | None:
+        """The largest data file that the store takes, in bytes; None for no limit."""
+        most = self.backend.limits.max_blocks
+        return None if most is None else most * self.block_bytes
 
     def is_first(self, warning: str) -> bool:
         """Record a one-time warning; return True the first time."""

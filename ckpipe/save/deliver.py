@@ -15,7 +15,7 @@ from anyio import create_memory_object_stream, create_task_group
 from anyio.streams.memory import MemoryObjectReceiveStream
 
 from ckpipe.format.data_file import DataFiles
-from ckpipe.save import commit, retention, serialize, upload
+from ckpipe.save import commit, links, retention, serialize, upload
 from ckpipe.save.context import StoreContext
 from ckpipe.save.record import FilledBlock, SaveRecord
 from ckpipe.types import CheckpointInfo
@@ -47,7 +47,7 @@ async def deliver(
     stored_out, stored = create_memory_object_stream[DataFiles](0)
     complete_out, complete = create_memory_object_stream[CheckpointInfo](0)
     try:
-        async with create_task_group() as tasks:
+        async with links.based(save, context), create_task_group() as tasks:
             tasks.start_soon(
                 serialize.run, save, context, blocks, summed_out, name=f"serialize {name}"
             )

@@ -13,7 +13,7 @@ from ckpipe.errors import UsageError
 from ckpipe.format.data_file import DataFiles
 from ckpipe.interpreter import gc_paused, user_code
 from ckpipe.plan.check import OWN_PLANNERS, check_plan
-from ckpipe.plan.plan import RankPlan, fingerprint
+from ckpipe.plan.plan import RankPlan, files_by_size, fingerprint
 from ckpipe.save.context import SaveContext
 from ckpipe.save.memory import reserve
 from ckpipe.save.program import CopyProgram, plan_blocks
@@ -86,13 +86,16 @@ def _make_program(context: SaveContext, captured: Captured, save: CheckpointId) 
             with contextlib.suppress(RuntimeError):
                 check_cancelled()
             raise
-        if known is not None and known.plan is plan:
+        if known is not None and known.drafted is plan:
             return known
         if not own:
             check_plan(plan, captured, planner, rank=context.rank, world_size=context.world_size)
-        blocks = plan_blocks(plan, captured.tensors, context.arena.block_bytes)
-        files = DataFiles(plan.files, plan.layout, blocks)
-        return CopyProgram(plan, blocks, files, name)
+        laid, block_bytes = plan, context.arena.block_bytes
+        if context.store.links is not None:
+            laid = files_by_size(plan, block_bytes, context.store.max_file_bytes)
+        blocks = plan_blocks(laid, captured.tensors, block_bytes)
+        files = DataFiles(laid.files, laid.layout, blocks)
+        return CopyProgram(laid, blocks, files, name, plan)
 
 
 def _plan(context: SaveContext, captured: Captured, save: CheckpointId) -> RankPlan:

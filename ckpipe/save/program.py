@@ -332,12 +332,14 @@ class CopyProgram:
         blocks: The blocks with their copies.
         files: The data files of the rank.
         planner: The class of the planner, for the manifest.
+        drafted: The plan as the planner made it.
     """
 
     plan: RankPlan
     blocks: tuple[BlockPlan, ...]
     files: DataFiles
     planner: str
+    drafted: RankPlan
 
 
 @dataclass(frozen=True, slots=True)

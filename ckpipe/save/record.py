@@ -12,7 +12,7 @@ import contextlib
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, InvalidStateError
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from ckpipe.save.links import CommittedFiles
+
 UNKNOWN = -1
 """The value of a checksum that is not computed yet."""
 
@@ -48,12 +50,14 @@ class FilledBlock:
         sums: The checksum of each range of :class:`BlockCuts`. The copy has computed most of them.
             A checksum is ``UNKNOWN`` until the serialize stage computes it if its bytes came from a
             device, were copied by torch or were joined from several tensors.
+        rests: True if its bytes are those of its place in the base of the save.
     """
 
     save: SaveRecord
     plan: BlockRange
     data: memoryview
     sums: NDArray[np.int64]
+    rests: bool = field(default=False, init=False)
 
     def release(self) -> None:
         """Give its memory back; the store has its bytes."""
@@ -91,6 +95,16 @@ class SaveRecord(abc.ABC):
         """The checksum of every mebibyte of every entry; complete before the files are durable."""
         self.nan: tuple[tuple[int, int], ...] = ()
         """The entries with NaN and their counts; complete like the checksums."""
+        self.base: CommittedFiles | None = None
+        """The committed files to which it may link; None if it writes all."""
+        self.may_link = False
+        """True if it links to the base; else blocks that rest are only digested."""
+        self.link_number = 0
+        """The number of the save among those of its process."""
+        self.digests: dict[tuple[int, int], str] = {}
+        """The digests of blocks, by file and offset."""
+        self.linked: set[int] = set()
+        """The numbers of files that are linked."""
         self.stored: list[str] = []
         """Keys of its data files that are complete, or may be."""
         self.commit_may_exist = False
@@ -124,6 +138,7 @@ class SaveRecord(abc.ABC):
             captured_seconds=self.captured_seconds,
             blocks=self.clock.blocks(),
             copied_bytes=self.clock.copied_bytes,
+            linked_bytes=self.clock.linked_bytes,
         )
 
     def contents(self) -> tuple[Structure, RankManifest]:
@@ -134,6 +149,17 @@ class SaveRecord(abc.ABC):
         """
         assert self.sealed is not None
         return self.sealed
+
+    def resting_digest(self, plan: BlockRange) -> str | None:
+        """Return the digest with which a block rests; None if it is written in any case."""
+        if self.base is None or self.files is None or not self.may_link:
+            return None
+        return self.base.digest(self.files.rows[plan.file], plan.offset)
+
+    @property
+    def waits(self) -> bool:
+        """True if its copy waits until the memory of earlier blocks is given back."""
+        return False
 
     @abc.abstractmethod
     def free(self, filled: Any) -> None:
@@ -181,6 +207,8 @@ class StageTimings:
         self._zero = zero
         self.copied_bytes = 0
         """Bytes of the checkpoint that are redundant copies, as far as this rank has seen."""
+        self.linked_bytes = 0
+        """Bytes of this rank's data files that were linked."""
         self._stages: dict[str, _StageTimes] = {}
         self._blocks: dict[tuple[int, int], dict[str, Any]] = {}
         """The fields of a :class:`BlockReport` that are known, by file and offset."""
@@ -251,7 +279,7 @@ class StageTimings:
 
     def absorb(self, other: StageTimings) -> None:
         """Merge the times of another process for the same save; its stages win."""
-        self.copied_bytes = other.copied_bytes
+        self.copied_bytes, self.linked_bytes = other.copied_bytes, other.linked_bytes
         self._stages |= other._stages
         for place, found in other._blocks.items():
             self._note(place, found)

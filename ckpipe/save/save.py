@@ -129,6 +129,11 @@ class Save(SaveRecord):
             and not other.safe.done()
         )
 
+    @property
+    def waits(self) -> bool:
+        """See :class:`~ckpipe.save.record.SaveRecord`."""
+        return self.reservation is None or self.reservation.waits
+
     def contents(self) -> tuple[Structure, RankManifest]:
         """See :class:`~ckpipe.save.record.SaveRecord`."""
         captured, program, request = self.captured, self.program, self.request

@@ -26,6 +26,7 @@ from ckpipe.format.checksum import ChunkSums, crc32c_of_each
 from ckpipe.format.data_file import DataFiles
 from ckpipe.memory.native import address_of, count_nan_each
 from ckpipe.save.context import StoreContext
+from ckpipe.save.links import digest_of
 from ckpipe.save.record import UNKNOWN, FilledBlock, SaveRecord
 
 BATCH_BLOCKS = 16
@@ -46,6 +47,7 @@ async def run(
     sums: ChunkSums | None = None
     nan, settings = Counter[int](), context.settings.nan
     async with inbox, out:
+        resting: list[FilledBlock] = []
         async for first in inbox:
             assert save.files is not None
             files, sums = save.files, sums or ChunkSums(save.files.sum_table)
@@ -67,13 +69,39 @@ async def run(
                     work()
             if unknown:
                 save.clock.summed([each.plan for each in unknown], began, time.perf_counter())
+            unmoved = []
             for each in batch:
-                await out.send(each)
+                if save.base is None or not save.base.has_checksums(files, each):
+                    await out.send(each)
+                elif save.waits or not save.resting_digest(each.plan):
+                    unmoved.append(each)
+                else:  # beside the copy, digests would slow both down
+                    resting.append(each)
+            await _digest(save, unmoved, out)
+        await _digest(save, resting, out)
         if not save.copied.is_set():
             await anyio.sleep_forever()  # the copy has failed, and its error cancels this
         assert save.files is not None
         save.checksums = (sums or ChunkSums(save.files.sum_table)).finished()
         save.nan = tuple(sorted(nan.items()))
+
+
+async def _digest(
+    save: SaveRecord, blocks: Sequence[FilledBlock], out: MemoryObjectSendStream[FilledBlock]
+) -> None:
+    """Digest blocks whose checksums are those of the base, and pass them on."""
+    for first in range(0, len(blocks), BATCH_BLOCKS):
+        batch = blocks[first : first + BATCH_BLOCKS]
+        with save.clock.timing("serialize"):
+            digests = await threads.run_sync(_digests_of, batch)
+        for each, digest in zip(batch, digests, strict=True):
+            save.digests[each.plan.file, each.plan.offset] = digest
+            each.rests = save.resting_digest(each.plan) == digest
+            await out.send(each)
+
+
+def _digests_of(blocks: Sequence[FilledBlock]) -> list[str]:
+    return [digest_of(each.data) for each in blocks]
 
 
 def _sum_up(

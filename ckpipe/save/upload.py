@@ -9,22 +9,35 @@ import contextlib
 import itertools
 import logging
 import time
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import TypeVar
 
 import anyio
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
 from ckpipe import threads
 from ckpipe.backend import Upload
-from ckpipe.errors import CkpipeError, ObjectExists, StoreError, StoreFull
-from ckpipe.events import BlockUploaded
+from ckpipe.errors import (
+    CkpipeError,
+    LinkUnavailable,
+    ObjectExists,
+    ObjectNotFound,
+    SaveError,
+    StoreError,
+    StoreFull,
+)
+from ckpipe.events import BlockUploaded, FileLinked
 from ckpipe.format.checksum import combine, crc32c
-from ckpipe.format.data_file import DataFiles
+from ckpipe.format.data_file import BlockRange, DataFiles
 from ckpipe.save.context import StoreContext
+from ckpipe.save.links import digest_of
 from ckpipe.save.record import FilledBlock, SaveRecord
 from ckpipe.store.retry import Tries, retrying, telling
+
+T = TypeVar("T")
 
 logger = logging.getLogger("ckpipe")
 
@@ -40,9 +53,12 @@ async def run(
 ) -> None:
     """Upload all data files, and give each block's memory back.
 
-    After a failure, incomplete uploads are aborted.
+    A file all of whose blocks rest is linked to that of an earlier checkpoint. If only some rest,
+    or the store refuses the link, they are read from there. After a failure, incomplete uploads are
+    aborted.
 
     Raises:
+        SaveError: If the file of the earlier checkpoint is gone or damaged.
         StoreError: If the store failed and retries did not help.
     """
     assert save.files is not None
@@ -71,17 +87,21 @@ class _Uploads:
         self._uploads: dict[int, Upload] = {}
         self._opening = anyio.Lock()
         self._written: Counter[int] = Counter()
+        self._resting: defaultdict[int, list[BlockRange]] = defaultdict(list)
+        """The blocks of each file that rest, whose memory was given back."""
         self._bytes = 0
         self._policy = telling(context.retry, context.events, save.id, save.rank)
         self._writing = replace(self._policy, limiter=context.limiter)
 
     async def open_first(self) -> None:
-        if self._files.blocks:
+        if self._files.blocks and not self._save.resting_digest(self._files.blocks[0]):
             await self._upload(self._files.blocks[0].file)
 
     async def lane(self, lane: int, inbox: MemoryObjectReceiveStream[FilledBlock]) -> None:
         async with inbox:
             async for first in inbox:
+                if self._set_aside(first):
+                    continue
                 upload = await self._upload(first.plan.file)
                 most = 1 if upload.takes_checksums else upload.most_blocks
                 waiting = inbox.statistics().current_buffer_used
@@ -89,9 +109,22 @@ class _Uploads:
                 found = [first]
                 with contextlib.suppress(anyio.WouldBlock, anyio.EndOfStream):
                     while len(found) < min(share, most):
-                        found.append(inbox.receive_nowait())
+                        if not self._set_aside(filled := inbox.receive_nowait()):
+                            found.append(filled)
                 for file, some in itertools.groupby(found, lambda filled: filled.plan.file):
                     await self._write(await self._upload(file), list(some), lane)
+
+    def _set_aside(self, filled: FilledBlock) -> bool:
+        """Give the memory of a block that rests back, unless its file is written in any case."""
+        links, number, limits = self._context.links, filled.plan.file, self._context.backend.limits
+        row, most = self._files.rows[number], limits.max_link_bytes
+        if not filled.rests or number in self._uploads or (most is not None and row.size > most):
+            return False
+        if links is None or links.off:
+            return False
+        self._resting[number].append(filled.plan)
+        filled.release()
+        return True
 
     async def _write(self, upload: Upload, some: list[FilledBlock], lane: int) -> None:
         """Write blocks of one file."""
@@ -113,12 +146,14 @@ class _Uploads:
         save.clock.uploaded(plans, began, time.perf_counter(), lane)
         for filled in some:
             filled.release()
-            nbytes = filled.plan.nbytes
-            self._written[filled.plan.file] += 1
-            self._bytes += nbytes
-            self._context.events.emit(
-                BlockUploaded(*save.where, nbytes, self._bytes, self._files.size)
-            )
+            self._count(filled.plan)
+
+    def _count(self, plan: BlockRange) -> None:
+        self._written[plan.file] += 1
+        self._bytes += plan.nbytes
+        self._context.events.emit(
+            BlockUploaded(*self._save.where, plan.nbytes, self._bytes, self._files.size)
+        )
 
     async def _upload(self, number: int) -> Upload:
         if (known := self._uploads.get(number)) is not None:
@@ -132,26 +167,117 @@ class _Uploads:
                     size=row.size,
                     block_bytes=context.block_bytes,
                 )
-                with self._save.clock.timing("upload"):
-                    try:
-                        upload = await retrying(self._policy, open_upload)
-                    except StoreFull:
-                        # The delayed prune may free room.
-                        if not await context.prunes.ended():
-                            raise
-                        upload = await retrying(self._policy, open_upload)
-                self._uploads[number] = upload
+                self._uploads[number] = await self._with_room(open_upload)
             return self._uploads[number]
 
+    async def _with_room(self, request: Callable[[], Awaitable[T]]) -> T:
+        """Make a request; if the store is full, make it again after the delayed prune."""
+        with self._save.clock.timing("upload"):
+            try:
+                return await retrying(self._policy, request)
+            except StoreFull:
+                if not await self._context.prunes.ended():
+                    raise
+                return await retrying(self._policy, request)
+
     async def complete(self) -> None:
-        """Make every file durable, one after the other."""
+        """Make every file durable, several at a time."""
         blocks = Counter(block.file for block in self._files.blocks)
-        if self._written != blocks:  # no assert: this must hold under python -O too
+        resting = Counter({number: len(plans) for number, plans in self._resting.items()})
+        if self._written + resting != blocks:  # no assert: this must hold under python -O too
             raise AssertionError("a block was never written")
-        for number, upload in list(self._uploads.items()):
+        lanes = anyio.Semaphore(self._context.settings.upload.lanes)
+        async with anyio.create_task_group() as tasks:
+            for number in blocks:
+                await lanes.acquire()
+                tasks.start_soon(self._finish, number, lanes, name=f"end of data file {number}")
+
+    async def _finish(self, number: int, lanes: anyio.Semaphore) -> None:
+        """Link a file, or write those of its blocks that rest too, and make it durable."""
+        resting = self._resting.get(number, [])
+        if not (resting and number not in self._uploads and await self._link(number, resting)):
+            for plan in resting:
+                await self._write_from_earlier(plan)
             with self._save.clock.timing("upload"):
-                await self._complete(number, upload)
+                await self._complete(number, self._uploads[number])
             del self._uploads[number]
+        lanes.release()
+
+    async def _link(self, number: int, plans: Sequence[BlockRange]) -> bool:
+        """Link a file to that of an earlier checkpoint; False if the store refuses."""
+        save, links, row = self._save, self._context.links, self._files.rows[number]
+        key, size = row.key(save.id), row.size
+        assert links is not None
+        if links.off:
+            return False
+        # Recorded before it is there, since a cancelled save never gets the result.
+        save.stored.append(key)
+        try:
+            source = await self._from_earlier(
+                plans,
+                lambda source: self._with_room(partial(self._context.backend.link, source, key)),
+            )
+        except LinkUnavailable as error:
+            save.stored.remove(key)
+            links.refused()
+            then = "Saves write all from now on" if links.off else "This file is written anew"
+            if self._context.is_first(then):
+                logger.warning("The store refuses to link %s: %s. %s", key, error, then)
+            return False
+        except ObjectExists:
+            # A dead worker may have written it.
+            if not save.redelivered or (await self._context.retrying.stat(key)).size != size:
+                save.stored.clear()
+                raise
+            source = key
+        links.unavailable = False
+        save.linked.add(number)
+        save.clock.linked_bytes += size
+        self._bytes += size
+        self._context.events.emit(FileLinked(*save.where, key, source, size))
+        return True
+
+    async def _write_from_earlier(self, plan: BlockRange) -> None:
+        """Write a block that rests with the bytes of an earlier checkpoint, which are checked."""
+        data = memoryview(bytearray(plan.nbytes))
+
+        async def read(source: str) -> None:
+            await self._context.retrying.read_into(source, plan.offset, data)
+            digest = await threads.run_sync(digest_of, data)
+            if digest != self._save.digests[plan.file, plan.offset]:
+                raise self._lost(f"{source} is damaged at byte {plan.offset}")
+
+        await self._from_earlier([plan], read)
+        upload = await self._upload(plan.file)
+        with self._save.clock.timing("upload", plan.nbytes):
+            await retrying(self._writing, partial(upload.write, plan.offset, data))
+        self._count(plan)
+
+    async def _from_earlier(
+        self, plans: Sequence[BlockRange], use: Callable[[str], Awaitable[None]]
+    ) -> str:
+        """Use the newest committed file with the bytes of a save's blocks; return its key."""
+        links, tried = self._context.links, set[str]()
+        assert links is not None
+        while True:
+            # Newer ones may have been committed meanwhile.
+            sources = (each for each in links.sources(self._save, plans) if each not in tried)
+            if (source := next(sources, None)) is None:
+                raise self._lost(f"{', '.join(sorted(tried))} is gone")
+            try:
+                await use(source)
+            except ObjectNotFound:
+                tried.add(source)
+            else:
+                return source
+
+    def _lost(self, reason: str) -> SaveError:
+        assert self._context.links is not None
+        self._context.links.distrust()
+        return SaveError(
+            f"The bytes of a data file that did not change are lost: {reason}",
+            hint="The next save writes all; ckpipe verify tells whether earlier ones are damaged",
+        )
 
     async def _complete(self, number: int, upload: Upload) -> None:
         row = self._files.rows[number]

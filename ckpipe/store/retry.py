@@ -48,7 +48,7 @@ _QUIET_SECONDS = 600.0
 OnRead = Callable[[int], None]
 """Called with the number of bytes that one read of a large object added."""
 
-_CHANGES = ("put", "open_upload", "delete", "remove_stale_uploads")
+_CHANGES = ("put", "link", "open_upload", "delete", "remove_stale_uploads")
 
 # A separate generator: the random numbers of training must not depend on answers of a store.
 _jitter = random.Random()
@@ -327,8 +327,9 @@ class RetryingBackend(WrappedBackend):
 
     A request with a lost answer may have taken effect before its retry. So a create-only put may
     meet its own object and raise :class:`~ckpipe.errors.ObjectExists`; a caller that must know
-    reads the object back. An opened upload belongs to its caller, which has retries of its own.
-    Reads of large objects are fewer at a time while the store throttles.
+    reads the object back. A link recognises its own target. An opened upload belongs to its caller,
+    which has retries of its own. Reads of large objects are fewer at a time while the store
+    throttles.
 
     Args:
         inner: The backend that does the work; its owner opens and closes it.

@@ -19,10 +19,11 @@ class Operation:
     """One operation on a backend.
 
     Args:
-        verb: The method: ``enter``, ``exit``, ``put``, ``open_upload``, ``write``, ``complete``,
-            ``landed``, ``abort``, ``get``, ``read_into``, ``list``, ``children``, ``stat``,
-            ``delete`` or ``remove_stale_uploads``.
-        key: The key or prefix; of ``delete`` the keys joined by spaces; of the first two empty.
+        verb: The method: ``enter``, ``exit``, ``put``, ``link``, ``open_upload``, ``write``,
+            ``complete``, ``landed``, ``abort``, ``get``, ``read_into``, ``list``, ``children``,
+            ``stat``, ``delete`` or ``remove_stale_uploads``.
+        key: The key or prefix; of ``link`` the target; of ``delete`` the keys joined by spaces; of
+            the first two empty.
         size: Bytes that the caller sends or asks for, as far as they are known beforehand.
     """
 
@@ -43,7 +44,7 @@ class WrappedBackend(Backend, abc.ABC):
 
     def __init__(self, inner: Backend) -> None:
         self.inner = inner
-        self.limits = inner.limits
+        self.limits, self.can_link = inner.limits, inner.can_link
 
     @abc.abstractmethod
     async def around(self, operation: Operation, call: Callable[[], Awaitable[Result]]) -> Result:
@@ -70,6 +71,9 @@ class WrappedBackend(Backend, abc.ABC):
     async def put_volatile(self, key: str, data: bytes) -> None:
         operation = Operation("put", key, len(data))
         await self.around(operation, lambda: self.inner.put_volatile(key, data))
+
+    async def link(self, source: str, target: str) -> None:
+        await self.around(Operation("link", target), lambda: self.inner.link(source, target))
 
     async def open_upload(self, key: str, *, size: int, block_bytes: int) -> Upload:
         upload = await self.around(

@@ -15,6 +15,7 @@ from anyio import to_thread
 from ckpipe.backend import Backend, ObjectReader, PutMode, Upload
 from ckpipe.errors import (
     InvalidKey,
+    LinkUnavailable,
     ObjectExists,
     ObjectNotFound,
     StoreError,
@@ -435,6 +436,85 @@ class BackendConformance:
         with pytest.raises(InvalidKey):
             await backend.open_upload(key, size=1, block_bytes=self.block_bytes(backend))
         assert await self.keys(backend) == []
+
+    # Links
+
+    async def linked(self, backend: Backend) -> bytes:
+        """Link ``new/file`` to ``old/file``, and return the bytes of both.
+
+        A test is skipped if the store has no links, or its file system has none.
+        """
+        if not backend.can_link:
+            pytest.skip("The store has no links")
+        data = pattern(2 * self.block_bytes(backend) + 5)
+        await self.upload(backend, "old/file", data)
+        try:
+            await backend.link("old/file", "new/file")
+        except LinkUnavailable as error:
+            assert await self.keys(backend) == ["old/file"]
+            pytest.skip(str(error))
+        return data
+
+    async def test_linked_objects_live_apart(self, backend: Backend) -> None:
+        data = await self.linked(backend)
+        await backend.link("new/file", "newer/file")
+        assert await self.keys(backend) == ["new/file", "newer/file", "old/file"]
+        new = await backend.stat("new/file")
+        assert new.size == len(data)
+        assert abs(new.modified - datetime.now(UTC)) < SKEW
+        await backend.delete(["old/file", "newer/file"])
+        assert await self.keys(backend) == ["new/file"]
+        assert await self.read(backend, "new/file") == data
+        await backend.link("new/file", "old/file")
+        await backend.delete(["new/file"])
+        await backend.put("new/file", b"other", CREATE)
+        assert await self.read(backend, "old/file") == data
+
+    async def test_link_is_create_only(self, backend: Backend) -> None:
+        await self.linked(backend)
+        await backend.put("old/other", b"other", CREATE)
+        await backend.put("taken", b"theirs", CREATE)
+        for source, target in (("old/file", "taken"), ("old/other", "new/file")):
+            before = await self.read(backend, target)
+            with pytest.raises(ObjectExists) as caught:
+                await backend.link(source, target)
+            assert caught.value.key == target
+            assert await self.read(backend, target) == before
+
+    async def test_link_finds_no_source(self, backend: Backend) -> None:
+        await self.linked(backend)
+        for source in ("old/none", "none/file", "old", "old/file/below"):
+            with pytest.raises(ObjectNotFound) as caught:
+                await backend.link(source, "target/file")
+            assert caught.value.key == source
+        for source, target in (("old/file", "a//b"), ("a//b", "target/file")):
+            with pytest.raises(InvalidKey):
+                await backend.link(source, target)
+        assert await self.keys(backend) == ["new/file", "old/file"]
+        assert (await backend.children()).prefixes == ("new/", "old/")
+
+    async def test_a_repeated_link_finds_its_target(self, backend: Backend) -> None:
+        # The answer to the first call may have been lost.
+        data = await self.linked(backend)
+        await backend.link("old/file", "new/file")
+        assert await self.read(backend, "new/file") == data
+
+    async def test_one_of_racing_links_wins(self, backend: Backend) -> None:
+        await self.linked(backend)
+        for number in range(8):
+            await backend.put(f"race/{number}", pattern(1000, seed=number), CREATE)
+        winners: list[int] = []
+
+        async def race(number: int) -> None:
+            with suppress(ObjectExists):
+                await backend.link(f"race/{number}", "race/here")
+                winners.append(number)
+
+        async with anyio.create_task_group() as tasks:
+            for number in range(8):
+                tasks.start_soon(race, number)
+        assert len(winners) == 1
+        assert await self.read(backend, "race/here") == pattern(1000, seed=winners[0])
 
     # Lists and deletion
 

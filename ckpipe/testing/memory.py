@@ -24,6 +24,7 @@ from ckpipe.errors import ObjectExists, ObjectNotFound, StoreError, UsageError
 class _Object:
     data: bytes | bytearray
     modified: datetime
+    source: str | None = None  # of a link
 
 
 @dataclass
@@ -32,9 +33,10 @@ class _Store:
     objects: dict[str, _Object] = field(default_factory=dict)
     uploads: dict[MemoryUpload, datetime] = field(default_factory=dict)
 
-    def create(self, key: str, data: bytes | bytearray) -> None:
-        new = _Object(data, datetime.now(UTC))
-        if self.objects.setdefault(key, new) is not new:
+    def create(self, key: str, data: bytes | bytearray, source: str | None = None) -> None:
+        new = _Object(data, datetime.now(UTC), source)
+        found = self.objects.setdefault(key, new)
+        if found is not new and (source is None or found.source != source):
             raise ObjectExists("The key is taken", key=key)
 
     def find(self, key: str) -> _Object:
@@ -75,6 +77,8 @@ class MemoryBackend(Backend):
             ``memory://`` is a new store each time.
     """
 
+    can_link = True
+
     def __init__(self, url: str = "memory://") -> None:
         self._name = url.partition("://")[2]
         self._store = _shared.setdefault(self._name, _Store()) if self._name else _Store()
@@ -88,6 +92,10 @@ class MemoryBackend(Backend):
             self._store.create(check_key(key), bytes(data))
         else:
             self._store.objects[check_key(key)] = _Object(bytes(data), datetime.now(UTC))
+
+    async def link(self, source: str, target: str) -> None:
+        await checkpoint()
+        self._store.create(check_key(target), self._store.find(source).data, source)
 
     async def open_upload(self, key: str, *, size: int, block_bytes: int) -> Upload:
         await checkpoint()

@@ -99,11 +99,16 @@ class RemoteSave(SaveRecord):
         """Cancel its stages."""
         self._scope.cancel()
 
+    @property
+    def waits(self) -> bool:
+        """See :class:`~ckpipe.save.record.SaveRecord`."""
+        return self._waits and self.sealed is None
+
     def free(self, filled: FilledBlock) -> None:
         """Tell the trainer that a block is no longer in use."""
         place = filled.plan.file, filled.plan.offset
         released = protocol.BlockReleased(self._number, place)
-        if self._waits and self.sealed is None:
+        if self.waits:
             self._channel.post(released)
         else:
             self._channel.post_soon(released, NOTICE_SECONDS)

@@ -208,11 +208,10 @@ class WorkerConnection:
         files = None if save.files is self._files else save.files
         self._begun += 1
         transit.number = self._begun
-        waits = save.reservation is None or save.reservation.waits
         self._channel.post(
             protocol.Begin(
                 self._begun, save.id, save.began, save.token, save.redelivered, files,
-                self._context.catalog.resumed_from, self._context.catalog.line, waits,
+                self._context.catalog.resumed_from, self._context.catalog.line, save.waits,
             )
         )  # fmt: skip
         self._files = save.files  # only now: if the post raises, the worker does not have them

@@ -205,6 +205,7 @@ SETTINGS = """
     drain_timeout_seconds per_rank pickle keep_reports read_only initial resume
     switch_interval_seconds
     staging.bytes staging.block_bytes staging.pinned staging.overlap
+    incremental.enabled incremental.full_every
     upload.lanes upload.retries upload.backoff_seconds upload.backoff_max_seconds
     upload.attempt_timeout_seconds upload.deadline_seconds
     load.lanes load.agreement_timeout_seconds lock.timeout_seconds lock.max_step_wait_seconds

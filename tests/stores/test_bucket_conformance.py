@@ -35,6 +35,8 @@ ONE_OF_EACH = frozenset({
     "test_stale_uploads_are_removed",
     "test_ranges[12345-53198]",
     "test_read_beyond_the_end[999-2]",
+    "test_linked_objects_live_apart",
+    "test_link_is_create_only",
     "test_missing_keys[there/is/more]",
     "test_list_and_children",
     "test_delete_is_idempotent",
@@ -85,6 +87,9 @@ class TestMoto(BucketConformance):
     sample = 30
     many_objects = 1100 if EVERY else 300  # a page has 1000
     refused_reads = (StoreUnavailable,)  # it answers 500 to a read that meets a write
+
+    async def test_one_of_racing_links_wins(self, backend: Backend) -> None:
+        pytest.skip("moto ignores the condition of a copy")
 
 
 class TestWithoutChecksums(TestMoto):
@@ -148,3 +153,6 @@ class TestFakeGcsServer(BucketConformance):
     server = "fake_gcs_server"
     sample = ONE_OF_EACH
     refused_reads = (StoreError,)
+
+    async def test_one_of_racing_links_wins(self, backend: Backend) -> None:
+        pytest.skip("fake-gcs-server ignores the condition of a copy")

@@ -136,6 +136,8 @@ class GcsDialect:
             return "Begin" if query["uploadType"] == ["resumable"] else "Put"
         if path.endswith("/compose"):
             return "Compose"
+        if "/rewriteTo/" in path:
+            return "Copy"
         if path.endswith("/o"):
             return "List"
         if query.get("alt") == ["media"]:
@@ -206,7 +208,8 @@ class FaultProxy:
         first = f"{method} {re.sub('^http://[^/]*', '', target)} {version}"
         named = dict(line.split(": ", 1) for line in lines)
         headers = {name.lower(): value for name, value in named.items()}
-        operation = self.dialect.operation(method, target)
+        copies = "x-amz-copy-source" in headers
+        operation = "Copy" if copies else self.dialect.operation(method, target)
         size = int(headers.get("content-length", 0))
         request = Request(method, target, headers, size, operation)
         fault = self.rule(request)

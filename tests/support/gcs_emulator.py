@@ -2,11 +2,11 @@
 
     python tests/support/gcs_emulator.py PORT [--authorize]
 
-It serves what clients of the JSON API need to write, read, list, compose and delete objects, and
-refuses what the reference does not name, so that a misspelt parameter is an error. Pages of lists
-are short, as the real ones may be. A bucket whose name begins with ``payer`` wants ``userProject``.
-With ``--authorize`` requests need a token from ``POST /token``, an OAuth endpoint. Tests look at it
-through ``/emulator``.
+It serves what clients of the JSON API need to write, read, list, compose, copy and delete objects,
+and refuses what the reference does not name, so that a misspelt parameter is an error. Pages of
+lists are short, as the real ones may be. A bucket whose name begins with ``payer`` wants
+``userProject``. With ``--authorize`` requests need a token from ``POST /token``, an OAuth endpoint.
+Tests look at it through ``/emulator``.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ PARAMETERS = {
     "look": {"alt", "generation", *CONDITIONS},
     "delete": {"generation", *CONDITIONS},
     "compose": {"kmsKeyName", *CONDITIONS},
+    "rewrite": {"destinationKmsKeyName", "rewriteToken", *CONDITIONS},
     "list": {"prefix", "delimiter", "pageToken", "maxResults"},
 }
 TOKEN_SECONDS = 3600
@@ -67,6 +68,7 @@ class Api:
         app.router.add_get(one, self.look)
         app.router.add_delete(one, self.delete)
         app.router.add_post(one + "/compose", self.compose)
+        app.router.add_post(one + "/rewriteTo/b/{to_bucket}/o/{to_name:[^/]+}", self.rewrite)
         app.router.add_post("/storage/v1/b", self.make_bucket)
         app.router.add_post("/token", self.grant)
         app.router.add_get("/emulator", self.state)
@@ -171,6 +173,26 @@ class Api:
         ]
         told = body.get("destination", {}) | {"name": name}
         return answer(self._store.compose(bucket, sources, told, query).resource(), query)
+
+    async def rewrite(self, request: web.Request) -> web.Response:
+        """``objects.rewrite``, which takes two calls if the object is not small."""
+        query = asked(request, "rewrite")
+        stored = self._store.find(*place(request))
+        told = await request.json() | {"name": request.match_info["to_name"]}
+        size = stored.resource()["size"]
+        if int(size) > QUANTUM and "rewriteToken" not in query:
+            token = secrets.token_urlsafe(16)
+            self._tokens.add(token)
+            part = {"totalBytesRewritten": str(QUANTUM), "objectSize": size}
+            return answer({"done": False, "rewriteToken": token, **part}, query)
+        if query.get("rewriteToken", "") not in self._tokens | {""}:
+            raise Refusal(400, "invalid", "rewriteToken")
+        if "destinationKmsKeyName" in query:
+            query["kmsKeyName"] = query.pop("destinationKmsKeyName")
+        content = self._store.content(stored)
+        made = self._store.put(request.match_info["to_bucket"], content, told, query)
+        done = {"done": True, "totalBytesRewritten": size, "objectSize": size}
+        return answer({**done, "resource": made.resource()}, query)
 
     async def delete(self, request: web.Request) -> web.Response:
         """``objects.delete``."""

@@ -202,6 +202,10 @@ class Recording(MemoryBackend):
         with self._call("put_volatile", key):
             await super().put(key, data, PutMode.CREATE)
 
+    async def link(self, source: str, target: str) -> None:
+        with self._call("link", source, target):
+            await super().link(source, target)
+
     async def open_upload(self, key: str, *, size: int, block_bytes: int) -> Upload:
         with self._call(f"open_upload of {size} bytes in blocks of {block_bytes}", key):
             upload = await super().open_upload(key, size=size, block_bytes=block_bytes)
