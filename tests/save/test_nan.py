@@ -144,3 +144,14 @@ def test_the_first_nan_of_a_launch_is_one_warning(
         assert "has 3 NaN, 2 of them in b of rank 0, the first tensor with some" in told
         known = f"load(without_nan=True) loads {name}" if sound else "no complete checkpoint is"
         assert known in told
+
+
+def test_files_that_are_linked_keep_their_counts(tmp_path: Path) -> None:
+    state = {"a": torch.zeros(1 << 20), "b": torch.full((1 << 19,), NAN)}
+    state["a"][5] = NAN
+    with ckpipe.SyncPipeline(tmp_path, incremental=True) as pipeline:
+        for step in range(4):
+            state["a"] += 1
+            assert pipeline.save(state, step=step).wait().nan == (1 << 19) + 1
+    assert ckpipe.inspect(tmp_path).linked_bytes
+    assert counts(tmp_path, 3) == {"a": 1, "b": 1 << 19}
