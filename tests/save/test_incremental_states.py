@@ -16,6 +16,8 @@ from torch import nn
 
 import ckpipe
 from ckpipe.distributed import training_state
+from ckpipe.errors import PermissionDenied
+from ckpipe.testing.wrappers import Operation
 from tests.support.linked_saves import (
     Links,
     change,
@@ -24,7 +26,7 @@ from tests.support.linked_saves import (
     step,
     tensor_bytes,
 )
-from tests.support.pipelines import loaded_state
+from tests.support.pipelines import Stores, loaded_state
 from tests.support.rank_pipelines import ranks
 from tests.support.sampling import EVERY, SEED
 from tests.support.stored_files import crc32c
@@ -226,11 +228,10 @@ def saved_bytes(pipeline: ckpipe.SyncPipeline, state: Any, saves: int = 1) -> li
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("worker", ["thread", "process"])
 def test_first_save_after_a_restart_links(root: Path, worker: Any) -> None:
-    state = {"large": [noise(300_000) for _ in range(3)], "small": noise(300)}
+    state: dict[str, Any] = {"large": [noise(300_000) for _ in range(3)], "small": noise(300)}
     with ckpipe.SyncPipeline(root, worker=worker, **OPTIONS) as pipeline:
         (none, every), (still_none, _) = saved_bytes(pipeline, state, 2)
         assert (none, still_none) == (0, 0)
-    change(state["large"][1], random.Random(SEED))
     with ckpipe.SyncPipeline(root, worker=worker, **OPTIONS) as pipeline:
         target = {"large": [torch.empty(300_000) for _ in range(3)], "small": torch.empty(300)}
         assert pipeline.load(target) is not None
@@ -316,3 +317,22 @@ def test_bytes_with_the_same_checksums_are_written(root: Path, block: int) -> No
         assert content(loaded_state(pipeline)) == expected
         (values,) = load_file(next(root.glob(f"{pipeline.latest().id}/*"))).values()  # type: ignore[union-attr]
         assert tensor_bytes(values) == expected["w"]
+
+
+def is_commit(operation: Operation) -> bool:
+    return operation.verb == "create" and operation.key.endswith(".json")
+
+
+def test_save_that_failed_is_no_source(store: Stores, chance: random.Random) -> None:
+    state = {"rests": noise(280_000), "moves": noise(300_000)}
+    with ckpipe.SyncPipeline(store.url, **OPTIONS) as pipeline:
+        saved_bytes(pipeline, state, 3)
+        change(state["moves"], chance)
+        store.faulty.fail(PermissionDenied("no"), is_commit, times=None)
+        for _ in range(2):
+            with pytest.raises(PermissionDenied):
+                saved_bytes(pipeline, state)
+        store.faulty.heal()
+        ((linked, every),) = saved_bytes(pipeline, state)
+        assert state["rests"].nbytes < linked < every - state["moves"].nbytes
+        assert content(loaded_state(pipeline)) == content(state)
