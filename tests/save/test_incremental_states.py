@@ -320,7 +320,7 @@ def test_bytes_with_the_same_checksums_are_written(root: Path, block: int) -> No
 
 
 def is_commit(operation: Operation) -> bool:
-    return operation.verb == "create" and operation.key.endswith(".json")
+    return operation.verb == "put" and operation.key.endswith(".json")
 
 
 def test_save_that_failed_is_no_source(store: Stores, chance: random.Random) -> None:
