@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
@@ -242,25 +242,33 @@ def test_first_save_after_a_restart_links(root: Path, worker: Any) -> None:
         assert content(loaded_state(pipeline)) == changed
 
 
-@pytest.mark.parametrize("how", ["never", "unloaded", "other world"])
-def test_save_that_follows_no_load_of_its_own_rank_writes_all(root: Path, how: str) -> None:
+@pytest.mark.parametrize("resume", ["never", "auto"])
+def test_save_that_follows_no_load_writes_all(root: Path, resume: Any) -> None:
     state = {"large": noise(300_000)}
     with ckpipe.SyncPipeline(root, **OPTIONS) as pipeline:
         saved_bytes(pipeline, state, 3)
-    options = {**OPTIONS, **({"resume": "never"} if how == "never" else {})}
-    if how == "other world":
-        with ranks(str(root), 2, **options) as pipelines:
-            for each in pipelines:
-                assert each.load({"large": torch.empty(300_000)}) is not None
-            found = [saved_bytes(each, state, 3) for each in pipelines]
-    else:
-        with ckpipe.SyncPipeline(root, **options) as pipeline:
-            if how == "never":
-                assert pipeline.load({"large": torch.empty(300_000)}) is None
-            found = [saved_bytes(pipeline, state, 3)]
-    for (first, _), (second, _), (third, every) in found:
-        assert first == second == 0
-        assert third == every
+    with ckpipe.SyncPipeline(root, resume=resume, **OPTIONS) as pipeline:
+        if resume == "never":
+            assert pipeline.load({"large": torch.empty(300_000)}) is None
+        check_first_writes_all(saved_bytes(pipeline, state, 3))
+
+
+def test_first_save_of_another_world_size_writes_all(root: Path) -> None:
+    state = {"large": noise(300_000)}
+    for size in (3, 2, 1):
+        with ranks(str(root), size, attempt_id=f"run{size}", **OPTIONS) as pipelines:
+            for each in pipelines if size < 3 else []:
+                assert each.load({"large": torch.empty(300_000)}, per_rank="rank0") is not None
+            found = [[saved_bytes(each, state)[0] for each in pipelines] for _ in range(3)]
+            for saves in zip(*found, strict=True):
+                check_first_writes_all(saves)
+
+
+def check_first_writes_all(saves: Sequence[tuple[int, int]]) -> None:
+    """Check that a run links only from its third save on."""
+    (first, _), (second, _), (third, every) = saves
+    assert first == second == 0
+    assert third == every
 
 
 def changed_structure(state: dict[str, Any], what: str, chance: random.Random) -> dict[str, Any]:
