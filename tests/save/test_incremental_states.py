@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
@@ -16,6 +16,8 @@ from torch import nn
 
 import ckpipe
 from ckpipe.distributed import training_state
+from ckpipe.errors import PermissionDenied
+from ckpipe.testing.wrappers import Operation
 from tests.support.linked_saves import (
     Links,
     change,
@@ -24,7 +26,7 @@ from tests.support.linked_saves import (
     step,
     tensor_bytes,
 )
-from tests.support.pipelines import loaded_state
+from tests.support.pipelines import Stores, loaded_state
 from tests.support.rank_pipelines import ranks
 from tests.support.sampling import EVERY, SEED
 from tests.support.stored_files import crc32c
@@ -226,11 +228,10 @@ def saved_bytes(pipeline: ckpipe.SyncPipeline, state: Any, saves: int = 1) -> li
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("worker", ["thread", "process"])
 def test_first_save_after_a_restart_links(root: Path, worker: Any) -> None:
-    state = {"large": [noise(300_000) for _ in range(3)], "small": noise(300)}
+    state: dict[str, Any] = {"large": [noise(300_000) for _ in range(3)], "small": noise(300)}
     with ckpipe.SyncPipeline(root, worker=worker, **OPTIONS) as pipeline:
         (none, every), (still_none, _) = saved_bytes(pipeline, state, 2)
         assert (none, still_none) == (0, 0)
-    change(state["large"][1], random.Random(SEED))
     with ckpipe.SyncPipeline(root, worker=worker, **OPTIONS) as pipeline:
         target = {"large": [torch.empty(300_000) for _ in range(3)], "small": torch.empty(300)}
         assert pipeline.load(target) is not None
@@ -241,25 +242,33 @@ def test_first_save_after_a_restart_links(root: Path, worker: Any) -> None:
         assert content(loaded_state(pipeline)) == changed
 
 
-@pytest.mark.parametrize("how", ["never", "unloaded", "other world"])
-def test_save_that_follows_no_load_of_its_own_rank_writes_all(root: Path, how: str) -> None:
+@pytest.mark.parametrize("resume", ["never", "auto"])
+def test_save_that_follows_no_load_writes_all(root: Path, resume: Any) -> None:
     state = {"large": noise(300_000)}
     with ckpipe.SyncPipeline(root, **OPTIONS) as pipeline:
         saved_bytes(pipeline, state, 3)
-    options = {**OPTIONS, **({"resume": "never"} if how == "never" else {})}
-    if how == "other world":
-        with ranks(str(root), 2, **options) as pipelines:
-            for each in pipelines:
-                assert each.load({"large": torch.empty(300_000)}) is not None
-            found = [saved_bytes(each, state, 3) for each in pipelines]
-    else:
-        with ckpipe.SyncPipeline(root, **options) as pipeline:
-            if how == "never":
-                assert pipeline.load({"large": torch.empty(300_000)}) is None
-            found = [saved_bytes(pipeline, state, 3)]
-    for (first, _), (second, _), (third, every) in found:
-        assert first == second == 0
-        assert third == every
+    with ckpipe.SyncPipeline(root, resume=resume, **OPTIONS) as pipeline:
+        if resume == "never":
+            assert pipeline.load({"large": torch.empty(300_000)}) is None
+        check_first_writes_all(saved_bytes(pipeline, state, 3))
+
+
+def test_first_save_of_another_world_size_writes_all(root: Path) -> None:
+    state = {"large": noise(300_000)}
+    for size in (3, 2, 1):
+        with ranks(str(root), size, attempt_id=f"run{size}", **OPTIONS) as pipelines:
+            for each in pipelines if size < 3 else []:
+                assert each.load({"large": torch.empty(300_000)}, per_rank="rank0") is not None
+            found = [[saved_bytes(each, state)[0] for each in pipelines] for _ in range(3)]
+            for saves in zip(*found, strict=True):
+                check_first_writes_all(saves)
+
+
+def check_first_writes_all(saves: Sequence[tuple[int, int]]) -> None:
+    """Check that a run links only from its third save on."""
+    (first, _), (second, _), (third, every) = saves
+    assert first == second == 0
+    assert third == every
 
 
 def changed_structure(state: dict[str, Any], what: str, chance: random.Random) -> dict[str, Any]:
@@ -316,3 +325,22 @@ def test_bytes_with_the_same_checksums_are_written(root: Path, block: int) -> No
         assert content(loaded_state(pipeline)) == expected
         (values,) = load_file(next(root.glob(f"{pipeline.latest().id}/*"))).values()  # type: ignore[union-attr]
         assert tensor_bytes(values) == expected["w"]
+
+
+def is_commit(operation: Operation) -> bool:
+    return operation.verb == "put" and operation.key.endswith(".json")
+
+
+def test_save_that_failed_is_no_source(store: Stores, chance: random.Random) -> None:
+    state = {"rests": noise(280_000), "moves": noise(300_000)}
+    with ckpipe.SyncPipeline(store.url, **OPTIONS) as pipeline:
+        saved_bytes(pipeline, state, 3)
+        change(state["moves"], chance)
+        store.faulty.fail(PermissionDenied("no"), is_commit, times=None)
+        for _ in range(2):
+            with pytest.raises(PermissionDenied):
+                saved_bytes(pipeline, state)
+        store.faulty.heal()
+        ((linked, every),) = saved_bytes(pipeline, state)
+        assert state["rests"].nbytes < linked < every - state["moves"].nbytes
+        assert content(loaded_state(pipeline)) == content(state)
