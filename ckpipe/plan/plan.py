@@ -306,7 +306,7 @@ def _most_bytes(size: int, share: int, block_bytes: int) -> int:
     if not size:
         return share
     most = size * max(1, (share - _HEADER_ROOM) // size) + _HEADER_ROOM
-    while False and -most % block_bytes * _WASTE > most:
+    while -most % block_bytes * _WASTE > most:
         most += size
     return most
 

@@ -315,7 +315,7 @@ def test_entries_of_one_size_share_files_that_are_full_or_small(
         if size and len(own) > 1 and file.row.size > share:
             # One entry less would leave more than a sixth of the memory of its blocks empty.
             less = (len(own) - 1) * size + _ROOM
-            assert less > share or -less % block_bytes * 6 > less
+            assert -less % block_bytes * 6 > less
         assert size or len(own) == 1 or file.row.size <= share
     if max_file_bytes is None:
         _check_full(laid, entries, block_bytes)

@@ -63,7 +63,8 @@ def beside(state: dict[str, Any], memory: list[torch.Tensor]) -> Subject:
     """A state without a module, beside a parameter that is trained."""
     weight = nn.Parameter(torch.randn(300, 40))
     optimizer = torch.optim.AdamW([weight])
-    subject = Subject({**state, "weight": weight, "optimizer": optimizer}, optimizer, memory)
+    state = {**state, "rests": noise(290_000), "weight": weight, "optimizer": optimizer}
+    subject = Subject(state, optimizer, memory)
     step(optimizer, random.Random(0), 1)
     return subject
 
@@ -76,8 +77,9 @@ def plain() -> Subject:
 
 
 def network() -> nn.Sequential:
-    """A model whose first layers are frozen."""
-    model = nn.Sequential(*(nn.Linear(520, 520) for _ in range(3)), nn.Linear(520, 90))
+    """A model whose first layers are frozen; they share no file with the others."""
+    layers = [nn.Linear(520, width) for width in (520, 520, 600, 600, 90)]
+    model = nn.Sequential(*layers)
     for frozen in (model[0], model[1]):
         frozen.requires_grad_(requires_grad=False)
     return model
@@ -233,7 +235,8 @@ def test_first_save_after_a_restart_links(root: Path, worker: Any) -> None:
         (none, every), (still_none, _) = saved_bytes(pipeline, state, 2)
         assert (none, still_none) == (0, 0)
     with ckpipe.SyncPipeline(root, worker=worker, **OPTIONS) as pipeline:
-        target = {"large": [torch.empty(300_000) for _ in range(3)], "small": torch.empty(300)}
+        empty = [torch.empty(300_000) for _ in range(3)]
+        target: dict[str, Any] = {"large": empty, "small": torch.empty(300)}
         assert pipeline.load(target) is not None
         change(target["large"][1], random.Random(SEED))
         changed = content(target)
