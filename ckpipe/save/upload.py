@@ -85,7 +85,7 @@ class _Uploads:
     def __init__(self, save: SaveRecord, context: StoreContext, files: DataFiles) -> None:
         self._save, self._context, self._files = save, context, files
         self._uploads: dict[int, Upload] = {}
-        self._opening = anyio.Lock()
+        self._opening: defaultdict[int, anyio.Lock] = defaultdict(anyio.Lock)
         self._written: Counter[int] = Counter()
         self._resting: defaultdict[int, list[BlockRange]] = defaultdict(list)
         """The blocks of each file that rest, whose memory was given back."""
@@ -158,7 +158,7 @@ class _Uploads:
     async def _upload(self, number: int) -> Upload:
         if (known := self._uploads.get(number)) is not None:
             return known
-        async with self._opening:
+        async with self._opening[number]:
             if number not in self._uploads:
                 row, context = self._files.rows[number], self._context
                 open_upload = partial(
