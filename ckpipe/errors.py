@@ -275,6 +275,10 @@ class CommitUnknown(SaveError):
     """The commit may have landed or not, and the store does not tell. Nothing was deleted."""
 
 
+class ReplicasDiffer(CkpipeError):
+    """Ranks hold different bytes of a tensor that is declared equal; the checkpoint is complete."""
+
+
 class StoreError(CkpipeError):
     """The store refused or failed an operation; ``key`` is the object's key."""
 

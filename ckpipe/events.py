@@ -159,6 +159,27 @@ class Completed(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class ReplicasDiffered(Event):
+    """Ranks hold other bytes of a tensor than the rank that wrote it, though declared equal.
+
+    Emitted where the checkpoint was completed, once in a process for each pair of ranks and tensor.
+    It does not tell which of the ranks is wrong.
+
+    Args:
+        tensor: The label of the tensor.
+        owner: The rank that wrote these bytes of it.
+        ranks: The ranks that hold others.
+    """
+
+    tensor: str
+    owner: int
+    ranks: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{self.tensor} of {self.id} differs on ranks {self.owner} and {self.ranks}"
+
+
+@dataclass(frozen=True, slots=True)
 class IncompleteCheckpoint(Event):
     """This rank has committed, and some other rank has not within ``incomplete_after_seconds``.
 

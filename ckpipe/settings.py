@@ -551,6 +551,19 @@ class Nan(_Group):
     stored together, as the steps of an optimizer, have one label, that of the first."""
 
 
+class Replicas(_Group):
+    """The comparison of copies that several ranks hold, and that one of them writes."""
+
+    mode: Literal["warn", "raise", "off"] = "warn"
+    """The effect of a difference. ``"warn"`` warns and emits an event where the checkpoint is
+    completed; ``"raise"`` also makes the next call there raise :class:`~ckpipe.ReplicasDiffer`;
+    ``"off"`` compares nothing. The checkpoint is complete in any case."""
+
+    share: Annotated[float, Field(gt=0, le=1)] = 1 / 32
+    """The bytes that a save compares, as a share of those that the rank writes. All copies of R
+    ranks are compared within ``(R - 1) / share`` saves of one launch."""
+
+
 class Export(_Group):
     """The content of the export that ``final_format`` asks for."""
 
@@ -670,6 +683,7 @@ class CommonFields(TypedDict, total=False):
     retention: Retention | Mapping[str, Any] | Rule
     keep_last: int | None
     nan: Nan | Mapping[str, Any]
+    replicas: Replicas | Mapping[str, Any]
     final_format: FinalFormat
     export: Export | Mapping[str, Any]
     preemption: Preemption | Mapping[str, Any] | bool
@@ -819,6 +833,9 @@ class Settings(BaseModel):
 
     nan: Nan = Nan()
     """The count of NaN in each save."""
+
+    replicas: Replicas = Replicas()
+    """The comparison of copies that several ranks hold."""
 
     final_format: FinalFormat = "ckpipe"
     """Export that ``save(final=True)`` writes beside the checkpoint: ``"ckpipe"`` none, ``"torch"``

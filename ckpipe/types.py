@@ -132,6 +132,8 @@ class CheckpointInfo:
         line: The launch that began its line, which retention counts by; empty if it was saved by a
             version that knew no lines.
         nan: The number of NaN in its tensors, as far as they were counted.
+        differences: The number of chunks, as far as they were compared, of which ranks hold
+            different copies that are declared equal.
     """
 
     id: str
@@ -148,6 +150,7 @@ class CheckpointInfo:
     world_size: int | None = field(default=None, compare=False)
     line: str | None = field(default=None, compare=False)
     nan: int | None = field(default=None, compare=False)
+    differences: int | None = field(default=None, compare=False)
 
     @property
     def key(self) -> CheckpointId:
@@ -164,6 +167,7 @@ class CheckpointInfo:
         state = "complete" if self.complete else "incomplete"
         parts = [state, *(["pinned"] if self.pinned else []), *([self.reason] * bool(self.reason))]
         parts += [f"{self.nan} NaN"] if self.nan else []
+        parts += [f"{self.differences} differing copies"] if self.differences else []
         return (
             self.step,
             "" if self.saved_at is None else f"{self.saved_at:%Y-%m-%d %H:%M:%S}Z",
@@ -367,6 +371,9 @@ class CheckpointDescription:
         wrappers: Its wrapper tensors: class, dtype and size by label.
         source: The path or URL, if another program wrote it; else None.
         nan: The number of NaN in its tensors, as far as they were counted.
+        differences: The number of chunks of which ranks hold different copies.
+        differing: The first hundred of them: label, box, the rank that wrote it, the ranks that
+            hold other bytes, and the mebibytes of the box that differ.
     """
 
     id: str | None
@@ -387,6 +394,8 @@ class CheckpointDescription:
     wrappers: Mapping[str, str]
     source: str | None = None
     nan: int = 0
+    differences: int = 0
+    differing: tuple[DifferingCopy, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

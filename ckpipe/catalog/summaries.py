@@ -103,6 +103,7 @@ def filled(info: CheckpointInfo, found: Summary) -> CheckpointInfo:
         world_size=found.world_size,
         line=found.line,
         nan=found.nan,
+        differences=found.differences,
     )
 
 

@@ -171,6 +171,14 @@ def _check_part(document: ManifestDocument, part: RankManifest) -> None:
         raise InvalidManifest("The NaN of a part are not those of its entries", rank=part.rank)
 
 
+    ends = facts.borrowed.end
+    for row in part.witnesses:
+        number, sums = row[0] if len(row) > 2 else len(ends), row[2:]
+        fits = number < len(ends) and row[1] + len(sums) <= chunk_count(ends[number])
+        if not fits or max(sums) > _MAX_CRC:
+            raise InvalidManifest("A part witnesses what is not there", rank=part.rank)
+
+
 def _check_borrowed(document: ManifestDocument) -> None:
     """Check the chunks of each rank against the entries of their owners in this document."""
     place_of = {part.rank: (part.structure, part.layout) for part in document.parts}
@@ -216,7 +224,7 @@ def check_owners(document: ManifestDocument) -> None:
         own = _facts_of(document, structure, layout).own
         if own is None:
             rows = document.structures[structure].tensors
-            own = _own_identities(document.layouts[layout].chunks, rows)
+            own = own_identities(document.layouts[layout].chunks, rows)
         written = set(own)
         for identities, tensors, structure in wanted_of_others:
             if not written.issuperset(identities):
@@ -266,7 +274,7 @@ def facts_of(layout: Layout, tensors: Sequence[TensorRow]) -> LayoutFacts:
     entries, chunks = layout.entries, layout.chunks
     data_bytes = _check_entries(entries)
     borrowed = _check_chunks(chunks, entries.nbytes, tensors)
-    own = _own_identities(chunks, tensors) if borrowed.owner else None
+    own = own_identities(chunks, tensors) if borrowed.owner else None
     checksums = sum(map(chunk_count, entries.nbytes))
     facts = LayoutFacts(array("q", entries.nbytes), data_bytes, checksums, borrowed, own)
     layout.checked = (tensors, facts)
@@ -282,7 +290,7 @@ def identity_of(tensor: TensorRow, box: Box | None) -> int:
     return hash((tensor.label, tensor.dtype, tensor.shape, box))
 
 
-def _own_identities(chunks: Chunks, tensors: Sequence[TensorRow]) -> array[int]:
+def own_identities(chunks: Chunks, tensors: Sequence[TensorRow]) -> array[int]:
     """Return the identities of the chunks that the rank wrote itself."""
     rows = zip(chunks.tensor, chunks.box, chunks.owner, strict=True)
     return array(

@@ -27,6 +27,7 @@ from ckpipe.format.data_file import STORED_ITEM_BYTES
 from ckpipe.format.labels import Json, Numbering, canonical, decode_float
 from ckpipe.format.manifest import (
     CHUNKS,
+    DIFFERENCES,
     ENTRIES,
     FILES,
     FORMAT_VERSION,
@@ -36,6 +37,7 @@ from ckpipe.format.manifest import (
     SHARED,
     TENSORS,
     Chunks,
+    Differences,
     DocumentKind,
     Entries,
     Layout,
@@ -90,6 +92,9 @@ def encode_document(document: ManifestDocument) -> bytes:
             members["per_rank"] = [
                 {"tensors": each.tensors, "values": each.values} for each in document.per_rank
             ]
+        if document.differences is not None:
+            rows = DIFFERENCES.encode(document.differences.found)
+            members["differences"] = {"count": document.differences.count, **rows}
         if document.report is not None:
             members["report"] = document.report
         return encode_json(members, MAX_STORED_BYTES)
@@ -213,6 +218,7 @@ def decode_document(
             _decode_per_rank(members, len(structures)) if kind == "index" else (),
             # Not validated: a report of the past must not keep a checkpoint from loading.
             report if isinstance(report, dict) else None,
+            differences=_decode_differences(members) if kind == "index" else None,
         )
         check_document(document)
     except (CorruptCheckpoint, UnsupportedVersion) as error:
@@ -426,6 +432,13 @@ def _decode_per_rank(members: Mapping[str, Json], structures: int) -> tuple[PerR
         )
     except ValueError as error:
         raise InvalidManifest(f"The member per_rank is malformed: {error}") from None
+
+
+def _decode_differences(members: Mapping[str, Json]) -> Differences | None:
+    found = members.get("differences")
+    if found is None:
+        return None
+    return Differences(_number(found, "count"), DIFFERENCES.decode(found))
 
 
 def _list(members: Mapping[str, Json], name: str) -> list[Any]:

@@ -383,6 +383,9 @@ class RankManifest:
         line: The line of launches that its writer belongs to; empty in checkpoints of writers that
             knew no lines, which are one line.
         nan: The entries that have NaN, ascending, each with their number.
+        witnesses: Checksums of copies that other ranks write: the number of the chunk among those
+            of the layout that have an owner, the number of a mebibyte in it, and the CRC-32C of
+            that one and of those after it. An index has none.
     """
 
     rank: int
@@ -400,6 +403,42 @@ class RankManifest:
     final: bool = False
     line: str = ""
     nan: tuple[tuple[int, int], ...] = ()
+    witnesses: tuple[tuple[int, ...], ...] = ()
+
+
+class Difference(NamedTuple):
+    """A chunk whose bytes differ from copies that other ranks hold of it.
+
+    Args:
+        tensor: The label of the tensor.
+        box: Its box; None for all of the tensor.
+        owner: The rank that wrote it.
+        witnesses: The ranks that hold other bytes.
+        mebibytes: The numbers of the mebibytes of the box that differ.
+    """
+
+    tensor: str
+    box: Box | None
+    owner: int
+    witnesses: tuple[int, ...]
+    mebibytes: tuple[int, ...]
+
+
+MOST_DIFFERENCES = 100
+"""Number of differences that an index names."""
+
+
+@dataclass(frozen=True, slots=True)
+class Differences:
+    """The differences between copies of one checkpoint.
+
+    Args:
+        count: Number of chunks that differ.
+        found: The first of them, by tensor, box and owner.
+    """
+
+    count: int
+    found: tuple[Difference, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -428,6 +467,8 @@ class ManifestDocument:
         parts: One for each rank, in the order of ranks.
         group: Level and number of a group object; None for others.
         per_rank: In an index, the differences between the ranks of each structure.
+        differences: In an index, the copies that differ though they were declared equal; None if
+            none was found.
         report: In the manifest or index of a single rank, the report of its save, if it is kept: as
             :meth:`ckpipe.types.SaveReport.to_data` makes it, and not validated.
         source: The place of a checkpoint that another program wrote: its files have no checksums,
@@ -444,6 +485,7 @@ class ManifestDocument:
     per_rank: tuple[PerRank, ...] = ()
     report: Mapping[str, Any] | None = None
     source: str | None = None
+    differences: Differences | None = None
 
     @property
     def name(self) -> str:
@@ -737,8 +779,21 @@ PARTS = Table(
         Column("final", flags, False),
         Column("line", texts, ""),
         Column("nan", pairs, ()),
+        Column("witnesses", lambda cells: [tuple(number_lists(cell)) for cell in nodes(cells)], ()),
     ),
     RankManifest,
+)
+
+DIFFERENCES = Table(
+    "differences",
+    (
+        Column("tensor", texts),
+        Column("box", optional(boxes), None),
+        Column("owner", numbers),
+        Column("witnesses", number_lists),
+        Column("mebibytes", number_lists),
+    ),
+    Difference,
 )
 
 SHARED = ("values", "writer", "metadata", "metrics")

@@ -4,6 +4,8 @@ The result depends on the manifests alone: neither on their order, nor on the gr
 all ranks that merge the same manifests write the same object, and it does not matter which is
 first.
 
+It also lists the chunks of which a rank has witnessed other bytes than the owner wrote.
+
 The index lists the tensors of which ranks, or groups of ranks, have written different copies.
 Ranks that hold a tensor alike write it once: each of them lists the chunks that it leaves
 to others, with their owners. If all ranks hold it alike, the distinct pairs of chunk and owner make
@@ -26,12 +28,15 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from ckpipe.errors import InvalidManifest, WrongWorldSize
-from ckpipe.format.check import check_ranks, facts_of, identity_of
+from ckpipe.format.check import check_ranks, facts_of, identity_of, own_identities
 from ckpipe.format.checksum import chunk_count
 from ckpipe.format.codec import layout_text
 from ckpipe.format.data_file import item_bytes
 from ckpipe.format.labels import Json, Numbering, canonical
 from ckpipe.format.manifest import (
+    MOST_DIFFERENCES,
+    Difference,
+    Differences,
     DocumentKind,
     Layout,
     ManifestDocument,
@@ -46,6 +51,9 @@ from ckpipe.format.manifest import (
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
+
+_Told = tuple[int, int, int, list[int]]
+"""A rank, and what it has witnessed of a chunk: its size, the first mebibyte, and checksums."""
 
 _MOST_PENDING = 1 << 20
 _MIX = 0x9E3779B97F4A7C15
@@ -68,7 +76,14 @@ def merge(
     """
     merged = _joined(list(documents), kind, group)
     check_ranks(merged)
-    return replace(merged, per_rank=_per_rank(merged)) if kind == "index" else merged
+    if kind != "index":
+        return merged
+    parts = merged.parts
+    if any(part.witnesses for part in parts):
+        parts = tuple(replace(part, witnesses=()) for part in parts)
+    return replace(
+        merged, parts=parts, per_rank=_per_rank(merged), differences=_differences(merged)
+    )
 
 
 def gathered(documents: Iterable[ManifestDocument]) -> ManifestDocument:
@@ -83,7 +98,8 @@ def gathered(documents: Iterable[ManifestDocument]) -> ManifestDocument:
         WrongWorldSize: If they do not agree on the world size.
         InvalidManifest: If they are not of one checkpoint.
     """
-    return _joined(list(documents), "group", None)
+    found = _joined(list(documents), "group", None)
+    return replace(found, parts=tuple(replace(part, witnesses=()) for part in found.parts))
 
 
 def _joined(
@@ -174,6 +190,47 @@ def _differing_tensors(
             if here != there or first.checksums[mine] != part.checksums[theirs]:
                 differing.add(tensor)
     return differing
+
+
+def _differences(document: ManifestDocument) -> Differences | None:
+    """Compare the witnessed checksums with those of the owners, by the identities of chunks."""
+    wanted: defaultdict[int, defaultdict[int, list[_Told]]]
+    wanted = defaultdict(lambda: defaultdict(list))
+    for part in document.parts:
+        tensors = document.structures[part.structure].tensors
+        borrowed = facts_of(document.layouts[part.layout], tensors).borrowed
+        for number, first, *sums in part.witnesses:
+            told = part.rank, borrowed.end[number], first, sums
+            wanted[borrowed.owner[number]][borrowed.identity[number]].append(told)
+    found: list[Difference] = []
+    for owner, told_of in wanted.items():
+        part = document.parts[owner]
+        layout, tensors = document.layouts[part.layout], document.structures[part.structure].tensors
+        own, entries, chunks = facts_of(layout, tensors).own, layout.entries, layout.chunks
+        if own is None:
+            own = own_identities(chunks, tensors)
+        ends = [0, *accumulate(map(chunk_count, entries.nbytes))]
+        rows = (row for row, other in enumerate(chunks.owner) if other is None)
+        for row, identity in zip(rows, own, strict=True):
+            if identity not in told_of:
+                continue
+            entry = chunks.entry[row]
+            assert entry is not None
+            size = entries.nbytes[entry]
+            ranks, mebibytes = set[int](), set[int]()
+            for rank, nbytes, first, sums in told_of[identity]:
+                # Otherwise the owner's entry has more than the elements of the chunk.
+                if chunks.stride[row] is None and nbytes == size:
+                    for number, value in enumerate(sums, first):
+                        if part.checksums[ends[entry] + number] != value:
+                            ranks.add(rank)
+                            mebibytes.add(number)
+            if ranks:
+                label, box = tensors[chunks.tensor[row]].label, chunks.box[row]
+                cells = tuple(sorted(ranks)), tuple(sorted(mebibytes))
+                found.append(Difference(label, box, owner, *cells))
+    found.sort(key=lambda each: (each.tensor, each.box or (), each.owner))
+    return Differences(len(found), tuple(found[:MOST_DIFFERENCES])) if found else None
 
 
 def differ_privately(document: ManifestDocument, holders: Sequence[tuple[int, int]]) -> bool:

@@ -48,6 +48,7 @@ class Summary:
         name: The text under ``name`` in the metadata; None without one.
         line: Its line of launches; empty for that of checkpoints without one.
         nan: The number of NaN in its tensors, as far as they were counted.
+        differences: The number of chunks of which ranks hold different copies.
     """
 
     bytes: int
@@ -60,6 +61,7 @@ class Summary:
     name: str | None = None
     line: str = ""
     nan: int = 0
+    differences: int = 0
 
     @property
     def is_wasteful(self) -> bool:
@@ -78,6 +80,7 @@ class Summary:
             **({} if self.name is None else {"name": self.name}),
             **({"line": self.line} if self.line else {}),
             **({"nan": self.nan} if self.nan else {}),
+            **({"differences": self.differences} if self.differences else {}),
         }
 
 
@@ -100,6 +103,7 @@ def summary_of(index: ManifestDocument) -> Summary:
         name if isinstance(name, str) else None,
         index.line,
         index.nan,
+        index.differences.count if index.differences else 0,
     )
 
 
@@ -119,8 +123,8 @@ def decode_summary(id: CheckpointId, data: bytes) -> Summary:
         CorruptCheckpoint: If it is damaged, of another version or of another checkpoint.
     """
     document, head = decode_json(data, MOST_BYTES), _head(id)
-    nan = document.pop("nan", 0)
-    numbers: list[Any] = [nan, *(document.get(name) for name in _NUMBERS)]
+    nan, differences = document.pop("nan", 0), document.pop("differences", 0)
+    numbers: list[Any] = [nan, differences, *(document.get(name) for name in _NUMBERS)]
     final, metrics = document.get("final"), document.get("metrics")
     name, line = document.pop("name", None), document.pop("line", "")
     if (
@@ -134,8 +138,11 @@ def decode_summary(id: CheckpointId, data: bytes) -> Summary:
     ):
         raise InvalidManifest("This is no summary of this checkpoint, or one of another version")
     told = {name: decode_float(value) for name, value in metrics.items()}
-    _, size, world_size, copied = numbers
-    return Summary(size, world_size, final, told, copied, name=name, line=line, nan=nan)
+    size, world_size, copied = numbers[2:]
+    return Summary(
+        size, world_size, final, told, copied, name=name, line=line, nan=nan,
+        differences=differences,
+    )  # fmt: skip
 
 
 def _head(id: CheckpointId) -> dict[str, Json]:

@@ -20,10 +20,11 @@ from ckpipe.errors import (
     CommitUnknown,
     ObjectNotFound,
     PermissionDenied,
+    ReplicasDiffer,
     StoreError,
     StoreFull,
 )
-from ckpipe.events import Completed, RankCommitted
+from ckpipe.events import Completed, RankCommitted, ReplicasDiffered
 from ckpipe.format.codec import MAX_STORED_BYTES, decode_document, encode_document
 from ckpipe.format.data_file import DataFiles, label_of
 from ckpipe.format.manifest import DocumentKind, FileRow, Layout, ManifestDocument
@@ -35,7 +36,7 @@ from ckpipe.save.context import StoreContext
 from ckpipe.save.links import stored_rows
 from ckpipe.save.record import SaveRecord
 from ckpipe.store.retry import Tries, telling
-from ckpipe.types import CheckpointInfo, size_text
+from ckpipe.types import CheckpointInfo, first_of, size_text
 
 logger = logging.getLogger("ckpipe")
 
@@ -114,12 +115,15 @@ async def _completed(save: SaveRecord, context: StoreContext, info: CheckpointIn
         summaries.learn(info.id, known)
         await _tell_copies(save, context, known)
         await _tell_nan(save, context, outcome.index)
+        _tell_differences(save, context, outcome.index)
         whole = filled(whole, known)
     if outcome.complete:
         if outcome.index is None:  # another rank wrote it at the same time
             (whole,) = await inspected(context.retrying, [whole], summaries)
-            if whole.nan:  # it tells nothing if it only waited for the checkpoint
-                await _tell_nan(save, context, await read_index(context.retrying, save.id))
+            if whole.nan or whole.differences:  # that rank may have been one that only waited
+                index = await read_index(context.retrying, save.id)
+                await _tell_nan(save, context, index)
+                _tell_differences(save, context, index)
         context.events.emit(Completed(*save.where, whole, save.elapsed))
     return outcome.complete
 
@@ -156,6 +160,32 @@ async def _tell_nan(save: SaveRecord, context: StoreContext, index: ManifestDocu
         f"load(without_nan=True) loads {sound.id}, the newest without" if sound
         else "no complete checkpoint is without",
     )  # fmt: skip
+
+
+def _tell_differences(save: SaveRecord, context: StoreContext, index: ManifestDocument) -> None:
+    """Warn of copies that differ, once for each pair of ranks and tensor."""
+    if index.differences is None or context.settings.replicas.mode == "off":
+        return
+    new: dict[tuple[str, int], list[int]] = {}
+    for each in index.differences.found:
+        for rank in each.witnesses:
+            if context.is_first(f"copies of {each.owner} and {rank}: {each.tensor}"):
+                new.setdefault((each.tensor, each.owner), []).append(rank)
+    if not new:
+        return
+    for (tensor, owner), ranks in new.items():
+        context.events.emit(ReplicasDiffered(*save.where, tensor, owner, tuple(ranks)))
+    (tensor, owner), ranks = next(iter(new.items()))
+    text = (
+        f"Copies that are declared equal differ in {save.name}: rank{'s' * (len(ranks) > 1)} "
+        f"{first_of(ranks)} hold{'s' * (len(ranks) == 1)} other bytes of {tensor} than rank "
+        f"{owner}, which wrote it"
+    )
+    text += f"; so do {len(new) - 1} more pairs of tensor and rank" if len(new) > 1 else ""
+    hint = f"The checkpoint is complete. `ckpipe info {save.name}` tells which ranks differ"
+    logger.warning("%s. %s", text, hint)
+    if context.settings.replicas.mode == "raise":
+        save.differs = ReplicasDiffer(text, key=tensor, hint=hint)
 
 
 async def _tells(save: SaveRecord, context: StoreContext, question: str) -> bool:

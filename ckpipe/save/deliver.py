@@ -41,6 +41,7 @@ async def deliver(
 
     Raises:
         ExceptionGroup: The error of a stage.
+        ReplicasDiffer: If copies differ, and the settings ask for the error.
     """
     name = save.name
     summed_out, summed = create_memory_object_stream[FilledBlock](math.inf)
@@ -63,3 +64,5 @@ async def deliver(
                 except Exception as error:  # the save's own error is raised
                     logger.warning("Data files of %s were left behind: %s", name, error)
         raise
+    if save.differs is not None:
+        raise save.differs

@@ -44,7 +44,7 @@ async def run(save: Save, context: SaveContext, out: MemoryObjectSendStream[Capt
             # In a steady run, memory is reserved before trainers are blocked. It is as much as the
             # last state needed; this state is still unknown, and may need less.
             try:
-                await reserve(save, context, len(context.program.blocks))
+                await reserve(save, context, context.program)
             except PipelineBusy:
                 raise
             except (SaveError, UsageError) as error:

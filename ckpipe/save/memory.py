@@ -19,6 +19,7 @@ from ckpipe.lock.state_lock import LockHold
 from ckpipe.memory.budget import BlockReservation
 from ckpipe.ranks.agree import agree
 from ckpipe.save.context import SaveContext
+from ckpipe.save.program import CopyProgram
 from ckpipe.save.save import Save, SkipSave
 from ckpipe.types import size_text
 
@@ -30,14 +31,16 @@ AVAILABLE_SHARE = 0.4
 
 
 async def reserve(
-    save: Save, context: SaveContext, blocks: int, hold: LockHold | None = None
+    save: Save, context: SaveContext, program: CopyProgram, hold: LockHold | None = None
 ) -> None:
     """Give a save its reservation of staging memory, unless it has one for so many blocks.
+
+    It also gets the bytes that it witnesses, and blocks for them.
 
     Args:
         save: The save.
         context: The context with the arena and the budget.
-        blocks: Number of blocks of the file image.
+        program: Its blocks.
         hold: A hold of the lock, which is released before the save waits for others.
 
     Raises:
@@ -47,6 +50,11 @@ async def reserve(
             calling thread would wait for memory that is lent to itself.
         SaveError: If the system has no memory left; the save then holds none.
     """
+    if save.reserved_for is not program:
+        save.reserved_for, witnesses = program, program.witnesses
+        save.witness = None if witnesses is None else witnesses.take()
+    image = len(program.blocks)
+    blocks = image + (len(save.witness.blocks) if save.witness else 0)
     if save.reservation is not None:
         if save.reservation.blocks == blocks:
             return
@@ -59,6 +67,8 @@ async def reserve(
         available = await threads.run_sync(available_bytes)
         most = int(AVAILABLE_SHARE * (available + budget.capacity))
         budget.raise_capacity(min(wanted, most) // size * size)
+    if save.request.owners and blocks * size > budget.capacity:
+        blocks, save.witness = image, None  # all blocks of such a save are drawn together
     # A state without tensors takes none: it would have no block to give back before its end.
     reserved = min(blocks, max(1, budget.capacity // size))
     await _acquire(save, context, reserved * size, hold)

@@ -14,9 +14,10 @@ from ckpipe.format.data_file import DataFiles
 from ckpipe.interpreter import gc_paused, user_code
 from ckpipe.plan.check import OWN_PLANNERS, check_plan
 from ckpipe.plan.plan import RankPlan, files_by_size, fingerprint
+from ckpipe.plan.witness import Witnesses
 from ckpipe.save.context import SaveContext
 from ckpipe.save.memory import reserve
-from ckpipe.save.program import CopyProgram, plan_blocks
+from ckpipe.save.program import CopyProgram, WitnessPrograms, plan_blocks
 from ckpipe.save.save import CapturedState, Save
 from ckpipe.state.flatten import Captured
 from ckpipe.types import CheckpointId, JointPlanner
@@ -59,7 +60,7 @@ async def run(
                     )
                     save.replanned |= program is not context.program
                     own = context.program = program
-            await reserve(save, context, len(program.blocks), state.hold)
+            await reserve(save, context, program, state.hold)
             if state.hold.released:
                 state.hold.end()
             else:
@@ -95,7 +96,12 @@ def _make_program(context: SaveContext, captured: Captured, save: CheckpointId) 
             laid = files_by_size(plan, block_bytes, context.store.max_file_bytes)
         blocks = plan_blocks(laid, captured.tensors, block_bytes)
         files = DataFiles(laid.files, laid.layout, blocks)
-        return CopyProgram(laid, blocks, files, name, plan)
+        witnesses, replicas = None, context.settings.replicas
+        if own and context.world_size > 1 and replicas.mode != "off":
+            chooser = Witnesses(laid, captured, replicas.share)
+            witnesses = WitnessPrograms(chooser, captured.tensors, block_bytes)
+            witnesses.prepare()
+        return CopyProgram(laid, blocks, files, name, plan, witnesses)
 
 
 def _plan(context: SaveContext, captured: Captured, save: CheckpointId) -> RankPlan:

@@ -15,7 +15,7 @@ the bytes, so no byte is fetched twice.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, compress
 from typing import Any
@@ -26,7 +26,7 @@ import torch
 from torch.optim import Optimizer
 
 from ckpipe.format.boxes import Box, box_shape, flat_range_boxes, flat_start
-from ckpipe.format.checksum import BlockCuts, SumTable, chunk_spans
+from ckpipe.format.checksum import CHUNK_BYTES, BlockCuts, SumTable, chunk_spans
 from ckpipe.format.data_file import BlockRange, DataFiles, EntryRange
 from ckpipe.lock.late_copies import (
     ByteSample,
@@ -39,6 +39,7 @@ from ckpipe.memory.arena import Block
 from ckpipe.memory.cuda import FENCED
 from ckpipe.memory.native import copy_crc32c_each
 from ckpipe.plan.plan import RankPlan, SourceRange
+from ckpipe.plan.witness import Witnessed, Witnesses
 from ckpipe.state.flatten import Captured
 from ckpipe.state.tensors import TensorLeaf
 
@@ -157,23 +158,69 @@ def plan_blocks(
                     cutter.fill(start + end, bytes(source.offset - end))
                 cutter.source(source, start)
                 end = source.offset + source.nbytes
-        for index, draft in enumerate(cutter.drafts):
-            offset = index * block_bytes
-            cuts = sum_table.cuts(draft.spans)
-            draft.number_ranges(cuts)
-            blocks.append(
-                BlockPlan(
-                    number,
-                    offset,
-                    min(block_bytes, file.row.size - offset),
-                    tuple(draft.spans),
-                    tuple(draft.fills),
-                    tuple(draft.copies),
-                    draft.gather,
-                    len(cuts.slots),
-                )
-            )
+        blocks += cutter.blocks(number, file.row.size, sum_table)
     return tuple(blocks)
+
+
+WITNESS = -1
+"""The number of the file of blocks whose bytes are only checksummed."""
+
+
+@dataclass(frozen=True, slots=True)
+class WitnessProgram:
+    """The copies that one save witnesses.
+
+    Args:
+        chosen: The bytes, each an entry with one checksum.
+        blocks: The blocks that take them, of file ``WITNESS``.
+        table: The places of their checksums.
+    """
+
+    chosen: Sequence[Witnessed]
+    blocks: tuple[BlockPlan, ...]
+    table: SumTable
+
+
+class WitnessPrograms:
+    """The copies that the saves of one plan witness, one after the other.
+
+    Args:
+        witnesses: Chooses them.
+        leaves: Tensors that the plan fits; only their layouts are used.
+        block_bytes: The size of a block, in bytes.
+    """
+
+    def __init__(
+        self, witnesses: Witnesses, leaves: Sequence[TensorLeaf], block_bytes: int
+    ) -> None:
+        self._witnesses, self._leaves, self._block_bytes = witnesses, leaves, block_bytes
+        self._next: WitnessProgram | None = None
+
+    def prepare(self) -> None:
+        """Plan those of the next save now, while no trainer waits."""
+        self._next = self._next or _plan_witness(
+            self._witnesses.next(), self._leaves, self._block_bytes
+        )
+
+    def take(self) -> WitnessProgram:
+        """Return those of the next save."""
+        self.prepare()
+        taken, self._next = self._next, None
+        assert taken is not None
+        return taken
+
+
+def _plan_witness(
+    chosen: Sequence[Witnessed], leaves: Sequence[TensorLeaf], block_bytes: int
+) -> WitnessProgram:
+    size = chosen[-1].at + chosen[-1].nbytes if chosen else 0
+    cutter = _Cutter(leaves, block_bytes, -(-size // block_bytes))
+    for number, each in enumerate(chosen):
+        cutter.span(number, each.at, each.nbytes)
+        source = SourceRange(each.tensor, 0, None, each.nbytes, each.part)
+        cutter.source(source, each.at, each.mebibyte * CHUNK_BYTES)
+    table = SumTable([each.nbytes for each in chosen])
+    return WitnessProgram(chosen, tuple(cutter.blocks(WITNESS, size, table)), table)
 
 
 @dataclass(slots=True)
@@ -214,15 +261,18 @@ class _Cutter:
         for block, at, lo, hi in self._cut(start, nbytes):
             self.drafts[block].spans.append(EntryRange(entry, lo, hi, at))
 
-    def source(self, source: SourceRange, start: int) -> None:
-        """Add a source of an entry that begins at ``start`` in the file."""
+    def source(self, source: SourceRange, start: int, behind: int = 0) -> None:
+        """Add a source of an entry that begins at ``start`` in the file.
+
+        ``behind`` is the number of bytes to leave out at the start of its elements.
+        """
         leaf = self._leaves[source.tensor]
         item = leaf.itemsize
-        part, first = source.part, 0
+        part, first = source.part, behind // item
         if part is not None and leaf.contiguous:
             begin = flat_start(leaf.shape, part)
             # Whole rows of a contiguous tensor are contiguous like the tensor itself.
-            part, first = (part, 0) if begin is None else (None, begin)
+            part, first = (part, first) if begin is None else (None, begin + first)
         host, skip = leaf.device == "cpu", source.skip
         if host and skip is None and part is None and leaf.contiguous and not leaf.lazy:
             skip = first * item
@@ -235,6 +285,23 @@ class _Cutter:
                 self._gather(block, source, skip, lo, hi)
             else:
                 copies.append(Copy(source.tensor, skip + lo, skip + hi, at, raw=True))
+
+    def blocks(self, file: int, size: int, sums: SumTable) -> Iterator[BlockPlan]:
+        """Yield the blocks of a file of some bytes, once all is added."""
+        for index, draft in enumerate(self.drafts):
+            offset = index * self._block_bytes
+            cuts = sums.cuts(draft.spans)
+            draft.number_ranges(cuts)
+            yield BlockPlan(
+                file,
+                offset,
+                min(self._block_bytes, size - offset),
+                tuple(draft.spans),
+                tuple(draft.fills),
+                tuple(draft.copies),
+                draft.gather,
+                len(cuts.slots),
+            )
 
     def _gather(self, block: int, source: SourceRange, skip: int, lo: int, hi: int) -> None:
         """Add bytes of host memory, cut at the ends of checksums."""
@@ -333,6 +400,7 @@ class CopyProgram:
         files: The data files of the rank.
         planner: The class of the planner, for the manifest.
         drafted: The plan as the planner made it.
+        witnesses: The copies that its saves witness; None for none.
     """
 
     plan: RankPlan
@@ -340,6 +408,7 @@ class CopyProgram:
     files: DataFiles
     planner: str
     drafted: RankPlan
+    witnesses: WitnessPrograms | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -393,10 +462,18 @@ def split_early_late(
     owned = owned_leaves(captured.tensors, tensors)
     if not worth_watching([captured.tensors[number] for number in owned]):
         return EarlyLateSplit(captured.tensors, program, worth=False)
-    halves = [plan.split(owned) for plan in program.blocks]
-    samples = [_sample_of(later, captured.tensors) for _, later in halves]
+    halves, samples = split_blocks(program.blocks, owned, captured)
     facts = owned_facts(tensors, captured.objects)
     return EarlyLateSplit(captured.tensors, program, facts, sorted(owned), halves, samples)
+
+
+def split_blocks(
+    blocks: Iterable[BlockPlan], owned: Iterable[int], captured: Captured
+) -> tuple[list[tuple[BlockPlan, BlockPlan]], list[ByteSample]]:
+    """Split blocks into their early and late work; return it with samples of the late bytes."""
+    later = set(owned)
+    halves = [plan.split(later) for plan in blocks]
+    return halves, [_sample_of(late, captured.tensors) for _, late in halves]
 
 
 def _sample_of(later: BlockPlan, leaves: Sequence[TensorLeaf]) -> ByteSample:

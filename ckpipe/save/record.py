@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import anyio
 
+from ckpipe.errors import CkpipeError
 from ckpipe.format.data_file import BlockRange, DataFiles
 from ckpipe.format.manifest import RankManifest, Structure
 from ckpipe.types import (
@@ -105,6 +106,8 @@ class SaveRecord(abc.ABC):
         """The numbers of files that are linked."""
         self.nan: tuple[tuple[int, int], ...] = ()
         """The entries with NaN and their counts; complete like the checksums."""
+        self.differs: CkpipeError | None = None
+        """The error of copies that differ, to be raised once all stages have ended."""
         self.stored: list[str] = []
         """Keys of its data files that are complete, or may be."""
         self.commit_may_exist = False

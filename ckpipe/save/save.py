@@ -20,7 +20,7 @@ from ckpipe.format.manifest import RankManifest, Structure
 from ckpipe.lock.state_lock import LockHold
 from ckpipe.memory.arena import Block
 from ckpipe.memory.budget import BlockReservation
-from ckpipe.save.program import BlockPlan, CopyProgram
+from ckpipe.save.program import BlockPlan, CopyProgram, WitnessProgram
 from ckpipe.save.record import UNKNOWN, FilledBlock, SaveRecord, fail, resolve
 from ckpipe.save.request import SaveRequest
 from ckpipe.state.flatten import Captured, structure_of
@@ -109,6 +109,12 @@ class Save(SaveRecord):
         self.blocks: list[Block] = []
         self.captured: Captured | None = None
         self.program: CopyProgram | None = None
+        self.reserved_for: CopyProgram | None = None
+        """The program that its reservation has memory for."""
+        self.witness: WitnessProgram | None = None
+        """The copies that it witnesses."""
+        self.witnessed: tuple[tuple[int, ...], ...] = ()
+        """Their checksums, as the manifest has them."""
         self.interrupts_another = False
 
     def _staged_is_safe(self, staged: Future[None]) -> None:
@@ -158,6 +164,7 @@ class Save(SaveRecord):
             metadata=request.metadata,
             metrics=request.metrics,
             final=request.final,
+            witnesses=self.witnessed,
         )
         return captured.described(structure_of), part
 

@@ -29,20 +29,24 @@ from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStre
 
 from ckpipe.errors import StateChanged
 from ckpipe.events import Staged
+from ckpipe.format.checksum import ChunkSums, SumTable, crc32c_of_each
 from ckpipe.interpreter import available_cpus
 from ckpipe.lock.late_copies import ByteSample, MutationDetector
 from ckpipe.lock.state_lock import LockHold
 from ckpipe.memory.cuda import SideStreams, StreamFence
+from ckpipe.plan.witness import Witnessed
 from ckpipe.save.context import SaveContext
 from ckpipe.save.program import (
+    WITNESS,
     BlockPlan,
     CopyProgram,
     EarlyLateSplit,
     devices_of,
     fill_blocks,
+    split_blocks,
     split_early_late,
 )
-from ckpipe.save.record import FilledBlock, resolve
+from ckpipe.save.record import UNKNOWN, FilledBlock, resolve
 from ckpipe.save.save import CapturedState, Save, StagedBlock
 from ckpipe.state.flatten import Captured
 from ckpipe.state.tensors import TensorLeaf
@@ -68,6 +72,10 @@ async def run(
     """
 
     def pass_on(some: Sequence[StagedBlock]) -> None:
+        for filled in some:
+            if filled.plan.file == WITNESS:
+                witnessing.start_soon(_witness, save, filled, sums)
+        some = [filled for filled in some if filled.plan.file != WITNESS]
         # The next stages have ended if the save failed; its blocks are given back nevertheless.
         with contextlib.suppress(anyio.BrokenResourceError, anyio.ClosedResourceError):
             for filled in some:
@@ -80,25 +88,29 @@ async def run(
             save.files, size = program.files, program.plan.size
             if context.settings.staging.overlap:
                 save.ready.set()
-            owners = save.request.owners
-            try:
-                with save.clock.timing("stage", size), state.hold.in_use():
-                    split = await _split(save, context, state, program) if owners else None
-                    # Copies beside training use no more processors than the trainer gave to torch.
-                    # For other copies the trainer waits, so all processors are free.
-                    cores = available_cpus() if split is None else torch.get_num_threads()
-                    copiers = BlockCopiers(
-                        state.hold, state.captured, SideStreams(state.after), pass_on,
-                        threads=min(MAX_COPIERS, cores),
-                    )  # fmt: skip
-                    if split is None:
-                        await _copy_at_once(save, program, copiers)
-                    else:
-                        await _copy_beside_training(save, context, state, split, copiers)
-            finally:
-                state.hold.end(copied=True)
-            if owners and split is None:
-                _captured(save)
+            owners, witness = save.request.owners, save.witness
+            sums = ChunkSums(witness.table if witness else SumTable(()))
+            async with anyio.create_task_group() as witnessing:
+                try:
+                    with save.clock.timing("stage", size), state.hold.in_use():
+                        split = await _split(save, context, state, program) if owners else None
+                        # Copies beside training use no more processors than the trainer gave to
+                        # torch. For other copies the trainer waits, so all processors are free.
+                        cores = available_cpus() if split is None else torch.get_num_threads()
+                        copiers = BlockCopiers(
+                            state.hold, state.captured, SideStreams(state.after), pass_on,
+                            threads=min(MAX_COPIERS, cores),
+                        )  # fmt: skip
+                        if split is None:
+                            await _copy_at_once(save, program, copiers)
+                        else:
+                            await _copy_beside_training(save, context, state, split, copiers)
+                finally:
+                    state.hold.end(copied=True)
+                if owners and split is None:
+                    _captured(save)
+            if witness is not None:
+                save.witnessed = _witness_rows(witness.chosen, sums.finished())
             save.ready.set()
             save.copied.set()
             out.close()
@@ -108,6 +120,8 @@ async def run(
             state.captured.forget_memory()
             save.forget_state()
             resolve(save.staged, None)
+            if program.witnesses is not None:
+                program.witnesses.prepare()
             context.events.emit(Staged(*save.where, save.staged_seconds, size))
 
 
@@ -133,7 +147,8 @@ async def _copy_at_once(save: Save, program: CopyProgram, copiers: BlockCopiers)
     """Hand out blocks to copiers as they are drawn from the reservation."""
     reservation = save.reservation
     assert reservation is not None
-    plans = deque(program.blocks)
+    # Witnessed ones come first, so that their checksums are computed beside other copies.
+    plans = deque([*(save.witness.blocks if save.witness else ()), *program.blocks])
     async with anyio.create_task_group() as tasks:
         while plans:
             blocks = save.blocks  # a save with guarded optimizers has drawn all of them
@@ -158,8 +173,11 @@ async def _copy_beside_training(
 ) -> None:
     """Copy the early half, let the caller go on, then copy the tensors of optimizers."""
     late: list[CopyPiece] = []
+    witness = split_blocks(save.witness.blocks if save.witness else (), split.owned, state.captured)
+    plans = [*(save.witness.blocks if save.witness else ()), *split.program.blocks]
+    halves, samples = [*witness[0], *split.halves], [*witness[1], *split.samples]
     for plan, block, (at_once, later), sample in zip(
-        split.program.blocks, save.blocks, split.halves, split.samples, strict=True
+        plans, save.blocks, halves, samples, strict=True
     ):
         filled = StagedBlock(save, plan, block)
         if not at_once.is_empty:
@@ -167,12 +185,38 @@ async def _copy_beside_training(
         if not later.is_empty or at_once.is_empty:
             late.append(CopyPiece(filled, later, sample=sample))
     await copiers.finish()
-    watch = MutationDetector(state.captured, split.owned, split.samples)
+    watch = MutationDetector(state.captured, split.owned, samples)
     copiers.defer(watch, context.settings.lock.max_step_wait_seconds)
     _captured(save)
     copiers.add(late)
     await copiers.finish()
     await run_sync(copiers.check_and_release)
+
+
+async def _witness(save: Save, filled: StagedBlock, sums: ChunkSums) -> None:
+    """Complete the checksums of a witnessed block, and give its memory back."""
+    assert save.witness is not None
+    cuts = save.witness.table.cuts(filled.plan.spans)
+    if UNKNOWN in filled.sums:
+        (values,) = await run_sync(crc32c_of_each, [(filled.data, cuts.begins, cuts.ends)])
+    else:
+        values = filled.sums.tolist()
+    sums.add_block(cuts, values)
+    save.free(filled)
+
+
+def _witness_rows(
+    chosen: Sequence[Witnessed], sums: Sequence[int]
+) -> tuple[tuple[int, ...], ...]:
+    """Join the checksums of each chunk: its number, the first mebibyte, and the checksums."""
+    rows: list[list[int]] = []
+    last = None
+    for each, value in zip(chosen, sums, strict=True):
+        if last is None or (last.chunk, last.mebibyte + 1) != (each.chunk, each.mebibyte):
+            rows.append([each.chunk, each.mebibyte])
+        rows[-1].append(value)
+        last = each
+    return tuple(map(tuple, rows))
 
 
 FIRST_TOGETHER = 2
