@@ -349,6 +349,30 @@ class ValueDescription:
 
 
 @dataclass(frozen=True, slots=True)
+class DifferingCopy:
+    """A box of a tensor of which ranks hold different copies that are declared equal.
+
+    Args:
+        tensor: The label of the tensor.
+        box: The lower and the upper corner; None for all of the tensor.
+        owner: The rank that wrote it.
+        witnesses: The ranks that hold other bytes.
+        mebibytes: The numbers of the mebibytes of the box that differ.
+    """
+
+    tensor: str
+    box: tuple[tuple[int, ...], tuple[int, ...]] | None
+    owner: int
+    witnesses: tuple[int, ...]
+    mebibytes: tuple[int, ...]
+
+    def __str__(self) -> str:
+        place = "" if self.box is None else f" {list(self.box[0])} to {list(self.box[1])}"
+        ranks = f"rank{'s' * (len(self.witnesses) > 1)} {first_of(self.witnesses)}"
+        return f"{self.tensor}{place}: written by rank {self.owner}, other bytes on {ranks}"
+
+
+@dataclass(frozen=True, slots=True)
 class CheckpointDescription:
     """The contents of a checkpoint, without the values of its tensors.
 

@@ -42,6 +42,7 @@ def describe(
     """
     first = document.parts[0]
     wanted = select or LabelFilter()
+    found = document.differences.found if document.differences else ()
     return CheckpointDescription(
         id=None if document.source else str(document.id),
         step=document.step,
@@ -68,6 +69,8 @@ def describe(
         },
         source=document.source,
         nan=document.nan,
+        differences=document.differences.count if document.differences else 0,
+        differing=tuple(each for each in found if wanted(each.tensor)),
     )
 
 

@@ -258,6 +258,8 @@ def _state(row: dict[str, Any], brief: bool) -> Text:
         texts.append(f"{size_text(row['copied_bytes'])} of copies")
     if row["nan"]:
         texts.append(f"{row['nan']} NaN")
+    if row["differences"]:
+        texts.append(f"{row['differences']} differing copies")
     return marks(*texts)
 
 
@@ -346,7 +348,7 @@ def _checkpoint_data(
     data["best"] = False
     if summary is not None:
         data |= summary.members | {"metrics": dict(summary.metrics), "line": summary.line}
-        data["nan"] = summary.nan
+        data["nan"], data["differences"] = summary.nan, summary.differences
         data["copied_bytes"] = summary.copied_bytes if summary.is_wasteful else 0
     del data["metadata"]
     return data
@@ -459,8 +461,11 @@ def _facts(
         yield "resumed from", about.resumed_from
     words = [word for word, set_ in (("pinned", pinned), ("final", about.final)) if set_]
     words += [f"{about.nan} NaN"] if about.nan else []
+    words += [f"{about.differences} differing copies"] if about.differences else []
     if words:
         yield "marks", marks(*words)
+    for differing in about.differing:
+        yield "differs", str(differing)
     yield "written by", ", ".join(f"{name} {value}" for name, value in about.writer.items())
     for name, given in (("metrics", about.metrics), ("metadata", about.metadata)):
         if given:

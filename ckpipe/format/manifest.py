@@ -27,7 +27,7 @@ from ckpipe.format.checksum import chunk_count
 from ckpipe.format.labels import Json
 from ckpipe.format.names import launch_id, prefix
 from ckpipe.format.tree import Node, decoded, tree_json
-from ckpipe.types import CheckpointId
+from ckpipe.types import CheckpointId, DifferingCopy
 
 FORMAT_VERSION = 2
 """The newest version that is read. Each object has the least version that describes it."""
@@ -406,24 +406,6 @@ class RankManifest:
     witnesses: tuple[tuple[int, ...], ...] = ()
 
 
-class Difference(NamedTuple):
-    """A chunk whose bytes differ from copies that other ranks hold of it.
-
-    Args:
-        tensor: The label of the tensor.
-        box: Its box; None for all of the tensor.
-        owner: The rank that wrote it.
-        witnesses: The ranks that hold other bytes.
-        mebibytes: The numbers of the mebibytes of the box that differ.
-    """
-
-    tensor: str
-    box: Box | None
-    owner: int
-    witnesses: tuple[int, ...]
-    mebibytes: tuple[int, ...]
-
-
 MOST_DIFFERENCES = 100
 """Number of differences that an index names."""
 
@@ -438,7 +420,7 @@ class Differences:
     """
 
     count: int
-    found: tuple[Difference, ...]
+    found: tuple[DifferingCopy, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -793,7 +775,7 @@ DIFFERENCES = Table(
         Column("witnesses", number_lists),
         Column("mebibytes", number_lists),
     ),
-    Difference,
+    DifferingCopy,
 )
 
 SHARED = ("values", "writer", "metadata", "metrics")

@@ -35,7 +35,6 @@ from ckpipe.format.data_file import item_bytes
 from ckpipe.format.labels import Json, Numbering, canonical
 from ckpipe.format.manifest import (
     MOST_DIFFERENCES,
-    Difference,
     Differences,
     DocumentKind,
     Layout,
@@ -47,6 +46,7 @@ from ckpipe.format.manifest import (
     TensorRow,
     structure_text,
 )
+from ckpipe.types import DifferingCopy
 
 if TYPE_CHECKING:
     import numpy as np
@@ -202,7 +202,7 @@ def _differences(document: ManifestDocument) -> Differences | None:
         for number, first, *sums in part.witnesses:
             told = part.rank, borrowed.end[number], first, sums
             wanted[borrowed.owner[number]][borrowed.identity[number]].append(told)
-    found: list[Difference] = []
+    found: list[DifferingCopy] = []
     for owner, told_of in wanted.items():
         part = document.parts[owner]
         layout, tensors = document.layouts[part.layout], document.structures[part.structure].tensors
@@ -228,7 +228,7 @@ def _differences(document: ManifestDocument) -> Differences | None:
             if ranks:
                 label, box = tensors[chunks.tensor[row]].label, chunks.box[row]
                 cells = tuple(sorted(ranks)), tuple(sorted(mebibytes))
-                found.append(Difference(label, box, owner, *cells))
+                found.append(DifferingCopy(label, box, owner, *cells))
     found.sort(key=lambda each: (each.tensor, each.box or (), each.owner))
     return Differences(len(found), tuple(found[:MOST_DIFFERENCES])) if found else None
 
