@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import threading
 import time
 from collections import deque
@@ -29,7 +30,7 @@ from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStre
 
 from ckpipe.errors import StateChanged
 from ckpipe.events import Staged
-from ckpipe.format.checksum import ChunkSums, SumTable, crc32c_of_each
+from ckpipe.format.checksum import ChunkSums, crc32c_of_each
 from ckpipe.interpreter import available_cpus
 from ckpipe.lock.late_copies import ByteSample, MutationDetector
 from ckpipe.lock.state_lock import LockHold
@@ -41,6 +42,7 @@ from ckpipe.save.program import (
     BlockPlan,
     CopyProgram,
     EarlyLateSplit,
+    WitnessProgram,
     devices_of,
     fill_blocks,
     split_blocks,
@@ -72,13 +74,12 @@ async def run(
     """
 
     def pass_on(some: Sequence[StagedBlock]) -> None:
-        for filled in some:
-            if filled.plan.file == WITNESS:
-                witnessing.start_soon(_witness, save, filled, sums)
-        some = [filled for filled in some if filled.plan.file != WITNESS]
         # The next stages have ended if the save failed; its blocks are given back nevertheless.
         with contextlib.suppress(anyio.BrokenResourceError, anyio.ClosedResourceError):
             for filled in some:
+                if filled.plan.file == WITNESS:
+                    witnessed.send_nowait(filled)
+                    continue
                 save.note(filled)
                 out.send_nowait(filled)
 
@@ -88,11 +89,13 @@ async def run(
             save.files, size = program.files, program.plan.size
             if context.settings.staging.overlap:
                 save.ready.set()
-            owners, witness = save.request.owners, save.witness
-            sums = ChunkSums(witness.table if witness else SumTable(()))
-            async with anyio.create_task_group() as witnessing:
+            owners = save.request.owners
+            witnessed, to_sum = anyio.create_memory_object_stream[StagedBlock](math.inf)
+            async with anyio.create_task_group() as tasks:
+                if save.witness is not None:
+                    tasks.start_soon(_witness, save, save.witness, to_sum)
                 try:
-                    with save.clock.timing("stage", size), state.hold.in_use():
+                    with witnessed, save.clock.timing("stage", size), state.hold.in_use():
                         split = await _split(save, context, state, program) if owners else None
                         # Copies beside training use no more processors than the trainer gave to
                         # torch. For other copies the trainer waits, so all processors are free.
@@ -109,8 +112,6 @@ async def run(
                     state.hold.end(copied=True)
                 if owners and split is None:
                     _captured(save)
-            if witness is not None:
-                save.witnessed = _witness_rows(witness.chosen, sums.finished())
             save.ready.set()
             save.copied.set()
             out.close()
@@ -193,16 +194,20 @@ async def _copy_beside_training(
     await run_sync(copiers.check_and_release)
 
 
-async def _witness(save: Save, filled: StagedBlock, sums: ChunkSums) -> None:
-    """Complete the checksums of a witnessed block, and give its memory back."""
-    assert save.witness is not None
-    cuts = save.witness.table.cuts(filled.plan.spans)
-    if UNKNOWN in filled.sums:
-        (values,) = await run_sync(crc32c_of_each, [(filled.data, cuts.begins, cuts.ends)])
-    else:
-        values = filled.sums.tolist()
-    sums.add_block(cuts, values)
-    save.free(filled)
+async def _witness(
+    save: Save, program: WitnessProgram, inbox: MemoryObjectReceiveStream[StagedBlock]
+) -> None:
+    """Complete the checksums of witnessed blocks, and give each block back."""
+    sums = ChunkSums(program.table)
+    async with inbox:
+        async for filled in inbox:
+            cuts = program.table.cuts(filled.plan.spans)
+            values = filled.sums.tolist()
+            if UNKNOWN in values:
+                (values,) = await run_sync(crc32c_of_each, [(filled.data, cuts.begins, cuts.ends)])
+            sums.add_block(cuts, values)
+            save.free(filled)
+    save.witnessed = _witness_rows(program.chosen, sums.finished())
 
 
 def _witness_rows(
