@@ -170,7 +170,6 @@ def _check_part(document: ManifestDocument, part: RankManifest) -> None:
     if counted != ascending or max(counted, default=-1) >= len(facts.sizes):
         raise InvalidManifest("The NaN of a part are not those of its entries", rank=part.rank)
 
-
     ends = facts.borrowed.end
     for row in part.witnesses:
         number, sums = row[0] if len(row) > 2 else len(ends), row[2:]

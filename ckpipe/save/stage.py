@@ -91,7 +91,7 @@ async def run(
                 save.ready.set()
             owners = save.request.owners
             witnessed, to_sum = anyio.create_memory_object_stream[StagedBlock](math.inf)
-            async with anyio.create_task_group() as tasks:
+            async with to_sum, anyio.create_task_group() as tasks:
                 if save.witness is not None:
                     tasks.start_soon(_witness, save, save.witness, to_sum)
                 try:
@@ -199,20 +199,17 @@ async def _witness(
 ) -> None:
     """Complete the checksums of witnessed blocks, and give each block back."""
     sums = ChunkSums(program.table)
-    async with inbox:
-        async for filled in inbox:
-            cuts = program.table.cuts(filled.plan.spans)
-            values = filled.sums.tolist()
-            if UNKNOWN in values:
-                (values,) = await run_sync(crc32c_of_each, [(filled.data, cuts.begins, cuts.ends)])
-            sums.add_block(cuts, values)
-            save.free(filled)
+    async for filled in inbox:
+        cuts = program.table.cuts(filled.plan.spans)
+        values = filled.sums.tolist()
+        if UNKNOWN in values:
+            (values,) = await run_sync(crc32c_of_each, [(filled.data, cuts.begins, cuts.ends)])
+        sums.add_block(cuts, values)
+        save.free(filled)
     save.witnessed = _witness_rows(program.chosen, sums.finished())
 
 
-def _witness_rows(
-    chosen: Sequence[Witnessed], sums: Sequence[int]
-) -> tuple[tuple[int, ...], ...]:
+def _witness_rows(chosen: Sequence[Witnessed], sums: Sequence[int]) -> tuple[tuple[int, ...], ...]:
     """Join the checksums of each chunk: its number, the first mebibyte, and the checksums."""
     rows: list[list[int]] = []
     last = None
