@@ -66,6 +66,7 @@ if TYPE_CHECKING:
     from ckpipe.types import CheckpointDescription as CheckpointDescription
     from ckpipe.types import CheckpointInfo as CheckpointInfo
     from ckpipe.types import CopyResult as CopyResult
+    from ckpipe.types import DifferingCopy as DifferingCopy
     from ckpipe.types import ExportResult as ExportResult
     from ckpipe.types import LoadReport as LoadReport
     from ckpipe.types import LoadResult as LoadResult
@@ -100,6 +101,7 @@ _NAMES = {
         "CheckpointDescription",
         "CheckpointInfo",
         "CopyResult",
+        "DifferingCopy",
         "ExportResult",
         "LoadReport",
         "LoadResult",

@@ -42,6 +42,7 @@
     │   ├── WorkerDied              the worker process is gone, and no other can take the save over
     │   ├── CommitConflict          another writer owns the name
     │   └── CommitUnknown           the commit may have landed or not
+    ├── ReplicasDiffer              ranks hold different copies of a tensor that is declared equal
     └── StoreError                  check the store
         ├── ObjectNotFound          no object has this key
         ├── ObjectExists            an object already has this key

@@ -22,8 +22,8 @@ from tests.support.command_line import forked_anew
 from tests.support.sampling import sample
 
 NAMES = """
-    Backend Batches Cast CheckpointDescription CheckpointInfo Children CkpipeError CopyResult Drop
-    ExportResult Fuse GlobalPlanner KeepBest KeepEvery KeepIf KeepLast KeepWithin LoadReport
+    Backend Batches Cast CheckpointDescription CheckpointInfo Children CkpipeError CopyResult
+    DifferingCopy Drop ExportResult Fuse GlobalPlanner KeepBest KeepEvery KeepIf KeepLast KeepWithin LoadReport
     LoadResult LocalPlanner ObjectInfo Only Pipeline Planner Progress PutMode Rearrange Rename
     Report RngState
     SaveHandle SaveReport Settings Split Stack StateLock Statistics SyncPipeline SyncSaveHandle
@@ -205,7 +205,8 @@ SETTINGS = """
     url attempt_id solo meeting_timeout_seconds incomplete_after_seconds
     incomplete_in_a_row final_format export.part export.dtype export.transform export.extra
     export.file_name export.max_shard_bytes
-    save_every_steps save_every_seconds look_every_seconds nan.check nan.ignore on_busy on_error
+    save_every_steps save_every_seconds look_every_seconds nan.check nan.ignore
+    replicas.mode replicas.share on_busy on_error
     drain_timeout_seconds per_rank pickle keep_reports read_only initial resume
     switch_interval_seconds
     staging.bytes staging.block_bytes staging.pinned staging.overlap
