@@ -23,8 +23,8 @@ from tests.support.sampling import sample
 
 NAMES = """
     Backend Batches Cast CheckpointDescription CheckpointInfo Children CkpipeError CopyResult
-    DifferingCopy Drop ExportResult Fuse GlobalPlanner KeepBest KeepEvery KeepIf KeepLast KeepWithin LoadReport
-    LoadResult LocalPlanner ObjectInfo Only Pipeline Planner Progress PutMode Rearrange Rename
+    DifferingCopy Drop ExportResult Fuse GlobalPlanner KeepBest KeepEvery KeepIf KeepLast
+    KeepWithin LoadReport LoadResult LocalPlanner ObjectInfo Only Pipeline Planner Progress PutMode Rearrange Rename
     Report RngState
     SaveHandle SaveReport Settings Split Stack StateLock Statistics SyncPipeline SyncSaveHandle
     TensorDescription Unstack Upload UploadLimits ValueDescription VerifyResult __version__ copy
