@@ -100,6 +100,8 @@ def verify(
                             meter.expect(data_bytes(opened.document) - known)
                             done = await verified(opened, settings)
                         data |= {"ok": True, "files": done.files, "bytes": done.bytes}
+                        differences = opened.document.differences
+                        data["differences"] = differences.count if differences else 0
                     except CorruptCheckpoint as error:
                         data |= {"ok": False, "files": 0, "bytes": 0}
                         data |= {"error": type(error).__name__, "message": str(error)}
@@ -125,6 +127,7 @@ def _verdict(result: dict[str, Any], id: str) -> Text:
         what, name = f"step {id}", ""
     if result["ok"]:
         read = f"{size_text(result['bytes'])} in {files_text(result['files'])} read{unchecked}"
+        name += f", {result['differences']} differing copies" if result["differences"] else ""
         return marks(f"ok       {what}: {read} in {result['seconds']:.1f} s{name}")
     return marks(f"damaged  {what}: {result['message']}{name}")
 

@@ -24,8 +24,8 @@ from tests.support.sampling import sample
 NAMES = """
     Backend Batches Cast CheckpointDescription CheckpointInfo Children CkpipeError CopyResult
     DifferingCopy Drop ExportResult Fuse GlobalPlanner KeepBest KeepEvery KeepIf KeepLast
-    KeepWithin LoadReport LoadResult LocalPlanner ObjectInfo Only Pipeline Planner Progress PutMode Rearrange Rename
-    Report RngState
+    KeepWithin LoadReport LoadResult LocalPlanner ObjectInfo Only Pipeline Planner Progress
+    PutMode Rearrange Rename Report RngState
     SaveHandle SaveReport Settings Split Stack StateLock Statistics SyncPipeline SyncSaveHandle
     TensorDescription Unstack Upload UploadLimits ValueDescription VerifyResult __version__ copy
     export import_checkpoint inspect load name_table register_backend register_type

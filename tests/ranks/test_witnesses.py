@@ -104,11 +104,14 @@ def test_one_bit_is_told(
         assert found.box[1] == (500, 1000)
 
 
-@pytest.mark.parametrize("mode", ["warn", "raise", "off"])
+@pytest.mark.parametrize(
+    ("mode", "worker"),
+    [("warn", "thread"), ("raise", "thread"), ("raise", "process"), ("off", "thread")],
+)
 def test_the_mode_decides_what_a_difference_does(
-    mode: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    mode: str, worker: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    settings: dict[str, Any] = {"plan": {"replicated": ["t"]}}
+    settings: dict[str, Any] = {"plan": {"replicated": ["t"]}, "worker": worker}
     seen: list[events.Event] = []
     with ranks(str(tmp_path), 2, replicas={"mode": mode, "share": 1}, **settings) as world:
         world[1].events.add(seen.append)
@@ -138,7 +141,7 @@ def test_all_copies_are_compared_in_the_saves_that_the_share_promises(tmp_path: 
         small = [torch.full((9,), float(rank)) for _ in range(40)]
         return {"large": torch.full((3, 1 << 20), float(rank)), "small": small}
 
-    found = []
+    found: list[DifferingCopy] = []
     replicas = {"share": 1 / 4}
     with ranks(str(tmp_path), 2, plan={"replicated": ["*"]}, replicas=replicas) as world:
         for step in range(4):
