@@ -3,7 +3,8 @@
 Each save takes the next mebibytes of chunks with an owner, from a random chunk on, with a stride
 that mixes large and small ones. The owner's manifest has the checksums of all its bytes, so ranks
 choose without each other. Tensors that share memory are left out: their entries may have bytes that
-belong to no element. Nothing of a plan is made larger: a chunk tells all.
+belong to no element. A chunk of the layout tells all, so plans have nothing more for it (note 84 of
+``docs/design.md``).
 """
 
 from __future__ import annotations
