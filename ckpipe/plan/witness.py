@@ -77,22 +77,29 @@ class Witnesses:
             self._stride += 1
         self._chunk = random.SystemRandom().randrange(count) if count else 0
         self._mebibyte = 0
+        self._due = 0.0
+        """The bytes that are still to choose, or less than 0 if more was chosen."""
 
     def next(self) -> list[Witnessed]:
-        """Choose the bytes of the next save; none if the rank writes all that it holds."""
+        """Choose the bytes of the next save: whole mebibytes, or smaller chunks.
+
+        None are chosen if earlier saves have taken more than their share.
+        """
         found: list[Witnessed] = []
-        at, taken, left = 0, 0, len(self._rows)
-        while left and (taken < self._wanted or not found):
+        at, left = 0, len(self._rows)
+        self._due += self._wanted
+        while left and self._due > 0:
             tensor, part, nbytes = self._copy(self._rows[self._chunk])
             start = self._mebibyte * CHUNK_BYTES
             size = min(CHUNK_BYTES, nbytes - start)
             if size > 0:
                 at = -(-at // MAX_ITEM) * MAX_ITEM
                 found.append(Witnessed(self._chunk, self._mebibyte, tensor, part, at, size))
-                at, taken, self._mebibyte = at + size, taken + size, self._mebibyte + 1
+                at, self._due, self._mebibyte = at + size, self._due - size, self._mebibyte + 1
             if start + size >= nbytes:
                 self._chunk = (self._chunk + self._stride) % len(self._rows)
                 self._mebibyte, left = 0, left - 1
+        self._due = min(self._due, 0.0)
         return found
 
     def _copy(self, row: int) -> tuple[int, Box | None, int]:
