@@ -457,6 +457,11 @@ FEATURES = {
         stages, ranks=3, load={"per_rank": "rank0"}, alone=stages_alone, together=("model.*",)
     ),
     "nan": Feature(nan, ranks=3, load={"per_rank": "rank0"}),
+    "witnesses": Feature(
+        lambda rank: {"shared": torch.arange(300.0), "rank": rank},
+        ranks=2, settings={"plan": {"replicated": ["shared"]}, "replicas": {"share": 1}},
+        load={"per_rank": "rank0"},
+    ),
     "incremental": Feature(
         lambda rank: {"base": torch.zeros(3, 1 << 18), "more": torch.ones(1 << 18), "small": WHOLE},
         settings={"incremental": True, "keep_last": 1, "staging": {"block_bytes": 1 << 20}},
@@ -484,7 +489,10 @@ def save(make: Callable[[], Backend], feature: Feature) -> None:
 
     scheme = f"features{next(_numbers)}"
     ckpipe.register_backend(scheme, backend)
-    settings: dict[str, Any] = {"attempt_id": "old", "keep_reports": False} | feature.settings
+    settings: dict[str, Any] = {"attempt_id": "old", "keep_reports": False}
+    if "replicas" in ckpipe.Settings.model_fields:  # most were saved without
+        settings["replicas"] = {"mode": "off"}
+    settings |= feature.settings
     if feature.together:
         _save_together(f"{scheme}://store", feature, settings)
         return

@@ -24,6 +24,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 import ckpipe
+from ckpipe.format.checksum import crc32c
 from ckpipe.testing import MemoryBackend
 from tests.format import earlier_states
 from tests.format.earlier_states import DATA, FEATURES, STEP, seeded
@@ -235,6 +236,15 @@ def test_counts_of_nan_stay_in_the_index_of_an_earlier_checkpoint(
         assert info.nan == 21
         (known,) = pipeline.steps()
         assert known.nan == 21
+
+
+def test_witnesses_stay_in_the_manifests_of_an_earlier_checkpoint(
+    old: Callable[[str], Path],
+) -> None:
+    texts = [text_of(each.read_bytes()) for each in old("witnesses").rglob("*.json")]
+    parts = [json.loads(text + "}").get("parts", {}) for text in texts]
+    checksum = crc32c(torch.arange(300.0).numpy().tobytes())
+    assert [part["witnesses"] for part in parts if "witnesses" in part] == [[[[0, 0, checksum]]]]
 
 
 @pytest.mark.sample(8)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 import torch
 import torch.distributed as dist
@@ -22,6 +24,7 @@ from ckpipe.format.codec import decode_document, encode_document
 from ckpipe.format.manifest import ManifestDocument
 from ckpipe.format.merge import merge
 from ckpipe.format.names import index_key
+from ckpipe.format.summary import decode_summary, encode_summary, summary_of
 from ckpipe.types import DifferingCopy
 from tests.inner.made_up_ranks import ID, Borrowed, manifest_of
 from tests.support.fork_server import Case
@@ -29,9 +32,11 @@ from tests.support.rank_pipelines import ranks
 from tests.support.rank_processes import SETTINGS, Gang, told
 from tests.support.rank_processes import tell as note
 from tests.support.settling import settle
+from tests.support.stored_files import document_of
 from tests.support.wrapped_models import trained, wrapped
 
 BLOCK = 65536
+DOCS = Path(__file__).parents[2] / "docs"
 
 
 class Model:
@@ -238,6 +243,11 @@ def test_a_difference_is_found_by_whoever_merges(count: int) -> None:
     text = encode_document(index)
     read = decode_document(text, key=index_key(ID), id=ID, kind="index")
     assert read.differences == index.differences
+    schema = json.loads((DOCS / "schema" / "document.json").read_text())
+    for document in (index, every[1], every[-1]):
+        members = {**document_of(encode_document(document)), "crc32c": "00000000"}
+        jsonschema.Draft202012Validator(schema).validate(members)
+    assert decode_summary(ID, encode_summary(ID, summary_of(index))).differences == 1
 
 
 def test_an_index_without_differences_has_nothing_of_them() -> None:
