@@ -118,6 +118,7 @@ class LinkState:
         trusted_from: Number of the first save whose files may be linked.
         looked: True if the files of the checkpoint from which the run resumed were looked for.
         unavailable: True if the store has linked nothing since it refused a link.
+        refused_base: The base of the save whose link was refused last.
         off: True if the store refuses links: all saves write all.
     """
 
@@ -127,6 +128,7 @@ class LinkState:
     trusted_from: int = 0
     looked: bool = False
     unavailable: bool = True
+    refused_base: CheckpointId | None = None
     off: bool = False
 
     def commit(self, save: SaveRecord, rows: Sequence[FileRow], context: StoreContext) -> None:
@@ -144,12 +146,14 @@ class LinkState:
         last = [n for n, each in enumerate(self.committed) if not n or str(each.id) in used]
         del self.committed[max(last, default=0) + 1 :]
 
-    def refused(self) -> None:
-        """Write all from now on, unless the store has linked a file since its last refusal.
+    def refused(self, save: SaveRecord) -> None:
+        """Write all from now on, unless the store has linked since its last refusal for a base.
 
-        A file that has too many links is written anew, and linked again.
+        All files of one base may have too many links at once; those that are written have none.
         """
-        self.off, self.unavailable = self.unavailable, True
+        assert save.base is not None
+        self.off = self.off or (self.unavailable and save.base.id != self.refused_base)
+        self.unavailable, self.refused_base = True, save.base.id
 
     def distrust(self) -> None:
         """Link to no file of earlier saves, since one was gone or damaged."""

@@ -28,6 +28,7 @@ from ckpipe.errors import (
     SaveError,
     StoreError,
     StoreFull,
+    TruncatedObject,
 )
 from ckpipe.events import BlockUploaded, FileLinked
 from ckpipe.format.checksum import combine, crc32c
@@ -219,10 +220,10 @@ class _Uploads:
             )
         except LinkUnavailable as error:
             save.stored.remove(key)
-            links.refused()
+            links.refused(save)
             then = "Saves write all from now on" if links.off else "This file is written anew"
             if self._context.is_first(then):
-                logger.warning("The store refuses to link %s: %s. %s", key, error, then)
+                logger.warning("The store refuses to link %s: %s. %s", key, error.message, then)
             return False
         except ObjectExists:
             # A dead worker may have written it.
@@ -242,7 +243,13 @@ class _Uploads:
         data = memoryview(bytearray(plan.nbytes))
 
         async def read(source: str) -> None:
-            await self._context.retrying.read_into(source, plan.offset, data)
+            try:
+                await self._context.retrying.read_into(source, plan.offset, data)
+            except (StoreError, TruncatedObject) as error:
+                passes = error.transient and not getattr(error, "unreadable", False)
+                if passes or isinstance(error, ObjectNotFound):
+                    raise
+                raise self._lost(f"{source} cannot be read: {error.message}") from error
             digest = await threads.run_sync(digest_of, data)
             if digest != self._save.digests[plan.file, plan.offset]:
                 raise self._lost(f"{source} is damaged at byte {plan.offset}")
