@@ -51,6 +51,7 @@ class FilledBlock:
             A checksum is ``UNKNOWN`` until the serialize stage computes it if its bytes came from a
             device, were copied by torch or were joined from several tensors.
         rests: True if its bytes are those of its place in the base of the save.
+        users: Number of users: the upload, the count of NaN, and each view of the staged state.
     """
 
     save: SaveRecord
@@ -58,10 +59,13 @@ class FilledBlock:
     data: memoryview
     sums: NDArray[np.int64]
     rests: bool = field(default=False, init=False)
+    users: int = field(default=1, init=False)
 
     def release(self) -> None:
-        """Give its memory back; the store has its bytes."""
-        self.save.free(self)
+        """End the use by one user; its memory is free once all users have released it."""
+        self.users -= 1
+        if not self.users:
+            self.save.free(self)
 
 
 class SaveRecord(abc.ABC):
