@@ -10,7 +10,7 @@ checkpoint or a newer one: retention keeps the former, and a sweep removes nothi
 runs. If another checkpoint becomes the newest complete one meanwhile, this rank has committed that
 too, and it is the better source for all that rests in both. For bytes that have changed and changed
 back, the prunes of this process keep the base until the save is committed
-(:attr:`ckpipe.catalog.catalog.Catalog.linked_from`).
+(:attr:`ckpipe.catalog.catalog.Catalog.linked_from`); if another rank prunes it, the save fails.
 """
 
 from __future__ import annotations
