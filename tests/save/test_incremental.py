@@ -179,6 +179,20 @@ def test_a_store_without_links_is_refused(store: Stores, monkeypatch: Any) -> No
         pass
 
 
+def test_a_store_without_links_is_read_with_the_setting(
+    store: Stores, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = state_of()
+    with ckpipe.SyncPipeline(store.url) as pipeline:
+        saved(pipeline, state, 1)
+    monkeypatch.setattr(store.slow, "can_link", False)
+    monkeypatch.setenv("CKPIPE_INCREMENTAL", "1")
+    target = state_of(nbytes=MIB) | {"t0": torch.zeros_like(state["t0"])}
+    with ckpipe.SyncPipeline(store.url, read_only=True) as pipeline:
+        pipeline.load(target)
+    assert same(target, state)
+
+
 def test_a_planner_of_ones_own_is_refused(tmp_path: Path) -> None:
     class Planner:
         def plan(self, captured: Any, *, rank: int, world_size: int) -> Any:
