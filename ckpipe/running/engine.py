@@ -285,7 +285,7 @@ async def serve(
     backend = await anyio.to_thread.run_sync(backend_of, settings)
     async with backend:
         store = StoreContext.of(settings, backend, events, topology.rank, topology.world_size)
-        if settings.incremental.enabled:
+        if settings.incremental.enabled and not settings.read_only:
             refuse_unlinkable(settings, backend)
         store.prunes.delay = _PRUNE_DELAY_SECONDS
         worker = None
