@@ -170,6 +170,20 @@ def test_without_links_a_checkpoint_is_as_ever(tmp_path: Path) -> None:
         assert name not in texts[0] + texts[1]
 
 
+@pytest.mark.parametrize("worker", ["thread", "process"])
+def test_a_run_that_goes_back_links_to_what_it_loaded(tmp_path: Path, worker: Any) -> None:
+    state = state_of()
+    with ckpipe.SyncPipeline(tmp_path, worker=worker, **SMALL) as pipeline:
+        for step in (1, 2, 3):
+            saved(pipeline, state, step)
+        pipeline.load(state, step=2)
+        pipeline.delete(3, force=True)
+        state["t1"].add_(1)
+        report = saved(pipeline, state, 3)
+        assert 3 * MIB < report.linked_bytes < report.bytes - MIB
+        assert same(loaded_state(pipeline, step=3), state)
+
+
 def test_a_store_without_links_is_refused(store: Stores, monkeypatch: Any) -> None:
     monkeypatch.setattr(store.slow, "can_link", False)
     with (
