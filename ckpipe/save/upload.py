@@ -280,7 +280,7 @@ class _Uploads:
 
     def _lost(self, reason: str) -> SaveError:
         assert self._context.links is not None
-        self._context.links.distrust()
+        self._context.links.distrust(self._context.catalog)
         return SaveError(
             f"The bytes of a data file that did not change are lost: {reason}",
             hint="The next save writes all; ckpipe verify tells whether earlier ones are damaged",
