@@ -194,7 +194,8 @@ async def based(save: SaveRecord, context: StoreContext) -> AsyncIterator[None]:
     if catalog.resumed_from != links.loaded:
         # The run may have gone back, and later checkpoints be deleted.
         links.loaded = catalog.resumed_from
-        if links.loaded not in {str(each.id) for each in links.committed}:
+        known = links.loaded in {str(each.id) for each in links.committed}
+        if not known and links.begun != links.trusted_from:  # else it writes all after a loss
             links.committed = await _resumed(context) or links.committed
     if links.committed:
         save.base = links.committed[0]
