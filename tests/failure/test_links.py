@@ -468,7 +468,7 @@ def dead_at_a_link(mortal: Forks, root: Path, **case: Any) -> tuple[Store, Path]
     case |= {"root": str(root), "saves": 3}
     assert mortal.run(case | {"verb": "link", "landing": "after", "nth": 1}) is None
     (dead,) = root.glob("step-000000000003.*/")
-    assert all(path.stat().st_nlink > 1 for path in dead.glob("rank-*"))
+    assert any(path.stat().st_nlink > 1 for path in dead.glob("rank-*"))
     return on_disk(root), dead
 
 
