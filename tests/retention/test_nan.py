@@ -151,6 +151,27 @@ def test_an_index_that_cannot_be_read_takes_its_place_from_nobody(tmp_path: Path
         assert result.step == 1
 
 
+def test_a_fallback_tells_of_an_index_that_it_passes_over(tmp_path: Path) -> None:
+    """A damaged index may be the last one without NaN: no load says that all have some."""
+    ids = saved(tmp_path, "..x")
+    for number, left in ((1, 0), (0, None)):
+        index = tmp_path / f"{ids[number]}.json"
+        index.write_bytes(index.read_bytes()[:-9])
+        with ckpipe.SyncPipeline(tmp_path) as pipeline:
+            if left is None:
+                with (
+                    pytest.raises(errors.CorruptCheckpoint),
+                    pytest.warns(RuntimeWarning, match="is damaged"),
+                ):
+                    pipeline.load(without_nan=True, fallback=True)
+                continue
+            with pytest.warns(RuntimeWarning, match="is damaged"):
+                result = pipeline.load(without_nan=True, fallback=True)
+            assert result is not None and result.report is not None
+            assert result.step == left
+            assert [*result.report.damaged] == [ids[number]]
+
+
 def test_a_fallback_passes_over_nan_too(tmp_path: Path) -> None:
     ids = saved(tmp_path, ".x.xx")
     file = next((tmp_path / ids[2]).glob("*.safetensors"))
