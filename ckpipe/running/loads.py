@@ -17,6 +17,7 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Literal
 
 import anyio
 
@@ -344,7 +345,8 @@ class Loads:
             CheckpointNotFound: If all of the root have NaN.
         """
         catalog = self._context.store.catalog
-        found = await catalog.without_nan(before=before, skip_unread=request.fallback)
+        unread: Literal["raise", "take"] = "take" if request.fallback else "raise"
+        found = await catalog.without_nan(before=before, unread=unread)
         if found is None and before is None and await newest_repaired(catalog.backend):
             raise CheckpointNotFound(
                 f"Every complete checkpoint at {self._place} has NaN",
