@@ -207,3 +207,6 @@ def test_a_root_of_nan_and_an_empty_one(tmp_path: Path) -> None:
         ckpipe.load(tmp_path / "run", without_nan=True)
     with ckpipe.SyncPipeline(tmp_path / "new") as pipeline:
         assert pipeline.load(state(False), without_nan=True) is None
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(errors.CheckpointNotFound):
+        ckpipe.load(tmp_path / "empty", without_nan=True)
