@@ -254,7 +254,8 @@ class Engine:
             line = self._launch.id
         if dry_run:
             return await self.catalog.prune(self.context.attempt, line=line, dry_run=True)
-        return await retention.prune(self.context.store, self.context.attempt, line)
+        async with self.context.store.prunes.lock:  # not beside that of a save
+            return await retention.prune(self.context.store, self.context.attempt, line)
 
     async def sweep(self, *, dry_run: bool) -> SweepReport:
         """Remove the remains of crashed runs, or only list them."""

@@ -111,6 +111,8 @@ class SaveRecord(abc.ABC):
         """The entries with NaN and their counts; complete like the checksums."""
         self.stored: list[str] = []
         """Keys of its data files that are complete, or may be."""
+        self.taken = False
+        """True if another writer uses its name: none of these objects is surely its own."""
         self.commit_may_exist = False
         """True if its commit was begun and may have landed: its data files must stay then."""
         self.redelivered = False

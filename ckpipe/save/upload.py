@@ -228,7 +228,7 @@ class _Uploads:
         except ObjectExists:
             # A dead worker may have written it.
             if not save.redelivered or (await self._context.retrying.stat(key)).size != size:
-                save.stored.clear()
+                save.taken = True
                 raise
             source = key
         links.unavailable = False
@@ -300,8 +300,7 @@ class _Uploads:
                 may_be_ours = may_be_ours or not taken
                 if await self._landed(upload, key, row.size if may_be_ours else None):
                     return None
-                if taken:  # another writer uses this name: none of these objects is surely ours
-                    self._save.stored.clear()
+                self._save.taken |= taken
                 await tries.wait_after(error)
 
     async def _landed(self, upload: Upload, key: str, size: int | None) -> bool:
