@@ -253,7 +253,7 @@ def test_a_source_that_goes_during_the_save_fails_it(tmp_path: Path) -> None:
         store = on_disk(tmp_path / str(nth))
         with store.opened() as pipeline:
             save(pipeline, 1, 2)
-            (base,) = store.directory.glob("step-*2.*/")
+            (base,) = store.directory.glob("step-000000000002.*/")
             held = store.faulty.pause("link", nth=nth)
             handle = pipeline.save(state_of(3), step=3)
             held.wait_until_held()

@@ -154,7 +154,9 @@ def test_the_first_nan_of_a_launch_is_one_warning(
 def test_files_that_are_linked_keep_their_counts(tmp_path: Path) -> None:
     state = {"a": torch.zeros(1 << 20), "b": torch.full((1 << 19,), NAN)}
     state["a"][5] = NAN
-    with ckpipe.SyncPipeline(tmp_path, incremental=True) as pipeline:
+    with ckpipe.SyncPipeline(
+        tmp_path, incremental=True, staging={"block_bytes": 1 << 20}
+    ) as pipeline:
         for step in range(4):
             state["a"] += 1
             assert pipeline.save(state, step=step).wait().nan == (1 << 19) + 1
