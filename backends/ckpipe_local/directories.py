@@ -273,8 +273,6 @@ class Root:
     def link(self, source: str, target: str) -> None:
         """Give a file a second name, durably, in a directory that is made if it is missing.
 
-        First the file counts as written now: a sweep takes old files of a launch for its remains.
-
         Raises:
             ObjectNotFound: If there is no such file.
             LinkUnavailable: If it is a link, or behind one.
@@ -294,7 +292,6 @@ class Root:
                 raise LinkUnavailable(f"{path} is a symbolic link", key=target)
             if not stat.S_ISREG(found.st_mode):
                 raise missing
-            os.utime(old, dir_fd=opened[-1], follow_symlinks=False)
             add_name(opened[-1], old, directory, name)
 
         with contextlib.ExitStack() as stack:
@@ -314,6 +311,9 @@ class Root:
     def objects(self, prefix: str) -> list[ObjectInfo]:
         """List all objects below a prefix, and dangling links, which keep a directory in use.
 
+        A file of a checkpoint that has several names counts as written when the last name was given
+        in its directory, at the latest: a sweep takes what is old for the remains of a launch.
+
         Raises:
             LinkRefused: If a directory on the way to the prefix is a link: a caller that lists all
                 objects may delete them next.
@@ -322,11 +322,14 @@ class Root:
         found: list[ObjectInfo] = []
         pending = [prefix]
         while pending:
-            below = pending.pop()
+            below, named = pending.pop(), 0.0
+            if below.startswith("step-"):
+                with contextlib.suppress(FileNotFoundError):
+                    named = os.stat(os.path.join(self.path, below)).st_mtime
             for entry in _entries(os.path.join(self.path, below)):
                 if entry.is_dir(follow_symlinks=False):
                     pending.append(f"{below}{entry.name}/")
-                elif info := _object_info(entry, below, links=True):
+                elif info := _object_info(entry, below, links=True, named=named):
                     found.append(info)
         return found
 
@@ -415,21 +418,31 @@ def _has_objects(directory: str) -> bool:
     return any(_has_objects(entry.path) for entry in entries)
 
 
-def _object_info(entry: os.DirEntry[str], prefix: str, *, links: bool = False) -> ObjectInfo | None:
-    """Describe an entry; None if it is no object. With ``links``, any link counts as an object."""
+def _object_info(
+    entry: os.DirEntry[str], prefix: str, *, links: bool = False, named: float = 0.0
+) -> ObjectInfo | None:
+    """Describe an entry; None if it is no object.
+
+    Args:
+        entry: The entry.
+        prefix: The prefix of its key.
+        links: True if any symbolic link counts as an object.
+        named: The least time of a file with several names.
+    """
     with contextlib.suppress(FileNotFoundError):
         found = entry.stat()
         if stat.S_ISREG(found.st_mode):
-            return object_info(prefix + entry.name, found)
+            return object_info(prefix + entry.name, found, named if found.st_nlink > 1 else 0.0)
     with contextlib.suppress(FileNotFoundError):
         if links and entry.is_symlink():
             return object_info(prefix + entry.name, entry.stat(follow_symlinks=False))
     return None
 
 
-def object_info(key: str, found: os.stat_result) -> ObjectInfo:
-    """Describe a file as an object."""
-    return ObjectInfo(key, found.st_size, datetime.fromtimestamp(found.st_mtime, UTC))
+def object_info(key: str, found: os.stat_result, least: float = 0.0) -> ObjectInfo:
+    """Describe a file as an object that was written at a time or later."""
+    time = max(found.st_mtime, least)
+    return ObjectInfo(key, found.st_size, datetime.fromtimestamp(time, UTC))
 
 
 def _remove_abandoned(directory: int) -> None:

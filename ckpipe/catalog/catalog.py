@@ -42,6 +42,7 @@ from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from functools import partial
+from typing import Literal
 
 from ckpipe.backend import Backend
 from ckpipe.catalog.complete import find_repaired, newest_repaired, repair, repaired
@@ -259,7 +260,10 @@ class Catalog:
         return found
 
     async def without_nan(
-        self, *, before: CheckpointId | None = None, skip_unread: bool = False
+        self,
+        *,
+        before: CheckpointId | None = None,
+        unread: Literal["raise", "skip", "take"] = "raise",
     ) -> CheckpointInfo | None:
         """Find the newest complete checkpoint without NaN.
 
@@ -267,11 +271,12 @@ class Catalog:
 
         Args:
             before: Only older ones than this.
-            skip_unread: True to leave out checkpoints whose index cannot be read.
+            unread: What a newer one does whose index cannot be read, and which may have none:
+                raise its error, be left out, or be taken, for a load that falls back from it.
 
         Raises:
-            CorruptCheckpoint: If the index of a newer one, which may have none, is damaged.
-            UnsupportedVersion: If it is of a newer format.
+            CorruptCheckpoint: With ``"raise"``, if the index of a newer one is damaged.
+            UnsupportedVersion: With ``"raise"``, if it is of a newer format.
             StoreError: If the store failed.
         """
         known = await repaired(self.backend, (await self._listed()).infos())
@@ -283,8 +288,9 @@ class Catalog:
             # Without a winner, the indexes confirm that all have NaN.
             if await query.is_sure([winner] if winner else [each.id for each in candidates]):
                 break
-        found = next((each for each in complete if each.id == winner), None)
-        if not skip_unread:
+        taken = {winner, *(query.unread if unread == "take" else ())}
+        found = next((each for each in complete if each.id in taken), None)
+        if unread == "raise":
             await query.check_unread(lambda info, _: found is None or info.key > found.key)
         return found
 

@@ -162,6 +162,11 @@ class SummaryQuery:
         self._complete = complete
         self._unread: dict[str, tuple[_Unreadable, Summary | None]] = {}
 
+    @property
+    def unread(self) -> Collection[str]:
+        """The checkpoints whose index could not be read."""
+        return self._unread.keys()
+
     async def candidates(self) -> list[Candidate]:
         """Return the checkpoints with a summary, in the same order.
 

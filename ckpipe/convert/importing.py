@@ -306,6 +306,11 @@ class _Import(SaveRecord):
         self.files = plan.files
         self.sealed = plan.structure, plan.part
 
+    @property
+    def waits(self) -> bool:
+        """See :class:`~ckpipe.save.record.SaveRecord`."""
+        return True
+
     def free(self, filled: _Filled) -> None:
         """Give back the memory of a block that is no longer in use."""
         self.arena.give(filled.memory)

@@ -257,8 +257,8 @@ EXPORT size_t verify_copy_each(
    number where a dtype has no infinity. Without the sign, signed comparisons are enough, which every
    processor has for vectors. A sum of one stretch fits the element's type, so it needs no wider one. */
 
-#define COUNT_NAN(bits, mask, most, stretch)                                                     \
-    static size_t count_nan_##most(const uint8_t *from, size_t n) {                              \
+#define COUNT_NAN_BY(feature, name, bits, mask, most, stretch)                                   \
+    feature static size_t name##most(const uint8_t *from, size_t n) {                            \
         typedef int##bits##_t Element __attribute__((aligned(1), may_alias));                    \
         const Element *at = (const Element *)from;                                               \
         size_t found = 0;                                                                        \
@@ -270,6 +270,13 @@ EXPORT size_t verify_copy_each(
         }                                                                                        \
         return found;                                                                            \
     }
+#if defined(__x86_64__)
+#define WIDER __attribute__((target("avx2")))
+#define COUNT_NAN(...)                                                                           \
+    COUNT_NAN_BY(, count_nan_, __VA_ARGS__) COUNT_NAN_BY(WIDER, wider_, __VA_ARGS__)
+#else
+#define COUNT_NAN(...) COUNT_NAN_BY(, count_nan_, __VA_ARGS__)
+#endif
 COUNT_NAN(64, 0x7fffffffffffffff, 0x7ff0000000000000, 4096)
 COUNT_NAN(32, 0x7fffffff, 0x7f800000, 4096)
 COUNT_NAN(16, 0x7fff, 0x7f80, 4096)
@@ -278,15 +285,24 @@ COUNT_NAN(8, 0x7f, 0x7e, 96)
 COUNT_NAN(8, 0x7f, 0x7c, 96)
 
 /* By the numbers of native.py: F64, F32, BF16, F16, F8_E4M3, F8_E5M2. */
-static size_t (*const count_nan[])(const uint8_t *, size_t) = {
-    count_nan_0x7ff0000000000000, count_nan_0x7f800000, count_nan_0x7f80,
-    count_nan_0x7c00, count_nan_0x7e, count_nan_0x7c,
-};
+#define ALL_DTYPES(name)                                                                         \
+    {name##0x7ff0000000000000, name##0x7f800000, name##0x7f80, name##0x7c00, name##0x7e, name##0x7c}
+typedef size_t Count(const uint8_t *from, size_t n);
+static Count *const narrow_counts[] = ALL_DTYPES(count_nan_);
+
+static Count *const *best_counts(void) {
+#if defined(__x86_64__)
+    static Count *const wide_counts[] = ALL_DTYPES(wider_);
+    if (best_sum() == sum_avx) return wide_counts;
+#endif
+    return narrow_counts;
+}
 
 EXPORT void count_nan_each(
     uint8_t **from, const size_t *sizes, const size_t *dtypes, size_t *found, size_t count
 ) {
-    for (size_t i = 0; i < count; i++) found[i] = count_nan[dtypes[i]](from[i], sizes[i]);
+    Count *const *counts = best_counts();
+    for (size_t i = 0; i < count; i++) found[i] = counts[dtypes[i]](from[i], sizes[i]);
 }
 
 /* Signals that only one process may end us by. A handler in Python is not told who sent a signal. */

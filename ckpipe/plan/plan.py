@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -269,8 +269,9 @@ def files_by_size(plan: RankPlan, block_bytes: int, max_file_bytes: int | None) 
     """Lay a plan's entries out anew, so that data files rest whole if some tensors do not change.
 
     Tensors of one role have one size. So an entry of a mebibyte or more shares a file only with
-    entries of the same size, in the order of the plan, and smaller ones share files with each
-    other. A pure function of the plan: ranks need not know of each other's.
+    entries of the same size, in the order of the plan. Smaller ones, and sizes that fill less than
+    half a block, share files with each other. A pure function of the plan: ranks need not know of
+    each other's.
 
     Args:
         plan: The plan.
@@ -279,8 +280,10 @@ def files_by_size(plan: RankPlan, block_bytes: int, max_file_bytes: int | None) 
     """
     entries = plan.layout.entries
     by_size: defaultdict[int, list[int]] = defaultdict(list)
+    counts = Counter(entries.nbytes)
     for number, nbytes in enumerate(entries.nbytes):
-        by_size[nbytes if nbytes >= _LARGE_BYTES else 0].append(number)
+        alone = nbytes >= _LARGE_BYTES and counts[nbytes] * nbytes * 2 >= block_bytes
+        by_size[nbytes if alone else 0].append(number)
     share = max(block_bytes, sum(entries.nbytes) // _LARGEST_SHARE)
     files: list[DataFile] = []
     laid: list[Entry] = []

@@ -254,7 +254,8 @@ class Engine:
             line = self._launch.id
         if dry_run:
             return await self.catalog.prune(self.context.attempt, line=line, dry_run=True)
-        return await retention.prune(self.context.store, self.context.attempt, line)
+        async with self.context.store.prunes.lock:  # not beside that of a save
+            return await retention.prune(self.context.store, self.context.attempt, line)
 
     async def sweep(self, *, dry_run: bool) -> SweepReport:
         """Remove the remains of crashed runs, or only list them."""
@@ -285,7 +286,7 @@ async def serve(
     backend = await anyio.to_thread.run_sync(backend_of, settings)
     async with backend:
         store = StoreContext.of(settings, backend, events, topology.rank, topology.world_size)
-        if settings.incremental.enabled:
+        if settings.incremental.enabled and not settings.read_only:
             refuse_unlinkable(settings, backend)
         store.prunes.delay = _PRUNE_DELAY_SECONDS
         worker = None

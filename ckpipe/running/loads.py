@@ -17,6 +17,7 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Literal
 
 import anyio
 
@@ -192,18 +193,14 @@ class Loads:
             PipelineClosed: If the pipeline is closed before the load has its hold.
             CkpipeError: Any error of :func:`ckpipe.loading.load.read_all`.
         """
-        if request.without_nan and (which is not None or source is not None):
-            raise UsageError(
-                "without_nan chooses among the checkpoints of a run, and NaN are not counted in "
-                "those of other programs",
-                hint="Leave it out, or leave out step and source",
-            )
+        if request.without_nan and which is not None:
+            raise _chosen()
         if source is not None:
             if which is not None or request.fallback:
                 raise UsageError("source is given alone, without step and fallback")
             with telling_touched(request), self._until_closed(request.hold):
                 async with self._joint.begun(request) as joint:
-                    return await self._from_source(source, request, joint)
+                    return await self._from_source(source, request, joint, named=True)
         alone, named = self._context.world_size == 1, which is not None and not request.fallback
         left = self._until_closed(request.hold)
         naming = naming_refusals(step=which if isinstance(which, int) else None)
@@ -258,7 +255,9 @@ class Loads:
             await begin_anew(self._context, self._place)
         return None
 
-    async def _from_source(self, url: str, request: LoadRequest, joint: Joint | None) -> LoadResult:
+    async def _from_source(
+        self, url: str, request: LoadRequest, joint: Joint | None, *, named: bool = False
+    ) -> LoadResult:
         """Load a checkpoint that another program wrote; each rank reads what it needs."""
         # A run that opens no source does not import the readers of foreign formats.
         from ckpipe.foreign.source import open_place
@@ -268,6 +267,8 @@ class Loads:
         with events.told():
             async with open_place(url, context.settings) as place:
                 opened = Opened(place.store, await place.described())
+                if named and request.without_nan:
+                    raise _chosen()
                 load = await self._read_all(opened, events, request, joint)
                 await opened.check_unchanged()
                 return await self._finish(events, load, joint)
@@ -344,7 +345,8 @@ class Loads:
             CheckpointNotFound: If all of the root have NaN.
         """
         catalog = self._context.store.catalog
-        found = await catalog.without_nan(before=before, skip_unread=request.fallback)
+        unread: Literal["raise", "take"] = "take" if request.fallback else "raise"
+        found = await catalog.without_nan(before=before, unread=unread)
         if found is None and before is None and await newest_repaired(catalog.backend):
             raise CheckpointNotFound(
                 f"Every complete checkpoint at {self._place} has NaN",
@@ -597,6 +599,14 @@ class Loads:
                     context.store.retrying, launch.attempt, topology, launch.claim
                 )
         return self._agreements
+
+
+def _chosen() -> UsageError:
+    return UsageError(
+        "without_nan chooses among the checkpoints of a run, and NaN are not counted in those of "
+        "other programs",
+        hint="Leave it out, or leave out step and source",
+    )
 
 
 def _error_elsewhere(info: CheckpointInfo, verdict: _RanksVerdict) -> CkpipeError:

@@ -150,7 +150,7 @@ async def _tell_nan(save: SaveRecord, context: StoreContext, index: ManifestDocu
         return
     sound = None
     with contextlib.suppress(CkpipeError):
-        sound = await context.catalog.without_nan(skip_unread=True)
+        sound = await context.catalog.without_nan(unread="skip")
     entry, count = part.nan[0]
     logger.warning(
         "%s has %d NaN, %d of them in %s of rank %d, the first tensor with some; %s. Tensors that "

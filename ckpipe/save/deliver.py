@@ -56,7 +56,8 @@ async def deliver(
             tasks.start_soon(commit.run, save, context, stored, complete_out, name=f"commit {name}")
             tasks.start_soon(retention.run, save, context, complete, name=f"retention {name}")
     except BaseException:
-        if save.stored and not save.commit_may_exist and not save.redelivered:
+        unsure = save.commit_may_exist or save.redelivered or save.taken
+        if save.stored and not unsure:
             # Only if the store is quick; otherwise a sweep removes them.
             with anyio.move_on_after(REMOVE_SECONDS, shield=True):
                 try:

@@ -10,7 +10,7 @@ checkpoint or a newer one: retention keeps the former, and a sweep removes nothi
 runs. If another checkpoint becomes the newest complete one meanwhile, this rank has committed that
 too, and it is the better source for all that rests in both. For bytes that have changed and changed
 back, the prunes of this process keep the base until the save is committed
-(:attr:`ckpipe.catalog.catalog.Catalog.linked_from`).
+(:attr:`ckpipe.catalog.catalog.Catalog.linked_from`); if another rank prunes it, the save fails.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from ckpipe.format.names import index_key, manifest_key
 from ckpipe.types import CheckpointId
 
 if TYPE_CHECKING:
+    from ckpipe.catalog.catalog import Catalog
     from ckpipe.save.context import StoreContext
     from ckpipe.save.record import FilledBlock, SaveRecord
 
@@ -116,8 +117,9 @@ class LinkState:
             is the base of a save under way; the newest checkpoint first.
         begun: Number of saves so far.
         trusted_from: Number of the first save whose files may be linked.
-        looked: True if the files of the checkpoint from which the run resumed were looked for.
+        loaded: The checkpoint from which the run resumed, if its files were looked for.
         unavailable: True if the store has linked nothing since it refused a link.
+        refused_base: The base of the save whose link was refused last.
         off: True if the store refuses links: all saves write all.
     """
 
@@ -125,8 +127,9 @@ class LinkState:
     committed: list[CommittedFiles] = field(default_factory=list)
     begun: int = 0
     trusted_from: int = 0
-    looked: bool = False
+    loaded: str | None = None
     unavailable: bool = True
+    refused_base: CheckpointId | None = None
     off: bool = False
 
     def commit(self, save: SaveRecord, rows: Sequence[FileRow], context: StoreContext) -> None:
@@ -144,17 +147,19 @@ class LinkState:
         last = [n for n, each in enumerate(self.committed) if not n or str(each.id) in used]
         del self.committed[max(last, default=0) + 1 :]
 
-    def refused(self) -> None:
-        """Write all from now on, unless the store has linked a file since its last refusal.
+    def refused(self, save: SaveRecord) -> None:
+        """Write all from now on, unless the store has linked since its last refusal for a base.
 
-        A file that has too many links is written anew, and linked again.
+        All files of one base may have too many links at once; those that are written have none.
         """
-        self.off, self.unavailable = self.unavailable, True
+        assert save.base is not None
+        self.off = self.off or (self.unavailable and save.base.id != self.refused_base)
+        self.unavailable, self.refused_base = True, save.base.id
 
-    def distrust(self) -> None:
+    def distrust(self, catalog: Catalog) -> None:
         """Link to no file of earlier saves, since one was gone or damaged."""
         self.committed.clear()
-        self.trusted_from, self.looked = self.begun + 1, True
+        self.trusted_from, self.loaded = self.begun + 1, catalog.resumed_from
 
     def sources(self, save: SaveRecord, plans: Collection[BlockRange]) -> Iterator[str]:
         """Yield the keys of files whose blocks have the digests of a save's, the newest first.
@@ -186,9 +191,12 @@ async def based(save: SaveRecord, context: StoreContext) -> AsyncIterator[None]:
         return
     links.begun += 1
     save.link_number = links.begun
-    if not (links.committed or links.looked):
-        links.looked = catalog.resumed_from is not None
-        links.committed += await _resumed(context)
+    if catalog.resumed_from != links.loaded:
+        # The run may have gone back, and later checkpoints be deleted.
+        links.loaded = catalog.resumed_from
+        known = links.loaded in {str(each.id) for each in links.committed}
+        if not known and links.begun != links.trusted_from:  # else it writes all after a loss
+            links.committed = await _resumed(context) or links.committed
     if links.committed:
         save.base = links.committed[0]
         save.may_link = not (links.full_every and links.begun % links.full_every == 0)

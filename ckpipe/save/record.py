@@ -52,6 +52,7 @@ class FilledBlock:
             A checksum is ``UNKNOWN`` until the serialize stage computes it if its bytes came from a
             device, were copied by torch or were joined from several tensors.
         rests: True if its bytes are those of its place in the base of the save.
+        users: Number of users: the upload, the count of NaN, and each view of the staged state.
     """
 
     save: SaveRecord
@@ -59,10 +60,13 @@ class FilledBlock:
     data: memoryview
     sums: NDArray[np.int64]
     rests: bool = field(default=False, init=False)
+    users: int = field(default=1, init=False)
 
     def release(self) -> None:
-        """Give its memory back; the store has its bytes."""
-        self.save.free(self)
+        """End the use by one user; its memory is free once all users have released it."""
+        self.users -= 1
+        if not self.users:
+            self.save.free(self)
 
 
 class SaveRecord(abc.ABC):
@@ -110,6 +114,8 @@ class SaveRecord(abc.ABC):
         """The error of copies that differ, to be raised once all stages have ended."""
         self.stored: list[str] = []
         """Keys of its data files that are complete, or may be."""
+        self.taken = False
+        """True if another writer uses its name: none of these objects is surely its own."""
         self.commit_may_exist = False
         """True if its commit was begun and may have landed: its data files must stay then."""
         self.redelivered = False

@@ -62,18 +62,10 @@ class StagedBlock(FilledBlock):
         sums = np.full(plan.sum_count, UNKNOWN, np.int64)
         super().__init__(save, plan, block.view[: plan.nbytes], sums)
         self.block = block
-        self.users = 1
-        """Number of users: the upload, and each view of the staged state."""
         self.began = self.ended = 0.0
         """Times of the first and the last copy into it."""
         self.copier = 0
         """The thread of the last copy into it."""
-
-    def release(self) -> None:
-        """End the use by one user; its memory is free once all users have released it."""
-        self.users -= 1
-        if not self.users:
-            super().release()
 
 
 class Save(SaveRecord):

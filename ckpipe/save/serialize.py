@@ -2,7 +2,8 @@
 
 The copy has written the bytes in the layout of the file, so serialization has no other work.
 
-NaN are counted here too, where no trainer waits (note 82 of ``docs/design.md``).
+NaN are counted here too, beside the upload, once all is copied: beside the copy, both would take
+longer. If the copy waits for memory, each batch is counted (note 82 of ``docs/design.md``).
 
 The manifest has a checksum for each mebibyte of each entry. A store that verifies each request gets
 the checksum of the whole block, which is combined from those and from the few bytes between
@@ -15,8 +16,7 @@ import contextlib
 import time
 from array import array
 from collections import Counter
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 
 import anyio
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
@@ -48,6 +48,7 @@ async def run(
     nan, settings = Counter[int](), context.settings.nan
     async with inbox, out:
         resting: list[FilledBlock] = []
+        uncounted: list[FilledBlock] = []
         async for first in inbox:
             assert save.files is not None
             files, sums = save.files, sums or ChunkSums(save.files.sum_table)
@@ -57,20 +58,18 @@ async def run(
                     batch.append(inbox.receive_nowait())
             unknown = [each for each in batch if UNKNOWN in each.sums]
             began = time.perf_counter()
-            counted = sum(each.plan.nbytes for each in batch) if settings.check else 0
-            spans = sum(len(each.plan.spans) for each in batch)
             with save.clock.timing("serialize", sum(each.plan.nbytes for each in unknown)):
-                work = partial(_sum_up, files, sums, batch, unknown)
-                if counted:
-                    work = partial(_sum_and_count, work, files, batch, settings.ignore, nan)
-                if unknown or spans > _ON_LOOP_SPANS or counted > _ON_LOOP_BYTES:
-                    await threads.run_sync(work)
+                if unknown or sum(len(each.plan.spans) for each in batch) > _ON_LOOP_SPANS:
+                    await threads.run_sync(_sum_up, files, sums, batch, unknown)
                 else:
-                    work()
+                    _sum_up(files, sums, batch, unknown)
             if unknown:
                 save.clock.summed([each.plan for each in unknown], began, time.perf_counter())
             unmoved = []
+            if settings.check:
+                uncounted += batch
             for each in batch:
+                each.users += settings.check
                 if save.base is None or not save.base.has_checksums(files, each):
                     await out.send(each)
                 elif save.waits or not save.resting_digest(each.plan):
@@ -78,7 +77,10 @@ async def run(
                 else:  # beside the copy, digests would slow both down
                     resting.append(each)
             await _digest(save, unmoved, out)
+            if save.waits:  # for the memory of these
+                nan += await _counted(save, uncounted, settings.ignore)
         await _digest(save, resting, out)
+        nan += await _counted(save, uncounted, settings.ignore)
         if not save.copied.is_set():
             await anyio.sleep_forever()  # the copy has failed, and its error cancels this
         assert save.files is not None
@@ -123,17 +125,31 @@ def _sum_up(
         sums.add_block(files.cuts(each.plan), each.sums.tolist())
 
 
-def _sum_and_count(
-    sum_up: Callable[[], None],
-    files: DataFiles,
-    batch: Sequence[FilledBlock],
-    ignore: tuple[str, ...],
-    nan: Counter[int],
-) -> None:
-    """Handle checksums, then add the NaN of each entry in one call."""
-    sum_up()
+async def _counted(
+    save: SaveRecord, blocks: list[FilledBlock], ignore: tuple[str, ...]
+) -> Counter[int]:
+    """Count the NaN of each entry in blocks, end their use, and clear the list."""
+    nan = Counter[int]()
+    for first in range(0, len(blocks), BATCH_BLOCKS):
+        batch, files = blocks[first : first + BATCH_BLOCKS], save.files
+        assert files is not None
+        with save.clock.timing("serialize"):
+            if sum(each.plan.nbytes for each in batch) > _ON_LOOP_BYTES:
+                nan += await threads.run_sync(_nan_of, files, batch, ignore)
+            else:
+                nan += _nan_of(files, batch, ignore)
+        for each in batch:
+            each.release()
+    blocks.clear()
+    return nan
+
+
+def _nan_of(
+    files: DataFiles, blocks: Sequence[FilledBlock], ignore: tuple[str, ...]
+) -> Counter[int]:
+    """Count the NaN of each entry in one call."""
     entries, sources, sizes, dtypes = (array("q") for _ in range(4))
-    for each in batch:
+    for each in blocks:
         ranges = files.floats(each.plan, ignore)
         if ranges.entries:
             base = address_of(each.data)
@@ -141,6 +157,8 @@ def _sum_and_count(
             entries += ranges.entries
             sizes += ranges.sizes
             dtypes += ranges.dtypes
+    nan = Counter[int]()
     for entry, found in zip(entries, count_nan_each(sources, sizes, dtypes), strict=True):
         if found:
             nan[entry] += found
+    return nan

@@ -28,6 +28,7 @@ from ckpipe.errors import (
     SaveError,
     StoreError,
     StoreFull,
+    TruncatedObject,
 )
 from ckpipe.events import BlockUploaded, FileLinked
 from ckpipe.format.checksum import combine, crc32c
@@ -219,15 +220,15 @@ class _Uploads:
             )
         except LinkUnavailable as error:
             save.stored.remove(key)
-            links.refused()
+            links.refused(save)
             then = "Saves write all from now on" if links.off else "This file is written anew"
             if self._context.is_first(then):
-                logger.warning("The store refuses to link %s: %s. %s", key, error, then)
+                logger.warning("The store refuses to link %s: %s. %s", key, error.message, then)
             return False
         except ObjectExists:
             # A dead worker may have written it.
             if not save.redelivered or (await self._context.retrying.stat(key)).size != size:
-                save.stored.clear()
+                save.taken = True
                 raise
             source = key
         links.unavailable = False
@@ -242,7 +243,13 @@ class _Uploads:
         data = memoryview(bytearray(plan.nbytes))
 
         async def read(source: str) -> None:
-            await self._context.retrying.read_into(source, plan.offset, data)
+            try:
+                await self._context.retrying.read_into(source, plan.offset, data)
+            except (StoreError, TruncatedObject) as error:
+                passes = error.transient and not getattr(error, "unreadable", False)
+                if passes or isinstance(error, ObjectNotFound):
+                    raise
+                raise self._lost(f"{source} cannot be read: {error.message}") from error
             digest = await threads.run_sync(digest_of, data)
             if digest != self._save.digests[plan.file, plan.offset]:
                 raise self._lost(f"{source} is damaged at byte {plan.offset}")
@@ -273,7 +280,7 @@ class _Uploads:
 
     def _lost(self, reason: str) -> SaveError:
         assert self._context.links is not None
-        self._context.links.distrust()
+        self._context.links.distrust(self._context.catalog)
         return SaveError(
             f"The bytes of a data file that did not change are lost: {reason}",
             hint="The next save writes all; ckpipe verify tells whether earlier ones are damaged",
@@ -293,8 +300,7 @@ class _Uploads:
                 may_be_ours = may_be_ours or not taken
                 if await self._landed(upload, key, row.size if may_be_ours else None):
                     return None
-                if taken:  # another writer uses this name: none of these objects is surely ours
-                    self._save.stored.clear()
+                self._save.taken |= taken
                 await tries.wait_after(error)
 
     async def _landed(self, upload: Upload, key: str, size: int | None) -> bool:

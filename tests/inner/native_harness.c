@@ -71,6 +71,7 @@ static void try_counts(void) {
                 }
                 count_nan_each(&begin, &n, &dtype, &found, 1);
                 expect(found == nan, "count_nan_each", n, shift);
+                expect(narrow_counts[dtype](begin, n) == nan, "a narrow count", n, shift);
                 free(from);
             }
 }

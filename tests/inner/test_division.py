@@ -294,6 +294,7 @@ def test_entries_of_one_size_share_files_that_are_full_or_small(
     assert numbers == list(range(len(entries)))
     share = max(block_bytes, sum(each.nbytes for each in entries) // 256)
     order = {each.name: number for number, each in enumerate(plan.layout.entries)}
+    alone = _alone(entries, block_bytes)
     for number, file in enumerate(laid.files):
         own = [entries[each] for each in file.entries]
         assert file.header == header_of(own)
@@ -309,7 +310,7 @@ def test_entries_of_one_size_share_files_that_are_full_or_small(
         assert file.row.size == len(file.header) + end
         assert max_file_bytes is None or file.row.size <= max_file_bytes
         assert [order[each.name] for each in own] == sorted(order[each.name] for each in own)
-        sizes = {each.nbytes if each.nbytes >= _LARGE else 0 for each in own}
+        sizes = {each.nbytes if each.nbytes in alone else 0 for each in own}
         assert len(sizes) == 1
         (size,) = sizes
         if size and len(own) > 1 and file.row.size > share:
@@ -322,6 +323,12 @@ def test_entries_of_one_size_share_files_that_are_full_or_small(
 
 
 _ROOM = 64 << 10
+
+
+def _alone(entries: Sequence[Entry], block_bytes: int) -> set[int]:
+    """The sizes from a mebibyte on that fill half a block, and share files with no other."""
+    counts = Counter(each.nbytes for each in entries)
+    return {n for n, count in counts.items() if n >= _LARGE and 2 * n * count >= block_bytes}
 
 
 def _contents(plan: RankPlan) -> dict[str, object]:
@@ -346,9 +353,10 @@ def _listed(plan: RankPlan) -> list[tuple[Chunk, str | None]]:
 def _check_full(plan: RankPlan, entries: Sequence[Entry], block_bytes: int) -> None:
     """Check that only the last file of a size may be short or waste a sixth of its blocks."""
     by_size: dict[int, list[int]] = {}
+    alone = _alone(entries, block_bytes)
     for file in plan.files:
         size = entries[file.entries[0]].nbytes
-        if size >= _LARGE:
+        if size in alone:
             by_size.setdefault(size, []).append(file.row.size)
     for sizes in by_size.values():
         for size in sizes[:-1]:

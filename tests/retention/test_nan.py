@@ -146,9 +146,32 @@ def test_an_index_that_cannot_be_read_takes_its_place_from_nobody(tmp_path: Path
         assert decision.reasons[ids[1]] == "the newest without NaN"
         with pytest.raises(errors.CorruptCheckpoint):
             pipeline.load(without_nan=True)
-        result = pipeline.load(without_nan=True, fallback=True)
+        with pytest.warns(RuntimeWarning, match="is damaged"):
+            result = pipeline.load(without_nan=True, fallback=True)
         assert result is not None
         assert result.step == 1
+
+
+def test_a_fallback_tells_of_an_index_that_it_passes_over(tmp_path: Path) -> None:
+    """A damaged index may be the last one without NaN: no load says that all have some."""
+    ids = saved(tmp_path, "..x")
+    for number, left in ((1, 0), (0, None)):
+        index = tmp_path / f"{ids[number]}.json"
+        index.write_bytes(index.read_bytes()[:-9])
+        with ckpipe.SyncPipeline(tmp_path) as pipeline:
+            if left is None:
+                with (
+                    pytest.raises(errors.CorruptCheckpoint),
+                    pytest.warns(RuntimeWarning, match="is damaged"),
+                ):
+                    pipeline.load(without_nan=True, fallback=True)
+                continue
+            with pytest.warns(RuntimeWarning, match="is damaged"):
+                result = pipeline.load(without_nan=True, fallback=True)
+            assert result is not None
+            assert result.report is not None
+            assert result.step == left
+            assert [*result.report.damaged] == [ids[number]]
 
 
 def test_a_fallback_passes_over_nan_too(tmp_path: Path) -> None:
@@ -184,3 +207,6 @@ def test_a_root_of_nan_and_an_empty_one(tmp_path: Path) -> None:
         ckpipe.load(tmp_path / "run", without_nan=True)
     with ckpipe.SyncPipeline(tmp_path / "new") as pipeline:
         assert pipeline.load(state(False), without_nan=True) is None
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(errors.CheckpointNotFound):
+        ckpipe.load(tmp_path / "empty", without_nan=True)

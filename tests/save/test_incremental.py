@@ -170,6 +170,20 @@ def test_without_links_a_checkpoint_is_as_ever(tmp_path: Path) -> None:
         assert name not in texts[0] + texts[1]
 
 
+@pytest.mark.parametrize("worker", ["thread", "process"])
+def test_a_run_that_goes_back_links_to_what_it_loaded(tmp_path: Path, worker: Any) -> None:
+    state = state_of()
+    with ckpipe.SyncPipeline(tmp_path, worker=worker, **SMALL) as pipeline:
+        for step in (1, 2, 3):
+            saved(pipeline, state, step)
+        pipeline.load(state, step=2)
+        pipeline.delete(3, force=True)
+        state["t1"].add_(1)
+        report = saved(pipeline, state, 3)
+        assert 3 * MIB < report.linked_bytes < report.bytes - MIB
+        assert same(loaded_state(pipeline, step=3), state)
+
+
 def test_a_store_without_links_is_refused(store: Stores, monkeypatch: Any) -> None:
     monkeypatch.setattr(store.slow, "can_link", False)
     with (
@@ -177,6 +191,20 @@ def test_a_store_without_links_is_refused(store: Stores, monkeypatch: Any) -> No
         ckpipe.SyncPipeline(store.url, incremental=True),
     ):
         pass
+
+
+def test_a_store_without_links_is_read_with_the_setting(
+    store: Stores, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = state_of()
+    with ckpipe.SyncPipeline(store.url) as pipeline:
+        saved(pipeline, state, 1)
+    monkeypatch.setattr(store.slow, "can_link", False)
+    monkeypatch.setenv("CKPIPE_INCREMENTAL", "1")
+    target = state_of(nbytes=MIB) | {"t0": torch.zeros_like(state["t0"])}
+    with ckpipe.SyncPipeline(store.url, read_only=True) as pipeline:
+        pipeline.load(target)
+    assert same(target, state)
 
 
 def test_a_planner_of_ones_own_is_refused(tmp_path: Path) -> None:

@@ -27,13 +27,18 @@ def counts(root: Path, step: int) -> dict[str, int]:
     return {each.label: each.nan for each in ckpipe.inspect(root, step).tensors if each.nan}
 
 
-@pytest.mark.parametrize("worker", ["thread", "process"])
-def test_an_element_of_each_dtype_at_each_place(tmp_path: Path, worker: Any) -> None:
+@pytest.mark.parametrize(
+    ("worker", "room"), [("thread", None), ("thread", 8 * BLOCK), ("process", 8 * BLOCK)]
+)
+def test_an_element_of_each_dtype_at_each_place(
+    tmp_path: Path, worker: Any, room: int | None
+) -> None:
     """At the first and last place of blocks and mebibytes; device copies are joined here too."""
     size = MIB + 3 * BLOCK
     state = {str(each): torch.zeros(size // each.itemsize, dtype=each) for each in DTYPES}
     state["turned"] = torch.zeros(300, 200).t()
-    settings: dict[str, Any] = {"staging": {"block_bytes": BLOCK}, "worker": worker}
+    staging = {"block_bytes": BLOCK, "bytes": room}
+    settings: dict[str, Any] = {"staging": staging, "worker": worker}
     with ckpipe.SyncPipeline(tmp_path, **settings) as pipeline:
         pipeline.save(state, step=0).wait()
         # Blocks begin in the file, behind its header; mebibytes in each tensor.
@@ -149,7 +154,9 @@ def test_the_first_nan_of_a_launch_is_one_warning(
 def test_files_that_are_linked_keep_their_counts(tmp_path: Path) -> None:
     state = {"a": torch.zeros(1 << 20), "b": torch.full((1 << 19,), NAN)}
     state["a"][5] = NAN
-    with ckpipe.SyncPipeline(tmp_path, incremental=True) as pipeline:
+    with ckpipe.SyncPipeline(
+        tmp_path, incremental=True, staging={"block_bytes": 1 << 20}
+    ) as pipeline:
         for step in range(4):
             state["a"] += 1
             assert pipeline.save(state, step=step).wait().nan == (1 << 19) + 1

@@ -8,15 +8,18 @@ from urllib.parse import parse_qs, urlsplit
 
 import anyio
 import pytest
+import torch
 
+import ckpipe
 from ckpipe import errors
 from ckpipe.backend import PutMode
 from ckpipe.store.retry import RetryingBackend, RetryPolicy
 from ckpipe_gcs import GcsBackend
 from ckpipe_s3 import S3Backend
-from tests.support.bucket_stores import Seen, behind_proxy, written
+from tests.support.bucket_stores import BLOCK, Seen, behind_proxy, written
 from tests.support.fault_proxy import Fault, Request, answer
 from tests.support.gcs_servers import GcsServer
+from tests.support.pipelines import loaded_state, same
 
 POLICY = RetryPolicy(3, 0.0, 0.0, 30.0)
 KMS = "projects/p/locations/l/keyRings/r/cryptoKeys/k"
@@ -120,3 +123,26 @@ async def test_a_store_that_fails_is_no_store_without_links(seen: Seen) -> None:
 def test_the_largest_copies() -> None:
     assert S3Backend.limits.max_link_bytes == 5 * 2**30
     assert GcsBackend.limits.max_link_bytes is None
+
+
+def test_a_save_sends_only_the_files_that_changed(seen: Seen) -> None:
+    options: dict[str, Any] = {"endpoint_url": seen.proxy.url}
+    if seen.scheme == "gs":
+        options |= {"anonymous": True, "resumable_bytes": BLOCK}
+    state = {f"base.{n}": torch.randn(1 << 20) for n in range(5)} | {"lora": torch.randn(1000)}
+    sent = []
+    with ckpipe.SyncPipeline(
+        seen.url, incremental=True, staging={"block_bytes": BLOCK}, worker="thread",
+        backends={seen.scheme: options},
+    ) as pipeline:  # fmt: skip
+        for step in (1, 2, 3):
+            state["lora"].add_(1)
+            seen.requests.clear()
+            handle = pipeline.save(state, step=step)
+            handle.wait()
+            sent.append(sum(each.size for each in seen.requests))
+        assert sent[0] > handle.report.bytes
+        assert sent[2] < 0.02 * handle.report.bytes
+        assert "Copy" in [each.operation for each in seen.requests]
+        pipeline.delete(2, force=True)
+        assert same(loaded_state(pipeline, 3), state)

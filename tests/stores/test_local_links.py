@@ -121,15 +121,16 @@ async def test_no_symbolic_link_is_followed(backend: LocalBackend, tmp_path: Pat
     assert files(tmp_path) == ["moved", "old", "old/alias", "old/file"]
 
 
-async def test_a_link_to_an_old_file_is_as_new_as_a_write(
+async def test_a_link_to_an_old_file_is_listed_as_new(
     backend: LocalBackend, tmp_path: Path
 ) -> None:
     # A sweep takes a launch whose newest object is old for dead.
     os.utime(tmp_path / "root" / "old" / "file", (0, 0))
-    await backend.link("old/file", "new/file")
-    await backend.delete(["old/file"])
-    modified = (await backend.stat("new/file")).modified
-    assert abs((modified - datetime.now(UTC)).total_seconds()) < 300
+    await backend.link("old/file", "step-2/file")
+    (found,) = [each async for each in backend.list("step-2/")]
+    assert abs((found.modified - datetime.now(UTC)).total_seconds()) < 300
+    (source,) = [each async for each in backend.list("old/")]
+    assert source.modified.timestamp() == 0
 
 
 async def test_a_directory_that_a_deletion_removes_meanwhile_is_made_again(

@@ -10,10 +10,10 @@ from tests.support.command_line import save_steps
 
 
 def age(root: Path, days: float, *names: str) -> None:
-    """Make files below a root look as if they were that old."""
+    """Make all below a root look as if it were that old."""
     then = time.time() - days * 86_400
     for path in root.rglob("*"):
-        if path.is_file() and (not names or any(name in str(path) for name in names)):
+        if path.exists() and (not names or any(name in str(path) for name in names)):
             os.utime(path, (then, then))
 
 

@@ -15,7 +15,7 @@ import torch
 
 import ckpipe
 from ckpipe import errors
-from ckpipe.events import BlockUploaded, Event
+from ckpipe.events import BlockUploaded, Event, FileLinked
 from tests.support.actors import PATIENCE
 from tests.support.gcs_servers import GcsServer
 from tests.support.pipelines import loaded_state, same
@@ -99,6 +99,63 @@ MOMENTS = {
     "when the data file is there": LOCAL + AT_THE_COMMIT.format(before=True),
     "when it has committed": LOCAL + AT_THE_COMMIT.format(before=False),
 }
+
+
+AT_A_LINK = """
+link = store.link
+async def link_and_die(self, source, target):
+    if {before}:
+        die()
+    await link(self, source, target)
+    die()
+store.link = link_and_die
+"""
+
+
+LINK_MOMENTS = {
+    "before a link": AT_A_LINK.format(before=True),
+    "after a link": AT_A_LINK.format(before=False),
+    "when a full save has its files": AT_THE_COMMIT.format(before=True),
+}
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("resumed", [False, True])
+@pytest.mark.parametrize("moment", LINK_MOMENTS)
+def test_an_incremental_save_whose_worker_died_is_complete(
+    tmp_path: Path, deaths: Deaths, moment: str, resumed: bool
+) -> None:
+    def state(step: int) -> dict[str, Any]:
+        return {"still": torch.arange(100_000.0), **state_of(step)}
+
+    deaths.at(LOCAL + LINK_MOMENTS[moment])
+    incremental = {"enabled": True, "full_every": 3 if "full" in moment else None}
+    linked: dict[int, int] = {}
+    with SettlingPipeline(tmp_path / "run", incremental=incremental, **PROCESS) as pipeline:
+
+        def see(event: Event) -> None:
+            if isinstance(event, FileLinked):
+                linked[event.step] = int(event.source[5:17])
+
+        def save(*steps: int) -> None:
+            for step in steps:
+                pipeline.save(state(step), step=step).wait(PATIENCE)
+                settle(pipeline)
+
+        pipeline.events.add(see)
+        save(0, 1)
+        if resumed:
+            assert pipeline.load() is not None
+        save(2)
+        assert deaths.count() == 1
+        # Only a worker that knows a checkpoint links; a file that is there is taken as it is.
+        source = 2 if "full" in moment else 1
+        assert linked == ({2: source} if resumed else {})
+        save(3, 4, 5, 6)
+        assert linked[6] == 5
+        for info in pipeline.steps():
+            pipeline.verify(info)
+            assert same(loaded_state(pipeline, info), state(info.step))
 
 
 def save_while_worker_is_stopped(
