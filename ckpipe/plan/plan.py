@@ -264,14 +264,17 @@ _LARGEST_SHARE, _WASTE, _HEADER_ROOM = 256, 6, 64 << 10
 """A file has at most one block, or this share of the rank's bytes; more only if else more than the
 second share of its blocks' memory would stay empty. The third is room for a header, in bytes."""
 
+_MOST_RARE = 16
+"""Most sizes that may have a file each although they fill less than half a block."""
+
 
 def files_by_size(plan: RankPlan, block_bytes: int, max_file_bytes: int | None) -> RankPlan:
     """Lay a plan's entries out anew, so that data files rest whole if some tensors do not change.
 
     Tensors of one role have one size. So an entry of a mebibyte or more shares a file only with
-    entries of the same size, in the order of the plan. Smaller ones, and sizes that fill less than
-    half a block, share files with each other. A pure function of the plan: ranks need not know of
-    each other's.
+    entries of the same size, in the order of the plan. Smaller ones share files with each other,
+    and so do sizes that fill less than half a block, if there are many. A pure function of the
+    plan: ranks need not know of each other's.
 
     Args:
         plan: The plan.
@@ -280,10 +283,11 @@ def files_by_size(plan: RankPlan, block_bytes: int, max_file_bytes: int | None) 
     """
     entries = plan.layout.entries
     by_size: defaultdict[int, list[int]] = defaultdict(list)
-    counts = Counter(entries.nbytes)
+    counts = Counter(nbytes for nbytes in entries.nbytes if nbytes >= _LARGE_BYTES)
+    rare = {size for size, count in counts.items() if 2 * size * count < block_bytes}
+    alone = counts.keys() - (rare if len(rare) > _MOST_RARE else ())
     for number, nbytes in enumerate(entries.nbytes):
-        alone = nbytes >= _LARGE_BYTES and counts[nbytes] * nbytes * 2 >= block_bytes
-        by_size[nbytes if alone else 0].append(number)
+        by_size[nbytes if nbytes in alone else 0].append(number)
     share = max(block_bytes, sum(entries.nbytes) // _LARGEST_SHARE)
     files: list[DataFile] = []
     laid: list[Entry] = []

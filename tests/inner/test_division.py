@@ -255,6 +255,7 @@ def test_cost_of_a_plan_does_not_grow_with_the_world() -> None:
 # ---- files of entries of one size ----
 
 _SIZES = (0, 8, 4096, 300_000, (1 << 20) - 8, 1 << 20, (1 << 20) + 8, 3 << 20, 5 << 20, 40 << 20)
+_RARE = tuple((1 << 20) + 4096 * number for number in range(2, 26))
 _LARGE = 1 << 20
 
 
@@ -262,9 +263,10 @@ _LARGE = 1 << 20
 def plans_of_one_rank(draw: st.DrawFn) -> RankPlan:
     """A plan for tensors of few sizes, some of which are tied or written by others."""
     tensors = [Tensor("first", (3,), "bool")]
+    several = _SIZES + (_RARE if draw(st.booleans()) else ())
     for number in range(draw(st.integers(0, 40))):
         dtype = draw(st.sampled_from(["float32", "bfloat16", "complex64", "uint8", "float64"]))
-        size = draw(st.sampled_from(_SIZES)) // getattr(torch, dtype).itemsize
+        size = draw(st.sampled_from(several)) // getattr(torch, dtype).itemsize
         tied = tensors[-1] if not tensors[-1].tied and draw(st.integers(0, 5)) == 0 else None
         layout: tuple[int, ...] = (size,) if tied is None else tied.layout  # type: ignore[assignment]
         name = "t" * draw(st.sampled_from([1, 200])) + str(number)
@@ -326,9 +328,10 @@ _ROOM = 64 << 10
 
 
 def _alone(entries: Sequence[Entry], block_bytes: int) -> set[int]:
-    """The sizes from a mebibyte on that fill half a block, and share files with no other."""
-    counts = Counter(each.nbytes for each in entries)
-    return {n for n, count in counts.items() if n >= _LARGE and 2 * n * count >= block_bytes}
+    """The sizes that share files with no other."""
+    counts = Counter(each.nbytes for each in entries if each.nbytes >= _LARGE)
+    rare = {n for n, count in counts.items() if 2 * n * count < block_bytes}
+    return counts.keys() - (rare if len(rare) > 16 else set())
 
 
 def _contents(plan: RankPlan) -> dict[str, object]:

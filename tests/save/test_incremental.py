@@ -260,3 +260,12 @@ def test_a_changed_structure_still_links(tmp_path: Path, change: Callable[[Any],
         report = saved(pipeline, state, 3)
         assert report.linked_bytes > state["t0"].nbytes + state["t3"].nbytes
         assert same(loaded_state(pipeline, 3), state)
+
+
+@pytest.mark.parametrize("count", [16, 17])
+def test_many_rare_sizes_share_files(tmp_path: Path, count: int) -> None:
+    state = {str(n): torch.zeros(MIB // 4 + 64 * n) for n in range(count)}
+    with ckpipe.SyncPipeline(tmp_path, incremental=True) as pipeline:
+        saved(pipeline, state, 1)
+        assert len(list(folder_of(tmp_path, 1).iterdir())) == (16 if count == 16 else 2)
+        assert same(loaded_state(pipeline), state)
