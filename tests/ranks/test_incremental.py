@@ -21,7 +21,7 @@ CELLS = list(
 DCP_CELLS = list(product(("ddp", "fsdp", "hsdp"), ("thread", "process")))
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("kind", "plan", "worker", "until"), CELLS)
 def test_each_checkpoint_has_its_own_values(
     world: Gang, root: Path, kind: str, plan: str, worker: str, until: str

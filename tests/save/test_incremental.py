@@ -49,6 +49,7 @@ def folder_of(root: Path, step: int) -> Path:
     return path
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("worker", ["thread", "process"])
 def test_the_third_save_links_what_rests(tmp_path: Path, worker: Any) -> None:
     state = state_of()
@@ -134,6 +135,7 @@ def test_blocks_of_a_file_that_rest_come_from_the_earlier_one(store: Stores) -> 
         assert saved(pipeline, state, 4).linked_bytes == report.bytes
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("worker", ["thread", "process"])
 def test_a_run_that_resumed_links_with_its_first_save(tmp_path: Path, worker: Any) -> None:
     state = state_of()
@@ -170,6 +172,7 @@ def test_without_links_a_checkpoint_is_as_ever(tmp_path: Path) -> None:
         assert name not in texts[0] + texts[1]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("worker", ["thread", "process"])
 def test_a_run_that_goes_back_links_to_what_it_loaded(tmp_path: Path, worker: Any) -> None:
     state = state_of()
