@@ -67,8 +67,8 @@ async def reserve(
         available = await threads.run_sync(available_bytes)
         most = int(AVAILABLE_SHARE * (available + budget.capacity))
         budget.raise_capacity(min(wanted, most) // size * size)
-    if save.request.owners and blocks * size > budget.capacity:
-        blocks, save.witness = image, None  # all blocks of such a save are drawn together
+    if image * size <= budget.capacity < budget.used + blocks * size:
+        blocks, save.witness = image, None  # no save waits, fails or streams for copies of others
     # A state without tensors takes none: it would have no block to give back before its end.
     reserved = min(blocks, max(1, budget.capacity // size))
     await _acquire(save, context, reserved * size, hold)
