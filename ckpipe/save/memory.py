@@ -68,7 +68,10 @@ async def reserve(
         most = int(AVAILABLE_SHARE * (available + budget.capacity))
         budget.raise_capacity(min(wanted, most) // size * size)
     if image * size <= budget.capacity < budget.used + blocks * size:
-        blocks, save.witness = image, None  # no save waits, fails or streams for copies of others
+        # No save waits, fails or streams for copies of others.
+        if save.witness is not None and program.witnesses is not None:
+            program.witnesses.put_back(save.witness)
+        blocks, save.witness = image, None
     # A state without tensors takes none: it would have no block to give back before its end.
     reserved = min(blocks, max(1, budget.capacity // size))
     await _acquire(save, context, reserved * size, hold)

@@ -209,6 +209,10 @@ class WitnessPrograms:
         assert taken is not None
         return taken
 
+    def put_back(self, program: WitnessProgram) -> None:
+        """Leave those of a save that has no memory for them to the next one."""
+        self._next = program
+
 
 def _plan_witness(
     chosen: Sequence[Witnessed], leaves: Sequence[TensorLeaf], block_bytes: int

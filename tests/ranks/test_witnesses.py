@@ -158,6 +158,25 @@ def test_all_copies_are_compared_in_the_saves_that_the_share_promises(tmp_path: 
     assert len(places) == 12 + 40
 
 
+@pytest.mark.parametrize(("blocks", "differences"), [(9, 0), (16, 0), (17, 2)])
+def test_copies_are_compared_where_memory_is_left(
+    tmp_path: Path, blocks: int, differences: int
+) -> None:
+    # Each rank writes 8 blocks and a header, and compares 8 blocks.
+    staging = {"block_bytes": BLOCK, "bytes": blocks * BLOCK}
+    with ranks(
+        str(tmp_path), 2, plan={"replicated": ["t"]}, replicas={"share": 1}, staging=staging
+    ) as world:
+        for step in (1, 2):
+            handles = [
+                pipeline.save({"t": torch.full((1 << 18,), float(rank))}, step=step)
+                for rank, pipeline in enumerate(world)
+            ]
+            assert [each.wait_complete(300).differences for each in handles] == [differences] * 2
+            for pipeline in world:
+                settle(pipeline)
+
+
 def test_without_copies_nothing_is_written(tmp_path: Path) -> None:
     with ranks(str(tmp_path), 2) as world:
         for pipeline in world:
