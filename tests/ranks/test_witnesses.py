@@ -192,7 +192,7 @@ def test_without_copies_nothing_is_written(tmp_path: Path) -> None:
 def drift(case: Case) -> None:
     """Train and save without and with one other bit, in every wrapper; tell what is found."""
     mesh = init_device_mesh("cpu", (4,))
-    rank, kinds = dist.get_rank(), ["ddp", "hsdp", "3d", "globs"]
+    rank, kinds = dist.get_rank(), ["ddp", "fsdp1", "hsdp", "3d", "globs"]
     for kind, plan in itertools.product(kinds, case["plans"]):
         root = Path(case["root"]) / f"{kind}-{plan}"
         globs = ["t.*"] if kind == "globs" else "auto"
@@ -201,7 +201,10 @@ def drift(case: Case) -> None:
         optimizer = torch.optim.Adam(model.parameters())
         trained(model, optimizer, range(1))
         copies = DTensor.from_local(torch.ones(300, 1000), mesh, [Replicate()], run_check=False)
-        state = {"t": training_state(model, optimizer), "copies": copies}
+        state = {
+            "t": training_state(model, optimizer, replicated=kind == "fsdp1"),
+            "copies": copies,
+        }
         with ckpipe.SyncPipeline(root, replicas={"share": 1}, **settings) as pipeline:
             for step in range(case["saves"]):
                 trained(model, optimizer, range(step, step + 1))

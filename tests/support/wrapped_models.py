@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
@@ -51,6 +53,14 @@ def wrapped(kind: str) -> torch.nn.Module:
         mesh = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("outer", "inner"))
         fully_shard(net.first, mesh=mesh)
         fully_shard(net, mesh=mesh)
+    if kind == "fsdp1":  # without shards
+        mesh = init_device_mesh("cpu", (size,))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # it is deprecated
+            return FullyShardedDataParallel(
+                net, device_mesh=mesh, sharding_strategy=ShardingStrategy.NO_SHARD,
+                use_orig_params=True, device_id=torch.device("cpu"),
+            )  # fmt: skip
     return DistributedDataParallel(net) if kind == "ddp" else net
 
 
