@@ -254,8 +254,9 @@ EXPORT size_t verify_copy_each(
 }
 
 /* Counts of NaN: elements whose bits but the sign are more than those of infinity, or of the largest
-   number where a dtype has no infinity. Without the sign, signed comparisons are enough, which every
-   processor has for vectors. A sum of one stretch fits the element's type, so it needs no wider one. */
+   number where a dtype has no infinity. Without the sign, signed comparisons are enough, which SSE2
+   has for up to 32 bits, and AVX2 for 64. A sum of one stretch fits the element's type, so it needs
+   no wider one. */
 
 #define COUNT_NAN_BY(feature, name, bits, mask, most, stretch)                                   \
     feature static size_t name##most(const uint8_t *from, size_t n) {                            \

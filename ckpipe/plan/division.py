@@ -71,7 +71,7 @@ class Unit:
 
 
 @dataclass(frozen=True, slots=True)
-class Replicas:
+class Holders:
     """The boxes of a tensor that a rank holds, and all ranks that hold the same.
 
     Args:
@@ -101,7 +101,7 @@ class Share:
 
     name: str
     members: tuple[int, ...]
-    holding: Replicas
+    holding: Holders
     overlapping: bool = False
 
 
@@ -147,15 +147,15 @@ def shares(
 
 def _holdings(
     leaves: list[TensorLeaf], replicated: Mapping[int, ReplicaGroup], rank: int, world_size: int
-) -> list[Replicas]:
+) -> list[Holders]:
     """Return the boxes of each tensor that a rank holds, computed once for each sharding."""
-    private, groups = Replicas((rank,)), dict[ReplicaGroup, Replicas]()
+    private, groups = Holders((rank,)), dict[ReplicaGroup, Holders]()
     for number, group in replicated.items():
         if group not in groups:
             _check_group(group, leaves[number].label, rank, world_size)
-            groups[group] = Replicas(tuple(range(world_size)) if group is None else group)
+            groups[group] = Holders(tuple(range(world_size)) if group is None else group)
     replicas: dict[tuple[Mesh, tuple[bool, ...]], tuple[int, ...]] = {}
-    known: dict[int, tuple[tuple[int, ...] | None, Replicas]] = {}
+    known: dict[int, tuple[tuple[int, ...] | None, Holders]] = {}
     found = []
     for number, leaf in enumerate(leaves):
         spread = leaf.sharding
@@ -178,7 +178,7 @@ def _holdings(
                 replicas[spread.mesh, cut] = tuple(sorted(spread.replicas(rank)))
             boxes = spread.held(rank)
             all_of_it = [held.box for held in boxes] == [whole(spread.shape)]
-            holding = Replicas(replicas[spread.mesh, cut], None if all_of_it else boxes)
+            holding = Holders(replicas[spread.mesh, cut], None if all_of_it else boxes)
             known[id(spread)] = (spread.local_shape(rank), holding)
         local_shape, holding = known[id(spread)]
         if local_shape is not None and local_shape != leaf.shape:
@@ -206,7 +206,7 @@ def _check_group(group: ReplicaGroup, label: str, rank: int, world_size: int) ->
 
 
 def _of_group(
-    leaves: list[TensorLeaf], held: Sequence[Replicas], group: list[int]
+    leaves: list[TensorLeaf], held: Sequence[Holders], group: list[int]
 ) -> Iterator[Share]:
     """Yield the shares of overlapping tensors: one if they can stay together, else one for each.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -127,15 +127,25 @@ def save(case: Case) -> None:
             compared = check_stored_values(Path(case["root"]), id, every)
             assert compared > MEBIBYTE or case["kind"] == "low bit"
 
-        for id in saved:
-            check(id)
-        *others, last = chance.sample(sorted(saved), SAVES)
-        dist.barrier()
-        for id in others if rank == 0 else []:
-            pipeline.delete(id, force=True)
-        dist.barrier()
-        check(last)
-        dist.barrier()
+        check_all_and_one_alone(pipeline, saved, chance, check)
+
+
+def check_all_and_one_alone(
+    pipeline: ckpipe.SyncPipeline,
+    saved: Iterable[str],
+    chance: random.Random,
+    check: Callable[[str], None],
+) -> None:
+    """Check each checkpoint, and one that is drawn once more when the others are deleted."""
+    for id in saved:
+        check(id)
+    *others, last = chance.sample(sorted(saved), SAVES)
+    dist.barrier()
+    for id in others if dist.get_rank() == 0 else []:
+        pipeline.delete(id, force=True)
+    dist.barrier()
+    check(last)
+    dist.barrier()
 
 
 def save_by_dcp(case: Case) -> None:
@@ -168,12 +178,4 @@ def save_by_dcp(case: Case) -> None:
             step(trainer[1], chance, 0.4)
             dist.barrier()
         tell(case, linked=links.linked)
-        for id in saved:
-            check(id)
-        *others, last = chance.sample(sorted(saved), SAVES)
-        dist.barrier()
-        for id in others if rank == 0 else []:
-            pipeline.delete(id, force=True)
-        dist.barrier()
-        check(last)
-        dist.barrier()
+        check_all_and_one_alone(pipeline, saved, chance, check)
