@@ -1,4 +1,4 @@
-"""What the servers of multiprocessing import once for all that they fork."""
+"""Names the modules that servers of multiprocessing import once for all that they fork."""
 
 from __future__ import annotations
 
